@@ -1,0 +1,1 @@
+"""Trajectories in: rewards and training."""

@@ -1,0 +1,1 @@
+"""How Tidemill is started."""

@@ -1,0 +1,28 @@
+"""The dataset protocol and the deterministic order over it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from schemas.messages import ChatMessage
+
+
+@dataclass(frozen=True)
+class Example:
+    """One prompt (text or chat messages, exactly one of them) and what its reward needs.
+
+    data: goes to the reward function as keywords, msgpack types only; ``answer`` is the reference.
+    """
+
+    text: str | None = None
+    messages: list[ChatMessage] | None = None
+    data: dict[str, Any] = field(default_factory=dict)
+
+
+class Dataset(Protocol):
+    """Examples 0 to len-1. The same index is always the same example. Built as ``cls(**args, base=folder)``."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> Example: ...

@@ -1,0 +1,12 @@
+"""Engines: token ids in, tokens with processed log-probabilities and version spans out."""
+
+from schemas.plugins import Registry
+
+ENGINES = Registry(
+    "generator.engine",
+    {
+        "vllm": "producers.engines.vllm:VllmEngine",
+        "transformers": "producers.engines.transformers:TransformersEngine",
+        "scripted": "producers.engines.scripted:ScriptedEngine",
+    },
+)

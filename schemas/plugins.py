@@ -1,0 +1,73 @@
+"""Names for the things users choose: built-in ones by name, their own by dotted path or file.
+
+``exact`` is looked up in the registry; ``mypackage.rewards:brevity`` and
+``rewards.py:brevity`` (relative to the configuration's folder) are imported.
+Built-ins are registered as paths too, so listing them imports nothing.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from schemas.errors import ConfigError
+
+
+class Registry:
+    """The choices of one kind, e.g. ``Registry("reward", {"exact": "consumers.reward.exact:exact"})``."""
+
+    def __init__(self, kind: str, builtin: dict[str, str]) -> None:
+        self.kind = kind
+        self._paths = dict(builtin)
+
+    @property
+    def names(self) -> list[str]:
+        return sorted(self._paths)
+
+    def get(self, name: str, base: Path | None = None) -> Any:
+        """The object called ``name``; ConfigError names the choices. ``base`` is where files are looked up."""
+        path = self._paths.get(name)
+        if path is None and ":" not in name:
+            close = difflib.get_close_matches(name, self.names, n=1)
+            hint = f" (did you mean {close[0]!r}?)" if close else ""
+            raise ConfigError(
+                f"unknown {self.kind} {name!r}{hint}: one of {', '.join(self.names)},"
+                " or your own as package.module:name or file.py:name"
+            )
+        return load(path or name, self.kind, base)
+
+
+def load(path: str, kind: str, base: Path | None = None) -> Any:
+    """Import ``package.module:name`` or ``file.py:name``; ConfigError says what is missing."""
+    source, _, attribute = path.rpartition(":")
+    try:
+        module = _load_file(source, base) if source.endswith(".py") else importlib.import_module(source)
+    except (ImportError, OSError, SyntaxError) as error:
+        raise ConfigError(f"{kind} {path!r} cannot be imported: {error}") from error
+    try:
+        return getattr(module, attribute)
+    except AttributeError:
+        raise ConfigError(f"{kind} {path!r}: {source} has no {attribute!r}") from None
+
+
+def _load_file(source: str, base: Path | None) -> ModuleType:
+    file = ((base or Path.cwd()) / source).resolve()
+    name = "tidemill_user_" + "_".join(file.with_suffix("").parts[-2:])
+    if name in sys.modules and getattr(sys.modules[name], "__file__", None) == str(file):
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, file)
+    if spec is None or spec.loader is None or not file.is_file():
+        raise OSError(f"no file {file}")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
