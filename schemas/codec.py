@@ -20,7 +20,7 @@ SCHEMA_VERSION = 1
 DEFAULT_MAX_BYTES = 16 * 1024 * 1024
 """Largest accepted message, bytes."""
 
-_DTYPES = {
+_DTYPES: dict[str, np.dtype[Any]] = {
     "i4": np.dtype("<i4"),
     "f4": np.dtype("<f4"),
     "u1": np.dtype("u1"),

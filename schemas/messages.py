@@ -191,7 +191,7 @@ class Score(Message, kw_only=True, tag="score"):
 
 
 class Member(msgspec.Struct, frozen=True, array_like=True):
-    """One sample of a journaled group: its index and its entries in the two streams."""
+    """One sample of a journaled group and its entries in the two streams; no trajectory when it was excluded."""
 
     sample: int
     scored_id: bytes

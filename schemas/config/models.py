@@ -112,7 +112,7 @@ class FlowConfig(Section):
     window: int = Field(
         1,
         ge=1,
-        description="How far a finished group may overtake the oldest unfinished one, groups; 1 is strict admission order.",
+        description="How far a finished group may overtake the oldest unfinished one; 1 is strict admission order.",
     )
 
 
@@ -224,7 +224,7 @@ class WarmStartConfig(Section):
     """Supervised training that makes model.path if it is not there, stopped by accuracy."""
 
     model: str = Field(
-        description="Function (folder, seed) that writes an untrained model and tokenizer, as module:name or file.py:name."
+        description="Function (folder, seed) that writes an untrained model, as module:name or file.py:name."
     )
     dataset: DatasetConfig
     eval: DatasetConfig

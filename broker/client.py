@@ -1,0 +1,81 @@
+"""One run's broker as services see it. The only entrance to this package for producers, consumers and deploy.
+
+::
+
+    broker = Broker.connect(config)          # ConfigError when the server can't be used
+    queue = broker.tasks("generator-0")
+    for delivery in queue.read(8): ...
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from broker.keys import GENERATORS, REWARD, TRAINER, Keys
+from broker.ledger import Ledger
+from broker.link import Link, check_server, url_from
+from broker.queues import ScoreQueue, TaskQueue
+from broker.telemetry import Evals, Events, Metrics, Services
+from broker.training import Training
+from broker.weights.store import WeightStore
+from schemas.config import BrokerConfig, TidemillConfig
+from schemas.errors import ConfigError
+
+
+class Broker:
+    """Everything that is shared between the processes of one run."""
+
+    def __init__(self, link: Link, config: BrokerConfig) -> None:
+        self.link = link
+        self._config = config
+        self.ledger = Ledger(link, config.max_message_bytes)
+        self.weights = WeightStore(link)
+        self.services = Services(link)
+        self.events = Events(link)
+        self.metrics = Metrics(link)
+        self.evals = Evals(link)
+
+    @classmethod
+    def connect(cls, config: TidemillConfig) -> Broker:
+        """Connect to broker.url, else REDIS_URL; ConfigError when there is none or it can't be used."""
+        url = url_from(config.broker.url)
+        if url is None:
+            raise ConfigError("no broker: set REDIS_URL or broker.url; `tidemill up` starts an embedded one by itself")
+        link = Link(url, Keys(config.broker.prefix, config.run.name), config.broker.deadline_s)
+        check_server(link.client, url)
+        return cls(link, config.broker)
+
+    def tasks(self, consumer: str) -> TaskQueue:
+        """The generator's queue."""
+        return TaskQueue(self.link, consumer, self._config.max_deliveries, self._config.max_message_bytes)
+
+    def trajectories(self, consumer: str) -> ScoreQueue:
+        """The reward service's queue."""
+        return ScoreQueue(self.link, consumer, self._config.max_deliveries, self._config.max_message_bytes)
+
+    def training(self) -> Training:
+        """The trainer's end."""
+        return Training(self.link, self._config.max_message_bytes)
+
+    def lags(self) -> dict[str, int]:
+        """Entries waiting to be read or being worked on, by stream."""
+        keys = self.link.keys
+        lags = {}
+        for name, stream, group in (
+            ("tasks", keys.tasks, GENERATORS),
+            ("trajectories", keys.trajectories, REWARD),
+            ("scored", keys.scored, TRAINER),
+        ):
+            lags[name] = self.link.run("reading lags", lambda client, s, g: _lag(client, s, g), stream, group)
+        return lags
+
+
+def _lag(client: Any, stream: str, group: str) -> int:
+    if not client.exists(stream):
+        return 0
+    for info in client.xinfo_groups(stream):
+        if info["name"] == group.encode():
+            # Redis gives no lag when an entry was deleted before it was read; the length bounds it then.
+            waiting = info["lag"] if info["lag"] is not None else client.xlen(stream)
+            return int(waiting) + int(info["pending"])
+    return 0

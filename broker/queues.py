@@ -1,0 +1,287 @@
+"""The two hops that many workers share: tasks to generators, trajectories to reward services.
+
+At-least-once: an entry stays pending until its result is published in the same atomic
+step; work of a silent worker is claimed by another after the lease; an entry that
+nobody can read, or that killed its worker too often, goes to the dead letters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import redis
+
+from broker.keys import GENERATORS, REWARD
+from broker.link import BLOCK_MS, Link
+from schemas.codec import BadMessage, Message, decode, encode
+from schemas.messages import DeadLetter, Score, Task, Trajectory
+
+M = TypeVar("M", bound=Message)
+Entry = tuple[bytes, dict[bytes, bytes]]
+
+
+@dataclass(frozen=True)
+class Delivery(Generic[M]):
+    """One entry handed to one worker. ``version``: the least weight version to work with (tasks)."""
+
+    entry_id: bytes
+    stream: str
+    message: M
+    version: int = 0
+
+
+class _Worker:
+    """Reading as one consumer of a group: new entries, own pending ones after a lost reply, stale ones of others."""
+
+    def __init__(self, link: Link, streams: list[str], group: str, consumer: str, max_deliveries: int) -> None:
+        self._link = link
+        self._streams = streams
+        self._group = group
+        self._consumer = consumer
+        self._max_deliveries = max_deliveries
+        self._held: dict[str, set[bytes]] = {stream: set() for stream in streams}
+        self._losses = -1
+        self._ensure_groups()
+
+    def _ensure_groups(self) -> None:
+        for stream in self._streams:
+            ensure_group(self._link, stream, self._group)
+
+    def _read(self, count: int, block_ms: int) -> list[tuple[str, Entry]]:
+        if self._losses != self._link.losses:
+            # A reply may have been lost after the server gave us entries: look at what is pending for us.
+            self._losses = self._link.losses
+            self._ensure_groups()
+            stranded = self._fetch("0", count=10_000, block_ms=None)
+            fresh = [(stream, entry) for stream, entry in stranded if entry[0] not in self._held[stream]]
+            if fresh:
+                return self._take(fresh)
+        return self._take(self._fetch(">", count, block_ms))
+
+    def _fetch(self, position: str, count: int, block_ms: int | None) -> list[tuple[str, Entry]]:
+        reply: Any = self._link.run(
+            f"reading {self._group}",
+            lambda client: client.xreadgroup(
+                self._group, self._consumer, dict.fromkeys(self._streams, position), count=count, block=block_ms
+            ),
+        )
+        pairs = reply.items() if isinstance(reply, dict) else reply or []
+        found: list[tuple[str, Entry]] = []
+        for stream, entries in pairs:
+            batch = entries[0] if entries and isinstance(entries[0], list) else entries
+            found += [(stream.decode(), entry) for entry in batch]
+        return found
+
+    def _take(self, entries: list[tuple[str, Entry]]) -> list[tuple[str, Entry]]:
+        for stream, entry in entries:
+            self._held[stream].add(entry[0])
+        return entries
+
+    def _release(self, stream: str, entry_id: bytes) -> None:
+        self._held[stream].discard(entry_id)
+
+    def renew(self) -> None:
+        """Tell the server that this worker is alive and still at all it holds. Call from a thread of its own."""
+        for stream, held in self._held.items():
+            ids = list(held)
+            if ids:
+                self._link.run(
+                    "renewing leases",
+                    lambda client, stream, ids: client.xclaim(
+                        stream, self._group, self._consumer, min_idle_time=0, message_ids=ids, justid=True
+                    ),
+                    stream,
+                    ids,
+                )
+
+    def _claim_stale(self, lease_s: float, count: int) -> list[tuple[str, Entry, int]]:
+        claimed: list[tuple[str, Entry, int]] = []
+        for stream in self._streams:
+            reply: Any = self._link.run(
+                "claiming stale work",
+                lambda client, stream: client.xautoclaim(
+                    stream, self._group, self._consumer, min_idle_time=int(lease_s * 1000), count=count
+                ),
+                stream,
+            )
+            for entry in reply[1]:
+                if entry[0] in self._held[stream]:
+                    continue
+                details: Any = self._link.run(
+                    "counting deliveries",
+                    lambda client, stream, entry: client.xpending_range(stream, self._group, entry[0], entry[0], 1),
+                    stream,
+                    entry,
+                )
+                self._held[stream].add(entry[0])
+                claimed.append((stream, entry, details[0]["times_delivered"] if details else 1))
+        return claimed
+
+    def _bury(self, stream: str, entry_id: bytes, letter: DeadLetter) -> None:
+        index = self._link.keys.scripted.index(stream) + 1
+        self._link.script("bury", index, self._group, entry_id, encode(letter))
+        self._release(stream, entry_id)
+
+
+class TaskQueue(_Worker):
+    """Tasks for one generator. Evaluations come first."""
+
+    def __init__(self, link: Link, consumer: str, max_deliveries: int, max_bytes: int) -> None:
+        keys = link.keys
+        super().__init__(link, [keys.eval_tasks, keys.tasks], GENERATORS, consumer, max_deliveries)
+        self._max_bytes = max_bytes
+
+    def read(self, count: int, block_ms: int = BLOCK_MS) -> list[Delivery[Task]]:
+        """Up to ``count`` tasks of each kind; empty after ``block_ms`` without any."""
+        return self._decode([(stream, entry, 1) for stream, entry in self._read(count, block_ms)])
+
+    def claim_stale(self, lease_s: float, count: int) -> list[Delivery[Task]]:
+        """Tasks of generators that were silent for longer than the lease."""
+        return self._decode(self._claim_stale(lease_s, count))
+
+    def missing(self, task: Task) -> list[int]:
+        """Sample indices of the task that nobody has published yet."""
+        fields = [f"{task.task_id}:{sample}" for sample in range(task.n)]
+        present: Any = self._link.run(
+            "looking for missing samples", lambda client: client.hmget(self._link.keys.samples, fields)
+        )
+        return [sample for sample, entry in enumerate(present) if entry is None]
+
+    def publish(self, task_id: int, trajectories: Sequence[Trajectory]) -> list[str]:
+        """Hand over finished samples of one task; ok, dup or closed for each. With the last, the task is done."""
+        args: list[int | bytes] = [task_id]
+        for trajectory in trajectories:
+            args += [trajectory.sample, encode(trajectory, self._max_bytes)]
+        return [answer.decode() for answer in self._link.script("publish", *args)]
+
+    def fail_sample(self, task_id: int, sample: int, reason: str, payload: bytes = b"") -> None:
+        """A sample that can't be made: dead letter, and its group goes on without it."""
+        letter = DeadLetter(
+            source="generator", reason=reason, deliveries=1, payload=payload, task_id=task_id, sample=sample
+        )
+        score = Score(status="error", reason=reason, scorer="generator")
+        self._link.script("fail_sample", task_id, sample, encode(letter), encode(score))
+
+    def done(self, delivery: Delivery[Task]) -> None:
+        """This worker is through with the task: its lease is no longer renewed."""
+        self._release(delivery.stream, delivery.entry_id)
+
+    def _decode(self, entries: list[tuple[str, Entry, int]]) -> list[Delivery[Task]]:
+        deliveries = []
+        for stream, (entry_id, fields), times in entries:
+            if not fields:
+                self._release(stream, entry_id)
+                continue
+            try:
+                if times > self._max_deliveries:
+                    raise BadMessage(f"delivered {times} times, its generators died or stalled each time")
+                task = decode(fields.get(b"b", b""), Task, self._max_bytes)
+            except BadMessage as error:
+                self._dead_task(stream, entry_id, fields, times, str(error))
+                continue
+            deliveries.append(Delivery(entry_id, stream, task, int(fields.get(b"v", b"0"))))
+        return deliveries
+
+    def _dead_task(self, stream: str, entry_id: bytes, fields: dict[bytes, bytes], times: int, reason: str) -> None:
+        task_id = number(fields.get(b"t"))
+        letter = DeadLetter(
+            source="tasks", reason=reason, deliveries=times, payload=fields.get(b"b", b""), task_id=task_id
+        )
+        self._bury(stream, entry_id, letter)
+        if task_id >= 0:
+            self._link.script("close", task_id, "failed", "dead_letter", "")
+
+
+class ScoreQueue(_Worker):
+    """Trajectories for one reward service."""
+
+    def __init__(self, link: Link, consumer: str, max_deliveries: int, max_bytes: int) -> None:
+        super().__init__(link, [link.keys.trajectories], REWARD, consumer, max_deliveries)
+        self._max_bytes = max_bytes
+
+    def read(self, count: int, block_ms: int = BLOCK_MS) -> list[Delivery[Trajectory]]:
+        """Up to ``count`` trajectories; empty after ``block_ms`` without any."""
+        return self._decode([(stream, entry, 1) for stream, entry in self._read(count, block_ms)])
+
+    def claim_stale(self, lease_s: float, count: int) -> list[Delivery[Trajectory]]:
+        """Trajectories of reward services that were silent for longer than the lease."""
+        return self._decode(self._claim_stale(lease_s, count))
+
+    def publish(self, results: Sequence[tuple[Delivery[Trajectory], Score]]) -> list[str]:
+        """Hand over scores; a failed one excludes its sample and leaves a dead letter, never a reward of 0."""
+        answers = []
+        for delivery, score in results:
+            trajectory = delivery.message
+            letter = b""
+            if score.status != "ok":
+                letter = encode(
+                    DeadLetter(
+                        source="reward",
+                        reason=f"{score.status}: {score.reason}",
+                        deliveries=1,
+                        payload=encode(trajectory),
+                        task_id=trajectory.task_id,
+                        sample=trajectory.sample,
+                    )
+                )
+            answers.append(self._score(delivery.entry_id, trajectory.task_id, trajectory.sample, score, letter))
+        return answers
+
+    def _score(self, entry_id: bytes, task_id: int, sample: int, score: Score, letter: bytes) -> str:
+        reward = repr(score.reward) if score.status == "ok" else ""
+        answer: bytes = self._link.script("score", entry_id, task_id, sample, encode(score), reward, letter)
+        self._release(self._link.keys.trajectories, entry_id)
+        return answer.decode()
+
+    def _decode(self, entries: list[tuple[str, Entry, int]]) -> list[Delivery[Trajectory]]:
+        deliveries = []
+        for stream, (entry_id, fields), times in entries:
+            if not fields:
+                self._release(stream, entry_id)
+                continue
+            task_id, sample = number(fields.get(b"t")), number(fields.get(b"s"))
+            try:
+                if times > self._max_deliveries:
+                    raise BadMessage(f"delivered {times} times, its reward services died or stalled each time")
+                trajectory = decode(fields.get(b"b", b""), Trajectory, self._max_bytes)
+                if (trajectory.task_id, trajectory.sample) != (task_id, sample):
+                    raise BadMessage(
+                        f"is sample {trajectory.task_id}:{trajectory.sample}, its entry says {task_id}:{sample}"
+                    )
+            except BadMessage as error:
+                letter = DeadLetter(
+                    source="trajectories",
+                    reason=str(error),
+                    deliveries=times,
+                    payload=fields.get(b"b", b""),
+                    task_id=task_id,
+                    sample=sample,
+                )
+                if task_id >= 0 and sample >= 0:
+                    score = Score(status="error", reason=str(error), scorer="reward")
+                    self._score(entry_id, task_id, sample, score, encode(letter))
+                else:
+                    self._bury(stream, entry_id, letter)
+                continue
+            deliveries.append(Delivery(entry_id, stream, trajectory))
+        return deliveries
+
+
+def number(text: bytes | None) -> int:
+    """A non-negative integer field, or -1."""
+    return int(text) if text is not None and text.isdigit() else -1
+
+
+def ensure_group(link: Link, stream: str, group: str) -> None:
+    """Make stream and group, from the first entry on, if they are not there."""
+
+    def create(client: redis.Redis) -> None:
+        try:
+            client.xgroup_create(stream, group, id="0", mkstream=True)
+        except redis.ResponseError as error:
+            if not str(error).startswith("BUSYGROUP"):
+                raise
+
+    link.run(f"creating group {group}", create)

@@ -1,0 +1,135 @@
+"""What people look at: heartbeats, events, step metrics, evaluations. Losing a line of it harms no training."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import redis
+
+from broker.link import Link
+from schemas.codec import decode, encode
+from schemas.messages import Event, Heartbeat, Task
+
+KEEP_LINES = 10_000
+EVAL_BASE = 1 << 32
+"""Evaluation tasks are numbered version * EVAL_BASE + index."""
+
+
+@dataclass(frozen=True)
+class EvalResult:
+    """One evaluation. mean: of the scored samples' rewards; time: of the last score, Unix seconds."""
+
+    version: int
+    n: int
+    scored: int
+    failed: int
+    mean: float
+    time: float
+
+    @property
+    def complete(self) -> bool:
+        return self.scored + self.failed >= self.n
+
+
+class Services:
+    """Signs of life. A service silent for long is shown as such; nothing depends on it."""
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+
+    def beat(self, heartbeat: Heartbeat) -> None:
+        """Say that the service is alive, stamped with the broker's clock."""
+
+        def write(client: redis.Redis) -> None:
+            seconds, micros = client.time()
+            heartbeat.time = float(seconds) + micros / 1e6
+            client.hset(self._link.keys.services, heartbeat.service, encode(heartbeat))
+
+        self._link.run("sending a heartbeat", write)
+
+    def leave(self, service: str) -> None:
+        """The service ended on purpose."""
+        self._link.run("leaving", lambda client: client.hdel(self._link.keys.services, service))
+
+    def list(self) -> list[Heartbeat]:
+        """The last heartbeat of every service, by name."""
+        found: Any = self._link.run("listing services", lambda client: client.hgetall(self._link.keys.services))
+        return sorted((decode(body, Heartbeat) for body in found.values()), key=lambda beat: beat.service)
+
+
+class Events:
+    """The timeline of a run."""
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+
+    def emit(self, event: Event) -> None:
+        body = encode(event)
+        self._link.run(
+            "writing an event",
+            lambda client: client.xadd(self._link.keys.events, {"b": body}, maxlen=KEEP_LINES, approximate=True),
+        )
+
+    def tail(self, count: int) -> list[Event]:
+        """The newest ``count`` events, oldest first."""
+        found: Any = self._link.run(
+            "reading events", lambda client: client.xrevrange(self._link.keys.events, count=count)
+        )
+        return [decode(fields[b"b"], Event) for _, fields in reversed(found)]
+
+
+class Metrics:
+    """One JSON object a step; the trainer's metrics.jsonl holds them all."""
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+
+    def append(self, line: dict[str, Any]) -> None:
+        body = json.dumps(line)
+        self._link.run(
+            "writing metrics",
+            lambda client: client.xadd(self._link.keys.metrics, {"j": body}, maxlen=KEEP_LINES, approximate=True),
+        )
+
+    def tail(self, count: int) -> list[dict[str, Any]]:
+        """The newest ``count`` lines, oldest first."""
+        found: Any = self._link.run(
+            "reading metrics", lambda client: client.xrevrange(self._link.keys.metrics, count=count)
+        )
+        return [json.loads(fields[b"j"]) for _, fields in reversed(found)]
+
+
+class Evals:
+    """Evaluations on held-out prompts, each opened once and counted as scores arrive."""
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+
+    def open(self, version: int, tasks: Sequence[Task]) -> bool:
+        """Queue the tasks of one evaluation; False if this version's was opened before."""
+        args: list[int | bytes] = [version, tasks[0].n]
+        for task in tasks:
+            args += [task.task_id, encode(task)]
+        return bool(self._link.script("eval_open", *args))
+
+    def results(self) -> list[EvalResult]:
+        """All evaluations, by version, also those that are still under way."""
+        found: Any = self._link.run("reading evaluations", lambda client: client.hgetall(self._link.keys.evals))
+        versions: dict[int, dict[str, float]] = {}
+        for key, value in found.items():
+            version, _, name = key.decode().partition(":")
+            versions.setdefault(int(version), {})[name] = float(value)
+        return [
+            EvalResult(
+                version=version,
+                n=int(fields.get("n", 0)),
+                scored=int(fields.get("scored", 0)),
+                failed=int(fields.get("failed", 0)),
+                mean=fields.get("sum", 0.0) / max(fields.get("scored", 0.0), 1.0),
+                time=fields.get("time", 0.0),
+            )
+            for version, fields in sorted(versions.items())
+        ]

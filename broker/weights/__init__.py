@@ -1,0 +1,1 @@
+"""Weight versions: manifests in a stream, bytes through a transport."""

@@ -1,0 +1,105 @@
+"""Published weight versions, newest last. Readers pull; nobody waits for them.
+
+A version number belongs to one set of weights for ever: the stream refuses it a second time.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import redis
+
+from broker.link import BLOCK_MS, Link
+from broker.weights.transports import FileTransport, RedisTransport, Transport, chunk_digests
+from schemas.codec import decode, encode
+from schemas.errors import InfraError
+from schemas.messages import Manifest, Probe, TensorSpec
+
+
+class WeightStore:
+    """``publish`` for the trainer; ``newest``, ``wait_newer`` and ``fetch`` for generators."""
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+
+    def publish(
+        self,
+        transport: Transport,
+        file: Path,
+        *,
+        version: int,
+        step: int,
+        epoch: int,
+        tensors: list[TensorSpec],
+        probe: Probe | None,
+        keep: int,
+    ) -> bool:
+        """Make the safetensors ``file`` (it is consumed) version ``version``; False if that version exists."""
+        newest = self.newest()
+        if newest is not None and newest.version >= version:
+            file.unlink()
+            return False
+        size, chunks = file.stat().st_size, chunk_digests(file)
+        manifest = Manifest(
+            version=version,
+            step=step,
+            epoch=epoch,
+            uri=transport.put(file, version, epoch),
+            size=size,
+            chunks=chunks,
+            tensors=tensors,
+            probe=probe,
+        )
+        published = self._link.run("publishing weights", lambda client: self._add(client, manifest))
+        self._trim(transport, keep)
+        return published
+
+    def _add(self, client: redis.Redis, manifest: Manifest) -> bool:
+        try:
+            client.xadd(self._link.keys.weights, {"b": encode(manifest, 1 << 28)}, id=f"{manifest.version}-1")
+        except redis.ResponseError as error:
+            if "equal or smaller" in str(error):
+                return False
+            raise
+        return True
+
+    def _trim(self, transport: Transport, keep: int) -> None:
+        keys = self._link.keys
+        entries: Any = self._link.run("listing weights", lambda client: client.xrange(keys.weights))
+        for entry_id, fields in entries[: max(0, len(entries) - keep)]:
+            old = decode(fields[b"b"], Manifest, 1 << 28)
+            self._link.run(
+                "deleting old weights", lambda client, entry_id: client.xdel(keys.weights, entry_id), entry_id
+            )
+            transport.delete(old.uri, len(old.chunks))
+
+    def newest(self) -> Manifest | None:
+        """The newest version, None before the first."""
+        found: Any = self._link.run(
+            "looking for weights", lambda client: client.xrevrange(self._link.keys.weights, count=1)
+        )
+        return decode(found[0][1][b"b"], Manifest, 1 << 28) if found else None
+
+    def wait_newer(self, version: int, timeout_ms: int = BLOCK_MS) -> Manifest | None:
+        """The newest version above ``version``, as soon as there is one; None after the timeout."""
+        self._link.run(
+            "waiting for weights",
+            lambda client: client.xread({self._link.keys.weights: f"{max(version, 0)}-2"}, 1, timeout_ms),
+        )
+        newest = self.newest()
+        return newest if newest is not None and newest.version > version else None
+
+    def fetch(self, manifest: Manifest, folder: Path) -> Path:
+        """A verified local safetensors file; InfraError when it is damaged or gone."""
+        kind = manifest.uri.partition(":")[0]
+        if kind == "file":
+            return FileTransport(folder).fetch(manifest, folder)
+        if kind == "redis":
+            return RedisTransport(self._link).fetch(manifest, folder)
+        raise InfraError(f"weights version {manifest.version} came by {kind!r}, which this release does not know")
+
+
+def make_transport(link: Link, kind: str, folder: Path) -> Transport:
+    """The trainer's end of a transport: ``file`` or ``redis``."""
+    return FileTransport(folder) if kind == "file" else RedisTransport(link)

@@ -1,0 +1,118 @@
+"""Ways for the bytes of a version to travel. A reader always ends with a local safetensors file.
+
+``file``: a folder that trainer and generators share; the file itself is the payload.
+``redis``: 8 MB chunks in the broker, for small models and machines that share no folder.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Protocol
+
+import redis
+
+from broker.link import Link
+from schemas.errors import InfraError
+from schemas.messages import Manifest
+
+CHUNK_BYTES = 8 * 1024 * 1024
+
+
+class Transport(Protocol):
+    """put() makes a version readable and returns its uri; fetch() gives a verified local file; delete() frees it."""
+
+    def put(self, file: Path, version: int, epoch: int) -> str: ...
+
+    def fetch(self, manifest: Manifest, folder: Path) -> Path: ...
+
+    def delete(self, uri: str, chunks: int) -> None: ...
+
+
+def chunk_digests(file: Path) -> list[str]:
+    """BLAKE2b-128 of each 8 MB chunk."""
+    return [hashlib.blake2b(chunk, digest_size=16).hexdigest() for chunk in _chunks(file)]
+
+
+def _chunks(file: Path) -> Iterator[bytes]:
+    with file.open("rb") as stream:
+        while chunk := stream.read(CHUNK_BYTES):
+            yield chunk
+
+
+def verify(manifest: Manifest, digests: list[str]) -> None:
+    """InfraError names the first chunk that is not what the trainer published."""
+    for index, (found, expected) in enumerate(zip(digests, manifest.chunks, strict=False)):
+        if found != expected:
+            raise InfraError(f"weights version {manifest.version}: chunk {index} is damaged")
+    if len(digests) != len(manifest.chunks):
+        raise InfraError(
+            f"weights version {manifest.version}: {len(digests)} of {len(manifest.chunks)} chunks are there"
+        )
+
+
+class FileTransport:
+    """The payload stays where the trainer put it; readers check and map it."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def put(self, file: Path, version: int, epoch: int) -> str:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        target = self._folder / f"v{version}-e{epoch}.safetensors"
+        os.replace(file, target)
+        return f"file:{target}"
+
+    def fetch(self, manifest: Manifest, folder: Path) -> Path:
+        path = Path(manifest.uri.removeprefix("file:"))
+        try:
+            verify(manifest, chunk_digests(path))
+        except OSError as error:
+            raise InfraError(f"weights version {manifest.version} cannot be read: {error}") from error
+        return path
+
+    def delete(self, uri: str, chunks: int) -> None:
+        Path(uri.removeprefix("file:")).unlink(missing_ok=True)
+
+
+class RedisTransport:
+    """The payload travels through the broker."""
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+
+    def put(self, file: Path, version: int, epoch: int) -> str:
+        for index, chunk in enumerate(_chunks(file)):
+            key = self._link.keys.weight_chunk(version, index)
+            self._link.run("publishing weights", lambda client, key, chunk: client.set(key, chunk), key, chunk)
+        file.unlink()
+        return f"redis:{version}"
+
+    def fetch(self, manifest: Manifest, folder: Path) -> Path:
+        folder.mkdir(parents=True, exist_ok=True)
+        target = folder / f"v{manifest.version}-e{manifest.epoch}.safetensors"
+        digests = []
+        with target.with_suffix(".part").open("wb") as stream:
+            for index in range(len(manifest.chunks)):
+                chunk = self._link.run(
+                    "fetching weights", lambda client, index: self._get(client, manifest, index), index
+                )
+                digests.append(hashlib.blake2b(chunk, digest_size=16).hexdigest())
+                stream.write(chunk)
+        verify(manifest, digests)
+        os.replace(target.with_suffix(".part"), target)
+        return target
+
+    def _get(self, client: redis.Redis, manifest: Manifest, index: int) -> bytes:
+        chunk = client.get(self._link.keys.weight_chunk(manifest.version, index))
+        if not isinstance(chunk, bytes):
+            raise InfraError(f"weights version {manifest.version} is gone from the broker")
+        return chunk
+
+    def delete(self, uri: str, chunks: int) -> None:
+        version = int(uri.removeprefix("redis:"))
+        keys = [self._link.keys.weight_chunk(version, index) for index in range(chunks)]
+        if keys:
+            self._link.run("deleting old weights", lambda client: client.unlink(*keys))

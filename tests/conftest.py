@@ -1,0 +1,52 @@
+"""A real server for every test that asks for one, and brokers on it that never meet."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from broker.client import Broker
+from broker.embedded import EmbeddedServer
+from broker.keys import Keys
+from broker.link import Link
+from schemas.config import BrokerConfig
+
+_runs = itertools.count()
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedServer]:
+    """The real embedded server."""
+    server = EmbeddedServer(tmp_path_factory.mktemp("broker"))
+    server.start()
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def make_broker(server: EmbeddedServer) -> Callable[..., Broker]:
+    """Brokers on the real server; the same run name gives the same run."""
+
+    def make(run: str | None = None, **settings: object) -> Broker:
+        config = BrokerConfig.model_validate(settings)
+        name = run or f"test-{next(_runs)}"
+        return Broker(Link(server.url, Keys(config.prefix, name), config.deadline_s), config)
+
+    return make
+
+
+@pytest.fixture
+def broker(make_broker: Callable[..., Broker]) -> Broker:
+    return make_broker()
+
+
+@pytest.fixture
+def shared_data() -> Path:
+    """The real GSM8K where it lies beside the checkout; tests that need it are skipped elsewhere."""
+    folder = Path(__file__).parents[2] / "shared" / "data"
+    if not folder.is_dir():
+        pytest.skip("no shared data beside the checkout")
+    return folder
