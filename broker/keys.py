@@ -23,6 +23,7 @@ class Keys:
         self.dead = self._key("dead")
         self.journal = self._key("journal")
         self.evals = self._key("evals")
+        self.changes = self._key("changes")
         self.weights = self._key("weights")
         self.events = self._key("events")
         self.metrics = self._key("metrics")
@@ -47,6 +48,7 @@ class Keys:
             self.dead,
             self.journal,
             self.evals,
+            self.changes,
         ]
 
     @property

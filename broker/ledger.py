@@ -7,9 +7,9 @@ failed; nothing else moves it. Invariant: admitted == active + trained + dropped
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
-from broker.link import Link
+from broker.link import BLOCK_MS, Link
 from schemas.codec import encode
 from schemas.messages import Task
 
@@ -45,6 +45,8 @@ class LedgerState:
     samples_dropped: int = 0
     samples_failed: int = 0
     samples_live: int = 0
+    tokens_generated: int = 0
+    started: float = 0.0
 
     @property
     def balanced(self) -> bool:
@@ -72,6 +74,17 @@ class Ledger:
     def known(self) -> bool:
         """Whether a trainer has set this run up in the broker."""
         return bool(self._link.run("looking for the run", lambda client: client.hexists(self._link.keys.ctl, "epoch")))
+
+    def change_position(self) -> bytes:
+        """Take this before looking at the ledger, and hand it to ``wait_change``."""
+        keys = self._link.keys
+        found: Any = self._link.run("looking for changes", lambda client: client.xrevrange(keys.changes, count=1))
+        return bytes(found[0][0]) if found else b"0-0"
+
+    def wait_change(self, position: bytes, timeout_ms: int = BLOCK_MS) -> None:
+        """Return when slots or control state changed since ``position``, at the latest after the timeout."""
+        keys = self._link.keys
+        self._link.run("waiting for room", lambda client: client.xread({keys.changes: position}, 1, timeout_ms))
 
     def set(self, name: Literal["paused", "state", "slots", "total"], value: str | int) -> None:
         """Change control state; services see it at their next admission."""
@@ -113,6 +126,8 @@ class Ledger:
             samples_trained=count.get("samples_trained", 0),
             samples_dropped=count.get("samples_dropped", 0),
             samples_failed=count.get("samples_failed", 0),
+            tokens_generated=count.get("tokens_generated", 0),
+            started=float(control.get("started", 0)),
             samples_live=sum(value != "-" for value in _text(samples).values()),
         )
 

@@ -85,7 +85,7 @@ class _Worker:
     def renew(self) -> None:
         """Tell the server that this worker is alive and still at all it holds. Call from a thread of its own."""
         for stream, held in self._held.items():
-            ids = list(held)
+            ids = list(held.copy())
             if ids:
                 self._link.run(
                     "renewing leases",
@@ -153,7 +153,8 @@ class TaskQueue(_Worker):
         """Hand over finished samples of one task; ok, dup or closed for each. With the last, the task is done."""
         args: list[int | bytes] = [task_id]
         for trajectory in trajectories:
-            args += [trajectory.sample, encode(trajectory, self._max_bytes)]
+            generated = int(trajectory.loss_mask.numpy().sum())
+            args += [trajectory.sample, generated, encode(trajectory, self._max_bytes)]
         return [answer.decode() for answer in self._link.script("publish", *args)]
 
     def fail_sample(self, task_id: int, sample: int, reason: str, payload: bytes = b"") -> None:
@@ -163,6 +164,12 @@ class TaskQueue(_Worker):
         )
         score = Score(status="error", reason=reason, scorer="generator")
         self._link.script("fail_sample", task_id, sample, encode(letter), encode(score))
+
+    def hand_back(self, delivery: Delivery[Task], task: Task) -> bool:
+        """Give an unfinished task to another generator at once; ``task`` carries the partial samples."""
+        answer = self._link.script("hand_back", task.task_id, delivery.entry_id, encode(task, self._max_bytes))
+        self._release(delivery.stream, delivery.entry_id)
+        return bool(answer == b"ok")
 
     def done(self, delivery: Delivery[Task]) -> None:
         """This worker is through with the task: its lease is no longer renewed."""

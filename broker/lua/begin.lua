@@ -11,5 +11,7 @@ redis.call('HSETNX', CTL, 'cursor', ARGV[5])
 redis.call('HSETNX', CTL, 'step', ARGV[3])
 redis.call('HSETNX', CTL, 'version', ARGV[4])
 redis.call('HSETNX', CTL, 'trained', ARGV[8])
+redis.call('HSETNX', CTL, 'started', redis.call('TIME')[1])
 redis.call('HSET', CTL, 'state', 'running')
+changed('begin')
 return {epoch, redis.call('HGET', CTL, 'step'), redis.call('HGET', CTL, 'version')}

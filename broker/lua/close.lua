@@ -1,3 +1,4 @@
+#!lua flags=allow-oom
 -- ARGV: task id, 'dropped' or 'failed', reason, epoch ('' from a service that is no trainer), then scored entries.
 -- A group ends without being trained: its slot returns, its data goes. Once.
 local task = ARGV[1]
@@ -9,4 +10,5 @@ for i = 5, #ARGV do
   redis.call('XACK', SCORED, TRAINER, ARGV[i])
   redis.call('XDEL', SCORED, ARGV[i])
 end
+changed('close')
 return 'ok'

@@ -3,8 +3,13 @@
 -- that memory limits refuse, and acknowledgements come last.
 local CTL, SLOTS, COUNTS, GROUPS, SAMPLES = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
 local TASKS, EVAL_TASKS, TRAJECTORIES, SCORED = KEYS[6], KEYS[7], KEYS[8], KEYS[9]
-local DEAD, JOURNAL, EVALS = KEYS[10], KEYS[11], KEYS[12]
+local DEAD, JOURNAL, EVALS, CHANGES = KEYS[10], KEYS[11], KEYS[12], KEYS[13]
 local GENERATORS, REWARD, TRAINER = 'generators', 'reward', 'trainer'
+
+-- Wake whoever waits for room or for a change of control state.
+local function changed(what)
+  redis.call('XADD', CHANGES, 'MAXLEN', '16', '*', 'w', what)
+end
 
 -- The stream a task of this kind travels on.
 local function task_stream(kind)

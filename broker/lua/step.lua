@@ -8,4 +8,5 @@ redis.call('HINCRBY', COUNTS, 'trained', groups)
 redis.call('HINCRBY', COUNTS, 'samples_trained', ARGV[4])
 redis.call('HINCRBY', CTL, 'trained', groups)
 redis.call('HSET', CTL, 'step', ARGV[2], 'version', ARGV[3])
+changed('step')
 return 'ok'

@@ -85,7 +85,9 @@ class WeightStore:
         """The newest version above ``version``, as soon as there is one; None after the timeout."""
         self._link.run(
             "waiting for weights",
-            lambda client: client.xread({self._link.keys.weights: f"{max(version, 0)}-2"}, 1, timeout_ms),
+            lambda client: client.xread(
+                {self._link.keys.weights: f"{version}-2" if version >= 0 else "0"}, 1, timeout_ms
+            ),
         )
         newest = self.newest()
         return newest if newest is not None and newest.version > version else None

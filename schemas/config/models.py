@@ -194,7 +194,7 @@ class PublishConfig(Section):
         "file", description="file: safetensors in a folder that all can read. redis: chunks in the broker."
     )
     folder: Path | None = Field(
-        None, description="Folder of the file transport; /dev/shm if there is one, else the run's folder."
+        None, description="Folder of the file transport, shared by all; weights/ in the run's folder by default."
     )
     keep: int = Field(3, ge=2, description="Versions kept for late readers.")
     probe_tokens: int = Field(32, ge=2, description="Length of the probe that every generator checks after an update.")
