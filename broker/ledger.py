@@ -47,6 +47,7 @@ class LedgerState:
     samples_live: int = 0
     tokens_generated: int = 0
     started: float = 0.0
+    epoch: int = 0
 
     @property
     def balanced(self) -> bool:
@@ -127,6 +128,7 @@ class Ledger:
             samples_dropped=count.get("samples_dropped", 0),
             samples_failed=count.get("samples_failed", 0),
             tokens_generated=count.get("tokens_generated", 0),
+            epoch=number("epochn"),
             started=float(control.get("started", 0)),
             samples_live=sum(value != "-" for value in _text(samples).values()),
         )

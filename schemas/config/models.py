@@ -172,12 +172,24 @@ class AdvantageConfig(Section):
 
     name: str = Field("centered", description="centered, grpo, rloo, raw, or your own as module:name.")
     args: dict[str, Any] = Field(default_factory=dict)
-    keep_zero_variance: bool = Field(
-        False, description="Train groups whose rewards are all equal; otherwise dropped and refilled."
+    keep_zero_variance: bool | None = Field(
+        None,
+        description="Train groups whose rewards are all equal; by default dropped and refilled where advantages"
+        " compare a group's samples, and kept otherwise.",
     )
     partial_groups: Literal["train", "drop"] = Field(
         "train", description="What happens to a group that lost samples to errors."
     )
+
+    @property
+    def compares_groups(self) -> bool:
+        """Whether the built-in advantage is relative to the other samples of the group."""
+        return self.name in {"centered", "grpo", "rloo", "lite_ppo", "max_rl"}
+
+    @property
+    def drops_zero_variance(self) -> bool:
+        """What ``keep_zero_variance`` comes to."""
+        return self.compares_groups if self.keep_zero_variance is None else not self.keep_zero_variance
 
 
 class CheckpointConfig(Section):
@@ -289,8 +301,7 @@ class TidemillConfig(Section):
 
     @model_validator(mode="after")
     def _check_combinations(self) -> TidemillConfig:
-        group_advantages = {"centered", "grpo", "rloo", "lite_ppo", "max_rl"}
-        if self.sampling.n == 1 and self.trainer.advantage.name in group_advantages:
+        if self.sampling.n == 1 and self.trainer.advantage.compares_groups:
             raise ValueError(
                 f"trainer.advantage.name {self.trainer.advantage.name!r} compares the samples of a group, but"
                 " sampling.n is 1: set sampling.n to 2 or more, or trainer.advantage.name to raw"

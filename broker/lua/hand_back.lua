@@ -1,0 +1,15 @@
+-- ARGV: task id, its entry, its body with partial samples. A leaving generator gives a task to another at once.
+local task, entry = ARGV[1], ARGV[2]
+local kind = redis.call('HGET', GROUPS, task .. ':kind')
+if redis.call('HGET', GROUPS, task .. ':entry') ~= entry then return 'closed' end
+local stream = task_stream(kind)
+local old = redis.call('XRANGE', stream, entry, entry)
+local version = '0'
+for i = 1, #old[1][2], 2 do
+  if old[1][2][i] == 'v' then version = old[1][2][i + 1] end
+end
+local fresh = redis.call('XADD', stream, '*', 't', task, 'v', version, 'b', ARGV[3])
+redis.call('HSET', GROUPS, task .. ':entry', fresh)
+redis.call('XACK', stream, GENERATORS, entry)
+redis.call('XDEL', stream, entry)
+return 'ok'

@@ -1,0 +1,84 @@
+"""A service's sign of life and its leases, from a thread that a busy main loop can't block."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from collections.abc import Callable
+
+import structlog
+
+from broker.client import Broker
+from schemas.errors import InfraError
+from schemas.messages import Heartbeat
+
+BEAT_S = 1.0
+
+log = structlog.get_logger()
+
+
+class Presence:
+    """Context manager: beats every second, renews leases every ``renew_s``, leaves at the end.
+
+    ``describe`` gives (state, weight version, figures) and must not block.
+    """
+
+    def __init__(
+        self,
+        broker: Broker,
+        service: str,
+        role: str,
+        describe: Callable[[], tuple[str, int, dict[str, float]]],
+        renew: Callable[[], None] | None = None,
+        renew_s: float = 10.0,
+    ) -> None:
+        self._broker = broker
+        self._service = service
+        self._role = role
+        self._describe = describe
+        self._renew = renew
+        self._renew_s = renew_s
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="presence", daemon=True)
+
+    def __enter__(self) -> Presence:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join(5)
+        try:
+            self._broker.services.leave(self._service)
+        except InfraError as error:
+            log.warning("could not sign off", error=str(error))
+
+    def _run(self) -> None:
+        since_renewal = 0.0
+        while True:
+            try:
+                self._beat()
+                if self._renew is not None and since_renewal >= self._renew_s:
+                    since_renewal = 0.0
+                    self._renew()
+            except InfraError as error:
+                # The main loop meets the same broker and decides; this thread only goes on trying.
+                log.warning("no sign of life could be sent", error=str(error))
+            if self._stop.wait(BEAT_S):
+                return
+            since_renewal += BEAT_S
+
+    def _beat(self) -> None:
+        state, version, figures = self._describe()
+        self._broker.services.beat(
+            Heartbeat(
+                service=self._service,
+                role=self._role,
+                host=socket.gethostname(),
+                pid=os.getpid(),
+                state=state,
+                version=version,
+                figures=figures,
+            )
+        )

@@ -1,0 +1,55 @@
+"""Which groups the next step trains on: a pure state machine over outcomes and slots.
+
+Groups are taken in admission order. With a look-ahead window W a finished group may be
+taken while it is among the first W that are not taken yet; W = 1 is strict order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from broker.training import Outcome
+
+
+class Assembly:
+    """``add`` outcomes as they come, ``choose`` complete groups, ``take`` one for good."""
+
+    def __init__(self, window: int) -> None:
+        self._window = window
+        self._groups: dict[int, dict[int, Outcome]] = {}
+        self._extra: dict[int, list[Outcome]] = {}
+
+    def add(self, outcome: Outcome) -> bool:
+        """Count an outcome; True when it completes its group. A sample's second outcome changes nothing."""
+        group = self._groups.setdefault(outcome.task_id, {})
+        if outcome.sample in group:
+            self._extra.setdefault(outcome.task_id, []).append(outcome)
+            return False
+        group[outcome.sample] = outcome
+        return len(group) == outcome.group_size
+
+    def complete(self, task_id: int) -> bool:
+        """Whether every sample of the group has an outcome."""
+        group = self._groups.get(task_id)
+        return bool(group) and len(group) >= next(iter(group.values())).group_size
+
+    def choose(self, active: Sequence[int]) -> int | None:
+        """The next group to take, given the task ids that hold a slot in admission order; None to wait."""
+        for task_id in active[: self._window]:
+            if self.complete(task_id):
+                return task_id
+        return None
+
+    def take(self, task_id: int) -> list[Outcome]:
+        """Hand a group over, in sample order."""
+        group = self._groups.pop(task_id, {})
+        return [group[sample] for sample in sorted(group)] + self._extra.pop(task_id, [])
+
+    def missing(self, active: Sequence[int]) -> str:
+        """What the oldest group lacks, for people."""
+        if not active:
+            return "no prompt group is in the pipeline; is the feeder running?"
+        group = self._groups.get(active[0], {})
+        size = next(iter(group.values())).group_size if group else None
+        have = f"{len(group)} of {size} samples scored" if size else "no sample scored yet"
+        return f"the oldest prompt group, {active[0]}, has {have}; are generators and reward services running?"

@@ -1,0 +1,70 @@
+"""New weight versions on their way to the generators, in a thread, so that the next step starts at once."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import structlog
+import torch
+
+from broker.client import Broker
+from broker.weights.store import make_transport
+from consumers.trainer.export import reference_logprobs, write_weights
+from consumers.trainer.policy import Policy
+from schemas.codec import Array
+from schemas.config import TidemillConfig
+from schemas.messages import Probe
+
+log = structlog.get_logger()
+
+
+class Publisher:
+    """``publish`` copies the weights and returns; the copy travels in the background, in order."""
+
+    def __init__(self, config: TidemillConfig, broker: Broker, epoch: int, vocabulary: int) -> None:
+        settings = config.trainer.publish
+        self._store = broker.weights
+        self._folder = (settings.folder or config.folder / "weights").resolve()
+        self._transport = make_transport(broker.link, settings.transport, self._folder)
+        self._keep = settings.keep
+        self._epoch = epoch
+        generator = torch.Generator().manual_seed(config.run.seed)
+        self._probe = torch.randint(vocabulary, (settings.probe_tokens,), generator=generator).tolist()
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="publisher")
+        self._last: Future[None] | None = None
+
+    def publish(self, policy: Policy, version: int, step: int) -> None:
+        """Copy ``policy`` to a file as ``version``; errors of the version before surface here."""
+        self.flush()
+        self._folder.mkdir(parents=True, exist_ok=True)
+        file = self._folder / f"part-{version}-e{self._epoch}"
+        tensors = write_weights(policy, file)
+        probe = Probe(
+            tokens=Array.of(self._probe, "i4"),
+            logprobs=Array.of(reference_logprobs(policy, self._probe), "f4"),
+        )
+
+        def send() -> None:
+            self._store.publish(
+                self._transport,
+                file,
+                version=version,
+                step=step,
+                epoch=self._epoch,
+                tensors=tensors,
+                probe=probe,
+                keep=self._keep,
+            )
+
+        self._last = self._executor.submit(send)
+
+    def flush(self) -> None:
+        """Wait until the last version is with the broker; its deadline is the broker's."""
+        if self._last is not None:
+            self._last.result()
+            self._last = None
+
+    def close(self) -> None:
+        """Send what is left."""
+        self.flush()
+        self._executor.shutdown()

@@ -1,0 +1,145 @@
+"""Batches from the broker: assembled in admission order, checked for staleness, journaled before they are trained."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import structlog
+
+from broker.training import Outcome, Training
+from consumers.trainer.assembly import Assembly
+from consumers.trainer.batches import Group
+from schemas.config import TidemillConfig
+from schemas.errors import InfraError
+from schemas.lifecycle import StopFlag
+from schemas.messages import BatchRecord, GroupRef, Member
+
+CLAIM = 2000
+"""Outcomes claimed at once."""
+
+log = structlog.get_logger()
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What one step trains on, and its journal record."""
+
+    record: BatchRecord
+    groups: list[Group]
+
+
+class BatchSource:
+    """``next`` waits for the groups of a step; ``replay`` gives those of a journaled one again."""
+
+    def __init__(self, config: TidemillConfig, training: Training) -> None:
+        self._config = config
+        self._training = training
+        self._assembly = Assembly(config.flow.window)
+        self._claimed: dict[bytes, Outcome] = {}
+
+    def next(self, step: int, version: int, stop: StopFlag) -> Batch | None:
+        """The batch of ``step``, for weights ``version``; None when asked to stop. InfraError after the deadline."""
+        groups: list[tuple[Group, list[Outcome]]] = []
+        taken: set[int] = set()
+        deadline = time.monotonic() + self._config.trainer.batch_timeout_s
+        while len(groups) < self._config.trainer.batch_groups:
+            self._claim()
+            active = [task_id for task_id in self._training.active() if task_id not in taken]
+            progress = False
+            while len(groups) < self._config.trainer.batch_groups:
+                task_id = self._assembly.choose(active)
+                if task_id is None:
+                    break
+                progress = True
+                active.remove(task_id)
+                group = self._usable(task_id, version)
+                if group is not None:
+                    taken.add(task_id)
+                    groups.append(group)
+            if progress:
+                continue
+            if stop:
+                return None
+            if time.monotonic() > deadline:
+                raise InfraError(
+                    f"step {step} waited {self._config.trainer.batch_timeout_s:.0f} s for"
+                    f" {self._config.trainer.batch_groups} prompt groups and has {len(groups)}:"
+                    f" {self._assembly.missing(active)}"
+                )
+            self._training.wait()
+        record = BatchRecord(step=step, version=version, groups=[_reference(outcomes) for _, outcomes in groups])
+        self._training.journal(record)
+        return Batch(record, [group for group, _ in groups])
+
+    def replay(self, record: BatchRecord) -> Batch:
+        """The same data as before; InfraError when the broker has lost some of it."""
+        self._claim()
+        groups = []
+        for reference in record.groups:
+            ids = [member.trajectory_id for member in reference.members if member.trajectory_id]
+            scores = [self._claimed.get(member.scored_id) for member in reference.members if member.trajectory_id]
+            bodies = self._training.fetch(ids)
+            if None in bodies or None in scores:
+                raise InfraError(f"the broker lost a part of journaled step {record.step}; it cannot be replayed")
+            self._assembly.take(reference.task_id)
+            samples = [(body, score.score.reward) for body, score in zip(bodies, scores, strict=True) if body and score]
+            groups.append(Group(reference.task_id, samples))
+        return Batch(record, groups)
+
+    def committed(self, records: Sequence[BatchRecord]) -> None:
+        """Forget what a checkpoint covers."""
+        for record in records:
+            for group in record.groups:
+                for member in group.members:
+                    self._claimed.pop(member.scored_id, None)
+
+    def _claim(self) -> None:
+        while True:
+            outcomes = self._training.claim(CLAIM)
+            for outcome in outcomes:
+                self._claimed[outcome.scored_id] = outcome
+                if self._assembly.add(outcome):
+                    self._drop_if_useless(outcome.task_id)
+            if len(outcomes) < CLAIM:
+                return
+
+    def _drop_if_useless(self, task_id: int) -> None:
+        """A group that would teach nothing gives its slot back at once, out of turn."""
+        outcomes = self._assembly.take(task_id)
+        rewards = [outcome.score.reward for outcome in outcomes if outcome.trajectory_id]
+        settings = self._config.trainer.advantage
+        if not rewards:
+            self._end(task_id, outcomes, "no_reward", "failed")
+        elif settings.partial_groups == "drop" and len(rewards) < outcomes[0].group_size:
+            self._end(task_id, outcomes, "partial")
+        elif settings.drops_zero_variance and min(rewards) == max(rewards):
+            self._end(task_id, outcomes, "zero_variance")
+        else:
+            for outcome in outcomes:
+                self._assembly.add(outcome)
+
+    def _usable(self, task_id: int, version: int) -> tuple[Group, list[Outcome]] | None:
+        """The group with its trajectories, or None after it was dropped for its age or a lost body."""
+        outcomes = self._assembly.take(task_id)
+        scored = [outcome for outcome in outcomes if outcome.trajectory_id]
+        bodies = self._training.fetch([outcome.trajectory_id or b"" for outcome in scored])
+        samples = [(body, outcome.score.reward) for body, outcome in zip(bodies, scored, strict=True) if body]
+        if not samples:
+            return self._end(task_id, outcomes, "lost_body", "failed")
+        oldest = min(body.oldest_version for body, _ in samples)
+        if version - oldest > self._config.flow.staleness:
+            log.warning("group is too old", task_id=task_id, oldest=oldest, version=version)
+            return self._end(task_id, outcomes, "stale")
+        return Group(task_id, samples), outcomes
+
+    def _end(self, task_id: int, outcomes: Sequence[Outcome], reason: str, how: str = "dropped") -> None:
+        self._training.drop(task_id, reason, [outcome.scored_id for outcome in outcomes], how)
+        for outcome in outcomes:
+            self._claimed.pop(outcome.scored_id, None)
+
+
+def _reference(outcomes: Sequence[Outcome]) -> GroupRef:
+    members = [Member(outcome.sample, outcome.scored_id, outcome.trajectory_id or b"") for outcome in outcomes]
+    return GroupRef(outcomes[0].task_id, members)

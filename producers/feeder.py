@@ -1,0 +1,109 @@
+"""The feeder: admits prompts in their deterministic order, and opens evaluations. It has no state of its own."""
+
+from __future__ import annotations
+
+import structlog
+
+from broker.client import Broker
+from broker.ledger import LedgerState
+from broker.presence import Presence
+from broker.telemetry import EVAL_BASE
+from producers.datasets.base import Dataset, Example
+from producers.datasets.build import build_dataset
+from producers.datasets.order import PromptOrder
+from schemas.config import SamplingConfig, TidemillConfig
+from schemas.lifecycle import StopFlag
+from schemas.messages import Kind, Sampling, Task
+
+log = structlog.get_logger()
+
+
+def run_feeder(config: TidemillConfig, name: str) -> None:
+    """Feed the run until it is finished or the process is asked to end."""
+    stop = StopFlag().install()
+    broker = Broker.connect(config)
+    feeder = Feeder(config, broker, build_dataset(config.train, config.base), _held_out(config))
+    with Presence(broker, name, "feeder", feeder.describe):
+        feeder.run(stop)
+
+
+def _held_out(config: TidemillConfig) -> Dataset | None:
+    return build_dataset(config.eval.dataset, config.base) if config.eval else None
+
+
+class Feeder:
+    """One step at a time: admit until the ledger says no, then wait for a change."""
+
+    def __init__(self, config: TidemillConfig, broker: Broker, train: Dataset, held_out: Dataset | None) -> None:
+        self._config = config
+        self._broker = broker
+        self._train = train
+        self._held_out = held_out
+        self._order = PromptOrder(len(train), config.run.seed, config.train.shuffle)
+        self._cursor = 0
+        self._evaluated = -1
+        self._state = "starting"
+
+    def describe(self) -> tuple[str, int, dict[str, float]]:
+        return self._state, -1, {"cursor": float(self._cursor)}
+
+    def run(self, stop: StopFlag) -> None:
+        """Until state ``finished`` or stop."""
+        while not stop:
+            position = self._broker.ledger.change_position()
+            state = self._broker.ledger.state()
+            if state.state == "finished":
+                log.info("run finished", prompts=state.cursor)
+                return
+            if state.state != "starting":
+                self._evaluate_if_due(state)
+                self._state = self._admit(stop)
+            self._broker.ledger.wait_change(position)
+
+    def _admit(self, stop: StopFlag) -> str:
+        """Admit as long as there is room; returns what stopped it."""
+        while not stop:
+            admission = self._broker.ledger.admit(self._task(self._cursor))
+            self._cursor = admission.cursor
+            if admission.answer not in ("ok", "moved"):
+                return admission.answer
+        return "stopping"
+
+    def _task(self, position: int) -> Task:
+        _, index = self._order.index(position)
+        return make_task(position, "train", self._train[index], self._config.sampling)
+
+    def _evaluate_if_due(self, state: LedgerState) -> None:
+        evaluation = self._config.eval
+        if evaluation is None or self._held_out is None or state.version <= self._evaluated:
+            return
+        last = state.step >= self._config.trainer.steps
+        due = self._evaluated < 0 or last or state.version // evaluation.every > self._evaluated // evaluation.every
+        if not due:
+            return
+        tasks = [
+            make_task(state.version * EVAL_BASE + index, "eval", self._held_out[index], evaluation.sampling)
+            for index in range(len(self._held_out))
+        ]
+        if self._broker.evals.open(state.version, tasks):
+            log.info("evaluation opened", version=state.version, prompts=len(tasks))
+        self._evaluated = state.version
+
+
+def make_task(task_id: int, kind: Kind, example: Example, sampling: SamplingConfig) -> Task:
+    """The message for one example."""
+    return Task(
+        task_id=task_id,
+        kind=kind,
+        n=sampling.n,
+        sampling=Sampling(
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            max_tokens=sampling.max_tokens,
+            stop=list(sampling.stop),
+        ),
+        text=example.text,
+        messages=example.messages,
+        data=example.data,
+    )

@@ -1,0 +1,109 @@
+"""The generator service: one engine, fed by the broker, with weights that it pulls itself."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+
+import structlog
+
+from broker.client import Broker
+from broker.presence import Presence
+from producers.engines.base import Engine, EngineSettings
+from producers.engines.build import make_engine
+from producers.generator.intake import Intake
+from producers.generator.updates import Updates
+from producers.tokenizer import HfTokenizer
+from producers.workflows import WORKFLOWS
+from schemas.config import TidemillConfig
+from schemas.lifecycle import StopFlag
+
+log = structlog.get_logger()
+
+
+def run_generator(config: TidemillConfig, name: str) -> None:
+    """Generate until the run is finished or the process is asked to end."""
+    stop = StopFlag().install()
+    broker = Broker.connect(config)
+    settings = EngineSettings(
+        model_path=config.model.path,
+        dtype=config.model.dtype,
+        max_length=config.model.max_length,
+        max_samples=config.generator.max_samples,
+        seed=config.run.seed + _replica(name),
+        trust_remote_code=config.model.trust_remote_code,
+        args=config.generator.args,
+    )
+    engine = make_engine(config.generator.engine, settings, config.base)
+    asyncio.run(Generator(config, name, broker, engine).run(stop))
+
+
+def _replica(name: str) -> int:
+    """Replicas sample differently: generator-2 adds 2 to the seed."""
+    digits = name.rpartition("-")[2]
+    return int(digits) if digits.isdigit() else 0
+
+
+class Generator:
+    """Joins intake, updates and presence around one engine."""
+
+    def __init__(self, config: TidemillConfig, name: str, broker: Broker, engine: Engine) -> None:
+        self._config = config
+        self._name = name
+        self._broker = broker
+        self._engine = engine
+        tokenizer = HfTokenizer(config.model.path, config.model.trust_remote_code)
+        workflow = WORKFLOWS.get(config.generator.workflow.name, config.base)(**config.generator.workflow.args)
+        folder = config.folder / "cache" / name
+        self._updates = Updates(config, name, broker, engine, Path(folder))
+        self._intake = Intake(config, name, broker, engine, tokenizer, workflow, self._updates)
+        self._state = "loading"
+        self._meter = Meter()
+
+    async def run(self, stop: StopFlag) -> None:
+        """Start the engine, work, hand back what is unfinished, close."""
+        renew_s = self._config.generator.lease_s / 3
+        with Presence(self._broker, self._name, "generator", self._describe, self._intake.renew, renew_s):
+            started = time.monotonic()
+            await self._engine.start()
+            log.info("engine started", seconds=round(time.monotonic() - started, 1))
+            try:
+                self._state = "running"
+                async with asyncio.TaskGroup() as group:
+                    updates = group.create_task(self._updates.run(stop))
+                    await self._intake.run(stop)
+                    stop.set()
+                    await updates
+            finally:
+                self._state = "stopping"
+                await self._engine.close()
+
+    def _describe(self) -> tuple[str, int, dict[str, float]]:
+        return (
+            self._state,
+            self._updates.version,
+            {
+                "tokens_per_s": self._meter.rate(self._intake.tokens),
+                "samples_in_flight": float(self._intake.in_flight),
+                "tokens": float(self._intake.tokens),
+                "update_pause_s": self._updates.last_load_s,
+            },
+        )
+
+
+class Meter:
+    """Rate of a growing count over the last seconds."""
+
+    def __init__(self, window_s: float = 5.0) -> None:
+        self._window_s = window_s
+        self._points: list[tuple[float, int]] = []
+
+    def rate(self, count: int) -> float:
+        """Counts per second between now and ``window_s`` ago."""
+        now = time.monotonic()
+        self._points.append((now, count))
+        while len(self._points) > 2 and now - self._points[0][0] > self._window_s:
+            self._points.pop(0)
+        (then, before), seconds = self._points[0], now - self._points[0][0]
+        return (count - before) / seconds if seconds > 0 and then < now else 0.0

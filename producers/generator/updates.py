@@ -1,0 +1,118 @@
+"""Weights of one generator: pull the newest version, load it in flight, check the probe.
+
+No trajectory leaves between a load and its passed probe. A version that can't be loaded
+or fails its probe is reported, and the process ends: it comes back on the newest version.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+
+import numpy as np
+import structlog
+
+from broker.client import Broker
+from producers.engines.base import Engine
+from schemas.config import TidemillConfig
+from schemas.errors import InfraError
+from schemas.lifecycle import StopFlag
+from schemas.messages import Event, Manifest
+
+EVAL_DEADLINE_S = 60.0
+"""An evaluation may hold back new weights for so long."""
+TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.1}
+"""Largest probe difference in nats, by dtype."""
+
+log = structlog.get_logger()
+
+
+class Updates:
+    """``version`` is what the engine has; ``at_least`` and ``verified`` are what the intake waits for."""
+
+    def __init__(self, config: TidemillConfig, name: str, broker: Broker, engine: Engine, folder: Path) -> None:
+        self._broker = broker
+        self._engine = engine
+        self._name = name
+        self._folder = folder
+        self._tolerance = config.generator.probe_tolerance or TOLERANCE[config.model.dtype]
+        self._changed = asyncio.Condition()
+        self._verified = False
+        self._closed = False
+        self._evaluating = 0
+        self.version = -1
+        self.last_load_s = 0.0
+
+    async def run(self, stop: StopFlag) -> None:
+        """Follow the published versions until stop."""
+        try:
+            while not stop:
+                manifest = await asyncio.to_thread(self._broker.weights.wait_newer, self.version)
+                if manifest is not None:
+                    await self._update(manifest)
+        finally:
+            async with self._changed:
+                self._closed = True
+                self._changed.notify_all()
+
+    async def at_least(self, version: int) -> bool:
+        """Wait until the engine has ``version`` or a newer one, checked; False when it will not get it any more."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._closed or (self._verified and self.version >= version))
+            return self._verified and self.version >= version
+
+    async def evaluation(self, change: int) -> None:
+        """Count evaluation tasks in progress; new weights wait for them, so that one version answers all."""
+        async with self._changed:
+            self._evaluating += change
+            self._changed.notify_all()
+
+    async def _update(self, manifest: Manifest) -> None:
+        try:
+            path = await asyncio.to_thread(self._broker.weights.fetch, manifest, self._folder)
+        except InfraError as error:
+            newest = await asyncio.to_thread(self._broker.weights.newest)
+            if newest is not None and newest.version > manifest.version:
+                log.info("version was replaced while it was fetched", version=manifest.version)
+                return
+            await self._alarm(f"weights version {manifest.version} cannot be fetched: {error}")
+            raise
+        await self._wait_for_evaluations()
+        async with self._changed:
+            self._verified = False
+        started = time.monotonic()
+        await self._engine.load(path, manifest.version)
+        self.last_load_s = time.monotonic() - started
+        await self._check_probe(manifest)
+        if path.parent == self._folder:
+            path.unlink()
+        async with self._changed:
+            self.version = manifest.version
+            self._verified = True
+            self._changed.notify_all()
+
+    async def _wait_for_evaluations(self) -> None:
+        try:
+            async with asyncio.timeout(EVAL_DEADLINE_S), self._changed:
+                await self._changed.wait_for(lambda: self._evaluating == 0)
+        except TimeoutError:
+            log.warning("an evaluation takes long; new weights are loaded under it", waited_s=EVAL_DEADLINE_S)
+
+    async def _check_probe(self, manifest: Manifest) -> None:
+        if manifest.probe is None:
+            return
+        ours = await self._engine.logprobs(manifest.probe.tokens.numpy().tolist())
+        difference = float(np.abs(ours - manifest.probe.logprobs.numpy()).max())
+        log.debug("probe", version=manifest.version, difference=difference)
+        if not difference <= self._tolerance:
+            text = (
+                f"weights version {manifest.version} fails its probe: log-probabilities differ by"
+                f" {difference:.2g} nats from the trainer's, {self._tolerance:.2g} is allowed"
+            )
+            await self._alarm(text)
+            raise InfraError(text)
+
+    async def _alarm(self, text: str) -> None:
+        event = Event(name="weights_refused", service=self._name, level="error", text=text)
+        await asyncio.to_thread(self._broker.events.emit, event)

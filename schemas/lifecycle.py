@@ -1,0 +1,36 @@
+"""How a service ends when asked: SIGTERM or Ctrl-C set a flag, a second one ends it at once."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from types import FrameType
+
+
+class StopFlag:
+    """Set by the first signal; every loop of a service looks at it at least once a second."""
+
+    def __init__(self) -> None:
+        self._event = threading.Event()
+
+    def install(self) -> StopFlag:
+        """Take over SIGTERM and SIGINT; only from the main thread."""
+        signal.signal(signal.SIGTERM, self._on_signal)
+        signal.signal(signal.SIGINT, self._on_signal)
+        return self
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self._event.is_set():
+            os._exit(128 + number)
+        self._event.set()
+
+    def set(self) -> None:
+        self._event.set()
+
+    def __bool__(self) -> bool:
+        return self._event.is_set()
+
+    def wait(self, seconds: float) -> bool:
+        """Wait until the flag is set, at most so long; returns whether it is."""
+        return self._event.wait(seconds)

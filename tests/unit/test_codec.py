@@ -1,0 +1,148 @@
+"""The wire format: every valid message survives, every invalid one is refused with its reason."""
+
+from __future__ import annotations
+
+import random
+
+import msgpack
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from schemas.codec import Array, BadMessage, decode, encode
+from schemas.messages import Sampling, Score, Span, Task, Trajectory
+
+
+def trajectory(**changes: object) -> Trajectory:
+    fields: dict[str, object] = {
+        "run": "r",
+        "task_id": 7,
+        "sample": 1,
+        "kind": "train",
+        "tokens": Array.of([5, 6, 7, 8], "i4"),
+        "loss_mask": Array.of([0, 0, 1, 1], "u1"),
+        "logprobs": Array.of([0, 0, -0.5, -0.25], "f4"),
+        "spans": [Span(3, 2, 3), Span(4, 3, 4)],
+        "turns": [],
+        "finish": "stop",
+        "prompt": "p",
+        "completion": "c",
+        "generator": "g",
+        "data": {"answer": "1"},
+    }
+    return Trajectory(**{**fields, **changes})
+
+
+@given(
+    tokens=st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=64),
+    logprob=st.floats(-50, 0, width=32),
+    version=st.integers(0, 2**40),
+)
+def test_a_trajectory_survives_the_wire(tokens: list[int], logprob: float, version: int) -> None:
+    sent = trajectory(
+        tokens=Array.of(tokens, "i4"),
+        loss_mask=Array.of([1] * len(tokens), "u1"),
+        logprobs=Array.of([logprob] * len(tokens), "f4"),
+        spans=[Span(version, 0, len(tokens))],
+    )
+    received = decode(encode(sent), Trajectory)
+    assert received == sent
+    assert received.tokens.numpy().tolist() == tokens
+    assert received.oldest_version == version
+
+
+def test_any_msgpack_library_reads_it_and_arrays_are_raw_buffers() -> None:
+    fields = msgpack.unpackb(encode(trajectory()))
+    assert (fields["type"], fields["schema"], fields["task_id"]) == ("trajectory", 1, 7)
+    assert np.frombuffer(fields["tokens"]["data"], "<i4").tolist() == [5, 6, 7, 8]
+    assert decode(msgpack.packb(fields), Trajectory) == trajectory()
+
+
+def test_versions_refer_to_the_tokens_that_they_cover() -> None:
+    assert trajectory().versions().tolist() == [-1, -1, 3, 4]
+    assert trajectory().oldest_version == 3
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"logprobs": Array.of([0, 0, float("nan"), 0], "f4")}, "NaN"),
+        ({"logprobs": Array.of([0, 0, float("-inf"), 0], "f4")}, "infinity"),
+        ({"logprobs": Array.of([0, 0, 0.5, 0], "f4")}, "0 or less"),
+        ({"logprobs": Array.of([0, 0, -1], "f4")}, "3 entries for 4 tokens"),
+        ({"loss_mask": Array.of([0, 0, 1, 2], "u1")}, "0 and 1"),
+        ({"loss_mask": Array.of([0, 0, 1, 1], "i4")}, "must be u1"),
+        ({"tokens": Array.of([-1, 0, 0, 0], "i4")}, "0 or more"),
+        ({"spans": [Span(3, 2, 3)]}, "cover"),
+        ({"spans": [Span(3, 3, 4), Span(3, 2, 3)]}, "out of order"),
+        ({"spans": [Span(3, 2, 9)]}, "range"),
+        ({"spans": [Span(-1, 2, 4)]}, "version"),
+        ({"task_id": -1}, "task_id"),
+    ],
+)
+def test_wrong_values_are_refused_where_they_are_made_and_where_they_are_read(
+    changes: dict[str, object], reason: str
+) -> None:
+    with pytest.raises(ValueError, match=reason):
+        trajectory(**changes)
+    forged = msgpack.unpackb(encode(trajectory()))
+    for name, value in changes.items():
+        if isinstance(value, Array):
+            value = {"dtype": value.dtype, "shape": value.shape, "data": value.data}
+        elif isinstance(value, list):
+            value = [[span.version, span.start, span.end] for span in value]
+        forged[name] = value
+    with pytest.raises(BadMessage, match=reason):
+        decode(msgpack.packb(forged), Trajectory)
+
+
+def test_size_version_and_type_are_named() -> None:
+    with pytest.raises(BadMessage, match="over the limit of 10"):
+        encode(trajectory(), max_bytes=10)
+    with pytest.raises(BadMessage, match="over the limit of 10"):
+        decode(encode(trajectory()), Trajectory, max_bytes=10)
+    with pytest.raises(BadMessage, match="schema version 9 is unknown"):
+        decode(msgpack.packb({"type": "trajectory", "schema": 9, "new": 1}), Trajectory)
+    with pytest.raises(BadMessage, match="Trajectory"):
+        decode(encode(Score(reward=1.0)), Trajectory)
+    with pytest.raises(BadMessage, match="truncated"):
+        decode(encode(trajectory())[:-3], Trajectory)
+
+
+@given(st.binary(max_size=200))
+def test_arbitrary_bytes_never_do_more_than_be_refused(data: bytes) -> None:
+    for cls in (Task, Trajectory, Score):
+        with pytest.raises(BadMessage):
+            decode(data, cls)
+
+
+def test_damaged_messages_are_valid_or_refused_and_nothing_else() -> None:
+    rng = random.Random(0)
+    good = encode(trajectory())
+    refused = 0
+    for _ in range(20_000):
+        data = bytearray(good)
+        for _ in range(rng.randint(1, 4)):
+            data[rng.randrange(len(data))] = rng.randrange(256)
+        try:
+            decode(bytes(data[: rng.randint(1, len(data))] if rng.random() < 0.3 else data), Trajectory)
+        except BadMessage:
+            refused += 1
+    assert refused > 10_000
+
+
+def test_a_task_has_exactly_one_prompt() -> None:
+    with pytest.raises(ValueError, match="exactly one"):
+        Task(task_id=0, kind="train", n=1, sampling=Sampling())
+    with pytest.raises(ValueError, match="exactly one"):
+        Task(task_id=0, kind="train", n=1, sampling=Sampling(), text="a", token_ids=[1])
+
+
+@given(st.floats())
+def test_a_score_is_finite(reward: float) -> None:
+    if np.isfinite(reward):
+        assert decode(encode(Score(reward=reward)), Score).reward == reward
+    else:
+        with pytest.raises(ValueError, match="not finite"):
+            Score(reward=reward)
