@@ -35,6 +35,14 @@ class Outcome:
 
 
 @dataclass(frozen=True)
+class Slot:
+    """A group in the pipeline; ``sequence`` counts admissions."""
+
+    task_id: int
+    sequence: int
+
+
+@dataclass(frozen=True)
 class Takeover:
     """What the broker knew when this trainer took over."""
 
@@ -89,10 +97,12 @@ class Training:
         position = self._link.run("looking at scores", last_delivered)
         self._link.run("waiting for scores", lambda client: client.xread({keys.scored: position}, 1, timeout_ms))
 
-    def active(self) -> list[int]:
-        """Task ids that hold a slot, in admission order."""
-        members: Any = self._link.run("reading slots", lambda client: client.zrange(self._link.keys.slots, 0, -1))
-        return [int(member) for member in members]
+    def active(self) -> list[Slot]:
+        """The slots held, in admission order."""
+        members: Any = self._link.run(
+            "reading slots", lambda client: client.zrange(self._link.keys.slots, 0, -1, withscores=True)
+        )
+        return [Slot(int(task_id), int(sequence)) for task_id, sequence in members]
 
     def fetch(self, ids: Sequence[bytes]) -> list[Trajectory | None]:
         """Bodies of trajectory entries; None where one is gone or unreadable."""

@@ -1,14 +1,16 @@
 """Which groups the next step trains on: a pure state machine over outcomes and slots.
 
-Groups are taken in admission order. With a look-ahead window W a finished group may be
-taken while it is among the first W that are not taken yet; W = 1 is strict order.
+Groups are taken in admission order. With a look-ahead window W a finished group may overtake
+the oldest one that is not taken yet if it was admitted less than W admissions after it;
+W = 1 is strict order. A window over the list of waiting groups instead would let a slow group
+be overtaken without end.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from broker.training import Outcome
+from broker.training import Outcome, Slot
 
 
 class Assembly:
@@ -33,11 +35,13 @@ class Assembly:
         group = self._groups.get(task_id)
         return bool(group) and len(group) >= next(iter(group.values())).group_size
 
-    def choose(self, active: Sequence[int]) -> int | None:
-        """The next group to take, given the task ids that hold a slot in admission order; None to wait."""
-        for task_id in active[: self._window]:
-            if self.complete(task_id):
-                return task_id
+    def choose(self, active: Sequence[Slot]) -> Slot | None:
+        """The next group to take, given the slots held, in admission order; None to wait."""
+        for slot in active:
+            if slot.sequence - active[0].sequence >= self._window:
+                return None
+            if self.complete(slot.task_id):
+                return slot
         return None
 
     def take(self, task_id: int) -> list[Outcome]:
@@ -45,11 +49,11 @@ class Assembly:
         group = self._groups.pop(task_id, {})
         return [group[sample] for sample in sorted(group)] + self._extra.pop(task_id, [])
 
-    def missing(self, active: Sequence[int]) -> str:
+    def missing(self, active: Sequence[Slot]) -> str:
         """What the oldest group lacks, for people."""
         if not active:
             return "no prompt group is in the pipeline; is the feeder running?"
-        group = self._groups.get(active[0], {})
+        group = self._groups.get(active[0].task_id, {})
         size = next(iter(group.values())).group_size if group else None
         have = f"{len(group)} of {size} samples scored" if size else "no sample scored yet"
-        return f"the oldest prompt group, {active[0]}, has {have}; are generators and reward services running?"
+        return f"the oldest prompt group, {active[0].task_id}, has {have}; are generators and reward services running?"

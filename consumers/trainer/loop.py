@@ -162,7 +162,11 @@ class Trainer:
         self._publisher.flush()
         ledger = self._broker.ledger.state()
         number = ledger.epoch
-        extra = {"epoch": number, "cursor": ledger.cursor, "unfinished": self._training.active()}
+        extra = {
+            "epoch": number,
+            "cursor": ledger.cursor,
+            "unfinished": [slot.task_id for slot in self._training.active()],
+        }
         self._checkpoints.save(self._step, step=self.step, version=self.version, extra=extra)
         self._training.commit(self._uncommitted)
         self._source.committed(self._uncommitted)

@@ -29,7 +29,8 @@ class Publisher:
         self._keep = settings.keep
         self._epoch = epoch
         generator = torch.Generator().manual_seed(config.run.seed)
-        self._probe = torch.randint(vocabulary, (settings.probe_tokens,), generator=generator).tolist()
+        length = min(settings.probe_tokens, config.model.max_length - 1)
+        self._probe = torch.randint(vocabulary, (length,), generator=generator).tolist()
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="publisher")
         self._last: Future[None] | None = None
 

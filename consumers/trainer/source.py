@@ -46,17 +46,17 @@ class BatchSource:
         deadline = time.monotonic() + self._config.trainer.batch_timeout_s
         while len(groups) < self._config.trainer.batch_groups:
             self._claim()
-            active = [task_id for task_id in self._training.active() if task_id not in taken]
+            active = [slot for slot in self._training.active() if slot.task_id not in taken]
             progress = False
             while len(groups) < self._config.trainer.batch_groups:
-                task_id = self._assembly.choose(active)
-                if task_id is None:
+                slot = self._assembly.choose(active)
+                if slot is None:
                     break
                 progress = True
-                active.remove(task_id)
-                group = self._usable(task_id, version)
+                active.remove(slot)
+                group = self._usable(slot.task_id, version)
                 if group is not None:
-                    taken.add(task_id)
+                    taken.add(slot.task_id)
                     groups.append(group)
             if progress:
                 continue

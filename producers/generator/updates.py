@@ -16,7 +16,7 @@ import structlog
 from broker.client import Broker
 from producers.engines.base import Engine
 from schemas.config import TidemillConfig
-from schemas.errors import InfraError
+from schemas.errors import DataError, InfraError
 from schemas.lifecycle import StopFlag
 from schemas.messages import Event, Manifest
 
@@ -82,7 +82,11 @@ class Updates:
         async with self._changed:
             self._verified = False
         started = time.monotonic()
-        await self._engine.load(path, manifest.version)
+        try:
+            await self._engine.load(path, manifest.version)
+        except DataError as error:
+            await self._alarm(f"weights version {manifest.version} does not fit this model: {error}")
+            raise
         self.last_load_s = time.monotonic() - started
         await self._check_probe(manifest)
         if path.parent == self._folder:
