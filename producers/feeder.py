@@ -70,7 +70,7 @@ class Feeder:
         return "stopping"
 
     def _task(self, position: int) -> Task:
-        _, index = self._order.index(position)
+        _, index = self._order.at(position)
         return make_task(position, "train", self._train[index], self._config.sampling)
 
     def _evaluate_if_due(self, state: LedgerState) -> None:

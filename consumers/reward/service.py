@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 
 import structlog
 
 from broker.client import Broker
+from broker.link import BLOCK_MS
 from broker.presence import Presence
 from broker.queues import Delivery, ScoreQueue
 from consumers.reward.scorer import Scorer
@@ -17,7 +18,9 @@ from schemas.lifecycle import StopFlag
 from schemas.messages import Score, Trajectory
 
 BATCH = 256
-"""Trajectories read at once."""
+"""Most trajectories being scored at once."""
+BUSY_MS = 20
+"""How long a read waits while scores are due."""
 
 log = structlog.get_logger()
 
@@ -26,9 +29,9 @@ def run_reward(config: TidemillConfig, name: str) -> None:
     """Score until the process is asked to end."""
     stop = StopFlag().install()
     broker = Broker.connect(config)
-    scorer = _scorer(config, config.reward.terms)
+    scorer = _scorer(config, config.reward.terms, name)
     eval_terms = config.eval.terms if config.eval else None
-    eval_scorer = _scorer(config, eval_terms) if eval_terms else scorer
+    eval_scorer = _scorer(config, eval_terms, name) if eval_terms else scorer
     service = RewardService(broker.trajectories(name), scorer, eval_scorer, lease_s=2 * config.reward.timeout_s + 10)
     try:
         with Presence(broker, name, "reward", service.describe, service.renew, config.reward.timeout_s / 2):
@@ -38,23 +41,22 @@ def run_reward(config: TidemillConfig, name: str) -> None:
         eval_scorer.close()
 
 
-def _scorer(config: TidemillConfig, terms: list[RewardTerm]) -> Scorer:
-    return Scorer(terms, config.base, config.reward.workers, config.reward.timeout_s)
+def _scorer(config: TidemillConfig, terms: list[RewardTerm], name: str) -> Scorer:
+    return Scorer(terms, config.base, config.reward.workers, config.reward.timeout_s, name)
 
 
 class RewardService:
-    """Reads a batch, scores it, publishes each score with its acknowledgement."""
+    """Reads trajectories, scores them side by side, publishes each score with its acknowledgement."""
 
     def __init__(self, queue: ScoreQueue, scorer: Scorer, eval_scorer: Scorer, lease_s: float) -> None:
         self._queue = queue
         self._scorers = {"train": scorer, "eval": eval_scorer}
         self._lease_s = lease_s
         self._counts = {"ok": 0, "error": 0, "timeout": 0}
-        self._lock = threading.Lock()
+        self._pending: dict[Future[Score], Delivery[Trajectory]] = {}
 
     def describe(self) -> tuple[str, int, dict[str, float]]:
-        with self._lock:
-            return "running", -1, {name: float(count) for name, count in self._counts.items()}
+        return "running", -1, {name: float(count) for name, count in self._counts.items()}
 
     def renew(self) -> None:
         """Keep the leases of what is being scored."""
@@ -64,26 +66,29 @@ class RewardService:
         """Until stop; what was read is scored first."""
         next_claim = 0.0
         while not stop:
-            deliveries: list[Delivery[Trajectory]] = []
-            if time.monotonic() >= next_claim:
-                deliveries = self._queue.claim_stale(self._lease_s, BATCH)
-                next_claim = time.monotonic() + self._lease_s / 2
-            self.score(deliveries or self._queue.read(BATCH))
+            if len(self._pending) < BATCH:
+                if time.monotonic() >= next_claim:
+                    self._submit(self._queue.claim_stale(self._lease_s, BATCH))
+                    next_claim = time.monotonic() + self._lease_s / 2
+                self._submit(self._queue.read(BATCH, BUSY_MS if self._pending else BLOCK_MS))
+            else:
+                wait(self._pending, timeout=1.0, return_when=FIRST_COMPLETED)
+            self._publish()
+        while self._pending:
+            wait(self._pending, timeout=1.0, return_when=FIRST_COMPLETED)
+            self._publish()
 
-    def score(self, deliveries: Sequence[Delivery[Trajectory]]) -> None:
-        """Score and publish a batch."""
-        for kind, scorer in self._scorers.items():
-            chosen = [item for item in deliveries if item.message.kind == kind]
-            if not chosen:
-                continue
-            scores = scorer.score([item.message for item in chosen])
-            self._queue.publish(list(zip(chosen, scores, strict=True)))
-            self._count(scores)
+    def _submit(self, deliveries: Sequence[Delivery[Trajectory]]) -> None:
+        for delivery in deliveries:
+            self._pending[self._scorers[delivery.message.kind].submit(delivery.message)] = delivery
 
-    def _count(self, scores: Sequence[Score]) -> None:
-        with self._lock:
-            for score in scores:
-                self._counts[score.status] += 1
-        failed = [score for score in scores if score.status != "ok"]
+    def _publish(self) -> None:
+        """Hand over every score that is there; a slow sample holds up no other."""
+        done = [future for future in self._pending if future.done()]
+        results = [(self._pending.pop(future), future.result()) for future in done]
+        self._queue.publish(results)
+        failed = [score for _, score in results if score.status != "ok"]
         if failed:
             log.warning("samples without a reward", count=len(failed), reason=failed[0].reason)
+        for _, score in results:
+            self._counts[score.status] += 1

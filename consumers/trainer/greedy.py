@@ -1,0 +1,60 @@
+"""Batched greedy decoding, for a quick look at accuracy while training without generators."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+
+
+@torch.no_grad()
+def greedy(
+    model: PreTrainedModel, prompts: Sequence[Sequence[int]], max_tokens: int, eos: int, batch_size: int = 512
+) -> list[list[int]]:
+    """Most likely continuation of each prompt, at most ``max_tokens`` ids, without the end-of-sequence token."""
+    out: list[list[int]] = [[] for _ in prompts]
+    # By length, so that few prompts need padding.
+    order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
+    was_training = model.training
+    model.eval()
+    for start in range(0, len(order), batch_size):
+        rows = order[start : start + batch_size]
+        for row, ids in zip(rows, _decode(model, [prompts[r] for r in rows], max_tokens, eos).tolist(), strict=True):
+            out[row] = ids[: ids.index(eos)] if eos in ids else ids
+    model.train(was_training)
+    return out
+
+
+def _decode(model: PreTrainedModel, prompts: Sequence[Sequence[int]], max_tokens: int, eos: int) -> Tensor:
+    """Ids of the continuations, int64 [R, up to max_tokens]; after an end of sequence they mean nothing."""
+    device = next(model.parameters()).device
+    longest = max(len(p) for p in prompts)
+    tokens = torch.full((len(prompts), longest), eos, dtype=torch.int64)
+    attention = torch.zeros((len(prompts), longest), dtype=torch.int64)
+    for row, prompt in enumerate(prompts):
+        tokens[row, longest - len(prompt) :] = torch.tensor(list(prompt))
+        attention[row, longest - len(prompt) :] = 1
+    step, attention = tokens.to(device), attention.to(device)
+    positions = (attention.cumsum(-1) - 1).clamp(min=0)
+    cache = DynamicCache(config=model.config)
+    ended = torch.zeros(len(prompts), dtype=torch.bool, device=device)
+    generated: list[Tensor] = []
+    for _ in range(max_tokens):
+        logits = model(
+            input_ids=step,
+            attention_mask=attention,
+            position_ids=positions,
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=1,
+        ).logits
+        step = logits[:, -1:].argmax(-1)
+        generated.append(step)
+        ended |= step[:, 0] == eos
+        if bool(ended.all()):
+            break
+        attention = torch.cat([attention, attention.new_ones(len(prompts), 1)], dim=1)
+        positions = positions[:, -1:] + 1
+    return torch.cat(generated, dim=1)

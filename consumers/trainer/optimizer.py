@@ -1,0 +1,48 @@
+"""AdamW and its learning-rate schedule, from the configuration."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+from torch import nn
+from torch.optim import AdamW
+from torch.optim.lr_scheduler import LambdaLR
+
+from schemas.config.models import OptimizerConfig
+
+
+def build_optimizer(parameters: Iterable[nn.Parameter], settings: OptimizerConfig) -> AdamW:
+    """AdamW over the parameters that want a gradient. Matrices decay, vectors (norms, biases) don't."""
+    trained = [p for p in parameters if p.requires_grad]
+    return AdamW(
+        [
+            {"params": [p for p in trained if p.ndim >= 2], "weight_decay": settings.weight_decay},
+            {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
+        ],
+        lr=settings.lr,
+        betas=settings.betas,
+        eps=settings.eps,
+        fused=True,
+    )
+
+
+def lr_factor(step: int, settings: OptimizerConfig, steps: int) -> float:
+    """Fraction of the peak learning rate at ``step`` (0 is the first) of ``steps``.
+
+    Linear warm-up over ``warmup_steps``, then constant, or a linear or cosine decay that would reach 0
+    at ``steps``: the last step still moves.
+    """
+    if step < settings.warmup_steps:
+        return (step + 1) / (settings.warmup_steps + 1)
+    progress = min(1.0, (step - settings.warmup_steps) / max(1, steps - settings.warmup_steps))
+    if settings.schedule == "linear":
+        return 1.0 - progress
+    if settings.schedule == "cosine":
+        return 0.5 * (1.0 + math.cos(math.pi * progress))
+    return 1.0
+
+
+def build_scheduler(optimizer: AdamW, settings: OptimizerConfig, steps: int) -> LambdaLR:
+    """Set the learning rate of each of ``steps`` optimizer steps; call ``step()`` after each."""
+    return LambdaLR(optimizer, lambda step: lr_factor(step, settings, steps))

@@ -1,0 +1,65 @@
+"""One log line format for our own code and for the libraries: human on a terminal, JSON otherwise.
+
+Services log with ``structlog.get_logger()``; run, role and service are added to every line here.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import MutableMapping
+from types import TracebackType
+from typing import Any, TextIO
+
+import structlog
+
+from schemas.config import TidemillConfig
+
+
+def configure_logging(config: TidemillConfig, role: str, name: str, stream: TextIO | None = None) -> None:
+    """Set up structlog and the standard library's logging for one process. ``name`` is the service's."""
+    stream = sys.stderr if stream is None else stream
+    human = config.log.format == "human" or (config.log.format == "auto" and stream.isatty())
+    level = logging.getLevelNamesMapping()[config.log.level.upper()]
+    context = {"run": config.run.name, "role": role, "service": name}
+
+    def add_context(logger: Any, method: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+        for key, value in context.items():
+            event.setdefault(key, value)
+        return event
+
+    shared: list[structlog.typing.Processor] = [
+        structlog.contextvars.merge_contextvars,
+        structlog.stdlib.add_log_level,
+        structlog.processors.TimeStamper(fmt="%H:%M:%S" if human else "iso", utc=not human),
+    ]
+    render: list[structlog.typing.Processor]
+    if human:
+        render = [structlog.dev.ConsoleRenderer(colors=stream.isatty())]
+    else:
+        shared.append(add_context)
+        render = [structlog.processors.format_exc_info, structlog.processors.JSONRenderer(default=str)]
+    structlog.configure(
+        processors=[*shared, *render],
+        wrapper_class=structlog.make_filtering_bound_logger(level),
+        logger_factory=structlog.WriteLoggerFactory(file=stream),
+        cache_logger_on_first_use=True,
+    )
+    handler = logging.StreamHandler(stream)
+    handler.setFormatter(
+        structlog.stdlib.ProcessorFormatter(
+            processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, *render],
+            foreign_pre_chain=[structlog.stdlib.add_logger_name, *shared],
+        )
+    )
+    # Libraries speak up from warnings on; at debug they say everything.
+    logging.basicConfig(
+        level=level if level <= logging.DEBUG else max(level, logging.WARNING), handlers=[handler], force=True
+    )
+    sys.excepthook = _log_crash
+
+
+def _log_crash(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    if issubclass(kind, KeyboardInterrupt):
+        return
+    structlog.get_logger().critical("service crashed", exc_info=(kind, error, trace))

@@ -1,0 +1,106 @@
+"""GSM8K as published: grade-school problems whose gold answer follows ``####``.
+
+Cobbe et al. 2021, "Training Verifiers to Solve Math Word Problems" (arXiv 2110.14168), MIT licence.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+from producers.datasets.base import Example
+from producers.datasets.hf import load_table
+from producers.datasets.jsonl import Jsonl
+from schemas.errors import ConfigError, DataError
+from schemas.messages import ChatMessage
+
+INSTRUCTION = 'Solve the problem step by step, then write the final answer on a last line that starts with "####".'
+
+
+class Gsm8k:
+    """Problems as chat messages, ``data["answer"]`` the gold number without commas.
+
+    path: a folder with train.jsonl and test.jsonl, relative to ``base``; or a Hugging Face dataset,
+    by default the published one on the hub. instruction: added below each problem; empty for none.
+    system: a system prompt. chat: false gives plain text, for models without a chat template.
+    """
+
+    def __init__(
+        self,
+        base: Path,
+        path: str = "openai/gsm8k",
+        split: Literal["train", "test"] = "train",
+        instruction: str = INSTRUCTION,
+        system: str | None = None,
+        chat: bool = True,
+    ) -> None:
+        if not chat and system is not None:
+            raise ConfigError("gsm8k: a system prompt needs chat: true")
+        self._rows = _open(base, path, split)
+        self._instruction = instruction
+        self._system = system
+        self._chat = chat
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> Example:
+        question, solution = self._rows[index]
+        data = {"answer": gold_answer(solution)}
+        prompt = f"{question}\n\n{self._instruction}" if self._instruction else question
+        if not self._chat:
+            return Example(text=f"{prompt}\n", data=data)
+        messages = [ChatMessage("user", prompt)]
+        if self._system is not None:
+            messages.insert(0, ChatMessage("system", self._system))
+        return Example(messages=messages, data=data)
+
+
+def gold_answer(solution: str) -> str:
+    """The number after the last ``####``, commas removed; DataError if there is none."""
+    _, marker, answer = solution.rpartition("####")
+    if not marker or not answer.strip():
+        raise DataError(f"a GSM8K answer must end in #### and a number, ends in {solution[-40:]!r}")
+    return answer.strip().replace(",", "")
+
+
+class _File:
+    """(question, solution) pairs of one published file."""
+
+    def __init__(self, file: Path) -> None:
+        self._lines = Jsonl(file.parent, file.name, prompt="question", fields=[])
+
+    def __len__(self) -> int:
+        return len(self._lines)
+
+    def __getitem__(self, index: int) -> tuple[str, str]:
+        example = self._lines[index]
+        return str(example.text), str(example.data["answer"])
+
+
+class _Table:
+    """(question, solution) pairs of a Hugging Face table."""
+
+    def __init__(self, table: Any) -> None:
+        missing = {"question", "answer"} - set(table.column_names)
+        if missing:
+            raise ConfigError(f"gsm8k: the dataset has no column {' and '.join(map(repr, sorted(missing)))}")
+        self._table = table
+
+    def __len__(self) -> int:
+        return len(self._table)
+
+    def __getitem__(self, index: int) -> tuple[str, str]:
+        row = self._table[index]
+        return row["question"], row["answer"]
+
+
+def _open(base: Path, path: str, split: str) -> _File | _Table:
+    folder = base / Path(path).expanduser()
+    file = folder / f"{split}.jsonl"
+    if file.is_file():
+        return _File(file)
+    saved = (folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file()
+    if folder.is_dir() and not saved:
+        raise ConfigError(f"gsm8k: {folder} has no {split}.jsonl")
+    return _Table(load_table(base, path, split, None if saved else "main"))

@@ -1,0 +1,72 @@
+"""Prompts from a Hugging Face dataset: a folder on this machine or an id on the hub.
+
+The rows keep the order of the split; the library's memory-mapped tables hold them.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from producers.datasets.base import Example
+from producers.datasets.rows import RowReader
+from schemas.errors import ConfigError
+
+
+class HuggingFace:
+    """One split of a dataset.
+
+    path: a folder (from ``save_to_disk``, or of data files), relative to ``base``, or a hub id.
+    name: the configuration, where a dataset has several. revision: of the hub's repository.
+    The other arguments are those of RowReader.
+    """
+
+    def __init__(
+        self,
+        base: Path,
+        path: str,
+        split: str = "train",
+        name: str | None = None,
+        revision: str | None = None,
+        prompt: str = "prompt",
+        answer: str | None = "answer",
+        template: str | None = None,
+        system: str | None = None,
+        chat: bool = False,
+        fields: list[str] | None = None,
+    ) -> None:
+        self._where = f"{path}[{split}]"
+        self._rows = RowReader(prompt, answer, template, system, chat, fields)
+        self._table = load_table(base, path, split, name, revision)
+
+    def __len__(self) -> int:
+        return len(self._table)
+
+    def __getitem__(self, index: int) -> Example:
+        if not 0 <= index < len(self):
+            raise IndexError(f"example {index} of {len(self)}")
+        return self._rows.read(self._table[index], f"{self._where} row {index}")
+
+
+def load_table(base: Path, path: str, split: str, name: str | None = None, revision: str | None = None) -> Any:
+    """The ``datasets.Dataset`` of one split; ConfigError says what is not there."""
+    try:
+        import datasets
+    except ImportError as error:
+        raise ConfigError(f"this dataset needs the datasets package: pip install 'tidemill[data]' ({error})") from error
+    folder = base / Path(path).expanduser()
+    if not folder.exists() and path.startswith((".", "/", "~")):
+        raise ConfigError(f"no dataset folder {folder}")
+    try:
+        if (folder / "dataset_dict.json").is_file():
+            splits = datasets.load_from_disk(str(folder))
+            if split not in splits:
+                raise ConfigError(f"{folder} has no split {split!r}: one of {', '.join(splits)}")
+            return splits[split]
+        if (folder / "state.json").is_file():
+            return datasets.load_from_disk(str(folder))
+        source = str(folder) if folder.is_dir() else path
+        return datasets.load_dataset(source, name, split=split, revision=revision)
+    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"cannot load dataset {path!r} split {split!r}: {reason}") from error

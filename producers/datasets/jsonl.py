@@ -1,0 +1,107 @@
+"""Prompts from JSON Lines files, one object a line.
+
+Every line is checked when the dataset is opened, so a bad one is reported with file and line
+before any model loads. Only byte offsets stay in memory, 8 bytes a line.
+"""
+
+from __future__ import annotations
+
+import bisect
+import glob
+import itertools
+from array import array
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from producers.datasets.base import Example
+from producers.datasets.rows import RowReader
+from schemas.errors import ConfigError, DataError
+
+
+class Jsonl:
+    """``path`` is one file, a glob (its files in sorted order) or a list of these, relative to ``base``.
+
+    The other arguments are those of RowReader. Blank lines are skipped.
+    """
+
+    def __init__(
+        self,
+        base: Path,
+        path: str | list[str],
+        prompt: str = "prompt",
+        answer: str | None = "answer",
+        template: str | None = None,
+        system: str | None = None,
+        chat: bool = False,
+        fields: list[str] | None = None,
+    ) -> None:
+        self._rows = RowReader(prompt, answer, template, system, chat, fields)
+        self._files = _find(base, [path] if isinstance(path, str) else path)
+        self._offsets = [self._index(file) for file in self._files]
+        self._ends = list(itertools.accumulate(len(offsets) for offsets in self._offsets))
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    def __getitem__(self, index: int) -> Example:
+        if not 0 <= index < len(self):
+            raise IndexError(f"example {index} of {len(self)}")
+        at = bisect.bisect_right(self._ends, index)
+        local = index - (self._ends[at - 1] if at else 0)
+        offset = self._offsets[at][local]
+        try:
+            with self._files[at].open("rb") as file:
+                file.seek(offset)
+                line = file.readline()
+        except OSError as error:
+            raise DataError(f"cannot read {self._files[at]}: {error.strerror}") from error
+        return self._parse(line, f"{self._files[at]} at byte {offset}")
+
+    def _parse(self, line: bytes, where: str) -> Example:
+        try:
+            row = msgspec.json.decode(line)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise DataError(f"{where}: not JSON: {error}") from error
+        example = self._rows.read(row, where)
+        _check_numbers(example.data, where)
+        return example
+
+    def _index(self, file: Path) -> array[int]:
+        offsets = array("q")
+        offset = 0
+        try:
+            with file.open("rb") as lines:
+                for number, line in enumerate(lines, start=1):
+                    if line.strip():
+                        self._parse(line, f"{file}:{number}")
+                        offsets.append(offset)
+                    offset += len(line)
+        except OSError as error:
+            raise ConfigError(f"cannot read {file}: {error.strerror}") from error
+        except DataError as error:
+            raise ConfigError(str(error)) from error
+        return offsets
+
+
+def _check_numbers(data: dict[str, Any], where: str) -> None:
+    # JSON has integers of any size, MessagePack has 64 bits.
+    try:
+        msgspec.msgpack.encode(data)
+    except (OverflowError, ValueError, TypeError, RecursionError) as error:
+        raise DataError(f"{where}: cannot be sent: {error}") from error
+
+
+def _find(base: Path, patterns: list[str]) -> list[Path]:
+    files: list[Path] = []
+    for pattern in patterns:
+        full = base / Path(pattern).expanduser()
+        found = [full] if full.is_file() else [Path(name) for name in sorted(glob.glob(str(full), recursive=True))]
+        found = [file for file in found if file.is_file()]
+        if not found:
+            raise ConfigError(f"no file {full}")
+        files += found
+    if not files:
+        raise ConfigError("path: names no file")
+    return files

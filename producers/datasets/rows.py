@@ -1,0 +1,106 @@
+"""From a row with named fields, as files and tables have them, to an Example.
+
+One place for the choices that all row datasets share: which field is the prompt, which the
+reference answer, and how text becomes a prompt or a conversation.
+"""
+
+from __future__ import annotations
+
+import string
+from collections.abc import Mapping
+from typing import Any
+
+from producers.datasets.base import Example
+from schemas.errors import ConfigError, DataError
+from schemas.messages import ChatMessage
+
+
+class RowReader:
+    """Makes an Example of a row.
+
+    prompt: field with text or a list of {role, content}.
+    answer: field with the reference, handed on as ``data["answer"]``; None if there is none.
+    template: text with {field} placeholders, used in place of the prompt field.
+    system: system prompt; makes a conversation of a text prompt.
+    chat: a text prompt becomes one user message.
+    fields: other fields handed on in ``data``; all of them by default.
+    """
+
+    def __init__(
+        self,
+        prompt: str = "prompt",
+        answer: str | None = "answer",
+        template: str | None = None,
+        system: str | None = None,
+        chat: bool = False,
+        fields: list[str] | None = None,
+    ) -> None:
+        self.prompt = prompt
+        self.answer = answer
+        self.template = template
+        self.system = system
+        self.chat = chat or system is not None
+        self.fields = fields
+        self._placeholders = _placeholders(template) if template is not None else set()
+
+    def read(self, row: Any, where: str) -> Example:
+        """DataError names ``where`` (file and line) and what is wrong with the row."""
+        if not isinstance(row, Mapping):
+            raise DataError(f"{where}: must be an object with fields, is {type(row).__name__}")
+        data = self._data(row, where)
+        if self.template is not None:
+            for name in self._placeholders:
+                _field(row, name, where)
+            prompt: Any = self.template.format_map(row)
+        else:
+            prompt = _field(row, self.prompt, where)
+        if isinstance(prompt, str):
+            if not self.chat:
+                return Example(text=prompt, data=data)
+            return Example(messages=[*self._opening(), ChatMessage("user", prompt)], data=data)
+        messages = _messages(prompt, f"{where}: field {self.prompt!r}")
+        if messages[0].role != "system":
+            messages = [*self._opening(), *messages]
+        return Example(messages=messages, data=data)
+
+    def _opening(self) -> list[ChatMessage]:
+        return [] if self.system is None else [ChatMessage("system", self.system)]
+
+    def _data(self, row: Mapping[str, Any], where: str) -> dict[str, Any]:
+        if self.fields is None:
+            data = {name: value for name, value in row.items() if name not in (self.prompt, self.answer)}
+        else:
+            data = {name: _field(row, name, where) for name in self.fields}
+        if self.answer is not None:
+            data["answer"] = _field(row, self.answer, where)
+        return data
+
+
+def _field(row: Mapping[str, Any], name: str, where: str) -> Any:
+    try:
+        return row[name]
+    except KeyError:
+        raise DataError(f"{where}: no field {name!r}, it has {', '.join(map(repr, row)) or 'none'}") from None
+
+
+def _messages(value: Any, where: str) -> list[ChatMessage]:
+    if not isinstance(value, list) or not value:
+        raise DataError(f"{where} must be text or a list of role and content, is {type(value).__name__}")
+    messages = []
+    for item in value:
+        role, content = (item.get("role"), item.get("content")) if isinstance(item, Mapping) else (None, None)
+        if not isinstance(role, str) or not isinstance(content, str):
+            raise DataError(f"{where}: every message needs a role and a content, both text")
+        messages.append(ChatMessage(role, content))
+    return messages
+
+
+def _placeholders(template: str) -> set[str]:
+    try:
+        names = {name for _, name, _, _ in string.Formatter().parse(template) if name is not None}
+    except ValueError as error:
+        raise ConfigError(f"template {template!r} is wrong: {error}; write {{{{ and }}}} for braces") from error
+    wrong = sorted(name for name in names if not name.isidentifier())
+    if wrong:
+        raise ConfigError(f"template {template!r}: {{{wrong[0]}}} is not a field name; write {{{{ and }}}} for braces")
+    return names

@@ -1,0 +1,167 @@
+"""An engine without a model: tokens, lengths and delays follow from seeds. For chaos tests and dry runs.
+
+Loads neither torch nor vLLM. The same prompt, sampling seed and index give the same tokens
+whatever runs beside them, so a test can tell a lost sample from a different one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from producers.engines.base import Completion, EngineSettings
+from producers.engines.sampling import room
+from schemas.errors import ConfigError, DataError, InfraError
+from schemas.messages import FinishReason, Sampling, Span
+
+
+@dataclass(frozen=True)
+class Script:
+    """``generator.args`` of this engine.
+
+    tokens: ids are drawn from [first, first + tokens). min_length, max_length: completions end
+    after so many tokens, drawn evenly, or at ``max_tokens`` (then finish is ``length``).
+    token_s: seconds between two tokens. fail_every: each so-many-th request raises InfraError; 0 never.
+    """
+
+    tokens: int = 10
+    first: int = 3
+    min_length: int = 1
+    max_length: int = 8
+    token_s: float = 0.0
+    fail_every: int = 0
+
+    def __post_init__(self) -> None:
+        if self.tokens < 1 or self.first < 0 or self.fail_every < 0 or self.token_s < 0:
+            raise ConfigError("generator.args of the scripted engine must not be negative, tokens must be 1 or more")
+        if not 1 <= self.min_length <= self.max_length:
+            raise ConfigError(f"generator.args: min_length {self.min_length} must be in [1, {self.max_length}]")
+
+
+@dataclass
+class _Running:
+    """One sample that is being generated; ``until`` tokens of it will exist."""
+
+    rng: np.random.Generator
+    until: int
+    finish: FinishReason
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    spans: list[Span] = field(default_factory=list)
+
+    def step(self, script: Script, version: int) -> None:
+        at = len(self.tokens)
+        self.tokens.append(script.first + int(self.rng.integers(script.tokens)))
+        self.logprobs.append(-float(self.rng.random()))
+        if self.spans and self.spans[-1].version == version:
+            self.spans[-1] = Span(version, self.spans[-1].start, at + 1)
+        else:
+            self.spans.append(Span(version, at, at + 1))
+
+
+class ScriptedEngine:
+    """The ``scripted`` engine; ``settings.args`` are the fields of Script. ``load`` reads no file."""
+
+    def __init__(self, settings: EngineSettings) -> None:
+        try:
+            self._script = Script(**settings.args)
+        except TypeError as error:
+            raise ConfigError(f"generator.args of the scripted engine: {error}") from error
+        self._settings = settings
+        self._version = settings.version
+        self._requests = 0
+        self._closed = False
+        self._running = asyncio.Event()
+        self._running.set()
+        self._aborted = asyncio.Event()
+
+    @property
+    def version(self) -> int:
+        return self._version
+
+    async def start(self) -> None:
+        """Ready at once."""
+
+    async def generate(
+        self, prompt_ids: Sequence[int], sampling: Sampling, n: int = 1, prefix: Sequence[int] = ()
+    ) -> list[Completion]:
+        """See Engine; ``prefix`` counts towards ``sampling.max_tokens``."""
+        self._check_open()
+        limit = room(len(prompt_ids), len(prefix), sampling, self._settings.max_length)
+        self._requests += 1
+        if self._script.fail_every and self._requests % self._script.fail_every == 0:
+            raise InfraError(f"scripted failure of request {self._requests}")
+        samples = [self._sample(prompt_ids, prefix, sampling, index, limit) for index in range(n)]
+        aborted = self._aborted
+        while not aborted.is_set() and any(len(sample.tokens) < sample.until for sample in samples):
+            await self._tick(aborted)
+            self._check_open()
+            if aborted.is_set() or not self._running.is_set():
+                continue
+            for sample in samples:
+                if len(sample.tokens) < sample.until:
+                    sample.step(self._script, self._version)
+        return [_completion(sample) for sample in samples]
+
+    def _sample(
+        self, prompt: Sequence[int], prefix: Sequence[int], sampling: Sampling, index: int, limit: int
+    ) -> _Running:
+        key = repr((self._settings.seed, list(prompt), list(prefix), sampling.seed, index))
+        rng = np.random.default_rng(int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "little"))
+        wanted = int(rng.integers(self._script.min_length, self._script.max_length + 1))
+        return _Running(rng, min(wanted, limit), "stop" if wanted <= limit else "length")
+
+    async def _tick(self, aborted: asyncio.Event) -> None:
+        """Let one token's time pass, or wait while paused; returns at once when aborted."""
+        if self._running.is_set():
+            await asyncio.sleep(self._script.token_s)
+            return
+        waits = [asyncio.ensure_future(event.wait()) for event in (self._running, aborted)]
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for wait in waits:
+                wait.cancel()
+
+    async def load(self, path: Path, version: int) -> None:
+        """Switch to ``version`` at once; nothing is read."""
+        self._check_open()
+        self._version = version
+
+    async def logprobs(self, token_ids: Sequence[int]) -> npt.NDArray[np.float32]:
+        """Zeros: there is no model whose weights a probe could check."""
+        self._check_open()
+        if len(token_ids) < 2:
+            raise DataError(f"a probe of {len(token_ids)} tokens: must be 2 or more")
+        return np.zeros(len(token_ids) - 1, dtype=np.float32)
+
+    async def pause(self) -> None:
+        self._check_open()
+        self._running.clear()
+
+    async def resume(self) -> None:
+        self._check_open()
+        self._running.set()
+
+    async def abort_all(self) -> None:
+        self._aborted.set()
+        self._aborted = asyncio.Event()
+
+    async def close(self) -> None:
+        self._closed = True
+        await self.abort_all()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise InfraError("the scripted engine was closed")
+
+
+def _completion(sample: _Running) -> Completion:
+    finish: FinishReason = sample.finish if len(sample.tokens) == sample.until else "abort"
+    return Completion(sample.tokens, np.asarray(sample.logprobs, dtype=np.float32), sample.spans, finish)

@@ -1,0 +1,283 @@
+"""A Hugging Face model as an engine: no vLLM needed, right before fast. For macOS, Windows and small machines.
+
+One thread owns the model and the batch; everything else asks it through a queue and is
+answered between two tokens. Requests in flight keep their keys and values across an update.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from safetensors import safe_open
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from producers.engines.base import Completion, EngineSettings
+from producers.engines.batch import Batch, Row
+from producers.engines.checkpoint import check_fits, read_shapes, resolve_folder
+from producers.engines.sample import Draw
+from producers.engines.sampling import room
+from producers.tokenizer import HfTokenizer
+from schemas.errors import ConfigError, DataError, InfraError
+from schemas.messages import Sampling
+
+T = TypeVar("T")
+
+_ATTENTION = {"full_attention", "sliding_attention"}
+
+
+@dataclass
+class _Request:
+    prompt: list[int]
+    rows: list[Row]
+    done: Future[list[Completion]] = field(default_factory=Future)
+
+    def finished(self) -> bool:
+        return all(row.finish is not None for row in self.rows)
+
+    def answer(self) -> None:
+        """Deliver what there is."""
+        self.stop()
+        with suppress(InvalidStateError):  # its caller may have gone at this very moment
+            self.done.set_result([_completion(row) for row in self.rows])
+
+    def stop(self) -> None:
+        """Rows that still run are aborted."""
+        for row in self.rows:
+            row.finish = row.finish or "abort"
+
+
+class TransformersEngine:
+    """The ``transformers`` engine. ``settings.args`` go to ``AutoModelForCausalLM.from_pretrained``.
+
+    At temperature 0 log-probabilities are those at temperature 1. While paused, ``generate``
+    waits and ``logprobs`` works.
+    """
+
+    def __init__(self, settings: EngineSettings) -> None:
+        self._settings = settings
+        self._version = settings.version
+        self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._failure: str | None = "it was not started"
+        # From here on only the thread's.
+        self._model: PreTrainedModel
+        self._batch: Batch
+        self._waiting: deque[_Request] = deque()
+        self._active: list[_Request] = []
+        self._paused = False
+        self._closing = False
+
+    @property
+    def version(self) -> int:
+        return self._version
+
+    async def start(self) -> None:
+        await asyncio.to_thread(self._load_model)
+        self._failure = None
+        self._thread = threading.Thread(target=self._run, name="transformers-engine", daemon=True)
+        self._thread.start()
+
+    def _load_model(self) -> None:
+        settings = self._settings
+        folder = resolve_folder(settings.model_path)
+        try:
+            model = AutoModelForCausalLM.from_pretrained(
+                folder,
+                **{"dtype": settings.dtype, "trust_remote_code": settings.trust_remote_code, **settings.args},
+            )
+        except (OSError, ValueError, TypeError) as error:
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise ConfigError(f"transformers can't load {folder}: {reason}") from error
+        kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or ()) - _ATTENTION
+        if kinds:
+            raise ConfigError(
+                f"the transformers engine knows attention layers only, this model has {', '.join(sorted(kinds))}:"
+                " set generator.engine to vllm"
+            )
+        torch.manual_seed(settings.seed)
+        self._model = model.eval().requires_grad_(False).to(_device())
+        tokenizer = HfTokenizer(str(folder), settings.trust_remote_code)
+        self._batch = Batch(self._model, _eos(model), tokenizer.decode)
+
+    async def generate(
+        self, prompt_ids: Sequence[int], sampling: Sampling, n: int = 1, prefix: Sequence[int] = ()
+    ) -> list[Completion]:
+        """See Engine; ``prefix`` counts towards ``sampling.max_tokens``."""
+        max_tokens = room(len(prompt_ids), len(prefix), sampling, self._settings.max_length)
+        if max_tokens == 0:
+            return [Completion([], np.zeros(0, np.float32), [], "length") for _ in range(n)]
+        rows = [Row(_draw(sampling, index), max_tokens, sampling.stop) for index in range(n)]
+        request = _Request([*prompt_ids, *prefix], rows)
+        await self._ask(lambda: self._waiting.append(request))
+        return await self._answer(request.done)
+
+    async def load(self, path: Path, version: int) -> None:
+        """See Engine. A file that does not fit is refused with DataError before anything is touched."""
+        check_fits(path, await asyncio.to_thread(read_shapes, path), self._shapes(), _tied(self._model))
+        await self._ask(lambda: self._replace(path, version))
+
+    async def logprobs(self, token_ids: Sequence[int]) -> npt.NDArray[np.float32]:
+        if not 2 <= len(token_ids) <= self._settings.max_length:
+            raise DataError(f"a probe of {len(token_ids)} tokens: must be 2 to max_length {self._settings.max_length}")
+        return await self._ask(lambda: self._score(list(token_ids)))
+
+    async def pause(self) -> None:
+        await self._ask(lambda: self._set_paused(True))
+
+    async def resume(self) -> None:
+        await self._ask(lambda: self._set_paused(False))
+
+    async def abort_all(self) -> None:
+        await self._ask(self._abort)
+
+    async def close(self) -> None:
+        thread, self._thread = self._thread, None
+        if thread is None:
+            return
+        with suppress(InfraError):
+            await self._ask(self._close)
+        await asyncio.to_thread(thread.join)
+
+    async def _ask(self, action: Callable[[], T]) -> T:
+        """Run ``action`` in the engine's thread, between two tokens."""
+        done: Future[T] = Future()
+
+        def command() -> None:
+            try:
+                done.set_result(action())
+            except (InfraError, DataError) as error:
+                done.set_exception(error)
+
+        if self._failure is None:
+            self._commands.put(command)
+        return await self._answer(done)
+
+    async def _answer(self, done: Future[T]) -> T:
+        """Wait for ``done``, or for the engine's thread to end, which can answer nothing more."""
+        answer = asyncio.wrap_future(done)
+        while True:
+            if self._failure is not None and not done.done():
+                answer.cancel()
+                raise InfraError(f"the transformers engine can't be used: {self._failure}")
+            finished, _ = await asyncio.wait({answer}, timeout=1.0)
+            if finished:
+                return answer.result()
+
+    # The engine's thread.
+
+    def _run(self) -> None:
+        try:
+            while not self._closing:
+                idle = self._paused or not (self._active or self._waiting)
+                self._obey(wait=idle)
+                if not self._paused and not self._closing:
+                    self._advance()
+            self._failure = "it was closed"
+        except Exception as error:
+            self._failure = self._failure or (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise
+        finally:
+            for request in [*self._active, *self._waiting]:
+                with suppress(InvalidStateError):
+                    request.done.set_exception(InfraError(f"the transformers engine ended: {self._failure}"))
+
+    def _obey(self, wait: bool) -> None:
+        """Run the commands that are there; with ``wait``, at least one."""
+        if wait:
+            self._commands.get()()
+        while not self._commands.empty():
+            self._commands.get()()
+
+    def _advance(self) -> None:
+        """One token for all rows in flight, after new requests have joined."""
+        for request in [request for request in self._active if request.done.cancelled()]:
+            request.stop()
+            self._active.remove(request)
+        self._batch.drop_finished()
+        while self._waiting and (
+            not self._batch.rows or len(self._batch.rows) + len(self._waiting[0].rows) <= self._settings.max_samples
+        ):
+            request = self._waiting.popleft()
+            if request.done.cancelled():
+                continue
+            self._active.append(request)
+            self._batch.join(request.prompt, request.rows, self._version)
+        if self._batch.rows:
+            self._batch.step(self._version)
+        for request in [request for request in self._active if request.finished()]:
+            request.answer()
+            self._active.remove(request)
+
+    def _replace(self, path: Path, version: int) -> None:
+        parameters = dict(self._model.named_parameters())
+        try:
+            with safe_open(path, framework="pt", device="cpu") as file, torch.no_grad():
+                for name in parameters:
+                    parameters[name].copy_(file.get_tensor(name))
+        except Exception as error:
+            self._failure = f"loading weight version {version} broke off, its weights are undefined: {error}"
+            raise
+        self._version = version
+
+    def _score(self, ids: list[int]) -> npt.NDArray[np.float32]:
+        tokens = torch.tensor([ids], device=self._model.device)
+        with torch.no_grad():
+            logits = self._model(input_ids=tokens).logits[0, :-1].float()
+        scores = torch.log_softmax(logits, dim=-1).gather(1, tokens[0, 1:, None])[:, 0]
+        return scores.cpu().numpy()
+
+    def _set_paused(self, paused: bool) -> None:
+        self._paused = paused
+
+    def _abort(self) -> None:
+        for request in [*self._active, *self._waiting]:
+            request.answer()
+        self._active.clear()
+        self._waiting.clear()
+        self._batch.clear()
+
+    def _close(self) -> None:
+        self._abort()
+        self._closing = True
+
+    def _shapes(self) -> dict[str, tuple[int, ...]]:
+        return {name: tuple(parameter.shape) for name, parameter in self._model.named_parameters()}
+
+
+def _completion(row: Row) -> Completion:
+    return Completion(row.tokens, np.asarray(row.logprobs, dtype=np.float32), row.spans(), row.finish or "abort")
+
+
+def _draw(sampling: Sampling, index: int) -> Draw:
+    generator = None if sampling.seed is None else torch.Generator().manual_seed(sampling.seed + index)
+    return Draw(sampling.temperature, sampling.top_p, sampling.top_k, generator)
+
+
+def _device() -> str:
+    if torch.cuda.is_available():
+        return "cuda"
+    return "mps" if torch.backends.mps.is_available() else "cpu"
+
+
+def _eos(model: Any) -> set[int]:
+    ids: set[int] = set()
+    for config in (model.generation_config, model.config.get_text_config()):
+        value = getattr(config, "eos_token_id", None)
+        ids |= set(value) if isinstance(value, list) else {value} if value is not None else set()
+    return ids
+
+
+def _tied(model: PreTrainedModel) -> bool:
+    return bool(getattr(model.config.get_text_config(), "tie_word_embeddings", False))

@@ -1,0 +1,65 @@
+"""The weight transfer engine inside vLLM's workers: a safetensors file, mapped, tensor by tensor.
+
+Imported in vLLM's worker processes only, by the name that ``vllm_weights.register`` gives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from safetensors import safe_open
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+
+@dataclass
+class FileInitInfo(WeightTransferInitInfo):
+    """Nothing to agree on beforehand."""
+
+
+@dataclass
+class FileUpdateInfo(WeightTransferUpdateInfo):
+    """path: a safetensors file that every worker can read, with all weights under their checkpoint names."""
+
+    path: str
+
+
+class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo]):
+    """Loads checkpoint-format weights through vLLM's layerwise reload, which repacks them where the device needs it."""
+
+    init_info_cls = FileInitInfo
+    update_info_cls = FileUpdateInfo
+
+    def init_transfer_engine(self, init_info: FileInitInfo) -> None:
+        """Nothing to set up: any file can be loaded at any time."""
+
+    def start_weight_update(self) -> None:
+        initialize_layerwise_reload(self.model)
+
+    def receive_weights(self, update_info: FileUpdateInfo) -> None:
+        self.model.load_weights(_tensors(update_info.path))
+
+    def finish_weight_update(self) -> None:
+        finalize_layerwise_reload(self.model, self.model_config)
+        # On the CPU a linear layer computes with a packed copy of its weight. A tied lm_head owns no
+        # checkpoint tensor, so layerwise reload never repacks it and it would go on with the old copy.
+        for module in self.model.modules():
+            if isinstance(module, ParallelLMHead):
+                module.quant_method.process_weights_after_loading(module)
+
+    def shutdown(self) -> None:
+        """Nothing is held between updates."""
+
+
+def _tensors(path: str) -> Iterator[tuple[str, torch.Tensor]]:
+    """The file's tensors in file order, which is layer by layer; views of the mapped file."""
+    with safe_open(path, framework="pt", device="cpu") as file:
+        for name in file.keys():  # noqa: SIM118 - not a mapping
+            yield name, file.get_tensor(name)

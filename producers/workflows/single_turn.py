@@ -1,0 +1,90 @@
+"""The plain workflow: one prompt, one completion per sample."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+
+import numpy as np
+
+from producers.engines.base import Completion, Engine
+from producers.workflows.base import Sample, Tokenizer
+from schemas.messages import Partial, Span, Task, Turn
+
+
+class SingleTurn:
+    """Samples all completions of the prompt in one request, which shares its prefix.
+
+    A sample that another generator had begun goes on from what that one handed over: tokens,
+    log-probabilities and versions are joined as if it had never moved.
+    """
+
+    async def run(
+        self, engine: Engine, tokenizer: Tokenizer, task: Task, samples: Sequence[int]
+    ) -> AsyncIterator[Sample]:
+        prompt_ids = tokenizer.prompt_ids(task)
+        prompt = tokenizer.decode(prompt_ids)
+        partials = {part.sample: part for part in task.partials if len(part.tokens)}
+        fresh = [index for index in samples if index not in partials]
+        jobs = [asyncio.ensure_future(_begin(engine, prompt_ids, task, fresh))] if fresh else []
+        jobs += [
+            asyncio.ensure_future(_go_on(engine, prompt_ids, task, partials[index]))
+            for index in samples
+            if index in partials
+        ]
+        try:
+            for job in asyncio.as_completed(jobs):
+                for index, completion in await job:
+                    yield _sample(index, prompt_ids, completion, prompt, tokenizer)
+        finally:
+            for pending in jobs:
+                pending.cancel()
+
+
+async def _begin(
+    engine: Engine, prompt_ids: list[int], task: Task, indices: Sequence[int]
+) -> list[tuple[int, Completion]]:
+    completions = await engine.generate(prompt_ids, task.sampling, n=len(indices))
+    return list(zip(indices, completions, strict=True))
+
+
+async def _go_on(engine: Engine, prompt_ids: list[int], task: Task, part: Partial) -> list[tuple[int, Completion]]:
+    prefix: list[int] = part.tokens.numpy().tolist()
+    (new,) = await engine.generate(prompt_ids, task.sampling, prefix=prefix)
+    return [(part.sample, join(part, new))]
+
+
+def join(part: Partial, new: Completion) -> Completion:
+    """One completion out of what was handed over and what was generated after it."""
+    offset = len(part.tokens)
+    spans = list(part.spans)
+    for span in new.spans:
+        last = spans[-1] if spans else None
+        if last is not None and last.version == span.version and last.end == span.start + offset:
+            spans[-1] = Span(span.version, last.start, span.end + offset)
+        else:
+            spans.append(Span(span.version, span.start + offset, span.end + offset))
+    return Completion(
+        [*part.tokens.numpy().tolist(), *new.tokens],
+        np.concatenate([part.logprobs.numpy(), new.logprobs]).astype(np.float32),
+        spans,
+        new.finish,
+    )
+
+
+def _sample(index: int, prompt_ids: list[int], completion: Completion, prompt: str, tokenizer: Tokenizer) -> Sample:
+    start, total = len(prompt_ids), len(prompt_ids) + len(completion.tokens)
+    turns = [Turn("prompt", 0, start)]
+    if completion.tokens:
+        turns.append(Turn("assistant", start, total))
+    return Sample(
+        index=index,
+        tokens=[*prompt_ids, *completion.tokens],
+        loss_mask=[0] * start + [1] * len(completion.tokens),
+        logprobs=[0.0] * start + completion.logprobs.tolist(),
+        spans=[Span(span.version, span.start + start, span.end + start) for span in completion.spans],
+        turns=turns,
+        finish=completion.finish,
+        prompt=prompt,
+        completion=tokenizer.decode(completion.tokens),
+    )
