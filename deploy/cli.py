@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from deploy.restarts import CONFIG_EXIT, FENCED_EXIT
+from deploy.exits import CONFIG_EXIT, ERROR_EXIT, FENCED_EXIT, OK_EXIT
 from schemas.errors import ConfigError, FencedError, TidemillError
+
+if TYPE_CHECKING:
+    from schemas.config import TidemillConfig
 
 app = typer.Typer(
     name="tidemill",
@@ -51,10 +54,10 @@ def options(
 @app.command()
 def up(config: ConfigFile, overrides: Overrides = None) -> None:
     """Run everything on this machine until the training is done."""
+    loaded = _load(config, overrides)
     from deploy.up import run_up
-    from schemas.config import load_config
 
-    raise typer.Exit(run_up(load_config(config, overrides or []), config, overrides or []))
+    raise typer.Exit(run_up(loaded, config, overrides or []))
 
 
 @app.command()
@@ -84,10 +87,12 @@ def trainer(config: ConfigFile, overrides: Overrides = None, name: Name = None) 
 @app.command()
 def sft(config: ConfigFile, overrides: Overrides = None) -> None:
     """Make the model of warm_start by supervised training."""
+    loaded = _load(config, overrides)
+    if loaded.warm_start is None:
+        raise ConfigError("the configuration has no warm_start section, there is no model to make")
     from deploy.warm_start import make_model
-    from schemas.config import load_config
 
-    make_model(load_config(config, overrides or []))
+    make_model(loaded, loaded.warm_start)
 
 
 @app.command("eval")
@@ -97,10 +102,12 @@ def evaluate(
     model: Annotated[Path | None, typer.Option(help="Folder of the model; model.path by default.")] = None,
 ) -> None:
     """Answer the held-out prompts with a model, without a broker, and print its accuracy."""
+    loaded = _load(config, overrides)
+    if loaded.eval is None:
+        raise ConfigError("the configuration has no eval section, there are no held-out prompts")
     from deploy.evaluation import evaluate_model
-    from schemas.config import load_config
 
-    evaluate_model(load_config(config, overrides or []), model)
+    evaluate_model(loaded, loaded.eval, model)
 
 
 @app.command()
@@ -113,14 +120,21 @@ def doctor(
 
     findings = examine(config, overrides or [])
     print_findings(findings)
-    raise typer.Exit(1 if any(finding.level == "fail" for finding in findings) else 0)
+    raise typer.Exit(ERROR_EXIT if any(finding.level == "fail" for finding in findings) else OK_EXIT)
 
 
 def _serve(role: str, file: Path, overrides: list[str] | None, name: str | None) -> None:
+    loaded = _load(file, overrides)
     from deploy.roles import run_role
+
+    run_role(role, loaded, name)
+
+
+def _load(file: Path, overrides: list[str] | None) -> TidemillConfig:
+    """The configuration, before anything heavier is imported."""
     from schemas.config import load_config
 
-    run_role(role, load_config(file, overrides or []), name)
+    return load_config(file, overrides or [])
 
 
 def main() -> None:
@@ -142,7 +156,7 @@ def _complain(error: TidemillError) -> int:
     print(f"tidemill: {' '.join(str(error).split())}", file=sys.stderr)
     if isinstance(error, ConfigError):
         return CONFIG_EXIT
-    return FENCED_EXIT if isinstance(error, FencedError) else 1
+    return FENCED_EXIT if isinstance(error, FencedError) else ERROR_EXIT
 
 
 def _first(group: ExceptionGroup[TidemillError]) -> TidemillError:

@@ -35,7 +35,9 @@ class Ending:
     def print(self, console: Console) -> None:
         """Accuracy before and after, what it took, and where the rest is; the summary's path comes last."""
         s = self.summary
-        table = Table(title=f"{self.run}: {s['exit_reason']}", title_justify="left", title_style="bold")
+        table = Table(
+            title=f"{self.run}: {s['exit_reason'].partition(':')[0]}", title_justify="left", title_style="bold"
+        )
         table.add_column("")
         table.add_column("before", justify="right")
         table.add_column("after", justify="right", style="bold")

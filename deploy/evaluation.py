@@ -25,7 +25,6 @@ from producers.workflows import WORKFLOWS
 from producers.workflows.base import Sample, Workflow
 from schemas.codec import Array
 from schemas.config import EvalConfig, TidemillConfig
-from schemas.errors import ConfigError
 from schemas.messages import Task, Trajectory
 
 
@@ -38,14 +37,12 @@ class Evaluated:
     failed: int
 
 
-def evaluate_model(config: TidemillConfig, model: Path | None) -> None:
+def evaluate_model(config: TidemillConfig, evaluation: EvalConfig, model: Path | None) -> None:
     """Evaluate the model in ``model`` (model.path when None) and print one line."""
-    if config.eval is None:
-        raise ConfigError("the configuration has no eval section, there are no held-out prompts")
     configure_logging(config, "eval", "eval")
     path = config.model.path if model is None else str(model)
     began = time.monotonic()
-    result = asyncio.run(_evaluate(config, config.eval, path))
+    result = asyncio.run(_evaluate(config, evaluation, path))
     print(
         f"{path}: held-out reward {result.mean:.4f} on {result.scored} samples, {result.failed} failed"
         f" ({engine_name(config.generator.engine)}, {time.monotonic() - began:.0f} s)"

@@ -6,6 +6,7 @@ Services log with ``structlog.get_logger()``; run, role and service are added to
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from collections.abc import MutableMapping
 from types import TracebackType
@@ -19,6 +20,8 @@ from schemas.config import TidemillConfig
 def configure_logging(config: TidemillConfig, role: str, name: str, stream: TextIO | None = None) -> None:
     """Set up structlog and the standard library's logging for one process. ``name`` is the service's."""
     stream = sys.stderr if stream is None else stream
+    # Libraries draw progress bars into logs otherwise; an environment that wants them says so.
+    os.environ.setdefault("TQDM_DISABLE", "1")
     human = config.log.format == "human" or (config.log.format == "auto" and stream.isatty())
     level = logging.getLevelNamesMapping()[config.log.level.upper()]
     context = {"run": config.run.name, "role": role, "service": name}

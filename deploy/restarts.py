@@ -10,6 +10,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from deploy.exits import HOPELESS, OK_EXIT
 from schemas.config import SupervisorConfig
 
 MAX_BACKOFF_S = 15.0
@@ -17,12 +18,6 @@ RETURN_S = 5.0
 """Wait before a service comes back that ended well without being asked: perhaps the run is just over."""
 SETTLED_S = 10.0
 """A service that ran this long after a restart has recovered: what fails later is another matter."""
-
-OK_EXIT = 0
-CONFIG_EXIT = 2
-FENCED_EXIT = 3
-HOPELESS = frozenset({CONFIG_EXIT, FENCED_EXIT})
-"""A wrong configuration stays wrong, and a trainer that was replaced must not take the run back."""
 
 
 class State(StrEnum):

@@ -19,8 +19,9 @@ from types import FrameType, TracebackType
 from typing import Literal, Self
 
 from deploy.causes import Failure, last_error, root_cause
+from deploy.exits import HOPELESS, OK_EXIT
 from deploy.process import Exit, Process, become_subreaper, new_mark, sweep
-from deploy.restarts import HOPELESS, OK_EXIT, Life, State
+from deploy.restarts import Life, State
 from schemas.config import SupervisorConfig
 from schemas.errors import ConfigError, InfraError
 

@@ -22,9 +22,10 @@ from broker.client import Broker
 from broker.embedded import EmbeddedServer
 from broker.link import open_client, url_from
 from deploy.ending import Ending, finish
+from deploy.exits import CONFIG_EXIT, ERROR_EXIT, INTERRUPTED_EXIT, OK_EXIT
 from deploy.live import View
 from deploy.logs import configure_logging
-from deploy.restarts import CONFIG_EXIT, State
+from deploy.restarts import State
 from deploy.snapshot import Notice, Replica, RunSnapshot, empty
 from deploy.supervisor import Change, Outcome, ServiceSpec, Supervisor
 from deploy.watch import Watcher
@@ -33,7 +34,7 @@ from schemas.errors import ConfigError, InfraError
 
 BROKER_DEADLINE_S = 30.0
 STOP_ORDER = {"feeder": 0, "generator": 1, "reward": 2, "trainer": 3, "broker": 9}
-EXIT_CODES = {"finished": 0, "failed": 1, "stopped": 130}
+EXIT_CODES = {"finished": OK_EXIT, "failed": ERROR_EXIT, "stopped": INTERRUPTED_EXIT}
 SHOW_EVERY_S = 0.25
 
 

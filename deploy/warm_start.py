@@ -19,11 +19,8 @@ from schemas.errors import ConfigError
 from schemas.plugins import load
 
 
-def make_model(config: TidemillConfig) -> None:
+def make_model(config: TidemillConfig, settings: WarmStartConfig) -> None:
     """Train the model of ``warm_start`` into model.path, unless it is there already; ConfigError says why not."""
-    settings = config.warm_start
-    if settings is None:
-        raise ConfigError("the configuration has no warm_start section, there is no model to make")
     configure_logging(config, "sft", "sft")
     folder = Path(config.model.path)
     if is_current(config, settings):

@@ -19,7 +19,7 @@ log = structlog.get_logger()
 
 
 def run_feeder(config: TidemillConfig, name: str) -> None:
-    """Feed the run until it is finished or the process is asked to end."""
+    """Feed the run until the process is asked to end."""
     stop = StopFlag().install()
     broker = Broker.connect(config)
     feeder = Feeder(config, broker, build_dataset(config.train, config.base), _held_out(config))
@@ -48,16 +48,15 @@ class Feeder:
         return self._state, -1, {"cursor": float(self._cursor)}
 
     def run(self, stop: StopFlag) -> None:
-        """Until state ``finished`` or stop."""
+        """Until stop. A finished run needs no more prompts, but may be given more steps."""
         while not stop:
             position = self._broker.ledger.change_position()
             state = self._broker.ledger.state()
-            if state.state == "finished":
-                log.info("run finished", prompts=state.cursor)
-                return
-            if state.state != "starting":
+            if state.state in ("running", "finishing"):
                 self._evaluate_if_due(state)
                 self._state = self._admit(stop)
+            else:
+                self._state = state.state
             self._broker.ledger.wait_change(position)
 
     def _admit(self, stop: StopFlag) -> str:

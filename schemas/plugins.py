@@ -47,8 +47,9 @@ def load(path: str, kind: str, base: Path | None = None) -> Any:
     source, _, attribute = path.rpartition(":")
     try:
         module = _load_file(source, base) if source.endswith(".py") else importlib.import_module(source)
-    except (ImportError, OSError, SyntaxError) as error:
-        raise ConfigError(f"{kind} {path!r} cannot be imported: {error}") from error
+    except Exception as error:  # whatever a user's module does at import is their configuration
+        reason = f"{type(error).__name__}: {error}" if not isinstance(error, OSError) else str(error)
+        raise ConfigError(f"{kind} {path!r} cannot be imported: {reason}") from error
     try:
         return getattr(module, attribute)
     except AttributeError:

@@ -86,7 +86,10 @@ class Term:
             if not isinstance(value, numbers.Real):
                 reason = f"returned {_type_name(value)}, must be a float"
                 return Outcome(status="error", reason=reason, seconds=seconds)
-            value = float(value)
+            try:
+                value = float(value)
+            except OverflowError:
+                return Outcome(status="error", reason="returned a number too large for a float", seconds=seconds)
         if not math.isfinite(value):
             return Outcome(status="error", reason=f"returned {value}, must be finite", seconds=seconds)
         return Outcome(value=value, seconds=seconds)

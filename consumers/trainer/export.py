@@ -1,40 +1,94 @@
-"""The policy's weights as generators read them: a safetensors file in the wire dtype, under Hugging Face names."""
+"""The policy's weights as one safetensors file, and reference log-probabilities for the probe.
+
+Parameters are gathered and written one at a time, in the wire dtype, under their Hugging Face names:
+memory is bounded by the largest one, and vLLM's ``load_weights`` takes the file as it is.
+"""
 
 from __future__ import annotations
 
+import json
+import math
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
-from consumers.trainer.policy import Policy
+from consumers.trainer.policy import DTYPES, Policy
 from schemas.messages import TensorSpec
 
-
-def write_weights(policy: Policy, path: Path) -> list[TensorSpec]:
-    """Write every parameter to ``path``, gathered one at a time where it is sharded; returns what was written."""
-    tensors = dict(full_parameters(policy))
-    save_file(tensors, path)
-    return [TensorSpec(name, str(t.dtype).removeprefix("torch."), list(t.shape)) for name, t in tensors.items()]
+_SAFETENSORS = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+_PREFIX = "causal_lm."
 
 
-def full_parameters(policy: Policy) -> Iterator[tuple[str, Tensor]]:
-    """Name and contiguous CPU copy of each parameter, a tied one once. Collective when sharded."""
-    for name, parameter in policy.causal_lm.named_parameters():
-        value = parameter.detach()
-        if hasattr(value, "full_tensor"):
-            value = value.full_tensor()
-        yield name, value.to("cpu", copy=True).contiguous()
+def weight_specs(policy: Policy, dtype: str) -> list[TensorSpec]:
+    """Names, dtypes and shapes of the file, in its order. Tied weights appear once."""
+    return [TensorSpec(name, dtype, list(tensor.shape)) for name, tensor in _weights(policy)]
+
+
+def write_weights(policy: Policy, path: Path, dtype: str, *, main: bool = True) -> list[TensorSpec]:
+    """Write all floating-point weights to ``path``, whole or not at all; returns what is in it.
+
+    Every rank of a sharded policy must call this, since gathering is collective; only ``main`` writes.
+    """
+    specs = weight_specs(policy, dtype)
+    aside = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        if main:
+            with aside.open("wb") as file:
+                file.write(_header(specs))
+                for _, tensor in _weights(policy):
+                    file.write(memoryview(_bytes(tensor, DTYPES[dtype])))
+            aside.rename(path)
+        else:
+            for _, tensor in _weights(policy):
+                _whole(tensor)
+    finally:
+        if main:
+            aside.unlink(missing_ok=True)
+    return specs
 
 
 @torch.no_grad()
 def reference_logprobs(policy: Policy, tokens: Sequence[int]) -> npt.NDArray[np.float32]:
-    """Log-probability of each token after the first at temperature 1, float32 [T-1]: what a probe compares with."""
+    """Log-probability of each token after the first at temperature 1, float32 [T-1], by the model's own forward."""
     ids = torch.tensor([list(tokens)], device=policy.device)
-    mask = torch.ones(1, len(tokens) - 1, dtype=torch.bool, device=policy.device)
-    scores = policy(ids, ids[:, 1:], mask, temperature=1.0)
+    scores = policy(ids, ids[:, 1:], torch.ones_like(ids[:, 1:], dtype=torch.bool))
     return scores.logprobs[0].float().cpu().numpy()
+
+
+def _weights(policy: Policy) -> Iterator[tuple[str, Tensor]]:
+    """Parameters and saved floating-point buffers by Hugging Face name; a tied one appears once."""
+    saved = policy.state_dict().keys()
+    for name, tensor in [*policy.named_parameters(), *policy.named_buffers()]:
+        if name in saved and tensor.is_floating_point():
+            yield name.removeprefix(_PREFIX), tensor.detach()
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    """All of a possibly sharded tensor."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _bytes(tensor: Tensor, dtype: torch.dtype) -> npt.NDArray[np.uint8]:
+    """Little-endian bytes of the whole tensor in ``dtype``."""
+    flat = _whole(tensor).to(device="cpu", dtype=dtype).contiguous().reshape(-1)
+    array: npt.NDArray[np.uint8] = flat.view(torch.uint8).numpy()
+    return array
+
+
+def _header(specs: Sequence[TensorSpec]) -> bytes:
+    """Head of a safetensors file: its length as uint64, then JSON, padded to 8 bytes."""
+    entries: dict[str, dict[str, object]] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for spec in specs:
+        end = offset + math.prod(spec.shape) * DTYPES[spec.dtype].itemsize
+        entries[spec.name] = {"dtype": _SAFETENSORS[spec.dtype], "shape": spec.shape, "data_offsets": [offset, end]}
+        offset = end
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text

@@ -90,9 +90,12 @@ class Trainer:
 
     def _recover(self) -> Takeover:
         """Load the newest checkpoint and take the run over; what the checkpoint covers is acknowledged."""
-        restored = self._checkpoints.load(self._step)
+        newest = self._checkpoints.newest()
+        for refused in newest.refused:
+            log.warning("a damaged checkpoint is not used", problem=refused)
         extra: dict[str, Any] = {}
-        if restored is not None:
+        if newest.path is not None:
+            restored = self._checkpoints.load(newest.path, self._step)
             self.step, self.version, extra = restored.step, restored.version, restored.extra
             log.info("resumed from a checkpoint", step=self.step)
         config = self._config

@@ -28,6 +28,7 @@ class Publisher:
         self._transport = make_transport(broker.link, settings.transport, self._folder)
         self._keep = settings.keep
         self._epoch = epoch
+        self._dtype = config.model.dtype
         generator = torch.Generator().manual_seed(config.run.seed)
         length = min(settings.probe_tokens, config.model.max_length - 1)
         self._probe = torch.randint(vocabulary, (length,), generator=generator).tolist()
@@ -39,7 +40,7 @@ class Publisher:
         self.flush()
         self._folder.mkdir(parents=True, exist_ok=True)
         file = self._folder / f"part-{version}-e{self._epoch}"
-        tensors = write_weights(policy, file)
+        tensors = write_weights(policy, file, self._dtype)
         probe = Probe(
             tokens=Array.of(self._probe, "i4"),
             logprobs=Array.of(reference_logprobs(policy, self._probe), "f4"),

@@ -15,6 +15,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from consumers.trainer.aggregation import Totals
 from consumers.trainer.policy import Policy
@@ -40,6 +41,10 @@ class Ranks:
             self._use_fsdp2(policy)
         return cast(Policy, self.accelerator.prepare(policy))
 
+    def wait(self) -> None:
+        """Return when every rank has come here."""
+        self.accelerator.wait_for_everyone()
+
     def backward(self, loss: Tensor) -> None:
         """Backward of this rank's part of a sum over ranks: sharding averages gradients, so undo that."""
         self.accelerator.backward(loss * self.world if self.world > 1 else loss)
@@ -47,7 +52,7 @@ class Ranks:
     def clip_grad_norm(self, parameters: Iterable[nn.Parameter], limit: float) -> float:
         """Scale all gradients so that their global norm is at most ``limit``; returns the norm before."""
         norm = self.accelerator.clip_grad_norm_(list(parameters), limit)
-        if hasattr(norm, "full_tensor"):
+        if isinstance(norm, DTensor):
             norm = norm.full_tensor()
         return float(norm) if norm is not None else 0.0
 

@@ -62,12 +62,15 @@ class VllmEngine:
 
     async def start(self) -> None:
         self._failure = asyncio.get_running_loop().create_future()
-        folder = await asyncio.to_thread(resolve_folder, self._settings.model_path)
-        self._shapes = await asyncio.to_thread(read_shapes, folder)
         # A thread: booting takes many seconds, and this service must give signs of life meanwhile.
-        self._llm = await asyncio.to_thread(boot, folder, self._settings)
+        await asyncio.to_thread(self._boot)
+        await self._rpc(self._alive().update_weight_version(str(self._version)))
+
+    def _boot(self) -> None:
+        folder = resolve_folder(self._settings.model_path)
+        self._shapes = read_shapes(folder)
+        self._llm = boot(folder, self._settings)
         self._tied = bool(getattr(self._llm.model_config.hf_text_config, "tie_word_embeddings", False))
-        await self._rpc(self._llm.update_weight_version(str(self._version)))
 
     async def generate(
         self, prompt_ids: Sequence[int], sampling: Sampling, n: int = 1, prefix: Sequence[int] = ()
@@ -196,6 +199,7 @@ class VllmEngine:
             task.cancel()
 
     async def _outcome(self, task: asyncio.Task[RequestOutput]) -> RequestOutput:
+        from vllm.exceptions import VLLMValidationError
         from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
         try:
@@ -205,7 +209,7 @@ class VllmEngine:
             raise InfraError("the vllm engine core process died") from error
         except EngineGenerateError as error:
             raise InfraError(f"vllm failed to generate: {_line(error)}") from error
-        except ValueError as error:
+        except (VLLMValidationError, ValueError) as error:
             raise DataError(f"vllm refuses the request: {_line(error)}") from error
 
 

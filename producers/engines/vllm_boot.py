@@ -33,6 +33,7 @@ def boot(folder: Path, settings: EngineSettings) -> AsyncLLM:
     already. ConfigError names a wrong argument; InfraError says why the start failed.
     """
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ[OWNER_VARIABLE] = str(os.getpid())
     try:
@@ -72,6 +73,7 @@ def _defaults(settings: EngineSettings) -> dict[str, Any]:
         "trust_remote_code": settings.trust_remote_code,
         "logprobs_mode": "processed_logprobs",
         "disable_log_stats": True,
+        "use_tqdm_on_load": False,
     }
 
 

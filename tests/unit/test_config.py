@@ -64,7 +64,7 @@ def test_later_sources_win(tmp_path: Path) -> None:
 def test_wrong_overrides_are_named(tmp_path: Path, overrides: list[str], message: str) -> None:
     file = tmp_path / "c.yaml"
     file.write_text(yaml.safe_dump(MINIMAL))
-    with pytest.raises(ConfigError, match="^[^\n]*$") as error:
+    with pytest.raises(ConfigError, match=r"^[^\n]*$") as error:
         load_config(file, overrides, {})
     assert message in str(error.value)
 

@@ -1,0 +1,56 @@
+# Tidemill. `make` alone lists what there is.
+#
+# Variables:
+#   PYTHON       Python 3.11 or 3.12; found by itself when not given.
+#   VLLM         cpu, cuda or none; by default cuda with an NVIDIA GPU, cpu on other Linux machines, else none.
+#   TORCH_INDEX  Extra pip arguments for PyTorch. Empty, because pip's own settings may know where to look. On a
+#                Linux machine without a GPU give it PyTorch's own index of CPU wheels, else pip fetches the CUDA build:
+#                make demo TORCH_INDEX="--index-url https://download.pytorch.org/whl/cpu"
+#   ARGS         Passed on: make test ARGS="-k ledger", make demo ARGS="trainer.steps=50".
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.set-up
+VLLM ?= auto
+TORCH_INDEX ?=
+ARGS ?=
+SUPPORTED := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))
+PYTHON ?= $(shell for p in python3.11 python3.12 python3; do \
+	$$p -c '$(SUPPORTED)' >/dev/null 2>&1 && { echo $$p; break; }; done)
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test lint types docs clean
+
+help: ## List the targets
+	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1|\2/' | column -t -s '|' 2>/dev/null \
+		|| grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST)
+
+setup: $(STAMP) ## Set up .venv, once
+
+$(STAMP): pyproject.toml deploy/install.py
+	@test -n '$(PYTHON)' || { echo 'Tidemill needs Python 3.11 or 3.12, none was found: install one, or give it: make PYTHON=/path/to/python3.11' >&2; exit 1; }
+	@$(PYTHON) -c '$(SUPPORTED)' || { echo 'Tidemill needs Python 3.11 or 3.12, $(PYTHON) is another version or does not run' >&2; exit 1; }
+	@$(PYTHON) -m venv $(VENV) || { echo '$(PYTHON) cannot make virtual environments: install its venv module (Debian: python3-venv)' >&2; exit 1; }
+	@$(BIN)/python deploy/install.py --vllm '$(VLLM)' --torch-index '$(TORCH_INDEX)'
+	@touch $@
+
+demo: $(STAMP) ## A small model learns arithmetic on this machine: an embedded Redis and real vLLM
+	$(BIN)/tidemill up examples/arithmetic/config.yaml $(ARGS)
+
+test: $(STAMP) ## Run all tests
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: $(STAMP) types ## Check style, types and the direction of imports
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports --no-cache
+
+types: $(STAMP) ## Check types
+	$(BIN)/mypy
+
+docs: $(STAMP) ## Build the documentation into site/
+	$(BIN)/mkdocs build --strict --quiet
+
+clean: ## Remove .venv and everything that was built; runs/ stays
+	rm -rf $(VENV) site dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

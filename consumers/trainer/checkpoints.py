@@ -1,0 +1,231 @@
+"""Durable checkpoints: a folder ``step-00000100`` appears whole, and is checked before it is trusted.
+
+It is written aside, flushed, completed by a marker with the size and digest of every file, and then
+renamed. Model and optimizer go through torch.distributed.checkpoint, sharded or not; the rest is JSON.
+Loading ends in the same state bit for bit: the next step equals that of a process which never stopped.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+from consumers.trainer.step import TrainStep
+from schemas.errors import InfraError
+
+MARKER = "COMPLETE"
+_STATE = "state.json"
+_FORMAT = 1
+_NAME = re.compile(r"step-(\d{8,})")
+
+
+@dataclass(frozen=True)
+class Restored:
+    """What a checkpoint holds beside the training state. extra: as given to ``save``."""
+
+    step: int
+    version: int
+    extra: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Newest:
+    """path: newest checkpoint that is whole, None without one. refused: why newer ones are not, a line each."""
+
+    path: Path | None
+    refused: list[str]
+
+
+class Checkpoints:
+    """The checkpoints of one run in one folder; keeps the last ``keep``. Every rank makes the same calls."""
+
+    def __init__(self, folder: Path, keep: int = 2) -> None:
+        self.folder = folder
+        self.keep = keep
+
+    def save(self, train: TrainStep, *, step: int, version: int, extra: dict[str, Any]) -> Path:
+        """Write everything that the next step depends on, and ``extra`` (JSON), as the newest checkpoint.
+
+        InfraError if the folder can't be written. A checkpoint of the same step is replaced.
+        """
+        path = self.folder / f"step-{step:08d}"
+        aside = self.folder / f".{path.name}.writing"
+        main = train.ranks.is_main
+        try:
+            if main:
+                shutil.rmtree(aside, ignore_errors=True)
+                aside.mkdir(parents=True)
+            train.ranks.wait()
+            model, optimizer = get_state_dict(train.policy, train.optimizer)
+            dcp.save(
+                {"model": model, "optimizer": optimizer},
+                checkpoint_id=aside / "tensors",
+                no_dist=train.ranks.world == 1,
+            )
+            state = {
+                "format": _FORMAT,
+                "step": step,
+                "version": version,
+                "world": train.ranks.world,
+                "scheduler": train.scheduler.state_dict(),
+                "extra": extra,
+            }
+            _write(aside / f"rng-{train.ranks.rank}.json", _rng())
+            train.ranks.wait()
+            if main:
+                _write(aside / _STATE, state)
+                _complete(aside, path)
+                self._remove_old()
+            train.ranks.wait()
+        except OSError as error:
+            raise InfraError(f"cannot write the checkpoint {path}: {error}") from error
+        return path
+
+    def newest(self) -> Newest:
+        """The newest checkpoint whose files are all as they were written; damaged ones are named with the reason."""
+        refused = []
+        for path in self._all():
+            problem = damage(path)
+            if problem is None:
+                return Newest(path, refused)
+            refused.append(f"{path.name}: {problem}")
+        return Newest(None, refused)
+
+    def load(self, path: Path, train: TrainStep) -> Restored:
+        """Put the state in ``path`` into ``train``; InfraError if it is damaged."""
+        problem = damage(path)
+        if problem is not None:
+            raise InfraError(f"checkpoint {path} is damaged: {problem}")
+        state = json.loads((path / _STATE).read_text(encoding="utf-8"))
+        model, optimizer = get_state_dict(train.policy, train.optimizer)
+        tensors = {"model": model, "optimizer": optimizer}
+        dcp.load(tensors, checkpoint_id=path / "tensors", no_dist=train.ranks.world == 1)
+        set_state_dict(
+            train.policy,
+            train.optimizer,
+            model_state_dict=tensors["model"],
+            optim_state_dict=tensors["optimizer"],
+        )
+        train.scheduler.load_state_dict(state["scheduler"])
+        rng = path / f"rng-{train.ranks.rank}.json"
+        # More ranks than there were: the new ones keep the random state they started with.
+        if rng.exists():
+            _set_rng(json.loads(rng.read_text(encoding="utf-8")))
+        return Restored(state["step"], state["version"], state["extra"])
+
+    def _all(self) -> list[Path]:
+        """Finished folders, newest first; those being written have another name."""
+        if not self.folder.is_dir():
+            return []
+        found = [p for p in self.folder.iterdir() if _NAME.fullmatch(p.name)]
+        return sorted(found, key=lambda p: int(p.name.removeprefix("step-")), reverse=True)
+
+    def _remove_old(self) -> None:
+        for path in self._all()[self.keep :]:
+            # Renamed first: a half-removed folder must not look like a checkpoint.
+            gone = path.with_name(f".{path.name}.removing")
+            shutil.rmtree(gone, ignore_errors=True)
+            path.rename(gone)
+            shutil.rmtree(gone, ignore_errors=True)
+
+
+def damage(path: Path) -> str | None:
+    """What is wrong with a checkpoint folder, None if nothing: every file must have its size and digest."""
+    try:
+        listed: dict[str, list[Any]] = json.loads((path / MARKER).read_text(encoding="utf-8"))["files"]
+    except FileNotFoundError:
+        return f"no {MARKER} marker"
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        return f"unreadable {MARKER} marker ({error})"
+    for name, (size, digest) in listed.items():
+        file = path / name
+        if not file.is_file():
+            return f"{name} is missing"
+        if file.stat().st_size != size:
+            return f"{name} has {file.stat().st_size} bytes instead of {size}"
+        if _digest(file) != digest:
+            return f"{name} has changed since it was written"
+    return None
+
+
+def _complete(aside: Path, path: Path) -> None:
+    """Flush all files, then the marker, then give the folder its name."""
+    files = sorted(p for p in aside.rglob("*") if p.is_file())
+    listed = {str(p.relative_to(aside)): [p.stat().st_size, _digest(p)] for p in files}
+    for file in files:
+        _sync(file)
+    _write(aside / MARKER, {"files": listed})
+    _sync(aside / MARKER)
+    for folder in {p.parent for p in files}:
+        _sync(folder)
+    if path.exists():
+        replaced = path.with_name(f".{path.name}.removing")
+        shutil.rmtree(replaced, ignore_errors=True)
+        path.rename(replaced)
+        aside.rename(path)
+        shutil.rmtree(replaced, ignore_errors=True)
+    else:
+        aside.rename(path)
+    _sync(path.parent)
+
+
+def _rng() -> dict[str, Any]:
+    """States of the random generators of Python, numpy and torch (all devices), as JSON."""
+    kind, numbers, gauss = random.getstate()
+    return {
+        "python": [kind, list(numbers), gauss],
+        "numpy": _plain(np.random.get_state(legacy=False)),
+        "torch": torch.get_rng_state().numpy().tobytes().hex(),
+        "cuda": [state.numpy().tobytes().hex() for state in torch.cuda.get_rng_state_all()]
+        if torch.cuda.is_available()
+        else [],
+    }
+
+
+def _set_rng(state: dict[str, Any]) -> None:
+    kind, numbers, gauss = state["python"]
+    random.setstate((kind, tuple(numbers), gauss))
+    np.random.set_state(state["numpy"])
+    torch.set_rng_state(_byte_tensor(state["torch"]))
+    if torch.cuda.is_available() and len(state["cuda"]) == torch.cuda.device_count():
+        torch.cuda.set_rng_state_all([_byte_tensor(text) for text in state["cuda"]])
+
+
+def _byte_tensor(text: str) -> torch.Tensor:
+    return torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8)
+
+
+def _plain(value: Any) -> Any:
+    """Arrays to lists, inside dictionaries too."""
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    return value.tolist() if isinstance(value, np.ndarray) else value
+
+
+def _write(file: Path, content: dict[str, Any]) -> None:
+    file.write_text(json.dumps(content, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def _digest(file: Path) -> str:
+    with file.open("rb") as handle:
+        return hashlib.file_digest(handle, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

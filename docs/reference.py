@@ -1,0 +1,271 @@
+"""MkDocs hook: reference tables made from the source at build time, so that they are never out of date.
+
+A page says ``<!-- reference: NAME -->`` where a table belongs; NAME is a key of ``REFERENCES``.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import inspect
+import re
+import types
+import typing
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from broker.keys import Keys
+from broker.link import source
+from consumers.reward import REWARDS
+from consumers.trainer.advantages import ADVANTAGES
+from consumers.trainer.aggregation import AGGREGATIONS
+from consumers.trainer.losses import LOSSES
+from producers.datasets import DATASETS
+from producers.engines import ENGINES
+from producers.workflows import WORKFLOWS
+from schemas import messages
+from schemas.codec import Array, Message
+from schemas.config import TidemillConfig
+from schemas.plugins import Registry
+
+MARKER = re.compile(r"<!-- reference: (\w+) -->")
+SCRIPTS = Path(inspect.getfile(Keys)).parent / "lua"
+REGISTRIES: dict[str, Registry] = {
+    "train.name": DATASETS,
+    "reward.terms.name": REWARDS,
+    "generator.engine": ENGINES,
+    "generator.workflow.name": WORKFLOWS,
+    "trainer.loss.name": LOSSES,
+    "trainer.advantage.name": ADVANTAGES,
+    "trainer.aggregation": AGGREGATIONS,
+}
+KEY_NOTES = {
+    "ctl": "hash: epoch, step, version, cursor, slots, total, trained, paused, state",
+    "slots": "sorted set: task id by order of admission; its size is the number of slots held",
+    "counts": "hash: admitted, trained, dropped:REASON, failed:REASON, samples and tokens",
+    "groups": "hash: group size, kind, task entry and open samples of each group in the broker",
+    "samples": "hash: TASK:SAMPLE to its trajectory entry; `-` when it failed",
+    "tasks": "stream, consumer group `generators`: training tasks",
+    "eval_tasks": "stream, consumer group `generators`: evaluation tasks, read first",
+    "trajectories": "stream, consumer group `reward`: finished samples",
+    "scored": "stream, consumer group `trainer`: outcomes of samples",
+    "dead": "stream: dead letters",
+    "journal": "hash: step to the record of what it trains on, until a checkpoint covers it",
+    "evals": "hash: VERSION:FIELD of each evaluation",
+    "changes": "stream, 16 entries: wakes those who wait for room",
+    "weights": "stream: manifests, the version is the entry's id",
+    "events": "stream, 10,000 entries: the timeline",
+    "metrics": "stream, 10,000 entries: one JSON object a step",
+    "services": "hash: the last heartbeat of each service",
+}
+"""What is behind each key of broker/keys.py; a new key without a line here fails the build."""
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """Called by MkDocs for every page."""
+    return MARKER.sub(lambda match: REFERENCES[match.group(1)](), markdown)
+
+
+def table(heads: list[str], rows: list[list[str]]) -> str:
+    """A Markdown table; pipes in cells are escaped."""
+    lines = [heads, ["---"] * len(heads), *rows]
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
+
+
+def configuration() -> str:
+    """Every section of the configuration with its settings."""
+    owners = owning_paths()
+    return "\n\n".join(_section(path, model, owners) for path, model in sections(TidemillConfig, "", owners))
+
+
+def owning_paths() -> dict[type[BaseModel], str]:
+    """Where each kind of section is described: at the highest level, where it is required rather than optional."""
+    owners: dict[type[BaseModel], str] = {}
+    level: list[tuple[str, type[BaseModel], bool]] = [("", TidemillConfig, True)]
+    while level:
+        level.sort(key=lambda place: not place[2])
+        for path, model, _ in level:
+            owners.setdefault(model, path)
+        level = [
+            (f"{path}.{name}".lstrip("."), inner, model.model_fields[name].is_required())
+            for path, model, _ in level
+            if owners[model] == path
+            for name, inner in inner_sections(model)
+        ]
+    return owners
+
+
+def inner_sections(model: type[BaseModel]) -> list[tuple[str, type[BaseModel]]]:
+    """Fields of a section that are sections themselves."""
+    return [(name, inner) for name, field in model.model_fields.items() if (inner := nested(field.annotation))]
+
+
+def sections(
+    model: type[BaseModel], path: str, owners: dict[type[BaseModel], str]
+) -> Iterator[tuple[str, type[BaseModel]]]:
+    """Dotted path and model of every section to describe, in the order of the file."""
+    if owners[model] == path:
+        yield path, model
+        for name, inner in inner_sections(model):
+            yield from sections(inner, f"{path}.{name}".lstrip("."), owners)
+
+
+def nested(annotation: Any) -> type[BaseModel] | None:
+    """The section that a field holds, alone, in a list or optional."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    return next((found for part in typing.get_args(annotation) if (found := nested(part))), None)
+
+
+def _section(path: str, model: type[BaseModel], owners: dict[type[BaseModel], str]) -> str:
+    rows = []
+    for name, field in model.model_fields.items():
+        inner, kind, meaning = nested(field.annotation), type_name(field.annotation, field), field.description or ""
+        if inner is not None:
+            many = "list of " if typing.get_origin(field.annotation) is list else ""
+            kind = f"{many}[{owners[inner]}](#{anchor(owners[inner])})"
+            meaning = meaning or _documentation_of(inner)
+        rows.append([f"`{name}`", kind, default(field), meaning])
+    title = f"### {path} {{ #{anchor(path)} }}" if path else "### The sections { #sections }"
+    return f"{title}\n\n{_documentation_of(model)}\n\n{table(['Setting', 'Type', 'Default', 'Meaning'], rows)}"
+
+
+def anchor(path: str) -> str:
+    """The place of a section on its page."""
+    return path.replace(".", "-").replace("_", "-")
+
+
+def _documentation_of(model: type[BaseModel]) -> str:
+    return " ".join(inspect.cleandoc(model.__doc__ or "").split())
+
+
+def type_name(annotation: Any, field: FieldInfo | None = None) -> str:
+    """A type for people, with its limits: ``integer, 1 or more``."""
+    limits = _limits(field) if field is not None else ""
+    origin, parts = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is Literal:
+        return ", ".join(f"`{part}`" for part in parts)
+    if origin in (typing.Union, types.UnionType):
+        return " or ".join(type_name(part) for part in parts if part is not type(None)) + limits
+    if origin is typing.Annotated:
+        return type_name(parts[0]) + limits
+    if origin is list:
+        return f"list of {type_name(parts[0])}s" + limits
+    if origin is tuple:
+        return f"{len(parts)} {type_name(parts[0])}s"
+    names = {int: "integer", float: "number", str: "text", bool: "true or false", Path: "path"}
+    return names.get(annotation, "mapping" if origin is dict else getattr(annotation, "__name__", "any")) + limits
+
+
+def _limits(field: FieldInfo) -> str:
+    words = {"ge": "{} or more", "gt": "over {}", "le": "at most {}", "lt": "below {}", "min_length": "at least {}"}
+    found = [
+        words[name].format(f"{getattr(limit, name):g}")
+        for limit in field.metadata
+        for name in words
+        if getattr(limit, name, None) is not None
+    ]
+    return "".join(f", {text}" for text in found)
+
+
+def default(field: FieldInfo) -> str:
+    """The default as it would stand in YAML."""
+    if field.is_required():
+        return "required"
+    value = field.get_default(call_default_factory=True)
+    if isinstance(value, BaseModel):
+        changed = {name: getattr(value, name) for name in sorted(value.model_fields_set)}
+        return ", ".join(f"{k}: {v:g}" for k, v in changed.items())
+    if value is None:
+        return "none"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, float):
+        return f"{value:g}"
+    if isinstance(value, tuple):
+        return f"[{', '.join(f'{part:g}' for part in value)}]"
+    return f"`{value}`" if value not in ({}, []) else "empty"
+
+
+def message_table() -> str:
+    """Every message with its fields."""
+    kinds = [kind for kind in vars(messages).values() if inspect.isclass(kind) and kind.__module__ == messages.__name__]
+    parts = []
+    for kind in (k for k in kinds if issubclass(k, msgspec.Struct)):
+        tag = f" (`{kind.__struct_config__.tag}`)" if issubclass(kind, Message) else ""
+        rows = [[f"`{field.name}`", wire_type(field.type)] for field in msgspec.structs.fields(kind)]
+        summary = inspect.cleandoc(kind.__doc__ or "").replace("\n\n", "<br>").replace("\n", " ")
+        parts.append(f"### {kind.__name__}{tag}\n\n{summary}\n\n{table(['Field', 'Type'], rows)}")
+    return "\n\n".join(parts)
+
+
+def wire_type(annotation: Any) -> str:
+    """The type of a message's field."""
+    if annotation is Array:
+        return "array"
+    origin, parts = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is Literal:
+        return ", ".join(f"`{part}`" for part in parts)
+    if origin in (typing.Union, types.UnionType):
+        return " or ".join("none" if part is type(None) else wire_type(part) for part in parts)
+    if origin is list:
+        return f"list of {wire_type(parts[0])}"
+    if origin is dict:
+        return f"map of {wire_type(parts[0])} to {wire_type(parts[1])}"
+    return "any" if annotation is Any else str(annotation.__name__)
+
+
+def key_table() -> str:
+    """Every key of a run."""
+    keys = Keys("tidemill", "demo")
+    names = {name: value for name, value in vars(keys).items() if name != "base"}
+    rows = [[f"`{value}`", KEY_NOTES[name]] for name, value in names.items()]
+    rows.append([f"`{keys.base}:weights:VERSION:INDEX`", "string: one chunk of a version, with the transport `redis`"])
+    return table(["Key", "What it holds"], rows)
+
+
+def script_table() -> str:
+    """Every Lua script with its own comment."""
+    rows = []
+    for file in sorted(SCRIPTS.glob("*.lua")):
+        if file.stem != "prelude":
+            lines = file.read_text(encoding="utf-8").splitlines()
+            comment = " ".join(line[2:].strip() for line in lines if line.startswith("--"))
+            under_pressure = "yes" if "allow-oom" in source(file.stem).splitlines()[0] else "no"
+            rows.append([f"`{file.stem}`", comment, under_pressure])
+    return table(["Script", "Arguments and effect", "Runs when memory is full"], rows)
+
+
+def plugin_table() -> str:
+    """What is built in, by setting, each with the first paragraph of its documentation."""
+    rows = []
+    for setting, registry in REGISTRIES.items():
+        for number, name in enumerate(registry.names):
+            rows.append([f"`{setting}`" if number == 0 else "", f"`{name}`", documentation(registry._paths[name])])
+    return table(["Setting", "Name", "What it is"], rows)
+
+
+def documentation(path: str) -> str:
+    """First paragraph of the docstring of ``module:name``, read without importing the module and what it needs."""
+    module, _, name = path.partition(":")
+    spec = importlib.util.find_spec(module)
+    if spec is None or spec.origin is None:
+        raise LookupError(f"no module {module}")
+    for node in ast.parse(Path(spec.origin).read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name == name:
+            return " ".join((ast.get_docstring(node) or "").split("\n\n")[0].split())
+    raise LookupError(f"{module} has no {name}")
+
+
+REFERENCES: dict[str, Callable[[], str]] = {
+    "configuration": configuration,
+    "messages": message_table,
+    "keys": key_table,
+    "scripts": script_table,
+    "plugins": plugin_table,
+}

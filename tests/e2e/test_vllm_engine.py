@@ -1,0 +1,301 @@
+"""The vllm engine against a Hugging Face forward pass, with real vLLM and a real tiny model.
+
+One engine serves the whole file, because it takes a quarter of a minute to start; the
+tests build on each other's weight versions through the ``versions`` fixture only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from producers.engines.base import Completion, EngineSettings
+from producers.engines.vllm import VllmEngine
+from producers.tokenizer import HfTokenizer
+from schemas.errors import DataError, InfraError
+from schemas.messages import Sampling
+from tests.tiny import EOS, make_tiny_model
+
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
+]
+
+PROMPT = [5, 90, 17, 200, 33, 8, 150, 61]
+SHARED = [3 + (7 * k) % 250 for k in range(300)]  # longer than two blocks of the prefix cache
+
+Run = Callable[[Coroutine[Any, Any, Any]], Any]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
+    """Models of one shape by seed; embeddings are tied, the harder case."""
+    base = tmp_path_factory.mktemp("models")
+    return {seed: make_tiny_model(base / str(seed), seed=seed, tied=True) for seed in (0, 7, 8)}
+
+
+@pytest.fixture(scope="module")
+def run() -> Iterator[Run]:
+    with asyncio.Runner() as runner:
+        yield runner.run
+
+
+@pytest.fixture(scope="module")
+def engine(folders: dict[int, Path], run: Run) -> Iterator[VllmEngine]:
+    engine = VllmEngine(EngineSettings(str(folders[0]), "float32", 512, 32, version=3))
+    run(engine.start())
+    yield engine
+    run(engine.close())
+
+
+@pytest.fixture
+def weights(engine: VllmEngine, folders: dict[int, Path], run: Run) -> Callable[[int, int], None]:
+    """Load the weights of a seed as a version."""
+
+    def load(seed: int, version: int) -> None:
+        run(engine.load(folders[seed] / "model.safetensors", version))
+
+    return load
+
+
+def reference(folder: Path, tokens: Sequence[int], temperature: float = 1.0) -> np.ndarray:
+    """Log-probability of each token after the first, float32 [T-1]."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.no_grad():
+        logprobs = torch.log_softmax(model(torch.tensor([list(tokens)])).logits[0] / temperature, dim=-1)
+    return logprobs[:-1].gather(1, torch.tensor(list(tokens))[1:, None])[:, 0].numpy()
+
+
+def assert_matches(folder: Path, prompt: list[int], completion: Completion, temperature: float = 1.0) -> None:
+    assert len(completion.logprobs) == len(completion.tokens)
+    expected = reference(folder, prompt + completion.tokens, temperature)[len(prompt) - 1 :]
+    np.testing.assert_allclose(completion.logprobs, expected, atol=1e-3)
+
+
+def test_logprobs_are_those_of_the_model_after_temperature(
+    engine: VllmEngine, folders: dict[int, Path], run: Run, weights: Callable[[int, int], None]
+):
+    assert engine.version == 3
+    completions = run(engine.generate(PROMPT, Sampling(max_tokens=12, temperature=0.7), n=4))
+    assert len(completions) == 4
+    for completion in completions:
+        assert [(span.version, span.start, span.end) for span in completion.spans] == [(3, 0, len(completion.tokens))]
+        assert completion.finish == ("stop" if completion.tokens[-1] == EOS else "length")
+        assert_matches(folders[0], PROMPT, completion, temperature=0.7)
+    np.testing.assert_allclose(run(engine.logprobs(PROMPT)), reference(folders[0], PROMPT), atol=1e-3)
+
+
+def test_an_update_in_flight_keeps_requests_and_shows_in_their_spans(
+    engine: VllmEngine, folders: dict[int, Path], run: Run
+):
+    async def scenario() -> tuple[list[Completion], list[Completion]]:
+        running = asyncio.create_task(engine.generate(PROMPT, Sampling(max_tokens=450), n=16))
+        await engine.generate(PROMPT[:3], Sampling(max_tokens=3))  # batched with the others: they are under way
+        await engine.load(folders[7] / "model.safetensors", 7)
+        return await running, await engine.generate(PROMPT, Sampling(max_tokens=12), n=2)
+
+    running, fresh = run(scenario())
+    assert engine.version == 7
+    assert [3, 7] in [[span.version for span in completion.spans] for completion in running]
+    for completion in running:
+        ends = [0, *(span.end for span in completion.spans)]
+        assert [span.start for span in completion.spans] == ends[:-1]
+        assert ends[-1] == len(completion.tokens)
+        old = completion.spans[0].end if completion.spans[0].version == 3 else 0
+        expected = reference(folders[0], PROMPT + completion.tokens[:old])[len(PROMPT) - 1 :]
+        np.testing.assert_allclose(completion.logprobs[:old], expected, atol=1e-3)
+    for completion in fresh:
+        assert [span.version for span in completion.spans] == [7]
+        assert_matches(folders[7], PROMPT, completion)
+
+
+def test_the_probe_sees_new_weights_tied_head_included(
+    engine: VllmEngine, folders: dict[int, Path], run: Run, weights: Callable[[int, int], None]
+):
+    for seed, version in ((8, 8), (7, 9), (0, 10)):
+        weights(seed, version)
+        np.testing.assert_allclose(run(engine.logprobs(PROMPT)), reference(folders[seed], PROMPT), atol=1e-3)
+
+
+def test_the_prefix_cache_of_old_weights_is_never_used(
+    engine: VllmEngine, folders: dict[int, Path], run: Run, weights: Callable[[int, int], None]
+):
+    for seed, version in ((0, 20), (7, 21)):
+        weights(seed, version)
+        for _ in range(2):  # the second time from this version's own cache
+            (completion,) = run(engine.generate(SHARED, Sampling(max_tokens=4)))
+            assert_matches(folders[seed], SHARED, completion)
+
+
+def test_weights_that_do_not_fit_are_refused_and_the_old_ones_stay(
+    engine: VllmEngine, folders: dict[int, Path], run: Run, weights: Callable[[int, int], None], tmp_path: Path
+):
+    weights(8, 30)
+    other = make_tiny_model(tmp_path / "other", layers=1, tied=True)
+    cut = tmp_path / "cut.safetensors"
+    cut.write_bytes((folders[0] / "model.safetensors").read_bytes()[:-100])
+    for file, reason in ((other / "model.safetensors", "don't fit"), (cut, "cut short")):
+        with pytest.raises(DataError, match=reason):
+            run(engine.load(file, 31))
+    assert engine.version == 30
+    (completion,) = run(engine.generate(PROMPT, Sampling(max_tokens=6)))
+    assert [span.version for span in completion.spans] == [30]
+    assert_matches(folders[8], PROMPT, completion)
+
+
+def test_pause_keeps_requests_and_abort_returns_parts_to_go_on_from(
+    engine: VllmEngine, folders: dict[int, Path], run: Run, weights: Callable[[int, int], None]
+):
+    weights(0, 40)
+
+    async def scenario() -> tuple[list[Completion], Completion, list[Completion]]:
+        running = asyncio.create_task(engine.generate(PROMPT, Sampling(max_tokens=450), n=8))
+        await engine.generate(PROMPT[:3], Sampling(max_tokens=3))
+        await engine.pause()
+        await engine.load(folders[0] / "model.safetensors", 41)  # while paused: stays paused
+        waiting = asyncio.create_task(engine.generate(PROMPT, Sampling(max_tokens=4)))
+        done, _ = await asyncio.wait({running, waiting}, timeout=0.3)
+        assert not done
+        await engine.abort_all()
+        parts, untouched = await running, await waiting
+        await engine.resume()
+        part = next(part for part in parts if part.finish == "abort")
+        limit = len(part.tokens) + 5
+        (rest,) = await engine.generate(PROMPT, Sampling(max_tokens=limit), prefix=part.tokens)
+        assert len(rest.tokens) <= 5
+        assert_matches(folders[0], PROMPT + part.tokens, rest)
+        return parts, part, untouched
+
+    parts, part, untouched = run(scenario())
+    assert [completion.finish for completion in untouched] == ["abort"]
+    assert untouched[0].tokens == []
+    assert part.tokens
+    for completion in parts:
+        assert {span.version for span in completion.spans} == {40}
+        assert_matches(folders[0], PROMPT, completion)
+
+
+def test_a_stop_string_ends_a_completion_and_its_tokens_stay_aligned(
+    engine: VllmEngine, folders: dict[int, Path], run: Run, weights: Callable[[int, int], None]
+):
+    weights(0, 50)
+    letters = list("abcdefghijklmnopqrstuvwxyz")
+    completions = run(engine.generate(PROMPT, Sampling(max_tokens=200, stop=letters), n=8))
+    tokenizer = HfTokenizer(str(folders[0]))
+    ends = [tokenizer.decode(completion.tokens[-1:]) for completion in completions if completion.finish == "stop"]
+    assert any(end in letters for end in ends)
+    for completion in completions:
+        assert not any(tokenizer.decode([token]) in letters for token in completion.tokens[:-1])
+        assert completion.spans[-1].end == len(completion.tokens)
+        assert_matches(folders[0], PROMPT, completion)
+
+
+def test_impossible_requests_are_data_errors(engine: VllmEngine, run: Run):
+    with pytest.raises(DataError, match="no room"):
+        run(engine.generate([5] * 600, Sampling(max_tokens=4)))
+    with pytest.raises(DataError, match="vllm refuses"):
+        run(engine.generate([5, 100_000], Sampling(max_tokens=4)))
+
+
+def test_a_dead_engine_core_is_an_infra_error_not_a_hang(engine: VllmEngine, run: Run):
+    """Last of those that share the engine: it is gone after this."""
+
+    async def scenario() -> None:
+        running = asyncio.create_task(engine.generate(PROMPT, Sampling(max_tokens=450), n=8))
+        await engine.generate(PROMPT[:3], Sampling(max_tokens=3))
+        for pid in engine_cores(os.getpid()):
+            os.kill(pid, signal.SIGKILL)
+        with pytest.raises(InfraError):
+            async with asyncio.timeout(60):
+                await running
+        with pytest.raises(InfraError):
+            await engine.generate(PROMPT, Sampling(max_tokens=3))
+
+    run(scenario())
+
+
+BROKEN_UPDATE = """
+import asyncio, sys
+from pathlib import Path
+from producers.engines.base import EngineSettings
+from producers.engines.vllm import VllmEngine
+from schemas.errors import InfraError
+from schemas.messages import Sampling
+
+async def main():
+    engine = VllmEngine(EngineSettings(sys.argv[1], "float32", 512, 32))
+    await engine.start()
+    running = asyncio.create_task(engine.generate([5, 6, 7], Sampling(max_tokens=500), n=8))
+    await engine.generate([5, 6], Sampling(max_tokens=3))
+    for work in (engine._swap(engine._llm, Path("gone.safetensors"), 1), running, engine.generate([5], Sampling())):
+        try:
+            print("no error:", await work, flush=True)
+        except InfraError as error:
+            print("InfraError:", error, flush=True)
+    print("ready", flush=True)
+    await asyncio.sleep(300)
+
+if __name__ == "__main__":
+    asyncio.run(main())
+"""
+
+
+def test_a_half_loaded_engine_never_samples_again_and_dies_with_its_owner(folders: dict[int, Path], tmp_path: Path):
+    script = tmp_path / "owner.py"
+    script.write_text(BROKEN_UPDATE)
+    owner = subprocess.Popen([sys.executable, str(script), str(folders[0])], stdout=subprocess.PIPE, text=True)
+    try:
+        assert owner.stdout is not None
+        lines = []
+        for line in owner.stdout:
+            if line.startswith("ready"):
+                break
+            lines.append(line)
+        assert [line.partition(":")[0] for line in lines] == ["InfraError"] * 3
+        assert "weights are undefined" in lines[1]
+        cores = engine_cores(owner.pid)
+        assert cores
+    finally:
+        owner.kill()
+        owner.wait(timeout=30)
+    deadline = time.monotonic() + 30
+    while any(alive(pid) for pid in cores):
+        assert time.monotonic() < deadline, f"engine core {cores} outlived its owner"
+        time.sleep(0.1)
+
+
+def engine_cores(owner: int) -> list[int]:
+    """Process ids of ``owner``'s children that vLLM named so."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        fields = _stat(int(folder.name))
+        if fields and fields[1] == str(owner) and "EngineCore" in (folder / "cmdline").read_text():
+            found.append(int(folder.name))
+    return found
+
+
+def alive(pid: int) -> bool:
+    fields = _stat(pid)
+    return bool(fields) and fields[0] != "Z"
+
+
+def _stat(pid: int) -> list[str]:
+    """State and parent of a process, and what follows; empty when it is gone."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return []

@@ -1,0 +1,159 @@
+"""Batches: everything per token is shifted together, bounded, and weighted independently of how it is cut."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from trajectories import groups_of, trajectory
+
+from consumers.trainer.advantages import centered
+from consumers.trainer.aggregation import AGGREGATIONS, Totals
+from consumers.trainer.batches import Group, StepBatch, assemble
+from schemas.codec import Array
+from schemas.errors import DataError
+from schemas.messages import Span, Trajectory
+
+
+def build(groups: list[Group], budget: int = 64, aggregation: str = "token_mean") -> StepBatch:
+    return assemble(
+        groups,
+        advantage=centered,
+        aggregation=AGGREGATIONS.get(aggregation),
+        micro_batch_tokens=budget,
+        max_tokens=7,
+    )
+
+
+def test_everything_per_token_is_about_the_same_token() -> None:
+    """Versions that aren't shifted with log-probabilities put staleness one token off."""
+    sample = Trajectory(
+        run="r",
+        task_id=4,
+        sample=0,
+        kind="train",
+        tokens=Array.of([5, 6, 7, 8], "i4"),
+        loss_mask=Array.of([0, 0, 1, 1], "u1"),
+        logprobs=Array.of([0.0, 0.0, -0.7, -0.8], "f4"),
+        spans=[Span(3, 2, 3), Span(9, 3, 4)],
+        turns=[],
+        finish="stop",
+        prompt="",
+        completion="",
+        generator="g",
+    )
+    other = trajectory(task_id=4, sample=1, prompt=1, completion=1)
+    batch = build([Group(4, [(sample, 1.0), (other, 0.0)])], budget=1000).micro_batches[0]
+    row = batch.sequence.tolist().index(0)
+    assert batch.tokens[row].tolist() == [5, 6, 7, 8]
+    assert batch.targets[row].tolist() == [6, 7, 8]
+    assert batch.mask[row].tolist() == [False, True, True]
+    assert batch.rollout_logprobs[row].tolist() == pytest.approx([0.0, -0.7, -0.8])
+    assert batch.versions[row].tolist() == [-1, 3, 9]
+    assert batch.advantages[row].tolist() == [0.0, 0.5, 0.5]
+    assert batch.weights[row].tolist() == pytest.approx([0.0, 1 / 3, 1 / 3])
+
+
+@given(sizes=st.lists(st.integers(1, 5), min_size=1, max_size=6), seed=st.integers(0, 99), budget=st.integers(8, 200))
+def test_every_sample_is_in_one_micro_batch_within_the_budget(sizes: list[int], seed: int, budget: int) -> None:
+    groups = groups_of(sizes, seed)
+    samples = [t for group in groups for t, _ in group.samples]
+    batch = build(groups, budget)
+    rows = sorted(int(s) for micro in batch.micro_batches for s in micro.sequence)
+    assert rows == list(range(len(samples)))
+    for micro in batch.micro_batches:
+        assert micro.tokens.numel() <= budget or len(micro.tokens) == 1
+        for row, s in enumerate(micro.sequence.tolist()):
+            length = len(samples[s].tokens)
+            assert micro.tokens[row, :length].tolist() == samples[s].tokens.numpy().tolist()
+            assert not micro.mask[row, length - 1 :].any()
+    assert sum(int(m.mask.sum()) for m in batch.micro_batches) == batch.totals.tokens == batch.lengths.sum()
+
+
+def test_a_sequence_over_the_budget_gets_a_micro_batch_of_its_own() -> None:
+    groups = [Group(0, [(trajectory(0, s, 3, length), 0.0) for s, length in enumerate([2, 40, 2])])]
+    assert [len(m.tokens) for m in build(groups, budget=10).micro_batches] == [2, 1]
+
+
+def test_samples_of_one_task_in_two_pieces_are_one_group() -> None:
+    """Groups are found by task id, never by position."""
+    pieces = [
+        Group(1, [(trajectory(1, 0), 1.0)]),
+        Group(2, [(trajectory(2, 0), 5.0), (trajectory(2, 1), 3.0)]),
+        Group(1, [(trajectory(1, 1), 0.0)]),
+    ]
+    assert build(pieces).advantages.tolist() == [0.5, 1.0, -1.0, -0.5]
+
+
+def test_group_of_one_trains_nothing() -> None:
+    batch = build([Group(0, [(trajectory(0), 1.0)])])
+    assert float(batch.micro_batches[0].advantages.abs().sum()) == 0.0
+
+
+def test_truncation_is_the_finish_reason_and_not_the_padding() -> None:
+    longest = trajectory(0, 0, completion=20)
+    cut = trajectory(0, 1, completion=2, finish="length")
+    assert build([Group(0, [(longest, 1.0), (cut, 0.0)])]).truncated.tolist() == [False, True]
+
+
+def weight_by_hand(name: str, lengths: list[int], groups: list[int], s: int, max_tokens: int) -> float:
+    if name == "token_mean":
+        return 1 / sum(lengths)
+    if name == "sequence_mean":
+        return 1 / lengths[s] / len(lengths)
+    if name == "prompt_mean":
+        return 1 / sum(n for n, g in zip(lengths, groups, strict=True) if g == groups[s]) / len(set(groups))
+    return 1 / len(lengths) / max_tokens
+
+
+@pytest.mark.parametrize("name", AGGREGATIONS.names)
+def test_weights_follow_their_definition(name: str) -> None:
+    lengths, groups = [3, 1, 4, 1, 5], [0, 0, 1, 2, 2]
+    got = AGGREGATIONS.get(name)(np.array(lengths), np.array(groups), Totals(14, 5, 3, 8))
+    want = [weight_by_hand(name, lengths, groups, s, 8) for s in range(5)]
+    assert got.tolist() == pytest.approx(want)
+
+
+@pytest.mark.parametrize("name", AGGREGATIONS.names)
+def test_samples_without_tokens_do_not_divide_by_zero(name: str) -> None:
+    got = AGGREGATIONS.get(name)(np.array([0, 0]), np.array([0, 1]), Totals(0, 2, 2, 4))
+    assert np.isfinite(got).all()
+
+
+@pytest.mark.parametrize("name", AGGREGATIONS.names)
+def test_two_ranks_weigh_as_one(name: str) -> None:
+    groups = groups_of([3, 2, 4, 1], seed=3)
+    whole = build(groups, aggregation=name)
+    halves = [
+        assemble(
+            part,
+            advantage=centered,
+            aggregation=AGGREGATIONS.get(name),
+            micro_batch_tokens=64,
+            max_tokens=7,
+            totals=whole.totals,
+        )
+        for part in (groups[:2], groups[2:])
+    ]
+
+    def total(batch: StepBatch) -> torch.Tensor:
+        return torch.stack([m.weights.double().sum() for m in batch.micro_batches]).sum()
+
+    assert float(total(halves[0]) + total(halves[1])) == pytest.approx(float(total(whole)))
+
+
+def test_an_advantage_function_that_breaks_its_promise_is_named() -> None:
+    def broken(rewards: npt.NDArray[np.float64], groups: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+        return rewards / 0.0 if len(rewards) else rewards
+
+    with np.errstate(all="ignore"), pytest.raises(DataError, match="finite"):
+        assemble(
+            groups_of([2]),
+            advantage=broken,
+            aggregation=AGGREGATIONS.get("token_mean"),
+            micro_batch_tokens=64,
+            max_tokens=7,
+        )

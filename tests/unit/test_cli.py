@@ -1,0 +1,82 @@
+"""The command line: quick to answer, and one line for a wrong configuration."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+CONFIG = """
+run: {name: clitest}
+model: {path: nowhere}
+train: {name: arithmetic}
+reward: {terms: [{name: exact}]}
+"""
+
+
+def tidemill(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "deploy.cli", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, cwd=cwd)
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> str:
+    file = tmp_path / "config.yaml"
+    file.write_text(CONFIG)
+    return str(file)
+
+
+def test_help_names_every_command() -> None:
+    done = tidemill("--help")
+    assert done.returncode == 0
+    for command in ("up", "feeder", "generator", "reward", "trainer", "sft", "eval", "doctor"):
+        assert command in done.stdout
+
+
+def test_the_version() -> None:
+    assert tidemill("--version").stdout.startswith("tidemill 0.")
+
+
+def test_help_loads_nothing_heavy() -> None:
+    code = (
+        "import sys\nfrom deploy.cli import app\n"
+        "try: app(['--help'])\nexcept SystemExit: pass\n"
+        "print([m for m in ('torch', 'transformers', 'vllm', 'numpy', 'redis', 'pydantic') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+@pytest.mark.parametrize("command", ["up", "feeder", "generator", "reward", "trainer", "sft", "eval"])
+def test_a_wrong_configuration_is_one_line_and_exit_code_2(command: str, config: str, tmp_path: Path) -> None:
+    done = tidemill(command, config, "trainer.stepps=5", cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr == "tidemill: trainer.stepps: unknown key, did you mean 'steps'?\n"
+    assert done.stdout == ""
+
+
+def test_a_configuration_that_is_not_there(tmp_path: Path) -> None:
+    done = tidemill("up", str(tmp_path / "none.yaml"))
+    assert done.returncode == 2
+    assert done.stderr.startswith("tidemill: cannot read the configuration")
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_warm_start_that_is_not_configured(config: str, tmp_path: Path) -> None:
+    done = tidemill("sft", config, cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr == "tidemill: the configuration has no warm_start section, there is no model to make\n"
+
+
+def test_two_runs_cannot_share_a_folder(config: str, tmp_path: Path) -> None:
+    import fcntl
+
+    folder = tmp_path / "runs" / "clitest"
+    folder.mkdir(parents=True)
+    with (folder / "up.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        done = tidemill("up", config, cwd=tmp_path)
+    assert done.returncode == 2
+    assert "another `tidemill up` uses the folder" in done.stderr

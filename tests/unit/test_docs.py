@@ -1,0 +1,305 @@
+"""The documentation says what is so: what it names exists, its YAML is valid, its code runs."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import re
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import typer
+import yaml
+from pydantic import BaseModel
+
+from consumers.reward.scorer import check_reward
+from deploy.cli import app
+from producers.datasets.build import build_dataset
+from producers.engines.base import EngineSettings
+from producers.engines.scripted import ScriptedEngine
+from producers.workflows.base import Sample
+from schemas.codec import Array
+from schemas.config import DatasetConfig, RewardTerm, TidemillConfig, parse_config
+from schemas.messages import Sampling, Span, Task, Trajectory
+from schemas.plugins import load
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "examples").glob("*/README.md"))]
+FENCE = re.compile(r'^```(\w+)(?: title="([^"]+)")?\n(.*?)^```$', re.MULTILINE | re.DOTALL)
+CODE = re.compile(r"`([^`\n]+)`")
+SMALLEST = {"model": {"path": "m"}, "train": {"name": "arithmetic"}, "reward": {"terms": [{"name": "exact"}]}}
+PACKAGES = ("schemas", "broker", "producers", "consumers", "deploy", "docs", "tests", "examples", ".ci")
+FILES = (".json", ".jsonl", ".log", ".md", ".png", ".py", ".yaml")
+TOOLS = {"import-linter", "mkdocs", "mkdocs-material", "mypy", "pytest-timeout", "ruff", "types-pyyaml"}
+IMPORTED_AS = {"pyyaml": "yaml"}
+
+each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+
+
+def fences(page: Path, language: str) -> Iterator[tuple[str, str]]:
+    """Title and text of each code block."""
+    for found, title, text in FENCE.findall(page.read_text(encoding="utf-8")):
+        if found == language:
+            yield title, text
+
+
+def commands(page: Path) -> Iterator[list[str]]:
+    """Words after ``tidemill`` wherever it is called, in a code span or an indented block."""
+    text = page.read_text(encoding="utf-8")
+    lines = [line.strip() for line in text.splitlines() if line.startswith("    ")] + CODE.findall(text)
+    for line in lines:
+        words = re.sub(r"^([A-Z_]+=\S+ )+", "", line).split("#")[0].split()
+        if words[:1] in (["tidemill"], [".venv/bin/tidemill"]):
+            yield words[1:]
+
+
+@each_page
+def test_every_command_exists(page: Path) -> None:
+    known = {command.name or command.callback.__name__ for command in app.registered_commands if command.callback}
+    for words in commands(page):
+        for name in words[:1]:
+            assert set(name.split("|")) <= known or name.startswith("--"), f"tidemill {name}"
+
+
+@each_page
+def test_every_option_of_a_command_exists(page: Path) -> None:
+    group = typer.main.get_command(app)
+    for words in commands(page):
+        options = {word.split("=")[0] for word in words if word.startswith("--")}
+        command = getattr(group, "commands", {}).get(words[0]) if words else None
+        known = (
+            {name for parameter in command.params for name in parameter.opts} if command else {"--help", "--version"}
+        )
+        assert options <= known
+
+
+@each_page
+def test_every_make_target_exists(page: Path) -> None:
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+    text = page.read_text(encoding="utf-8")
+    named = re.findall(r"^    make ([a-z]+)|`make ([a-z]+)", text, re.MULTILINE)
+    assert {name for pair in named for name in pair if name} <= targets
+
+
+@each_page
+def test_every_yaml_block_is_a_valid_part_of_a_configuration(page: Path) -> None:
+    for _, text in fences(page, "yaml"):
+        parse_config({**SMALLEST, **yaml.safe_load(text)})
+
+
+@each_page
+def test_every_setting_that_is_named_exists(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    spans = [*CODE.findall(text), *(word for words in commands(page) for word in words[2:])]
+    spans += re.findall(r"ARGS=\"([^\"]+)\"", text)
+    names = [re.split(r"[=:\s]", word)[0] for span in spans for word in span.split() if "." in word]
+    for name in names:
+        first, *rest = name.split(".")
+        if first in TidemillConfig.model_fields and rest and not name.endswith(FILES):
+            assert setting_exists(TidemillConfig, [first, *rest]), name
+    for variable in re.findall(r"\bTIDEMILL_\w+__\w+", text):
+        assert setting_exists(TidemillConfig, variable.removeprefix("TIDEMILL_").lower().split("__")), variable
+
+
+def setting_exists(model: type[BaseModel], path: list[str]) -> bool:
+    """Whether a dotted path leads to a setting; everything is allowed below a free mapping."""
+    field = model.model_fields.get(path[0])
+    if field is None:
+        return False
+    rest = [part for part in path[1:] if not part.isdigit()]
+    if not rest or path[0] == "args":
+        return True
+    inner = hook().nested(field.annotation)
+    return inner is not None and setting_exists(inner, rest)
+
+
+@each_page
+def test_every_file_that_is_named_exists(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    spans = [*CODE.findall(text), *(word for words in commands(page) for word in words)]
+    for span in spans:
+        if span.startswith(tuple(f"{name}/" for name in PACKAGES)) and " " not in span and span == span.lower():
+            assert (ROOT / span).exists(), span
+
+
+@each_page
+def test_every_link_to_a_file_leads_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):
+        assert (page.parent / target).exists(), target
+
+
+@each_page
+def test_every_metric_that_is_named_is_logged(page: Path) -> None:
+    sources = "\n".join(file.read_text(encoding="utf-8") for file in (ROOT / "consumers/trainer").glob("*.py"))
+    for section, name in re.findall(r"`(reward|train|staleness|time)/([a-z_]+)`", page.read_text(encoding="utf-8")):
+        written = (name,) if section == "train" else (f"{section}_{name}", f"{section}/{name}")
+        assert any(f'"{text}"' in sources for text in written), f"{section}/{name}"
+
+
+def test_every_dependency_in_use_is_justified_and_no_other() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    lines = [*project["dependencies"], *(line for extra in project["optional-dependencies"].values() for line in extra)]
+    declared = {re.split(r"[\[><=;\s]", line)[0].lower() for line in lines} - {"tidemill"}
+    sources = [file for name in (*PACKAGES, "benchmarks") for file in (ROOT / name).rglob("*.py")]
+    text = "\n".join(file.read_text(encoding="utf-8") for file in sources)
+    imported = {
+        name
+        for name in declared
+        if re.search(rf"^\s*(import|from) {IMPORTED_AS.get(name, name).replace('-', '_')}\b", text, re.MULTILINE)
+    }
+    rows = re.findall(r"^\| ([\w-]+) \|", (ROOT / "docs/dependencies.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert set(rows) - {"Package", "---"} == imported | (TOOLS & declared)
+
+
+def test_reference_tables_can_be_made() -> None:
+    module = hook()
+    for name in re.findall(module.MARKER, "\n".join(page.read_text(encoding="utf-8") for page in PAGES)):
+        assert "| --- |" in module.REFERENCES[name](), name
+
+
+def test_every_setting_is_in_the_reference_with_a_meaning() -> None:
+    rows = [line for line in hook().configuration().splitlines() if line.startswith("| `")]
+    assert len(rows) > 80
+    assert "`max_message_bytes`" in "\n".join(rows)
+
+
+def hook() -> ModuleType:
+    """docs/reference.py, which is in no package."""
+    if "docs_reference" not in sys.modules:
+        spec = importlib.util.spec_from_file_location("docs_reference", ROOT / "docs" / "reference.py")
+        assert spec is not None
+        assert spec.loader is not None
+        module = sys.modules["docs_reference"] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    return sys.modules["docs_reference"]
+
+
+@pytest.fixture
+def snippets(tmp_path: Path) -> Path:
+    """A folder with the titled code blocks of docs/bring-your-own.md as files."""
+    for title, text in fences(ROOT / "docs" / "bring-your-own.md", "python"):
+        assert title
+        (tmp_path / title).write_text(text, encoding="utf-8")
+    return tmp_path
+
+
+def test_the_reward_functions_score(snippets: Path) -> None:
+    terms = [
+        RewardTerm(name="rewards.py:brevity", args={"target": 30}),
+        RewardTerm(name="rewards.py:judged", weight=0.5),
+    ]
+    score = check_reward(terms, snippets, trajectory("the answer is 7", tokens=4, answer="7"), timeout_s=30.0)
+    assert score is not None
+    assert (score.status, score.reward) == ("ok", 1.5)
+
+
+def test_the_reward_function_of_the_readme_scores(tmp_path: Path) -> None:
+    ((title, text),) = fences(ROOT / "README.md", "python")
+    (tmp_path / title).write_text(text, encoding="utf-8")
+    terms = [RewardTerm(name=f"{title}:brevity")]
+    score = check_reward(terms, tmp_path, trajectory("it is 7", tokens=3, answer="7"), timeout_s=30.0)
+    assert score is not None
+    assert score.reward == pytest.approx(1 / 3)
+
+
+def test_the_dataset_is_one(snippets: Path) -> None:
+    dataset = build_dataset(DatasetConfig(name="countdown.py:Countdown", args={"largest": 50}), snippets)
+    assert len(dataset) == 50
+    assert dataset[2].data["answer"] == "3 2 1 0"
+
+
+def test_the_workflow_makes_valid_trajectories(snippets: Path) -> None:
+    workflow = load("two_tries.py:TwoTries", "workflow", snippets)(hint="??")
+
+    async def collect() -> list[Sample]:
+        engine = ScriptedEngine(EngineSettings("m", "float32", max_length=64, max_samples=8))
+        await engine.start()
+        task = Task(task_id=0, kind="train", n=3, sampling=Sampling(max_tokens=8), text="ab")
+        try:
+            return [sample async for sample in workflow.run(engine, Letters(), task, [0, 1, 2])]
+        finally:
+            await engine.close()
+
+    samples = asyncio.run(collect())
+    assert sorted(sample.index for sample in samples) == [0, 1, 2]
+    for sample in samples:
+        made = Trajectory(
+            run="docs",
+            task_id=0,
+            sample=sample.index,
+            kind="train",
+            tokens=Array.of(sample.tokens, "i4"),
+            loss_mask=Array.of(sample.loss_mask, "u1"),
+            logprobs=Array.of(sample.logprobs, "f4"),
+            spans=sample.spans,
+            turns=sample.turns,
+            finish=sample.finish,
+            prompt=sample.prompt,
+            completion=sample.completion,
+            generator="g",
+        )
+        assert made.oldest_version == 0
+        roles = [turn.role for turn in sample.turns]
+        assert roles == ["prompt", "assistant", "user", "assistant"]
+        assert sum(sample.loss_mask) == sum(turn.end - turn.start for turn in sample.turns if turn.role == "assistant")
+
+
+def test_the_loss_is_clipped(snippets: Path) -> None:
+    torch = pytest.importorskip("torch")
+    from consumers.trainer.losses import LossInputs
+
+    tight = load("losses.py:tight", "loss", snippets)
+    inputs = LossInputs(
+        logprobs=torch.tensor([[0.0, -1.0]]),
+        rollout_logprobs=torch.tensor([[-1.0, -1.0]]),
+        advantages=torch.tensor([[1.0, 1.0]]),
+        mask=torch.tensor([[True, True]]),
+    )
+    output = tight(inputs, width=0.05)
+    assert output.loss.tolist()[0] == pytest.approx([-1.05, -1.0])
+    assert output.metrics["clipped"].tolist() == [[True, False]]
+
+
+def test_the_advantage_compares_groups(snippets: Path) -> None:
+    over_median = load("advantages.py:over_median", "advantage", snippets)
+    advantages = over_median(np.array([0.0, 1.0, 5.0, 2.0, 2.0]), np.array([0, 0, 0, 1, 1]))
+    assert advantages.tolist() == [-1.0, 0.0, 4.0, 0.0, 0.0]
+
+
+class Letters:
+    """A tokenizer with one token a letter."""
+
+    def prompt_ids(self, task: Task) -> list[int]:
+        return self.encode(task.text or "")
+
+    def encode(self, text: str) -> list[int]:
+        return [ord(letter) for letter in text]
+
+    def decode(self, ids: Any) -> str:
+        return "".join(map(chr, ids))
+
+
+def trajectory(completion: str, tokens: int, **data: Any) -> Trajectory:
+    """A prompt of one token and a completion of ``tokens``."""
+    return Trajectory(
+        run="docs",
+        task_id=0,
+        sample=0,
+        kind="train",
+        tokens=Array.of(range(tokens + 1), "i4"),
+        loss_mask=Array.of([0] + [1] * tokens, "u1"),
+        logprobs=Array.of([0.0] + [-1.0] * tokens, "f4"),
+        spans=[Span(0, 1, tokens + 1)],
+        turns=[],
+        finish="stop",
+        prompt="p",
+        completion=completion,
+        generator="g",
+        data=data,
+    )

@@ -1,0 +1,115 @@
+"""What engines refuse before they start or before they touch their weights."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+
+import pytest
+
+from producers.engines.base import EngineSettings
+from producers.engines.checkpoint import check_fits, read_shapes, resolve_folder
+from producers.engines.sampling import check_sampling, room
+from schemas.errors import ConfigError, DataError
+from schemas.messages import Sampling
+
+MODEL = {"embed": (4, 2), "lm_head.weight": (4, 2)}
+
+
+def write(file: Path, shapes: dict[str, tuple[int, ...]], cut: int = 0) -> Path:
+    """A safetensors file of float32 zeros."""
+    header, at = {}, 0
+    for name, shape in shapes.items():
+        size = 4
+        for extent in shape:
+            size *= extent
+        header[name] = {"dtype": "F32", "shape": list(shape), "data_offsets": [at, at + size]}
+        at += size
+    text = json.dumps(header).encode()
+    file.write_bytes(struct.pack("<Q", len(text)) + text + bytes(at - cut))
+    return file
+
+
+def test_shapes_are_read_from_a_file_or_from_all_shards_of_a_folder(tmp_path: Path):
+    write(tmp_path / "model-1.safetensors", {"embed": (4, 2)})
+    one = write(tmp_path / "model-2.safetensors", {"lm_head.weight": (4, 2)})
+    assert read_shapes(tmp_path) == MODEL
+    assert read_shapes(one) == {"lm_head.weight": (4, 2)}
+
+
+def test_files_that_are_cut_short_or_something_else_are_refused(tmp_path: Path):
+    with pytest.raises(DataError, match="cut short"):
+        read_shapes(write(tmp_path / "short.safetensors", MODEL, cut=4))
+    other = tmp_path / "other.safetensors"
+    other.write_bytes(b"\x05\0\0\0\0\0\0\0hello")
+    with pytest.raises(DataError, match="not a safetensors file"):
+        read_shapes(other)
+    with pytest.raises(DataError, match="can't be read"):
+        read_shapes(tmp_path / "absent.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("new", "reason"),
+    [
+        ({"lm_head.weight": (4, 2)}, "lacks embed"),
+        ({**MODEL, "extra": (1,)}, "has unknown extra"),
+        ({**MODEL, "embed": (4, 3)}, r"embed has shape \[4, 3\], not \[4, 2\]"),
+        ({"embed": (4, 2)}, r"lacks lm_head\.weight"),
+    ],
+)
+def test_weights_must_be_exactly_those_of_the_model(new: dict[str, tuple[int, ...]], reason: str):
+    with pytest.raises(DataError, match=reason):
+        check_fits(Path("w"), new, MODEL, tied=False)
+
+
+def test_a_tied_head_may_be_left_out():
+    check_fits(Path("w"), {"embed": (4, 2)}, MODEL, tied=True)
+    check_fits(Path("w"), MODEL, {"embed": (4, 2)}, tied=True)
+
+
+def test_a_missing_model_folder_is_named():
+    with pytest.raises(ConfigError, match="no such folder"):
+        resolve_folder("/nowhere/model")
+
+
+def test_truncated_sampling_is_refused_for_training_unless_accepted():
+    check_sampling(Sampling())
+    for sampling, name in ((Sampling(top_p=0.9), "top_p"), (Sampling(top_k=20), "top_k")):
+        with pytest.raises(ConfigError, match=f"sampling.{name}"):
+            check_sampling(sampling)
+        check_sampling(sampling, allow_truncated=True)
+    with pytest.raises(ConfigError, match="greedy"):
+        check_sampling(Sampling(temperature=0))
+
+
+def test_room_is_bounded_by_max_tokens_and_by_the_model():
+    assert room(10, 0, Sampling(max_tokens=5), 100) == 5
+    assert room(10, 3, Sampling(max_tokens=5), 100) == 2
+    assert room(98, 0, Sampling(max_tokens=5), 100) == 2
+    assert room(90, 10, Sampling(max_tokens=50), 100) == 0
+    with pytest.raises(DataError, match="no room"):
+        room(100, 0, Sampling(max_tokens=5), 100)
+    with pytest.raises(DataError, match="empty"):
+        room(0, 0, Sampling(max_tokens=5), 100)
+
+
+def test_vllm_arguments_are_checked_before_anything_starts():
+    from producers.engines.vllm_boot import checked_args
+
+    known = ["max_num_seqs", "logprobs_mode"]
+    assert checked_args({"max_num_seqs": 4}, known) == {"max_num_seqs": 4}
+    with pytest.raises(ConfigError, match="did you mean max_num_seqs"):
+        checked_args({"max_num_seq": 4}, known)
+    with pytest.raises(ConfigError, match="can't be set"):
+        checked_args({"logprobs_mode": "raw_logprobs"}, known)
+
+
+def test_the_cpu_key_value_cache_is_no_larger_than_the_samples_in_flight_need(tmp_path: Path):
+    from producers.engines.vllm_boot import kv_cache_bytes
+    from tests.tiny import make_tiny_model
+
+    folder = make_tiny_model(tmp_path)
+    small, large = (EngineSettings(str(folder), "float32", 512, n) for n in (64, 100_000))
+    assert 16 * 2**20 <= kv_cache_bytes(folder, small) < 2**26
+    assert kv_cache_bytes(folder, large) == 2**30
