@@ -15,7 +15,12 @@ from schemas.messages import Event, Heartbeat, Task
 
 KEEP_LINES = 10_000
 EVAL_BASE = 1 << 32
-"""Evaluation tasks are numbered version * EVAL_BASE + index."""
+"""Evaluation tasks are numbered (version + 1) * EVAL_BASE + index: never like a training task."""
+
+
+def eval_task_id(version: int, index: int) -> int:
+    """Id of the task of one held-out prompt in the evaluation of ``version``."""
+    return (version + 1) * EVAL_BASE + index
 
 
 @dataclass(frozen=True)

@@ -45,7 +45,8 @@ def root_cause(unrecovered: Iterable[Failure]) -> Failure | None:
 def last_error(log: Path, start: int = 0) -> str:
     """The line of a log that best says why its process ended; looks at what came after byte ``start``.
 
-    An error record of a JSON log, else an exception's line, else a line that speaks of an error, else the last line.
+    An error record of a JSON log, else an exception's line, else a line that speaks of an error, else the
+    last line that is no JSON record: a peaceful record only tells what it did before it was killed.
     """
     try:
         with log.open("rb") as file:
@@ -55,7 +56,7 @@ def last_error(log: Path, start: int = 0) -> str:
     except OSError:
         return ""
     lines = [line.strip() for line in _COLOUR.sub("", text).splitlines() if line.strip()]
-    for find in (_record, _exception, _wording, lambda line: line):
+    for find in (_record, _exception, _wording, _prose):
         for line in reversed(lines):
             found = find(line)
             if found:
@@ -80,6 +81,10 @@ def _exception(line: str) -> str:
     # Exception groups draw a frame of bars around their parts.
     match = _EXCEPTION.match(line.lstrip("| +-"))
     return match.group(0) if match else ""
+
+
+def _prose(line: str) -> str:
+    return "" if line.startswith("{") else line
 
 
 def _wording(line: str) -> str:

@@ -1,16 +1,19 @@
 """The guardian of one service: whatever happens, nothing that the service started outlives it.
 
-Started by deploy/process.py as ``python -I -S guard.py FD PROGRAM ARGUMENTS``, with the standard
-library only, so that it costs milliseconds. FD is one end of a socket to the supervisor:
-the guardian writes ``pid N`` and ``exit CODE`` lines and reads one-letter commands, ``T``
-(ask the service to end) and ``K`` (kill everything now). The end of the socket means that
-the supervisor is gone, however it went: the service is asked to end and soon killed.
+Started by deploy/process.py as ``python -I -S guard.py FD NAME``, with the standard library
+only, so that it costs milliseconds. FD is one end of a socket to the supervisor: the guardian
+reads a line with the service's command (JSON, and not among the arguments, so that whoever
+looks for the service by its command line doesn't find the guardian too), writes ``pid N`` and
+``exit CODE`` lines, and reads one-letter commands, ``T`` (ask the service to end) and ``K``
+(kill everything now). The end of the socket means that the supervisor is gone, however it went:
+the service is asked to end and soon killed.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import json
 import os
 import select
 import signal
@@ -184,10 +187,16 @@ class Guard:
 
 
 def main() -> None:
-    """Entry point: ``guard.py FD PROGRAM ARGUMENTS``."""
+    """Entry point: ``guard.py FD NAME``; the name is for whoever lists processes."""
     control = socket.socket(fileno=int(sys.argv[1]))
     control.set_inheritable(False)
-    code = Guard(control, sys.argv[2:]).run()
+    line = b""
+    while not line.endswith(b"\n"):
+        byte = control.recv(1)
+        if not byte:
+            return
+        line += byte
+    code = Guard(control, json.loads(line)).run()
     os._exit(code if code >= 0 else 128 - code)
 
 

@@ -7,6 +7,7 @@ be killed; and ``sweep``, with which this process then finds the grandchildren.
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -18,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from deploy import guard
+from schemas.errors import InfraError
 
 MARK = "TIDEMILL_SUPERVISOR"
 """Environment variable that tells this supervisor's processes, at any depth, from all others."""
@@ -44,7 +46,7 @@ class Process:
 
     Life cycle::
 
-        process = Process(["sleep", "5"], log=Path("sleep.log"))
+        process = Process(["sleep", "5"], "sleep", log=Path("sleep.log"))
         process.poll()        # None while it runs
         process.terminate()   # SIGTERM to the child alone
         process.kill()        # SIGKILL to it and to everything below it
@@ -54,18 +56,23 @@ class Process:
     def __init__(
         self,
         argv: Sequence[str],
+        name: str,
         log: Path | None = None,
         environment: Mapping[str, str] | None = None,
         folder: Path | None = None,
         mark: str = "",
     ) -> None:
-        """Start at once. Output is appended to ``log``, or shares this process's own when it is None."""
+        """Start at once; InfraError if the system can't.
+
+        Output is appended to ``log``, or shares this process's own when that is None.
+        """
         ours, theirs = socket.socketpair()
         output = None
         try:
             output = log.open("ab", buffering=0) if log else None
+            ours.sendall(json.dumps(list(argv)).encode() + b"\n")
             self._process = subprocess.Popen(
-                [sys.executable, "-I", "-S", guard.__file__, str(theirs.fileno()), *argv],
+                [sys.executable, "-I", "-S", guard.__file__, str(theirs.fileno()), name],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT if output else None,
@@ -74,6 +81,9 @@ class Process:
                 pass_fds=(theirs.fileno(),),
                 start_new_session=True,
             )
+        except OSError as error:
+            ours.close()
+            raise InfraError(f"cannot start {name}: {error.strerror}") from error
         finally:
             theirs.close()
             if output:
@@ -145,36 +155,48 @@ class Process:
         return None
 
 
-def new_mark() -> str:
-    """A value of ``MARK`` that no other supervisor has."""
-    return uuid.uuid4().hex
-
-
 def become_subreaper() -> bool:
     """Let orphans of killed guardians come to this process instead of init; False where the system can't."""
     return guard.prctl(guard.PR_SET_CHILD_SUBREAPER, 1)
 
 
-def sweep(mark: str, known: set[int]) -> list[int]:
-    """Kill and collect children of this process that carry ``mark`` and are not ``known`` guardians.
+class Strays:
+    """What killed guardians left: found among this process's adopted children, killed and collected.
 
-    Those are what a killed guardian left. Returns their process ids; call it again until it is empty.
+    ``mark`` goes into the environment of every process that is started.
     """
-    parent_of = guard.parents()
-    strays = [
-        pid for pid, parent in parent_of.items() if parent == os.getpid() and pid not in known and _marked(pid, mark)
-    ]
-    for stray in strays:
-        guard.kill([stray, *guard.descendants(stray, parent_of)])
+
+    def __init__(self) -> None:
+        self.mark = uuid.uuid4().hex
+        self._sessions: set[int] = set()
+        self._killed: set[int] = set()
+
+    def orphaned(self, process: Process) -> None:
+        """The guardian of this process was killed; its session's processes come here."""
+        self._sessions.add(process.guard_pid)
+
+    def sweep(self, guards: set[int]) -> list[int]:
+        """Kill and collect what there is besides ``guards``; call it again until it returns nothing."""
+        if not self._sessions:
+            return []
+        parent_of = guard.parents()
+        children = [pid for pid, parent in parent_of.items() if parent == os.getpid() and pid not in guards]
+        strays = [pid for pid in children if pid in self._killed or self._is_ours(pid)]
+        for stray in strays:
+            below = guard.descendants(stray, parent_of)
+            guard.kill([stray, *below])
+            self._killed.update((stray, *below))
+            try:
+                os.waitpid(stray, os.WNOHANG)
+            except ChildProcessError:
+                continue
+        return strays
+
+    def _is_ours(self, pid: int) -> bool:
         try:
-            os.waitpid(stray, os.WNOHANG)
-        except ChildProcessError:
-            continue
-    return strays
-
-
-def _marked(pid: int, mark: str) -> bool:
-    try:
-        return f"{MARK}={mark}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-    except OSError:
-        return False
+            # A process that is dead already has no environment any more, but still its session.
+            if os.getsid(pid) in self._sessions:
+                return True
+            return f"{MARK}={self.mark}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        except OSError:
+            return False

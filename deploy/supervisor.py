@@ -20,7 +20,7 @@ from typing import Literal, Self
 
 from deploy.causes import Failure, last_error, root_cause
 from deploy.exits import HOPELESS, OK_EXIT
-from deploy.process import Exit, Process, become_subreaper, new_mark, sweep
+from deploy.process import Exit, Process, Strays, become_subreaper
 from deploy.restarts import Life, State
 from schemas.config import SupervisorConfig
 from schemas.errors import ConfigError, InfraError
@@ -111,7 +111,7 @@ class Supervisor:
         self._on_change = on_change
         self._services: dict[str, _Service] = {}
         self._factories: dict[str, Callable[[int], ServiceSpec]] = {}
-        self._mark = new_mark()
+        self._strays = Strays()
         self._started = 0
         self._interrupts = 0
         self._stopping = False
@@ -207,7 +207,7 @@ class Supervisor:
             if service.life.state is State.WAITING and now >= service.life.due and may_start:
                 self._start(service, now)
         if now < self._sweep_until:
-            sweep(self._mark, self._guards())
+            self._strays.sweep(self._guards())
         if any(s.life.state is State.FINISHED for s in self._services.values()):
             return Outcome("finished")
         if any(s.life.state is State.FAILED and self._is_fatal(s) for s in self._services.values()):
@@ -239,7 +239,7 @@ class Supervisor:
         for service in self._services.values():
             self._kill(service)
         deadline = time.monotonic() + KILL_DEADLINE_S
-        while any(s.process for s in self._services.values()) or sweep(self._mark, self._guards()):
+        while any(s.process for s in self._services.values()) or self._strays.sweep(self._guards()):
             for service in self._services.values():
                 self._collect(service, time.monotonic())
             if time.monotonic() > deadline:
@@ -252,9 +252,10 @@ class Supervisor:
         service.kill_at, service.overdue = None, False
         service.process = Process(
             service.spec.argv,
+            service.spec.name,
             log=None if service.spec.shared_output else service.log,
             environment=service.spec.environment,
-            mark=self._mark,
+            mark=self._strays.mark,
         )
         again = service.life.restarts > 0
         service.life.started(now)
@@ -266,6 +267,7 @@ class Supervisor:
             return
         if service.process and service.process.orphaned:
             # Its children come to this process a moment later.
+            self._strays.orphaned(service.process)
             self._sweep_until = now + SWEEP_S
         service.process = None
         asked = service.life.state is State.STOPPING

@@ -7,7 +7,7 @@ import structlog
 from broker.client import Broker
 from broker.ledger import LedgerState
 from broker.presence import Presence
-from broker.telemetry import EVAL_BASE
+from broker.telemetry import eval_task_id
 from producers.datasets.base import Dataset, Example
 from producers.datasets.build import build_dataset
 from producers.datasets.order import PromptOrder
@@ -81,7 +81,7 @@ class Feeder:
         if not due:
             return
         tasks = [
-            make_task(state.version * EVAL_BASE + index, "eval", self._held_out[index], evaluation.sampling)
+            make_task(eval_task_id(state.version, index), "eval", self._held_out[index], evaluation.sampling)
             for index in range(len(self._held_out))
         ]
         if self._broker.evals.open(state.version, tasks):

@@ -72,7 +72,7 @@ class Partial(msgspec.Struct, frozen=True, kw_only=True):
 class Task(Message, kw_only=True, tag="task"):
     """One prompt group to generate.
 
-    task_id: position in the deterministic prompt order (train), or ``version * 2**32 + index`` (eval).
+    task_id: position in the deterministic prompt order (train), or ``(version + 1) * 2**32 + index`` (eval).
     Exactly one of ``text``, ``messages``, ``token_ids`` is the prompt.
     data: reference answer and metadata, handed to the reward function as keywords.
     """

@@ -59,7 +59,7 @@ end
 
 -- An evaluation counts each sample once.
 local function eval_outcome(task, reward)
-  local version = string.format('%.0f', math.floor(tonumber(task) / 4294967296))
+  local version = string.format('%.0f', math.floor(tonumber(task) / 4294967296) - 1)
   if reward then
     redis.call('HINCRBY', EVALS, version .. ':scored', 1)
     redis.call('HINCRBYFLOAT', EVALS, version .. ':sum', reward)

@@ -7,8 +7,9 @@ from collections.abc import Callable
 import pytest
 
 from broker.client import Broker
+from broker.telemetry import eval_task_id
 from broker.training import Training
-from schemas.codec import Array, encode
+from schemas.codec import Array
 from schemas.errors import FencedError
 from schemas.messages import BatchRecord, GroupRef, Member, Sampling, Score, Span, Task, Trajectory
 
@@ -219,15 +220,18 @@ def test_a_new_trainer_finds_journal_and_entries_and_the_old_one_is_refused(brok
     assert set(entries(broker).values()) == {0}
 
 
-def test_evaluations_count_each_sample_once_and_leave_nothing_behind(broker: Broker) -> None:
+@pytest.mark.parametrize("version", [0, 3])
+def test_evaluations_count_each_sample_once_and_leave_nothing_behind(broker: Broker, version: int) -> None:
     begin(broker)
-    base = 3 << 32
-    tasks = [task(base + i, n=1, kind="eval") for i in range(4)]
-    assert broker.evals.open(3, tasks)
-    assert not broker.evals.open(3, tasks)
+    assert broker.ledger.admit(task(0)).answer == "ok"
+    tasks = [task(eval_task_id(version, i), n=1, kind="eval") for i in range(4)]
+    assert broker.evals.open(version, tasks)
+    assert not broker.evals.open(version, tasks)
     queue = broker.tasks("g")
     for delivery in queue.read(10, 10):
-        assert delivery.version == 3
+        if delivery.message.kind == "train":
+            continue
+        assert delivery.version == version
         queue.publish(delivery.message.task_id, [trajectory(delivery.message.task_id, 0, kind="eval")])
     rewards = broker.trajectories("r")
     items = rewards.read(10, 10)
@@ -236,5 +240,5 @@ def test_evaluations_count_each_sample_once_and_leave_nothing_behind(broker: Bro
     (result,) = broker.evals.results()
     assert (result.n, result.scored, result.failed, result.complete) == (4, 3, 1, True)
     assert result.mean == pytest.approx(1 / 3)
+    broker.ledger.fail(0, "test")
     assert set(entries(broker).values()) == {0}
-    assert encode(tasks[0])

@@ -66,6 +66,20 @@ def marked(token: str) -> list[int]:
     return found
 
 
+def zombies() -> list[int]:
+    """Dead children of this process that nobody has collected."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                state, parent = (entry / "stat").read_bytes().rpartition(b")")[2].split()[:2]
+            except OSError:
+                continue
+            if state == b"Z" and int(parent) == os.getpid():
+                found.append(int(entry.name))
+    return found
+
+
 @pytest.fixture
 def token(tmp_path: Path) -> Iterator[str]:
     """Marks the processes of one test; none may be left at its end."""
@@ -110,6 +124,11 @@ class Rig:
 
     def texts(self, name: str) -> list[str]:
         return [change.text for change in self.changes if change.service == name]
+
+    def pid_soon(self, name: str) -> int:
+        """Its process id, as soon as the guardian has told it."""
+        wait_for("a process id", lambda: all(s.pid is not None for s in self.supervisor.services if s.name == name))
+        return self.pid(name)
 
     def pid(self, name: str) -> int:
         pids = [s.pid for s in self.supervisor.services if s.name == name]
@@ -286,6 +305,16 @@ def test_a_killed_guardian_takes_its_service_along(tmp_path: Path, token: str) -
         os.kill(os.getsid(rig.pid("reward")), signal.SIGKILL)
         rig.run_until("the next life", lambda: rig.log("reward").count("ready") == 2)
         rig.run_until("the end of the former one", lambda: not first & set(marked(token)))
+        rig.run_until("no zombies", lambda: not zombies())
+
+
+def test_a_guardian_does_not_look_like_its_service(tmp_path: Path, token: str) -> None:
+    rig = Rig(tmp_path, token)
+    with rig.supervisor as supervisor:
+        supervisor.add(rig.spec("reward", family()))
+        guardian = Path(f"/proc/{os.getsid(rig.pid_soon('reward'))}/cmdline").read_bytes()
+    assert guardian.rstrip(b"\0").endswith(b"reward")
+    assert b"subprocess" not in guardian
 
 
 SUPERVISE = """

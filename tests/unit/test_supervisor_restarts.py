@@ -160,6 +160,7 @@ TRACE = "Traceback (most recent call last):\n  File 'x.py', line 1, in f\nValueE
             "step failed: ValueError: no such column",
         ),
         (json.dumps({"level": "info", "event": "an error in a word"}) + "\nlast\n", "last"),
+        (json.dumps({"level": "info", "event": "engine started"}) + "\n", ""),
     ],
 )
 def test_the_line_that_says_why(tmp_path: Path, text: str, line: str) -> None:
