@@ -49,7 +49,7 @@ class Ending:
             ("lost, trained twice", f"{_count(s['trajectories_lost'])}, {s['trajectories_trained_twice']}"),
             ("tokens", f"{s['tokens_generated']:,} generated, {s['tokens_trained']:,} trained"),
             ("staleness", f"mean {_figure(s['mean_staleness'], 2)}, max {s['max_staleness']}"),
-            ("log-probability gap", f"{_figure(s['logprob_gap_mean'], 6)} nats"),
+            ("log-probability gap", "-" if s["logprob_gap_mean"] is None else f"{s['logprob_gap_mean']:.1e} nats"),
         )
         for name, value in rows:
             console.print(f"{name:<20} {value}", highlight=False)

@@ -79,7 +79,7 @@ class Checkpoints:
                 "step": step,
                 "version": version,
                 "world": train.ranks.world,
-                "scheduler": train.scheduler.state_dict(),
+                "schedule": train.schedule.done,
                 "extra": extra,
             }
             _write(aside / f"rng-{train.ranks.rank}.json", _rng())
@@ -118,7 +118,7 @@ class Checkpoints:
             model_state_dict=tensors["model"],
             optim_state_dict=tensors["optimizer"],
         )
-        train.scheduler.load_state_dict(state["scheduler"])
+        train.schedule.done = state["schedule"]
         rng = path / f"rng-{train.ranks.rank}.json"
         # More ranks than there were: the new ones keep the random state they started with.
         if rng.exists():

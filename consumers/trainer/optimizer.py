@@ -7,7 +7,6 @@ from collections.abc import Iterable
 
 from torch import nn
 from torch.optim import AdamW
-from torch.optim.lr_scheduler import LambdaLR
 
 from schemas.config.models import OptimizerConfig
 
@@ -43,6 +42,20 @@ def lr_factor(step: int, settings: OptimizerConfig, steps: int) -> float:
     return 1.0
 
 
-def build_scheduler(optimizer: AdamW, settings: OptimizerConfig, steps: int) -> LambdaLR:
-    """Set the learning rate of each of ``steps`` optimizer steps; call ``step()`` after each."""
-    return LambdaLR(optimizer, lambda step: lr_factor(step, settings, steps))
+class Schedule:
+    """Sets the learning rate of each optimizer step. Its whole state is how many steps there were."""
+
+    def __init__(self, optimizer: AdamW, settings: OptimizerConfig, steps: int) -> None:
+        self._optimizer, self._settings, self._steps = optimizer, settings, steps
+        self.done = 0
+
+    def apply(self) -> float:
+        """Set the learning rate of the step that comes now; returns it."""
+        lr = self._settings.lr * lr_factor(self.done, self._settings, self._steps)
+        for group in self._optimizer.param_groups:
+            group["lr"] = lr
+        return lr
+
+    def advance(self) -> None:
+        """A step is over, skipped or not."""
+        self.done += 1

@@ -22,7 +22,7 @@ from consumers.trainer.aggregation import AGGREGATIONS
 from consumers.trainer.batches import Group, MicroBatch, StepBatch, assemble, count, empty_like
 from consumers.trainer.losses import LOSSES, Loss, LossInputs
 from consumers.trainer.metrics import StepMeter, sample_metrics
-from consumers.trainer.optimizer import build_optimizer, build_scheduler
+from consumers.trainer.optimizer import Schedule, build_optimizer
 from consumers.trainer.policy import Policy
 from consumers.trainer.ranks import Ranks
 from schemas.config.models import TidemillConfig, TrainerConfig
@@ -76,7 +76,7 @@ class TrainStep:
         self._loss: Loss = bind("trainer.loss", LOSSES.get(loss.name, base), loss.args)
         self._aggregation = AGGREGATIONS.get(settings.aggregation, base)
         self.optimizer = build_optimizer(self.policy.parameters(), settings.optimizer)
-        self.scheduler = build_scheduler(self.optimizer, settings.optimizer, settings.steps)
+        self.schedule = Schedule(self.optimizer, settings.optimizer, settings.steps)
 
     @classmethod
     def from_config(cls, policy: Policy, config: TidemillConfig, ranks: Ranks | None = None) -> TrainStep:
@@ -113,13 +113,13 @@ class TrainStep:
 
         before_update = time.perf_counter()
         norm = self.ranks.clip_grad_norm(self.policy.parameters(), self.settings.optimizer.max_grad_norm)
-        lr = self.optimizer.param_groups[0]["lr"]
+        lr = self.schedule.apply()
         skipped = not (norm < float("inf") and abs(meter.sums["loss"]) < float("inf"))
         if not skipped:
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         # The schedule follows the run's steps, of which a skipped one is one too.
-        self.scheduler.step()
+        self.schedule.advance()
         ended = time.perf_counter()
         metrics = {
             **sample_metrics(batch),

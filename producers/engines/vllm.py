@@ -19,7 +19,7 @@ from producers.engines.base import Completion, EngineSettings
 from producers.engines.checkpoint import Shapes, check_fits, read_shapes, resolve_folder
 from producers.engines.sampling import room
 from producers.engines.vllm_boot import boot
-from schemas.errors import DataError, InfraError
+from schemas.errors import ConfigError, DataError, InfraError
 from schemas.messages import FinishReason, Sampling, Span
 
 if TYPE_CHECKING:
@@ -68,7 +68,10 @@ class VllmEngine:
 
     def _boot(self) -> None:
         folder = resolve_folder(self._settings.model_path)
-        self._shapes = read_shapes(folder)
+        try:
+            self._shapes = read_shapes(folder)
+        except DataError as error:
+            raise ConfigError(f"model.path {folder}: {error}") from error
         self._llm = boot(folder, self._settings)
         self._tied = bool(getattr(self._llm.model_config.hf_text_config, "tie_word_embeddings", False))
 
@@ -190,7 +193,8 @@ class VllmEngine:
         if abortable:
             self._requests[name] = task
         try:
-            await asyncio.wait({task, self._failure}, return_when=asyncio.FIRST_COMPLETED)
+            ends: set[asyncio.Future[Any]] = {task, self._failure}
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             if not task.done():
                 self._alive()
             return await self._outcome(task)
@@ -244,11 +248,14 @@ def _params(sampling: Sampling, n: int, max_tokens: int) -> SamplingParams:
 
 
 def _completion(output: CompletionOutput) -> Completion:
+    from vllm.logprobs import FlatLogprobs
+
     tokens = list(output.token_ids)
     finish = _FINISH.get(output.finish_reason or "")
     if finish is None:
         raise InfraError(f"vllm ended a completion with {output.finish_reason!r}")
-    logprobs = np.asarray(output.logprobs.logprobs if output.logprobs else [], dtype=np.float32)
+    given = output.logprobs.logprobs if isinstance(output.logprobs, FlatLogprobs) else []
+    logprobs = np.asarray(given, dtype=np.float32)
     spans = [Span(int(span.version), span.start, span.end) for span in output.weight_versions or []]
     if len(logprobs) != len(tokens) or (spans[-1].end if spans else 0) != len(tokens):
         raise InfraError(f"vllm returned {len(tokens)} tokens with {len(logprobs)} log-probabilities, spans {spans}")
