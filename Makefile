@@ -49,7 +49,7 @@ types: $(STAMP) ## Check types
 	$(BIN)/mypy
 
 docs: $(STAMP) ## Build the documentation into site/
-	$(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 clean: ## Remove .venv and everything that was built; runs/ stays
 	rm -rf $(VENV) site dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

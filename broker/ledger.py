@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import redis
+
 from broker.link import BLOCK_MS, Link
 from schemas.codec import encode
 from schemas.messages import Task
@@ -26,7 +28,10 @@ class Admission:
 
 @dataclass(frozen=True)
 class LedgerState:
-    """A consistent look at the ledger. ``dropped`` and ``failed`` count groups by reason."""
+    """A consistent look at the ledger. ``dropped`` and ``failed`` count groups by reason.
+
+    samples_live: published training samples of groups that hold a slot.
+    """
 
     state: str
     paused: bool
@@ -95,15 +100,16 @@ class Ledger:
         """Read everything at one moment."""
         keys = self._link.keys
 
-        def read(client: object) -> list[object]:
-            pipe = self._link.client.pipeline(transaction=True)
+        def read(client: redis.Redis) -> list[Any]:
+            pipe = client.pipeline(transaction=True)
             pipe.hgetall(keys.ctl)
             pipe.hgetall(keys.counts)
-            pipe.zcard(keys.slots)
+            pipe.zrange(keys.slots, 0, -1)
             pipe.hgetall(keys.samples)
             return list(pipe.execute())
 
-        ctl, counts, active, samples = self._link.run("reading the ledger", read)
+        ctl, counts, slots, samples = self._link.run("reading the ledger", read)
+        active = {member.decode() for member in slots}
         control = _text(ctl)
         count = {name: int(value) for name, value in _text(counts).items()}
 
@@ -116,7 +122,7 @@ class Ledger:
             step=number("step"),
             version=number("version"),
             cursor=number("cursor"),
-            active=int(str(active)),
+            active=len(active),
             capacity=number("slots"),
             total=number("total"),
             admitted=count.get("admitted", 0),
@@ -130,7 +136,9 @@ class Ledger:
             tokens_generated=count.get("tokens_generated", 0),
             epoch=number("epochn"),
             started=float(control.get("started", 0)),
-            samples_live=sum(value != "-" for value in _text(samples).values()),
+            samples_live=sum(
+                entry != "-" and sample.partition(":")[0] in active for sample, entry in _text(samples).items()
+            ),
         )
 
 

@@ -29,7 +29,13 @@ MIN_VERSION = (7, 0)
 
 log = structlog.get_logger()
 
-TRANSIENT = (redis.ConnectionError, redis.TimeoutError, redis.exceptions.BusyLoadingError)
+TRANSIENT = (
+    redis.ConnectionError,
+    redis.TimeoutError,
+    redis.exceptions.BusyLoadingError,
+    # maxmemory is reached: wait until the trainer has freed some.
+    redis.exceptions.OutOfMemoryError,
+)
 
 
 def open_client(url: str) -> redis.Redis:

@@ -24,7 +24,10 @@ from schemas.messages import BatchRecord, Score, Trajectory
 
 @dataclass(frozen=True)
 class Outcome:
-    """One sample's outcome as the trainer reads it. trajectory_id is None when the sample failed."""
+    """One sample's outcome as the trainer reads it.
+
+    trajectory_id is None when the sample failed; ``excluded`` when it had been published and its reward failed.
+    """
 
     scored_id: bytes
     task_id: int
@@ -32,6 +35,7 @@ class Outcome:
     group_size: int
     trajectory_id: bytes | None
     score: Score
+    excluded: bool = False
 
 
 @dataclass(frozen=True)
@@ -176,6 +180,7 @@ class Training:
                     group_size=number(fields.get(b"n")),
                     trajectory_id=None if body == b"-" or score.status != "ok" else body,
                     score=score,
+                    excluded=body != b"-" and score.status != "ok",
                 )
             )
         return outcomes

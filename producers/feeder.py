@@ -89,19 +89,24 @@ class Feeder:
         self._evaluated = state.version
 
 
+def make_sampling(settings: SamplingConfig) -> Sampling:
+    """The message for the sampling settings."""
+    return Sampling(
+        temperature=settings.temperature,
+        top_p=settings.top_p,
+        top_k=settings.top_k,
+        max_tokens=settings.max_tokens,
+        stop=list(settings.stop),
+    )
+
+
 def make_task(task_id: int, kind: Kind, example: Example, sampling: SamplingConfig) -> Task:
     """The message for one example."""
     return Task(
         task_id=task_id,
         kind=kind,
         n=sampling.n,
-        sampling=Sampling(
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            max_tokens=sampling.max_tokens,
-            stop=list(sampling.stop),
-        ),
+        sampling=make_sampling(sampling),
         text=example.text,
         messages=example.messages,
         data=example.data,

@@ -13,6 +13,9 @@ import os
 import random
 import re
 import shutil
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -69,11 +72,9 @@ class Checkpoints:
                 aside.mkdir(parents=True)
             train.ranks.wait()
             model, optimizer = get_state_dict(train.policy, train.optimizer)
-            dcp.save(
-                {"model": model, "optimizer": optimizer},
-                checkpoint_id=aside / "tensors",
-                no_dist=train.ranks.world == 1,
-            )
+            tensors = {"model": model, "optimizer": optimizer}
+            with _quiet():
+                dcp.save(tensors, checkpoint_id=aside / "tensors", no_dist=train.ranks.world == 1)
             state = {
                 "format": _FORMAT,
                 "step": step,
@@ -111,7 +112,8 @@ class Checkpoints:
         state = json.loads((path / _STATE).read_text(encoding="utf-8"))
         model, optimizer = get_state_dict(train.policy, train.optimizer)
         tensors = {"model": model, "optimizer": optimizer}
-        dcp.load(tensors, checkpoint_id=path / "tensors", no_dist=train.ranks.world == 1)
+        with _quiet():
+            dcp.load(tensors, checkpoint_id=path / "tensors", no_dist=train.ranks.world == 1)
         set_state_dict(
             train.policy,
             train.optimizer,
@@ -158,6 +160,14 @@ def damage(path: Path) -> str | None:
         if _digest(file) != digest:
             return f"{name} has changed since it was written"
     return None
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without the warning that a single process saves as a single process."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
+        yield
 
 
 def _complete(aside: Path, path: Path) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -17,8 +18,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from transformers import AutoTokenizer
 
 from consumers.trainer.policy import DTYPES, Policy
+from schemas.config import ModelConfig
 from schemas.messages import TensorSpec
 
 _SAFETENSORS = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
@@ -92,3 +95,14 @@ def _header(specs: Sequence[TensorSpec]) -> bytes:
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
+
+
+def copy_tokenizer(model: ModelConfig, folder: Path) -> None:
+    """Put the model's tokenizer beside its new weights. A local one is copied as it is, file by file."""
+    source = Path(model.path)
+    if not source.is_dir():
+        AutoTokenizer.from_pretrained(model.path, trust_remote_code=model.trust_remote_code).save_pretrained(folder)
+        return
+    for file in source.iterdir():
+        if file.suffix in (".json", ".txt", ".jinja", ".model") and not (folder / file.name).exists():
+            shutil.copy2(file, folder / file.name)

@@ -12,12 +12,12 @@ from typing import Any
 
 import structlog
 import torch
-from transformers import AutoTokenizer
 
 from broker.client import Broker
 from broker.presence import Presence
 from broker.training import Takeover
 from consumers.trainer.checkpoints import Checkpoints
+from consumers.trainer.export import copy_tokenizer
 from consumers.trainer.policy import Policy, load_model
 from consumers.trainer.publisher import Publisher
 from consumers.trainer.runlog import RunLog
@@ -142,7 +142,7 @@ class Trainer:
         self._tokens_per_s = result.metrics["tokens"] / seconds
         times = {"time/wait_s": waited_s, "time/publish_s": published - trained, "time/total_s": seconds}
         line = self._line(batch, result) | times
-        self._log.step(batch.record, epoch, line)
+        self._log.step(batch, epoch, line)
         self._broker.metrics.append(line)
 
     def _line(self, batch: Batch, result: StepResult) -> dict[str, Any]:
@@ -202,6 +202,6 @@ class Trainer:
 
     def _save_model(self) -> None:
         """The trained model, ready for transformers and vLLM."""
-        folder, model = self._config.folder / "model", self._config.model
+        folder = self._config.folder / "model"
         self._step.policy.causal_lm.save_pretrained(folder)
-        AutoTokenizer.from_pretrained(model.path, trust_remote_code=model.trust_remote_code).save_pretrained(folder)
+        copy_tokenizer(self._config.model, folder)

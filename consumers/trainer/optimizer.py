@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
+import torch
 from torch import nn
 from torch.optim import AdamW
 
@@ -14,7 +15,7 @@ from schemas.config.models import OptimizerConfig
 def build_optimizer(parameters: Iterable[nn.Parameter], settings: OptimizerConfig) -> AdamW:
     """AdamW over the parameters that want a gradient. Matrices decay, vectors (norms, biases) don't."""
     trained = [p for p in parameters if p.requires_grad]
-    return AdamW(
+    optimizer = AdamW(
         [
             {"params": [p for p in trained if p.ndim >= 2], "weight_decay": settings.weight_decay},
             {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
@@ -24,6 +25,14 @@ def build_optimizer(parameters: Iterable[nn.Parameter], settings: OptimizerConfi
         eps=settings.eps,
         fused=True,
     )
+    # AdamW makes its state at the first step, and saving before that would count as one: so make it now.
+    for parameter in trained:
+        optimizer.state[parameter] = {
+            "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
+            "exp_avg": torch.zeros_like(parameter, memory_format=torch.preserve_format),
+            "exp_avg_sq": torch.zeros_like(parameter, memory_format=torch.preserve_format),
+        }
+    return optimizer
 
 
 def lr_factor(step: int, settings: OptimizerConfig, steps: int) -> float:

@@ -9,7 +9,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from schemas.messages import BatchRecord
+from consumers.trainer.source import Batch
 
 
 class RunLog:
@@ -20,16 +20,18 @@ class RunLog:
         self._metrics = (folder / "metrics.jsonl").open("a", encoding="utf-8")
         self._trained = (folder / "trained.jsonl").open("a", encoding="utf-8")
 
-    def step(self, record: BatchRecord, epoch: str, metrics: dict[str, Any]) -> None:
+    def step(self, batch: Batch, epoch: str, metrics: dict[str, Any]) -> None:
         """Write down one finished step."""
         samples = [
             [group.task_id, member.sample]
-            for group in record.groups
+            for group in batch.record.groups
             for member in group.members
             if member.trajectory_id
         ]
         self._line(self._metrics, metrics)
-        self._line(self._trained, {"step": record.step, "epoch": epoch, "samples": samples})
+        self._line(
+            self._trained, {"step": batch.record.step, "epoch": epoch, "samples": samples, "excluded": batch.excluded}
+        )
 
     def _line(self, file: Any, data: dict[str, Any]) -> None:
         file.write(json.dumps(data) + "\n")

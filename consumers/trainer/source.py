@@ -24,10 +24,11 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True)
 class Batch:
-    """What one step trains on, and its journal record."""
+    """What one step trains on, and its journal record. excluded: published samples of it that have no reward."""
 
     record: BatchRecord
     groups: list[Group]
+    excluded: int
 
 
 class BatchSource:
@@ -71,7 +72,7 @@ class BatchSource:
             self._training.wait()
         record = BatchRecord(step=step, version=version, groups=[_reference(outcomes) for _, outcomes in groups])
         self._training.journal(record)
-        return Batch(record, [group for group, _ in groups])
+        return self._batch(record, [group for group, _ in groups])
 
     def replay(self, record: BatchRecord) -> Batch:
         """The same data as before; InfraError when the broker has lost some of it."""
@@ -86,7 +87,12 @@ class BatchSource:
             self._assembly.take(reference.task_id)
             samples = [(body, score.score.reward) for body, score in zip(bodies, scores, strict=True) if body and score]
             groups.append(Group(reference.task_id, samples))
-        return Batch(record, groups)
+        return self._batch(record, groups)
+
+    def _batch(self, record: BatchRecord, groups: list[Group]) -> Batch:
+        members = [member.scored_id for group in record.groups for member in group.members]
+        excluded = sum(self._claimed[entry].excluded for entry in members if entry in self._claimed)
+        return Batch(record, groups, excluded)
 
     def committed(self, records: Sequence[BatchRecord]) -> None:
         """Forget what a checkpoint covers."""

@@ -74,14 +74,17 @@ class Engine(Protocol):
         """Sample n completions of one prompt.
 
         ``prefix`` holds tokens that were generated before (a sample handed over by another
-        generator); completions hold only what is new. DataError if the prompt is too long.
+        generator) and counts towards ``sampling.max_tokens``; completions hold only what is new, so one
+        that had used all up is empty with finish ``length``. At temperature 0 log-probabilities are those
+        at temperature 1. DataError if the prompt is too long.
         """
         ...
 
     async def load(self, path: Path, version: int) -> None:
         """Replace all weights by the safetensors file at ``path`` while requests in flight are kept.
 
-        After an error the old version is still the one in use, or InfraError says that it is not.
+        Generation goes on by itself afterwards, unless ``pause`` was called before. After an error
+        the old version is still the one in use, or InfraError says that it is not.
         """
         ...
 

@@ -12,6 +12,8 @@ from broker.client import Broker
 from broker.presence import Presence
 from producers.engines.base import Engine, EngineSettings
 from producers.engines.build import make_engine
+from producers.engines.sampling import check_sampling
+from producers.feeder import make_sampling
 from producers.generator.intake import Intake
 from producers.generator.updates import Updates
 from producers.tokenizer import HfTokenizer
@@ -25,6 +27,7 @@ log = structlog.get_logger()
 def run_generator(config: TidemillConfig, name: str) -> None:
     """Generate until the run is finished or the process is asked to end."""
     stop = StopFlag().install()
+    check_sampling(make_sampling(config.sampling), config.generator.allow_truncated)
     broker = Broker.connect(config)
     settings = EngineSettings(
         model_path=config.model.path,

@@ -144,6 +144,9 @@ class GeneratorConfig(Section):
         gt=0,
         description="Largest accepted probe difference, nats; by default 1e-3 in float32, 0.1 in 16-bit types.",
     )
+    allow_truncated: bool = Field(
+        False, description="Train on samples drawn with top_p or top_k, whose log-probabilities are not the policy's."
+    )
     workflow: WorkflowConfig = Field(default_factory=WorkflowConfig)
 
 

@@ -73,7 +73,9 @@ def test_a_policy_learns_with_real_vllm_and_nothing_is_lost(model: Path, tmp_pat
 @pytest.mark.timeout(400)
 def test_any_service_may_be_killed_and_nothing_is_lost_or_trained_twice(model: Path, tmp_path: Path) -> None:
     steps = 40
-    config = configuration(model, tmp_path, steps, engine="scripted", args={"token_s": 0.01}, probe_tolerance=1e3, replicas=2)
+    config = configuration(
+        model, tmp_path, steps, engine="scripted", args={"token_s": 0.01}, probe_tolerance=1e3, replicas=2
+    )
     config["trainer"]["advantage"] = {"keep_zero_variance": True}
     run = Run(tmp_path, config)
     for at, victim in ((6, "generator-0"), (12, "trainer"), (18, "reward-0"), (24, "feeder"), (28, "trainer")):
