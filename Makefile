@@ -35,7 +35,7 @@ $(STAMP): pyproject.toml deploy/install.py
 	@touch $@
 
 demo: $(STAMP) ## A small model learns arithmetic on this machine: an embedded Redis and real vLLM
-	$(BIN)/tidemill up examples/arithmetic/config.yaml $(ARGS)
+	$(BIN)/tidemill up --fresh examples/arithmetic/config.yaml $(ARGS)
 
 test: $(STAMP) ## Run all tests
 	$(BIN)/python -m pytest $(ARGS)

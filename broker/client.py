@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import redis
+
 from broker.keys import GENERATORS, REWARD, TRAINER, Keys
 from broker.ledger import Ledger
 from broker.link import Link, check_server, url_from
@@ -56,6 +58,17 @@ class Broker:
     def training(self) -> Training:
         """The trainer's end."""
         return Training(self.link, self._config.max_message_bytes)
+
+    def purge(self) -> int:
+        """Delete every key of the run; returns how many there were."""
+
+        def delete(client: redis.Redis) -> int:
+            keys = list(client.scan_iter(match=f"{self.link.keys.base}:*", count=1000))
+            for start in range(0, len(keys), 1000):
+                client.unlink(*keys[start : start + 1000])
+            return len(keys)
+
+        return self.link.run("deleting the run", delete)
 
     def lags(self) -> dict[str, int]:
         """Entries waiting to be read or being worked on, by stream."""

@@ -60,11 +60,17 @@ class _Worker:
                 return self._take(fresh)
         return self._take(self._fetch(">", count, block_ms))
 
-    def _fetch(self, position: str, count: int, block_ms: int | None) -> list[tuple[str, Entry]]:
+    def _fetch(
+        self, position: str, count: int, block_ms: int | None, streams: list[str] | None = None
+    ) -> list[tuple[str, Entry]]:
         reply: Any = self._link.run(
             f"reading {self._group}",
             lambda client: client.xreadgroup(
-                self._group, self._consumer, dict.fromkeys(self._streams, position), count=count, block=block_ms
+                self._group,
+                self._consumer,
+                dict.fromkeys(streams or self._streams, position),
+                count=count,
+                block=block_ms,
             ),
         )
         pairs = reply.items() if isinstance(reply, dict) else reply or []
@@ -136,6 +142,11 @@ class TaskQueue(_Worker):
     def read(self, count: int, block_ms: int = BLOCK_MS) -> list[Delivery[Task]]:
         """Up to ``count`` tasks of each kind; empty after ``block_ms`` without any."""
         return self._decode([(stream, entry, 1) for stream, entry in self._read(count, block_ms)])
+
+    def read_evaluations(self, count: int) -> list[Delivery[Task]]:
+        """Up to ``count`` evaluation tasks, without waiting."""
+        entries = self._take(self._fetch(">", count, None, [self._link.keys.eval_tasks]))
+        return self._decode([(stream, entry, 1) for stream, entry in entries])
 
     def claim_stale(self, lease_s: float, count: int) -> list[Delivery[Task]]:
         """Tasks of generators that were silent for longer than the lease."""

@@ -52,12 +52,16 @@ def options(
 
 
 @app.command()
-def up(config: ConfigFile, overrides: Overrides = None) -> None:
-    """Run everything on this machine until the training is done."""
+def up(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Delete what an earlier run left, and start anew.")] = False,
+) -> None:
+    """Run everything on this machine until the training is done; goes on with a run that was stopped."""
     loaded = _load(config, overrides)
     from deploy.up import run_up
 
-    raise typer.Exit(run_up(loaded, config, overrides or []))
+    raise typer.Exit(run_up(loaded, config, overrides or [], fresh))
 
 
 @app.command()

@@ -140,7 +140,7 @@ def check_disks(folder: Path) -> list[Finding]:
     ]
     shared = Path("/dev/shm")
     if shared.is_dir():
-        advice = "weights travel through it: give it more (docker: --shm-size), or set trainer.publish.folder"
+        advice = "vLLM and PyTorch share memory through it: give it more (docker: --shm-size)"
         findings.append(_room("shared memory", shared, 0.5, advice))
     return findings
 

@@ -7,7 +7,9 @@ live view until the trainer is done; then the services stop, the broker last, an
 from __future__ import annotations
 
 import fcntl
+import json
 import os
+import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -28,6 +30,7 @@ from deploy.logs import configure_logging
 from deploy.restarts import State
 from deploy.snapshot import Notice, Replica, RunSnapshot, empty
 from deploy.supervisor import Change, Outcome, ServiceSpec, Supervisor
+from deploy.warm_start import is_current
 from deploy.watch import Watcher
 from schemas.config import TidemillConfig
 from schemas.errors import ConfigError, InfraError
@@ -36,14 +39,26 @@ BROKER_DEADLINE_S = 30.0
 STOP_ORDER = {"feeder": 0, "generator": 1, "reward": 2, "trainer": 3, "broker": 9}
 EXIT_CODES = {"finished": OK_EXIT, "failed": ERROR_EXIT, "stopped": INTERRUPTED_EXIT}
 SHOW_EVERY_S = 0.25
+LOCK = "up.lock"
 
 
-def run_up(config: TidemillConfig, file: Path, overrides: Sequence[str]) -> int:
-    """Run until the training is done, has failed, or is interrupted; returns the exit code."""
+def run_up(config: TidemillConfig, file: Path, overrides: Sequence[str], fresh: bool = False) -> int:
+    """Run until the training is done, has failed, or is interrupted; returns the exit code.
+
+    fresh: first delete the files of an earlier run of this name, and what it left in the broker.
+    """
     folder = config.folder
     (folder / "logs").mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
         stack.enter_context(_sole_user(folder))
+        if fresh:
+            _forget(config)
+        elif (folder / "summary.json").is_file() and _finished(folder):
+            raise ConfigError(
+                f"run {config.run.name!r} in {folder} is finished: add --fresh to delete it and start anew,"
+                " or give another run.name"
+            )
+        (folder / "logs").mkdir(exist_ok=True)
         # The view has the terminal; what this process logs goes to a file beside those of the services.
         own_log = stack.enter_context((folder / "logs" / "up.log").open("a", encoding="utf-8"))
         configure_logging(config, "up", "up", own_log)
@@ -97,7 +112,8 @@ class _Run:
 
     def warm_start(self) -> Outcome | None:
         """Make the model first, in a process of its own; an outcome only when that ended the run."""
-        if self.config.warm_start is None:
+        settings = self.config.warm_start
+        if settings is None or is_current(self.config, settings):
             return None
         once = self.config.supervisor.model_copy(update={"max_restarts": 0})
         with self._phase("warm_start"), Supervisor(once, self.config.folder / "logs") as supervisor:
@@ -208,7 +224,7 @@ class _Run:
 @contextmanager
 def _sole_user(folder: Path) -> Iterator[None]:
     """Only one ``tidemill up`` may use a run's folder; the lock goes with the process, however it ends."""
-    with (folder / "up.lock").open("a+", encoding="utf-8") as lock:
+    with (folder / LOCK).open("a+", encoding="utf-8") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -216,3 +232,22 @@ def _sole_user(folder: Path) -> Iterator[None]:
                 f"another `tidemill up` uses the folder {folder}: stop it, or give this run another run.name"
             ) from None
         yield
+
+
+def _finished(folder: Path) -> bool:
+    try:
+        summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+    except ValueError:
+        return False
+    return bool(summary.get("exit_reason") == "finished")
+
+
+def _forget(config: TidemillConfig) -> None:
+    """Delete the run's files, except the lock that is held, and its keys in a broker that outlives it."""
+    for path in config.folder.iterdir():
+        if path.is_dir():
+            shutil.rmtree(path)
+        elif path.name != LOCK:
+            path.unlink()
+    if url_from(config.broker.url) is not None:
+        Broker.connect(config).purge()

@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
-from consumers.trainer.sft import DETAILS, Pair, SftProgress, settings_digest, train_sft
+from consumers.trainer.provenance import DETAILS, settings_digest
 from deploy.logs import configure_logging
 from producers.datasets.build import build_dataset
 from schemas.config import DatasetConfig, TidemillConfig, WarmStartConfig
@@ -21,6 +21,8 @@ from schemas.plugins import load
 
 def make_model(config: TidemillConfig, settings: WarmStartConfig) -> None:
     """Train the model of ``warm_start`` into model.path, unless it is there already; ConfigError says why not."""
+    from consumers.trainer.sft import SftProgress, train_sft
+
     configure_logging(config, "sft", "sft")
     folder = Path(config.model.path)
     if is_current(config, settings):
@@ -64,10 +66,10 @@ def is_current(config: TidemillConfig, settings: WarmStartConfig) -> bool:
     return (folder / "config.json").is_file() and details.get("settings") == digest
 
 
-def pairs(dataset: DatasetConfig, base: Path) -> list[Pair]:
+def pairs(dataset: DatasetConfig, base: Path) -> list[tuple[str, str]]:
     """Prompt and answer of every example; ConfigError when an example has no plain prompt or no answer."""
     examples = build_dataset(dataset, base)
-    found: list[Pair] = []
+    found: list[tuple[str, str]] = []
     for index in range(len(examples)):
         example = examples[index]
         answer = example.data.get("answer")

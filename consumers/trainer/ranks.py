@@ -12,9 +12,9 @@ from typing import cast
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState
-from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from consumers.trainer.aggregation import Totals
@@ -37,9 +37,18 @@ class Ranks:
 
     def prepare(self, policy: Policy) -> Policy:
         """Move the policy to its device, sharded layer by layer when there are several ranks."""
-        if self.world > 1:
-            self._use_fsdp2(policy)
-        return cast(Policy, self.accelerator.prepare(policy))
+        if self.world == 1:
+            return cast(Policy, self.accelerator.prepare(policy))
+        # PyTorch's own call and not accelerate's: that takes the optimizer too, and on the CPU it picks
+        # plain data parallelism whatever plugin it is given.
+        policy = policy.to(self.accelerator.device)
+        mesh = init_device_mesh(self.accelerator.device.type, (self.world,))
+        layers = set(policy.causal_lm._no_split_modules or ())
+        for module in policy.modules():
+            if type(module).__name__ in layers:
+                fully_shard(module, mesh=mesh)
+        fully_shard(policy, mesh=mesh)
+        return policy
 
     def wait(self) -> None:
         """Return when every rank has come here."""
@@ -51,10 +60,8 @@ class Ranks:
 
     def clip_grad_norm(self, parameters: Iterable[nn.Parameter], limit: float) -> float:
         """Scale all gradients so that their global norm is at most ``limit``; returns the norm before."""
-        norm = self.accelerator.clip_grad_norm_(list(parameters), limit)
-        if isinstance(norm, DTensor):
-            norm = norm.full_tensor()
-        return float(norm) if norm is not None else 0.0
+        norm = torch.nn.utils.clip_grad_norm_(list(parameters), limit)
+        return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
     def add(self, values: Sequence[float]) -> list[float]:
         """Element-wise sum over ranks."""
@@ -75,13 +82,3 @@ class Ranks:
         packed = torch.tensor(values, dtype=torch.float64, device=self.accelerator.device)
         dist.all_reduce(packed, operation)
         return [float(v) for v in packed.tolist()]
-
-    def _use_fsdp2(self, policy: Policy) -> None:
-        # On the CPU accelerate picks plain data parallelism even when given an FSDP plugin, and the
-        # transformer layers are known only here: so the plugin is set after the fact, before prepare.
-        layers = sorted(set(policy.causal_lm._no_split_modules or ()))
-        plugin = FullyShardedDataParallelPlugin(
-            fsdp_version=2, auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap=layers
-        )
-        AcceleratorState._shared_state["distributed_type"] = DistributedType.FSDP
-        AcceleratorState._shared_state["fsdp_plugin"] = plugin

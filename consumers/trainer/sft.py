@@ -6,7 +6,6 @@ model. Only completion tokens and the end of sequence are learned. The result ap
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shutil
@@ -24,6 +23,7 @@ from transformers import AutoTokenizer, PreTrainedModel
 
 from consumers.trainer.greedy import greedy
 from consumers.trainer.policy import load_model
+from consumers.trainer.provenance import DETAILS, settings_digest
 from schemas.config.models import WarmStartConfig
 from schemas.errors import ConfigError, DataError
 
@@ -32,7 +32,6 @@ Source: TypeAlias = str | Path | Callable[[Path, int], None]
 WARMUP_STEPS = 20
 FINISH_FACTOR = 0.1
 """Share of the learning rate that is left when the accuracy is about to reach its mark."""
-DETAILS = "sft.json"
 
 
 @dataclass(frozen=True)
@@ -104,12 +103,6 @@ def train_sft(
     finally:
         shutil.rmtree(aside, ignore_errors=True)
     return result
-
-
-def settings_digest(settings: WarmStartConfig, seed: int, dtype: str) -> str:
-    """Hex digest of everything that decides the outcome; the one in sft.json tells whether a model is up to date."""
-    text = json.dumps([settings.model_dump(mode="json"), seed, dtype], sort_keys=True)
-    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 class _Trainer:

@@ -35,11 +35,11 @@ def build(folder: Path, seed: int) -> None:
     tokenizer = build_tokenizer()
     config = Qwen2Config(
         vocab_size=len(tokenizer),
-        hidden_size=128,
-        intermediate_size=256,
+        hidden_size=192,
+        intermediate_size=384,
         num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=4,
+        num_attention_heads=6,
+        num_key_value_heads=6,
         max_position_embeddings=64,
         # Three times the usual scale: a model this narrow starts to learn in a third of the steps.
         initializer_range=0.06,

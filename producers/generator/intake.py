@@ -68,6 +68,11 @@ class Intake:
                     deliveries = await asyncio.to_thread(self._queue.claim_stale, lease_s, count)
                     next_claim = time.monotonic() + lease_s / 2
                 if not deliveries:
+                    deliveries = await asyncio.to_thread(self._queue.read_evaluations, free)
+                    # One that asks for newer weights than these must not keep them out.
+                    running = any(item.version <= self._updates.version for item in deliveries)
+                    await self._updates.expect_evaluations(running)
+                if not deliveries:
                     deliveries = await asyncio.to_thread(self._queue.read, count)
                 for delivery in deliveries:
                     self.in_flight += delivery.message.n

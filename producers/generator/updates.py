@@ -41,6 +41,7 @@ class Updates:
         self._verified = False
         self._closed = False
         self._evaluating = 0
+        self._more_evaluations = False
         self.version = -1
         self.last_load_s = 0.0
 
@@ -68,6 +69,13 @@ class Updates:
             self._evaluating += change
             self._changed.notify_all()
 
+    async def expect_evaluations(self, more: bool) -> None:
+        """Whether the queue may hold more tasks of the evaluation that is in progress."""
+        if more != self._more_evaluations:
+            async with self._changed:
+                self._more_evaluations = more
+                self._changed.notify_all()
+
     async def _update(self, manifest: Manifest) -> None:
         try:
             path = await asyncio.to_thread(self._broker.weights.fetch, manifest, self._folder)
@@ -78,7 +86,8 @@ class Updates:
                 return
             await self._alarm(f"weights version {manifest.version} cannot be fetched: {error}")
             raise
-        await self._wait_for_evaluations()
+        if self._verified:
+            await self._wait_for_evaluations()
         async with self._changed:
             self._verified = False
         started = time.monotonic()
@@ -99,7 +108,7 @@ class Updates:
     async def _wait_for_evaluations(self) -> None:
         try:
             async with asyncio.timeout(EVAL_DEADLINE_S), self._changed:
-                await self._changed.wait_for(lambda: self._evaluating == 0)
+                await self._changed.wait_for(lambda: not self._evaluating and not self._more_evaluations)
         except TimeoutError:
             log.warning("an evaluation takes long; new weights are loaded under it", waited_s=EVAL_DEADLINE_S)
 

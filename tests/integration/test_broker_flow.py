@@ -242,3 +242,13 @@ def test_evaluations_count_each_sample_once_and_leave_nothing_behind(broker: Bro
     assert result.mean == pytest.approx(1 / 3)
     broker.ledger.fail(0, "test")
     assert set(entries(broker).values()) == {0}
+
+
+def test_purging_a_run_leaves_the_others_alone(make_broker: Callable[..., Broker]) -> None:
+    gone, kept = make_broker("gone"), make_broker("gone-not")
+    for broker in (gone, kept):
+        begin(broker)
+        broker.ledger.admit(task(0))
+    assert gone.purge() > 0
+    assert gone.purge() == 0
+    assert kept.ledger.state().active == 1

@@ -12,7 +12,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from consumers.trainer.greedy import greedy
 from consumers.trainer.policy import load_model
-from consumers.trainer.sft import SftProgress, settings_digest, train_sft
+from consumers.trainer.provenance import settings_digest
+from consumers.trainer.sft import SftProgress, train_sft
 from schemas.config.models import WarmStartConfig
 from schemas.errors import ConfigError
 
