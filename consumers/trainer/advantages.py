@@ -41,7 +41,7 @@ def raw(rewards: Floats, groups: Groups) -> Floats:
 def centered(rewards: Floats, groups: Groups) -> Floats:
     """A = R - mean of the group (Dr. GRPO, arXiv:2503.20783)."""
     mean, _ = _group_mean(rewards, groups)
-    return rewards - mean
+    return np.asarray(rewards - mean)
 
 
 def grpo(rewards: Floats, groups: Groups, eps: float = 1e-6) -> Floats:
@@ -50,7 +50,7 @@ def grpo(rewards: Floats, groups: Groups, eps: float = 1e-6) -> Floats:
     deviation = rewards - mean
     square_sum = _group_sum(deviation**2, groups)
     std = np.sqrt(square_sum / np.maximum(size - 1, 1))
-    return deviation / (std + eps)
+    return np.asarray(deviation / (std + eps))
 
 
 def rloo(rewards: Floats, groups: Groups) -> Floats:
@@ -79,7 +79,7 @@ def max_rl(rewards: Floats, groups: Groups) -> Floats:
 def _group_sum(values: Floats, groups: Groups) -> Floats:
     """Sum over each sample's group, given back at every sample [S]."""
     _, index = np.unique(groups, return_inverse=True)
-    return np.bincount(index, weights=values)[index] if values.size else np.zeros(0)
+    return np.bincount(index, weights=values)[index].astype(np.float64) if values.size else np.zeros(0)
 
 
 def _group_mean(rewards: Floats, groups: Groups) -> tuple[Floats, Floats]:

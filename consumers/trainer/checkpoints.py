@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from consumers.trainer.step import TrainStep
@@ -74,7 +74,7 @@ class Checkpoints:
             model, optimizer = get_state_dict(train.policy, train.optimizer)
             tensors = {"model": model, "optimizer": optimizer}
             with _quiet():
-                dcp.save(tensors, checkpoint_id=aside / "tensors", no_dist=train.ranks.world == 1)
+                state_dict_saver.save(tensors, checkpoint_id=aside / "tensors", no_dist=train.ranks.world == 1)
             state = {
                 "format": _FORMAT,
                 "step": step,
@@ -96,7 +96,7 @@ class Checkpoints:
 
     def newest(self) -> Newest:
         """The newest checkpoint whose files are all as they were written; damaged ones are named with the reason."""
-        refused = []
+        refused: list[str] = []
         for path in self._all():
             problem = damage(path)
             if problem is None:
@@ -111,9 +111,9 @@ class Checkpoints:
             raise InfraError(f"checkpoint {path} is damaged: {problem}")
         state = json.loads((path / _STATE).read_text(encoding="utf-8"))
         model, optimizer = get_state_dict(train.policy, train.optimizer)
-        tensors = {"model": model, "optimizer": optimizer}
+        tensors: dict[str, Any] = {"model": model, "optimizer": optimizer}
         with _quiet():
-            dcp.load(tensors, checkpoint_id=path / "tensors", no_dist=train.ranks.world == 1)
+            state_dict_loader.load(tensors, checkpoint_id=path / "tensors", no_dist=train.ranks.world == 1)
         set_state_dict(
             train.policy,
             train.optimizer,

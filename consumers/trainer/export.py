@@ -45,7 +45,7 @@ def write_weights(policy: Policy, path: Path, dtype: str, *, main: bool = True) 
             with aside.open("wb") as file:
                 file.write(_header(specs))
                 for _, tensor in _weights(policy):
-                    file.write(memoryview(_bytes(tensor, DTYPES[dtype])))
+                    file.write(_bytes(tensor, DTYPES[dtype]))
             aside.rename(path)
         else:
             for _, tensor in _weights(policy):
@@ -77,11 +77,10 @@ def _whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def _bytes(tensor: Tensor, dtype: torch.dtype) -> npt.NDArray[np.uint8]:
+def _bytes(tensor: Tensor, dtype: torch.dtype) -> memoryview:
     """Little-endian bytes of the whole tensor in ``dtype``."""
     flat = _whole(tensor).to(device="cpu", dtype=dtype).contiguous().reshape(-1)
-    array: npt.NDArray[np.uint8] = flat.view(torch.uint8).numpy()
-    return array
+    return memoryview(flat.view(torch.uint8).numpy())
 
 
 def _header(specs: Sequence[TensorSpec]) -> bytes:

@@ -20,6 +20,7 @@ from consumers.trainer.policy import TokenScores
 
 FRACTIONS = {"clipped": "clip_fraction", "masked": "masked_fraction"}
 """Metrics of a loss that get a name of their own; others are called ``loss_NAME``."""
+_BASE_SUMS = ("loss", "tokens", "entropy", "ratio", "ratio_square", "kl", "gap", "gap_tokens")
 
 
 @dataclass
@@ -94,9 +95,6 @@ class StepMeter:
                 name = key.removeprefix("metric_")
                 figures[FRACTIONS.get(name, f"loss_{name}")] = value / tokens
         return figures
-
-
-_BASE_SUMS = ("loss", "tokens", "entropy", "ratio", "ratio_square", "kl", "gap", "gap_tokens")
 
 
 def sample_metrics(batch: StepBatch) -> dict[str, float]:

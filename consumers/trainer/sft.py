@@ -143,7 +143,8 @@ class _Trainer:
             if accuracy >= mark or step >= settings.max_steps:
                 break
             # Accuracy can jump by tenths within a few steps: look often when it is near.
-            next_look = step + max(1, settings.eval_every // (4 if accuracy >= mark / 3 else 1))
+            closeness = 10 if accuracy >= mark / 2 else 4 if accuracy >= mark / 4 else 1
+            next_look = step + max(1, settings.eval_every // closeness)
         seconds = time.perf_counter() - started
         digest = settings_digest(settings, self.seed, str(self.model.dtype).removeprefix("torch."))
         return SftResult(accuracy, step, round(seconds, 2), accuracy >= mark, digest)

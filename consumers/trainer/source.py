@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -39,11 +40,13 @@ class BatchSource:
         self._training = training
         self._assembly = Assembly(config.flow.window)
         self._claimed: dict[bytes, Outcome] = {}
+        self._ended: Counter[str] = Counter()
 
     def next(self, step: int, version: int, stop: StopFlag) -> Batch | None:
         """The batch of ``step``, for weights ``version``; None when asked to stop. InfraError after the deadline."""
         groups: list[tuple[Group, list[Outcome]]] = []
         taken: set[int] = set()
+        self._ended.clear()
         deadline = time.monotonic() + self._config.trainer.batch_timeout_s
         while len(groups) < self._config.trainer.batch_groups:
             self._claim()
@@ -67,7 +70,7 @@ class BatchSource:
                 raise InfraError(
                     f"step {step} waited {self._config.trainer.batch_timeout_s:.0f} s for"
                     f" {self._config.trainer.batch_groups} prompt groups and has {len(groups)}:"
-                    f" {self._assembly.missing(active)}"
+                    f" {self._assembly.missing(active)}{self._ends()}"
                 )
             self._training.wait()
         record = BatchRecord(step=step, version=version, groups=[_reference(outcomes) for _, outcomes in groups])
@@ -140,7 +143,14 @@ class BatchSource:
             return self._end(task_id, outcomes, "stale")
         return Group(task_id, samples), outcomes
 
+    def _ends(self) -> str:
+        """Groups that were given up since the last step, for people."""
+        if not self._ended:
+            return ""
+        return "; given up meanwhile: " + ", ".join(f"{count} {reason}" for reason, count in self._ended.items())
+
     def _end(self, task_id: int, outcomes: Sequence[Outcome], reason: str, how: str = "dropped") -> None:
+        self._ended[reason] += 1
         self._training.drop(task_id, reason, [outcome.scored_id for outcome in outcomes], how)
         for outcome in outcomes:
             self._claimed.pop(outcome.scored_id, None)
