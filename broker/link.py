@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib import resources
 from typing import Any, TypeVar
 
@@ -117,6 +117,23 @@ class Link:
     def script(self, name: str, *args: str | bytes | int | float) -> Any:
         """Run one of lua/*.lua on the run's keys, retried like any operation."""
         return self.run(name, self._evaluate, name, args)
+
+    def scripts(self, name: str, calls: Sequence[Sequence[str | bytes | int | float]]) -> list[Any]:
+        """Run one script several times in one round trip; each call is as atomic as alone."""
+        return self.run(name, self._evaluate_all, name, calls)
+
+    def _evaluate_all(self, client: redis.Redis, name: str, calls: Sequence[Sequence[Any]]) -> list[Any]:
+        keys = self.keys.scripted
+        for load in (False, True):
+            sha = self._load(client, name) if load else self._scripts.get(name) or self._load(client, name)
+            pipe = client.pipeline(transaction=False)
+            for args in calls:
+                pipe.evalsha(sha, len(keys), *keys, *args)
+            try:
+                return list(pipe.execute())
+            except redis.exceptions.NoScriptError:
+                continue
+        raise InfraError(f"the broker at {mask(self.url)} forgets the script {name} as soon as it is loaded")
 
     def _evaluate(self, client: redis.Redis, name: str, args: tuple[Any, ...]) -> Any:
         sha = self._scripts.get(name) or self._load(client, name)

@@ -24,12 +24,16 @@ Entry = tuple[bytes, dict[bytes, bytes]]
 
 @dataclass(frozen=True)
 class Delivery(Generic[M]):
-    """One entry handed to one worker. ``version``: the least weight version to work with (tasks)."""
+    """One entry handed to one worker.
+
+    version: the least weight version to work with (tasks). again: another worker may have done a part.
+    """
 
     entry_id: bytes
     stream: str
     message: M
     version: int = 0
+    again: bool = False
 
 
 class _Worker:
@@ -162,11 +166,18 @@ class TaskQueue(_Worker):
 
     def publish(self, task_id: int, trajectories: Sequence[Trajectory]) -> list[str]:
         """Hand over finished samples of one task; ok, dup or closed for each. With the last, the task is done."""
-        args: list[int | bytes] = [task_id]
-        for trajectory in trajectories:
-            generated = int(trajectory.loss_mask.numpy().sum())
-            args += [trajectory.sample, generated, encode(trajectory, self._max_bytes)]
-        return [answer.decode() for answer in self._link.script("publish", *args)]
+        return self.publish_all([(task_id, trajectories)])[0]
+
+    def publish_all(self, results: Sequence[tuple[int, Sequence[Trajectory]]]) -> list[list[str]]:
+        """``publish`` for several tasks in one round trip."""
+        calls: list[list[int | bytes]] = []
+        for task_id, trajectories in results:
+            args: list[int | bytes] = [task_id]
+            for trajectory in trajectories:
+                generated = int(trajectory.loss_mask.numpy().sum())
+                args += [trajectory.sample, generated, encode(trajectory, self._max_bytes)]
+            calls.append(args)
+        return [[word.decode() for word in answer] for answer in self._link.scripts("publish", calls)]
 
     def fail_sample(self, task_id: int, sample: int, reason: str, payload: bytes = b"") -> None:
         """A sample that can't be made: dead letter, and its group goes on without it."""
@@ -199,7 +210,8 @@ class TaskQueue(_Worker):
             except BadMessage as error:
                 self._dead_task(stream, entry_id, fields, times, str(error))
                 continue
-            deliveries.append(Delivery(entry_id, stream, task, int(fields.get(b"v", b"0"))))
+            again = times > 1 or bool(task.partials)
+            deliveries.append(Delivery(entry_id, stream, task, int(fields.get(b"v", b"0")), again))
         return deliveries
 
     def _dead_task(self, stream: str, entry_id: bytes, fields: dict[bytes, bytes], times: int, reason: str) -> None:

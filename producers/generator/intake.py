@@ -15,7 +15,7 @@ from producers.generator.updates import Updates
 from producers.workflows.base import Sample, Tokenizer, Workflow
 from schemas.codec import Array
 from schemas.config import TidemillConfig
-from schemas.errors import DataError
+from schemas.errors import DataError, TidemillError
 from schemas.lifecycle import StopFlag
 from schemas.messages import Partial, Span, Task, Trajectory
 
@@ -44,7 +44,8 @@ class Intake:
         self._updates = updates
         self._queue = broker.tasks(name)
         self._room = asyncio.Condition()
-        self._stopping = False
+        self._finished: list[tuple[int, list[Trajectory], asyncio.Future[None]]] = []
+        self._publishing = False
         self.in_flight = 0
         self.tokens = 0
 
@@ -77,7 +78,6 @@ class Intake:
                 for delivery in deliveries:
                     self.in_flight += delivery.message.n
                     group.create_task(self._work(delivery))
-            self._stopping = True
             await self._engine.abort_all()
 
     async def _updates_ready(self, stop: StopFlag) -> None:
@@ -122,7 +122,9 @@ class Intake:
 
     async def _generate(self, delivery: Delivery[Task]) -> None:
         task = delivery.message
-        missing = await asyncio.to_thread(self._queue.missing, task)
+        missing: Sequence[int] = range(task.n)
+        if delivery.again:
+            missing = await asyncio.to_thread(self._queue.missing, task)
         aborted: list[Sample] = []
         ready: list[Trajectory] = []
         started = time.monotonic()
@@ -139,7 +141,7 @@ class Intake:
             # Weights that came in under these samples must have passed their probe before they leave.
             newest = max((span.version for item in ready for span in item.spans), default=0)
             if await self._updates.at_least(newest):
-                await asyncio.to_thread(self._queue.publish, task.task_id, ready)
+                await self._publish(task.task_id, ready)
         if aborted:
             partial = Task(
                 task_id=task.task_id,
@@ -153,6 +155,30 @@ class Intake:
                 partials=[partial_of(sample) for sample in aborted],
             )
             await asyncio.to_thread(self._queue.hand_back, delivery, partial)
+
+    async def _publish(self, task_id: int, ready: list[Trajectory]) -> None:
+        """Hand samples over, together with whatever else is finished by then; returns when the broker has them."""
+        done = asyncio.get_running_loop().create_future()
+        self._finished.append((task_id, ready, done))
+        if not self._publishing:
+            self._publishing = True
+            try:
+                await self._publish_finished()
+            finally:
+                self._publishing = False
+        await done
+
+    async def _publish_finished(self) -> None:
+        while self._finished:
+            batch, self._finished = self._finished, []
+            try:
+                await asyncio.to_thread(self._queue.publish_all, [(task_id, ready) for task_id, ready, _ in batch])
+            except TidemillError as error:
+                for _, _, done in batch:
+                    done.set_exception(error)
+            else:
+                for _, _, done in batch:
+                    done.set_result(None)
 
     async def _fail(self, task: Task, missing: Sequence[int], ready: list[Trajectory], reason: str) -> None:
         """A prompt that can't be generated for: each sample that is not there becomes a dead letter."""

@@ -7,7 +7,7 @@ import statistics
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from consumers.trainer.advantages import ADVANTAGES, has_signal
@@ -51,6 +51,7 @@ def test_formula_on_groups_of_three_one_and_four(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ADVANTAGES.names)
+@settings(deadline=None)
 @given(data=st.lists(st.tuples(st.integers(0, 4), st.floats(0, 5, width=16)), min_size=1, max_size=30))
 def test_formula_on_any_grouping_in_any_order(name: str, data: list[tuple[int, float]]) -> None:
     groups, rewards = [g for g, _ in data], [r for _, r in data]
@@ -76,6 +77,7 @@ def test_partial_group_stays_in_proportion(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["centered", "grpo", "rloo", "lite_ppo", "max_rl"])
+@settings(deadline=None)
 @given(order=st.permutations(range(8)))
 def test_order_of_samples_does_not_matter(name: str, order: list[int]) -> None:
     rewards, groups = RAGGED

@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from trajectories import groups_of, trajectory
 
@@ -57,6 +57,7 @@ def test_everything_per_token_is_about_the_same_token() -> None:
     assert batch.weights[row].tolist() == pytest.approx([0.0, 1 / 3, 1 / 3])
 
 
+@settings(deadline=None)
 @given(sizes=st.lists(st.integers(1, 5), min_size=1, max_size=6), seed=st.integers(0, 99), budget=st.integers(8, 200))
 def test_every_sample_is_in_one_micro_batch_within_the_budget(sizes: list[int], seed: int, budget: int) -> None:
     groups = groups_of(sizes, seed)
