@@ -9,23 +9,23 @@ import sys
 from pathlib import Path
 
 import pytest
+import ranks_script
 from tiny import make_tiny_model
 
 pytestmark = pytest.mark.integration
-
-SCRIPT = Path(__file__).parent / "ranks_script.py"
 
 
 def launch(folder: Path, model: Path, world: int, *arguments: str) -> dict[str, object]:
     """Run the script on ``world`` ranks; what rank 0 reported."""
     report = folder / f"report-{world}-{len(list(folder.iterdir()))}.json"
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    launcher = [sys.executable]
-    if world > 1:
-        launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(world)]
-    command = [*launcher, str(SCRIPT), str(model), str(report), *arguments]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=180, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
+    if world == 1:
+        ranks_script.main(str(model), str(report), *arguments)
+    else:
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(world)]
+        command = [*launcher, ranks_script.__file__, str(model), str(report), *arguments]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
+        assert done.returncode == 0, done.stderr[-3000:]
     result: dict[str, object] = json.loads(report.read_text())
     return result
 

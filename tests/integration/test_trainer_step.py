@@ -94,7 +94,8 @@ def test_gradient_is_that_of_the_formula_through_the_plain_model(model: PreTrain
         total = total - advantage * (logprobs * torch.tensor(t.loss_mask.numpy()[1:])).sum() / 9
     total.backward()
     want = torch.cat([p.grad.flatten() for p in plain.parameters() if p.grad is not None])
-    assert torch.allclose(got, want, rtol=1e-4, atol=1e-7)
+    # Both sum in float32, in different orders.
+    assert torch.allclose(got, want, rtol=1e-3, atol=1e-6 * float(want.abs().max()))
 
 
 def test_metrics_of_a_batch_of_the_current_version(model: PreTrainedModel) -> None:
