@@ -27,6 +27,7 @@ from deploy.ending import Ending, finish
 from deploy.exits import CONFIG_EXIT, ERROR_EXIT, INTERRUPTED_EXIT, OK_EXIT
 from deploy.live import View
 from deploy.logs import configure_logging
+from deploy.preflight import check
 from deploy.restarts import State
 from deploy.snapshot import Notice, Replica, RunSnapshot, empty
 from deploy.supervisor import Change, Outcome, ServiceSpec, Supervisor
@@ -47,8 +48,9 @@ def run_up(config: TidemillConfig, file: Path, overrides: Sequence[str], fresh: 
 
     fresh: first delete the files of an earlier run of this name, and what it left in the broker.
     """
+    check(config)
     folder = config.folder
-    (folder / "logs").mkdir(parents=True, exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
         stack.enter_context(_sole_user(folder))
         if fresh:

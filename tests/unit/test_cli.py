@@ -57,6 +57,28 @@ def test_a_wrong_configuration_is_one_line_and_exit_code_2(command: str, config:
     assert done.stdout == ""
 
 
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("model.path=./none", "model.path ./none does not exist"),
+        ("reward.terms.0.name=exakt", "unknown reward 'exakt' (did you mean 'exact'?)"),
+        ("train.name=jsonn", "unknown dataset 'jsonn' (did you mean 'jsonl'?)"),
+        ("generator.engine=vlm", "unknown generator.engine 'vlm' (did you mean 'vllm'?)"),
+        ("generator.workflow.name=none", "unknown workflow 'none'"),
+        ("sampling.top_p=0.9", "sampling.top_p 0.9 cuts the distribution"),
+        ("sampling.n=1", "sampling.n is 1"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_anything_starts(
+    override: str, message: str, config: str, tmp_path: Path
+) -> None:
+    done = tidemill("up", config, override, cwd=tmp_path)
+    assert done.returncode == 2, done.stderr
+    assert message in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+    assert not (tmp_path / "runs").exists()
+
+
 def test_a_configuration_that_is_not_there(tmp_path: Path) -> None:
     done = tidemill("up", str(tmp_path / "none.yaml"))
     assert done.returncode == 2
