@@ -252,3 +252,20 @@ def test_purging_a_run_leaves_the_others_alone(make_broker: Callable[..., Broker
     assert gone.purge() > 0
     assert gone.purge() == 0
     assert kept.ledger.state().active == 1
+
+
+def test_a_task_that_nobody_can_read_ends_its_group_and_the_queue_goes_on(broker: Broker) -> None:
+    begin(broker)
+    for task_id in (0, 1):
+        broker.ledger.admit(task(task_id))
+    client, keys = broker.link.client, broker.link.keys
+    (entry, fields), _ = client.xrange(keys.tasks)
+    client.xdel(keys.tasks, entry)
+    damaged = client.xadd(keys.tasks, {**fields, b"b": fields[b"b"][:-2]})
+    client.hset(keys.groups, "0:entry", damaged)
+    client.xadd(keys.tasks, {"hello": "world"})
+    assert [item.message.task_id for item in broker.tasks("g").read(10, 10)] == [1]
+    state = broker.ledger.state()
+    assert (state.active, state.failed, state.balanced) == (1, {"dead_letter": 1}, True)
+    assert client.xlen(keys.dead) == 2
+    assert client.xlen(keys.tasks) == 1
