@@ -221,7 +221,8 @@ class Supervisor:
         """
         # Nobody but the kept may come back while the others are being stopped.
         self._stopping, self._kept = True, frozenset(keep)
-        already = self._interrupts
+        # The first interrupt asked for this stop. A second one may have come since: it must not be swallowed.
+        already = min(self._interrupts, 1)
         mine = [s for s in self._services.values() if s.spec.name not in self._kept]
         for order in sorted({s.spec.stop_order for s in mine}):
             stage = [s for s in mine if s.spec.stop_order == order]
