@@ -62,7 +62,7 @@ class LedgerState:
 
 
 class Ledger:
-    """Admission and the ends of groups that are not trained."""
+    """Admission, control state, and a look at it all."""
 
     def __init__(self, link: Link, max_bytes: int) -> None:
         self._link = link
@@ -72,14 +72,6 @@ class Ledger:
         """Charge a slot and queue the task, whose id must be the cursor."""
         answer, cursor = self._link.script("admit", task.task_id, encode(task, self._max_bytes), task.n)
         return Admission(answer.decode(), int(cursor or 0))
-
-    def fail(self, task_id: int, reason: str) -> bool:
-        """End a group that can't be made; False if it had ended already."""
-        return bool(self._link.script("close", task_id, "failed", reason, "") == b"ok")
-
-    def known(self) -> bool:
-        """Whether a trainer has set this run up in the broker."""
-        return bool(self._link.run("looking for the run", lambda client: client.hexists(self._link.keys.ctl, "epoch")))
 
     def change_position(self) -> bytes:
         """Take this before looking at the ledger, and hand it to ``wait_change``."""

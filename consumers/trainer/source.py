@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import structlog
 
 from broker.training import Outcome, Training
+from consumers.trainer.advantages import has_signal
 from consumers.trainer.assembly import Assembly
 from consumers.trainer.batches import Group
 from schemas.config import TidemillConfig
@@ -123,7 +124,7 @@ class BatchSource:
             self._end(task_id, outcomes, "no_reward", "failed")
         elif settings.partial_groups == "drop" and len(rewards) < outcomes[0].group_size:
             self._end(task_id, outcomes, "partial")
-        elif settings.drops_zero_variance and min(rewards) == max(rewards):
+        elif settings.drops_zero_variance and not has_signal(rewards):
             self._end(task_id, outcomes, "zero_variance")
         else:
             for outcome in outcomes:

@@ -222,7 +222,7 @@ def test_a_new_trainer_finds_journal_and_entries_and_the_old_one_is_refused(brok
 
 @pytest.mark.parametrize("version", [0, 3])
 def test_evaluations_count_each_sample_once_and_leave_nothing_behind(broker: Broker, version: int) -> None:
-    begin(broker)
+    training = begin(broker)
     assert broker.ledger.admit(task(0)).answer == "ok"
     tasks = [task(eval_task_id(version, i), n=1, kind="eval") for i in range(4)]
     assert broker.evals.open(version, tasks)
@@ -240,7 +240,7 @@ def test_evaluations_count_each_sample_once_and_leave_nothing_behind(broker: Bro
     (result,) = broker.evals.results()
     assert (result.n, result.scored, result.failed, result.complete) == (4, 3, 1, True)
     assert result.mean == pytest.approx(1 / 3)
-    broker.ledger.fail(0, "test")
+    training.drop(0, "test", [])
     assert set(entries(broker).values()) == {0}
 
 
