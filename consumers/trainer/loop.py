@@ -196,6 +196,8 @@ class Trainer:
             if any(result.version == self.version and result.complete for result in self._broker.evals.results()):
                 return
             self._broker.ledger.wait_change(position, 200)
+        if stop:
+            return
         text = f"the evaluation of version {self.version} was not complete after {EVAL_DEADLINE_S:.0f} s"
         log.warning(text)
         self._broker.events.emit(Event(name="evaluation", service=self._name, level="warning", text=text))
