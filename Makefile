@@ -6,6 +6,7 @@
 #   TORCH_INDEX  Extra pip arguments for PyTorch. Empty, because pip's own settings may know where to look. On a
 #                Linux machine without a GPU give it PyTorch's own index of CPU wheels, else pip fetches the CUDA build:
 #                make demo TORCH_INDEX="--index-url https://download.pytorch.org/whl/cpu"
+#   MINUTES      Length of make chaos; SEED its seed.
 #   ARGS         Passed on: make test ARGS="-k ledger", make demo ARGS="trainer.steps=50".
 
 VENV := .venv
@@ -14,12 +15,14 @@ STAMP := $(VENV)/.set-up
 VLLM ?= auto
 TORCH_INDEX ?=
 ARGS ?=
+MINUTES ?= 3
+SEED ?= 1
 SUPPORTED := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))
 PYTHON ?= $(shell for p in python3.11 python3.12 python3; do \
 	$$p -c '$(SUPPORTED)' >/dev/null 2>&1 && { echo $$p; break; }; done)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint types docs clean
+.PHONY: help setup demo test chaos lint types docs clean
 
 help: ## List the targets
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1|\2/' | column -t -s '|' 2>/dev/null \
@@ -39,6 +42,9 @@ demo: $(STAMP) ## A small model learns arithmetic on this machine: an embedded R
 
 test: $(STAMP) ## Run all tests
 	$(BIN)/python -m pytest $(ARGS)
+
+chaos: $(STAMP) ## Break a running system in every way for MINUTES (default 3), with SEED (default 1), and count what was lost
+	$(BIN)/python -m tests.chaos --minutes $(MINUTES) --seed $(SEED) $(ARGS)
 
 lint: $(STAMP) types ## Check style, types and the direction of imports
 	$(BIN)/ruff check .

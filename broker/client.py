@@ -12,6 +12,7 @@ from __future__ import annotations
 from typing import Any
 
 import redis
+import structlog
 
 from broker.keys import GENERATORS, REWARD, TRAINER, Keys
 from broker.ledger import Ledger
@@ -22,6 +23,8 @@ from broker.training import Training
 from broker.weights.store import WeightStore
 from schemas.config import BrokerConfig, TidemillConfig
 from schemas.errors import ConfigError
+
+log = structlog.get_logger()
 
 
 class Broker:
@@ -39,12 +42,16 @@ class Broker:
 
     @classmethod
     def connect(cls, config: TidemillConfig) -> Broker:
-        """Connect to broker.url, else REDIS_URL; ConfigError when there is none or it can't be used."""
+        """Connect to broker.url, else REDIS_URL, waiting for a server that starts.
+
+        ConfigError when there is none to use, InfraError when it does not answer before the deadline.
+        """
         url = url_from(config.broker.url)
         if url is None:
             raise ConfigError("no broker: set REDIS_URL or broker.url; `tidemill up` starts an embedded one by itself")
         link = Link(url, Keys(config.broker.prefix, config.run.name), config.broker.deadline_s)
-        check_server(link.client, url)
+        for warning in link.run("looking at the server", lambda client: check_server(client, url)):
+            log.warning(warning)
         return cls(link, config.broker)
 
     def tasks(self, consumer: str) -> TaskQueue:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 GENERATORS, REWARD, TRAINER = "generators", "reward", "trainer"
 """Consumer groups, in the order of the streams' life."""
 
@@ -25,31 +27,19 @@ class Keys:
         self.evals = self._key("evals")
         self.changes = self._key("changes")
         self.weights = self._key("weights")
+        self.chunks = self._key("chunks")
         self.events = self._key("events")
         self.metrics = self._key("metrics")
         self.services = self._key("services")
+        self.redo = self._key("redo")
+        self.failed = self._key("failed")
 
     def _key(self, name: str) -> str:
         return f"{self.base}:{name}"
 
-    @property
-    def scripted(self) -> list[str]:
-        """Keys handed to every script, in the order of lua/prelude.lua."""
-        return [
-            self.ctl,
-            self.slots,
-            self.counts,
-            self.groups,
-            self.samples,
-            self.tasks,
-            self.eval_tasks,
-            self.trajectories,
-            self.scored,
-            self.dead,
-            self.journal,
-            self.evals,
-            self.changes,
-        ]
+    def named(self, names: Sequence[str]) -> list[str]:
+        """Keys by the names that scripts declare: ``CTL`` is ``ctl``."""
+        return [str(getattr(self, name.lower())) for name in names]
 
     @property
     def groups_of_streams(self) -> list[tuple[str, str]]:
@@ -60,7 +50,3 @@ class Keys:
             (self.trajectories, REWARD),
             (self.scored, TRAINER),
         ]
-
-    def weight_chunk(self, version: int, index: int) -> str:
-        """Key of one chunk of a weight version."""
-        return self._key(f"weights:{version}:{index}")

@@ -2,10 +2,12 @@
 
 A slot is charged when a group is admitted and returns when it was trained, dropped or
 failed; nothing else moves it. Invariant: admitted == active + trained + dropped + failed.
+Task ids below the cursor were admitted; those to be admitted again (``redo``) count as not admitted.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -15,34 +17,40 @@ from broker.link import BLOCK_MS, Link
 from schemas.codec import encode
 from schemas.messages import Task
 
-Answer = Literal["ok", "full", "paused", "done", "moved"]
+Answer = Literal["ok", "full", "paused", "done", "moved", "starting"]
+Setting = Literal["staleness", "batch"]
 
 
 @dataclass(frozen=True)
 class Admission:
-    """Answer to one attempt to admit. cursor: the next task id to admit."""
+    """Answer to one attempt to admit. next: the task id to admit next."""
 
     answer: Answer
-    cursor: int
+    next: int
 
 
 @dataclass(frozen=True)
 class LedgerState:
     """A consistent look at the ledger. ``dropped`` and ``failed`` count groups by reason.
 
-    samples_live: published training samples of groups that hold a slot.
+    capacity: slots there are. redo: groups waiting to be admitted again. uncommitted: steps that no checkpoint
+    covers yet. samples_live: published training samples that were neither trained nor given up.
     """
 
     state: str
     paused: bool
     step: int
     version: int
+    steps: int
+    batch: int
+    staleness: int
     cursor: int
     active: int
+    redo: int
     capacity: int
-    total: int
     admitted: int
     trained: int
+    uncommitted: int
     dropped: dict[str, int] = field(default_factory=dict)
     failed: dict[str, int] = field(default_factory=dict)
     samples_published: int = 0
@@ -51,14 +59,20 @@ class LedgerState:
     samples_failed: int = 0
     samples_live: int = 0
     tokens_generated: int = 0
+    dead_letters: int = 0
     started: float = 0.0
     epoch: int = 0
 
     @property
     def balanced(self) -> bool:
-        """Whether the invariant holds."""
+        """Whether the invariant holds, and every admitted id is accounted for."""
         ended = self.trained + sum(self.dropped.values()) + sum(self.failed.values())
-        return self.admitted == self.active + ended
+        return self.admitted == self.active + ended == self.cursor - self.redo
+
+    @property
+    def live_groups(self) -> int:
+        """Prompt groups of which the broker holds data."""
+        return self.active + self.uncommitted * self.batch
 
 
 class Ledger:
@@ -69,9 +83,18 @@ class Ledger:
         self._max_bytes = max_bytes
 
     def admit(self, task: Task) -> Admission:
-        """Charge a slot and queue the task, whose id must be the cursor."""
-        answer, cursor = self._link.script("admit", task.task_id, encode(task, self._max_bytes), task.n)
-        return Admission(answer.decode(), int(cursor or 0))
+        """Charge a slot and queue the task, if it is the next one."""
+        return self.admit_all([task])
+
+    def admit_all(self, tasks: Sequence[Task]) -> Admission:
+        """``admit`` for tasks that follow one another, in one round trip: the first answer but ok, or the last."""
+        calls = [(task.task_id, encode(task, self._max_bytes), task.n) for task in tasks]
+        admission = Admission("moved", tasks[0].task_id)
+        for answer, following in self._link.scripts("admit", calls):
+            admission = Admission(answer.decode(), int(following))
+            if admission.answer != "ok":
+                break
+        return admission
 
     def change_position(self) -> bytes:
         """Take this before looking at the ledger, and hand it to ``wait_change``."""
@@ -84,9 +107,16 @@ class Ledger:
         keys = self._link.keys
         self._link.run("waiting for room", lambda client: client.xread({keys.changes: position}, 1, timeout_ms))
 
-    def set(self, name: Literal["paused", "state", "slots", "total"], value: str | int) -> None:
+    def set(self, name: Literal["paused", "state"], value: str | int) -> None:
         """Change control state; services see it at their next admission."""
         self._link.script("control", name, value)
+
+    def change(self, setting: Setting, value: int | None) -> bool:
+        """Change the staleness bound or the batch while the run goes on; None goes back to the configuration's.
+
+        False when no trainer has begun yet. The change outlives restarts of every service.
+        """
+        return bool(self._link.script("settings", setting, "" if value is None else value) == b"ok")
 
     def state(self) -> LedgerState:
         """Read everything at one moment."""
@@ -97,44 +127,52 @@ class Ledger:
             pipe.hgetall(keys.ctl)
             pipe.hgetall(keys.counts)
             pipe.zrange(keys.slots, 0, -1)
+            pipe.zcard(keys.redo)
+            pipe.hlen(keys.journal)
             pipe.hgetall(keys.samples)
             return list(pipe.execute())
 
-        ctl, counts, slots, samples = self._link.run("reading the ledger", read)
+        ctl, counts, slots, redo, journal, samples = self._link.run("reading the ledger", read)
         active = {member.decode() for member in slots}
-        control = _text(ctl)
-        count = {name: int(value) for name, value in _text(counts).items()}
+        control = text(ctl)
+        count = {name: int(value) for name, value in text(counts).items()}
 
-        def number(name: str, default: int = 0) -> int:
-            return int(control.get(name, default))
+        def number(name: str) -> int:
+            return int(control.get(name, 0))
 
         return LedgerState(
             state=control.get("state", "starting"),
             paused=control.get("paused") == "1",
             step=number("step"),
             version=number("version"),
+            steps=number("steps"),
+            batch=number("batch"),
+            staleness=number("staleness"),
             cursor=number("cursor"),
             active=len(active),
+            redo=redo,
             capacity=number("slots"),
-            total=number("total"),
             admitted=count.get("admitted", 0),
             trained=count.get("trained", 0),
+            uncommitted=journal,
             dropped=_reasons(count, "dropped:"),
             failed=_reasons(count, "failed:"),
             samples_published=count.get("published", 0),
             samples_trained=count.get("samples_trained", 0),
             samples_dropped=count.get("samples_dropped", 0),
             samples_failed=count.get("samples_failed", 0),
+            samples_live=sum(
+                entry != "-" and sample.partition(":")[0] in active for sample, entry in text(samples).items()
+            ),
             tokens_generated=count.get("tokens_generated", 0),
+            dead_letters=count.get("dead_letters", 0),
             epoch=number("epochn"),
             started=float(control.get("started", 0)),
-            samples_live=sum(
-                entry != "-" and sample.partition(":")[0] in active for sample, entry in _text(samples).items()
-            ),
         )
 
 
-def _text(mapping: object) -> dict[str, str]:
+def text(mapping: object) -> dict[str, str]:
+    """A hash of the server as strings."""
     if not isinstance(mapping, dict):
         return {}
     return {key.decode(): value.decode() for key, value in mapping.items()}

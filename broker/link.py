@@ -10,7 +10,6 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
-from importlib import resources
 from typing import Any, TypeVar
 
 import redis
@@ -19,7 +18,8 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from broker.keys import Keys
-from schemas.errors import ConfigError, InfraError
+from broker.scripts import Script
+from schemas.errors import BrokerLost, ConfigError, InfraError
 
 T = TypeVar("T")
 SOCKET_TIMEOUT_S = 10.0
@@ -29,20 +29,31 @@ MIN_VERSION = (7, 0)
 
 log = structlog.get_logger()
 
-TRANSIENT = (
-    redis.ConnectionError,
-    redis.TimeoutError,
-    redis.exceptions.BusyLoadingError,
-    # maxmemory is reached: wait until the trainer has freed some.
-    redis.exceptions.OutOfMemoryError,
-)
+ELSEWHERE = (redis.AuthenticationError, redis.exceptions.NoPermissionError)
+"""Kinds of lost connection that no wait mends."""
+
+WAITABLE = frozenset({"OOM", "MISCONF", "LOADING", "READONLY", "MASTERDOWN", "CLUSTERDOWN", "TRYAGAIN", "NOREPLICAS"})
+"""First words of refusals that pass: memory or disk is full, the server starts, another becomes primary."""
+
+GONE = frozenset({"NOGROUP", "UNBLOCKED"})
+"""First words of the answer to a reader whose stream or group was deleted."""
 
 
-def open_client(url: str) -> redis.Redis:
-    """A client without hidden retries; ConfigError when the URL is wrong."""
+def open_client(url: str, connected: Callable[[], None] | None = None) -> redis.Redis:
+    """A client without hidden retries; ConfigError when the URL is wrong.
+
+    connected: called whenever a connection was made, also where the client mends one silently.
+    """
+
+    def on_connect(connection: Any) -> None:
+        connection.on_connect()
+        if connected is not None:
+            connected()
+
     try:
         return redis.Redis.from_url(
             url,
+            redis_connect_func=on_connect,
             socket_timeout=SOCKET_TIMEOUT_S,
             socket_connect_timeout=5.0,
             retry=Retry(NoBackoff(), 0),
@@ -60,15 +71,9 @@ def mask(url: str) -> str:
 
 def check_server(client: redis.Redis, url: str) -> list[str]:
     """Refuse a server that would lose work (ConfigError); return warnings about its persistence."""
-    try:
-        server: dict[str, Any] = client.info("server")
-        memory: dict[str, Any] = client.info("memory")
-        persistence: dict[str, Any] = client.info("persistence")
-    except redis.RedisError as error:
-        raise ConfigError(
-            f"cannot use the broker at {mask(url)}: {error}; start a Redis or Valkey 7.0+,"
-            " or leave broker.url and REDIS_URL unset for the embedded one"
-        ) from error
+    server: dict[str, Any] = client.info("server")
+    memory: dict[str, Any] = client.info("memory")
+    persistence: dict[str, Any] = client.info("persistence")
     version = str(server.get("valkey_version") or server["redis_version"])
     if tuple(int(part) for part in version.split(".")[:2]) < MIN_VERSION:
         raise ConfigError(f"the broker at {mask(url)} is version {version}, 7.0 or newer is needed")
@@ -83,6 +88,28 @@ def check_server(client: redis.Redis, url: str) -> list[str]:
     return []
 
 
+def answers(url: str) -> list[str]:
+    """``check_server`` without patience: ConfigError at once when nobody answers; for people who wait."""
+    try:
+        return check_server(open_client(url), url)
+    except redis.RedisError as error:
+        raise ConfigError(
+            f"cannot use the broker at {mask(url)}: {error}; start a Redis or Valkey 7.0+,"
+            " or leave broker.url and REDIS_URL unset for the embedded one"
+        ) from error
+
+
+def word(error: redis.RedisError) -> str:
+    """The first word of a server's refusal, which tells its kind; redis-py takes some of them off."""
+    if isinstance(error, redis.exceptions.OutOfMemoryError):
+        return "OOM"
+    if isinstance(error, redis.exceptions.BusyLoadingError):
+        return "LOADING"
+    if isinstance(error, redis.exceptions.ReadOnlyError):
+        return "READONLY"
+    return str(error).partition(" ")[0]
+
+
 class Link:
     """One process's way to the broker: commands and scripts, repeated until ``deadline_s``."""
 
@@ -90,21 +117,31 @@ class Link:
         self.url = url
         self.keys = keys
         self.deadline_s = deadline_s
-        self.client = open_client(url)
+        self.client = open_client(url, self._connected)
+        self.connections = 0
+        """How many connections were made; another server may answer on a new one."""
         self.losses = 0
-        """How often the connection was lost; readers look at their own pending entries when it changes."""
-        self._scripts: dict[str, str] = {}
+        """How often an answer was lost; readers look at their own pending entries when it changes."""
+        self.authority = False
+        """Whether this process mends a damaged broker itself (the trainer); the others wait for that."""
+        self._scripts: dict[str, Script] = {}
         self._lock = threading.Lock()
 
+    def _connected(self) -> None:
+        self.connections += 1
+
     def run(self, what: str, operation: Callable[..., T], *args: Any) -> T:
-        """Do an idempotent ``operation(client, *args)``; InfraError after the deadline says what could not be done."""
+        """Do an idempotent ``operation(client, *args)``; InfraError after the deadline says what could not be done.
+
+        BrokerLost, to the authority only, when a key is not what it should be.
+        """
         start = time.monotonic()
         wait = 0.05
         while True:
             try:
                 return operation(self.client, *args)
-            except TRANSIENT as error:
-                self.losses += 1
+            except redis.RedisError as error:
+                self._check(what, error)
                 waited = time.monotonic() - start
                 if waited > self.deadline_s:
                     raise InfraError(
@@ -114,51 +151,51 @@ class Link:
             threading.Event().wait(wait)
             wait = min(wait * 2, 2.0)
 
+    def _check(self, what: str, error: redis.RedisError) -> None:
+        """Return if the operation may be tried again."""
+        if isinstance(error, ELSEWHERE):
+            raise ConfigError(f"the broker at {mask(self.url)} refuses {what}: {error}") from error
+        if isinstance(error, redis.ConnectionError | redis.TimeoutError):
+            self.losses += 1
+            return
+        if word(error) == "WRONGTYPE" or "WRONGTYPE" in str(error):
+            if self.authority:
+                raise BrokerLost(f"a key of the run was replaced while {what}: {error}") from error
+            return
+        if word(error) not in WAITABLE:
+            raise error
+
     def script(self, name: str, *args: str | bytes | int | float) -> Any:
-        """Run one of lua/*.lua on the run's keys, retried like any operation."""
+        """Run one of lua/*.lua on the keys it declares, retried like any operation."""
         return self.run(name, self._evaluate, name, args)
 
     def scripts(self, name: str, calls: Sequence[Sequence[str | bytes | int | float]]) -> list[Any]:
         """Run one script several times in one round trip; each call is as atomic as alone."""
         return self.run(name, self._evaluate_all, name, calls)
 
+    def _evaluate(self, client: redis.Redis, name: str, args: tuple[Any, ...]) -> Any:
+        return self._script(name).call(client, args)
+
     def _evaluate_all(self, client: redis.Redis, name: str, calls: Sequence[Sequence[Any]]) -> list[Any]:
-        keys = self.keys.scripted
-        for load in (False, True):
-            sha = self._load(client, name) if load else self._scripts.get(name) or self._load(client, name)
+        script = self._script(name)
+
+        def run() -> list[Any]:
             pipe = client.pipeline(transaction=False)
             for args in calls:
-                pipe.evalsha(sha, len(keys), *keys, *args)
-            try:
-                return list(pipe.execute())
-            except redis.exceptions.NoScriptError:
-                continue
-        raise InfraError(f"the broker at {mask(self.url)} forgets the script {name} as soon as it is loaded")
+                pipe.evalsha(script.sha, len(script.keys), *script.keys, *args)
+            return list(pipe.execute())
 
-    def _evaluate(self, client: redis.Redis, name: str, args: tuple[Any, ...]) -> Any:
-        sha = self._scripts.get(name) or self._load(client, name)
-        keys = self.keys.scripted
         try:
-            return client.evalsha(sha, len(keys), *keys, *args)
+            return run()
         except redis.exceptions.NoScriptError:
-            return client.evalsha(self._load(client, name), len(keys), *keys, *args)
+            client.script_load(script.text)
+            return run()
 
-    def _load(self, client: redis.Redis, name: str) -> str:
+    def _script(self, name: str) -> Script:
         with self._lock:
-            sha = str(client.script_load(source(name)))
-            self._scripts[name] = sha
-        return sha
-
-
-def source(name: str) -> str:
-    """Text of one script: its shebang if it has one, the shared prelude, its own body."""
-    folder = resources.files("broker") / "lua"
-    body = (folder / f"{name}.lua").read_text(encoding="utf-8")
-    prelude = (folder / "prelude.lua").read_text(encoding="utf-8")
-    if body.startswith("#!"):
-        shebang, _, body = body.partition("\n")
-        return f"{shebang}\n{prelude}\n{body}"
-    return f"{prelude}\n{body}"
+            if name not in self._scripts:
+                self._scripts[name] = Script.named(name, self.keys)
+            return self._scripts[name]
 
 
 def url_from(configured: str | None) -> str | None:

@@ -7,10 +7,11 @@ import socket
 import threading
 from collections.abc import Callable
 
+import redis
 import structlog
 
 from broker.client import Broker
-from schemas.errors import InfraError
+from schemas.errors import InfraError, TidemillError
 from schemas.messages import Heartbeat
 
 BEAT_S = 1.0
@@ -58,11 +59,12 @@ class Presence:
         since_renewal = 0.0
         while True:
             try:
-                self._beat()
+                # Leases first: work depends on them.
                 if self._renew is not None and since_renewal >= self._renew_s:
                     since_renewal = 0.0
                     self._renew()
-            except InfraError as error:
+                self._beat()
+            except (TidemillError, redis.RedisError) as error:
                 # The main loop meets the same broker and decides; this thread only goes on trying.
                 log.warning("no sign of life could be sent", error=str(error))
             if self._stop.wait(BEAT_S):

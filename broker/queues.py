@@ -7,23 +7,29 @@ nobody can read, or that killed its worker too often, goes to the dead letters.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
+import msgspec
 import redis
 
 from broker.keys import GENERATORS, REWARD
-from broker.link import BLOCK_MS, Link
+from broker.link import BLOCK_MS, GONE, Link, word
 from schemas.codec import BadMessage, Message, decode, encode
+from schemas.errors import InfraError
 from schemas.messages import DeadLetter, Score, Task, Trajectory
 
 M = TypeVar("M", bound=Message)
+T = TypeVar("T")
+AT_ONCE = 64
+"""Samples in one call of a script: the server does nothing else meanwhile."""
+STRANDED = 0
+"""Deliveries of an entry that came with a lost answer: unknown."""
 Entry = tuple[bytes, dict[bytes, bytes]]
 
 
-@dataclass(frozen=True)
-class Delivery(Generic[M]):
+class Delivery(msgspec.Struct, Generic[M], frozen=True, gc=False):
     """One entry handed to one worker.
 
     version: the least weight version to work with (tasks). again: another worker may have done a part.
@@ -47,13 +53,14 @@ class _Worker:
         self._max_deliveries = max_deliveries
         self._held: dict[str, set[bytes]] = {stream: set() for stream in streams}
         self._losses = -1
+        self._undated: dict[str, dict[bytes, float]] = {stream: {} for stream in streams}
         self._ensure_groups()
 
     def _ensure_groups(self) -> None:
         for stream in self._streams:
             ensure_group(self._link, stream, self._group)
 
-    def _read(self, count: int, block_ms: int) -> list[tuple[str, Entry]]:
+    def _read(self, count: int, block_ms: int) -> list[tuple[str, Entry, int]]:
         if self._losses != self._link.losses:
             # A reply may have been lost after the server gave us entries: look at what is pending for us.
             self._losses = self._link.losses
@@ -61,13 +68,13 @@ class _Worker:
             stranded = self._fetch("0", count=10_000, block_ms=None)
             fresh = [(stream, entry) for stream, entry in stranded if entry[0] not in self._held[stream]]
             if fresh:
-                return self._take(fresh)
-        return self._take(self._fetch(">", count, block_ms))
+                return [(stream, entry, STRANDED) for stream, entry in self._take(fresh)]
+        return [(stream, entry, 1) for stream, entry in self._take(self._fetch(">", count, block_ms))]
 
     def _fetch(
         self, position: str, count: int, block_ms: int | None, streams: list[str] | None = None
     ) -> list[tuple[str, Entry]]:
-        reply: Any = self._link.run(
+        reply: Any = self._of_group(
             f"reading {self._group}",
             lambda client: client.xreadgroup(
                 self._group,
@@ -84,6 +91,10 @@ class _Worker:
             found += [(stream.decode(), entry) for entry in batch]
         return found
 
+    def _of_group(self, what: str, operation: Callable[..., Any], *args: Any) -> Any:
+        """An operation on groups, which are made again when somebody deleted them or their streams."""
+        return of_group(self._link, self._ensure_groups, lambda: self._link.run(what, operation, *args))
+
     def _take(self, entries: list[tuple[str, Entry]]) -> list[tuple[str, Entry]]:
         for stream, entry in entries:
             self._held[stream].add(entry[0])
@@ -97,19 +108,21 @@ class _Worker:
         for stream, held in self._held.items():
             ids = list(held.copy())
             if ids:
-                self._link.run(
-                    "renewing leases",
-                    lambda client, stream, ids: client.xclaim(
-                        stream, self._group, self._consumer, min_idle_time=0, message_ids=ids, justid=True
-                    ),
-                    stream,
-                    ids,
-                )
+                self._claim_for_ourselves(stream, ids)
+
+    def _claim_for_ourselves(self, stream: str, ids: list[bytes]) -> None:
+        self._of_group(
+            "renewing leases",
+            lambda client: client.xclaim(
+                stream, self._group, self._consumer, min_idle_time=0, message_ids=ids, justid=True
+            ),
+        )
 
     def _claim_stale(self, lease_s: float, count: int) -> list[tuple[str, Entry, int]]:
         claimed: list[tuple[str, Entry, int]] = []
         for stream in self._streams:
-            reply: Any = self._link.run(
+            self._undate(stream, lease_s)
+            reply: Any = self._of_group(
                 "claiming stale work",
                 lambda client, stream: client.xautoclaim(
                     stream, self._group, self._consumer, min_idle_time=int(lease_s * 1000), count=count
@@ -119,7 +132,7 @@ class _Worker:
             for entry in reply[1]:
                 if entry[0] in self._held[stream]:
                     continue
-                details: Any = self._link.run(
+                details: Any = self._of_group(
                     "counting deliveries",
                     lambda client, stream, entry: client.xpending_range(stream, self._group, entry[0], entry[0], 1),
                     stream,
@@ -129,9 +142,33 @@ class _Worker:
                 claimed.append((stream, entry, details[0]["times_delivered"] if details else 1))
         return claimed
 
+    def _undate(self, stream: str, lease_s: float) -> None:
+        """Leases count by the server's clock. After it was set back, work of the dead looks as if just delivered.
+
+        What looks so for a whole lease, by our own clock, gets a date again and expires as usual.
+        """
+        pending: Any = self._of_group(
+            "looking at leases", lambda client: client.xpending_range(stream, self._group, "-", "+", 1000)
+        )
+        now = time.monotonic()
+        # A worker that renews its lease is seen within the same millisecond now and then, but not every time.
+        fresh = {item["message_id"] for item in pending if item["time_since_delivered"] == 0}
+        since = self._undated[stream]
+        self._undated[stream] = {entry: since.get(entry, now) for entry in fresh}
+        for item in pending:
+            entry = item["message_id"]
+            if entry in fresh and now - since.get(entry, now) > lease_s:
+                self._link.run(
+                    "dating leases",
+                    lambda client, entry, owner: client.xclaim(
+                        stream, self._group, owner, min_idle_time=0, message_ids=[entry], idle=0, justid=True
+                    ),
+                    entry,
+                    item["consumer"],
+                )
+
     def _bury(self, stream: str, entry_id: bytes, letter: DeadLetter) -> None:
-        index = self._link.keys.scripted.index(stream) + 1
-        self._link.script("bury", index, self._group, entry_id, encode(letter))
+        self._link.script("bury", stream.rpartition(":")[2], self._group, entry_id, encode(letter))
         self._release(stream, entry_id)
 
 
@@ -145,7 +182,7 @@ class TaskQueue(_Worker):
 
     def read(self, count: int, block_ms: int = BLOCK_MS) -> list[Delivery[Task]]:
         """Up to ``count`` tasks of each kind; empty after ``block_ms`` without any."""
-        return self._decode([(stream, entry, 1) for stream, entry in self._read(count, block_ms)])
+        return self._decode(self._read(count, block_ms))
 
     def read_evaluations(self, count: int) -> list[Delivery[Task]]:
         """Up to ``count`` evaluation tasks, without waiting."""
@@ -174,7 +211,7 @@ class TaskQueue(_Worker):
         for task_id, trajectories in results:
             args: list[int | bytes] = [task_id]
             for trajectory in trajectories:
-                generated = int(trajectory.loss_mask.numpy().sum())
+                generated = trajectory.loss_mask.data.count(1)
                 args += [trajectory.sample, generated, encode(trajectory, self._max_bytes)]
             calls.append(args)
         return [[word.decode() for word in answer] for answer in self._link.scripts("publish", calls)]
@@ -207,11 +244,14 @@ class TaskQueue(_Worker):
                 if times > self._max_deliveries:
                     raise BadMessage(f"delivered {times} times, its generators died or stalled each time")
                 task = decode(fields.get(b"b", b""), Task, self._max_bytes)
+                version = number(fields.get(b"v"))
+                if version < 0:
+                    raise BadMessage(f"its weight version {fields.get(b'v')!r} must be a number of 0 or more")
             except BadMessage as error:
                 self._dead_task(stream, entry_id, fields, times, str(error))
                 continue
-            again = times > 1 or bool(task.partials)
-            deliveries.append(Delivery(entry_id, stream, task, int(fields.get(b"v", b"0")), again))
+            again = times != 1 or bool(task.partials)
+            deliveries.append(Delivery(entry_id, stream, task, version, again))
         return deliveries
 
     def _dead_task(self, stream: str, entry_id: bytes, fields: dict[bytes, bytes], times: int, reason: str) -> None:
@@ -219,9 +259,9 @@ class TaskQueue(_Worker):
         letter = DeadLetter(
             source="tasks", reason=reason, deliveries=times, payload=fields.get(b"b", b""), task_id=task_id
         )
-        self._bury(stream, entry_id, letter)
-        if task_id >= 0:
-            self._link.script("close", task_id, "failed", "dead_letter", "")
+        task = "" if task_id < 0 else task_id
+        self._link.script("give_up", stream.rpartition(":")[2], entry_id, task, encode(letter))
+        self._release(stream, entry_id)
 
 
 class ScoreQueue(_Worker):
@@ -233,7 +273,7 @@ class ScoreQueue(_Worker):
 
     def read(self, count: int, block_ms: int = BLOCK_MS) -> list[Delivery[Trajectory]]:
         """Up to ``count`` trajectories; empty after ``block_ms`` without any."""
-        return self._decode([(stream, entry, 1) for stream, entry in self._read(count, block_ms)])
+        return self._decode(self._read(count, block_ms))
 
     def claim_stale(self, lease_s: float, count: int) -> list[Delivery[Trajectory]]:
         """Trajectories of reward services that were silent for longer than the lease."""
@@ -241,29 +281,17 @@ class ScoreQueue(_Worker):
 
     def publish(self, results: Sequence[tuple[Delivery[Trajectory], Score]]) -> list[str]:
         """Hand over scores; a failed one excludes its sample and leaves a dead letter, never a reward of 0."""
-        answers = []
-        for delivery, score in results:
-            trajectory = delivery.message
-            letter = b""
-            if score.status != "ok":
-                letter = encode(
-                    DeadLetter(
-                        source="reward",
-                        reason=f"{score.status}: {score.reason}",
-                        deliveries=1,
-                        payload=encode(trajectory),
-                        task_id=trajectory.task_id,
-                        sample=trajectory.sample,
-                    )
-                )
-            answers.append(self._score(delivery.entry_id, trajectory.task_id, trajectory.sample, score, letter))
-        return answers
-
-    def _score(self, entry_id: bytes, task_id: int, sample: int, score: Score, letter: bytes) -> str:
-        reward = repr(score.reward) if score.status == "ok" else ""
-        answer: bytes = self._link.script("score", entry_id, task_id, sample, encode(score), reward, letter)
-        self._release(self._link.keys.trajectories, entry_id)
-        return answer.decode()
+        keys: list[bytes] = []
+        calls: list[list[Any]] = []
+        for index, (delivery, score) in enumerate(results):
+            if index % AT_ONCE == 0:
+                calls.append([])
+            keys.append(delivery.entry_id)
+            calls[-1] += _scored(delivery.entry_id, delivery.message.task_id, delivery.message.sample, score)
+            calls[-1].append(_dead_score(delivery.message, score))
+        answers = self._link.scripts("score", calls) if calls else []
+        self._held[self._link.keys.trajectories].difference_update(keys)
+        return [word.decode() for words in answers for word in words]
 
     def _decode(self, entries: list[tuple[str, Entry, int]]) -> list[Delivery[Trajectory]]:
         deliveries = []
@@ -291,7 +319,8 @@ class ScoreQueue(_Worker):
                 )
                 if task_id >= 0 and sample >= 0:
                     score = Score(status="error", reason=str(error), scorer="reward")
-                    self._score(entry_id, task_id, sample, score, encode(letter))
+                    self._link.script("score", *_scored(entry_id, task_id, sample, score), encode(letter))
+                    self._release(stream, entry_id)
                 else:
                     self._bury(stream, entry_id, letter)
                 continue
@@ -299,9 +328,43 @@ class ScoreQueue(_Worker):
         return deliveries
 
 
+def _scored(entry_id: bytes, task_id: int, sample: int, score: Score) -> tuple[bytes | int | str, ...]:
+    """A result as the script takes it, but for the dead letter."""
+    return entry_id, task_id, sample, encode(score), repr(score.reward) if score.status == "ok" else ""
+
+
+def _dead_score(trajectory: Trajectory, score: Score) -> bytes:
+    """What is kept of a sample whose reward failed; nothing otherwise."""
+    if score.status == "ok":
+        return b""
+    letter = DeadLetter(
+        source="reward",
+        reason=f"{score.status}: {score.reason}",
+        deliveries=1,
+        payload=encode(trajectory),
+        task_id=trajectory.task_id,
+        sample=trajectory.sample,
+    )
+    return encode(letter)
+
+
 def number(text: bytes | None) -> int:
     """A non-negative integer field, or -1."""
     return int(text) if text is not None and text.isdigit() else -1
+
+
+def of_group(link: Link, ensure: Callable[[], None], operation: Callable[[], T]) -> T:
+    """An operation that needs consumer groups; when they are gone they are made again, until the deadline."""
+    end = time.monotonic() + link.deadline_s
+    while True:
+        try:
+            return operation()
+        except redis.ResponseError as error:
+            if word(error) not in GONE:
+                raise
+            if time.monotonic() > end:
+                raise InfraError(f"consumer groups vanish as fast as they are made: {error}") from error
+        ensure()
 
 
 def ensure_group(link: Link, stream: str, group: str) -> None:

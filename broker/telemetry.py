@@ -1,4 +1,7 @@
-"""What people look at: heartbeats, events, step metrics, evaluations. Losing a line of it harms no training."""
+"""What people look at: heartbeats, events, step metrics, evaluations.
+
+Losing a line of it harms no training, and a line may come twice after a lost answer.
+"""
 
 from __future__ import annotations
 
@@ -48,12 +51,12 @@ class Services:
     def beat(self, heartbeat: Heartbeat) -> None:
         """Say that the service is alive, stamped with the broker's clock."""
 
-        def write(client: redis.Redis) -> None:
+        def stamp(client: redis.Redis) -> float:
             seconds, micros = client.time()
-            heartbeat.time = float(seconds) + micros / 1e6
-            client.hset(self._link.keys.services, heartbeat.service, encode(heartbeat))
+            return float(seconds) + micros / 1e6
 
-        self._link.run("sending a heartbeat", write)
+        heartbeat.time = self._link.run("reading the broker's clock", stamp)
+        self._link.script("beat", heartbeat.service, encode(heartbeat))
 
     def leave(self, service: str) -> None:
         """The service ended on purpose."""
@@ -72,11 +75,7 @@ class Events:
         self._link = link
 
     def emit(self, event: Event) -> None:
-        body = encode(event)
-        self._link.run(
-            "writing an event",
-            lambda client: client.xadd(self._link.keys.events, {"b": body}, maxlen=KEEP_LINES, approximate=True),
-        )
+        self._link.script("note", "events", "b", encode(event), KEEP_LINES)
 
     def tail(self, count: int) -> list[Event]:
         """The newest ``count`` events, oldest first."""
@@ -93,11 +92,7 @@ class Metrics:
         self._link = link
 
     def append(self, line: dict[str, Any]) -> None:
-        body = json.dumps(line)
-        self._link.run(
-            "writing metrics",
-            lambda client: client.xadd(self._link.keys.metrics, {"j": body}, maxlen=KEEP_LINES, approximate=True),
-        )
+        self._link.script("note", "metrics", "j", json.dumps(line), KEEP_LINES)
 
     def tail(self, count: int) -> list[dict[str, Any]]:
         """The newest ``count`` lines, oldest first."""

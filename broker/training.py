@@ -2,28 +2,31 @@
 
 Exactly once: what a step trains on is fixed in the journal before it; slots return at
 the step; entries are acknowledged only when a durable checkpoint covers them. After a
-crash the next trainer finds the same entries and the same records.
+crash the next trainer finds the same entries and the same records. A broker that lost
+what it knew is mended by the next ``begin``, from what the trainer knows.
 """
 
 from __future__ import annotations
 
+import json
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
+import msgspec
 import redis
 
 from broker.keys import TRAINER
+from broker.ledger import text
 from broker.link import BLOCK_MS, Link
-from broker.queues import Entry, ensure_group, number
+from broker.queues import AT_ONCE, Entry, ensure_group, number, of_group
 from schemas.codec import BadMessage, decode, encode
-from schemas.errors import FencedError
-from schemas.messages import BatchRecord, Score, Trajectory
+from schemas.errors import BrokerLost, ConfigError, FencedError
+from schemas.messages import BatchRecord, DeadLetter, Score, Trajectory
 
 
-@dataclass(frozen=True)
-class Outcome:
+class Outcome(msgspec.Struct, frozen=True, gc=False):
     """One sample's outcome as the trainer reads it.
 
     trajectory_id is None when the sample failed; ``excluded`` when it had been published and its reward failed.
@@ -47,36 +50,153 @@ class Slot:
 
 
 @dataclass(frozen=True)
+class Look:
+    """The pipeline at one moment, as its trainer needs it.
+
+    cursor: every task id below it was admitted once. redo: ids below it that are to be admitted again.
+    batch: prompt groups in the next step (B). staleness: bound in versions.
+    """
+
+    step: int
+    cursor: int
+    slots: list[Slot]
+    redo: list[int]
+    counts: dict[str, int]
+    batch: int
+    staleness: int
+    settings: dict[str, int]
+    paused: bool
+
+    @property
+    def unfinished(self) -> set[int]:
+        """Task ids below the cursor that have not ended."""
+        return {slot.task_id for slot in self.slots} | set(self.redo)
+
+
+@dataclass(frozen=True)
+class Known:
+    """What a trainer knows when it takes the run over: from its checkpoint, or from its own life.
+
+    epoch_floor: highest epoch it has heard of. lineage: names an unbroken life of the broker's data.
+    version_if_lost: version of its weights if the broker lost the versions published after ``version``.
+    trained: prompt groups trained. fresh: there was no trainer before it.
+    batch, staleness, window, steps: the configuration's; settings: live changes of them.
+    """
+
+    epoch_floor: int
+    lineage: str
+    step: int
+    version: int
+    version_if_lost: int
+    cursor: int
+    unfinished: list[int]
+    trained: int
+    counts: dict[str, int]
+    fresh: bool
+    batch: int
+    staleness: int
+    window: int
+    steps: int
+    settings: dict[str, int] = field(default_factory=dict)
+    paused: bool = False
+    started: str | None = None
+
+
+@dataclass(frozen=True)
 class Takeover:
-    """What the broker knew when this trainer took over."""
+    """What the broker says after it. lost: it had lost something, and was mended from what the trainer knew."""
 
     epoch: str
     step: int
     version: int
+    lineage: str
+    started: str
+    lost: bool
+
+
+def incarnation(epoch: str) -> int:
+    """The number in an epoch; a later trainer's is higher."""
+    return int(epoch.partition("-")[0])
 
 
 class Training:
-    """Used by one trainer process; FencedError everywhere once a newer one took over."""
+    """Used by one trainer process.
+
+    FencedError everywhere once a newer one took over; BrokerLost when the broker went back in time.
+    """
 
     def __init__(self, link: Link, max_bytes: int) -> None:
         self._link = link
         self._max_bytes = max_bytes
         self._epoch = ""
+        self._server = ""
+        self._connections = 0
         self._losses = -1
         self._seen: set[bytes] = set()
 
-    def begin(
-        self, *, epoch_floor: int, step: int, version: int, cursor: int, slots: int, total: int, trained: int
-    ) -> Takeover:
-        """Take the run over. The arguments are what the checkpoint knows, used where the broker knows nothing."""
-        for stream, group in self._link.keys.groups_of_streams:
-            ensure_group(self._link, stream, group)
-        nonce = secrets.token_hex(4)
-        epoch, known_step, known_version = self._link.script(
-            "begin", epoch_floor, nonce, step, version, cursor, slots, total, trained
+    def begin(self, known: Known) -> Takeover:
+        """Take the run over, mending the broker where it knows less than this trainer."""
+        self._link.authority = True
+        self._seen.clear()
+        self._losses = -1
+        told = {name: value for name, value in asdict(known).items() if value is not None}
+        told["nonce"] = secrets.token_hex(4)
+        self._server = self._server_id()
+        self._connections = self._link.connections
+        reply = self._link.script("begin", json.dumps(told))
+        if reply == b"foreign":
+            raise ConfigError(
+                "the broker holds a run of this name whose checkpoints are not in this run's folder:"
+                " restore the folder, give the run another run.name, or delete what is left with `tidemill purge`"
+            )
+        answer = [part.decode() for part in reply]
+        epoch, step, version, lineage, started, lost = answer
+        self._epoch = epoch
+        return Takeover(epoch, int(step), int(version), lineage, started, lost == "1")
+
+    def _server_id(self) -> str:
+        info: Any = self._link.run("looking at the server", lambda client: client.info("server"))
+        return str(info["run_id"])
+
+    def look(self) -> Look:
+        """The pipeline at this moment; also the place where a server that was restarted is noticed."""
+        keys = self._link.keys
+
+        def read(client: redis.Redis) -> list[Any]:
+            pipe = client.pipeline(transaction=True)
+            pipe.hgetall(keys.ctl)
+            pipe.hgetall(keys.counts)
+            pipe.zrange(keys.slots, 0, -1, withscores=True)
+            pipe.zrange(keys.redo, 0, -1)
+            return list(pipe.execute())
+
+        ctl, counts, slots, redo = self._link.run("looking at the pipeline", read)
+        control = text(ctl)
+        self._current(control.get("epoch"))
+        if self._connections != self._link.connections:
+            self._connections = self._link.connections
+            if self._server_id() != self._server:
+                raise BrokerLost("the broker was started anew; what it still knows has to be compared")
+        return Look(
+            step=int(control["step"]),
+            cursor=int(control["cursor"]),
+            slots=[Slot(int(task_id), int(sequence)) for task_id, sequence in slots],
+            redo=[int(task_id) for task_id in redo],
+            counts={name: int(value) for name, value in text(counts).items()},
+            batch=int(control["batch"]),
+            staleness=int(control["staleness"]),
+            settings={
+                name.removeprefix("set:"): int(value) for name, value in control.items() if name.startswith("set:")
+            },
+            paused=control.get("paused") == "1",
         )
-        self._epoch = epoch.decode()
-        return Takeover(self._epoch, int(known_step), int(known_version))
+
+    def _current(self, epoch: str | None) -> None:
+        if epoch == self._epoch:
+            return
+        if epoch is None or incarnation(epoch) < incarnation(self._epoch):
+            raise BrokerLost("the broker has forgotten this trainer")
+        raise FencedError(f"trainer {self._epoch} was replaced by {epoch} and stops")
 
     def claim(self, count: int) -> list[Outcome]:
         """Outcomes that this trainer has not seen yet, without waiting. First all that is left from before."""
@@ -85,50 +205,56 @@ class Training:
             recovered = self._recover(count)
             if recovered:
                 return self._parse(recovered)
-        return self._parse(self._fenced(self._link.script("claim", self._epoch, count)))
+        entries = self._of_group("claim", count)
+        return self._parse([entry for entry in entries if entry[0] not in self._seen])
+
+    def _of_group(self, script: str, *args: str | bytes | int) -> Any:
+        """A script that reads as a member of the group, which is made again when somebody deleted it."""
+        return of_group(
+            self._link,
+            lambda: ensure_group(self._link, self._link.keys.scored, TRAINER),
+            lambda: self._fenced(self._link.script(script, self._epoch, *args)),
+        )
 
     def wait(self, timeout_ms: int = BLOCK_MS) -> None:
         """Return when a new outcome may be there, at the latest after the timeout."""
         keys = self._link.keys
 
         def last_delivered(client: redis.Redis) -> bytes:
-            info: Any = client.xinfo_groups(keys.scored)
+            info: Any = client.xinfo_groups(keys.scored) if client.exists(keys.scored) else []
             for group in info:
                 if group["name"] == TRAINER.encode():
                     return bytes(group["last-delivered-id"])
-            return b"0-0"
+            return b"$"
 
         position = self._link.run("looking at scores", last_delivered)
         self._link.run("waiting for scores", lambda client: client.xread({keys.scored: position}, 1, timeout_ms))
 
-    def active(self) -> list[Slot]:
-        """The slots held, in admission order."""
-        members: Any = self._link.run(
-            "reading slots", lambda client: client.zrange(self._link.keys.slots, 0, -1, withscores=True)
-        )
-        return [Slot(int(task_id), int(sequence)) for task_id, sequence in members]
-
     def fetch(self, ids: Sequence[bytes]) -> list[Trajectory | None]:
         """Bodies of trajectory entries; None where one is gone or unreadable."""
 
-        def read(client: redis.Redis) -> list[Any]:
-            pipe = client.pipeline(transaction=False)
-            for entry_id in ids:
-                pipe.xrange(self._link.keys.trajectories, entry_id, entry_id)
-            return list(pipe.execute())
+        bodies: dict[bytes, Trajectory | None] = {}
+        for first in range(0, len(ids), AT_ONCE):
+            bodies |= self._link.run("fetching trajectories", self._fetch, ids[first : first + AT_ONCE])
+        return [bodies.get(entry_id) for entry_id in ids]
 
-        bodies: list[Trajectory | None] = []
-        for found in self._link.run("fetching trajectories", read):
-            try:
-                bodies.append(decode(found[0][1][b"b"], Trajectory, self._max_bytes) if found else None)
-            except BadMessage:
-                bodies.append(None)
-        return bodies
+    def _fetch(self, client: redis.Redis, ids: Sequence[bytes]) -> dict[bytes, Trajectory | None]:
+        pipe = client.pipeline(transaction=False)
+        for first, last in _runs(ids):
+            pipe.xrange(self._link.keys.trajectories, first, last)
+        return {entry: self._body(fields.get(b"b", b"")) for found in pipe.execute() for entry, fields in found}
 
-    def drop(self, task_id: int, reason: str, scored_ids: Sequence[bytes], outcome: str = "dropped") -> None:
-        """End a group without training it; its slot returns."""
-        self._fenced(self._link.script("close", task_id, outcome, reason, self._epoch, *scored_ids))
+    def _body(self, body: bytes) -> Trajectory | None:
+        try:
+            return decode(body, Trajectory, self._max_bytes)
+        except BadMessage:
+            return None
+
+    def drop(self, task_id: int, reason: str, scored_ids: Sequence[bytes], outcome: str = "dropped") -> bool:
+        """End a group without training it; its slot returns. False if it held none."""
+        answer = self._fenced(self._link.script("close", task_id, outcome, reason, self._epoch, *scored_ids))
         self._seen.difference_update(scored_ids)
+        return bool(answer == b"ok")
 
     def journal(self, record: BatchRecord) -> None:
         """Fix what a step trains on."""
@@ -139,11 +265,11 @@ class Training:
         found: Any = self._link.run("reading the journal", lambda client: client.hgetall(self._link.keys.journal))
         return {int(step): decode(body, BatchRecord, 1 << 30) for step, body in found.items()}
 
-    def step(self, record: BatchRecord, version: int) -> None:
-        """The record's step is done: its slots return, ``version`` is the newest."""
+    def step(self, record: BatchRecord) -> None:
+        """The record's step is done: its slots return, the version that it makes is the newest."""
         samples = sum(bool(member.trajectory_id) for group in record.groups for member in group.members)
         tasks = [group.task_id for group in record.groups]
-        self._fenced(self._link.script("step", self._epoch, record.step + 1, version, samples, *tasks))
+        self._fenced(self._link.script("step", self._epoch, record.step + 1, record.makes, samples, *tasks))
 
     def commit(self, records: Sequence[BatchRecord]) -> None:
         """A durable checkpoint covers these steps: acknowledge and delete what they were trained on."""
@@ -157,7 +283,7 @@ class Training:
         entries: list[Entry] = []
         cursor: bytes = b"0-0"
         while True:
-            cursor, batch = self._fenced(self._link.script("recover", self._epoch, cursor, count))
+            cursor, batch = self._of_group("recover", cursor, count)
             entries += [entry for entry in batch if entry and entry[0] not in self._seen]
             if cursor == b"0-0":
                 return entries
@@ -185,7 +311,40 @@ class Training:
             )
         return outcomes
 
+    def discard(self, outcomes: Sequence[Outcome]) -> None:
+        """Remove outcomes of groups that ended before; what no task can be read from becomes a dead letter."""
+        if not outcomes:
+            return
+        args: list[bytes] = []
+        for outcome in outcomes:
+            letter = DeadLetter(
+                source="scored", reason=outcome.score.reason or "not an outcome", deliveries=1, payload=b""
+            )
+            args += [outcome.scored_id, encode(letter) if outcome.task_id < 0 else b""]
+        self._fenced(self._link.script("discard", self._epoch, *args))
+        self._seen.difference_update(outcome.scored_id for outcome in outcomes)
+
     def _fenced(self, answer: Any) -> Any:
         if answer == b"fenced":
             raise FencedError(f"trainer {self._epoch} was replaced by a newer one and stops")
+        if answer == b"lost":
+            raise BrokerLost("the broker has forgotten this trainer")
         return answer
+
+
+def _runs(ids: Sequence[bytes]) -> list[tuple[bytes, bytes]]:
+    """First and last of each stretch of entries that follow one another without a gap, as one script call adds them.
+
+    Reading a stretch costs the server and us little more than reading one entry.
+    """
+    runs: list[tuple[bytes, bytes]] = []
+    after = None
+    for entry_id in ids:
+        moment, _, number = entry_id.partition(b"-")
+        place = (moment, int(number))
+        if runs and place == after:
+            runs[-1] = (runs[-1][0], entry_id)
+        else:
+            runs.append((entry_id, entry_id))
+        after = (moment, place[1] + 1)
+    return runs

@@ -18,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from broker.embedded import find_server
-from broker.link import check_server, mask, open_client, url_from
+from broker.link import answers, mask, url_from
 from schemas.config import TidemillConfig, load_config
 from schemas.errors import ConfigError, TidemillError
 
@@ -124,7 +124,7 @@ def check_broker(configured: str | None) -> Finding:
         url = url_from(configured)
         if url is None:
             return Finding("broker", "ok", f"embedded, {find_server()}")
-        warnings = check_server(open_client(url), url)
+        warnings = answers(url)
     except ConfigError as error:
         return Finding("broker", "fail", str(error))
     if warnings:

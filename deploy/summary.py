@@ -67,10 +67,18 @@ def lineage(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     that step and later ones before is not in the weights any more.
     """
     kept: list[dict[str, Any]] = []
+    newest = 0
     for line in lines:
-        while kept and kept[-1]["step"] >= line["step"]:
+        epoch = int(str(line.get("epoch", newest)).partition("-")[0])
+        if epoch < newest:
+            # Written by a trainer that had been replaced and did not know it yet.
+            continue
+        newest = epoch
+        step = line.get("resumed", line.get("step"))
+        while kept and kept[-1]["step"] >= step:
             kept.pop()
-        kept.append(line)
+        if "resumed" not in line:
+            kept.append(line)
     return kept
 
 

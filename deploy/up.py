@@ -22,7 +22,7 @@ from rich.console import Console
 
 from broker.client import Broker
 from broker.embedded import EmbeddedServer
-from broker.link import open_client, url_from
+from broker.link import answers, open_client, url_from
 from deploy.ending import Ending, finish
 from deploy.exits import CONFIG_EXIT, ERROR_EXIT, INTERRUPTED_EXIT, OK_EXIT
 from deploy.live import View
@@ -126,7 +126,10 @@ class _Run:
 
     def _start_broker(self, supervisor: Supervisor) -> Outcome | None:
         """An embedded server, unless there is one to use; an outcome only when it can't be started."""
-        if url_from(self.config.broker.url) is not None:
+        url = url_from(self.config.broker.url)
+        if url is not None:
+            for warning in answers(url):
+                self.console.print(warning, soft_wrap=True, highlight=False)
             return None
         server = EmbeddedServer(self.config.folder / "broker", self.config.broker.fsync)
         server.prepare()

@@ -20,7 +20,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from broker.keys import Keys
-from broker.link import source
+from broker.scripts import source
 from consumers.reward import REWARDS
 from consumers.trainer.advantages import ADVANTAGES
 from consumers.trainer.aggregation import AGGREGATIONS
@@ -45,20 +45,23 @@ REGISTRIES: dict[str, Registry] = {
     "trainer.aggregation": AGGREGATIONS,
 }
 KEY_NOTES = {
-    "ctl": "hash: epoch, step, version, cursor, slots, total, trained, paused, state",
+    "ctl": "hash: epoch, lineage, step, version, cursor, slots, batch, staleness, window, steps, paused, state",
     "slots": "sorted set: task id by order of admission; its size is the number of slots held",
     "counts": "hash: admitted, trained, dropped:REASON, failed:REASON, samples and tokens",
     "groups": "hash: group size, kind, task entry and open samples of each group in the broker",
-    "samples": "hash: TASK:SAMPLE to its trajectory entry; `-` when it failed",
+    "samples": "hash: TASK:SAMPLE to its trajectory entry, after `=` once it is scored; `-` when it failed",
     "tasks": "stream, consumer group `generators`: training tasks",
     "eval_tasks": "stream, consumer group `generators`: evaluation tasks, read first",
     "trajectories": "stream, consumer group `reward`: finished samples",
     "scored": "stream, consumer group `trainer`: outcomes of samples",
-    "dead": "stream: dead letters",
+    "dead": "stream, 1,000 entries: dead letters",
+    "redo": "sorted set: tasks that are admitted again before the cursor goes on",
+    "failed": "sorted set, 10,000 entries: groups that failed, which may be requeued",
     "journal": "hash: step to the record of what it trains on, until a checkpoint covers it",
     "evals": "hash: VERSION:FIELD of each evaluation",
     "changes": "stream, 16 entries: wakes those who wait for room",
     "weights": "stream: manifests, the version is the entry's id",
+    "chunks": "hash: VERSION:INDEX to one chunk of a version, with the transport `redis`",
     "events": "stream, 10,000 entries: the timeline",
     "metrics": "stream, 10,000 entries: one JSON object a step",
     "services": "hash: the last heartbeat of each service",
@@ -225,7 +228,6 @@ def key_table() -> str:
     keys = Keys("tidemill", "demo")
     names = {name: value for name, value in vars(keys).items() if name != "base"}
     rows = [[f"`{value}`", KEY_NOTES[name]] for name, value in names.items()]
-    rows.append([f"`{keys.base}:weights:VERSION:INDEX`", "string: one chunk of a version, with the transport `redis`"])
     return table(["Key", "What it holds"], rows)
 
 
@@ -235,7 +237,7 @@ def script_table() -> str:
     for file in sorted(SCRIPTS.glob("*.lua")):
         if file.stem != "prelude":
             lines = file.read_text(encoding="utf-8").splitlines()
-            comment = " ".join(line[2:].strip() for line in lines if line.startswith("--"))
+            comment = " ".join(line[2:].strip() for line in lines if line.startswith("-- ") and "KEYS:" not in line)
             under_pressure = "yes" if "allow-oom" in source(file.stem).splitlines()[0] else "no"
             rows.append([f"`{file.stem}`", comment, under_pressure])
     return table(["Script", "Arguments and effect", "Runs when memory is full"], rows)

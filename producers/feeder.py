@@ -42,6 +42,7 @@ class Feeder:
         self._order = PromptOrder(len(train), config.run.seed, config.train.shuffle)
         self._cursor = 0
         self._evaluated = -1
+        self._epoch = 0
         self._state = "starting"
 
     def describe(self) -> tuple[str, int, dict[str, float]]:
@@ -52,6 +53,9 @@ class Feeder:
         while not stop:
             position = self._broker.ledger.change_position()
             state = self._broker.ledger.state()
+            if state.epoch != self._epoch:
+                # Another trainer, perhaps with a broker that was rebuilt: an evaluation under way may be gone.
+                self._epoch, self._evaluated = state.epoch, -1
             if state.state in ("running", "finishing"):
                 self._evaluate_if_due(state)
                 self._state = self._admit(stop)
@@ -63,7 +67,7 @@ class Feeder:
         """Admit as long as there is room; returns what stopped it."""
         while not stop:
             admission = self._broker.ledger.admit(self._task(self._cursor))
-            self._cursor = admission.cursor
+            self._cursor = admission.next
             if admission.answer not in ("ok", "moved"):
                 return admission.answer
         return "stopping"

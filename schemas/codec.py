@@ -25,6 +25,7 @@ _DTYPES: dict[str, np.dtype[Any]] = {
     "f4": np.dtype("<f4"),
     "u1": np.dtype("u1"),
 }
+_SIZES = {name: dtype.itemsize for name, dtype in _DTYPES.items()}
 
 
 class BadMessage(DataError):
@@ -44,32 +45,35 @@ class Array(msgspec.Struct, frozen=True, gc=False):
     data: bytes
 
     def __post_init__(self) -> None:
-        dtype = _DTYPES.get(self.dtype)
-        if dtype is None:
+        size = _SIZES.get(self.dtype)
+        if size is None:
             raise ValueError(f"array dtype {self.dtype!r} is not one of {', '.join(_DTYPES)}")
-        if self.shape < 0 or len(self.data) != self.shape * dtype.itemsize:
+        if self.shape < 0 or len(self.data) != self.shape * size:
             raise ValueError(
-                f"array of {self.shape} {self.dtype} needs {self.shape * dtype.itemsize} bytes, has {len(self.data)}"
+                f"array of {self.shape} {self.dtype} needs {self.shape * size} bytes, has {len(self.data)}"
             )
 
     @classmethod
     def of(cls, values: npt.ArrayLike, dtype: str) -> Array:
         """Pack a one-dimensional array-like."""
-        array = np.ascontiguousarray(values, dtype=_DTYPES[dtype])
+        array = np.asarray(values, _DTYPES[dtype])
         if array.ndim != 1:
             raise ValueError(f"array must have one dimension, has {array.ndim}")
         return cls(dtype, array.size, array.tobytes())
 
     def numpy(self) -> npt.NDArray[Any]:
         """A read-only view of the buffer, shape [shape]."""
-        return np.frombuffer(self.data, dtype=_DTYPES[self.dtype])
+        return np.frombuffer(self.data, _DTYPES[self.dtype])
 
     def __len__(self) -> int:
         return self.shape
 
 
-class Message(msgspec.Struct, kw_only=True, tag_field="type", omit_defaults=False):
-    """Base of every message; subclasses set their tag. ``schema`` is the layout version."""
+class Message(msgspec.Struct, kw_only=True, tag_field="type", omit_defaults=False, gc=False):
+    """Base of every message; subclasses set their tag. ``schema`` is the layout version.
+
+    Messages are trees, so the cycle collector leaves them alone: thousands are alive in a batch.
+    """
 
     schema: int = SCHEMA_VERSION
 

@@ -1,6 +1,6 @@
 """The error types that decide what happens to work: elsewhere, dead letter, or stop.
 
-Every service handles exactly these four; anything else is a bug and ends the process.
+Every service handles exactly these; anything else is a bug and ends the process.
 """
 
 from __future__ import annotations
@@ -16,6 +16,10 @@ class ConfigError(TidemillError):
 
 class InfraError(TidemillError):
     """A machine, process or connection failed: the same work can succeed elsewhere or later."""
+
+
+class BrokerLost(InfraError):
+    """The broker has forgotten what it knew of the run; the trainer builds it anew from what it knows itself."""
 
 
 class DataError(TidemillError):

@@ -1,14 +1,20 @@
--- ARGV: expected cursor (= task id), task body, samples. Charges one slot and queues the task, or says why not.
--- Idempotent: a repeat finds the cursor moved on.
-local ctl = redis.call('HMGET', CTL, 'paused', 'slots', 'total', 'trained', 'cursor', 'version')
-if ctl[1] == '1' then return {'paused', ctl[5]} end
-if ctl[5] ~= ARGV[1] then return {'moved', ctl[5]} end
+-- KEYS: CTL SLOTS COUNTS GROUPS TASKS REDO
+-- ARGV: task id, task body, samples. Charges one slot and queues the task, or says why not; also which task is next.
+-- Tasks to be made again come first, then the cursor goes on. Idempotent: a repeat finds that another is next.
+local ctl = redis.call('HMGET', CTL, 'paused', 'slots', 'steps', 'step', 'batch', 'cursor', 'version')
+if not ctl[6] then return {'starting', '0'} end
+local function next_task()
+  return redis.call('ZRANGE', REDO, 0, 0)[1] or redis.call('HGET', CTL, 'cursor')
+end
+local task = next_task()
+if ctl[1] == '1' then return {'paused', task} end
+if task ~= ARGV[1] then return {'moved', task} end
 local active = redis.call('ZCARD', SLOTS)
-if tonumber(ctl[4]) + active >= tonumber(ctl[3]) then return {'done', ctl[5]} end
-if active >= tonumber(ctl[2]) then return {'full', ctl[5]} end
-local task = ARGV[1]
-local entry = redis.call('XADD', TASKS, '*', 't', task, 'v', ctl[6], 'b', ARGV[2])
+if active >= (tonumber(ctl[3]) - tonumber(ctl[4])) * tonumber(ctl[5]) then return {'done', task} end
+if active >= tonumber(ctl[2]) then return {'full', task} end
+local entry = redis.call('XADD', TASKS, '*', 't', task, 'v', ctl[7], 'b', ARGV[2])
 redis.call('HSET', GROUPS, task .. ':n', ARGV[3], task .. ':kind', 'train', task .. ':entry', entry, task .. ':left', ARGV[3])
 redis.call('ZADD', SLOTS, redis.call('HINCRBY', CTL, 'seq', 1), task)
 redis.call('HINCRBY', COUNTS, 'admitted', 1)
-return {'ok', tostring(redis.call('HINCRBY', CTL, 'cursor', 1))}
+if redis.call('ZREM', REDO, task) == 0 then redis.call('HINCRBY', CTL, 'cursor', 1) end
+return {'ok', next_task()}

@@ -1,17 +1,112 @@
 #!lua flags=allow-oom
--- ARGV: highest epoch on disk, nonce, step, version, cursor, slots, total, trained groups.
--- A trainer takes the run over. What the broker knows wins, unless it knows nothing; numbers never go back.
-local known = redis.call('HMGET', CTL, 'epochn', 'version', 'step')
-local n = math.max(tonumber(known[1] or 0), tonumber(ARGV[1])) + 1
-local epoch = string.format('%d-%s', n, ARGV[2])
-redis.call('HSET', CTL, 'epochn', n, 'epoch', epoch)
-redis.call('HSET', CTL, 'slots', ARGV[6], 'total', ARGV[7])
-redis.call('HSETNX', CTL, 'paused', '0')
-redis.call('HSETNX', CTL, 'cursor', ARGV[5])
-redis.call('HSETNX', CTL, 'step', ARGV[3])
-redis.call('HSETNX', CTL, 'version', ARGV[4])
-redis.call('HSETNX', CTL, 'trained', ARGV[8])
-redis.call('HSETNX', CTL, 'started', redis.call('TIME')[1])
-redis.call('HSET', CTL, 'state', 'running')
+-- KEYS: CTL SLOTS COUNTS GROUPS SAMPLES TASKS EVAL_TASKS TRAJECTORIES SCORED DEAD JOURNAL EVALS CHANGES REDO FAILED WEIGHTS EVENTS METRICS SERVICES
+-- ARGV: what the trainer knows, as JSON (broker/training.py, Known). A trainer takes the run over.
+-- What the broker knows wins as long as it can be true. It cannot when its lineage is not that of the trainer's
+-- checkpoint, when a step is missing in its journal, or when a key is of another type: then the pipeline is
+-- built anew from what the trainer knows. When it only went back a little (its last second was lost), what ended
+-- since then is forgotten, and what was admitted since then is admitted again.
+local own = cjson.decode(ARGV[1])
+local types = {
+  {CTL, 'hash'}, {SLOTS, 'zset'}, {COUNTS, 'hash'}, {GROUPS, 'hash'}, {SAMPLES, 'hash'}, {TASKS, 'stream'},
+  {EVAL_TASKS, 'stream'}, {TRAJECTORIES, 'stream'}, {SCORED, 'stream'}, {DEAD, 'stream'}, {JOURNAL, 'hash'},
+  {EVALS, 'hash'}, {CHANGES, 'stream'}, {REDO, 'zset'}, {FAILED, 'zset'}, {WEIGHTS, 'stream'},
+  {EVENTS, 'stream'}, {METRICS, 'stream'}, {SERVICES, 'hash'},
+}
+local damaged = false
+for _, pair in ipairs(types) do
+  local found = redis.call('TYPE', pair[1]).ok
+  if found ~= 'none' and found ~= pair[2] then
+    redis.call('DEL', pair[1])
+    damaged = true
+  end
+end
+
+local known = redis.call('HMGET', CTL, 'epochn', 'version', 'step', 'cursor', 'lineage')
+local known_step = tonumber(known[3])
+local n = math.max(tonumber(known[1] or 0), own.epoch_floor) + 1
+local epoch = string.format('%d-%s', n, own.nonce)
+local rebuild = damaged or not known_step or known[5] ~= own.lineage
+if not rebuild then
+  for step = own.step, known_step - 1 do
+    if redis.call('HEXISTS', JOURNAL, string.format('%d', step)) == 0 then rebuild = true end
+  end
+end
+if rebuild and own.fresh and not damaged and known_step and known_step > 0 then return 'foreign' end
+local back = not rebuild and (known_step < own.step or tonumber(known[4]) < own.cursor)
+local unfinished = {}
+for _, id in ipairs(own.unfinished) do unfinished[string.format('%d', id)] = true end
+
+if rebuild then
+  redis.call('DEL', SLOTS, GROUPS, SAMPLES, TASKS, EVAL_TASKS, TRAJECTORIES, SCORED, JOURNAL, REDO)
+  redis.call('DEL', COUNTS)
+  for name, value in pairs(own.counts) do redis.call('HSET', COUNTS, name, string.format('%d', value)) end
+  for task in pairs(unfinished) do redis.call('ZADD', REDO, task, task) end
+  -- An evaluation that was under way is opened anew.
+  for _, field in ipairs(redis.call('HKEYS', EVALS)) do
+    local version = string.match(field, '^(%d+):n$')
+    if version then
+      local v = redis.call('HMGET', EVALS, version .. ':n', version .. ':scored', version .. ':failed')
+      if tonumber(v[2] or 0) + tonumber(v[3] or 0) < tonumber(v[1]) then
+        redis.call('HDEL', EVALS, version .. ':n', version .. ':scored', version .. ':failed', version .. ':sum', version .. ':time')
+      end
+    end
+  end
+  redis.call('HSET', CTL, 'step', string.format('%d', own.step), 'cursor', string.format('%d', own.cursor))
+end
+if back then
+  if known_step < own.step then
+    for _, task in ipairs(redis.call('ZRANGE', SLOTS, 0, -1)) do
+      if tonumber(task) < own.cursor and not unfinished[task] then
+        forget(task)
+        redis.call('ZREM', SLOTS, task)
+      end
+    end
+    redis.call('HSET', CTL, 'step', string.format('%d', own.step))
+  end
+  for task in pairs(unfinished) do
+    if tonumber(task) >= tonumber(known[4]) then redis.call('ZADD', REDO, task, task) end
+  end
+  redis.call('HSET', CTL, 'cursor', string.format('%d', math.max(tonumber(known[4]), own.cursor)))
+end
+local fresh = rebuild and not known_step and not damaged and own.fresh
+local lost = (rebuild and not fresh) or back
+if rebuild or back then
+  local cursor = tonumber(redis.call('HGET', CTL, 'cursor'))
+  local admitted = cursor - redis.call('ZCARD', REDO)
+  local trained = own.trained
+  if not rebuild and known_step >= own.step then trained = tonumber(redis.call('HGET', COUNTS, 'trained') or 0) end
+  local ended = trained
+  for _, name in ipairs(redis.call('HKEYS', COUNTS)) do
+    if string.match(name, '^dropped:') or string.match(name, '^failed:') then
+      ended = ended + tonumber(redis.call('HGET', COUNTS, name))
+    end
+  end
+  redis.call('HSET', COUNTS, 'admitted', admitted, 'trained', trained)
+  -- Groups of which the broker forgot how they ended.
+  local missing = admitted - redis.call('ZCARD', SLOTS) - ended
+  if missing ~= 0 then redis.call('HINCRBY', COUNTS, 'dropped:unrecorded', missing) end
+end
+
+-- Numbers never go back: a version that was published once names those weights for ever.
+local version = math.max(tonumber(known[2] or 0), lost and own.version_if_lost or own.version)
+redis.call('HSET', CTL, 'epochn', n, 'epoch', epoch, 'version', string.format('%d', version), 'state', 'running')
+redis.call('HSET', CTL, 'steps', string.format('%d', own.steps), 'window', string.format('%d', own.window))
+if lost then
+  redis.call('HSET', CTL, 'lineage', epoch)
+elseif fresh then
+  redis.call('HSET', CTL, 'lineage', own.lineage)
+end
+redis.call('HSETNX', CTL, 'started', own.started or redis.call('TIME')[1])
+redis.call('HSETNX', CTL, 'paused', own.paused and '1' or '0')
+for name, value in pairs(own.settings) do redis.call('HSETNX', CTL, 'set:' .. name, string.format('%d', value)) end
+for _, name in ipairs({'batch', 'staleness'}) do
+  redis.call('HSET', CTL, name, redis.call('HGET', CTL, 'set:' .. name) or string.format('%d', own[name]))
+end
+set_slots()
+for _, pair in ipairs({{TASKS, GENERATORS}, {EVAL_TASKS, GENERATORS}, {TRAJECTORIES, REWARD}, {SCORED, TRAINER}}) do
+  local made = redis.pcall('XGROUP', 'CREATE', pair[1], pair[2], '0', 'MKSTREAM')
+  if made.err and not string.match(made.err, 'BUSYGROUP') then return made end
+end
 changed('begin')
-return {epoch, redis.call('HGET', CTL, 'step'), redis.call('HGET', CTL, 'version')}
+local now = redis.call('HMGET', CTL, 'step', 'version', 'lineage', 'started')
+return {epoch, now[1], now[2], now[3], now[4], lost and '1' or '0'}

@@ -1,5 +1,6 @@
 #!lua flags=allow-oom
--- ARGV: field, value. Control state that services consult: paused, state, slots, total.
+-- KEYS: CTL CHANGES
+-- ARGV: field, value. Control state that services consult: paused or state.
 redis.call('HSET', CTL, ARGV[1], ARGV[2])
 changed('control')
 return 'ok'

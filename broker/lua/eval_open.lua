@@ -1,3 +1,4 @@
+-- KEYS: EVALS EVAL_TASKS GROUPS
 -- ARGV: version, samples per task, then task id and body of each. Queues one evaluation; a repeat does nothing.
 local version = ARGV[1]
 if redis.call('HSETNX', EVALS, version .. ':n', (#ARGV - 2) / 2 * tonumber(ARGV[2])) == 0 then return 0 end

@@ -1,15 +1,16 @@
+-- KEYS: COUNTS GROUPS SAMPLES TASKS EVAL_TASKS TRAJECTORIES SCORED DEAD EVALS
 -- ARGV: task id, sample, dead letter, failed score. A sample that can't be made: its group goes on without it.
 local task, field = ARGV[1], ARGV[1] .. ':' .. ARGV[2]
 local fields = redis.call('HMGET', GROUPS, task .. ':kind', task .. ':n')
 if not fields[1] then return 'closed' end
 if redis.call('HEXISTS', SAMPLES, field) == 1 then return 'dup' end
-redis.call('XADD', DEAD, '*', 'b', ARGV[3])
+bury(ARGV[3])
 redis.call('HSET', SAMPLES, field, '-')
 if fields[1] == 'train' then
   redis.call('XADD', SCORED, '*', 't', task, 's', ARGV[2], 'n', fields[2], 'e', '-', 'b', ARGV[4])
 else
   eval_outcome(task, nil)
 end
-outcome_known(task)
+outcomes_known(task, 1)
 if fields[1] == 'eval' and redis.call('HINCRBY', GROUPS, task .. ':open', -1) <= 0 then forget(task) end
 return 'ok'

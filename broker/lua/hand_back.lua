@@ -1,9 +1,11 @@
+#!lua flags=allow-oom
+-- KEYS: GROUPS TASKS EVAL_TASKS
 -- ARGV: task id, its entry, its body with partial samples. A leaving generator gives a task to another at once.
 local task, entry = ARGV[1], ARGV[2]
-local kind = redis.call('HGET', GROUPS, task .. ':kind')
 if redis.call('HGET', GROUPS, task .. ':entry') ~= entry then return 'closed' end
-local stream = task_stream(kind)
+local stream = task_stream(redis.call('HGET', GROUPS, task .. ':kind'))
 local old = redis.call('XRANGE', stream, entry, entry)
+if #old == 0 then return 'closed' end
 local version = '0'
 for i = 1, #old[1][2], 2 do
   if old[1][2][i] == 'v' then version = old[1][2][i + 1] end

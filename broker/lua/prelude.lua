@@ -1,14 +1,19 @@
--- Shared by every script: the run's keys, in the order of broker/keys.py, and the ways a group's data ends.
+-- Shared by every script: what it declares in its KEYS line are locals here, under the names of broker/keys.py;
+-- any other key is out of its reach. Then the ways a group's data ends.
 -- A refused write (out of memory) does not undo earlier ones, so in every script the first write is one
 -- that memory limits refuse, and acknowledgements come last.
-local CTL, SLOTS, COUNTS, GROUPS, SAMPLES = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
-local TASKS, EVAL_TASKS, TRAJECTORIES, SCORED = KEYS[6], KEYS[7], KEYS[8], KEYS[9]
-local DEAD, JOURNAL, EVALS, CHANGES = KEYS[10], KEYS[11], KEYS[12], KEYS[13]
 local GENERATORS, REWARD, TRAINER = 'generators', 'reward', 'trainer'
+local KEEP_DEAD = '1000'
 
 -- Wake whoever waits for room or for a change of control state.
 local function changed(what)
   redis.call('XADD', CHANGES, 'MAXLEN', '16', '*', 'w', what)
+end
+
+-- Keep a dead letter for people; they are counted for ever and kept up to a number.
+local function bury(letter)
+  redis.call('XADD', DEAD, 'MAXLEN', KEEP_DEAD, '*', 'b', letter)
+  redis.call('HINCRBY', COUNTS, 'dead_letters', 1)
 end
 
 -- The stream a task of this kind travels on.
@@ -17,14 +22,28 @@ local function task_stream(kind)
   return TASKS
 end
 
--- Only the newest trainer may write. Every fenced script starts with this.
-local function fenced(epoch)
-  return redis.call('HGET', CTL, 'epoch') ~= epoch
+local function incarnation(epoch)
+  return tonumber(string.match(epoch, '^%d+'))
 end
 
--- One more outcome of a group is known; with the last one the task itself is acknowledged.
-local function outcome_known(task)
-  local left = redis.call('HINCRBY', GROUPS, task .. ':left', -1)
+-- Only the newest trainer may write. Every script of the trainer starts with this; nil means go on.
+-- An epoch that is missing or older than the caller's own is a broker that lost what it knew.
+local function refused(epoch)
+  local now = redis.call('HGET', CTL, 'epoch')
+  if now == epoch then return nil end
+  if now and incarnation(now) >= incarnation(epoch) then return 'fenced' end
+  return 'lost'
+end
+
+-- Slots follow the staleness bound, the batch and the look-ahead window.
+local function set_slots()
+  local ctl = redis.call('HMGET', CTL, 'staleness', 'batch', 'window')
+  redis.call('HSET', CTL, 'slots', (tonumber(ctl[1]) + 1) * tonumber(ctl[2]) - (tonumber(ctl[3]) - 1))
+end
+
+-- So many more outcomes of a group are known; with the last one the task itself is acknowledged.
+local function outcomes_known(task, count)
+  local left = redis.call('HINCRBY', GROUPS, task .. ':left', -count)
   if left <= 0 then
     local kind = redis.call('HGET', GROUPS, task .. ':kind')
     local entry = redis.call('HGET', GROUPS, task .. ':entry')
@@ -34,27 +53,43 @@ local function outcome_known(task)
   return left
 end
 
+-- SAMPLES holds a sample's entry in the trajectories, '=' before it once it is scored, '-' when it failed.
+local function entry_of(sample)
+  return (string.gsub(sample, '^=', ''))
+end
+
+-- Acknowledge and delete entries of a stream, a thousand at a time: Lua cannot unpack many more.
+local function remove(stream, group, entries)
+  for first = 1, #entries, 1000 do
+    local last = math.min(first + 999, #entries)
+    redis.call('XACK', stream, group, unpack(entries, first, last))
+    redis.call('XDEL', stream, unpack(entries, first, last))
+  end
+end
+
 -- Forget everything the broker holds of a group; returns how many of its samples had been published.
 local function forget(task)
   local fields = redis.call('HMGET', GROUPS, task .. ':n', task .. ':kind', task .. ':entry')
   if not fields[1] then return 0 end
-  local published = 0
-  for sample = 0, tonumber(fields[1]) - 1 do
-    local field = task .. ':' .. sample
-    local entry = redis.call('HGET', SAMPLES, field)
-    if entry then
-      if entry ~= '-' then
-        published = published + 1
-        redis.call('XACK', TRAJECTORIES, REWARD, entry)
-        redis.call('XDEL', TRAJECTORIES, entry)
-      end
-      redis.call('HDEL', SAMPLES, field)
+  local published = {}
+  for first = 0, tonumber(fields[1]) - 1, 1000 do
+    local samples = {}
+    for sample = first, math.min(first + 1000, tonumber(fields[1])) - 1 do samples[#samples + 1] = task .. ':' .. sample end
+    for _, found in ipairs(redis.call('HMGET', SAMPLES, unpack(samples))) do
+      if found and found ~= '-' then published[#published + 1] = entry_of(found) end
     end
+    redis.call('HDEL', SAMPLES, unpack(samples))
   end
-  redis.call('XACK', task_stream(fields[2]), GENERATORS, fields[3])
-  redis.call('XDEL', task_stream(fields[2]), fields[3])
+  remove(TRAJECTORIES, REWARD, published)
+  remove(task_stream(fields[2]), GENERATORS, {fields[3]})
   redis.call('HDEL', GROUPS, task .. ':n', task .. ':kind', task .. ':entry', task .. ':left', task .. ':open')
-  return published
+  return #published
+end
+
+-- Groups that failed may be asked for again by hand.
+local function note_failed(task)
+  redis.call('ZADD', FAILED, redis.call('TIME')[1], task)
+  redis.call('ZREMRANGEBYRANK', FAILED, 0, -10001)
 end
 
 -- An evaluation counts each sample once.

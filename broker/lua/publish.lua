@@ -1,20 +1,30 @@
--- ARGV: task id, then sample index, generated tokens and body of each. The first delivery of a sample wins, whoever brings it;
--- the task is acknowledged with its last sample. Returns one word a sample: ok, dup, or closed.
-local task, answers = ARGV[1], {}
+-- KEYS: COUNTS GROUPS SAMPLES TASKS EVAL_TASKS TRAJECTORIES
+-- ARGV: task id, then sample index, generated tokens and body of each, at most 1000. The first delivery of a sample
+-- wins, whoever brings it; the task is acknowledged with its last sample. Returns one word a sample: ok, dup, or closed.
+local task, answers, fields, marks, tokens = ARGV[1], {}, {}, {}, 0
+for i = 2, #ARGV, 3 do fields[#fields + 1] = task .. ':' .. ARGV[i] end
+if #fields == 0 then return answers end
 local kind = redis.call('HGET', GROUPS, task .. ':kind')
-for i = 2, #ARGV, 3 do
-  local field = task .. ':' .. ARGV[i]
+local present = redis.call('HMGET', SAMPLES, unpack(fields))
+local taken = {}
+for k, field in ipairs(fields) do
+  local i = 3 * k - 1
   if not kind then
-    answers[#answers + 1] = 'closed'
-  elseif redis.call('HEXISTS', SAMPLES, field) == 1 then
-    answers[#answers + 1] = 'dup'
+    answers[k] = 'closed'
+  elseif present[k] or taken[field] then
+    answers[k] = 'dup'
   else
-    local entry = redis.call('XADD', TRAJECTORIES, '*', 't', task, 's', ARGV[i], 'b', ARGV[i + 2])
-    redis.call('HSET', SAMPLES, field, entry)
-    if kind == 'train' then redis.call('HINCRBY', COUNTS, 'published', 1) end
-    redis.call('HINCRBY', COUNTS, 'tokens_generated', ARGV[i + 1])
-    outcome_known(task)
-    answers[#answers + 1] = 'ok'
+    taken[field] = true
+    marks[#marks + 1] = field
+    marks[#marks + 1] = redis.call('XADD', TRAJECTORIES, '*', 't', task, 's', ARGV[i], 'b', ARGV[i + 2])
+    tokens = tokens + tonumber(ARGV[i + 1])
+    answers[k] = 'ok'
   end
+end
+if #marks > 0 then
+  redis.call('HSET', SAMPLES, unpack(marks))
+  if kind == 'train' then redis.call('HINCRBY', COUNTS, 'published', #marks / 2) end
+  redis.call('HINCRBY', COUNTS, 'tokens_generated', tokens)
+  outcomes_known(task, #marks / 2)
 end
 return answers

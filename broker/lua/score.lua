@@ -1,21 +1,47 @@
--- ARGV: trajectory entry, task id, sample, score body, reward ('' when it failed), dead letter ('' when none).
--- Publishes the score and acknowledges the trajectory at once, once. The body stays until it is trained.
-local entry, task = ARGV[1], ARGV[2]
-if #redis.call('XPENDING', TRAJECTORIES, REWARD, entry, entry, 1) == 0 then return 'dup' end
-if ARGV[6] ~= '' then redis.call('XADD', DEAD, '*', 'b', ARGV[6]) end
-local fields = redis.call('HMGET', GROUPS, task .. ':kind', task .. ':n')
-local known = fields[1] and redis.call('HGET', SAMPLES, task .. ':' .. ARGV[3]) == entry
-if known and fields[1] == 'train' then
-  redis.call('XADD', SCORED, '*', 't', task, 's', ARGV[3], 'n', fields[2], 'e', entry, 'b', ARGV[4])
+#!lua flags=allow-oom
+-- KEYS: COUNTS GROUPS SAMPLES TASKS EVAL_TASKS TRAJECTORIES SCORED DEAD EVALS
+-- ARGV, six for each result, at most 1000 of them: trajectory entry, task id, sample, score body, reward ('' when it
+-- failed), dead letter ('' when none). Returns a word for each: ok, dup or closed.
+-- Publishes the scores and acknowledges the trajectories at once, each once. Bodies stay until they are trained.
+-- Scores pass when memory is full: they are small, as many as trajectories, and training is what frees it.
+local fields, groups, marks, acks, answers = {}, {}, {}, {}, {}
+for i = 1, #ARGV, 6 do fields[#fields + 1] = ARGV[i + 1] .. ':' .. ARGV[i + 2] end
+local samples = redis.call('HMGET', SAMPLES, unpack(fields))
+local state = {}
+for k, field in ipairs(fields) do state[field] = samples[k] end
+
+local function score(field, entry, task, index, body, reward, letter)
+  local group = groups[task] or redis.call('HMGET', GROUPS, task .. ':kind', task .. ':n')
+  if state[field] == '=' .. entry then
+    -- Delivered again by a group that was made anew, or sent again; its score is out already.
+    acks[#acks + 1] = entry
+    return 'dup'
+  end
+  local known = group[1] and state[field] == entry
+  if not known and #redis.call('XPENDING', TRAJECTORIES, REWARD, entry, entry, 1) == 0 then return 'dup' end
+  if letter ~= '' then bury(letter) end
+  if known and group[1] == 'train' then
+    groups[task] = group
+    redis.call('XADD', SCORED, '*', 't', task, 's', index, 'n', group[2], 'e', entry, 'b', body)
+    state[field] = '=' .. entry
+    marks[#marks + 1], marks[#marks + 2] = field, state[field]
+    acks[#acks + 1] = entry
+    return 'ok'
+  end
+  if known then eval_outcome(task, reward ~= '' and reward or nil) end
   redis.call('XACK', TRAJECTORIES, REWARD, entry)
+  redis.call('XDEL', TRAJECTORIES, entry)
+  if not known then return 'closed' end
+  state[field] = '-'
+  redis.call('HSET', SAMPLES, field, '-')
+  if redis.call('HINCRBY', GROUPS, task .. ':open', -1) <= 0 then forget(task) end
   return 'ok'
 end
-if known then
-  eval_outcome(task, ARGV[5] ~= '' and ARGV[5] or nil)
+
+for k, field in ipairs(fields) do
+  local i = 6 * k - 5
+  answers[k] = score(field, ARGV[i], ARGV[i + 1], ARGV[i + 2], ARGV[i + 3], ARGV[i + 4], ARGV[i + 5])
 end
-redis.call('XACK', TRAJECTORIES, REWARD, entry)
-redis.call('XDEL', TRAJECTORIES, entry)
-if not known then return 'closed' end
-redis.call('HSET', SAMPLES, task .. ':' .. ARGV[3], '-')
-if redis.call('HINCRBY', GROUPS, task .. ':open', -1) <= 0 then forget(task) end
-return 'ok'
+if #marks > 0 then redis.call('HSET', SAMPLES, unpack(marks)) end
+if #acks > 0 then redis.call('XACK', TRAJECTORIES, REWARD, unpack(acks)) end
+return answers

@@ -8,8 +8,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import redis
-
 from broker.link import BLOCK_MS, Link
 from broker.weights.transports import FileTransport, RedisTransport, Transport, chunk_digests
 from schemas.codec import decode, encode
@@ -51,18 +49,9 @@ class WeightStore:
             tensors=tensors,
             probe=probe,
         )
-        published = self._link.run("publishing weights", lambda client: self._add(client, manifest))
+        answer = self._link.script("weights_add", version, encode(manifest, 1 << 28))
         self._trim(transport, keep)
-        return published
-
-    def _add(self, client: redis.Redis, manifest: Manifest) -> bool:
-        try:
-            client.xadd(self._link.keys.weights, {"b": encode(manifest, 1 << 28)}, id=f"{manifest.version}-1")
-        except redis.ResponseError as error:
-            if "equal or smaller" in str(error):
-                return False
-            raise
-        return True
+        return bool(answer == b"ok")
 
     def _trim(self, transport: Transport, keep: int) -> None:
         keys = self._link.keys

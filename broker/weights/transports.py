@@ -10,7 +10,7 @@ import hashlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import redis
 
@@ -85,8 +85,7 @@ class RedisTransport:
 
     def put(self, file: Path, version: int, epoch: int) -> str:
         for index, chunk in enumerate(_chunks(file)):
-            key = self._link.keys.weight_chunk(version, index)
-            self._link.run("publishing weights", lambda client, key, chunk: client.set(key, chunk), key, chunk)
+            self._link.script("weights_put", f"{version}:{index}", chunk)
         file.unlink()
         return f"redis:{version}"
 
@@ -106,13 +105,13 @@ class RedisTransport:
         return target
 
     def _get(self, client: redis.Redis, manifest: Manifest, index: int) -> bytes:
-        chunk = client.get(self._link.keys.weight_chunk(manifest.version, index))
+        chunk: Any = client.hget(self._link.keys.chunks, f"{manifest.version}:{index}")
         if not isinstance(chunk, bytes):
             raise InfraError(f"weights version {manifest.version} is gone from the broker")
         return chunk
 
     def delete(self, uri: str, chunks: int) -> None:
         version = int(uri.removeprefix("redis:"))
-        keys = [self._link.keys.weight_chunk(version, index) for index in range(chunks)]
-        if keys:
-            self._link.run("deleting old weights", lambda client: client.unlink(*keys))
+        fields = [f"{version}:{index}" for index in range(chunks)]
+        if fields:
+            self._link.run("deleting old weights", lambda client: client.hdel(self._link.keys.chunks, *fields))

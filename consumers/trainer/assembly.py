@@ -49,6 +49,10 @@ class Assembly:
         group = self._groups.pop(task_id, {})
         return [group[sample] for sample in sorted(group)] + self._extra.pop(task_id, [])
 
+    def waiting(self) -> set[int]:
+        """Task ids of all groups that have an outcome and were not taken."""
+        return set(self._groups)
+
     def missing(self, active: Sequence[Slot]) -> str:
         """What the oldest group lacks, for people."""
         if not active:

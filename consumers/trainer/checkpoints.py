@@ -1,4 +1,7 @@
-"""Durable checkpoints: a folder ``step-00000100`` appears whole, and is checked before it is trusted.
+"""Durable checkpoints: a folder ``step-00000100-e0003`` appears whole, and is checked before it is trusted.
+
+The newest is that of the highest epoch (trainer incarnation), then of the highest step: what a trainer still
+writes after it was replaced never wins.
 
 It is written aside, flushed, completed by a marker with the size and digest of every file, and then
 renamed. Model and optimizer go through torch.distributed.checkpoint, sharded or not; the rest is JSON.
@@ -22,7 +25,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint import CheckpointException, state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from consumers.trainer.step import TrainStep
@@ -31,7 +34,7 @@ from schemas.errors import InfraError
 MARKER = "COMPLETE"
 _STATE = "state.json"
 _FORMAT = 1
-_NAME = re.compile(r"step-(\d{8,})")
+_NAME = re.compile(r"step-(\d{8,})-e(\d{4,})")
 
 
 @dataclass(frozen=True)
@@ -58,12 +61,12 @@ class Checkpoints:
         self.folder = folder
         self.keep = keep
 
-    def save(self, train: TrainStep, *, step: int, version: int, extra: dict[str, Any]) -> Path:
+    def save(self, train: TrainStep, *, step: int, version: int, epoch: int, extra: dict[str, Any]) -> Path:
         """Write everything that the next step depends on, and ``extra`` (JSON), as the newest checkpoint.
 
-        InfraError if the folder can't be written. A checkpoint of the same step is replaced.
+        InfraError if the folder can't be written. A checkpoint of the same step and epoch is replaced.
         """
-        path = self.folder / f"step-{step:08d}"
+        path = self.folder / f"step-{step:08d}-e{epoch:04d}"
         aside = self.folder / f".{path.name}.writing"
         main = train.ranks.is_main
         try:
@@ -90,8 +93,8 @@ class Checkpoints:
                 _complete(aside, path)
                 self._remove_old()
             train.ranks.wait()
-        except OSError as error:
-            raise InfraError(f"cannot write the checkpoint {path}: {error}") from error
+        except (OSError, CheckpointException) as error:
+            raise InfraError(f"cannot write the checkpoint {path}: {_reason(error)}") from error
         return path
 
     def newest(self) -> Newest:
@@ -131,8 +134,8 @@ class Checkpoints:
         """Finished folders, newest first; those being written have another name."""
         if not self.folder.is_dir():
             return []
-        found = [p for p in self.folder.iterdir() if _NAME.fullmatch(p.name)]
-        return sorted(found, key=lambda p: int(p.name.removeprefix("step-")), reverse=True)
+        found = [(match, path) for path in self.folder.iterdir() if (match := _NAME.fullmatch(path.name))]
+        return [path for _, path in sorted(found, key=lambda pair: (int(pair[0][2]), int(pair[0][1])), reverse=True)]
 
     def _remove_old(self) -> None:
         for path in self._all()[self.keep :]:
@@ -160,6 +163,13 @@ def damage(path: Path) -> str | None:
         if _digest(file) != digest:
             return f"{name} has changed since it was written"
     return None
+
+
+def _reason(error: BaseException) -> str:
+    """What went wrong, in one line; DCP hides it under a failure per rank."""
+    if isinstance(error, CheckpointException):
+        return "; ".join(str(failure[0]) for failure in error.failures.values())
+    return str(error)
 
 
 @contextmanager

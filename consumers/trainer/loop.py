@@ -1,30 +1,31 @@
 """The trainer's loop, on one page: claim, journal, step, publish, free the slots; now and then a checkpoint.
 
 Exactly once: a step's data is in the journal before it is trained, and is acknowledged only when a
-durable checkpoint covers it. A restarted trainer replays the journal on the same data.
+durable checkpoint covers it. A restarted trainer replays the journal on the same data. A broker that lost its
+memory is mended from what the trainer knows, in the same process.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
-from typing import Any
+from typing import Any, Literal
 
 import structlog
 import torch
 
 from broker.client import Broker
 from broker.presence import Presence
-from broker.training import Takeover
+from broker.training import incarnation
 from consumers.trainer.checkpoints import Checkpoints
 from consumers.trainer.export import copy_tokenizer
 from consumers.trainer.policy import Policy, load_model
+from consumers.trainer.progress import Incarnation, Progress
 from consumers.trainer.publisher import Publisher
 from consumers.trainer.runlog import RunLog
 from consumers.trainer.source import Batch, BatchSource
 from consumers.trainer.step import StepResult, TrainStep
 from schemas.config import TidemillConfig
-from schemas.errors import InfraError
+from schemas.errors import BrokerLost, InfraError
 from schemas.lifecycle import StopFlag
 from schemas.messages import BatchRecord, Event
 
@@ -47,7 +48,7 @@ def run_trainer(config: TidemillConfig, name: str) -> None:
 
 
 class Trainer:
-    """State of one trainer process. ``step`` counts finished optimizer steps, ``version`` names the weights."""
+    """State of one trainer process; ``progress`` is how far its weights are."""
 
     def __init__(self, config: TidemillConfig, name: str, broker: Broker, step: TrainStep) -> None:
         self._config = config
@@ -55,102 +56,142 @@ class Trainer:
         self._broker = broker
         self._step = step
         self._training = broker.training()
-        self._source = BatchSource(config, self._training)
-        self._checkpoints = Checkpoints(config.folder / "checkpoints", config.trainer.checkpoint.keep)
+        folder = config.folder / "checkpoints"
+        self._checkpoints = Checkpoints(folder, config.trainer.checkpoint.keep)
+        self._incarnation = Incarnation(folder)
         self._log = RunLog(config.folder)
+        self._publisher = Publisher(config, broker, step.policy.causal_lm.config.get_text_config().vocab_size)
         self._uncommitted: list[BatchRecord] = []
+        self._saved_step = 0
+        self._floor = 0
+        self._epoch = "0-none"
         self._state = "starting"
-        self._started = time.time()
         self._tokens_per_s = 0.0
-        self.step = 0
-        self.version = 0
+        self.progress = Progress()
 
     def describe(self) -> tuple[str, int, dict[str, float]]:
-        return self._state, self.version, {"step": float(self.step), "tokens_per_s": self._tokens_per_s}
+        progress = self.progress
+        return self._state, progress.version, {"step": float(progress.step), "tokens_per_s": self._tokens_per_s}
 
     def run(self, stop: StopFlag) -> None:
-        """Recover, replay, train, finish."""
-        takeover = self._recover()
-        epoch_number = int(takeover.epoch.partition("-")[0])
-        vocabulary = self._step.policy.causal_lm.config.get_text_config().vocab_size
-        self._publisher = Publisher(self._config, self._broker, epoch_number, vocabulary)
-        self._publisher.publish(self._step.policy, self.version, self.step)
-        for batch in self._replays():
-            self._train(batch, takeover.epoch)
+        """Recover, replay, train, finish; once more after the broker lost what it knew."""
+        fresh = self._recover()
+        while True:
+            try:
+                self._work(self._take_over(fresh), stop)
+                return
+            except BrokerLost as error:
+                log.warning("the broker is compared with what is in the weights", reason=str(error))
+                self._incarnation.check(self._epoch)
+                fresh = False
+
+    def _work(self, replays: list[BatchRecord], stop: StopFlag) -> None:
+        self._state = "replaying"
+        for record in replays:
+            log.info("replaying a journaled step", step=record.step)
+            self._train(self._replay(record))
+            self._checkpoint_if_due(stop)
         self._state = "running"
-        while self.step < self._config.trainer.steps and not stop:
+        while self.progress.step < self._config.trainer.steps and not stop:
             started = time.monotonic()
-            batch = self._source.next(self.step, self.version, stop)
+            # A number that may have been published names those weights, also when they are lost.
+            batch = self._source.next(max(self.progress.version, self._floor) + 1, stop)
             if batch is None:
                 break
-            self._train(batch, takeover.epoch, waited_s=time.monotonic() - started)
-            if self.step % self._config.trainer.checkpoint.every == 0:
-                self._checkpoint()
+            self._train(batch, waited_s=time.monotonic() - started)
+            self._checkpoint_if_due(stop)
         self._finish(stop)
 
-    def _recover(self) -> Takeover:
-        """Load the newest checkpoint and take the run over; what the checkpoint covers is acknowledged."""
+    def _recover(self) -> bool:
+        """Load the newest checkpoint; whether this is the first trainer of the run."""
         newest = self._checkpoints.newest()
         for refused in newest.refused:
             log.warning("a damaged checkpoint is not used", problem=refused)
-        extra: dict[str, Any] = {}
+        seen = self._incarnation.read()
         if newest.path is not None:
             restored = self._checkpoints.load(newest.path, self._step)
-            self.step, self.version, extra = restored.step, restored.version, restored.extra
-            log.info("resumed from a checkpoint", step=self.step)
-        config = self._config
+            self.progress = Progress.restored(restored.step, restored.version, restored.extra)
+            self._saved_step = restored.step
+            log.info("resumed from a checkpoint", step=restored.step)
+        self._floor = self.progress.version
+        if seen is not None:
+            self._floor = max(self._floor, seen.version)
+        elif newest.path is not None:
+            self._floor += self._config.trainer.checkpoint.every
+        return seen is None and newest.path is None
+
+    def _take_over(self, fresh: bool) -> list[BatchRecord]:
+        """Become the one trainer, mend the broker if it lost something; returns the steps to replay."""
+        progress, seen = self.progress, self._incarnation.read()
         takeover = self._training.begin(
-            epoch_floor=extra.get("epoch", 0),
-            step=self.step,
-            version=self.version,
-            cursor=extra.get("cursor", 0),
-            slots=config.slots,
-            total=config.trainer.steps * config.trainer.batch_groups,
-            trained=self.step * config.trainer.batch_groups,
-        )
-        self._started = self._broker.ledger.state().started
-        records = self._training.records()
-        covered = [record for step, record in sorted(records.items()) if step < self.step]
-        self._training.commit(covered)
-        self._journaled = [record for step, record in sorted(records.items()) if step >= self.step]
-        if takeover.step > self.step + len(self._journaled):
-            raise InfraError(
-                f"the broker is at step {takeover.step}, the newest checkpoint at {self.step} and the journal holds"
-                f" {len(self._journaled)} steps after it: the checkpoints in {config.folder} are not this run's;"
-                " give the run another run.name or restore its folder"
+            progress.known(
+                self._config,
+                epoch_floor=seen.number if seen else 0,
+                version_if_lost=progress.version if self._floor <= progress.version else self._floor + 1,
+                fresh=fresh,
             )
-        return takeover
+        )
+        self._epoch = takeover.epoch
+        self._incarnation.write(takeover.epoch, max(self._floor, progress.version), durable=True)
+        self._log.resumed(progress.step, takeover.epoch)
+        self._source = BatchSource(self._config, self._training, progress)
+        self._publisher.epoch = incarnation(takeover.epoch)
+        progress.lineage, progress.started = takeover.lineage, takeover.started
+        self._uncommitted = []
+        if takeover.lost:
+            progress.version = max(progress.version, takeover.version)
+            self._emit("broker_mended", "warning", f"the broker was mended; training goes on at step {progress.step}")
+            self._checkpoint(None)
+        self._publish()
+        records = [record for _, record in sorted(self._training.records().items())]
+        self._training.commit([record for record in records if record.step < self._saved_step])
+        self._uncommitted = [record for record in records if self._saved_step <= record.step < progress.step]
+        self._source.hold(self._uncommitted)
+        return [record for record in records if record.step >= progress.step]
 
-    def _replays(self) -> Iterable[Batch]:
-        self._state = "replaying"
-        for record in self._journaled:
-            log.info("replaying a journaled step", step=record.step)
-            yield self._source.replay(record)
+    def _replay(self, record: BatchRecord) -> Batch:
+        try:
+            return self._source.replay(record)
+        except BrokerLost:
+            # Its lineage is broken: everything that is not in the weights is made again.
+            self.progress.lineage = ""
+            raise
 
-    def _train(self, batch: Batch, epoch: str, waited_s: float = 0.0) -> None:
+    def _train(self, batch: Batch, waited_s: float = 0.0) -> None:
         started = time.monotonic()
-        result = self._step.run(self._step.assemble(batch.groups), version=self.version)
+        progress = self.progress
+        result = self._step.run(self._step.assemble(batch.groups), version=progress.version)
         trained = time.monotonic()
         if result.skipped:
-            log.warning("step skipped: its loss or gradient is not finite", step=self.step)
-        self.step, self.version = self.step + 1, self.version + 1
-        self._publisher.publish(self._step.policy, self.version, self.step)
-        self._training.step(batch.record, self.version)
+            log.warning("step skipped: its loss or gradient is not finite", step=progress.step)
+        progress.did(batch.record)
+        self._log.trained(batch, self._epoch)
         self._uncommitted.append(batch.record)
+        self._publish()
         published = time.monotonic()
         seconds = waited_s + published - started
         self._tokens_per_s = result.metrics["tokens"] / seconds
         times = {"time/wait_s": waited_s, "time/publish_s": published - trained, "time/total_s": seconds}
         line = self._line(batch, result) | times
-        self._log.step(batch, epoch, line)
+        self._log.metrics(line)
+        self._training.step(batch.record)
         self._broker.metrics.append(line)
+
+    def _publish(self) -> None:
+        """Offer these weights to the generators, unless a version this new was offered before."""
+        self._publisher.flush()
+        newest = self._broker.weights.newest()
+        if newest is None or newest.version < self.progress.version:
+            self._floor = max(self._floor, self.progress.version)
+            self._incarnation.write(self._epoch, self._floor)
+            self._publisher.publish(self._step.policy, self.progress.version, self.progress.step)
 
     def _line(self, batch: Batch, result: StepResult) -> dict[str, Any]:
         """One line of metrics.jsonl: the step's figures under the field's usual sections."""
         line: dict[str, Any] = {
-            "step": self.step,
-            "version": self.version,
-            "wall_s": time.time() - self._started,
+            "step": self.progress.step,
+            "version": self.progress.version,
+            "wall_s": time.time() - float(self.progress.started or 0),
             "trajectories": sum(len(group.samples) for group in batch.groups),
             "staleness/histogram": {str(age): tokens for age, tokens in result.staleness.items()},
         }
@@ -160,31 +201,57 @@ class Trainer:
             line[f"{section}/{rest}" if known else f"train/{name}"] = value
         return line
 
-    def _checkpoint(self) -> None:
-        """Make everything up to here durable, then let the broker forget it."""
+    def _checkpoint_if_due(self, stop: StopFlag) -> None:
+        """Counted from the last one, so that the broker never holds more than trainer.checkpoint.every steps."""
+        if self.progress.step - self._saved_step >= self._config.trainer.checkpoint.every:
+            self._checkpoint(stop)
+
+    def _checkpoint(self, stop: StopFlag | None) -> None:
+        """Make everything up to here durable, then let the broker forget it.
+
+        Training waits while the folder can't be written: going on would leave the broker with ever more data.
+        """
         self._publisher.flush()
-        ledger = self._broker.ledger.state()
-        number = ledger.epoch
-        extra = {
-            "epoch": number,
-            "cursor": ledger.cursor,
-            "unfinished": [slot.task_id for slot in self._training.active()],
-        }
-        self._checkpoints.save(self._step, step=self.step, version=self.version, extra=extra)
+        progress = self.progress
+        progress.saw(self._training.look())
+        deadline = time.monotonic() + self._config.trainer.checkpoint.deadline_s
+        wait = 0.5
+        while True:
+            try:
+                self._checkpoints.save(
+                    self._step,
+                    step=progress.step,
+                    version=progress.version,
+                    epoch=incarnation(self._epoch),
+                    extra=progress.extra(),
+                )
+                break
+            except InfraError as error:
+                if stop or time.monotonic() > deadline:
+                    raise
+                log.warning("waiting for room to write the checkpoint", error=str(error))
+                self._emit("checkpoint", "error", str(error))
+            time.sleep(wait)
+            wait = min(2 * wait, 10.0)
+        self._saved_step = progress.step
         self._training.commit(self._uncommitted)
         self._source.committed(self._uncommitted)
-        self._uncommitted.clear()
+        self._uncommitted = []
+
+    def _emit(self, name: str, level: Literal["info", "warning", "error"], text: str) -> None:
+        self._broker.events.emit(Event(name=name, service=self._name, level=level, text=text))
 
     def _finish(self, stop: StopFlag) -> None:
         if self._uncommitted:
-            self._checkpoint()
-        self._publisher.close()
-        if self.step >= self._config.trainer.steps:
+            self._checkpoint(stop)
+        self._publisher.flush()
+        if self.progress.step >= self._config.trainer.steps:
             self._state = "finishing"
             self._wait_for_last_evaluation(stop)
             if not stop:
                 self._save_model()
                 self._broker.ledger.set("state", "finished")
+        self._publisher.close()
         self._log.close()
 
     def _wait_for_last_evaluation(self, stop: StopFlag) -> None:
@@ -193,14 +260,16 @@ class Trainer:
         deadline = time.monotonic() + EVAL_DEADLINE_S
         while not stop and time.monotonic() < deadline:
             position = self._broker.ledger.change_position()
-            if any(result.version == self.version and result.complete for result in self._broker.evals.results()):
+            if any(
+                result.version == self.progress.version and result.complete for result in self._broker.evals.results()
+            ):
                 return
             self._broker.ledger.wait_change(position, 200)
         if stop:
             return
-        text = f"the evaluation of version {self.version} was not complete after {EVAL_DEADLINE_S:.0f} s"
+        text = f"the evaluation of version {self.progress.version} was not complete after {EVAL_DEADLINE_S:.0f} s"
         log.warning(text)
-        self._broker.events.emit(Event(name="evaluation", service=self._name, level="warning", text=text))
+        self._emit("evaluation", "warning", text)
 
     def _save_model(self) -> None:
         """The trained model, ready for transformers and vLLM."""

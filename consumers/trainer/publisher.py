@@ -19,15 +19,18 @@ log = structlog.get_logger()
 
 
 class Publisher:
-    """``publish`` copies the weights and returns; the copy travels in the background, in order."""
+    """``publish`` copies the weights and returns; the copy travels in the background, in order.
 
-    def __init__(self, config: TidemillConfig, broker: Broker, epoch: int, vocabulary: int) -> None:
+    epoch: the trainer's incarnation, which names the files.
+    """
+
+    def __init__(self, config: TidemillConfig, broker: Broker, vocabulary: int) -> None:
         settings = config.trainer.publish
         self._store = broker.weights
         self._folder = (settings.folder or config.folder / "weights").resolve()
         self._transport = make_transport(broker.link, settings.transport, self._folder)
         self._keep = settings.keep
-        self._epoch = epoch
+        self.epoch = 0
         self._dtype = config.model.dtype
         generator = torch.Generator().manual_seed(config.run.seed)
         length = min(settings.probe_tokens, config.model.max_length - 1)
@@ -39,7 +42,8 @@ class Publisher:
         """Copy ``policy`` to a file as ``version``; errors of the version before surface here."""
         self.flush()
         self._folder.mkdir(parents=True, exist_ok=True)
-        file = self._folder / f"part-{version}-e{self._epoch}"
+        epoch = self.epoch
+        file = self._folder / f"part-{version}-e{epoch}"
         tensors = write_weights(policy, file, self._dtype)
         probe = Probe(
             tokens=Array.of(self._probe, "i4"),
@@ -52,7 +56,7 @@ class Publisher:
                 file,
                 version=version,
                 step=step,
-                epoch=self._epoch,
+                epoch=epoch,
                 tensors=tensors,
                 probe=probe,
                 keep=self._keep,
@@ -63,8 +67,8 @@ class Publisher:
     def flush(self) -> None:
         """Wait until the last version is with the broker; its deadline is the broker's."""
         if self._last is not None:
-            self._last.result()
-            self._last = None
+            last, self._last = self._last, None
+            last.result()
 
     def close(self) -> None:
         """Send what is left."""

@@ -13,8 +13,9 @@ from broker.training import Outcome, Training
 from consumers.trainer.advantages import has_signal
 from consumers.trainer.assembly import Assembly
 from consumers.trainer.batches import Group
+from consumers.trainer.progress import Progress
 from schemas.config import TidemillConfig
-from schemas.errors import InfraError
+from schemas.errors import BrokerLost, InfraError
 from schemas.lifecycle import StopFlag
 from schemas.messages import BatchRecord, GroupRef, Member
 
@@ -36,33 +37,43 @@ class Batch:
 class BatchSource:
     """``next`` waits for the groups of a step; ``replay`` gives those of a journaled one again."""
 
-    def __init__(self, config: TidemillConfig, training: Training) -> None:
+    def __init__(self, config: TidemillConfig, training: Training, progress: Progress) -> None:
         self._config = config
         self._training = training
+        self._progress = progress
         self._assembly = Assembly(config.flow.window)
         self._claimed: dict[bytes, Outcome] = {}
         self._ended: Counter[str] = Counter()
 
-    def next(self, step: int, version: int, stop: StopFlag) -> Batch | None:
-        """The batch of ``step``, for weights ``version``; None when asked to stop. InfraError after the deadline."""
+    def next(self, makes: int, stop: StopFlag) -> Batch | None:
+        """The next step's batch; None when asked to stop. InfraError after the deadline.
+
+        makes: the version that the step will make.
+        """
+        step, version = self._progress.step, self._progress.version
         groups: list[tuple[Group, list[Outcome]]] = []
         taken: set[int] = set()
         self._ended.clear()
         deadline = time.monotonic() + self._config.trainer.batch_timeout_s
-        while len(groups) < self._config.trainer.batch_groups:
+        while True:
             self._claim()
-            active = [slot for slot in self._training.active() if slot.task_id not in taken]
+            look = self._training.look()
+            self._progress.saw(look)
+            self._discard_ended({slot.task_id for slot in look.slots} | taken)
+            active = [slot for slot in look.slots if slot.task_id not in taken]
             progress = False
-            while len(groups) < self._config.trainer.batch_groups:
+            while len(groups) < look.batch:
                 slot = self._assembly.choose(active)
                 if slot is None:
                     break
                 progress = True
                 active.remove(slot)
-                group = self._usable(slot.task_id, version)
+                group = self._usable(slot.task_id, version, look.staleness)
                 if group is not None:
                     taken.add(slot.task_id)
                     groups.append(group)
+            if len(groups) >= look.batch:
+                break
             if progress:
                 continue
             if stop:
@@ -70,11 +81,12 @@ class BatchSource:
             if time.monotonic() > deadline:
                 raise InfraError(
                     f"step {step} waited {self._config.trainer.batch_timeout_s:.0f} s for"
-                    f" {self._config.trainer.batch_groups} prompt groups and has {len(groups)}:"
+                    f" {look.batch} prompt groups and has {len(groups)}:"
                     f" {self._assembly.missing(active)}{self._ends()}"
                 )
             self._training.wait()
-        record = BatchRecord(step=step, version=version, groups=[_reference(outcomes) for _, outcomes in groups])
+        references = [_reference(outcomes) for _, outcomes in groups]
+        record = BatchRecord(step=step, version=version, makes=makes, groups=references)
         self._training.journal(record)
         return self._batch(record, [group for group, _ in groups])
 
@@ -87,11 +99,18 @@ class BatchSource:
             scores = [self._claimed.get(member.scored_id) for member in reference.members if member.trajectory_id]
             bodies = self._training.fetch(ids)
             if None in bodies or None in scores:
-                raise InfraError(f"the broker lost a part of journaled step {record.step}; it cannot be replayed")
+                raise BrokerLost(f"the broker has lost a part of journaled step {record.step}")
             self._assembly.take(reference.task_id)
             samples = [(body, score.score.reward) for body, score in zip(bodies, scores, strict=True) if body and score]
             groups.append(Group(reference.task_id, samples))
         return self._batch(record, groups)
+
+    def hold(self, records: Sequence[BatchRecord]) -> None:
+        """These steps are in the weights already; their data stays until a checkpoint covers it."""
+        self._claim()
+        for record in records:
+            for group in record.groups:
+                self._assembly.take(group.task_id)
 
     def _batch(self, record: BatchRecord, groups: list[Group]) -> Batch:
         members = [member.scored_id for group in record.groups for member in group.members]
@@ -104,6 +123,14 @@ class BatchSource:
             for group in record.groups:
                 for member in group.members:
                     self._claimed.pop(member.scored_id, None)
+
+    def _discard_ended(self, active: set[int]) -> None:
+        """Outcomes of groups that hold no slot any more, or of none at all, are in nobody's way."""
+        for task_id in self._assembly.waiting() - active:
+            outcomes = self._assembly.take(task_id)
+            self._training.discard(outcomes)
+            for outcome in outcomes:
+                self._claimed.pop(outcome.scored_id, None)
 
     def _claim(self) -> None:
         while True:
@@ -130,16 +157,18 @@ class BatchSource:
             for outcome in outcomes:
                 self._assembly.add(outcome)
 
-    def _usable(self, task_id: int, version: int) -> tuple[Group, list[Outcome]] | None:
+    def _usable(self, task_id: int, version: int, staleness: int) -> tuple[Group, list[Outcome]] | None:
         """The group with its trajectories, or None after it was dropped for its age or a lost body."""
         outcomes = self._assembly.take(task_id)
         scored = [outcome for outcome in outcomes if outcome.trajectory_id]
         bodies = self._training.fetch([outcome.trajectory_id or b"" for outcome in scored])
         samples = [(body, outcome.score.reward) for body, outcome in zip(bodies, scored, strict=True) if body]
-        if not samples:
+        if len(samples) < len(scored) or not samples:
+            # A broker that went back in time since the last look is mended; otherwise somebody deleted entries.
+            self._training.look()
             return self._end(task_id, outcomes, "lost_body", "failed")
         oldest = min(body.oldest_version for body, _ in samples)
-        if version - oldest > self._config.flow.staleness:
+        if version - oldest > staleness:
             log.warning("group is too old", task_id=task_id, oldest=oldest, version=version)
             return self._end(task_id, outcomes, "stale")
         return Group(task_id, samples), outcomes
@@ -152,7 +181,8 @@ class BatchSource:
 
     def _end(self, task_id: int, outcomes: Sequence[Outcome], reason: str, how: str = "dropped") -> None:
         self._ended[reason] += 1
-        self._training.drop(task_id, reason, [outcome.scored_id for outcome in outcomes], how)
+        if self._training.drop(task_id, reason, [outcome.scored_id for outcome in outcomes], how):
+            self._progress.unfinished.discard(task_id)
         for outcome in outcomes:
             self._claimed.pop(outcome.scored_id, None)
 

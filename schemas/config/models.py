@@ -200,6 +200,7 @@ class CheckpointConfig(Section):
 
     every: int = Field(100, ge=1, description="Steps between two checkpoints.")
     keep: int = Field(2, ge=1, description="How many to keep.")
+    deadline_s: Seconds = Field(600.0, description="How long training waits for a full disk before it gives up.")
 
 
 class PublishConfig(Section):

@@ -14,6 +14,8 @@ from typing import Any
 import psutil
 import yaml
 
+from deploy.summary import lineage
+
 
 class Run:
     """One ``tidemill up`` in a folder of its own."""
@@ -45,7 +47,7 @@ class Run:
 
     def steps(self) -> int:
         """Steps finished so far, replays counted once."""
-        return len({line["step"] for line in self.lines("trained.jsonl")})
+        return len({line["step"] for line in self.lines("trained.jsonl") if "step" in line})
 
     def lines(self, name: str) -> list[dict[str, Any]]:
         file = self.folder / name
@@ -84,6 +86,6 @@ class Run:
 
 
 def trained_samples(run: Run) -> list[tuple[int, int]]:
-    """Samples of the surviving weights: of a step that was replayed, the last time counts."""
-    last = {line["step"]: line["samples"] for line in run.lines("trained.jsonl")}
-    return [(task_id, sample) for samples in last.values() for task_id, sample in samples]
+    """Samples of the surviving weights."""
+    lines = lineage(run.lines("trained.jsonl"))
+    return [(task_id, sample) for line in lines for task_id, sample in line["samples"]]

@@ -43,7 +43,7 @@ def main(model: str, report: str, checkpoints: str = "") -> None:
 
     step = fresh()
     results = [advance(step, 0), advance(step, 1)]
-    path = Checkpoints(Path(checkpoints)).save(step, step=2, version=2, extra={}) if checkpoints else None
+    path = Checkpoints(Path(checkpoints)).save(step, step=2, version=2, epoch=1, extra={}) if checkpoints else None
     results.append(advance(step, 2))
     sharded = all(isinstance(p, DTensor) for p in step.policy.parameters())
     weights, resumed = sample(step), None

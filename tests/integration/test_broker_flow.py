@@ -12,6 +12,7 @@ from broker.training import Training
 from schemas.codec import Array
 from schemas.errors import FencedError
 from schemas.messages import BatchRecord, GroupRef, Member, Sampling, Score, Span, Task, Trajectory
+from tests.takeover import begin
 
 pytestmark = pytest.mark.integration
 
@@ -38,12 +39,6 @@ def trajectory(task_id: int, sample: int, kind: str = "train", version: int = 0)
     )
 
 
-def begin(broker: Broker, slots: int = 8, total: int = 100) -> Training:
-    training = broker.training()
-    training.begin(epoch_floor=0, step=0, version=0, cursor=0, slots=slots, total=total, trained=0)
-    return training
-
-
 def run_group(broker: Broker, task_id: int, scores: tuple[Score, ...]) -> None:
     """Generate and score the task's samples."""
     queue = broker.tasks("g")
@@ -61,7 +56,9 @@ def record_of(training: Training, step: int = 0) -> BatchRecord:
     for outcome in outcomes:
         member = Member(outcome.sample, outcome.scored_id, outcome.trajectory_id or b"")
         groups.setdefault(outcome.task_id, []).append(member)
-    return BatchRecord(step=step, version=step, groups=[GroupRef(t, m) for t, m in sorted(groups.items())])
+    return BatchRecord(
+        step=step, version=step, makes=step + 1, groups=[GroupRef(t, m) for t, m in sorted(groups.items())]
+    )
 
 
 def entries(broker: Broker) -> dict[str, int]:
@@ -86,7 +83,7 @@ def test_a_group_is_trained_and_leaves_nothing_behind(broker: Broker) -> None:
     bodies = training.fetch([member.trajectory_id for member in record.groups[0].members])
     assert [body.completion for body in bodies if body] == ["2", "2"]
     training.journal(record)
-    training.step(record, 1)
+    training.step(record)
     state = broker.ledger.state()
     assert (state.step, state.version, state.active, state.trained, state.samples_trained) == (1, 1, 0, 1, 2)
     assert state.balanced
@@ -95,7 +92,7 @@ def test_a_group_is_trained_and_leaves_nothing_behind(broker: Broker) -> None:
 
 
 def test_admission_stops_at_the_slots_and_goes_on_after_a_step(broker: Broker) -> None:
-    training = begin(broker, slots=2)
+    training = begin(broker, staleness=1)
     assert [broker.ledger.admit(task(i)).answer for i in range(3)] == ["ok", "ok", "full"]
     run_group_ids = [0, 1]
     queue = broker.tasks("g")
@@ -106,15 +103,15 @@ def test_admission_stops_at_the_slots_and_goes_on_after_a_step(broker: Broker) -
     record = record_of(training)
     assert [group.task_id for group in record.groups] == run_group_ids
     training.journal(record)
-    training.step(record, 1)
+    training.step(record)
     assert broker.ledger.admit(task(2)).answer == "ok"
 
 
 def test_admission_repeats_harmlessly_and_ends_at_the_total(broker: Broker) -> None:
-    begin(broker, total=1)
+    begin(broker, steps=1)
     assert broker.ledger.admit(task(0)).answer == "ok"
     again = broker.ledger.admit(task(0))
-    assert (again.answer, again.cursor) == ("moved", 1)
+    assert (again.answer, again.next) == ("moved", 1)
     assert broker.ledger.admit(task(1)).answer == "done"
 
 
@@ -205,8 +202,8 @@ def test_a_new_trainer_finds_journal_and_entries_and_the_old_one_is_refused(brok
     run_group(broker, 0, (Score(reward=1.0), Score(reward=0.0)))
     record = record_of(old)
     old.journal(record)
-    old.step(record, 1)
-    new = begin(broker)
+    old.step(record)
+    new = begin(broker, fresh=False)
     assert broker.ledger.state().step == 1
     assert new.records() == {0: record}
     with pytest.raises(FencedError):
@@ -214,7 +211,7 @@ def test_a_new_trainer_finds_journal_and_entries_and_the_old_one_is_refused(brok
     with pytest.raises(FencedError):
         old.claim(1)
     assert [outcome.sample for outcome in new.claim(10)] == [0, 1]
-    new.step(record, 1)
+    new.step(record)
     assert broker.ledger.state().trained == 1
     new.commit([record])
     assert set(entries(broker).values()) == {0}

@@ -14,6 +14,7 @@ from schemas.codec import Array
 from schemas.config import RewardTerm
 from schemas.lifecycle import StopFlag
 from schemas.messages import Sampling, Span, Task, Trajectory
+from tests.takeover import begin
 
 pytestmark = pytest.mark.integration
 
@@ -29,8 +30,7 @@ def moody(prompt, completions, prompt_ids, completion_ids, **data):
 
 
 def test_a_hanging_and_a_raising_reward_cost_nobody_else_anything(broker: Broker, tmp_path: Path) -> None:
-    training = broker.training()
-    training.begin(epoch_floor=0, step=0, version=0, cursor=0, slots=8, total=8, trained=0)
+    training = begin(broker)
     (tmp_path / "rewards.py").write_text(SLOW)
     completions = ["hang", "fine", "raise", "fine"]
     broker.ledger.admit(Task(task_id=0, kind="train", n=4, sampling=Sampling(), text="?"))

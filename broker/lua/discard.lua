@@ -1,0 +1,11 @@
+#!lua flags=allow-oom
+-- KEYS: CTL COUNTS SCORED DEAD
+-- ARGV: epoch, then scored entry and dead letter ('' for none) of each. Outcomes of groups that ended go.
+local no = refused(ARGV[1])
+if no then return no end
+for i = 2, #ARGV, 2 do
+  if ARGV[i + 1] ~= '' and #redis.call('XRANGE', SCORED, ARGV[i], ARGV[i]) == 1 then bury(ARGV[i + 1]) end
+  redis.call('XACK', SCORED, TRAINER, ARGV[i])
+  redis.call('XDEL', SCORED, ARGV[i])
+end
+return 'ok'

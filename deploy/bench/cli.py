@@ -1,0 +1,132 @@
+"""The ``tidemill bench`` commands."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+
+app = typer.Typer(
+    name="bench",
+    help="Measure the broker: transport against the raw server, and many generators on one.",
+    no_args_is_help=True,
+)
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]
+Url = Annotated[
+    str | None, typer.Option(help="Server to measure; an embedded one of its own by default. Its AOF is left as it is.")
+]
+
+
+@app.command()
+def transport(
+    tokens: Annotated[str, typer.Option(help="Lengths of the trajectories, tokens.")] = "256,1024,8192",
+    aof: Annotated[str, typer.Option(help="Append-only file of the embedded server: off, everysec, always.")] = (
+        "off,everysec"
+    ),
+    trajectories: Annotated[
+        int, typer.Option(min=1, help="Trajectories in one round, rounded to whole commits.")
+    ] = 5120,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds of both pipelines, in turns.")] = 5,
+    behind: Annotated[
+        int, typer.Option(min=0, help="Instead: throughput after so many trained trajectories, beside a fresh run.")
+    ] = 0,
+    million: Annotated[bool, typer.Option("--million", help="The same as --behind 1000000.")] = False,
+    url: Url = None,
+    as_json: Json = False,
+) -> None:
+    """Trajectories a second through every hop with all guarantees, beside the raw server's limit in the same run."""
+    from deploy.bench import report
+    from deploy.bench.load import Flow
+    from deploy.bench.transport import measure, measure_behind
+
+    lengths, modes = _numbers(tokens, "--tokens"), _modes(aof, url)
+    if million:
+        behind = 1_000_000
+    with _progress() as progress:
+        if behind:
+            bar = progress.add_task("trajectories", total=behind)
+            result = measure_behind(
+                behind, lengths[0], modes[0], trajectories, rounds, Flow(), url, lambda n: progress.advance(bar, n)
+            )
+        else:
+            bar = progress.add_task("rounds", total=len(lengths) * len(modes) * 2 * (rounds + 1))
+            rows = []
+            for mode in modes:
+                for length in lengths:
+                    progress.update(bar, description=f"{length} tokens, AOF {mode}")
+                    rows.append(
+                        measure(length, mode, trajectories, rounds, Flow(), url, lambda n: progress.advance(bar, n))
+                    )
+    if behind and as_json:
+        report.print_json("transport-behind", [result])
+    elif behind:
+        report.print_behind(result)
+    elif as_json:
+        report.print_json("transport", rows)
+    else:
+        report.print_transport(rows)
+
+
+@app.command()
+def scale(
+    generators: Annotated[str, typer.Option(help="How many generators, one row each.")] = "10,100,1000",
+    seconds: Annotated[float, typer.Option(min=1, help="Length of each row's run.")] = 60.0,
+    median: Annotated[float, typer.Option(min=8, help="Median length of a sample, generated tokens.")] = 400.0,
+    sigma: Annotated[float, typer.Option(min=0, help="Spread of the log-normal lengths; 0.8 is a heavy tail.")] = 0.8,
+    rate: Annotated[float, typer.Option(min=1, help="Tokens a second that one sample is generated with.")] = 200.0,
+    aof: Annotated[
+        str, typer.Option(help="Append-only file of the embedded server: off, everysec, always.")
+    ] = "everysec",
+    url: Url = None,
+    as_json: Json = False,
+) -> None:
+    """Simulated generators with heavy-tailed lengths on one server: throughput, broker CPU, admission latency."""
+    from deploy.bench import report
+    from deploy.bench.scale import Lengths, measure
+
+    counts, (mode, *_) = _numbers(generators, "--generators"), _modes(aof, url)
+    rows = []
+    with _progress() as progress:
+        for count in counts:
+            bar = progress.add_task(f"{count} generators, seconds", total=seconds)
+            lengths = Lengths(median=median, sigma=sigma, rate=rate)
+            rows.append(measure(count, seconds, mode, lengths, url, partial(_show, progress, bar)))
+    if as_json:
+        report.print_json("scale", rows)
+    else:
+        report.print_scale(rows)
+
+
+def _show(progress: Progress, bar: TaskID, seconds: float) -> None:
+    progress.update(bar, completed=int(seconds))
+
+
+def _progress() -> Progress:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    return Progress(*columns, console=Console(stderr=True), transient=True)
+
+
+def _numbers(text: str, option: str) -> list[int]:
+    try:
+        numbers = [int(part.replace("_", "")) for part in text.split(",")]
+    except ValueError as error:
+        raise typer.BadParameter(f"{text!r} is not a list of numbers such as 256,1024", param_hint=option) from error
+    if min(numbers) < 1:
+        raise typer.BadParameter(f"{text!r} holds a number below 1", param_hint=option)
+    return numbers
+
+
+def _modes(text: str, url: str | None) -> list[str]:
+    from deploy.bench.server import AOF_MODES
+
+    if url is not None:
+        return ["as it is"]
+    modes = text.split(",")
+    for mode in modes:
+        if mode not in AOF_MODES:
+            raise typer.BadParameter(f"{mode!r} is not one of {', '.join(AOF_MODES)}", param_hint="--aof")
+    return modes

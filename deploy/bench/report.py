@@ -1,0 +1,107 @@
+"""Results of the benchmarks: tables for people, one JSON object for scripts."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import time
+from collections.abc import Sequence
+from importlib.metadata import version
+from typing import Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+
+def machine() -> dict[str, Any]:
+    """Where and with what the figures were measured."""
+    return {
+        "date": time.strftime("%Y-%m-%d"),
+        "cpus": os.cpu_count(),
+        "python": platform.python_version(),
+        "redis-py": version("redis"),
+        "tidemill": version("tidemill"),
+    }
+
+
+def print_json(benchmark: str, rows: Sequence[dict[str, Any]], **more: Any) -> None:
+    """One object on stdout."""
+    typer.echo(json.dumps({"benchmark": benchmark, **machine(), "rows": list(rows), **more}, indent=2))
+
+
+def print_transport(rows: Sequence[dict[str, Any]]) -> None:
+    """Medians, with the range of the ratio."""
+    table = Table(title=f"Transport, {rows[0]['server']}: medians of {rows[0]['rounds']} rounds, raw limit beside")
+    for column in (
+        "tokens",
+        "AOF",
+        "trajectories/s",
+        "raw/s",
+        "ratio",
+        "range",
+        "Python µs",
+        "raw",
+        "server µs",
+        "raw",
+    ):
+        table.add_column(column, justify="right")
+    table.add_column("bytes", justify="right")
+    for row in rows:
+        table.add_row(
+            f"{row['tokens']:,}",
+            row["aof"],
+            f"{row['trajectories_per_s']:,.0f}",
+            f"{row['raw_per_s']:,.0f}",
+            f"{row['ratio']:.2f}",
+            "{:.2f}–{:.2f}".format(*row["ratio_range"]),
+            f"{row['cpu_us_per_trajectory']:.0f}",
+            f"{row['raw_cpu_us_per_trajectory']:.0f}",
+            f"{row['server_cpu_us_per_trajectory']:.0f}",
+            f"{row['raw_server_cpu_us_per_trajectory']:.0f}",
+            f"{row['bytes_per_trajectory']:,}",
+        )
+    Console().print(table)
+
+
+def print_behind(result: dict[str, Any]) -> None:
+    """How a long run compares with a fresh one."""
+    console = Console()
+    console.print(
+        f"{result['behind']:,} trained trajectories of {result['tokens']} tokens behind it, AOF {result['aof']}:"
+        f" {result['after_per_s']:,.0f} a second; a fresh run in turns with it {result['fresh_per_s']:,.0f};"
+        f" change [bold]{result['change']:+.1%}[/bold]"
+        + " (each turn {:+.1%} to {:+.1%})".format(*result["change_range"])
+        + f"; at the start {result['start_per_s']:,.0f}."
+    )
+    console.print(
+        f"Server memory {result['memory_start_bytes'] / 1e6:.1f} MB at the start,"
+        f" {result['memory_after_bytes'] / 1e6:.1f} MB after; {result['keys']} keys with the fresh run's."
+    )
+
+
+def print_scale(rows: Sequence[dict[str, Any]]) -> None:
+    """One line for each number of generators."""
+    table = Table(title=f"Scale, {rows[0]['server']}, AOF {rows[0]['aof']}, {rows[0]['seconds']:.0f} s each")
+    for column in ("generators", "trajectories/s", "tokens/s", "broker CPU", "µs each", "client µs each"):
+        table.add_column(column, justify="right")
+    for column in ("admission p50", "p99 ms", "task p50", "p99 ms", "busy", "steps"):
+        table.add_column(column, justify="right")
+    for row in rows:
+        table.add_row(
+            f"{row['generators']:,}",
+            f"{row['trajectories_per_s']:,.0f}",
+            f"{row['trained_tokens_per_s']:,}",
+            f"{row['broker_cpu']:.1%}",
+            f"{row['broker_cpu_us_per_trajectory']:.0f}",
+            f"{row['client_cpu_us_per_trajectory']:.0f}",
+            *(
+                "–" if row[f"{name}_ms_{p}"] is None else f"{row[f'{name}_ms_{p}']:.1f}"
+                for name in ("admission", "task")
+                for p in ("p50", "p99")
+            ),
+            f"{row['generators_busy']:.0%}",
+            str(row["steps"]),
+        )
+    Console().print(table)

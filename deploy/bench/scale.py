@@ -1,0 +1,305 @@
+"""``tidemill bench scale``: from ten to a thousand generators on one server.
+
+Each simulated generator is a consumer of its own with a connection of its own; instead of computing it sleeps as
+long as its longest sample would take. Lengths are log-normal, so a few groups take many times longer than most.
+A feeder, a no-op reward and an assembler are beside them, as in a real run.
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from broker.training import Outcome
+from consumers.trainer.assembly import Assembly
+from deploy.bench.crew import Crew, Member
+from deploy.bench.load import Flow, Pool, begin, open_broker
+from deploy.bench.ours import CLAIM, GROUPS_AT_ONCE, REWARDS_AT_ONCE, reference
+from deploy.bench.server import Usage, describe, serving
+from schemas.errors import InfraError
+from schemas.messages import BatchRecord
+
+PROCESSES = 4
+"""Processes that the generators are spread over."""
+DEADLINE_S = 120.0
+BUCKETS = 24
+"""Lengths are rounded up to one of so many, for which arrays are ready."""
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Generated tokens of a sample: log-normal, at most ``longest``. rate: tokens a second of one sample."""
+
+    median: float = 400.0
+    sigma: float = 0.8
+    longest: int = 8192
+    rate: float = 200.0
+
+    def draw(self, rng: np.random.Generator, count: int) -> npt.NDArray[np.int64]:
+        """Lengths of ``count`` samples, int64 [count]."""
+        lengths = rng.lognormal(np.log(self.median), self.sigma, count)
+        return np.clip(lengths, 8, self.longest).astype(np.int64)
+
+
+def flow_for(generators: int) -> Flow:
+    """Room for every generator and for more groups on their way: slots = 2.5 groups for each generator."""
+    return Flow(samples=8, batch=max(2, generators // 4), staleness=9, commit_every=4)
+
+
+class Generators:
+    """One process's share of the generators, one thread each."""
+
+    def __init__(self, url: str, run: str, first: int, count: int, lengths: Lengths) -> None:
+        self._queues = [open_broker(url, run).tasks(f"generator-{first + index}") for index in range(count)]
+        self._lengths = lengths
+        sizes = np.unique(np.geomspace(16, lengths.longest * 4 / 3, BUCKETS).astype(int))
+        self._pools = {int(size): Pool(int(size)) for size in sizes}
+        self._sizes = sizes
+        self._first = first
+
+    def run(self, job: str, seconds: float) -> dict[str, Any]:
+        end = time.monotonic() + seconds
+        results: list[dict[str, Any]] = []
+        errors: list[str] = []
+        threads = [
+            threading.Thread(target=self._guarded, args=(index, end, results, errors))
+            for index in range(len(self._queues))
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if errors:
+            raise InfraError(errors[0])
+        return {
+            "received": [item for result in results for item in result["received"]],
+            "published": sum(result["published"] for result in results),
+            "in_time": sum(result["in_time"] for result in results),
+            "busy_s": sum(result["busy_s"] for result in results),
+        }
+
+    def _guarded(self, index: int, end: float, results: list[dict[str, Any]], errors: list[str]) -> None:
+        try:
+            results.append(self._generate(index, end))
+        except InfraError as error:
+            errors.append(str(error))
+
+    def _generate(self, index: int, end: float) -> dict[str, Any]:
+        queue, rng = self._queues[index], np.random.default_rng(self._first + index)
+        received: list[tuple[int, float, float]] = []
+        published, in_time, busy = 0, 0, 0.0
+        wanted = time.monotonic()
+        while time.monotonic() < end:
+            deliveries = queue.read(1)
+            if not deliveries:
+                continue
+            (delivery,) = deliveries
+            task = delivery.message
+            received.append((task.task_id, wanted, time.monotonic()))
+            lengths = self._lengths.draw(rng, task.n)
+            started = time.monotonic()
+            # The engine computes; at the end of the run what is in progress is cut short, and not counted in time.
+            seconds = float(lengths.max()) / self._lengths.rate
+            threading.Event().wait(max(0.0, min(seconds, end - started)))
+            busy += time.monotonic() - started
+            samples = [
+                self._pool(int(length)).trajectory(task, s, delivery.version) for s, length in enumerate(lengths)
+            ]
+            accepted = queue.publish(task.task_id, samples).count("ok")
+            published += accepted
+            in_time += accepted if started + seconds < end else 0
+            queue.done(delivery)
+            wanted = time.monotonic()
+        return {"received": received, "published": published, "in_time": in_time, "busy_s": busy}
+
+    def _pool(self, generated: int) -> Pool:
+        size = self._sizes[min(int(np.searchsorted(self._sizes, generated * 4 // 3)), len(self._sizes) - 1)]
+        return self._pools[int(size)]
+
+
+class Feeder:
+    """Admits as soon as a slot is free. Remembers when each task was admitted."""
+
+    def __init__(self, url: str, run: str, flow: Flow) -> None:
+        self._ledger = open_broker(url, run).ledger
+        self._flow = flow
+        self._pool = Pool(64)
+
+    def run(self, job: str, seconds: float) -> dict[str, Any]:
+        end = time.monotonic() + seconds
+        admitted: list[float] = []
+        cursor = 0
+        while time.monotonic() < end:
+            position = self._ledger.change_position()
+            while True:
+                ids = range(cursor, cursor + GROUPS_AT_ONCE)
+                admission = self._ledger.admit_all([self._pool.task(task_id, self._flow.samples) for task_id in ids])
+                admitted += [time.monotonic()] * (admission.next - cursor)
+                cursor = admission.next
+                if admission.answer != "ok":
+                    break
+            self._ledger.wait_change(position, 200)
+        return {"admitted": admitted}
+
+
+class Rewarder:
+    """Scores until nothing comes any more after the end."""
+
+    def __init__(self, url: str, run: str) -> None:
+        self._queue = open_broker(url, run).trajectories("reward-0")
+        self._pool = Pool(16)
+
+    def run(self, job: str, seconds: float) -> dict[str, Any]:
+        end = time.monotonic() + seconds
+        scored = 0
+        while True:
+            deliveries = self._queue.read(REWARDS_AT_ONCE, 500)
+            answers = self._queue.publish([(item, self._pool.score(item.message)) for item in deliveries])
+            scored += answers.count("ok")
+            if not deliveries and time.monotonic() > end:
+                return {"scored": scored}
+
+
+class Assembler:
+    """Trains, without computing, whole steps in admission order. Remembers when each step freed its slots."""
+
+    def __init__(self, url: str, run: str, flow: Flow) -> None:
+        self._training = open_broker(url, run).training()
+        begin(self._training, flow)
+        self._assembly = Assembly(window=1)
+        self._flow = flow
+        self._records: list[BatchRecord] = []
+        self._groups: list[list[Outcome]] = []
+        self._freed: list[float] = []
+        self._tokens = 0
+
+    def run(self, job: str, seconds: float) -> dict[str, Any]:
+        end = time.monotonic() + seconds + 1.5
+        while time.monotonic() < end:
+            outcomes = self._training.claim(CLAIM)
+            completed = sum(self._assembly.add(outcome) for outcome in outcomes)
+            if completed:
+                self._train_all()
+            if not outcomes:
+                self._training.wait(200)
+        self._training.commit(self._records)
+        return {"freed": self._freed, "trained": len(self._freed) * self._flow.per_step, "tokens": self._tokens}
+
+    def _train_all(self) -> None:
+        active = self._training.look().slots
+        ready = 0
+        while ready < len(active) and self._assembly.complete(active[ready].task_id):
+            ready += 1
+        for start in range(0, ready - self._flow.batch + 1, self._flow.batch):
+            self._train([self._assembly.take(slot.task_id) for slot in active[start : start + self._flow.batch]])
+
+    def _train(self, groups: list[list[Outcome]]) -> None:
+        step = len(self._freed)
+        if [group[0].task_id for group in groups] != list(range(step * len(groups), (step + 1) * len(groups))):
+            raise InfraError(f"step {step} is out of admission order")
+        bodies = self._training.fetch([outcome.trajectory_id or b"" for group in groups for outcome in group])
+        for body in bodies:
+            if body is None:
+                raise InfraError(f"step {step} lost a sample")
+            self._tokens += len(body.versions())
+        record = BatchRecord(step=step, version=step, makes=step + 1, groups=[reference(group) for group in groups])
+        self._training.journal(record)
+        self._training.step(record)
+        self._freed.append(time.monotonic())
+        self._records.append(record)
+        if len(self._records) == self._flow.commit_every:
+            self._training.commit(self._records)
+            self._records.clear()
+
+
+def measure(
+    generators: int, seconds: float, aof: str, lengths: Lengths, url: str | None, tick: Callable[[float], None]
+) -> dict[str, Any]:
+    """One row: so many generators for so many seconds.
+
+    InfraError when a published sample is neither trained nor waiting to be.
+    """
+    flow = flow_for(generators)
+    run = f"bench-{secrets.token_hex(4)}"
+    with serving(url, aof) as address:
+        broker = open_broker(address, run)
+        # The assembler makes the run; the others find it.
+        makers: dict[str, Callable[[], Member]] = {
+            "assembler": partial(Assembler, address, run, flow),
+            "feeder": partial(Feeder, address, run, flow),
+            "reward": partial(Rewarder, address, run),
+        }
+        processes = min(PROCESSES, generators)
+        for index in range(processes):
+            first = index * generators // processes
+            count = (index + 1) * generators // processes - first
+            makers[f"generators-{index}"] = partial(Generators, address, run, first, count, lengths)
+        try:
+            with Crew(makers) as crew:
+                before = Usage.of(address)
+                started = time.monotonic()
+                shares = crew.run("scale", seconds, seconds + DEADLINE_S, tick)
+                wall = time.monotonic() - started
+                after = Usage.of(address)
+            state = broker.ledger.state()
+            waiting = int(broker.link.client.xlen(broker.link.keys.trajectories))
+            server = describe(address)
+        finally:
+            broker.purge()
+    figures = {name: share.figures for name, share in shares.items()}
+    workers = [figure for name, figure in figures.items() if name.startswith("generators-")]
+    published = sum(worker["published"] for worker in workers)
+    trained = figures["assembler"]["trained"]
+    if not state.balanced or published != trained + waiting:
+        raise InfraError(f"{published} samples were published, {trained} trained, {waiting} are left: {state}")
+    admitted = figures["feeder"]["admitted"]
+    # From when a task was there and its generator wanted one, to when it had it.
+    handed = [
+        max(0.0, got - max(wanted, admitted[task_id]))
+        for worker in workers
+        for task_id, wanted, got in worker["received"]
+        if task_id < len(admitted)
+    ]
+    frees = _admission_delays(admitted, figures["assembler"]["freed"], flow)
+    cpu = sum(share.cpu_s for share in shares.values())
+    return {
+        "generators": generators,
+        "aof": "as it is" if url else aof,
+        "server": server,
+        "seconds": round(wall, 1),
+        "trajectories_per_s": round(sum(worker["in_time"] for worker in workers) / seconds, 1),
+        "trained_tokens_per_s": round(figures["assembler"]["tokens"] / wall),
+        "broker_cpu": round((after.cpu_s - before.cpu_s) / wall, 4),
+        "broker_cpu_us_per_trajectory": round((after.cpu_s - before.cpu_s) / max(1, published) * 1e6, 1),
+        "client_cpu_us_per_trajectory": round(cpu / max(1, published) * 1e6, 1),
+        "task_ms_p50": _percentile(handed, 50),
+        "task_ms_p99": _percentile(handed, 99),
+        "admission_ms_p50": _percentile(frees, 50),
+        "admission_ms_p99": _percentile(frees, 99),
+        "generators_busy": round(sum(worker["busy_s"] for worker in workers) / (generators * seconds), 3),
+        "slots": flow.slots,
+        "steps": len(figures["assembler"]["freed"]),
+        "published": published,
+        "trained": trained,
+        "left": waiting,
+    }
+
+
+def _admission_delays(admitted: list[float], freed: list[float], flow: Flow) -> list[float]:
+    """Seconds from the step that freed a slot to the admission into it. The first ``slots`` tasks needed none."""
+    delays = []
+    for index, moment in enumerate(admitted[flow.slots :]):
+        delays.append(max(0.0, moment - freed[index // flow.batch]))
+    return delays
+
+
+def _percentile(seconds: list[float], percent: float) -> float | None:
+    return round(float(np.percentile(seconds, percent)) * 1000, 2) if seconds else None

@@ -1,0 +1,195 @@
+"""``tidemill bench transport``: trajectories a second through every hop, beside what the same server can do raw.
+
+Both pipelines run in turns on one server, several rounds, so that a busy machine slows both; figures are medians
+over the rounds, with the smallest and largest beside them.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from statistics import median
+from typing import Any
+
+from broker.link import open_client
+from deploy.bench import ours, raw
+from deploy.bench.crew import Crew, Member, Share
+from deploy.bench.load import Flow, Pool, open_broker
+from deploy.bench.server import Usage, describe, serving
+from schemas.codec import encode
+from schemas.errors import InfraError
+
+ROLES = ("producer", "reward", "assembler")
+DEADLINE_S = 120.0
+"""One round may take this long, and as much more as one trajectory in 10 ms."""
+
+Advance = Callable[[int], None]
+"""Told how many trajectories went through since the last call."""
+
+
+class Both:
+    """One role of both pipelines in one process."""
+
+    def __init__(self, role: str, url: str, run: str, tokens: int, flow: Flow) -> None:
+        pool = Pool(tokens)
+        members: dict[str, Any] = {
+            "producer": (ours.Producer, raw.Producer),
+            "reward": (ours.Rewarder, raw.Rewarder),
+            "assembler": (ours.Assembler, raw.Assembler),
+        }
+        own, limit = members[role]
+        self._jobs = {"ours": own(url, run, pool, flow), "raw": limit(url, run, pool, flow)}
+
+    def run(self, job: str, amount: float) -> dict[str, Any]:
+        figures: dict[str, Any] = self._jobs[job].run(int(amount))
+        return figures
+
+
+@dataclass(frozen=True)
+class Round:
+    """One measurement of one pipeline. cpu_us: of each role's process, for each trajectory."""
+
+    per_s: float
+    cpu_us: dict[str, float]
+    server_us: float
+    wire_bytes: float
+
+
+class Bench:
+    """A crew on one server. ``round`` sends so many trajectories through one of the two pipelines."""
+
+    def __init__(self, url: str, tokens: int, flow: Flow) -> None:
+        self.run = f"bench-{secrets.token_hex(4)}"
+        self._url = url
+        self._flow = flow
+        makers: dict[str, Callable[[], Member]] = {
+            role: partial(Both, role, url, self.run, tokens, flow) for role in ROLES
+        }
+        self._crew = Crew(makers)
+
+    def __enter__(self) -> Bench:
+        self._crew.__enter__()
+        return self
+
+    def __exit__(self, *args: Any) -> None:
+        self._crew.__exit__(*args)
+        open_broker(self._url, self.run).purge()
+
+    def round(self, pipeline: str, trajectories: int) -> Round:
+        """InfraError when a trajectory is lost, damaged or out of order."""
+        steps = self._flow.steps_for(trajectories)
+        count = steps * self._flow.per_step
+        before = Usage.of(self._url)
+        shares = self._crew.run(pipeline, steps, DEADLINE_S + count / 100)
+        after = Usage.of(self._url)
+        if shares["assembler"].figures["trained"] != count:
+            raise InfraError(f"{count} trajectories went into the {pipeline} pipeline, others came out: {shares}")
+        return Round(
+            per_s=count / _seconds(shares),
+            cpu_us={role: share.cpu_s / count * 1e6 for role, share in shares.items()},
+            server_us=(after.cpu_s - before.cpu_s) / count * 1e6,
+            wire_bytes=(after.wire - before.wire) / count,
+        )
+
+    def balanced(self) -> None:
+        """InfraError unless the run's ledger adds up."""
+        state = open_broker(self._url, self.run).ledger.state()
+        if not state.balanced or state.active:
+            raise InfraError(f"the ledger does not add up: {state}")
+
+
+def _seconds(shares: dict[str, Share]) -> float:
+    return max(share.ended for share in shares.values()) - min(share.started for share in shares.values())
+
+
+def measure(
+    tokens: int, aof: str, trajectories: int, rounds: int, flow: Flow, url: str | None, advance: Advance
+) -> dict[str, Any]:
+    """One row of the result: ``rounds`` of both pipelines in turns, after one of each to warm up."""
+    pool = Pool(tokens)
+    body = len(encode(pool.trajectory(pool.task(0, flow.samples), 0, 0)))
+    found: dict[str, list[Round]] = {"ours": [], "raw": []}
+    with serving(url, aof) as address, Bench(address, tokens, flow) as bench:
+        for turn in range(rounds + 1):
+            for pipeline, results in found.items():
+                results.append(bench.round(pipeline, trajectories if turn else 1))
+                advance(1)
+        bench.balanced()
+        server = describe(address)
+    own, limit = found["ours"][1:], found["raw"][1:]
+    ratios = [mine.per_s / its.per_s for mine, its in zip(own, limit, strict=True)]
+    cpu = [sum(item.cpu_us.values()) for item in own]
+    return {
+        "tokens": tokens,
+        "aof": "as it is" if url else aof,
+        "server": server,
+        "trajectories_per_s": round(median(item.per_s for item in own), 1),
+        "trajectories_per_s_range": _range([item.per_s for item in own]),
+        "raw_per_s": round(median(item.per_s for item in limit), 1),
+        "raw_per_s_range": _range([item.per_s for item in limit]),
+        "ratio": round(median(ratios), 3),
+        "ratio_range": _range(ratios, 3),
+        "cpu_us_per_trajectory": round(median(cpu), 1),
+        "cpu_us_range": _range(cpu),
+        "cpu_us_by_role": {role: round(median(item.cpu_us[role] for item in own), 1) for role in ROLES},
+        "raw_cpu_us_per_trajectory": round(median(sum(item.cpu_us.values()) for item in limit), 1),
+        "server_cpu_us_per_trajectory": round(median(item.server_us for item in own), 1),
+        "raw_server_cpu_us_per_trajectory": round(median(item.server_us for item in limit), 1),
+        "bytes_per_trajectory": body,
+        "wire_bytes_per_trajectory": round(median(item.wire_bytes for item in own)),
+        "raw_wire_bytes_per_trajectory": round(median(item.wire_bytes for item in limit)),
+        "trajectories": flow.steps_for(trajectories) * flow.per_step,
+        "rounds": rounds,
+    }
+
+
+def measure_behind(
+    behind: int, tokens: int, aof: str, trajectories: int, rounds: int, flow: Flow, url: str | None, advance: Advance
+) -> dict[str, Any]:
+    """Throughput at a run's start, and after ``behind`` trained trajectories in turns with a fresh run beside it."""
+    chunk = flow.steps_for(trajectories) * flow.per_step
+    with serving(url, aof) as address, Bench(address, tokens, flow) as old:
+        old.round("ours", 1)
+        start = [old.round("ours", trajectories).per_s for _ in range(rounds)]
+        memory_before = Usage.of(address).memory
+        done = rounds * chunk
+        advance(done)
+        while done < behind:
+            amount = min(max(behind // 50, chunk), max(behind - done, 1))
+            old.round("ours", amount)
+            sent = flow.steps_for(amount) * flow.per_step
+            done += sent
+            advance(sent)
+        with Bench(address, tokens, flow) as fresh:
+            fresh.round("ours", 1)
+            pairs = []
+            for turn in range(2 * rounds):
+                # Who comes first changes, as the second finds a warmer machine.
+                order = (old, fresh) if turn % 2 else (fresh, old)
+                speed = {bench.run: bench.round("ours", trajectories).per_s for bench in order}
+                pairs.append((speed[old.run], speed[fresh.run]))
+            fresh.balanced()
+        old.balanced()
+        memory_after = Usage.of(address).memory
+        keys = len(list(open_client(address).scan_iter(match="*", count=1000)))
+        server = describe(address)
+    return {
+        "behind": done,
+        "tokens": tokens,
+        "aof": "as it is" if url else aof,
+        "server": server,
+        "start_per_s": round(median(start), 1),
+        "after_per_s": round(median(old_speed for old_speed, _ in pairs), 1),
+        "fresh_per_s": round(median(fresh_speed for _, fresh_speed in pairs), 1),
+        "change": round(median(old_speed / fresh_speed for old_speed, fresh_speed in pairs) - 1, 4),
+        "change_range": _range([old_speed / fresh_speed - 1 for old_speed, fresh_speed in pairs], 3),
+        "memory_start_bytes": memory_before,
+        "memory_after_bytes": memory_after,
+        "keys": keys,
+    }
+
+
+def _range(values: Sequence[float], digits: int = 1) -> list[float]:
+    return [round(min(values), digits), round(max(values), digits)]

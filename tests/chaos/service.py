@@ -1,0 +1,271 @@
+"""One service as the suite starts it: the product's own command, with a witness at a few of its methods.
+
+``python -m tests.chaos.service ROLE CONFIG --name NAME --folder FOLDER [a.b=c ...]``
+
+What is different from production, all of it here: methods are wrapped to write evidence; generators use a
+byte tokenizer, since loading a real one imports PyTorch (4 s of CPU for every restart of a service that
+samples by script); the reward service's lease is the generators' (the product's is 10 s and more, longer
+than the suite stops a service). A full disk is injected: while the file FULL_DISK lies in the folder, the
+trainer's fsync fails with ENOSPC, from the call on whose number the file holds.
+
+Lines of evidence, by kind (x: one list for each sample or group):
+  started · ready (model or engine is loaded) · answered (first answer of the broker to this service's work)
+  admit: t, a (answer), c (next task id) · publish?: x=[t, s, digest] before, publish: x=[t, s, digest, answer] after
+  score?: x=[t, s], score: x=[t, s, status, answer] · end?: t, how, reason (and s, for one sample
+  alone) before, end: the same and a after
+  loaded: step, epoch · saving, saved: step, epoch · begin: epoch, step, lost
+  step: step, epoch, version, x=[t, s, digest, oldest version]
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from broker.ledger import Ledger
+from broker.link import Link
+from broker.queues import ScoreQueue, TaskQueue
+from broker.training import Known, Training
+from deploy import cli, guard
+from schemas.messages import Task
+from tests.chaos.evidence import Evidence, digest
+
+FULL_DISK = "full-disk"
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Wrap, then run the product's command with what is left of the arguments."""
+    guard.prctl(guard.PR_SET_PDEATHSIG, signal.SIGKILL)
+    role, config = arguments[0], arguments[1]
+    options = dict(zip(arguments[2:6:2], arguments[3:6:2], strict=True))
+    folder, name = Path(options["--folder"]), options["--name"]
+    evidence = Evidence(folder / "evidence", name)
+    evidence.write("started")
+    _watch_ends(evidence)
+    {"feeder": _feeder, "generator": _generator, "reward": _reward, "trainer": _trainer}[role](evidence, folder)
+    sys.argv = ["tidemill", role, config, *arguments[6:], "--name", name]
+    cli.main()
+
+
+def _replace(owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    setattr(owner, name, make(getattr(owner, name)))
+
+
+def _once(evidence: Evidence, owner: Any, name: str, kind: str) -> None:
+    """Write ``kind`` when a method of this process has returned for the first time."""
+    done = False
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def method(*args: Any, **kwargs: Any) -> Any:
+            nonlocal done
+            result = original(*args, **kwargs)
+            if not done:
+                done = True
+                evidence.write(kind)
+            return result
+
+        return method
+
+    _replace(owner, name, make)
+
+
+def _watch_ends(evidence: Evidence) -> None:
+    """Every way in which a group ends without being trained goes through these scripts, whoever calls them."""
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def script(self: Link, name: str, *args: Any) -> Any:
+            if name == "close":
+                end = {"t": int(args[0]), "how": args[1], "reason": args[2]}
+            elif name == "give_up" and args[2] != "":
+                end = {"t": int(args[2]), "how": "failed", "reason": "dead_letter"}
+            elif name == "fail_sample":
+                end = {"t": int(args[0]), "s": int(args[1]), "how": "failed", "reason": "not generated"}
+            else:
+                return original(self, name, *args)
+            evidence.write("end?", **end)
+            answer = original(self, name, *args)
+            evidence.write("end", **end, a=answer.decode())
+            return answer
+
+        return script
+
+    _replace(Link, "script", make)
+
+
+def _feeder(evidence: Evidence, folder: Path) -> None:
+    _once(evidence, Ledger, "admit", "answered")
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def admit(self: Ledger, task: Task, *args: Any) -> Any:
+            admission = original(self, task, *args)
+            evidence.write("admit", t=task.task_id, a=admission.answer, c=admission.next)
+            return admission
+
+        return admit
+
+    _replace(Ledger, "admit", make)
+
+
+def _generator(evidence: Evidence, folder: Path) -> None:
+    from producers.engines.scripted import ScriptedEngine
+    from producers.generator import service
+
+    setattr(service, "HfTokenizer", ByteTokenizer)  # noqa: B010 - the name is an import of that module's
+    _once(evidence, ScriptedEngine, "start", "ready")
+    _once(evidence, TaskQueue, "read", "answered")
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def publish_all(self: TaskQueue, results: Sequence[tuple[int, Sequence[Any]]]) -> Any:
+            tries = [
+                [task_id, trajectory.sample, digest(trajectory)]
+                for task_id, trajectories in results
+                for trajectory in trajectories
+            ]
+            evidence.write("publish?", x=tries)
+            answers = original(self, results)
+            words = [word for answer in answers for word in answer]
+            evidence.write("publish", x=[[*item, word] for item, word in zip(tries, words, strict=True)])
+            return answers
+
+        return publish_all
+
+    _replace(TaskQueue, "publish_all", make)
+
+
+def _reward(evidence: Evidence, folder: Path) -> None:
+    from consumers.reward.service import RewardService
+
+    _once(evidence, ScoreQueue, "read", "answered")
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def publish(self: ScoreQueue, results: Sequence[tuple[Any, Any]]) -> Any:
+            items = [[delivery.message.task_id, delivery.message.sample] for delivery, _ in results]
+            if items:
+                evidence.write("score?", x=items)
+            answers = original(self, results)
+            if items:
+                done = zip(items, results, answers, strict=True)
+                evidence.write("score", x=[[*item, score.status, word] for item, (_, score), word in done])
+            return answers
+
+        return publish
+
+    _replace(ScoreQueue, "publish", make)
+    lease_s = float(os.environ["CHAOS_LEASE_S"])
+
+    def shorten(original: Callable[..., Any]) -> Callable[..., Any]:
+        def init(self: RewardService, *args: Any, **kwargs: Any) -> None:
+            original(self, *args, **{**kwargs, "lease_s": lease_s})
+
+        return init
+
+    _replace(RewardService, "__init__", shorten)
+
+
+def _trainer(evidence: Evidence, folder: Path) -> None:
+    from consumers.trainer import loop
+    from consumers.trainer.checkpoints import Checkpoints
+    from consumers.trainer.runlog import RunLog
+    from consumers.trainer.step import TrainStep
+
+    _once(evidence, loop, "load_model", "ready")
+    last: dict[str, Any] = {"x": [], "version": -1}
+
+    def saving(original: Callable[..., Any]) -> Callable[..., Any]:
+        def save(self: Checkpoints, *args: Any, **kwargs: Any) -> Any:
+            state = {"step": kwargs["step"], "epoch": kwargs["epoch"]}
+            evidence.write("saving", **state)
+            result = original(self, *args, **kwargs)
+            evidence.write("saved", **state)
+            return result
+
+        return save
+
+    def loading(original: Callable[..., Any]) -> Callable[..., Any]:
+        def load(self: Checkpoints, path: Path, *args: Any) -> Any:
+            restored = original(self, path, *args)
+            # step-00000100-e0003 is of incarnation 3.
+            evidence.write("loaded", step=restored.step, epoch=int(path.name.rpartition("-e")[2]))
+            return restored
+
+        return load
+
+    def beginning(original: Callable[..., Any]) -> Callable[..., Any]:
+        def begin(self: Training, known: Known) -> Any:
+            takeover = original(self, known)
+            evidence.write("begin", epoch=takeover.epoch, step=known.step, lost=takeover.lost)
+            return takeover
+
+        return begin
+
+    def assembling(original: Callable[..., Any]) -> Callable[..., Any]:
+        def assemble(self: TrainStep, groups: Any) -> Any:
+            bodies = [body for group in groups for body, _ in group.samples]
+            last["x"] = [[body.task_id, body.sample, digest(body), body.oldest_version] for body in bodies]
+            return original(self, groups)
+
+        return assemble
+
+    def running(original: Callable[..., Any]) -> Callable[..., Any]:
+        def run(self: TrainStep, batch: Any, version: int) -> Any:
+            last["version"] = version
+            return original(self, batch, version=version)
+
+        return run
+
+    def logging(original: Callable[..., Any]) -> Callable[..., Any]:
+        def trained(self: RunLog, batch: Any, epoch: str) -> None:
+            original(self, batch, epoch)
+            evidence.write("step", step=batch.record.step, epoch=epoch, **last)
+
+        return trained
+
+    _replace(Checkpoints, "save", saving)
+    _replace(Checkpoints, "load", loading)
+    _replace(Training, "begin", beginning)
+    _replace(TrainStep, "assemble", assembling)
+    _replace(TrainStep, "run", running)
+    _replace(RunLog, "trained", logging)
+    _fill_disk(folder / FULL_DISK)
+
+
+def _fill_disk(flag: Path) -> None:
+    calls = 0
+    fsync = os.fsync
+
+    def full(descriptor: int) -> None:
+        nonlocal calls
+        if flag.exists():
+            calls += 1
+            if calls >= int(flag.read_text() or 1):
+                raise OSError(errno.ENOSPC, "No space left on device (injected by the chaos suite)")
+        else:
+            calls = 0
+        fsync(descriptor)
+
+    os.fsync = full  # type: ignore[assignment]
+
+
+class ByteTokenizer:
+    """One token for each byte, as tests/tiny.py's model has them, without importing transformers."""
+
+    def __init__(self, path: str, trust_remote_code: bool = False) -> None:
+        del path, trust_remote_code
+
+    def prompt_ids(self, task: Task) -> list[int]:
+        return self.encode(task.text or "")
+
+    def encode(self, text: str) -> list[int]:
+        return [byte + 3 for byte in text.encode()]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return bytes(token - 3 for token in ids if 3 <= token < 259).decode(errors="replace")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

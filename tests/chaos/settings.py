@@ -1,0 +1,67 @@
+"""The system under test: small enough for two cores, quick enough that faults hit it in every state."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+RUN = "chaos"
+LEASE_S = 3.0
+GROUPS, SAMPLES, STALENESS, CHECKPOINT_EVERY = 8, 8, 4, 5
+REWARD = Path(__file__).with_name("reward.py")
+SERVICES = {
+    "feeder": "feeder",
+    "generator-0": "generator",
+    "generator-1": "generator",
+    "reward-0": "reward",
+    "reward-1": "reward",
+    "trainer": "trainer",
+}
+
+
+def configuration(folder: Path, seed: int) -> dict[str, Any]:
+    """The configuration of every service; broker.url comes with each service's command."""
+    return {
+        "run": {"name": RUN, "folder": str(folder / "run"), "seed": seed},
+        "model": {"path": str(folder / "model"), "dtype": "float32", "max_length": 64},
+        "train": {"name": "arithmetic"},
+        "sampling": {"n": SAMPLES, "max_tokens": 30},
+        "reward": {"terms": [{"name": f"{REWARD}:checksum"}], "timeout_s": 2, "workers": 1},
+        "flow": {"staleness": STALENESS},
+        "generator": {
+            "engine": "scripted",
+            "args": {"tokens": 200, "min_length": 8, "max_length": 30, "token_s": 0.02},
+            "max_samples": 256,
+            "lease_s": LEASE_S,
+            "probe_tolerance": 1e3,
+        },
+        "broker": {"deadline_s": 60, "max_deliveries": 10},
+        "trainer": {
+            "steps": 10_000_000,
+            "batch_groups": GROUPS,
+            "threads": 1,
+            "advantage": {"keep_zero_variance": True},
+            "optimizer": {"lr": 1e-4},
+            "checkpoint": {"every": CHECKPOINT_EVERY, "keep": 3},
+            "batch_timeout_s": 300,
+        },
+        "log": {"format": "json", "level": "info"},
+    }
+
+
+def prepare(folder: Path, seed: int) -> Path:
+    """Write the model (in a process of its own, so that this one never loads PyTorch) and the configuration."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if not (folder / "model" / "model.safetensors").is_file():
+        code = (
+            "import sys, pathlib; from tests.tiny import make_tiny_model as make; "
+            "make(pathlib.Path(sys.argv[1]), hidden=32, layers=1)"
+        )
+        subprocess.run([sys.executable, "-c", code, str(folder / "model")], check=True, timeout=120)
+    file = folder / "config.yaml"
+    file.write_text(yaml.safe_dump(configuration(folder, seed)))
+    return file

@@ -1,0 +1,83 @@
+"""The benchmarks in small: they end, lose nothing, and give the figures that scripts ask for. No timings."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from broker.embedded import EmbeddedServer
+from broker.link import open_client
+from deploy.bench.cli import app
+from deploy.bench.load import Flow, open_broker
+from deploy.bench.scale import Lengths
+from deploy.bench.scale import measure as measure_scale
+from deploy.bench.transport import Bench, measure, measure_behind
+from schemas.errors import InfraError
+
+pytestmark = pytest.mark.integration
+
+SMALL = Flow(samples=2, batch=2, commit_every=2)
+
+
+def test_transport_gives_every_figure() -> None:
+    told: list[int] = []
+    row = measure(64, "off", trajectories=16, rounds=1, flow=SMALL, url=None, advance=told.append)
+    keys = {"trajectories_per_s", "raw_per_s", "ratio", "cpu_us_per_trajectory", "bytes_per_trajectory"}
+    assert all(row[key] > 0 for key in keys)
+    assert row["trajectories"] == 16
+    assert row["aof"] == "off"
+    assert sum(told) == 4
+
+
+def test_both_pipelines_leave_nothing_on_a_server_of_the_user(server: EmbeddedServer) -> None:
+    client = open_client(server.url)
+    with Bench(server.url, 32, SMALL) as bench:
+        for pipeline in ("ours", "raw", "ours", "raw"):
+            bench.round(pipeline, 16)
+        bench.balanced()
+        streams = [key for key in client.scan_iter(match=f"*{bench.run}*") if client.type(key) == b"stream"]
+        assert streams
+        left = {key.decode().rpartition(":")[2]: client.xlen(key) for key in streams}
+        # Credits of the last steps, and the bounded list of changes, are all that may stay.
+        assert all(count == 0 for name, count in left.items() if name not in ("raw_credits", "changes")), left
+    assert not list(client.scan_iter(match=f"*{bench.run}*"))
+
+
+def test_a_long_run_is_compared_with_a_fresh_one() -> None:
+    result = measure_behind(40, 32, "off", trajectories=16, rounds=1, flow=SMALL, url=None, advance=lambda _: None)
+    assert result["behind"] >= 40
+    assert {"start_per_s", "after_per_s", "fresh_per_s", "change", "memory_after_bytes"} <= set(result)
+
+
+def test_a_role_that_ends_is_named(server: EmbeddedServer) -> None:
+    with Bench(server.url, 32, SMALL) as bench:
+        bench.round("ours", 8)
+        open_broker(server.url, bench.run).purge()
+        with pytest.raises(InfraError, match="assembler failed while ours: the broker has forgotten"):
+            bench.round("ours", 8)
+
+
+def test_every_generator_of_the_scale_run_is_a_consumer() -> None:
+    lengths = Lengths(median=20, rate=400)
+    row = measure_scale(6, 1.5, "off", lengths, url=None, tick=lambda _: None)
+    assert row["generators"] == 6
+    assert row["published"] == row["trained"] + row["left"] > 0
+    assert row["broker_cpu"] > 0
+    assert row["task_ms_p99"] is not None
+
+
+def test_the_command_prints_one_json_object() -> None:
+    options = ["--tokens", "32", "--aof", "off", "--trajectories", "1", "--rounds", "1", "--json"]
+    done = CliRunner().invoke(app, ["transport", *options])
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.stdout)
+    assert found["benchmark"] == "transport"
+    assert [row["tokens"] for row in found["rows"]] == [32]
+
+
+@pytest.mark.parametrize(("option", "value"), [("--tokens", "many"), ("--tokens", "0"), ("--aof", "sometimes")])
+def test_a_wrong_option_is_refused(option: str, value: str) -> None:
+    done = CliRunner().invoke(app, ["transport", option, value])
+    assert done.exit_code == 2

@@ -1,0 +1,304 @@
+"""A broker that forgot: what the next take-over makes of it, for every way of forgetting."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from broker.client import Broker
+from broker.embedded import EmbeddedServer
+from broker.keys import Keys
+from broker.link import Link
+from broker.training import Known, Training
+from schemas.config import BrokerConfig
+from schemas.errors import BrokerLost, ConfigError, FencedError
+from schemas.messages import Score
+from tests.integration.test_broker_flow import record_of, run_group, task, trajectory
+from tests.takeover import FIRST, begin, begin_as
+
+pytestmark = pytest.mark.integration
+
+
+def train_one(broker: Broker, training: Training, task_id: int) -> None:
+    """One group through all hops, trained but not yet covered by a checkpoint."""
+    assert broker.ledger.admit(task(task_id)).answer == "ok"
+    run_group(broker, task_id, (Score(reward=1.0), Score(reward=0.0)))
+    record = record_of(training, step=training.look().step)
+    training.journal(record)
+    training.step(record)
+
+
+def checkpoint(training: Training, lineage: str = "start") -> Known:
+    """What a checkpoint of this moment would hold."""
+    look = training.look()
+    return replace(
+        FIRST,
+        fresh=False,
+        lineage=lineage,
+        step=look.step,
+        version=look.step,
+        version_if_lost=look.step,
+        cursor=look.cursor,
+        unfinished=sorted(look.unfinished),
+        trained=look.step,
+        counts=look.counts,
+        epoch_floor=1,
+    )
+
+
+def wipe(broker: Broker) -> None:
+    assert broker.purge() > 0
+
+
+def test_a_wiped_broker_admits_what_was_unfinished_first_and_then_goes_on(broker: Broker) -> None:
+    training = begin(broker)
+    train_one(broker, training, 0)
+    for task_id in (1, 2, 3):
+        broker.ledger.admit(task(task_id))
+    training.drop(2, "stale", [])
+    saved = checkpoint(training)
+    wipe(broker)
+    with pytest.raises(BrokerLost):
+        training.look()
+    _, takeover = begin_as(broker, saved)
+    assert takeover.lost
+    assert (takeover.step, takeover.lineage) == (1, takeover.epoch)
+    state = broker.ledger.state()
+    assert (state.cursor, state.redo, state.active, state.trained, state.dropped) == (4, 2, 0, 1, {"stale": 1})
+    assert state.balanced
+    order = []
+    following = 0
+    while len(order) < 3:
+        answer = broker.ledger.admit(task(following))
+        if answer.answer == "ok":
+            order.append(following)
+        following = answer.next
+    assert order == [1, 3, 4]
+    assert broker.ledger.state().balanced
+
+
+def test_a_lost_broker_takes_a_version_that_nobody_has_seen(broker: Broker) -> None:
+    training = begin(broker)
+    train_one(broker, training, 0)
+    saved = replace(checkpoint(training), version_if_lost=9)
+    wipe(broker)
+    assert begin_as(broker, saved)[1].version == 9
+    assert broker.ledger.state().version == 9
+
+
+def test_a_take_over_without_loss_changes_nothing(broker: Broker) -> None:
+    training = begin(broker)
+    train_one(broker, training, 0)
+    saved = checkpoint(training)
+    train_one(broker, training, 1)
+    broker.ledger.admit(task(2))
+    before = broker.ledger.state()
+    _, takeover = begin_as(broker, saved)
+    after = broker.ledger.state()
+    assert not takeover.lost
+    assert (takeover.step, takeover.lineage) == (2, "start")
+    assert replace(after, epoch=before.epoch) == before
+
+
+def test_a_step_that_the_journal_lacks_means_everything_is_built_anew(broker: Broker) -> None:
+    training = begin(broker)
+    train_one(broker, training, 0)
+    saved = checkpoint(training)
+    train_one(broker, training, 1)
+    broker.link.client.hdel(broker.link.keys.journal, "1")
+    _, takeover = begin_as(broker, saved)
+    assert takeover.lost
+    state = broker.ledger.state()
+    assert (state.step, state.cursor, state.active, state.trained) == (1, 1, 0, 1)
+    assert broker.ledger.admit(task(1)).answer == "ok", "the group whose step is lost is made again"
+
+
+def test_a_checkpoint_of_another_lineage_does_not_fit(broker: Broker) -> None:
+    training = begin(broker)
+    train_one(broker, training, 0)
+    assert begin_as(broker, checkpoint(training, lineage="7-beef"))[1].lost
+
+
+def test_an_empty_folder_beside_a_run_that_went_on_is_refused(broker: Broker) -> None:
+    training = begin(broker)
+    train_one(broker, training, 0)
+    record = training.records()[0]
+    training.commit([record])
+    with pytest.raises(ConfigError, match="tidemill purge"):
+        begin(broker)
+
+
+def test_a_key_of_the_wrong_type_is_lost_and_mended(broker: Broker) -> None:
+    training = begin(broker)
+    broker.ledger.admit(task(0))
+    saved = checkpoint(training)
+    client, keys = broker.link.client, broker.link.keys
+    client.delete(keys.slots)
+    client.set(keys.slots, "hello")
+    with pytest.raises(BrokerLost):
+        training.look()
+    assert begin_as(broker, saved)[1].lost
+    assert broker.ledger.state().redo == 1
+    assert broker.ledger.state().balanced
+
+
+def test_live_changes_and_pause_outlive_a_wiped_broker(broker: Broker) -> None:
+    training = begin(broker)
+    assert broker.ledger.change("staleness", 2)
+    assert broker.ledger.change("batch", 3)
+    assert broker.ledger.state().capacity == 9
+    look = training.look()
+    assert (look.staleness, look.batch, look.settings) == (2, 3, {"staleness": 2, "batch": 3})
+    saved = replace(checkpoint(training), settings=look.settings, paused=True)
+    wipe(broker)
+    begin_as(broker, saved)
+    state = broker.ledger.state()
+    assert (state.capacity, state.staleness, state.paused) == (9, 2, True)
+    broker.ledger.change("staleness", None)
+    begin_as(broker, replace(saved, lineage=training_lineage(broker), settings={}))
+    assert broker.ledger.state().staleness == 7
+
+
+def training_lineage(broker: Broker) -> str:
+    return str(broker.link.client.hget(broker.link.keys.ctl, "lineage").decode())
+
+
+def test_an_older_trainer_does_not_take_a_newer_ones_broker_for_lost(broker: Broker) -> None:
+    old = begin(broker)
+    begin(broker, fresh=False)
+    with pytest.raises(FencedError):
+        old.look()
+    with pytest.raises(FencedError):
+        old.drop(0, "stale", [])
+
+
+@pytest.mark.parametrize("stream", ["tasks", "trajectories", "scored"])
+def test_a_deleted_group_or_stream_group_is_made_again_and_nothing_is_trained_twice(
+    broker: Broker, stream: str
+) -> None:
+    training = begin(broker)
+    for task_id in (0, 1):
+        assert broker.ledger.admit(task(task_id)).answer == "ok"
+    queue, rewards = broker.tasks("g"), broker.trajectories("r")
+    deliveries = queue.read(10, 10)
+    queue.publish(0, [trajectory(0, i) for i in range(2)])
+    rewards.publish([(item, Score(reward=1.0)) for item in rewards.read(10, 10)])
+    claimed = training.claim(10)
+    client, keys = broker.link.client, broker.link.keys
+    key = getattr(keys, stream)
+    for group in client.xinfo_groups(key):
+        client.xgroup_destroy(key, group["name"])
+    queue.publish(1, [trajectory(1, i) for i in range(2)])
+    assert len(deliveries) == 2
+    for item in rewards.read(10, 10) + rewards.read(10, 10):
+        rewards.publish([(item, Score(reward=1.0))])
+    claimed += training.claim(10)
+    assert sorted((outcome.task_id, outcome.sample) for outcome in claimed) == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    queue.read(10, 10)
+
+
+def test_outcomes_of_groups_that_ended_are_discarded_and_poison_is_kept_for_people(broker: Broker) -> None:
+    training = begin(broker)
+    client, keys = broker.link.client, broker.link.keys
+    client.xadd(keys.scored, {"t": 77, "s": 0, "n": 1, "e": "-", "b": b"garbage"})
+    client.xadd(keys.scored, {"hello": "world"})
+    outcomes = training.claim(10)
+    assert [outcome.task_id for outcome in outcomes] == [77, -1]
+    training.discard(outcomes)
+    assert client.xlen(keys.scored) == 0
+    assert client.xlen(keys.dead) == 1
+
+
+def test_leases_that_a_clock_set_back_has_dated_into_the_future_still_end(broker: Broker) -> None:
+    begin(broker)
+    broker.ledger.admit(task(0))
+    broker.tasks("dead").read(1, 10)
+    client, keys = broker.link.client, broker.link.keys
+    ((entry, *_),) = [list(item.values()) for item in client.xpending_range(keys.tasks, "generators", "-", "+", 1)]
+    seconds, _ = client.time()
+    client.xclaim(keys.tasks, "generators", "dead", 0, [entry], time=(seconds + 3600) * 1000, justid=True)
+    alive = broker.tasks("alive")
+    assert alive.claim_stale(lease_s=0.05, count=10) == []
+    end = time.monotonic() + 10
+    found = []
+    while not found and time.monotonic() < end:
+        time.sleep(0.06)
+        found = alive.claim_stale(lease_s=0.05, count=10)
+    assert [delivery.message.task_id for delivery in found] == [0]
+
+
+@pytest.fixture
+def own_server(tmp_path: Path) -> Iterator[EmbeddedServer]:
+    server = EmbeddedServer(tmp_path / "b", fsync="always")
+    server.start()
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def connect(own_server: EmbeddedServer) -> Callable[[], Broker]:
+    def make() -> Broker:
+        config = BrokerConfig()
+        return Broker(Link(own_server.url, Keys(config.prefix, "cut"), 20.0), config)
+
+    return make
+
+
+def restart_with(server: EmbeddedServer, size: int) -> None:
+    """Kill the server, and start it with the append-only file it had when it was ``size`` bytes long."""
+    assert server.process is not None
+    server.process.kill()
+    server.process.wait(10)
+    part = newest_part(server)
+    with part.open("r+b") as file:
+        file.truncate(size)
+    server.start()
+
+
+def newest_part(server: EmbeddedServer) -> Path:
+    return max((server.folder / "appendonlydir").glob("*.incr.aof"), key=lambda file: file.stat().st_mtime)
+
+
+def test_a_second_of_lost_writes_is_made_again_and_what_was_trained_is_not(
+    own_server: EmbeddedServer, connect: Callable[[], Broker]
+) -> None:
+    broker = connect()
+    training = begin(broker)
+    broker.ledger.admit(task(0))
+    run_group(broker, 0, (Score(reward=1.0), Score(reward=0.0)))
+    size = newest_part(own_server).stat().st_size
+    record = record_of(training)
+    training.journal(record)
+    training.step(record)
+    for task_id in (1, 2):
+        broker.ledger.admit(task(task_id))
+    saved = checkpoint(training)
+    restart_with(own_server, size)
+    with pytest.raises(BrokerLost, match="started anew"):
+        training.look()
+    _, takeover = begin_as(broker, saved)
+    assert takeover.lost
+    state = broker.ledger.state()
+    assert (state.step, state.trained, state.active, state.redo, state.cursor) == (1, 1, 0, 2, 3)
+    assert state.balanced
+    assert broker.link.client.xlen(broker.link.keys.trajectories) == 0, "what was trained is gone"
+    assert broker.ledger.admit(task(1)).answer == "ok"
+
+
+def test_a_restart_that_lost_nothing_is_no_loss(own_server: EmbeddedServer, connect: Callable[[], Broker]) -> None:
+    broker = connect()
+    training = begin(broker)
+    train_one(broker, training, 0)
+    broker.ledger.admit(task(1))
+    saved = checkpoint(training)
+    restart_with(own_server, newest_part(own_server).stat().st_size)
+    with pytest.raises(BrokerLost):
+        training.look()
+    new, takeover = begin_as(broker, saved)
+    assert not takeover.lost
+    assert new.look().unfinished == {1}
+    assert broker.ledger.state().balanced

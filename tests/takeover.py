@@ -1,0 +1,38 @@
+"""A trainer's take-over without a trainer."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from broker.client import Broker
+from broker.training import Known, Takeover, Training
+
+FIRST = Known(
+    epoch_floor=0,
+    lineage="start",
+    step=0,
+    version=0,
+    version_if_lost=0,
+    cursor=0,
+    unfinished=[],
+    trained=0,
+    counts={},
+    fresh=True,
+    batch=1,
+    staleness=7,
+    window=1,
+    steps=100,
+)
+"""What the first trainer of a run knows: one group a step, 8 slots, 100 steps."""
+
+
+def begin(broker: Broker, **changes: Any) -> Training:
+    """Take over as the first trainer, or with ``changes`` of what it knows."""
+    return begin_as(broker, replace(FIRST, **changes))[0]
+
+
+def begin_as(broker: Broker, known: Known) -> tuple[Training, Takeover]:
+    """Take over with this knowledge."""
+    training = broker.training()
+    return training, training.begin(known)
