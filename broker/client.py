@@ -14,10 +14,12 @@ from typing import Any
 import redis
 import structlog
 
+from broker.dead_letters import DeadLetters
 from broker.keys import GENERATORS, REWARD, TRAINER, Keys
 from broker.ledger import Ledger
 from broker.link import Link, check_server, url_from
 from broker.queues import ScoreQueue, TaskQueue
+from broker.runs import memory_of
 from broker.telemetry import Evals, Events, Metrics, Services
 from broker.training import Training
 from broker.weights.store import WeightStore
@@ -39,6 +41,7 @@ class Broker:
         self.events = Events(link)
         self.metrics = Metrics(link)
         self.evals = Evals(link)
+        self.dead_letters = DeadLetters(link)
 
     @classmethod
     def connect(cls, config: TidemillConfig) -> Broker:
@@ -65,6 +68,14 @@ class Broker:
     def training(self) -> Training:
         """The trainer's end."""
         return Training(self.link, self._config.max_message_bytes)
+
+    def memory(self) -> int:
+        """Bytes that the run takes in the broker."""
+
+        def measure(client: redis.Redis) -> int:
+            return sum(memory_of(client, key) for key in client.scan_iter(match=f"{self.link.keys.base}:*", count=1000))
+
+        return self.link.run("measuring the run", measure)
 
     def purge(self) -> int:
         """Delete every key of the run; returns how many there were."""

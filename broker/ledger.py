@@ -34,7 +34,8 @@ class LedgerState:
     """A consistent look at the ledger. ``dropped`` and ``failed`` count groups by reason.
 
     capacity: slots there are. redo: groups waiting to be admitted again. uncommitted: steps that no checkpoint
-    covers yet. samples_live: published training samples that were neither trained nor given up.
+    covers yet, every: how many there may be. samples_live: published training samples that were neither
+    trained nor given up.
     """
 
     state: str
@@ -51,6 +52,7 @@ class LedgerState:
     admitted: int
     trained: int
     uncommitted: int
+    every: int
     dropped: dict[str, int] = field(default_factory=dict)
     failed: dict[str, int] = field(default_factory=dict)
     samples_published: int = 0
@@ -69,10 +71,23 @@ class LedgerState:
         ended = self.trained + sum(self.dropped.values()) + sum(self.failed.values())
         return self.admitted == self.active + ended == self.cursor - self.redo
 
+    def sum(self) -> str:
+        """The invariant with its figures."""
+        dropped, failed = sum(self.dropped.values()), sum(self.failed.values())
+        return (
+            f"{self.admitted} admitted = {self.active} active + {self.trained} trained"
+            f" + {dropped} dropped + {failed} failed"
+        )
+
     @property
     def live_groups(self) -> int:
         """Prompt groups of which the broker holds data."""
         return self.active + self.uncommitted * self.batch
+
+    @property
+    def live_bound(self) -> int:
+        """Most prompt groups that the broker may hold data of: slots, and those of K steps between checkpoints."""
+        return self.capacity + self.every * self.batch
 
 
 class Ledger:
@@ -155,6 +170,7 @@ class Ledger:
             admitted=count.get("admitted", 0),
             trained=count.get("trained", 0),
             uncommitted=journal,
+            every=number("every"),
             dropped=_reasons(count, "dropped:"),
             failed=_reasons(count, "failed:"),
             samples_published=count.get("published", 0),

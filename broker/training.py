@@ -80,7 +80,8 @@ class Known:
     epoch_floor: highest epoch it has heard of. lineage: names an unbroken life of the broker's data.
     version_if_lost: version of its weights if the broker lost the versions published after ``version``.
     trained: prompt groups trained. fresh: there was no trainer before it.
-    batch, staleness, window, steps: the configuration's; settings: live changes of them.
+    batch, staleness, window, steps, every (steps between checkpoints): the configuration's; settings: live
+    changes of them.
     """
 
     epoch_floor: int
@@ -97,6 +98,7 @@ class Known:
     staleness: int
     window: int
     steps: int
+    every: int
     settings: dict[str, int] = field(default_factory=dict)
     paused: bool = False
     started: str | None = None

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from deploy.bench.cli import app as bench
 from deploy.exits import CONFIG_EXIT, ERROR_EXIT, FENCED_EXIT, OK_EXIT
 from schemas.errors import ConfigError, FencedError, TidemillError
 
@@ -25,6 +26,8 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+app.add_typer(bench, name="bench")
 
 ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="The YAML configuration.")]
 Overrides = Annotated[
@@ -125,6 +128,93 @@ def doctor(
     findings = examine(config, overrides or [])
     print_findings(findings)
     raise typer.Exit(ERROR_EXIT if any(finding.level == "fail" for finding in findings) else OK_EXIT)
+
+
+Run = Annotated[str, typer.Argument(metavar="RUN", help="Name of the run, or its YAML configuration.")]
+Url = Annotated[str | None, typer.Option(help="The broker; REDIS_URL, else the embedded one of the run, by default.")]
+Prefix = Annotated[str, typer.Option(help="broker.prefix of the run; read from the configuration if that is given.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+@app.command()
+def status(run: Run, url: Url = None, prefix: Prefix = "tidemill", as_json: Json = False) -> None:
+    """Show where a run stands, and whether its ledger is balanced (exit code 1 if not)."""
+    from deploy import inspect
+
+    raise typer.Exit(inspect.status(inspect.find(run, url, prefix), as_json))
+
+
+@app.command("set")
+def change(
+    run: Run,
+    settings: Annotated[
+        list[str], typer.Argument(metavar="NAME=VALUE...", help="staleness=N, batch=N, or =default for the file's.")
+    ],
+    url: Url = None,
+    prefix: Prefix = "tidemill",
+) -> None:
+    """Change the staleness bound or the batch of a run while it goes on."""
+    from deploy import inspect
+
+    inspect.change(inspect.find(run, url, prefix), settings)
+
+
+@app.command()
+def runs(url: Url = None, as_json: Json = False) -> None:
+    """List the runs on a broker with their memory."""
+    from deploy import inspect
+
+    inspect.show_runs(url, as_json)
+
+
+@app.command()
+def purge(
+    run: Run,
+    url: Url = None,
+    prefix: Prefix = "tidemill",
+    yes: Annotated[bool, typer.Option("--yes", help="Don't ask.")] = False,
+) -> None:
+    """Delete everything a run left in the broker; its folder stays."""
+    from deploy import inspect
+
+    inspect.purge(inspect.find(run, url, prefix), run, yes)
+
+
+letters = typer.Typer(help="Messages that could not be processed.", no_args_is_help=True)
+app.add_typer(letters, name="dead-letters")
+Letter = Annotated[str, typer.Argument(metavar="ID", help="Id of the letter, from the list.")]
+
+
+@letters.command("list")
+def list_letters(run: Run, url: Url = None, prefix: Prefix = "tidemill", as_json: Json = False) -> None:
+    """List the newest dead letters with their reasons."""
+    from deploy import inspect
+
+    inspect.list_letters(inspect.find(run, url, prefix), as_json)
+
+
+@letters.command()
+def show(run: Run, letter: Letter, url: Url = None, prefix: Prefix = "tidemill") -> None:
+    """Print one dead letter whole."""
+    from deploy import inspect
+
+    inspect.show_letter(inspect.find(run, url, prefix), letter)
+
+
+@letters.command()
+def requeue(run: Run, letter: Letter, url: Url = None, prefix: Prefix = "tidemill") -> None:
+    """Admit the prompt group of a dead letter again."""
+    from deploy import inspect
+
+    inspect.requeue_letter(inspect.find(run, url, prefix), letter)
+
+
+@letters.command()
+def drop(run: Run, letter: Letter, url: Url = None, prefix: Prefix = "tidemill") -> None:
+    """Delete one dead letter."""
+    from deploy import inspect
+
+    inspect.find(run, url, prefix).dead_letters.drop(letter)
 
 
 def _serve(role: str, file: Path, overrides: list[str] | None, name: str | None) -> None:

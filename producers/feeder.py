@@ -13,7 +13,7 @@ from producers.datasets.build import build_dataset
 from producers.datasets.order import PromptOrder
 from schemas.config import SamplingConfig, TidemillConfig
 from schemas.lifecycle import StopFlag
-from schemas.messages import Kind, Sampling, Task
+from schemas.messages import Event, Kind, Sampling, Task
 
 log = structlog.get_logger()
 
@@ -43,6 +43,7 @@ class Feeder:
         self._cursor = 0
         self._evaluated = -1
         self._epoch = 0
+        self._balanced = True
         self._state = "starting"
 
     def describe(self) -> tuple[str, int, dict[str, float]]:
@@ -53,6 +54,7 @@ class Feeder:
         while not stop:
             position = self._broker.ledger.change_position()
             state = self._broker.ledger.state()
+            self._check(state)
             if state.epoch != self._epoch:
                 # Another trainer, perhaps with a broker that was rebuilt: an evaluation under way may be gone.
                 self._epoch, self._evaluated = state.epoch, -1
@@ -62,6 +64,14 @@ class Feeder:
             else:
                 self._state = state.state
             self._broker.ledger.wait_change(position)
+
+    def _check(self, state: LedgerState) -> None:
+        """Tell people, once, when slots leak: the feeder looks at the ledger all the time anyway."""
+        if state.epoch and state.balanced != self._balanced:
+            self._balanced = state.balanced
+            text = "the ledger is balanced again" if state.balanced else f"the ledger is not balanced: {state.sum()}"
+            log.error(text)
+            self._broker.events.emit(Event(name="ledger", service="feeder", level="error", text=text))
 
     def _admit(self, stop: StopFlag) -> str:
         """Admit as long as there is room; returns what stopped it."""

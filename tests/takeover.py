@@ -23,6 +23,7 @@ FIRST = Known(
     staleness=7,
     window=1,
     steps=100,
+    every=10,
 )
 """What the first trainer of a run knows: one group a step, 8 slots, 100 steps."""
 

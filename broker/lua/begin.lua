@@ -91,6 +91,7 @@ end
 local version = math.max(tonumber(known[2] or 0), lost and own.version_if_lost or own.version)
 redis.call('HSET', CTL, 'epochn', n, 'epoch', epoch, 'version', string.format('%d', version), 'state', 'running')
 redis.call('HSET', CTL, 'steps', string.format('%d', own.steps), 'window', string.format('%d', own.window))
+redis.call('HSET', CTL, 'every', string.format('%d', own.every))
 if lost then
   redis.call('HSET', CTL, 'lineage', epoch)
 elseif fresh then

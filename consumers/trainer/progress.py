@@ -81,6 +81,7 @@ class Progress:
             staleness=config.flow.staleness,
             window=config.flow.window,
             steps=config.trainer.steps,
+            every=config.trainer.checkpoint.every,
             settings=self.settings,
             paused=self.paused,
             started=self.started,

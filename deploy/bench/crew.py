@@ -47,8 +47,12 @@ class Crew:
             process.start()
             theirs.close()
             self._members[name] = (process, ours)
-        for name in self._members:
-            self._answer(name, time.monotonic() + START_DEADLINE_S, "starting")
+        try:
+            for name in self._members:
+                self._answer(name, time.monotonic() + START_DEADLINE_S, "starting")
+        except InfraError as error:
+            self.__exit__(InfraError, error, None)
+            raise
         return self
 
     def __exit__(self, kind: type[BaseException] | None, value: object, traceback: TracebackType | None) -> None:
@@ -106,7 +110,7 @@ def _serve(pipe: Connection, make: Callable[[], Member]) -> None:
             cpu, started = time.process_time(), time.monotonic()
             figures = member.run(job, amount)
             pipe.send(Share(started, time.monotonic(), time.process_time() - cpu, figures))
-    except (EOFError, BrokenPipeError, KeyboardInterrupt):
+    except (EOFError, ConnectionError, KeyboardInterrupt):
         return
     except TidemillError as error:
         pipe.send(str(error))

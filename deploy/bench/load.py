@@ -129,5 +129,6 @@ def begin(training: Training, flow: Flow) -> None:
             staleness=flow.staleness,
             window=1,
             steps=ENDLESS,
+            every=flow.commit_every,
         )
     )

@@ -31,7 +31,7 @@ def config(tmp_path: Path) -> str:
 def test_help_names_every_command() -> None:
     done = tidemill("--help")
     assert done.returncode == 0
-    for command in ("up", "feeder", "generator", "reward", "trainer", "sft", "eval", "doctor"):
+    for command in ("up", "feeder", "generator", "reward", "trainer", "sft", "eval", "doctor", "status", "runs"):
         assert command in done.stdout
 
 

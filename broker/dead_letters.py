@@ -1,0 +1,70 @@
+"""Messages that could not be processed: looked at, asked for again, or dropped by people."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from broker.link import Link
+from schemas.codec import decode
+from schemas.errors import DataError
+from schemas.messages import DeadLetter
+
+KEPT = 1000
+"""The newest letters that are kept (lua/prelude.lua); all are counted."""
+LIMIT = 1 << 30
+
+Requeued = Literal["ok", "active", "trained"]
+
+
+@dataclass(frozen=True)
+class Filed:
+    """One dead letter and its entry id."""
+
+    id: str
+    letter: DeadLetter
+
+
+class DeadLetters:
+    """The newest dead letters of a run."""
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+
+    def list(self, count: int = KEPT) -> list[Filed]:
+        """The newest ``count``, oldest first."""
+        found: Any = self._link.run(
+            "reading dead letters", lambda client: client.xrevrange(self._link.keys.dead, count=count)
+        )
+        return [_filed(entry, fields) for entry, fields in reversed(found)]
+
+    def get(self, id: str) -> Filed:
+        """One of them; DataError when it is not there."""
+        found: Any = self._link.run(
+            "reading a dead letter", lambda client: client.xrange(self._link.keys.dead, id, id) if "-" in id else []
+        )
+        if not found:
+            raise DataError(f"there is no dead letter {id!r}: `tidemill dead-letters list` shows those that are kept")
+        return _filed(*found[0])
+
+    def requeue(self, id: str) -> Requeued:
+        """Admit the letter's whole prompt group again, before all others.
+
+        ``trained``: the group went on without this sample, so nothing can be made again. ``active``: it is
+        in the pipeline. DataError when the letter is gone or names no training task.
+        """
+        filed = self.get(id)
+        if filed.letter.task_id < 0 or filed.letter.task_id >= 1 << 32:
+            raise DataError(f"dead letter {id} belongs to no training prompt, it can only be dropped")
+        answer: bytes = self._link.script("requeue", id, filed.letter.task_id)
+        word: Requeued = "ok" if answer == b"ok" else "active" if answer == b"active" else "trained"
+        return word
+
+    def drop(self, id: str) -> None:
+        """Delete one; DataError when it is not there."""
+        self.get(id)
+        self._link.run("dropping a dead letter", lambda client: client.xdel(self._link.keys.dead, id))
+
+
+def _filed(entry: bytes, fields: dict[bytes, bytes]) -> Filed:
+    return Filed(entry.decode(), decode(fields[b"b"], DeadLetter, LIMIT))

@@ -1,0 +1,210 @@
+"""Looking at runs and helping them by hand: status, settings, dead letters, runs, purge."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import redis
+from rich.console import Console
+from rich.table import Table
+
+from broker.client import Broker
+from broker.keys import Keys
+from broker.ledger import LedgerState, Setting
+from broker.link import Link, answers, mask, open_client, url_from
+from broker.runs import RunInfo, list_runs
+from deploy.exits import ERROR_EXIT, OK_EXIT
+from schemas.config import BrokerConfig, TidemillConfig, load_config
+from schemas.errors import ConfigError, DataError
+
+DEADLINE_S = 5.0
+SOCKET = "broker/broker.sock"
+RUNS = Path("runs")
+
+
+def find(run: str, url: str | None, prefix: str) -> Broker:
+    """The broker of a run, by its name or its configuration file; ConfigError says what was looked for.
+
+    Without ``url`` that is broker.url or REDIS_URL, else the embedded server in the run's folder.
+    """
+    config: TidemillConfig | None = None
+    if run.endswith((".yaml", ".yml")):
+        config = load_config(run)
+        run, prefix = config.run.name, config.broker.prefix
+    folder = config.folder if config else RUNS / run
+    found = url or url_from(config.broker.url if config else None) or embedded(folder)
+    if found is None:
+        raise ConfigError(
+            f"no broker for run {run!r}: no embedded one answers at {folder / SOCKET}; give --url or set REDIS_URL,"
+            " or start the run with `tidemill up`"
+        )
+    answers(found)
+    settings = BrokerConfig(deadline_s=DEADLINE_S, prefix=prefix)
+    broker = Broker(Link(found, Keys(prefix, run), DEADLINE_S), settings)
+    if not broker.link.run("looking for the run", lambda client: client.exists(broker.link.keys.ctl)):
+        known = ", ".join(sorted(info.name for info in list_runs(broker.link.client))) or "none"
+        raise ConfigError(f"no run {run!r} at {mask(found)}; runs there: {known}")
+    return broker
+
+
+def embedded(folder: Path) -> str | None:
+    """URL of the embedded server in a run's folder, None when there is none that answers."""
+    socket = (folder / SOCKET).resolve()
+    url = f"unix://{socket}"
+    if not socket.exists():
+        return None
+    try:
+        open_client(url).ping()
+    except redis.RedisError:
+        return None
+    return url
+
+
+def status(broker: Broker, as_json: bool) -> int:
+    """Print the state of a run; exit code 1 when its ledger leaks."""
+    ledger, lags = broker.ledger.state(), broker.lags()
+    services = broker.services.list()
+    memory = broker.memory()
+    if as_json:
+        figures = asdict(ledger) | {
+            "balanced": ledger.balanced,
+            "live_groups": ledger.live_groups,
+            "live_bound": ledger.live_bound,
+            "lags": lags,
+            "memory_bytes": memory,
+            "services": [{"service": beat.service, "state": beat.state, "version": beat.version} for beat in services],
+        }
+        print(json.dumps(figures))
+    else:
+        _print_status(Console(), ledger, lags, memory, [f"{beat.service} {beat.state}" for beat in services])
+    return OK_EXIT if ledger.balanced else ERROR_EXIT
+
+
+def _print_status(
+    console: Console, ledger: LedgerState, lags: dict[str, int], memory: int, services: list[str]
+) -> None:
+    verdict = "balanced" if ledger.balanced else "[bold red]NOT BALANCED: slots leak[/]"
+    rows = (
+        ("state", f"{ledger.state}{', paused' if ledger.paused else ''}"),
+        ("step", f"{ledger.step} of {ledger.steps}, weights version {ledger.version}, trainer epoch {ledger.epoch}"),
+        ("prompt groups", f"{ledger.sum()}: {verdict}"),
+        ("ended untrained", _reasons(ledger) or "none"),
+        ("to admit again", str(ledger.redo)),
+        ("slots", f"{ledger.active} of {ledger.capacity} (staleness bound {ledger.staleness}, batch {ledger.batch})"),
+        ("live groups", f"{ledger.live_groups} of at most {ledger.live_bound}, {_size(memory)} in the broker"),
+        ("waiting", ", ".join(f"{name} {count}" for name, count in lags.items())),
+        ("dead letters", str(ledger.dead_letters)),
+        ("services", ", ".join(services) or "none"),
+    )
+    for name, value in rows:
+        console.print(f"{name:<16} {value}", highlight=False, soft_wrap=True)
+
+
+def _reasons(ledger: LedgerState) -> str:
+    parts = [f"{count} dropped: {reason}" for reason, count in ledger.dropped.items()]
+    return ", ".join(parts + [f"{count} failed: {reason}" for reason, count in ledger.failed.items()])
+
+
+def _size(count: float) -> str:
+    for unit in ("B", "KiB", "MiB"):
+        if count < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} GiB"
+
+
+def change(broker: Broker, assignments: list[str]) -> None:
+    """``staleness=2 batch=64``, or ``staleness=default``; all are checked before the first is made."""
+    changes: list[tuple[Setting, int | None]] = []
+    for assignment in assignments:
+        name, _, value = assignment.partition("=")
+        lowest = {"staleness": 0, "batch": 1}.get(name)
+        if lowest is None:
+            raise ConfigError(f"setting {name!r} cannot be changed while the run goes on; staleness and batch can")
+        if value != "default" and not (value.isdigit() and int(value) >= lowest):
+            raise ConfigError(f"{name} {value!r} must be a number of {lowest} or more, or default")
+        setting: Setting = "staleness" if name == "staleness" else "batch"
+        changes.append((setting, None if value == "default" else int(value)))
+    for setting, number in changes:
+        if not broker.ledger.change(setting, number):
+            raise ConfigError("the run has no trainer yet that could follow; try again when it has begun")
+        print(f"{setting}: {'as configured, from the next start of the trainer' if number is None else number}")
+
+
+def list_letters(broker: Broker, as_json: bool) -> None:
+    """One line a letter, newest last."""
+    letters = broker.dead_letters.list()
+    if as_json:
+        print(json.dumps([_letter(filed.id, filed.letter) for filed in letters]))
+        return
+    table = Table("id", "from", "task:sample", "deliveries", "reason", box=None)
+    for filed in letters:
+        letter = filed.letter
+        where = "-" if letter.task_id < 0 else f"{letter.task_id}:{letter.sample if letter.sample >= 0 else '*'}"
+        table.add_row(filed.id, letter.source, where, str(letter.deliveries), letter.reason)
+    Console().print(table if letters else "no dead letters")
+
+
+def show_letter(broker: Broker, id: str) -> None:
+    """One letter whole, as JSON; a payload that is one of our messages is decoded."""
+    filed = broker.dead_letters.get(id)
+    print(json.dumps(_letter(filed.id, filed.letter) | {"payload": _payload(filed.letter.payload)}, indent=2))
+
+
+def requeue_letter(broker: Broker, id: str) -> None:
+    """Admit the letter's prompt group again; DataError says why it can't be."""
+    answer = broker.dead_letters.requeue(id)
+    if answer == "active":
+        raise DataError(f"the prompt group of dead letter {id} is still in the pipeline; wait until it has ended")
+    if answer == "trained":
+        raise DataError(f"the prompt group of dead letter {id} was trained without this sample: drop the letter")
+    print(f"requeued: prompt group of {id} is admitted next")
+
+
+def _letter(id: str, letter: Any) -> dict[str, Any]:
+    fields = ("source", "reason", "deliveries", "task_id", "sample")
+    return {"id": id} | {name: getattr(letter, name) for name in fields} | {"bytes": len(letter.payload)}
+
+
+def _payload(data: bytes) -> Any:
+    import msgspec
+
+    try:
+        found = msgspec.msgpack.decode(data)
+        return json.loads(msgspec.json.encode(found))
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        return data.hex()
+
+
+def show_runs(url: str | None, as_json: bool) -> None:
+    """Runs of one server, or of every embedded server under runs/."""
+    found = url or url_from(None)
+    urls = [found] if found else [each for folder in sorted(RUNS.glob("*")) if (each := embedded(folder))]
+    if not urls:
+        raise ConfigError(f"no broker: give --url or set REDIS_URL; no embedded one answers under {RUNS}{os.sep}")
+    infos: list[RunInfo] = []
+    for each in urls:
+        answers(each)
+        infos += list_runs(open_client(each))
+    if as_json:
+        print(json.dumps([asdict(info) for info in infos]))
+        return
+    table = Table("run", "state", "step", "memory", "keys", box=None)
+    for info in infos:
+        table.add_row(info.name, info.state, str(info.step), _size(info.memory), str(info.keys))
+    Console().print(table if infos else "no runs")
+
+
+def purge(broker: Broker, run: str, yes: bool) -> None:
+    """Delete a run after asking; a run whose services are alive is named as such."""
+    alive = [beat.service for beat in broker.services.list()]
+    if not yes:
+        note = f" It has services: {', '.join(alive)}." if alive else ""
+        if input(f"Delete all data of run {run} in the broker ({_size(broker.memory())})?{note} [y/N] ") != "y":
+            print("nothing was deleted")
+            return
+    print(f"deleted {broker.purge()} keys")
