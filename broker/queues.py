@@ -167,10 +167,6 @@ class _Worker:
                     item["consumer"],
                 )
 
-    def _bury(self, stream: str, entry_id: bytes, letter: DeadLetter) -> None:
-        self._link.script("bury", stream.rpartition(":")[2], self._group, entry_id, encode(letter))
-        self._release(stream, entry_id)
-
 
 class TaskQueue(_Worker):
     """Tasks for one generator. Evaluations come first."""
@@ -322,7 +318,8 @@ class ScoreQueue(_Worker):
                     self._link.script("score", *_scored(entry_id, task_id, sample, score), encode(letter))
                     self._release(stream, entry_id)
                 else:
-                    self._bury(stream, entry_id, letter)
+                    self._link.script("bury", entry_id, encode(letter))
+                    self._release(stream, entry_id)
                 continue
             deliveries.append(Delivery(entry_id, stream, trajectory))
         return deliveries

@@ -166,15 +166,16 @@ class Training:
 
         def read(client: redis.Redis) -> list[Any]:
             pipe = client.pipeline(transaction=True)
+            pipe.get(keys.epoch)
             pipe.hgetall(keys.ctl)
             pipe.hgetall(keys.counts)
             pipe.zrange(keys.slots, 0, -1, withscores=True)
             pipe.zrange(keys.redo, 0, -1)
             return list(pipe.execute())
 
-        ctl, counts, slots, redo = self._link.run("looking at the pipeline", read)
+        epoch, ctl, counts, slots, redo = self._link.run("looking at the pipeline", read)
         control = text(ctl)
-        self._current(control.get("epoch"))
+        self._current(epoch.decode() if epoch and control else None)
         if self._connections != self._link.connections:
             self._connections = self._link.connections
             if self._server_id() != self._server:

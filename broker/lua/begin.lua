@@ -1,5 +1,5 @@
 #!lua flags=allow-oom
--- KEYS: CTL SLOTS COUNTS GROUPS SAMPLES TASKS EVAL_TASKS TRAJECTORIES SCORED DEAD JOURNAL EVALS CHANGES REDO FAILED WEIGHTS EVENTS METRICS SERVICES
+-- KEYS: CTL EPOCH SLOTS COUNTS GROUPS SAMPLES TASKS EVAL_TASKS TRAJECTORIES SCORED DEAD JOURNAL EVALS CHANGES REDO FAILED WEIGHTS EVENTS METRICS SERVICES
 -- ARGV: what the trainer knows, as JSON (broker/training.py, Known). A trainer takes the run over.
 -- What the broker knows wins as long as it can be true. It cannot when its lineage is not that of the trainer's
 -- checkpoint, when a step is missing in its journal, or when a key is of another type: then the pipeline is
@@ -7,7 +7,8 @@
 -- since then is forgotten, and what was admitted since then is admitted again.
 local own = cjson.decode(ARGV[1])
 local types = {
-  {CTL, 'hash'}, {SLOTS, 'zset'}, {COUNTS, 'hash'}, {GROUPS, 'hash'}, {SAMPLES, 'hash'}, {TASKS, 'stream'},
+  {CTL, 'hash'}, {EPOCH, 'string'}, {SLOTS, 'zset'}, {COUNTS, 'hash'}, {GROUPS, 'hash'}, {SAMPLES, 'hash'},
+  {TASKS, 'stream'},
   {EVAL_TASKS, 'stream'}, {TRAJECTORIES, 'stream'}, {SCORED, 'stream'}, {DEAD, 'stream'}, {JOURNAL, 'hash'},
   {EVALS, 'hash'}, {CHANGES, 'stream'}, {REDO, 'zset'}, {FAILED, 'zset'}, {WEIGHTS, 'stream'},
   {EVENTS, 'stream'}, {METRICS, 'stream'}, {SERVICES, 'hash'},
@@ -89,7 +90,8 @@ end
 
 -- Numbers never go back: a version that was published once names those weights for ever.
 local version = math.max(tonumber(known[2] or 0), lost and own.version_if_lost or own.version)
-redis.call('HSET', CTL, 'epochn', n, 'epoch', epoch, 'version', string.format('%d', version), 'state', 'running')
+redis.call('SET', EPOCH, epoch)
+redis.call('HSET', CTL, 'epochn', n, 'version', string.format('%d', version), 'state', 'running')
 redis.call('HSET', CTL, 'steps', string.format('%d', own.steps), 'window', string.format('%d', own.window))
 redis.call('HSET', CTL, 'every', string.format('%d', own.every))
 if lost then

@@ -1,8 +1,7 @@
--- KEYS: TASKS EVAL_TASKS TRAJECTORIES SCORED DEAD COUNTS
--- ARGV: stream, group, entry, dead letter. An entry nobody can read: kept whole, then removed. Once.
-local stream = ({tasks = TASKS, eval_tasks = EVAL_TASKS, trajectories = TRAJECTORIES, scored = SCORED})[ARGV[1]]
-if #redis.call('XRANGE', stream, ARGV[3], ARGV[3]) == 0 then return 'dup' end
-bury(ARGV[4])
-redis.call('XACK', stream, ARGV[2], ARGV[3])
-redis.call('XDEL', stream, ARGV[3])
+-- KEYS: TRAJECTORIES DEAD COUNTS
+-- ARGV: entry, dead letter. An entry nobody can read: kept whole, then removed. Once.
+if #redis.call('XRANGE', TRAJECTORIES, ARGV[1], ARGV[1]) == 0 then return 'dup' end
+bury(ARGV[2])
+redis.call('XACK', TRAJECTORIES, REWARD, ARGV[1])
+redis.call('XDEL', TRAJECTORIES, ARGV[1])
 return 'ok'

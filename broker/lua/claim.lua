@@ -1,4 +1,4 @@
--- KEYS: CTL SCORED
+-- KEYS: EPOCH SCORED
 -- ARGV: epoch, count. New scores for the one trainer; a fenced one gets nothing into its pending list.
 local no = refused(ARGV[1])
 if no then return no end

@@ -1,5 +1,5 @@
 #!lua flags=allow-oom
--- KEYS: CTL COUNTS GROUPS SAMPLES TASKS EVAL_TASKS TRAJECTORIES SCORED JOURNAL
+-- KEYS: EPOCH COUNTS GROUPS SAMPLES TASKS EVAL_TASKS TRAJECTORIES SCORED JOURNAL
 -- ARGV: epoch, step, number of groups, task ids, then scored entries. A durable checkpoint covers this step.
 local no = refused(ARGV[1])
 if no then return no end

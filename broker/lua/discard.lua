@@ -1,5 +1,5 @@
 #!lua flags=allow-oom
--- KEYS: CTL COUNTS SCORED DEAD
+-- KEYS: EPOCH COUNTS SCORED DEAD
 -- ARGV: epoch, then scored entry and dead letter ('' for none) of each. Outcomes of groups that ended go.
 local no = refused(ARGV[1])
 if no then return no end

@@ -1,5 +1,5 @@
 #!lua flags=allow-oom
--- KEYS: CTL JOURNAL
+-- KEYS: EPOCH JOURNAL
 -- ARGV: epoch, step, record. Fixes what a step trains on, before it does. The first record of a step stands.
 local no = refused(ARGV[1])
 if no then return no end

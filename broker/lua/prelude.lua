@@ -29,7 +29,7 @@ end
 -- Only the newest trainer may write. Every script of the trainer starts with this; nil means go on.
 -- An epoch that is missing or older than the caller's own is a broker that lost what it knew.
 local function refused(epoch)
-  local now = redis.call('HGET', CTL, 'epoch')
+  local now = redis.call('GET', EPOCH)
   if now == epoch then return nil end
   if now and incarnation(now) >= incarnation(epoch) then return 'fenced' end
   return 'lost'

@@ -1,4 +1,4 @@
--- KEYS: CTL SCORED
+-- KEYS: EPOCH SCORED
 -- ARGV: epoch, cursor, count. Takes over what earlier trainers had claimed; returns next cursor and entries.
 local no = refused(ARGV[1])
 if no then return no end

@@ -1,9 +1,11 @@
 #!lua flags=allow-oom
--- KEYS: CTL SLOTS COUNTS CHANGES
+-- KEYS: CTL EPOCH SLOTS COUNTS CHANGES
 -- ARGV: epoch, step done, new version, samples, then task ids. Frees the slots of what was trained. Once.
 local no = refused(ARGV[1])
 if no then return no end
-if tonumber(redis.call('HGET', CTL, 'step')) >= tonumber(ARGV[2]) then return 'repeat' end
+local known = redis.call('HGET', CTL, 'step')
+if not known then return 'lost' end
+if tonumber(known) >= tonumber(ARGV[2]) then return 'repeat' end
 local groups = 0
 for i = 5, #ARGV do groups = groups + redis.call('ZREM', SLOTS, ARGV[i]) end
 redis.call('HINCRBY', COUNTS, 'trained', groups)

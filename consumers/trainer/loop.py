@@ -78,7 +78,7 @@ class Trainer:
         fresh = self._recover()
         while True:
             try:
-                self._work(self._take_over(fresh), stop)
+                self._work(self._take_over(fresh, stop), stop)
                 return
             except BrokerLost as error:
                 log.warning("the broker is compared with what is in the weights", reason=str(error))
@@ -120,7 +120,7 @@ class Trainer:
             self._floor += self._config.trainer.checkpoint.every
         return seen is None and newest.path is None
 
-    def _take_over(self, fresh: bool) -> list[BatchRecord]:
+    def _take_over(self, fresh: bool, stop: StopFlag) -> list[BatchRecord]:
         """Become the one trainer, mend the broker if it lost something; returns the steps to replay."""
         progress, seen = self.progress, self._incarnation.read()
         takeover = self._training.begin(
@@ -141,7 +141,7 @@ class Trainer:
         if takeover.lost:
             progress.version = max(progress.version, takeover.version)
             self._emit("broker_mended", "warning", f"the broker was mended; training goes on at step {progress.step}")
-            self._checkpoint(None)
+            self._checkpoint(stop)
         self._publish()
         records = [record for _, record in sorted(self._training.records().items())]
         self._training.commit([record for record in records if record.step < self._saved_step])
@@ -206,7 +206,7 @@ class Trainer:
         if self.progress.step - self._saved_step >= self._config.trainer.checkpoint.every:
             self._checkpoint(stop)
 
-    def _checkpoint(self, stop: StopFlag | None) -> None:
+    def _checkpoint(self, stop: StopFlag) -> None:
         """Make everything up to here durable, then let the broker forget it.
 
         Training waits while the folder can't be written: going on would leave the broker with ever more data.

@@ -32,35 +32,19 @@ def print_json(benchmark: str, rows: Sequence[dict[str, Any]], **more: Any) -> N
 
 
 def print_transport(rows: Sequence[dict[str, Any]]) -> None:
-    """Medians, with the range of the ratio."""
-    table = Table(title=f"Transport, {rows[0]['server']}: medians of {rows[0]['rounds']} rounds, raw limit beside")
-    for column in (
-        "tokens",
-        "AOF",
-        "trajectories/s",
-        "raw/s",
-        "ratio",
-        "range",
-        "Python µs",
-        "raw",
-        "server µs",
-        "raw",
-    ):
+    """Medians, with the range of the ratio; processor time of a trajectory for ours and for raw."""
+    table = Table(title=f"Transport, {rows[0]['server']}: medians of {rows[0]['rounds']} rounds; ours / raw")
+    for column in ("tokens", "bytes", "AOF", "trajectories/s", "ratio", "Python µs", "server µs"):
         table.add_column(column, justify="right")
-    table.add_column("bytes", justify="right")
     for row in rows:
         table.add_row(
             f"{row['tokens']:,}",
-            row["aof"],
-            f"{row['trajectories_per_s']:,.0f}",
-            f"{row['raw_per_s']:,.0f}",
-            f"{row['ratio']:.2f}",
-            "{:.2f}–{:.2f}".format(*row["ratio_range"]),
-            f"{row['cpu_us_per_trajectory']:.0f}",
-            f"{row['raw_cpu_us_per_trajectory']:.0f}",
-            f"{row['server_cpu_us_per_trajectory']:.0f}",
-            f"{row['raw_server_cpu_us_per_trajectory']:.0f}",
             f"{row['bytes_per_trajectory']:,}",
+            row["aof"],
+            f"{row['trajectories_per_s']:,.0f} / {row['raw_per_s']:,.0f}",
+            "{:.2f} ({:.2f}–{:.2f})".format(row["ratio"], *row["ratio_range"]),
+            f"{row['cpu_us_per_trajectory']:.0f} / {row['raw_cpu_us_per_trajectory']:.0f}",
+            f"{row['server_cpu_us_per_trajectory']:.0f} / {row['raw_server_cpu_us_per_trajectory']:.0f}",
         )
     Console().print(table)
 
@@ -82,26 +66,20 @@ def print_behind(result: dict[str, Any]) -> None:
 
 
 def print_scale(rows: Sequence[dict[str, Any]]) -> None:
-    """One line for each number of generators."""
+    """One line for each number of generators; milliseconds are p50 / p99."""
     table = Table(title=f"Scale, {rows[0]['server']}, AOF {rows[0]['aof']}, {rows[0]['seconds']:.0f} s each")
-    for column in ("generators", "trajectories/s", "tokens/s", "broker CPU", "µs each", "client µs each"):
-        table.add_column(column, justify="right")
-    for column in ("admission p50", "p99 ms", "task p50", "p99 ms", "busy", "steps"):
+    for column in ("generators", "busy", "trajectories/s", "broker CPU", "admission ms", "task ms"):
         table.add_column(column, justify="right")
     for row in rows:
         table.add_row(
             f"{row['generators']:,}",
-            f"{row['trajectories_per_s']:,.0f}",
-            f"{row['trained_tokens_per_s']:,}",
-            f"{row['broker_cpu']:.1%}",
-            f"{row['broker_cpu_us_per_trajectory']:.0f}",
-            f"{row['client_cpu_us_per_trajectory']:.0f}",
-            *(
-                "–" if row[f"{name}_ms_{p}"] is None else f"{row[f'{name}_ms_{p}']:.1f}"
-                for name in ("admission", "task")
-                for p in ("p50", "p99")
-            ),
             f"{row['generators_busy']:.0%}",
-            str(row["steps"]),
+            f"{row['trajectories_per_s']:,.0f}",
+            f"{row['broker_cpu']:.1%}",
+            *(f"{_ms(row[f'{name}_ms_p50'])} / {_ms(row[f'{name}_ms_p99'])}" for name in ("admission", "task")),
         )
     Console().print(table)
+
+
+def _ms(value: float | None) -> str:
+    return "–" if value is None else f"{value:.1f}"

@@ -1,0 +1,35 @@
+"""TLS to the broker: what is wrong with certificates stays wrong, so it is told at once, not after a deadline."""
+
+from __future__ import annotations
+
+import ssl
+from pathlib import Path
+from urllib.parse import parse_qs, urlsplit
+
+from schemas.errors import ConfigError
+
+FILES = ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile")
+_REASONS = ("CERTIFICATE", "UNKNOWN_CA", "WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE", "KEY_VALUES_MISMATCH")
+
+
+def check_files(url: str) -> None:
+    """ConfigError when a file that the URL names is not there."""
+    named = parse_qs(urlsplit(url).query)
+    for option in FILES:
+        for path in named.get(option, []):
+            if not Path(path).is_file():
+                raise ConfigError(f"the broker's URL says {option}={path}, which is not a file")
+
+
+def refusal(error: BaseException) -> str | None:
+    """Why TLS with this server can't be, from the cause of a lost connection; None when trying again may help."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, ssl.SSLCertVerificationError):
+            return f"its certificate is refused ({cause.verify_message}); give its CA in the URL: ?ssl_ca_certs=FILE"
+        if isinstance(cause, ssl.SSLError) and any(reason in (cause.reason or "") for reason in _REASONS):
+            if "CERTIFICATE" in (cause.reason or "") or "UNKNOWN_CA" in (cause.reason or ""):
+                return f"it refuses our certificate ({cause.reason}); give one: ?ssl_certfile=FILE&ssl_keyfile=FILE"
+            return f"no TLS there ({cause.reason}); use redis:// or the server's tls-port"
+        cause = cause.__cause__ or cause.__context__
+    return None

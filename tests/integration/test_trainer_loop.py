@@ -1,0 +1,221 @@
+"""The trainer's loop on a real server and a tiny real model; a thread plays feeder, generator and reward service."""
+
+from __future__ import annotations
+
+import errno
+import json
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny import make_tiny_model
+
+from broker.client import Broker
+from consumers.trainer import checkpoints as checkpoints_module
+from consumers.trainer.checkpoints import Checkpoints
+from consumers.trainer.loop import Trainer
+from consumers.trainer.policy import Policy, load_model
+from consumers.trainer.step import TrainStep
+from deploy.summary import lineage, read_lines
+from schemas.config import TidemillConfig, parse_config
+from schemas.errors import FencedError
+from schemas.lifecycle import StopFlag
+from schemas.messages import Sampling, Score, Task
+from tests.trajectories import trajectory
+
+pytestmark = pytest.mark.integration
+
+
+class Rest:
+    """Everything but the trainer, in one thread."""
+
+    def __init__(self, broker: Broker) -> None:
+        self._broker = broker
+        self._stop = threading.Event()
+        self.thread = threading.Thread(target=self._run, daemon=True)
+
+    def __enter__(self) -> Rest:
+        self.thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self.thread.join(20)
+        assert not self.thread.is_alive()
+
+    def _run(self) -> None:
+        tasks, rewards = self._broker.tasks("g"), self._broker.trajectories("r")
+        following = 0
+        while not self._stop.is_set():
+            task = Task(task_id=following, kind="train", n=2, sampling=Sampling(), text="?")
+            admission = self._broker.ledger.admit(task)
+            following = admission.next
+            for delivery in tasks.read(8, 5):
+                version = delivery.version
+                made = [trajectory(delivery.message.task_id, i, version=max(0, version - 1)) for i in range(2)]
+                tasks.publish(delivery.message.task_id, made)
+                tasks.done(delivery)
+            rewards.publish([(item, Score(reward=float(item.message.sample))) for item in rewards.read(64, 5)])
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("tiny"), hidden=32, layers=1)
+
+
+@pytest.fixture
+def trainer(model: Path, tmp_path: Path, broker: Broker, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Trainer]:
+    monkeypatch.chdir(tmp_path)
+
+    def make(**settings: Any) -> Trainer:
+        trainer = {
+            "steps": 8,
+            "batch_groups": 2,
+            "checkpoint": {"every": 3, "deadline_s": 30},
+            "advantage": {"name": "raw"},
+            "batch_timeout_s": 60,
+            **settings,
+        }
+        config: TidemillConfig = parse_config(
+            {
+                "run": {"name": "loop", "folder": str(tmp_path / "run")},
+                "model": {"path": str(model), "dtype": "float32", "max_length": 64},
+                "train": {"name": "arithmetic"},
+                "sampling": {"n": 2, "max_tokens": 16},
+                "reward": {"terms": [{"name": "exact"}]},
+                "flow": {"staleness": 20},
+                "trainer": trainer,
+            }
+        )
+        policy = Policy(load_model(config.model.path, "float32"))
+        return Trainer(config, "trainer", broker, TrainStep.from_config(policy, config))
+
+    return make
+
+
+def run(trainer: Trainer, stop: StopFlag | None = None) -> None:
+    trainer.run(stop or StopFlag())
+
+
+def until(condition: Callable[[], bool], what: str) -> None:
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end, what
+        time.sleep(0.01)
+
+
+def trained(folder: Path) -> Counter[int]:
+    """How often each prompt is in the surviving weights."""
+    lines = lineage(read_lines(folder / "run" / "trained.jsonl"))
+    return Counter(task for line in lines for task in {task for task, _ in line["samples"]})
+
+
+def in_thread(trainer: Trainer, stop: StopFlag) -> tuple[threading.Thread, list[BaseException]]:
+    errors: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            trainer.run(stop)
+        except (FencedError, RuntimeError) as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    return thread, errors
+
+
+def test_a_wiped_broker_is_mended_while_the_trainer_goes_on(
+    trainer: Callable[..., Trainer], broker: Broker, tmp_path: Path
+) -> None:
+    one = trainer(steps=12)
+    with Rest(broker):
+        thread, errors = in_thread(one, StopFlag())
+        for step in (2, 7):
+            until(lambda step=step: one.progress.step >= step, f"step {step}")
+            broker.purge()
+        thread.join(90)
+    assert not thread.is_alive()
+    assert not errors
+    times = trained(tmp_path)
+    assert set(times.values()) == {1}
+    assert set(times) == set(range(24)), "no prompt is skipped"
+    state = broker.ledger.state()
+    assert state.balanced
+    assert state.trained == 24
+    versions = [line["version"] for line in read_lines(tmp_path / "run" / "metrics.jsonl")]
+    assert versions == sorted(set(versions))
+
+
+def test_a_trainer_that_dies_with_its_broker_gives_its_weights_new_numbers(
+    trainer: Callable[..., Trainer], broker: Broker, tmp_path: Path
+) -> None:
+    first, stop = trainer(steps=5, checkpoint={"every": 3}), StopFlag()
+    with Rest(broker):
+        real = Checkpoints.save
+        saved: list[int] = []
+
+        def save_once(self: Checkpoints, *args: Any, **kwargs: Any) -> Path:
+            if saved:
+                raise RuntimeError("killed")
+            saved.append(kwargs["step"])
+            return real(self, *args, **kwargs)
+
+        Checkpoints.save = save_once  # type: ignore[method-assign]
+        try:
+            with pytest.raises(RuntimeError, match="killed"):
+                run(first, stop)
+        finally:
+            Checkpoints.save = real  # type: ignore[method-assign]
+        assert saved == [3]
+        assert first.progress.step == 5
+        published = json.loads((tmp_path / "run" / "checkpoints" / "EPOCH").read_text())["version"]
+        broker.purge()
+        second = trainer(steps=8)
+        run(second)
+    assert second.progress.step == 8
+    after = [line["version"] for line in read_lines(tmp_path / "run" / "metrics.jsonl")][5:]
+    assert min(after) > published, "a number that named lost weights names no others"
+    assert set(trained(tmp_path).values()) == {1}
+    assert set(trained(tmp_path)) == set(range(16))
+
+
+def test_training_waits_while_the_disk_is_full(
+    trainer: Callable[..., Trainer], broker: Broker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, failures = checkpoints_module._complete, []
+
+    def complete(*args: Path) -> None:
+        if len(failures) < 2:
+            failures.append(1)
+            raise OSError(errno.ENOSPC, "No space left on device")
+        real(*args)
+
+    monkeypatch.setattr(checkpoints_module, "_complete", complete)
+    one = trainer(steps=3)
+    with Rest(broker):
+        run(one)
+    assert len(failures) == 2
+    assert one.progress.step == 3
+    assert any(event.name == "checkpoint" and "No space" in event.text for event in broker.events.tail(10))
+
+
+def test_the_batch_changes_while_the_run_goes_on(
+    trainer: Callable[..., Trainer], broker: Broker, tmp_path: Path
+) -> None:
+    one = trainer(steps=6)
+    with Rest(broker):
+        thread, errors = in_thread(one, StopFlag())
+        until(lambda: one.progress.step >= 2, "step 2")
+        assert broker.ledger.change("batch", 4)
+        thread.join(60)
+    assert not thread.is_alive()
+    assert not errors
+    sizes = [len({task for task, _ in line["samples"]}) for line in lineage(read_lines(tmp_path / "run/trained.jsonl"))]
+    assert sizes[0] == 2
+    assert sizes[-1] == 4
+    assert broker.ledger.state().trained == sum(sizes)
+    assert broker.ledger.state().balanced
