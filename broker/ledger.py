@@ -23,10 +23,14 @@ Setting = Literal["staleness", "batch"]
 
 @dataclass(frozen=True)
 class Admission:
-    """Answer to one attempt to admit. next: the task id to admit next."""
+    """Answer to an attempt to admit: the first that is not ok. next: the task id to admit next.
+
+    admitted: how many tasks came before that answer.
+    """
 
     answer: Answer
     next: int
+    admitted: int
 
 
 @dataclass(frozen=True)
@@ -104,12 +108,13 @@ class Ledger:
     def admit_all(self, tasks: Sequence[Task]) -> Admission:
         """``admit`` for tasks that follow one another, in one round trip: the first answer but ok, or the last."""
         calls = [(task.task_id, encode(task, self._max_bytes), task.n) for task in tasks]
-        admission = Admission("moved", tasks[0].task_id)
-        for answer, following in self._link.scripts("admit", calls):
-            admission = Admission(answer.decode(), int(following))
-            if admission.answer != "ok":
-                break
-        return admission
+        admitted, following = 0, tasks[0].task_id
+        for word, cursor in self._link.scripts("admit", calls):
+            answer, following = word.decode(), int(cursor)
+            if answer != "ok":
+                return Admission(answer, following, admitted)
+            admitted += 1
+        return Admission("ok", following, admitted)
 
     def change_position(self) -> bytes:
         """Take this before looking at the ledger, and hand it to ``wait_change``."""

@@ -17,6 +17,8 @@ import structlog
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
+from broker import tls
+from broker.cluster import MOVING, redirected
 from broker.keys import Keys
 from broker.scripts import Script
 from schemas.errors import BrokerLost, ConfigError, InfraError
@@ -32,7 +34,10 @@ log = structlog.get_logger()
 ELSEWHERE = (redis.AuthenticationError, redis.exceptions.NoPermissionError)
 """Kinds of lost connection that no wait mends."""
 
-WAITABLE = frozenset({"OOM", "MISCONF", "LOADING", "READONLY", "MASTERDOWN", "CLUSTERDOWN", "TRYAGAIN", "NOREPLICAS"})
+FORBIDDEN = ("user executing the script", "ACL failure in script", "SELECT is not allowed", "DB index is out of range")
+"""What such refusals say when redis-py has no kind for them."""
+
+WAITABLE = frozenset({"OOM", "MISCONF", "LOADING", "READONLY", "NOREPLICAS"})
 """First words of refusals that pass: memory or disk is full, the server starts, another becomes primary."""
 
 GONE = frozenset({"NOGROUP", "UNBLOCKED"})
@@ -44,6 +49,7 @@ def open_client(url: str, connected: Callable[[], None] | None = None) -> redis.
 
     connected: called whenever a connection was made, also where the client mends one silently.
     """
+    tls.check_files(url)
 
     def on_connect(connection: Any) -> None:
         connection.on_connect()
@@ -93,6 +99,8 @@ def answers(url: str) -> list[str]:
     try:
         return check_server(open_client(url), url)
     except redis.RedisError as error:
+        if why := tls.refusal(error):
+            raise ConfigError(f"cannot use the broker at {mask(url)}: {why}") from error
         raise ConfigError(
             f"cannot use the broker at {mask(url)}: {error}; start a Redis or Valkey 7.0+,"
             " or leave broker.url and REDIS_URL unset for the embedded one"
@@ -107,7 +115,7 @@ def word(error: redis.RedisError) -> str:
         return "LOADING"
     if isinstance(error, redis.exceptions.ReadOnlyError):
         return "READONLY"
-    return str(error).partition(" ")[0]
+    return str(error).rpartition(" of pipeline caused error: ")[2].partition(" ")[0]
 
 
 class Link:
@@ -117,6 +125,9 @@ class Link:
         self.url = url
         self.keys = keys
         self.deadline_s = deadline_s
+        self._nodes = [url]
+        """Where the run's keys may be, the likeliest first: another node than the URL's in a cluster."""
+        self._settled = False
         self.client = open_client(url, self._connected)
         self.connections = 0
         """How many connections were made; another server may answer on a new one."""
@@ -139,6 +150,10 @@ class Link:
         wait = 0.05
         while True:
             try:
+                if not self._settled:
+                    # A node that has not the run's keys refuses this, but would answer about itself.
+                    self.client.exists(self.keys.services)
+                    self._settled = True
                 return operation(self.client, *args)
             except redis.RedisError as error:
                 self._check(what, error)
@@ -153,10 +168,18 @@ class Link:
 
     def _check(self, what: str, error: redis.RedisError) -> None:
         """Return if the operation may be tried again."""
-        if isinstance(error, ELSEWHERE):
+        if isinstance(error, ELSEWHERE) or any(text in str(error) for text in FORBIDDEN):
             raise ConfigError(f"the broker at {mask(self.url)} refuses {what}: {error}") from error
         if isinstance(error, redis.ConnectionError | redis.TimeoutError):
+            if why := tls.refusal(error):
+                raise ConfigError(f"cannot use the broker at {mask(self.url)}: {why}") from error
             self.losses += 1
+            self._go([*self._nodes[1:], self._nodes[0]])
+            return
+        if isinstance(error, redis.exceptions.MovedError):
+            self._go([redirected(self.url, error), self.url])
+            return
+        if isinstance(error, MOVING):
             return
         if word(error) == "WRONGTYPE" or "WRONGTYPE" in str(error):
             if self.authority:
@@ -164,6 +187,13 @@ class Link:
             return
         if word(error) not in WAITABLE:
             raise error
+
+    def _go(self, nodes: list[str]) -> None:
+        """Ask the first of these from now on."""
+        if nodes[0] != self._nodes[0]:
+            self.client = open_client(nodes[0], self._connected)
+        self._nodes = nodes
+        self._settled = False
 
     def script(self, name: str, *args: str | bytes | int | float) -> Any:
         """Run one of lua/*.lua on the keys it declares, retried like any operation."""

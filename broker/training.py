@@ -49,6 +49,9 @@ class Slot:
     sequence: int
 
 
+FIRST_LINEAGE = "start"
+
+
 @dataclass(frozen=True)
 class Look:
     """The pipeline at one moment, as its trainer needs it.
@@ -77,28 +80,28 @@ class Look:
 class Known:
     """What a trainer knows when it takes the run over: from its checkpoint, or from its own life.
 
+    batch, staleness, window, steps, every (steps between checkpoints): the configuration's; settings: live
+    changes of them. fresh: there was no trainer before it; the defaults are what such a one knows.
     epoch_floor: highest epoch it has heard of. lineage: names an unbroken life of the broker's data.
     version_if_lost: version of its weights if the broker lost the versions published after ``version``.
-    trained: prompt groups trained. fresh: there was no trainer before it.
-    batch, staleness, window, steps, every (steps between checkpoints): the configuration's; settings: live
-    changes of them.
+    trained: prompt groups trained.
     """
 
-    epoch_floor: int
-    lineage: str
-    step: int
-    version: int
-    version_if_lost: int
-    cursor: int
-    unfinished: list[int]
-    trained: int
-    counts: dict[str, int]
-    fresh: bool
     batch: int
     staleness: int
     window: int
     steps: int
     every: int
+    fresh: bool = True
+    epoch_floor: int = 0
+    lineage: str = FIRST_LINEAGE
+    step: int = 0
+    version: int = 0
+    version_if_lost: int = 0
+    cursor: int = 0
+    unfinished: list[int] = field(default_factory=list)
+    trained: int = 0
+    counts: dict[str, int] = field(default_factory=dict)
     settings: dict[str, int] = field(default_factory=dict)
     paused: bool = False
     started: str | None = None

@@ -46,6 +46,7 @@ REGISTRIES: dict[str, Registry] = {
 }
 KEY_NOTES = {
     "ctl": "hash: epoch, lineage, step, version, cursor, slots, batch, staleness, window, steps, paused, state",
+    "epoch": "string: the newest trainer's epoch, which fences all others",
     "slots": "sorted set: task id by order of admission; its size is the number of slots held",
     "counts": "hash: admitted, trained, dropped:REASON, failed:REASON, samples and tokens",
     "groups": "hash: group size, kind, task entry and open samples of each group in the broker",

@@ -15,6 +15,9 @@ from schemas.config import SamplingConfig, TidemillConfig
 from schemas.lifecycle import StopFlag
 from schemas.messages import Event, Kind, Sampling, Task
 
+AT_ONCE = 16
+"""Most groups admitted in one round trip."""
+
 log = structlog.get_logger()
 
 
@@ -60,7 +63,7 @@ class Feeder:
                 self._epoch, self._evaluated = state.epoch, -1
             if state.state in ("running", "finishing"):
                 self._evaluate_if_due(state)
-                self._state = self._admit(stop)
+                self._state = self._admit(stop, state.capacity - state.active)
             else:
                 self._state = state.state
             self._broker.ledger.wait_change(position)
@@ -73,11 +76,14 @@ class Feeder:
             log.error(text)
             self._broker.events.emit(Event(name="ledger", service="feeder", level="error", text=text))
 
-    def _admit(self, stop: StopFlag) -> str:
-        """Admit as long as there is room; returns what stopped it."""
+    def _admit(self, stop: StopFlag, room: int) -> str:
+        """Admit as long as there is room (there was for ``room`` groups); returns what stopped it."""
         while not stop:
-            admission = self._broker.ledger.admit(self._task(self._cursor))
+            count = min(max(room, 1), AT_ONCE)
+            tasks = [self._task(position) for position in range(self._cursor, self._cursor + count)]
+            admission = self._broker.ledger.admit_all(tasks)
             self._cursor = admission.next
+            room -= count
             if admission.answer not in ("ok", "moved"):
                 return admission.answer
         return "stopping"

@@ -8,23 +8,7 @@ from typing import Any
 from broker.client import Broker
 from broker.training import Known, Takeover, Training
 
-FIRST = Known(
-    epoch_floor=0,
-    lineage="start",
-    step=0,
-    version=0,
-    version_if_lost=0,
-    cursor=0,
-    unfinished=[],
-    trained=0,
-    counts={},
-    fresh=True,
-    batch=1,
-    staleness=7,
-    window=1,
-    steps=100,
-    every=10,
-)
+FIRST = Known(batch=1, staleness=7, window=1, steps=100, every=10)
 """What the first trainer of a run knows: one group a step, 8 slots, 100 steps."""
 
 

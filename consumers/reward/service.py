@@ -19,6 +19,8 @@ from schemas.messages import Score, Trajectory
 
 BATCH = 256
 """Most trajectories being scored at once."""
+READ = 64
+"""Most trajectories of one read: more make the process ask the system for memory each time."""
 BUSY_MS = 20
 """How long a read waits while scores are due."""
 
@@ -70,7 +72,7 @@ class RewardService:
                 if time.monotonic() >= next_claim:
                     self._submit(self._queue.claim_stale(self._lease_s, BATCH))
                     next_claim = time.monotonic() + self._lease_s / 2
-                self._submit(self._queue.read(BATCH, BUSY_MS if self._pending else BLOCK_MS))
+                self._submit(self._queue.read(READ, BUSY_MS if self._pending else BLOCK_MS))
             else:
                 wait(self._pending, timeout=1.0, return_when=FIRST_COMPLETED)
             self._publish()

@@ -12,12 +12,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from broker.training import Known, Look, incarnation
+from broker.training import FIRST_LINEAGE, Known, Look, incarnation
 from schemas.config import TidemillConfig
 from schemas.errors import FencedError
 from schemas.messages import BatchRecord
-
-FIRST_LINEAGE = "start"
 
 
 @dataclass

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import structlog
@@ -61,20 +61,19 @@ class BatchSource:
             self._progress.saw(look)
             self._discard_ended({slot.task_id for slot in look.slots} | taken)
             active = [slot for slot in look.slots if slot.task_id not in taken]
-            progress = False
-            while len(groups) < look.batch:
+            chosen: list[int] = []
+            while len(groups) + len(chosen) < look.batch:
                 slot = self._assembly.choose(active)
                 if slot is None:
                     break
-                progress = True
                 active.remove(slot)
-                group = self._usable(slot.task_id, version, look.staleness)
-                if group is not None:
-                    taken.add(slot.task_id)
-                    groups.append(group)
+                chosen.append(slot.task_id)
+            for group, outcomes in self._usable(chosen, version, look.staleness):
+                taken.add(group.task_id)
+                groups.append((group, outcomes))
             if len(groups) >= look.batch:
                 break
-            if progress:
+            if chosen:
                 continue
             if stop:
                 return None
@@ -157,21 +156,24 @@ class BatchSource:
             for outcome in outcomes:
                 self._assembly.add(outcome)
 
-    def _usable(self, task_id: int, version: int, staleness: int) -> tuple[Group, list[Outcome]] | None:
-        """The group with its trajectories, or None after it was dropped for its age or a lost body."""
-        outcomes = self._assembly.take(task_id)
-        scored = [outcome for outcome in outcomes if outcome.trajectory_id]
-        bodies = self._training.fetch([outcome.trajectory_id or b"" for outcome in scored])
-        samples = [(body, outcome.score.reward) for body, outcome in zip(bodies, scored, strict=True) if body]
-        if len(samples) < len(scored) or not samples:
-            # A broker that went back in time since the last look is mended; otherwise somebody deleted entries.
-            self._training.look()
-            return self._end(task_id, outcomes, "lost_body", "failed")
-        oldest = min(body.oldest_version for body, _ in samples)
-        if version - oldest > staleness:
-            log.warning("group is too old", task_id=task_id, oldest=oldest, version=version)
-            return self._end(task_id, outcomes, "stale")
-        return Group(task_id, samples), outcomes
+    def _usable(self, task_ids: Sequence[int], version: int, staleness: int) -> Iterator[tuple[Group, list[Outcome]]]:
+        """These groups with their trajectories, without those that are dropped for their age or a lost body."""
+        taken = [self._assembly.take(task_id) for task_id in task_ids]
+        scored = [[outcome for outcome in outcomes if outcome.trajectory_id] for outcomes in taken]
+        bodies = iter(self._training.fetch([outcome.trajectory_id or b"" for group in scored for outcome in group]))
+        for task_id, outcomes, members in zip(task_ids, taken, scored, strict=True):
+            samples = [(body, outcome.score.reward) for outcome in members if (body := next(bodies)) is not None]
+            if len(samples) < len(members) or not samples:
+                # A broker that went back in time since the last look is mended; otherwise somebody deleted entries.
+                self._training.look()
+                self._end(task_id, outcomes, "lost_body", "failed")
+                continue
+            oldest = min(body.oldest_version for body, _ in samples)
+            if version - oldest > staleness:
+                log.warning("group is too old", task_id=task_id, oldest=oldest, version=version)
+                self._end(task_id, outcomes, "stale")
+                continue
+            yield Group(task_id, samples), outcomes
 
     def _ends(self) -> str:
         """Groups that were given up since the last step, for people."""

@@ -115,16 +115,6 @@ def begin(training: Training, flow: Flow) -> None:
     """Take a new run over, as a trainer without a checkpoint does."""
     training.begin(
         Known(
-            epoch_floor=0,
-            lineage="",
-            step=0,
-            version=0,
-            version_if_lost=0,
-            cursor=0,
-            unfinished=[],
-            trained=0,
-            counts={},
-            fresh=True,
             batch=flow.batch,
             staleness=flow.staleness,
             window=1,

@@ -51,7 +51,7 @@ class DatasetConfig(Section):
 class SamplingConfig(Section):
     """How completions are sampled."""
 
-    n: int = Field(8, ge=1, description="Samples per prompt: the group size.")
+    n: int = Field(8, ge=1, le=1024, description="Samples per prompt: the group size.")
     temperature: float = Field(1.0, ge=0, description="Sampling temperature; log-probabilities are taken after it.")
     top_p: float = Field(
         1.0,

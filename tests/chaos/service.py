@@ -98,17 +98,20 @@ def _watch_ends(evidence: Evidence) -> None:
 
 
 def _feeder(evidence: Evidence, folder: Path) -> None:
-    _once(evidence, Ledger, "admit", "answered")
+    _once(evidence, Ledger, "admit_all", "answered")
 
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
-        def admit(self: Ledger, task: Task, *args: Any) -> Any:
-            admission = original(self, task, *args)
-            evidence.write("admit", t=task.task_id, a=admission.answer, c=admission.next)
+        def admit_all(self: Ledger, tasks: Sequence[Task]) -> Any:
+            admission = original(self, tasks)
+            for task in tasks[: admission.admitted]:
+                evidence.write("admit", t=task.task_id, a="ok", c=admission.next)
+            if admission.admitted < len(tasks):
+                evidence.write("admit", t=tasks[admission.admitted].task_id, a=admission.answer, c=admission.next)
             return admission
 
-        return admit
+        return admit_all
 
-    _replace(Ledger, "admit", make)
+    _replace(Ledger, "admit_all", make)
 
 
 def _generator(evidence: Evidence, folder: Path) -> None:

@@ -1,0 +1,117 @@
+"""Redis ACL users, one a role: each can run its own scripts and commands on its own keys of one run, and nothing else.
+
+Redis takes every key given to EVALSHA as read and written, and checks the commands inside of a script like any
+others. So keys and commands of a role follow from the scripts that it runs, and from what its code asks directly.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from broker.keys import Keys
+from broker.scripts import declared, source
+
+_CALL = re.compile(r"redis\.p?call\('([A-Z]+)'(?:, '([A-Z]+)')?")
+_CONTAINERS = ("XGROUP",)
+"""Commands of scripts that are granted by their subcommand."""
+_CONNECTION = "ping select info exists"
+"""Of every user. EXISTS asks a cluster for the run's node. INFO is the only @dangerous command that anybody gets."""
+_SERVICE = f"{_CONNECTION} evalsha script|load time hdel"
+_WORKER = "xgroup|create xreadgroup xclaim xautoclaim xpending"
+_LEDGER = "multi exec hgetall zrange zcard hlen xread xrevrange"
+_LOOKER = f"{_CONNECTION} {_LEDGER} hmget xrange xlen xinfo|groups scan type memory|usage"
+
+
+@dataclass(frozen=True)
+class Role:
+    """scripts: those it runs. commands: those it sends itself. reads, writes: keys these need beside the scripts'.
+
+    only, on: commands that it may send on these keys alone.
+    """
+
+    scripts: str
+    commands: str
+    reads: str = ""
+    writes: str = "SERVICES"
+    only: str = ""
+    on: str = ""
+
+
+ROLES: Mapping[str, Role] = {
+    "feeder": Role("admit eval_open beat note", f"{_SERVICE} {_LEDGER}", "CHANGES JOURNAL SAMPLES"),
+    "generator": Role(
+        "publish fail_sample hand_back give_up beat note",
+        f"{_SERVICE} hmget hget xread xrevrange",
+        "WEIGHTS CHUNKS",
+        only=_WORKER,
+        on="TASKS EVAL_TASKS",
+    ),
+    "reward": Role("score bury beat", _SERVICE, only=_WORKER, on="TRAJECTORIES"),
+    "trainer": Role(
+        "begin claim recover close commit discard journal step control weights_add weights_put beat note",
+        f"{_SERVICE} {_LEDGER} get xgroup|create xinfo|groups xrange xdel",
+    ),
+    "observer": Role("", _LOOKER, "*", ""),
+    "operator": Role("settings control requeue", f"{_LOOKER} evalsha script|load xdel", "*", "", "unlink", "*"),
+}
+"""observer: `tidemill status` and dashboards. operator: whoever pauses, changes settings, requeues and purges."""
+
+
+def rules(role: str, keys: Keys) -> list[str]:
+    """What follows ``ACL SETUSER name`` to make a user of this role, but for its password.
+
+    KeyError for an unknown role.
+    """
+    found = ROLES[role]
+    scripts = found.scripts.split()
+    written = {key for name in scripts for key in declared(name)} | set(found.writes.split())
+    commands = set(found.commands.split()) | {command for name in scripts for command in _commands(name)}
+    only = " ".join([*_granted(found.only), *_patterns("~", found.on.split(), keys)])
+    return [
+        *("reset", "on", "resetchannels", "-@all"),
+        *_granted(" ".join(commands)),
+        *_patterns("~", sorted(written), keys),
+        *_patterns("%R~", sorted(set(found.reads.split()) - written), keys),
+        *(f"({only})".split() if only else []),
+    ]
+
+
+def _granted(commands: str) -> list[str]:
+    return [f"+{command}" for command in sorted(commands.split())]
+
+
+def _patterns(access: str, names: list[str], keys: Keys) -> list[str]:
+    """Whole names of keys; ``*`` is every key of the run."""
+    return [f"{access}{key}" for key in ([f"{keys.base}:*"] if names == ["*"] else keys.named(names))]
+
+
+def _commands(script: str) -> set[str]:
+    calls = _CALL.findall(source(script))
+    return {f"{name}|{sub}".lower() if name in _CONTAINERS else name.lower() for name, sub in calls}
+
+
+def user(role: str, keys: Keys) -> str:
+    """``tidemill-arithmetic-trainer``: a user is of one run."""
+    return f"{keys.base.strip('{}').replace(':', '-')}-{role}"
+
+
+def new_passwords() -> dict[str, str]:
+    """One for every role, 192 random bits each, safe in a URL."""
+    return {role: secrets.token_urlsafe(24) for role in ROLES}
+
+
+def acl_lines(keys: Keys, passwords: Mapping[str, str]) -> list[str]:
+    """``ACL SETUSER`` lines for redis-cli, one for every role in ``passwords``; they hold only the passwords' SHA-256.
+
+    With ``user`` in the place of ``ACL SETUSER`` they are lines of an aclfile.
+    """
+    return [
+        " ".join(
+            ["ACL SETUSER", user(role, keys), *rules(role, keys), f"#{hashlib.sha256(password.encode()).hexdigest()}"]
+        )
+        for role, password in passwords.items()
+    ]
