@@ -162,7 +162,8 @@ class Link:
                     raise InfraError(
                         f"the broker at {mask(self.url)} did not answer for {waited:.0f} s while {what}: {error}"
                     ) from error
-                log.warning("waiting for the broker", doing=what, waited_s=round(waited, 1), error=str(error))
+                if not isinstance(error, redis.exceptions.MovedError):
+                    log.warning("waiting for the broker", doing=what, waited_s=round(waited, 1), error=str(error))
             threading.Event().wait(wait)
             wait = min(wait * 2, 2.0)
 

@@ -9,7 +9,8 @@ from urllib.parse import parse_qs, urlsplit
 from schemas.errors import ConfigError
 
 FILES = ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile")
-_REASONS = ("CERTIFICATE", "UNKNOWN_CA", "WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE", "KEY_VALUES_MISMATCH")
+_REASONS = ("CERTIFICATE", "UNKNOWN_CA")
+"""In what a server says that refuses our certificate, or that we have none."""
 
 
 def check_files(url: str) -> None:
@@ -28,8 +29,6 @@ def refusal(error: BaseException) -> str | None:
         if isinstance(cause, ssl.SSLCertVerificationError):
             return f"its certificate is refused ({cause.verify_message}); give its CA in the URL: ?ssl_ca_certs=FILE"
         if isinstance(cause, ssl.SSLError) and any(reason in (cause.reason or "") for reason in _REASONS):
-            if "CERTIFICATE" in (cause.reason or "") or "UNKNOWN_CA" in (cause.reason or ""):
-                return f"it refuses our certificate ({cause.reason}); give one: ?ssl_certfile=FILE&ssl_keyfile=FILE"
-            return f"no TLS there ({cause.reason}); use redis:// or the server's tls-port"
+            return f"it refuses our certificate ({cause.reason}); give one: ?ssl_certfile=FILE&ssl_keyfile=FILE"
         cause = cause.__cause__ or cause.__context__
     return None

@@ -64,7 +64,7 @@ def up(
     loaded = _load(config, overrides)
     from deploy.up import run_up
 
-    raise typer.Exit(run_up(loaded, config, overrides or [], fresh))
+    raise typer.Exit(run_up(loaded, fresh))
 
 
 @app.command()

@@ -12,7 +12,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -33,7 +33,7 @@ from deploy.snapshot import Notice, Replica, RunSnapshot, empty
 from deploy.supervisor import Change, Outcome, ServiceSpec, Supervisor
 from deploy.warm_start import is_current
 from deploy.watch import Watcher
-from schemas.config import TidemillConfig
+from schemas.config import TidemillConfig, save_config
 from schemas.errors import ConfigError, InfraError
 
 BROKER_DEADLINE_S = 30.0
@@ -41,9 +41,10 @@ STOP_ORDER = {"feeder": 0, "generator": 1, "reward": 2, "trainer": 3, "broker": 
 EXIT_CODES = {"finished": OK_EXIT, "failed": ERROR_EXIT, "stopped": INTERRUPTED_EXIT}
 SHOW_EVERY_S = 0.25
 LOCK = "up.lock"
+CONFIG = "config.yaml"
 
 
-def run_up(config: TidemillConfig, file: Path, overrides: Sequence[str], fresh: bool = False) -> int:
+def run_up(config: TidemillConfig, fresh: bool = False) -> int:
     """Run until the training is done, has failed, or is interrupted; returns the exit code.
 
     fresh: first delete the files of an earlier run of this name, and what it left in the broker.
@@ -64,7 +65,10 @@ def run_up(config: TidemillConfig, file: Path, overrides: Sequence[str], fresh: 
         # The view has the terminal; what this process logs goes to a file beside those of the services.
         own_log = stack.enter_context((folder / "logs" / "up.log").open("a", encoding="utf-8"))
         configure_logging(config, "up", "up", own_log)
-        run = _Run(config, file, overrides)
+        # Services read this one: the file may be edited while they run, and is read again when they restart.
+        file = folder / CONFIG
+        save_config(config, file)
+        run = _Run(config, file)
         outcome = run.warm_start()
         if outcome is not None:
             return run.report(outcome, None)
@@ -73,10 +77,9 @@ def run_up(config: TidemillConfig, file: Path, overrides: Sequence[str], fresh: 
 
 
 class _Run:
-    def __init__(self, config: TidemillConfig, file: Path, overrides: Sequence[str]) -> None:
+    def __init__(self, config: TidemillConfig, file: Path) -> None:
         self.config = config
         self.file = file
-        self.overrides = list(overrides)
         self.console = Console()
         self.notices: list[Notice] = []
         self.phases: dict[str, float] = {}
@@ -166,7 +169,7 @@ class _Run:
         return lambda index: replace(self._spec(role, f"{role}-{index}"), essential=False)
 
     def _spec(self, role: str, name: str | None = None) -> ServiceSpec:
-        argv = [sys.executable, "-m", "deploy.cli", role, str(self.file), *self.overrides]
+        argv = [sys.executable, "-m", "deploy.cli", role, str(self.file)]
         if role != "sft":
             argv += ["--name", name or role]
         return ServiceSpec(

@@ -1,6 +1,6 @@
 """The configuration: one YAML file, checked completely before any model is loaded."""
 
-from schemas.config.loading import load_config, parse_config
+from schemas.config.loading import load_config, parse_config, save_config
 from schemas.config.models import (
     AdvantageConfig,
     BrokerConfig,
@@ -47,4 +47,5 @@ __all__ = [
     "WorkflowConfig",
     "load_config",
     "parse_config",
+    "save_config",
 ]

@@ -55,8 +55,19 @@ def parse_config(data: Mapping[str, Any], base: Path | None = None) -> TidemillC
         config = TidemillConfig.model_validate(data)
     except ValidationError as error:
         raise ConfigError("; ".join(_explain(item) for item in error.errors())) from error
-    config._base = base or Path.cwd()
+    config._base = (config.run.base or base or Path.cwd()).resolve()
     return config
+
+
+def save_config(config: TidemillConfig, file: Path) -> None:
+    """Write the configuration as it is in effect, so that later edits of its sources change nothing."""
+    data = config.model_dump(mode="json", exclude_unset=True)
+    data.setdefault("run", {})["base"] = str(config.base)
+    aside = file.with_suffix(".writing")
+    # It may hold the broker's password.
+    aside.touch(mode=0o600)
+    aside.write_text(yaml.safe_dump(data, sort_keys=False), encoding="utf-8")
+    aside.replace(file)
 
 
 def _value(text: str, name: str) -> Any:

@@ -23,6 +23,9 @@ class RunConfig(Section):
         "run", pattern=r"^[a-z0-9][a-z0-9_-]{0,62}$", description="Name of the run; its key prefix in the broker."
     )
     folder: Path | None = Field(None, description="Folder of the run's files; runs/NAME by default.")
+    base: Path | None = Field(
+        None, description="Folder in which plugin files are looked up; that of the configuration file by default."
+    )
     seed: int = Field(0, ge=0, description="Seed of prompt order, sampling and training.")
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from schemas.config import load_config, parse_config
+from schemas.config import load_config, parse_config, save_config
 from schemas.errors import ConfigError
 
 MINIMAL: dict[str, Any] = {
@@ -87,3 +87,18 @@ def test_zero_variance_groups_are_dropped_only_where_advantages_compare() -> Non
     raw = parse_config(merged(trainer={"advantage": {"name": "raw"}})).trainer.advantage
     kept = parse_config(merged(trainer={"advantage": {"keep_zero_variance": True}})).trainer.advantage
     assert (centered.drops_zero_variance, raw.drops_zero_variance, kept.drops_zero_variance) == (True, False, False)
+
+
+def test_what_is_in_effect_is_saved_and_means_the_same_elsewhere(tmp_path: Path) -> None:
+    source = tmp_path / "source" / "mine.yaml"
+    source.parent.mkdir()
+    source.write_text(yaml.safe_dump(MINIMAL))
+    config = load_config(source, ["trainer.steps=7"], {"TIDEMILL_FLOW__STALENESS": "3"})
+    saved = tmp_path / "run" / "config.yaml"
+    saved.parent.mkdir()
+    save_config(config, saved)
+    again = load_config(saved, environment={})
+    assert again.base == config.base == source.parent
+    assert (again.trainer.steps, again.flow.staleness) == (7, 3)
+    assert again.model_copy(update={"run": config.run}) == config
+    assert saved.stat().st_mode & 0o077 == 0
