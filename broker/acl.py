@@ -1,7 +1,8 @@
 """Redis ACL users, one a role: each can run its own scripts and commands on its own keys of one run, and nothing else.
 
-Redis takes every key given to EVALSHA as read and written, and checks the commands inside of a script like any
-others. So keys and commands of a role follow from the scripts that it runs, and from what its code asks directly.
+Redis takes every key given to EVALSHA as read and written, to EVALSHA_RO as read, and checks the commands inside of
+a script like any others. So keys and commands of a role follow from the scripts that it runs, and from what its
+code asks directly.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from broker.keys import Keys
-from broker.scripts import declared, source
+from broker.scripts import body, declared, reads_only, source
 
 _CALL = re.compile(r"redis\.p?call\('([A-Z]+)'(?:, '([A-Z]+)')?")
 _CONTAINERS = ("XGROUP",)
@@ -21,9 +22,9 @@ _CONTAINERS = ("XGROUP",)
 _CONNECTION = "ping select info exists"
 """Of every user. EXISTS asks a cluster for the run's node. INFO is the only @dangerous command that anybody gets."""
 _SERVICE = f"{_CONNECTION} evalsha script|load time hdel"
-_WORKER = "xgroup|create xreadgroup xclaim xautoclaim xpending"
-_LEDGER = "multi exec hgetall zrange zcard hlen xread xrevrange"
-_LOOKER = f"{_CONNECTION} {_LEDGER} hmget xrange xlen xinfo|groups scan type memory|usage"
+_WORKER = "xgroup|create xreadgroup xclaim xautoclaim xpending xinfo|groups"
+_LEDGER = "evalsha_ro script|load xread xrevrange"
+_LOOKER = f"{_CONNECTION} {_LEDGER} hgetall hmget zrange xrange xlen xinfo|groups scan type memory|usage"
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ class Role:
 
 
 ROLES: Mapping[str, Role] = {
-    "feeder": Role("admit eval_open beat note", f"{_SERVICE} {_LEDGER}", "CHANGES JOURNAL SAMPLES"),
+    "feeder": Role("look admit eval_open beat note", f"{_SERVICE} {_LEDGER}", "CHANGES"),
     "generator": Role(
         "publish fail_sample hand_back give_up beat note",
         f"{_SERVICE} hmget hget xread xrevrange",
@@ -52,11 +53,11 @@ ROLES: Mapping[str, Role] = {
     ),
     "reward": Role("score bury beat", _SERVICE, only=_WORKER, on="TRAJECTORIES"),
     "trainer": Role(
-        "begin claim recover close commit discard journal step control weights_add weights_put beat note",
-        f"{_SERVICE} {_LEDGER} get xgroup|create xinfo|groups xrange xdel",
+        "look examine begin claim recover close commit discard journal step control weights_add weights_put beat note",
+        f"{_SERVICE} {_LEDGER} hgetall xgroup|create xinfo|groups xrange xdel",
     ),
-    "observer": Role("", _LOOKER, "*", ""),
-    "operator": Role("settings control requeue", f"{_LOOKER} evalsha script|load xdel", "*", "", "unlink", "*"),
+    "observer": Role("look", _LOOKER, "*", ""),
+    "operator": Role("look settings control requeue", f"{_LOOKER} evalsha xdel", "*", "", "unlink", "*"),
 }
 """observer: `tidemill status` and dashboards. operator: whoever pauses, changes settings, requeues and purges."""
 
@@ -68,14 +69,15 @@ def rules(role: str, keys: Keys) -> list[str]:
     """
     found = ROLES[role]
     scripts = found.scripts.split()
-    written = {key for name in scripts for key in declared(name)} | set(found.writes.split())
+    written = {key for name in scripts if not reads_only(name) for key in declared(name)} | set(found.writes.split())
+    read = {key for name in scripts if reads_only(name) for key in declared(name)} | set(found.reads.split())
     commands = set(found.commands.split()) | {command for name in scripts for command in _commands(name)}
     only = " ".join([*_granted(found.only), *_patterns("~", found.on.split(), keys)])
     return [
         *("reset", "on", "resetchannels", "-@all"),
         *_granted(" ".join(commands)),
         *_patterns("~", sorted(written), keys),
-        *_patterns("%R~", sorted(set(found.reads.split()) - written), keys),
+        *_patterns("%R~", ["*"] if "*" in read else sorted(read - written), keys),
         *(f"({only})".split() if only else []),
     ]
 
@@ -90,7 +92,7 @@ def _patterns(access: str, names: list[str], keys: Keys) -> list[str]:
 
 
 def _commands(script: str) -> set[str]:
-    calls = _CALL.findall(source(script))
+    calls = _CALL.findall(body(script) if reads_only(script) else source(script))
     return {f"{name}|{sub}".lower() if name in _CONTAINERS else name.lower() for name, sub in calls}
 
 

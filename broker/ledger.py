@@ -11,8 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-import redis
-
 from broker.link import BLOCK_MS, Link
 from schemas.codec import encode
 from schemas.messages import Task
@@ -38,8 +36,7 @@ class LedgerState:
     """A consistent look at the ledger. ``dropped`` and ``failed`` count groups by reason.
 
     capacity: slots there are. redo: groups waiting to be admitted again. uncommitted: steps that no checkpoint
-    covers yet, every: how many there may be. samples_live: published training samples that were neither
-    trained nor given up.
+    covers yet, every: how many there may be.
     """
 
     state: str
@@ -63,7 +60,6 @@ class LedgerState:
     samples_trained: int = 0
     samples_dropped: int = 0
     samples_failed: int = 0
-    samples_live: int = 0
     tokens_generated: int = 0
     dead_letters: int = 0
     started: float = 0.0
@@ -138,24 +134,18 @@ class Ledger:
         """
         return bool(self._link.script("settings", setting, "" if value is None else value) == b"ok")
 
+    def samples_live(self) -> int:
+        """Published training samples of groups that hold a slot."""
+        keys = self._link.keys
+        active: Any = self._link.run("reading slots", lambda client: client.zrange(keys.slots, 0, -1))
+        samples: Any = self._link.run("reading samples", lambda client: client.hgetall(keys.samples))
+        held = set(active)
+        return sum(entry != b"-" and sample.partition(b":")[0] in held for sample, entry in samples.items())
+
     def state(self) -> LedgerState:
         """Read everything at one moment."""
-        keys = self._link.keys
-
-        def read(client: redis.Redis) -> list[Any]:
-            pipe = client.pipeline(transaction=True)
-            pipe.hgetall(keys.ctl)
-            pipe.hgetall(keys.counts)
-            pipe.zrange(keys.slots, 0, -1)
-            pipe.zcard(keys.redo)
-            pipe.hlen(keys.journal)
-            pipe.hgetall(keys.samples)
-            return list(pipe.execute())
-
-        ctl, counts, slots, redo, journal, samples = self._link.run("reading the ledger", read)
-        active = {member.decode() for member in slots}
-        control = text(ctl)
-        count = {name: int(value) for name, value in text(counts).items()}
+        raw = self._link.script("look")
+        control, count = pairs(raw[1]), {name: int(value) for name, value in pairs(raw[2]).items()}
 
         def number(name: str) -> int:
             return int(control.get(name, 0))
@@ -169,12 +159,12 @@ class Ledger:
             batch=number("batch"),
             staleness=number("staleness"),
             cursor=number("cursor"),
-            active=len(active),
-            redo=redo,
+            active=len(raw[3]) // 2,
+            redo=len(raw[4]),
             capacity=number("slots"),
             admitted=count.get("admitted", 0),
             trained=count.get("trained", 0),
-            uncommitted=journal,
+            uncommitted=raw[5],
             every=number("every"),
             dropped=_reasons(count, "dropped:"),
             failed=_reasons(count, "failed:"),
@@ -182,9 +172,6 @@ class Ledger:
             samples_trained=count.get("samples_trained", 0),
             samples_dropped=count.get("samples_dropped", 0),
             samples_failed=count.get("samples_failed", 0),
-            samples_live=sum(
-                entry != "-" and sample.partition(":")[0] in active for sample, entry in text(samples).items()
-            ),
             tokens_generated=count.get("tokens_generated", 0),
             dead_letters=count.get("dead_letters", 0),
             epoch=number("epochn"),
@@ -192,11 +179,14 @@ class Ledger:
         )
 
 
-def text(mapping: object) -> dict[str, str]:
-    """A hash of the server as strings."""
-    if not isinstance(mapping, dict):
-        return {}
-    return {key.decode(): value.decode() for key, value in mapping.items()}
+def pairs(flat: Sequence[bytes]) -> dict[str, str]:
+    """A hash as scripts return it: field, value, field, value."""
+    return {flat[at].decode(): flat[at + 1].decode() for at in range(0, len(flat), 2)}
+
+
+def ended_untrained(counts: dict[str, int]) -> int:
+    """Groups that were dropped or failed."""
+    return sum(value for name, value in counts.items() if name.startswith(("dropped:", "failed:")))
 
 
 def _reasons(count: dict[str, int], prefix: str) -> dict[str, int]:

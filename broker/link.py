@@ -213,7 +213,7 @@ class Link:
         def run() -> list[Any]:
             pipe = client.pipeline(transaction=False)
             for args in calls:
-                pipe.evalsha(script.sha, len(script.keys), *script.keys, *args)
+                script.send(pipe, args)
             return list(pipe.execute())
 
         try:

@@ -368,6 +368,10 @@ def ensure_group(link: Link, stream: str, group: str) -> None:
     """Make stream and group, from the first entry on, if they are not there."""
 
     def create(client: redis.Redis) -> None:
+        # Looked at first: making one is refused when memory is full, also one that is there.
+        known: Any = client.xinfo_groups(stream) if client.exists(stream) else []
+        if any(info["name"] == group.encode() for info in known):
+            return
         try:
             client.xgroup_create(stream, group, id="0", mkstream=True)
         except redis.ResponseError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import resources
 from typing import Any
@@ -17,25 +18,32 @@ PRELUDE = "prelude"
 
 @dataclass(frozen=True)
 class Script:
-    """One of lua/*.lua, ready for one run. keys: those it declares, in its order."""
+    """One of lua/*.lua, ready for one run. keys: those it declares, in its order. reads: whether it writes nothing."""
 
     text: str
     sha: str
     keys: list[str]
+    reads: bool
 
     @classmethod
     def named(cls, name: str, keys: Keys) -> Script:
         """The script with the shared prelude before its body."""
         text = source(name)
-        return cls(text, hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest(), keys.named(declared(name)))
+        sha = hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest()
+        return cls(text, sha, keys.named(declared(name)), reads_only(name))
 
     def call(self, client: redis.Redis, args: tuple[Any, ...]) -> Any:
         """Run it; the server is given the text when it doesn't know it."""
         try:
-            return client.evalsha(self.sha, len(self.keys), *self.keys, *args)
+            return self.send(client, args)
         except redis.exceptions.NoScriptError:
             client.script_load(self.text)
-            return client.evalsha(self.sha, len(self.keys), *self.keys, *args)
+            return self.send(client, args)
+
+    def send(self, client: redis.Redis, args: Sequence[Any]) -> Any:
+        """Run it, or queue it in a pipeline. A user who may only read its keys may run one that only reads."""
+        run = client.evalsha_ro if self.reads else client.evalsha
+        return run(self.sha, len(self.keys), *self.keys, *args)
 
 
 def names() -> list[str]:
@@ -46,7 +54,7 @@ def names() -> list[str]:
 
 def declared(name: str) -> list[str]:
     """Names of the keys that a script may use, as attributes of Keys in capitals."""
-    for line in _read(name).splitlines():
+    for line in body(name).splitlines():
         if line.startswith(DECLARES):
             return line.removeprefix(DECLARES).split()
     raise ValueError(f"script {name} declares no keys")
@@ -54,15 +62,21 @@ def declared(name: str) -> list[str]:
 
 def source(name: str) -> str:
     """Text of one script: its shebang if it has one, its keys as locals, the prelude, its own body."""
-    body = _read(name)
+    text = body(name)
     shebang = ""
-    if body.startswith("#!"):
-        shebang, _, body = body.partition("\n")
+    if text.startswith("#!"):
+        shebang, _, text = text.partition("\n")
         shebang += "\n"
     keys = declared(name)
     numbered = ", ".join(f"KEYS[{index}]" for index in range(1, len(keys) + 1))
-    return f"{shebang}local {', '.join(keys)} = {numbered}\n{_read(PRELUDE)}\n{body}"
+    return f"{shebang}local {', '.join(keys)} = {numbered}\n{body(PRELUDE)}\n{text}"
 
 
-def _read(name: str) -> str:
+def reads_only(name: str) -> bool:
+    """Whether the server makes sure that the script writes nothing."""
+    return "no-writes" in body(name).partition("\n")[0]
+
+
+def body(name: str) -> str:
+    """Text of one file as it lies there."""
     return (resources.files("broker") / "lua" / f"{name}.lua").read_text(encoding="utf-8")

@@ -12,17 +12,17 @@ import json
 import secrets
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import redis
 
 from broker.keys import TRAINER
-from broker.ledger import text
+from broker.ledger import ended_untrained, pairs
 from broker.link import BLOCK_MS, Link
 from broker.queues import AT_ONCE, Entry, ensure_group, number, of_group
 from schemas.codec import BadMessage, decode, encode
-from schemas.errors import BrokerLost, ConfigError, FencedError
+from schemas.errors import BrokerDamaged, BrokerLost, ConfigError, FencedError
 from schemas.messages import BatchRecord, DeadLetter, Score, Trajectory
 
 
@@ -69,6 +69,13 @@ class Look:
     staleness: int
     settings: dict[str, int]
     paused: bool
+
+    @property
+    def balanced(self) -> bool:
+        """The ledger's invariant."""
+        ended = self.counts.get("trained", 0) + ended_untrained(self.counts)
+        admitted = self.counts.get("admitted", 0)
+        return admitted == len(self.slots) + ended == self.cursor - len(self.redo)
 
     @property
     def unfinished(self) -> set[int]:
@@ -165,30 +172,19 @@ class Training:
 
     def look(self) -> Look:
         """The pipeline at this moment; also the place where a server that was restarted is noticed."""
-        keys = self._link.keys
-
-        def read(client: redis.Redis) -> list[Any]:
-            pipe = client.pipeline(transaction=True)
-            pipe.get(keys.epoch)
-            pipe.hgetall(keys.ctl)
-            pipe.hgetall(keys.counts)
-            pipe.zrange(keys.slots, 0, -1, withscores=True)
-            pipe.zrange(keys.redo, 0, -1)
-            return list(pipe.execute())
-
-        epoch, ctl, counts, slots, redo = self._link.run("looking at the pipeline", read)
-        control = text(ctl)
-        self._current(epoch.decode() if epoch and control else None)
+        raw = self._link.script("look")
+        control, counts = pairs(raw[1]), {name: int(value) for name, value in pairs(raw[2]).items()}
+        self._current(raw[0].decode() if raw[0] and "step" in control else None)
         if self._connections != self._link.connections:
             self._connections = self._link.connections
             if self._server_id() != self._server:
                 raise BrokerLost("the broker was started anew; what it still knows has to be compared")
-        return Look(
+        look = Look(
             step=int(control["step"]),
             cursor=int(control["cursor"]),
-            slots=[Slot(int(task_id), int(sequence)) for task_id, sequence in slots],
-            redo=[int(task_id) for task_id in redo],
-            counts={name: int(value) for name, value in text(counts).items()},
+            slots=[Slot(int(task_id), int(order)) for task_id, order in zip(raw[3][::2], raw[3][1::2], strict=True)],
+            redo=[int(task_id) for task_id in raw[4]],
+            counts=counts,
             batch=int(control["batch"]),
             staleness=int(control["staleness"]),
             settings={
@@ -196,6 +192,16 @@ class Training:
             },
             paused=control.get("paused") == "1",
         )
+        if not look.balanced:
+            raise BrokerDamaged("the broker's ledger does not add up: a part of it is gone")
+        return look
+
+    def examine(self, task_id: int) -> Literal["waiting", "complete"]:
+        """What a group with a slot waits for: generators and scores, or this trainer; BrokerDamaged if for nothing."""
+        answer: bytes = self._link.script("examine", task_id)
+        if answer == b"damaged":
+            raise BrokerDamaged(f"the broker has lost a part of prompt group {task_id}")
+        return "complete" if answer == b"complete" else "waiting"
 
     def _current(self, epoch: str | None) -> None:
         if epoch == self._epoch:

@@ -80,7 +80,7 @@ def _counts(config: TidemillConfig, broker: Broker, reason: str, phases: Mapping
         published=ledger.samples_published,
         dropped=ledger.samples_dropped,
         failed=ledger.samples_failed,
-        live=ledger.samples_live,
+        live=broker.ledger.samples_live(),
         # Groups are counted by reason; nearly all have all their samples.
         dropped_stale=ledger.dropped.get("stale", 0) * config.sampling.n,
         tokens_generated=ledger.tokens_generated,

@@ -22,6 +22,10 @@ class BrokerLost(InfraError):
     """The broker has forgotten what it knew of the run; the trainer builds it anew from what it knows itself."""
 
 
+class BrokerDamaged(BrokerLost):
+    """What the broker knows of the run contradicts itself: nothing of its pipeline is used."""
+
+
 class DataError(TidemillError):
     """This piece of work can never succeed: it goes to the dead-letter stream with this reason."""
 

@@ -2,8 +2,8 @@
 -- KEYS: CTL EPOCH SLOTS COUNTS GROUPS SAMPLES TASKS EVAL_TASKS TRAJECTORIES SCORED DEAD JOURNAL EVALS CHANGES REDO FAILED WEIGHTS EVENTS METRICS SERVICES
 -- ARGV: what the trainer knows, as JSON (broker/training.py, Known). A trainer takes the run over.
 -- What the broker knows wins as long as it can be true. It cannot when its lineage is not that of the trainer's
--- checkpoint, when a step is missing in its journal, or when a key is of another type: then the pipeline is
--- built anew from what the trainer knows. When it only went back a little (its last second was lost), what ended
+-- checkpoint, when a step is missing in its journal, when its counts do not add up, or when a key is of another
+-- type: then the pipeline is built anew from what the trainer knows. When it only went back a little (its last second was lost), what ended
 -- since then is forgotten, and what was admitted since then is admitted again.
 local own = cjson.decode(ARGV[1])
 local types = {
@@ -31,6 +31,23 @@ if not rebuild then
   for step = own.step, known_step - 1 do
     if redis.call('HEXISTS', JOURNAL, string.format('%d', step)) == 0 then rebuild = true end
   end
+end
+-- Groups that hold a slot, ended, or are to be admitted again must be all those below the cursor.
+local function ended_untrained()
+  local sum = 0
+  for _, name in ipairs(redis.call('HKEYS', COUNTS)) do
+    if string.match(name, '^dropped:') or string.match(name, '^failed:') then
+      sum = sum + tonumber(redis.call('HGET', COUNTS, name))
+    end
+  end
+  return sum
+end
+if not rebuild then
+  local active = redis.call('ZCARD', SLOTS)
+  local admitted = tonumber(redis.call('HGET', COUNTS, 'admitted') or 0)
+  local ended = tonumber(redis.call('HGET', COUNTS, 'trained') or 0) + ended_untrained()
+  rebuild = admitted ~= active + ended or admitted ~= tonumber(known[4]) - redis.call('ZCARD', REDO)
+    or redis.call('HLEN', GROUPS) < 4 * active
 end
 if rebuild and own.fresh and not damaged and known_step and known_step > 0 then return 'foreign' end
 local back = not rebuild and (known_step < own.step or tonumber(known[4]) < own.cursor)
@@ -76,12 +93,7 @@ if rebuild or back then
   local admitted = cursor - redis.call('ZCARD', REDO)
   local trained = own.trained
   if not rebuild and known_step >= own.step then trained = tonumber(redis.call('HGET', COUNTS, 'trained') or 0) end
-  local ended = trained
-  for _, name in ipairs(redis.call('HKEYS', COUNTS)) do
-    if string.match(name, '^dropped:') or string.match(name, '^failed:') then
-      ended = ended + tonumber(redis.call('HGET', COUNTS, name))
-    end
-  end
+  local ended = trained + ended_untrained()
   redis.call('HSET', COUNTS, 'admitted', admitted, 'trained', trained)
   -- Groups of which the broker forgot how they ended.
   local missing = admitted - redis.call('ZCARD', SLOTS) - ended

@@ -25,7 +25,7 @@ from consumers.trainer.runlog import RunLog
 from consumers.trainer.source import Batch, BatchSource
 from consumers.trainer.step import StepResult, TrainStep
 from schemas.config import TidemillConfig
-from schemas.errors import BrokerLost, InfraError
+from schemas.errors import BrokerDamaged, BrokerLost, InfraError
 from schemas.lifecycle import StopFlag
 from schemas.messages import BatchRecord, Event
 
@@ -84,12 +84,15 @@ class Trainer:
                 log.warning("the broker is compared with what is in the weights", reason=str(error))
                 self._incarnation.check(self._epoch)
                 fresh = False
+                if isinstance(error, BrokerDamaged):
+                    # Its lineage ends here: everything that is not in the weights is made again.
+                    self.progress.lineage = ""
 
     def _work(self, replays: list[BatchRecord], stop: StopFlag) -> None:
         self._state = "replaying"
         for record in replays:
             log.info("replaying a journaled step", step=record.step)
-            self._train(self._replay(record))
+            self._train(self._source.replay(record))
             self._checkpoint_if_due(stop)
         self._state = "running"
         while self.progress.step < self._config.trainer.steps and not stop:
@@ -148,14 +151,6 @@ class Trainer:
         self._uncommitted = [record for record in records if self._saved_step <= record.step < progress.step]
         self._source.hold(self._uncommitted)
         return [record for record in records if record.step >= progress.step]
-
-    def _replay(self, record: BatchRecord) -> Batch:
-        try:
-            return self._source.replay(record)
-        except BrokerLost:
-            # Its lineage is broken: everything that is not in the weights is made again.
-            self.progress.lineage = ""
-            raise
 
     def _train(self, batch: Batch, waited_s: float = 0.0) -> None:
         started = time.monotonic()

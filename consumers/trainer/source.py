@@ -15,12 +15,15 @@ from consumers.trainer.assembly import Assembly
 from consumers.trainer.batches import Group
 from consumers.trainer.progress import Progress
 from schemas.config import TidemillConfig
-from schemas.errors import BrokerLost, InfraError
+from schemas.errors import BrokerDamaged, InfraError
 from schemas.lifecycle import StopFlag
 from schemas.messages import BatchRecord, GroupRef, Member
 
 CLAIM = 2000
 """Outcomes claimed at once."""
+
+QUIET_S = 2.0
+"""After so long without an outcome it is looked at whether any can come."""
 
 log = structlog.get_logger()
 
@@ -44,6 +47,7 @@ class BatchSource:
         self._assembly = Assembly(config.flow.window)
         self._claimed: dict[bytes, Outcome] = {}
         self._ended: Counter[str] = Counter()
+        self._news = time.monotonic()
 
     def next(self, makes: int, stop: StopFlag) -> Batch | None:
         """The next step's batch; None when asked to stop. InfraError after the deadline.
@@ -83,6 +87,8 @@ class BatchSource:
                     f" {look.batch} prompt groups and has {len(groups)}:"
                     f" {self._assembly.missing(active)}{self._ends()}"
                 )
+            if active and time.monotonic() - self._news > QUIET_S:
+                self._examine(active[0].task_id)
             self._training.wait()
         references = [_reference(outcomes) for _, outcomes in groups]
         record = BatchRecord(step=step, version=version, makes=makes, groups=references)
@@ -98,7 +104,7 @@ class BatchSource:
             scores = [self._claimed.get(member.scored_id) for member in reference.members if member.trajectory_id]
             bodies = self._training.fetch(ids)
             if None in bodies or None in scores:
-                raise BrokerLost(f"the broker has lost a part of journaled step {record.step}")
+                raise BrokerDamaged(f"the broker has lost a part of journaled step {record.step}")
             self._assembly.take(reference.task_id)
             samples = [(body, score.score.reward) for body, score in zip(bodies, scores, strict=True) if body and score]
             groups.append(Group(reference.task_id, samples))
@@ -123,6 +129,15 @@ class BatchSource:
                 for member in group.members:
                     self._claimed.pop(member.scored_id, None)
 
+    def _examine(self, task_id: int) -> None:
+        """The oldest group holds all others up: nothing may be missing of what it waits for."""
+        if self._training.examine(task_id) == "complete":
+            # Its last outcome may just have come in.
+            self._claim()
+            if not self._assembly.complete(task_id):
+                raise BrokerDamaged(f"the broker has lost scores of prompt group {task_id}")
+        self._news = time.monotonic()
+
     def _discard_ended(self, active: set[int]) -> None:
         """Outcomes of groups that hold no slot any more, or of none at all, are in nobody's way."""
         for task_id in self._assembly.waiting() - active:
@@ -134,6 +149,8 @@ class BatchSource:
     def _claim(self) -> None:
         while True:
             outcomes = self._training.claim(CLAIM)
+            if outcomes:
+                self._news = time.monotonic()
             for outcome in outcomes:
                 self._claimed[outcome.scored_id] = outcome
                 if self._assembly.add(outcome):
@@ -157,17 +174,16 @@ class BatchSource:
                 self._assembly.add(outcome)
 
     def _usable(self, task_ids: Sequence[int], version: int, staleness: int) -> Iterator[tuple[Group, list[Outcome]]]:
-        """These groups with their trajectories, without those that are dropped for their age or a lost body."""
+        """These groups with their trajectories, without those that are dropped for their age."""
         taken = [self._assembly.take(task_id) for task_id in task_ids]
         scored = [[outcome for outcome in outcomes if outcome.trajectory_id] for outcomes in taken]
         bodies = iter(self._training.fetch([outcome.trajectory_id or b"" for group in scored for outcome in group]))
         for task_id, outcomes, members in zip(task_ids, taken, scored, strict=True):
             samples = [(body, outcome.score.reward) for outcome in members if (body := next(bodies)) is not None]
-            if len(samples) < len(members) or not samples:
-                # A broker that went back in time since the last look is mended; otherwise somebody deleted entries.
+            if len(samples) < len(members):
+                # Perhaps it only went back in time since the last look, which is mended with less.
                 self._training.look()
-                self._end(task_id, outcomes, "lost_body", "failed")
-                continue
+                raise BrokerDamaged(f"the broker has lost samples of prompt group {task_id}")
             oldest = min(body.oldest_version for body, _ in samples)
             if version - oldest > staleness:
                 log.warning("group is too old", task_id=task_id, oldest=oldest, version=version)

@@ -16,6 +16,7 @@ from tiny import make_tiny_model
 
 from broker.client import Broker
 from consumers.trainer import checkpoints as checkpoints_module
+from consumers.trainer import source as source_module
 from consumers.trainer.checkpoints import Checkpoints
 from consumers.trainer.loop import Trainer
 from consumers.trainer.policy import Policy, load_model
@@ -218,4 +219,25 @@ def test_the_batch_changes_while_the_run_goes_on(
     assert sizes[0] == 2
     assert sizes[-1] == 4
     assert broker.ledger.state().trained == sum(sizes)
+    assert broker.ledger.state().balanced
+
+
+PARTS = ["ctl", "slots", "counts", "groups", "samples", "tasks", "trajectories", "scored", "journal"]
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_a_part_of_the_broker_that_vanishes_stops_nothing_and_skips_nothing(
+    trainer: Callable[..., Trainer], broker: Broker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: str
+) -> None:
+    monkeypatch.setattr(source_module, "QUIET_S", 0.2)
+    one = trainer(steps=10)
+    with Rest(broker):
+        thread, errors = in_thread(one, StopFlag())
+        until(lambda: one.progress.step >= 2, "step 2")
+        broker.link.client.delete(getattr(broker.link.keys, part))
+        thread.join(90)
+    assert not thread.is_alive()
+    assert not errors
+    assert set(trained(tmp_path).values()) == {1}
+    assert set(trained(tmp_path)) == set(range(20)), "no prompt is skipped"
     assert broker.ledger.state().balanced

@@ -1,0 +1,22 @@
+#!lua flags=no-writes,allow-oom
+-- KEYS: GROUPS SAMPLES TASKS TRAJECTORIES
+-- ARGV: task id of a group that holds a slot. Whether everything is there that it needs to go on:
+-- 'waiting' for a generator or a score, 'complete' when all outcomes are on their way to the trainer, else 'damaged'.
+local task = ARGV[1]
+local fields = redis.call('HMGET', GROUPS, task .. ':n', task .. ':kind', task .. ':entry', task .. ':left')
+if not (fields[1] and fields[2] and fields[3] and fields[4]) then return 'damaged' end
+local left, missing, open = tonumber(fields[4]), 0, 0
+for sample = 0, tonumber(fields[1]) - 1 do
+  local found = redis.call('HGET', SAMPLES, task .. ':' .. sample)
+  if not found then
+    missing = missing + 1
+  elseif found ~= '-' then
+    if string.sub(found, 1, 1) ~= '=' then open = open + 1 end
+    local entry = entry_of(found)
+    if #redis.call('XRANGE', TRAJECTORIES, entry, entry) == 0 then return 'damaged' end
+  end
+end
+if missing ~= left then return 'damaged' end
+if left > 0 and #redis.call('XRANGE', TASKS, fields[3], fields[3]) == 0 then return 'damaged' end
+if left > 0 or open > 0 then return 'waiting' end
+return 'complete'
