@@ -180,6 +180,15 @@ def purge(
     inspect.purge(inspect.find(run, url, prefix), run, yes)
 
 
+@app.command()
+def acl(config: ConfigFile, overrides: Overrides = None) -> None:
+    """Make users for the server, one a role: ACL lines on stdout, their passwords on stderr."""
+    loaded = _load(config, overrides)
+    from deploy.inspect import print_users
+
+    print_users(loaded)
+
+
 letters = typer.Typer(help="Messages that could not be processed.", no_args_is_help=True)
 app.add_typer(letters, name="dead-letters")
 Letter = Annotated[str, typer.Argument(metavar="ID", help="Id of the letter, from the list.")]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import redis
 from rich.console import Console
 from rich.table import Table
 
+from broker import acl
 from broker.client import Broker
 from broker.keys import Keys
 from broker.ledger import LedgerState, Setting
@@ -208,3 +210,13 @@ def purge(broker: Broker, run: str, yes: bool) -> None:
             print("nothing was deleted")
             return
     print(f"deleted {broker.purge()} keys")
+
+
+def print_users(config: TidemillConfig) -> None:
+    """ACL lines for the server on stdout, user names with new passwords on stderr."""
+    keys = Keys(config.broker.prefix, config.run.name)
+    passwords = acl.new_passwords()
+    for line in acl.acl_lines(keys, passwords):
+        print(line)
+    for role, password in passwords.items():
+        print(acl.user(role, keys), password, file=sys.stderr)

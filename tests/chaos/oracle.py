@@ -9,8 +9,6 @@ from dataclasses import dataclass, field
 from tests.chaos.evidence import Line, Log
 from tests.chaos.lineage import Sample, Step, Violation, epoch_number, lineage
 
-BODY_LOST = "lost_body"
-"""Reason of a group that ended because the server no longer had what was to be trained."""
 SLACK_S = 0.5
 """How much later than an answer its line of evidence may be."""
 TAKEOVER_S = 60.0
@@ -182,11 +180,6 @@ def _lost(
             if (task, sample) not in trained and (task, sample) not in facts.excluded:
                 known = "acknowledged" if (task, sample) in facts.known else "never acknowledged"
                 judgement.broken("lost", f"sample {task}:{sample}, {known}, is missing in its trained group")
-    for task, reason in facts.ended.items():
-        moments = [at for sample in range(rules.samples) for at, _ in facts.accepted.get((task, sample), ())]
-        explained = any(start <= at <= end for at in moments for start, end in forgotten)
-        if BODY_LOST in reason and task not in tasks and not explained:
-            judgement.broken("lost", f"the samples of task {task} were gone before they were trained ({reason})")
     for (task, sample), times in facts.accepted.items():
         digest = trained.get((task, sample))
         if digest is None:

@@ -167,15 +167,6 @@ def test_what_is_published_between_a_loss_and_the_trainers_takeover_may_be_forgo
     assert judgement.counts["lost"] == 0
 
 
-@pytest.mark.parametrize(("losses", "expected"), [([], ["lost"]), ([Loss("wrong type", 0.0, 1.5)], [])])
-def test_a_group_whose_samples_vanished_is_lost_unless_the_server_was_made_to_forget(
-    losses: list[Loss], expected: list[str]
-) -> None:
-    end = {"t": 1, "how": "failed", "reason": "lost_body"}
-    gave_up = trainer(step(2.0, 0, [0]), (3.0, "end?", end), (3.1, "end", {**end, "a": "ok"}))
-    assert broken(judge([publications(), gave_up], RULES, losses)) == expected
-
-
 def test_too_old_to_train() -> None:
     old = trainer(step(2.0, 0, [0]), step(3.0, 1, [1]))
     old.lines[-1].data["version"] = 3
