@@ -139,9 +139,9 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 @app.command()
 def status(run: Run, url: Url = None, prefix: Prefix = "tidemill", as_json: Json = False) -> None:
     """Show where a run stands, and whether its ledger is balanced (exit code 1 if not)."""
-    from deploy import inspect
+    from deploy import inspection
 
-    raise typer.Exit(inspect.status(inspect.find(run, url, prefix), as_json))
+    raise typer.Exit(inspection.status(inspection.find(run, url, prefix), as_json))
 
 
 @app.command("set")
@@ -154,17 +154,17 @@ def change(
     prefix: Prefix = "tidemill",
 ) -> None:
     """Change the staleness bound or the batch of a run while it goes on."""
-    from deploy import inspect
+    from deploy import inspection
 
-    inspect.change(inspect.find(run, url, prefix), settings)
+    inspection.change(inspection.find(run, url, prefix), settings)
 
 
 @app.command()
 def runs(url: Url = None, as_json: Json = False) -> None:
     """List the runs on a broker with their memory."""
-    from deploy import inspect
+    from deploy import inspection
 
-    inspect.show_runs(url, as_json)
+    inspection.show_runs(url, as_json)
 
 
 @app.command()
@@ -175,16 +175,16 @@ def purge(
     yes: Annotated[bool, typer.Option("--yes", help="Don't ask.")] = False,
 ) -> None:
     """Delete everything a run left in the broker; its folder stays."""
-    from deploy import inspect
+    from deploy import inspection
 
-    inspect.purge(inspect.find(run, url, prefix), run, yes)
+    inspection.purge(inspection.find(run, url, prefix), run, yes)
 
 
 @app.command()
 def acl(config: ConfigFile, overrides: Overrides = None) -> None:
     """Make users for the server, one a role: ACL lines on stdout, their passwords on stderr."""
     loaded = _load(config, overrides)
-    from deploy.inspect import print_users
+    from deploy.inspection import print_users
 
     print_users(loaded)
 
@@ -197,33 +197,33 @@ Letter = Annotated[str, typer.Argument(metavar="ID", help="Id of the letter, fro
 @letters.command("list")
 def list_letters(run: Run, url: Url = None, prefix: Prefix = "tidemill", as_json: Json = False) -> None:
     """List the newest dead letters with their reasons."""
-    from deploy import inspect
+    from deploy import inspection
 
-    inspect.list_letters(inspect.find(run, url, prefix), as_json)
+    inspection.list_letters(inspection.find(run, url, prefix), as_json)
 
 
 @letters.command()
 def show(run: Run, letter: Letter, url: Url = None, prefix: Prefix = "tidemill") -> None:
     """Print one dead letter whole."""
-    from deploy import inspect
+    from deploy import inspection
 
-    inspect.show_letter(inspect.find(run, url, prefix), letter)
+    inspection.show_letter(inspection.find(run, url, prefix), letter)
 
 
 @letters.command()
 def requeue(run: Run, letter: Letter, url: Url = None, prefix: Prefix = "tidemill") -> None:
     """Admit the prompt group of a dead letter again."""
-    from deploy import inspect
+    from deploy import inspection
 
-    inspect.requeue_letter(inspect.find(run, url, prefix), letter)
+    inspection.requeue_letter(inspection.find(run, url, prefix), letter)
 
 
 @letters.command()
 def drop(run: Run, letter: Letter, url: Url = None, prefix: Prefix = "tidemill") -> None:
     """Delete one dead letter."""
-    from deploy import inspect
+    from deploy import inspection
 
-    inspect.find(run, url, prefix).dead_letters.drop(letter)
+    inspection.find(run, url, prefix).dead_letters.drop(letter)
 
 
 def _serve(role: str, file: Path, overrides: list[str] | None, name: str | None) -> None:

@@ -9,6 +9,7 @@ import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import typer
@@ -62,10 +63,10 @@ def test_every_option_of_a_command_exists(page: Path) -> None:
     group = typer.main.get_command(app)
     for words in commands(page):
         options = {word.split("=")[0] for word in words if word.startswith("--")}
-        command = getattr(group, "commands", {}).get(words[0]) if words else None
-        known = (
-            {name for parameter in command.params for name in parameter.opts} if command else {"--help", "--version"}
-        )
+        command: Any = group
+        for word in words:
+            command = getattr(command, "commands", {}).get(word, command)
+        known = {name for parameter in command.params for name in parameter.opts} | {"--help"}
         assert options <= known
 
 
