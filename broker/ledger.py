@@ -36,7 +36,7 @@ class LedgerState:
     """A consistent look at the ledger. ``dropped`` and ``failed`` count groups by reason.
 
     capacity: slots there are. redo: groups waiting to be admitted again. uncommitted: steps that no checkpoint
-    covers yet, every: how many there may be.
+    covers yet, every: how many there may be. lineage: changes when the broker was rebuilt.
     """
 
     state: str
@@ -64,6 +64,7 @@ class LedgerState:
     dead_letters: int = 0
     started: float = 0.0
     epoch: int = 0
+    lineage: str = ""
 
     @property
     def balanced(self) -> bool:
@@ -175,6 +176,7 @@ class Ledger:
             tokens_generated=count.get("tokens_generated", 0),
             dead_letters=count.get("dead_letters", 0),
             epoch=number("epochn"),
+            lineage=control.get("lineage", ""),
             started=float(control.get("started", 0)),
         )
 

@@ -91,7 +91,7 @@ class Known:
     changes of them. fresh: there was no trainer before it; the defaults are what such a one knows.
     epoch_floor: highest epoch it has heard of. lineage: names an unbroken life of the broker's data.
     version_if_lost: version of its weights if the broker lost the versions published after ``version``.
-    trained: prompt groups trained.
+    trained: prompt groups trained. saved: the step up to which its checkpoints go.
     """
 
     batch: int
@@ -103,6 +103,7 @@ class Known:
     epoch_floor: int = 0
     lineage: str = FIRST_LINEAGE
     step: int = 0
+    saved: int = 0
     version: int = 0
     version_if_lost: int = 0
     cursor: int = 0

@@ -45,7 +45,7 @@ class Feeder:
         self._order = PromptOrder(len(train), config.run.seed, config.train.shuffle)
         self._cursor = 0
         self._evaluated = -1
-        self._epoch = 0
+        self._lineage = ""
         self._balanced = True
         self._state = "starting"
 
@@ -58,9 +58,9 @@ class Feeder:
             position = self._broker.ledger.change_position()
             state = self._broker.ledger.state()
             self._check(state)
-            if state.epoch != self._epoch:
-                # Another trainer, perhaps with a broker that was rebuilt: an evaluation under way may be gone.
-                self._epoch, self._evaluated = state.epoch, -1
+            if state.lineage != self._lineage:
+                # The broker was rebuilt: an evaluation under way may be gone.
+                self._lineage, self._evaluated = state.lineage, -1
             if state.state in ("running", "finishing"):
                 self._evaluate_if_due(state)
                 self._state = self._admit(stop, state.capacity - state.active)

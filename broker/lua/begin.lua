@@ -28,7 +28,7 @@ local n = math.max(tonumber(known[1] or 0), own.epoch_floor) + 1
 local epoch = string.format('%d-%s', n, own.nonce)
 local rebuild = damaged or not known_step or known[5] ~= own.lineage
 if not rebuild then
-  for step = own.step, known_step - 1 do
+  for step = own.saved, known_step - 1 do
     if redis.call('HEXISTS', JOURNAL, string.format('%d', step)) == 0 then rebuild = true end
   end
 end

@@ -129,6 +129,7 @@ class Trainer:
         takeover = self._training.begin(
             progress.known(
                 self._config,
+                saved=self._saved_step,
                 epoch_floor=seen.number if seen else 0,
                 version_if_lost=progress.version if self._floor <= progress.version else self._floor + 1,
                 fresh=fresh,

@@ -62,12 +62,15 @@ class Progress:
         known = {name: value for name, value in extra.items() if name in cls.__dataclass_fields__}
         return cls(step=step, version=version, **(known | {"unfinished": set(known["unfinished"])}))
 
-    def known(self, config: TidemillConfig, *, epoch_floor: int, version_if_lost: int, fresh: bool) -> Known:
+    def known(
+        self, config: TidemillConfig, *, saved: int, epoch_floor: int, version_if_lost: int, fresh: bool
+    ) -> Known:
         """For taking the run over."""
         return Known(
             epoch_floor=epoch_floor,
             lineage=self.lineage,
             step=self.step,
+            saved=saved,
             version=self.version,
             version_if_lost=version_if_lost,
             cursor=self.cursor,

@@ -40,6 +40,7 @@ def checkpoint(training: Training, lineage: str = "start") -> Known:
         fresh=False,
         lineage=lineage,
         step=look.step,
+        saved=look.step,
         version=look.step,
         version_if_lost=look.step,
         cursor=look.cursor,
@@ -115,6 +116,16 @@ def test_a_step_that_the_journal_lacks_means_everything_is_built_anew(broker: Br
     state = broker.ledger.state()
     assert (state.step, state.cursor, state.active, state.trained) == (1, 1, 0, 1)
     assert broker.ledger.admit(task(1)).answer == "ok", "the group whose step is lost is made again"
+
+
+def test_a_trainer_that_lives_on_also_needs_the_journal_back_to_its_checkpoint(broker: Broker) -> None:
+    training = begin(broker)
+    for task_id in (0, 1):
+        train_one(broker, training, task_id)
+    alive = replace(checkpoint(training), saved=0)
+    assert not begin_as(broker, alive)[1].lost
+    broker.link.client.delete(broker.link.keys.journal)
+    assert begin_as(broker, alive)[1].lost
 
 
 def test_a_checkpoint_of_another_lineage_does_not_fit(broker: Broker) -> None:
