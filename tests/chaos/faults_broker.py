@@ -114,6 +114,22 @@ class MaxMemory(Fault):
         return _command(world, "redis", limit, lift, rng.uniform(1.0, 4.0))
 
 
+PARTS = ("tasks", "trajectories", "scored", "ctl", "epoch", "slots", "counts", "groups", "samples", "journal", "redo")
+"""Keys without which a run can't go on as it was."""
+
+
+@kind
+class DeleteKey(Fault):
+    """One key of the run vanishes, while the others still speak of what was in it."""
+
+    kind, weight = "delete key", 1.5
+
+    def strike(self, world: World, rng: random.Random) -> Strike | None:
+        name = rng.choice(PARTS)
+        key = getattr(world.keys, name)
+        return _command(world, name, lambda client: client.delete(key), back_to=0.0)
+
+
 @kind
 class WrongType(Fault):
     """A key of the run is overwritten by a string, which is deleted a few seconds later if it is still there."""
@@ -121,7 +137,7 @@ class WrongType(Fault):
     kind, weight = "wrong type", 1.5
 
     def strike(self, world: World, rng: random.Random) -> Strike | None:
-        name = rng.choice(("tasks", "trajectories", "scored", "ctl", "slots", "groups", "samples", "journal"))
+        name = rng.choice(PARTS)
         key = getattr(world.keys, name)
 
         def delete() -> bool:
