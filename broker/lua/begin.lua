@@ -50,7 +50,9 @@ if not rebuild then
     or redis.call('HLEN', GROUPS) < 4 * active
 end
 if rebuild and own.fresh and not damaged and known_step and known_step > 0 then return 'foreign' end
-local back = not rebuild and (known_step < own.step or tonumber(known[4]) < own.cursor)
+local counted = tonumber(redis.call('HGET', COUNTS, 'trained') or 0)
+local back = not rebuild
+  and (known_step < own.step or tonumber(known[4]) < own.cursor or (known_step == own.step and counted ~= own.trained))
 local unfinished = {}
 for _, id in ipairs(own.unfinished) do unfinished[string.format('%d', id)] = true end
 
@@ -72,7 +74,7 @@ if rebuild then
   redis.call('HSET', CTL, 'step', string.format('%d', own.step), 'cursor', string.format('%d', own.cursor))
 end
 if back then
-  if known_step < own.step then
+  if known_step <= own.step then
     for _, task in ipairs(redis.call('ZRANGE', SLOTS, 0, -1)) do
       if tonumber(task) < own.cursor and not unfinished[task] then
         forget(task)
@@ -92,7 +94,7 @@ if rebuild or back then
   local cursor = tonumber(redis.call('HGET', CTL, 'cursor'))
   local admitted = cursor - redis.call('ZCARD', REDO)
   local trained = own.trained
-  if not rebuild and known_step >= own.step then trained = tonumber(redis.call('HGET', COUNTS, 'trained') or 0) end
+  if not rebuild and known_step > own.step then trained = counted end
   local ended = trained + ended_untrained()
   redis.call('HSET', COUNTS, 'admitted', admitted, 'trained', trained)
   -- Groups of which the broker forgot how they ended.

@@ -1,7 +1,9 @@
 #!lua flags=allow-oom
--- KEYS: EPOCH JOURNAL
+-- KEYS: CTL EPOCH JOURNAL
 -- ARGV: epoch, step, record. Fixes what a step trains on, before it does. The first record of a step stands.
 local no = refused(ARGV[1])
 if no then return no end
+-- Steps before it are missing: the broker went back in time.
+if tonumber(redis.call('HGET', CTL, 'step') or -1) < tonumber(ARGV[2]) then return 'lost' end
 redis.call('HSETNX', JOURNAL, ARGV[2], ARGV[3])
 return 'ok'

@@ -6,6 +6,8 @@ if no then return no end
 local known = redis.call('HGET', CTL, 'step')
 if not known then return 'lost' end
 if tonumber(known) >= tonumber(ARGV[2]) then return 'repeat' end
+-- An earlier step is missing: the broker went back in time, and its groups hold their slots again.
+if tonumber(known) ~= tonumber(ARGV[2]) - 1 then return 'lost' end
 local groups = 0
 for i = 5, #ARGV do groups = groups + redis.call('ZREM', SLOTS, ARGV[i]) end
 redis.call('HINCRBY', COUNTS, 'trained', groups)

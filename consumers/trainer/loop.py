@@ -209,7 +209,11 @@ class Trainer:
         """
         self._publisher.flush()
         progress = self.progress
-        progress.saw(self._training.look())
+        look = self._training.look()
+        progress.saw(look)
+        if look.step > progress.step:
+            # Between replays: what is still to be replayed is not in these weights, though its slots have returned.
+            progress.will_do([record for step, record in self._training.records().items() if step >= progress.step])
         deadline = time.monotonic() + self._config.trainer.checkpoint.deadline_s
         wait = 0.5
         while True:

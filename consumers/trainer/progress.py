@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,10 @@ class Progress:
         self.counts = look.counts
         self.settings = look.settings
         self.paused = look.paused
+
+    def will_do(self, records: Iterable[BatchRecord]) -> None:
+        """Steps that are journaled but not in the weights."""
+        self.unfinished.update(group.task_id for record in records for group in record.groups)
 
     def did(self, record: BatchRecord) -> None:
         """The weights now hold this step."""

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 
 from broker.client import Broker
 from broker.telemetry import eval_task_id
-from broker.training import Training
+from broker.training import Outcome, Training
 from schemas.codec import Array
 from schemas.errors import FencedError
 from schemas.messages import BatchRecord, GroupRef, Member, Sampling, Score, Span, Task, Trajectory
@@ -51,7 +51,10 @@ def run_group(broker: Broker, task_id: int, scores: tuple[Score, ...]) -> None:
 
 
 def record_of(training: Training, step: int = 0) -> BatchRecord:
-    outcomes = training.claim(1000)
+    return record_from(training.claim(1000), step)
+
+
+def record_from(outcomes: Sequence[Outcome], step: int) -> BatchRecord:
     groups: dict[int, list[Member]] = {}
     for outcome in outcomes:
         member = Member(outcome.sample, outcome.scored_id, outcome.trajectory_id or b"")

@@ -17,7 +17,7 @@ from broker.training import Known, Training
 from schemas.config import BrokerConfig
 from schemas.errors import BrokerLost, ConfigError, FencedError
 from schemas.messages import Score
-from tests.integration.test_broker_flow import record_of, run_group, task, trajectory
+from tests.integration.test_broker_flow import record_from, record_of, run_group, task, trajectory
 from tests.takeover import FIRST, begin, begin_as
 
 pytestmark = pytest.mark.integration
@@ -298,6 +298,34 @@ def test_a_second_of_lost_writes_is_made_again_and_what_was_trained_is_not(
     assert state.balanced
     assert broker.link.client.xlen(broker.link.keys.trajectories) == 0, "what was trained is gone"
     assert broker.ledger.admit(task(1)).answer == "ok"
+
+
+def test_a_step_after_a_lost_one_is_refused_and_what_was_trained_does_not_come_back(
+    own_server: EmbeddedServer, connect: Callable[[], Broker]
+) -> None:
+    broker = connect()
+    training = begin(broker)
+    for task_id in (0, 1):
+        assert broker.ledger.admit(task(task_id)).answer == "ok"
+        run_group(broker, task_id, (Score(reward=1.0), Score(reward=0.0)))
+    outcomes = training.claim(100)
+    records = [
+        record_from([outcome for outcome in outcomes if outcome.task_id == task_id], step=task_id) for task_id in (0, 1)
+    ]
+    training.journal(records[0])
+    size = newest_part(own_server).stat().st_size
+    training.step(records[0])
+    training.journal(records[1])
+    saved = replace(checkpoint(training), unfinished=[], step=2, saved=0, version=2, version_if_lost=2, trained=2)
+    restart_with(own_server, size)
+    with pytest.raises(BrokerLost):
+        training.journal(records[1])
+    with pytest.raises(BrokerLost):
+        training.step(records[1])
+    assert broker.ledger.state().step == 0
+    assert begin_as(broker, saved)[1].lost
+    state = broker.ledger.state()
+    assert (state.step, state.trained, state.active, state.redo, state.balanced) == (2, 2, 0, 0, True)
 
 
 def test_a_restart_that_lost_nothing_is_no_loss(own_server: EmbeddedServer, connect: Callable[[], Broker]) -> None:

@@ -184,6 +184,37 @@ def test_a_trainer_that_dies_with_its_broker_gives_its_weights_new_numbers(
     assert set(trained(tmp_path)) == set(range(16))
 
 
+def dying_at_checkpoint(monkeypatch: pytest.MonkeyPatch, before: bool) -> None:
+    """The next checkpoint kills the trainer, before or after it is written."""
+    real = Checkpoints.save
+
+    def save(self: Checkpoints, *args: Any, **kwargs: Any) -> Path:
+        monkeypatch.setattr(Checkpoints, "save", real)
+        if not before:
+            real(self, *args, **kwargs)
+        raise RuntimeError("killed")
+
+    monkeypatch.setattr(Checkpoints, "save", save)
+
+
+def test_a_checkpoint_between_replays_does_not_claim_what_is_still_to_be_replayed(
+    trainer: Callable[..., Trainer], broker: Broker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Rest(broker):
+        dying_at_checkpoint(monkeypatch, before=True)
+        with pytest.raises(RuntimeError, match="killed"):
+            run(trainer(checkpoint={"every": 4}))
+        dying_at_checkpoint(monkeypatch, before=False)
+        second = trainer(checkpoint={"every": 2})
+        with pytest.raises(RuntimeError, match="killed"):
+            run(second)
+        assert second.progress.step == 2, "two of four journaled steps were replayed"
+        broker.purge()
+        run(trainer(steps=8))
+    assert set(trained(tmp_path).values()) == {1}
+    assert set(trained(tmp_path)) == set(range(16)), "no prompt is skipped"
+
+
 def test_training_waits_while_the_disk_is_full(
     trainer: Callable[..., Trainer], broker: Broker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
