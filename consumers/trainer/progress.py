@@ -15,7 +15,7 @@ from typing import Any
 
 from broker.training import FIRST_LINEAGE, Known, Look, incarnation
 from schemas.config import TidemillConfig
-from schemas.errors import FencedError
+from schemas.errors import FencedError, InfraError
 from schemas.messages import BatchRecord
 
 
@@ -121,15 +121,18 @@ class Incarnation:
             return None
 
     def write(self, epoch: str, version: int, durable: bool = False) -> None:
-        """Replace the file at once and whole; ``durable`` flushes it to the disk."""
-        self._file.parent.mkdir(parents=True, exist_ok=True)
+        """Replace the file at once and whole; ``durable`` flushes it to the disk. InfraError if that is full."""
         aside = self._file.with_suffix(".writing")
-        with aside.open("w", encoding="utf-8") as stream:
-            stream.write(json.dumps({"epoch": epoch, "version": version}))
-            if durable:
-                stream.flush()
-                os.fsync(stream.fileno())
-        os.replace(aside, self._file)
+        try:
+            self._file.parent.mkdir(parents=True, exist_ok=True)
+            with aside.open("w", encoding="utf-8") as stream:
+                stream.write(json.dumps({"epoch": epoch, "version": version}))
+                if durable:
+                    stream.flush()
+                    os.fsync(stream.fileno())
+            os.replace(aside, self._file)
+        except OSError as error:
+            raise InfraError(f"cannot write {self._file}: {error}") from error
 
     def check(self, epoch: str) -> None:
         """FencedError if another trainer has used the folder since ``epoch`` did."""

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from consumers.trainer.source import Batch
+from schemas.errors import InfraError
 
 
 class RunLog:
@@ -42,8 +43,11 @@ class RunLog:
         self._line(self._metrics, line)
 
     def _line(self, file: Any, data: dict[str, Any]) -> None:
-        file.write(json.dumps(data) + "\n")
-        file.flush()
+        try:
+            file.write(json.dumps(data) + "\n")
+            file.flush()
+        except OSError as error:
+            raise InfraError(f"cannot write {file.name}: {error}") from error
 
     def close(self) -> None:
         self._metrics.close()
