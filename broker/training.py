@@ -128,8 +128,9 @@ class Takeover:
 
 
 def incarnation(epoch: str) -> int:
-    """The number in an epoch; a later trainer's is higher."""
-    return int(epoch.partition("-")[0])
+    """The number in an epoch; a later trainer's is higher, and -1 is what is no epoch at all."""
+    digits = epoch.partition("-")[0]
+    return int(digits) if digits.isdecimal() else -1
 
 
 class Training:

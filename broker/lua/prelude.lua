@@ -23,7 +23,7 @@ local function task_stream(kind)
 end
 
 local function incarnation(epoch)
-  return tonumber(string.match(epoch, '^%d+'))
+  return tonumber(string.match(epoch, '^%d+') or -1)
 end
 
 -- Only the newest trainer may write. Every script of the trainer starts with this; nil means go on.

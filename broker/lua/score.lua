@@ -18,7 +18,11 @@ local function score(field, entry, task, index, body, reward, letter)
     return 'dup'
   end
   local known = group[1] and state[field] == entry
-  if not known and #redis.call('XPENDING', TRAJECTORIES, REWARD, entry, entry, 1) == 0 then return 'dup' end
+  if not known then
+    -- The group itself may be gone, with a broker that was wiped.
+    local pending = redis.pcall('XPENDING', TRAJECTORIES, REWARD, entry, entry, 1)
+    if pending.err or #pending == 0 then return 'dup' end
+  end
   if letter ~= '' then bury(letter) end
   if known and group[1] == 'train' then
     groups[task] = group

@@ -157,6 +157,27 @@ def test_a_key_of_the_wrong_type_is_lost_and_mended(broker: Broker) -> None:
     assert broker.ledger.state().balanced
 
 
+def test_an_epoch_that_is_none_is_lost_and_mended(broker: Broker) -> None:
+    training = begin(broker)
+    saved = checkpoint(training)
+    broker.link.client.set(broker.link.keys.epoch, "hello")
+    with pytest.raises(BrokerLost):
+        training.look()
+    with pytest.raises(BrokerLost):
+        training.drop(0, "stale", [])
+    begin_as(broker, saved)[0].look()
+
+
+def test_a_score_for_a_broker_that_was_wiped_changes_nothing(broker: Broker) -> None:
+    begin(broker)
+    assert broker.ledger.admit(task(0)).answer == "ok"
+    broker.tasks("g").publish(0, [trajectory(0, i) for i in range(2)])
+    rewards = broker.trajectories("r")
+    results = rewards.read(10, 10)
+    wipe(broker)
+    assert rewards.publish([(item, Score(reward=1.0)) for item in results]) == ["dup", "dup"]
+
+
 def test_live_changes_and_pause_outlive_a_wiped_broker(broker: Broker) -> None:
     training = begin(broker)
     assert broker.ledger.change("staleness", 2)
