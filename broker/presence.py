@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import threading
+import time
 from collections.abc import Callable
 
 import redis
@@ -56,12 +57,12 @@ class Presence:
             log.warning("could not sign off", error=str(error))
 
     def _run(self) -> None:
-        since_renewal = 0.0
+        renewed = time.monotonic()
         while True:
             try:
                 # Leases first: work depends on them.
-                if self._renew is not None and since_renewal >= self._renew_s:
-                    since_renewal = 0.0
+                if self._renew is not None and time.monotonic() - renewed >= self._renew_s:
+                    renewed = time.monotonic()
                     self._renew()
                 self._beat()
             except (TidemillError, redis.RedisError) as error:
@@ -69,7 +70,6 @@ class Presence:
                 log.warning("no sign of life could be sent", error=str(error))
             if self._stop.wait(BEAT_S):
                 return
-            since_renewal += BEAT_S
 
     def _beat(self) -> None:
         state, version, figures = self._describe()

@@ -81,6 +81,9 @@ if back then
         redis.call('ZREM', SLOTS, task)
       end
     end
+    for _, task in ipairs(redis.call('ZRANGE', REDO, 0, -1)) do
+      if tonumber(task) < own.cursor and not unfinished[task] then redis.call('ZREM', REDO, task) end
+    end
     redis.call('HSET', CTL, 'step', string.format('%d', own.step))
   end
   for task in pairs(unfinished) do

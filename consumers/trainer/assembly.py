@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import msgspec
+
 from broker.training import Outcome, Slot
 
 
@@ -25,7 +27,9 @@ class Assembly:
         """Count an outcome; True when it completes its group. A sample's second outcome changes nothing."""
         group = self._groups.setdefault(outcome.task_id, {})
         if outcome.sample in group:
-            self._extra.setdefault(outcome.task_id, []).append(outcome)
+            # It is acknowledged with its group, never trained.
+            again = msgspec.structs.replace(outcome, trajectory_id=None, excluded=False)
+            self._extra.setdefault(outcome.task_id, []).append(again)
             return False
         group[outcome.sample] = outcome
         return len(group) == outcome.group_size

@@ -26,7 +26,9 @@ def test_a_group_is_complete_with_its_last_sample_and_only_once() -> None:
     assert not assembly.add(outcome(0, 1, entry=b"9-9"))
     assert not assembly.complete(0)
     assert assembly.add(outcome(0, 0))
-    assert [(item.sample, item.scored_id) for item in assembly.take(0)] == [(0, b"1-1"), (1, b"1-1"), (1, b"9-9")]
+    taken = assembly.take(0)
+    assert [(item.sample, item.scored_id) for item in taken] == [(0, b"1-1"), (1, b"1-1"), (1, b"9-9")]
+    assert [item.trajectory_id for item in taken] == [b"2-2", b"2-2", None], "trained once"
     assert not assembly.complete(0)
 
 
