@@ -4,7 +4,7 @@
 -- failed), dead letter ('' when none). Returns a word for each: ok, dup or closed.
 -- Publishes the scores and acknowledges the trajectories at once, each once. Bodies stay until they are trained.
 -- Scores pass when memory is full: they are small, as many as trajectories, and training is what frees it.
-local fields, groups, marks, acks, answers = {}, {}, {}, {}, {}
+local fields, groups, acks, answers = {}, {}, {}, {}
 for i = 1, #ARGV, 6 do fields[#fields + 1] = ARGV[i + 1] .. ':' .. ARGV[i + 2] end
 local samples = redis.call('HMGET', SAMPLES, unpack(fields))
 local state = {}
@@ -28,7 +28,8 @@ local function score(field, entry, task, index, body, reward, letter)
     groups[task] = group
     redis.call('XADD', SCORED, '*', 't', task, 's', index, 'n', group[2], 'e', entry, 'b', body)
     state[field] = '=' .. entry
-    marks[#marks + 1], marks[#marks + 2] = field, state[field]
+    -- Marked at once: should a later result of this call fail, this score is not sent a second time.
+    redis.call('HSET', SAMPLES, field, state[field])
     acks[#acks + 1] = entry
     return 'ok'
   end
@@ -46,6 +47,5 @@ for k, field in ipairs(fields) do
   local i = 6 * k - 5
   answers[k] = score(field, ARGV[i], ARGV[i + 1], ARGV[i + 2], ARGV[i + 3], ARGV[i + 4], ARGV[i + 5])
 end
-if #marks > 0 then redis.call('HSET', SAMPLES, unpack(marks)) end
 if #acks > 0 then redis.call('XACK', TRAJECTORIES, REWARD, unpack(acks)) end
 return answers
