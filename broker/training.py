@@ -289,8 +289,11 @@ class Training:
         """A durable checkpoint covers these steps: acknowledge and delete what they were trained on."""
         for record in records:
             tasks = [group.task_id for group in record.groups]
-            scored = [member.scored_id for group in record.groups for member in group.members]
-            self._fenced(self._link.script("commit", self._epoch, record.step, len(tasks), *tasks, *scored))
+            members = [member for group in record.groups for member in group.members]
+            scored = [member.scored_id for member in members]
+            bodies = [member.trajectory_id for member in members if member.trajectory_id]
+            counts = (len(tasks), len(scored))
+            self._fenced(self._link.script("commit", self._epoch, record.step, *counts, *tasks, *scored, *bodies))
             self._seen.difference_update(scored)
 
     def _recover(self, count: int) -> list[Entry]:

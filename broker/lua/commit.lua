@@ -1,12 +1,15 @@
 #!lua flags=allow-oom
 -- KEYS: EPOCH COUNTS GROUPS SAMPLES TASKS EVAL_TASKS TRAJECTORIES SCORED JOURNAL
--- ARGV: epoch, step, number of groups, task ids, then scored entries. A durable checkpoint covers this step.
+-- ARGV: epoch, step, number of groups, number of scored entries, task ids, scored entries, then trajectory entries.
+-- A durable checkpoint covers this step. Trajectories are named, too: what the group is known by may be gone.
 local no = refused(ARGV[1])
 if no then return no end
-local groups = tonumber(ARGV[3])
-for i = 4, 3 + groups do forget(ARGV[i]) end
-local scored = {}
-for i = 4 + groups, #ARGV do scored[#scored + 1] = ARGV[i] end
+local groups, count = tonumber(ARGV[3]), tonumber(ARGV[4])
+for i = 5, 4 + groups do forget(ARGV[i]) end
+local scored, bodies = {}, {}
+for i = 5 + groups, 4 + groups + count do scored[#scored + 1] = ARGV[i] end
+for i = 5 + groups + count, #ARGV do bodies[#bodies + 1] = ARGV[i] end
 remove(SCORED, TRAINER, scored)
+remove(TRAJECTORIES, REWARD, bodies)
 redis.call('HDEL', JOURNAL, ARGV[2])
 return 'ok'

@@ -157,6 +157,15 @@ def test_a_key_of_the_wrong_type_is_lost_and_mended(broker: Broker) -> None:
     assert broker.ledger.state().balanced
 
 
+def test_a_commit_leaves_no_body_behind_when_the_samples_are_gone(broker: Broker) -> None:
+    training = begin(broker)
+    train_one(broker, training, 0)
+    client, keys = broker.link.client, broker.link.keys
+    client.delete(keys.samples)
+    training.commit(list(training.records().values()))
+    assert client.xlen(keys.trajectories) == 0
+
+
 def test_an_epoch_that_is_none_is_lost_and_mended(broker: Broker) -> None:
     training = begin(broker)
     saved = checkpoint(training)
