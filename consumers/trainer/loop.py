@@ -231,7 +231,7 @@ class Trainer:
                     raise
                 log.warning("waiting for room to write the checkpoint", error=str(error))
                 self._emit("checkpoint", "error", str(error))
-            time.sleep(wait)
+            stop.wait(wait)
             wait = min(2 * wait, 10.0)
         self._saved_step = progress.step
         self._training.commit(self._uncommitted)
