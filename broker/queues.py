@@ -24,8 +24,6 @@ M = TypeVar("M", bound=Message)
 T = TypeVar("T")
 AT_ONCE = 64
 """Samples in one call of a script: the server does nothing else meanwhile."""
-STRANDED = 0
-"""Deliveries of an entry that came with a lost answer: unknown."""
 Entry = tuple[bytes, dict[bytes, bytes]]
 
 
@@ -68,7 +66,8 @@ class _Worker:
             stranded = self._fetch("0", count=10_000, block_ms=None)
             fresh = [(stream, entry) for stream, entry in stranded if entry[0] not in self._held[stream]]
             if fresh:
-                return [(stream, entry, STRANDED) for stream, entry in self._take(fresh)]
+                # Of a dead worker of this name, or of a lost answer: a part may be done. Negative says so.
+                return [(stream, entry, -self._deliveries(stream, entry[0])) for stream, entry in self._take(fresh)]
         return [(stream, entry, 1) for stream, entry in self._take(self._fetch(">", count, block_ms))]
 
     def _fetch(
@@ -132,15 +131,17 @@ class _Worker:
             for entry in reply[1]:
                 if entry[0] in self._held[stream]:
                     continue
-                details: Any = self._of_group(
-                    "counting deliveries",
-                    lambda client, stream, entry: client.xpending_range(stream, self._group, entry[0], entry[0], 1),
-                    stream,
-                    entry,
-                )
                 self._held[stream].add(entry[0])
-                claimed.append((stream, entry, details[0]["times_delivered"] if details else 1))
+                claimed.append((stream, entry, self._deliveries(stream, entry[0])))
         return claimed
+
+    def _deliveries(self, stream: str, entry_id: bytes) -> int:
+        """How often the server has handed an entry out."""
+        details: Any = self._of_group(
+            "counting deliveries",
+            lambda client: client.xpending_range(stream, self._group, entry_id, entry_id, 1),
+        )
+        return int(details[0]["times_delivered"]) if details else 1
 
     def _undate(self, stream: str, lease_s: float) -> None:
         """Leases count by the server's clock. After it was set back, work of the dead looks as if just delivered.
@@ -237,8 +238,8 @@ class TaskQueue(_Worker):
                 self._release(stream, entry_id)
                 continue
             try:
-                if times > self._max_deliveries:
-                    raise BadMessage(f"delivered {times} times, its generators died or stalled each time")
+                if abs(times) > self._max_deliveries:
+                    raise BadMessage(f"delivered {abs(times)} times, its generators died or stalled each time")
                 task = decode(fields.get(b"b", b""), Task, self._max_bytes)
                 version = number(fields.get(b"v"))
                 if version < 0:
@@ -253,7 +254,7 @@ class TaskQueue(_Worker):
     def _dead_task(self, stream: str, entry_id: bytes, fields: dict[bytes, bytes], times: int, reason: str) -> None:
         task_id = number(fields.get(b"t"))
         letter = DeadLetter(
-            source="tasks", reason=reason, deliveries=times, payload=fields.get(b"b", b""), task_id=task_id
+            source="tasks", reason=reason, deliveries=abs(times), payload=fields.get(b"b", b""), task_id=task_id
         )
         task = "" if task_id < 0 else task_id
         self._link.script("give_up", stream.rpartition(":")[2], entry_id, task, encode(letter))
@@ -297,8 +298,8 @@ class ScoreQueue(_Worker):
                 continue
             task_id, sample = number(fields.get(b"t")), number(fields.get(b"s"))
             try:
-                if times > self._max_deliveries:
-                    raise BadMessage(f"delivered {times} times, its reward services died or stalled each time")
+                if abs(times) > self._max_deliveries:
+                    raise BadMessage(f"delivered {abs(times)} times, its reward services died or stalled each time")
                 trajectory = decode(fields.get(b"b", b""), Trajectory, self._max_bytes)
                 if (trajectory.task_id, trajectory.sample) != (task_id, sample):
                     raise BadMessage(
@@ -308,7 +309,7 @@ class ScoreQueue(_Worker):
                 letter = DeadLetter(
                     source="trajectories",
                     reason=str(error),
-                    deliveries=times,
+                    deliveries=abs(times),
                     payload=fields.get(b"b", b""),
                     task_id=task_id,
                     sample=sample,

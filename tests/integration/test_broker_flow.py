@@ -269,3 +269,15 @@ def test_a_task_that_nobody_can_read_ends_its_group_and_the_queue_goes_on(broker
     assert (state.active, state.failed, state.balanced) == (1, {"dead_letter": 1}, True)
     assert client.xlen(keys.dead) == 2
     assert client.xlen(keys.tasks) == 1
+
+
+def test_a_task_that_kills_a_generator_which_comes_back_at_once_ends_in_the_dead_letters(
+    make_broker: Callable[..., Broker],
+) -> None:
+    broker = make_broker(max_deliveries=2)
+    begin(broker)
+    broker.ledger.admit(task(0))
+    times = [len(broker.tasks("same").read(1, 10)) for _ in range(4)]
+    assert times[0] == 1
+    assert times[-1] == 0
+    assert broker.ledger.state().failed == {"dead_letter": 1}
