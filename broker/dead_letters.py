@@ -14,7 +14,8 @@ KEPT = 1000
 """The newest letters that are kept (lua/prelude.lua); all are counted."""
 LIMIT = 1 << 30
 
-Requeued = Literal["ok", "active", "trained"]
+Requeued = Literal["ok", "active", "waiting", "ended"]
+WORDS: dict[bytes, Requeued] = {b"ok": "ok", b"active": "active", b"waiting": "waiting"}
 
 
 @dataclass(frozen=True)
@@ -50,15 +51,15 @@ class DeadLetters:
     def requeue(self, id: str) -> Requeued:
         """Admit the letter's whole prompt group again, before all others.
 
-        ``trained``: the group went on without this sample, so nothing can be made again. ``active``: it is
-        in the pipeline. DataError when the letter is gone or names no training task.
+        ``ended``: it is not among the groups that failed; it went on without this sample, or the broker was
+        mended since. ``active``: it is in the pipeline. ``waiting``: it is to be admitted again anyway.
+        DataError when the letter is gone or names no training task.
         """
         filed = self.get(id)
         if filed.letter.task_id < 0 or filed.letter.task_id >= 1 << 32:
             raise DataError(f"dead letter {id} belongs to no training prompt, it can only be dropped")
         answer: bytes = self._link.script("requeue", id, filed.letter.task_id)
-        word: Requeued = "ok" if answer == b"ok" else "active" if answer == b"active" else "trained"
-        return word
+        return WORDS.get(answer, "ended")
 
     def drop(self, id: str) -> None:
         """Delete one; DataError when it is not there."""

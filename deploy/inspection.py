@@ -162,8 +162,13 @@ def requeue_letter(broker: Broker, id: str) -> None:
     answer = broker.dead_letters.requeue(id)
     if answer == "active":
         raise DataError(f"the prompt group of dead letter {id} is still in the pipeline; wait until it has ended")
-    if answer == "trained":
-        raise DataError(f"the prompt group of dead letter {id} was trained without this sample: drop the letter")
+    if answer == "waiting":
+        raise DataError(f"the prompt group of dead letter {id} is to be admitted again already: drop the letter")
+    if answer == "ended":
+        raise DataError(
+            f"the prompt group of dead letter {id} is no longer a failed one (it went on without this sample, or the"
+            " broker was mended since), making it again could train it twice: drop the letter"
+        )
     print(f"requeued: prompt group of {id} is admitted next")
 
 

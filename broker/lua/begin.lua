@@ -53,6 +53,8 @@ if rebuild and own.fresh and not damaged and known_step and known_step > 0 then 
 local counted = tonumber(redis.call('HGET', COUNTS, 'trained') or 0)
 local back = not rebuild
   and (known_step < own.step or tonumber(known[4]) < own.cursor or (known_step == own.step and counted ~= own.trained))
+-- The broker forgot that people asked for groups again: those that it calls failed may have been trained since.
+local forgot_requeue = tonumber(redis.call('HGET', COUNTS, 'failed:requeued') or 0) > (own.counts['failed:requeued'] or 0)
 local unfinished = {}
 for _, id in ipairs(own.unfinished) do unfinished[string.format('%d', id)] = true end
 
@@ -95,6 +97,11 @@ local fresh = rebuild and not known_step and not damaged and own.fresh
 local lost = (rebuild and not fresh) or back
 if rebuild or back then
   local cursor = tonumber(redis.call('HGET', CTL, 'cursor'))
+  -- What is made again anyway must not be asked for once more.
+  for _, task in ipairs(redis.call('ZRANGE', FAILED, 0, -1)) do
+    local again = tonumber(task) >= cursor or redis.call('ZSCORE', REDO, task) or redis.call('ZSCORE', SLOTS, task)
+    if again or forgot_requeue then redis.call('ZREM', FAILED, task) end
+  end
   local admitted = cursor - redis.call('ZCARD', REDO)
   local trained = own.trained
   if not rebuild and known_step > own.step then trained = counted end

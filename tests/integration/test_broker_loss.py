@@ -14,9 +14,10 @@ from broker.embedded import EmbeddedServer
 from broker.keys import Keys
 from broker.link import Link
 from broker.training import Known, Training
+from schemas.codec import encode
 from schemas.config import BrokerConfig
 from schemas.errors import BrokerLost, ConfigError, FencedError
-from schemas.messages import Score
+from schemas.messages import DeadLetter, Score
 from tests.integration.test_broker_flow import record_from, record_of, run_group, task, trajectory
 from tests.takeover import FIRST, begin, begin_as
 
@@ -202,6 +203,67 @@ def test_live_changes_and_pause_outlive_a_wiped_broker(broker: Broker) -> None:
     broker.ledger.change("staleness", None)
     begin_as(broker, replace(saved, lineage=training_lineage(broker), settings={}))
     assert broker.ledger.state().staleness == 7
+
+
+def fail_group(broker: Broker, training: Training, task_id: int) -> str:
+    """A group that no generator can make: its dead letter."""
+    client, keys = broker.link.client, broker.link.keys
+    assert broker.ledger.admit(task(task_id)).answer == "ok"
+    client.hset(keys.groups, f"{task_id}:entry", client.xadd(keys.tasks, {"t": task_id, "b": b"garbage"}))
+    broker.tasks("g").read(10, 10)
+    assert training.look().unfinished == set()
+    return broker.dead_letters.list()[-1].id
+
+
+@pytest.mark.parametrize("known", ["unfinished", "not yet admitted"])
+def test_a_failed_group_that_a_mended_broker_makes_again_is_not_requeued_beside_that(
+    broker: Broker, known: str
+) -> None:
+    training = begin(broker)
+    before = checkpoint(training)
+    letter = fail_group(broker, training, 0)
+    changes = {"cursor": 1, "unfinished": [0], "counts": {"admitted": 1}} if known == "unfinished" else {}
+    assert begin_as(broker, replace(before, lineage="7-beef", **changes))[1].lost
+    assert broker.dead_letters.requeue(letter) == ("waiting" if changes else "ended")
+    assert broker.ledger.admit(task(0)).answer == "ok"
+    train = begin(broker, fresh=False, lineage=training_lineage(broker))
+    assert broker.dead_letters.requeue(letter) == "active"
+    run_group(broker, 0, (Score(reward=1.0), Score(reward=0.0)))
+    record = record_of(train)
+    train.journal(record)
+    train.step(record)
+    assert broker.dead_letters.requeue(letter) == "ended"
+    assert broker.ledger.state().balanced
+
+
+def test_a_group_whose_requeue_the_broker_forgot_is_not_requeued_again(broker: Broker) -> None:
+    training = begin(broker)
+    letter = fail_group(broker, training, 0)
+    failed = broker.link.client.zrange(broker.link.keys.failed, 0, -1)
+    counted = broker.ledger.state().failed
+    assert broker.dead_letters.requeue(letter) == "ok"
+    train_one(broker, training, 0)
+    saved = checkpoint(training)
+    # The broker as it was before: the group is one that failed, and its letter is there.
+    client, keys = broker.link.client, broker.link.keys
+    client.zadd(keys.failed, {failed[0]: 1})
+    client.hset(keys.counts, mapping={"failed:dead_letter": counted["dead_letter"], "failed:requeued": 0, "trained": 0})
+    client.hset(keys.counts, "admitted", 1)
+    client.hset(keys.ctl, "step", 0)
+    again = client.xadd(
+        keys.dead, {"b": encode(DeadLetter(source="tasks", reason="", deliveries=1, payload=b"", task_id=0))}
+    )
+    assert begin_as(broker, saved)[1].lost
+    assert broker.dead_letters.requeue(again.decode()) == "ended"
+
+
+def test_a_group_that_failed_before_the_loss_is_still_requeued(broker: Broker) -> None:
+    training = begin(broker)
+    letter = fail_group(broker, training, 0)
+    assert begin_as(broker, replace(checkpoint(training), lineage="7-beef"))[1].lost
+    assert broker.dead_letters.requeue(letter) == "ok"
+    assert broker.ledger.admit(task(0)).answer == "ok"
+    assert broker.ledger.state().balanced
 
 
 def training_lineage(broker: Broker) -> str:

@@ -127,7 +127,7 @@ def test_what_was_trained_without_a_sample_is_not_made_again(make_broker: Callab
     (filed,) = broker.dead_letters.list()
     assert broker.dead_letters.requeue(filed.id) == "active"
     training.drop(0, "zero_variance", [])
-    assert broker.dead_letters.requeue(filed.id) == "trained"
+    assert broker.dead_letters.requeue(filed.id) == "ended"
     broker.dead_letters.drop(filed.id)
     with pytest.raises(DataError, match="no dead letter"):
         broker.dead_letters.get(filed.id)
