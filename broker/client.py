@@ -40,7 +40,7 @@ class Broker:
         self.services = Services(link)
         self.events = Events(link)
         self.metrics = Metrics(link)
-        self.evals = Evals(link)
+        self.evals = Evals(link, config.max_message_bytes)
         self.dead_letters = DeadLetters(link)
 
     @classmethod

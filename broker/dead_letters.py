@@ -5,14 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import msgspec
+
 from broker.link import Link
-from schemas.codec import decode
+from schemas.codec import BadMessage, decode, encode
 from schemas.errors import DataError
-from schemas.messages import DeadLetter
+from schemas.messages import DeadLetter, Task
 
 KEPT = 1000
 """The newest letters that are kept (lua/prelude.lua); all are counted."""
 LIMIT = 1 << 30
+"""Bytes; a letter holds a message, and so may be larger than one."""
 
 Requeued = Literal["ok", "active", "waiting", "ended"]
 WORDS: dict[bytes, Requeued] = {b"ok": "ok", b"active": "active", b"waiting": "waiting"}
@@ -65,6 +68,21 @@ class DeadLetters:
         """Delete one; DataError when it is not there."""
         self.get(id)
         self._link.run("dropping a dead letter", lambda client: client.xdel(self._link.keys.dead, id))
+
+
+def letter_bytes(letter: DeadLetter, max_bytes: int) -> bytes:
+    """The letter on the wire. It is never too large to be sent: of a payload over ``max_bytes`` the head is kept."""
+    kept = msgspec.structs.replace(letter, payload=letter.payload[:max_bytes])
+    return encode(kept, LIMIT)
+
+
+def body_or_letter(task: Task, max_bytes: int) -> tuple[bytes, bytes]:
+    """A task on the wire, and b""; or b"" and the dead letter of one that is too large to be sent."""
+    try:
+        return encode(task, max_bytes), b""
+    except BadMessage as error:
+        letter = DeadLetter(source="feeder", reason=str(error), deliveries=0, payload=b"", task_id=task.task_id)
+        return b"", letter_bytes(letter, max_bytes)
 
 
 def _filed(entry: bytes, fields: dict[bytes, bytes]) -> Filed:

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from broker.dead_letters import body_or_letter
 from broker.link import BLOCK_MS, Link
-from schemas.codec import encode
 from schemas.messages import Task
 
 Answer = Literal["ok", "full", "paused", "done", "moved", "starting"]
@@ -99,12 +99,18 @@ class Ledger:
         self._max_bytes = max_bytes
 
     def admit(self, task: Task) -> Admission:
-        """Charge a slot and queue the task, if it is the next one."""
+        """Charge a slot and queue the task, if it is the next one.
+
+        One over broker.max_message_bytes is admitted as a group that failed, with a dead letter: the run goes on.
+        """
         return self.admit_all([task])
 
     def admit_all(self, tasks: Sequence[Task]) -> Admission:
         """``admit`` for tasks that follow one another, in one round trip: the first answer but ok, or the last."""
-        calls = [(task.task_id, encode(task, self._max_bytes), task.n) for task in tasks]
+        calls = []
+        for task in tasks:
+            body, letter = body_or_letter(task, self._max_bytes)
+            calls.append((task.task_id, body, task.n, letter))
         admitted, following = 0, tasks[0].task_id
         for word, cursor in self._link.scripts("admit", calls):
             answer, following = word.decode(), int(cursor)

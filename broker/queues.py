@@ -13,7 +13,9 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 import redis
+import structlog
 
+from broker.dead_letters import LIMIT, letter_bytes
 from broker.keys import GENERATORS, REWARD
 from broker.link import BLOCK_MS, GONE, Link, word
 from schemas.codec import BadMessage, Message, decode, encode
@@ -22,6 +24,7 @@ from schemas.messages import DeadLetter, Score, Task, Trajectory
 
 M = TypeVar("M", bound=Message)
 T = TypeVar("T")
+log = structlog.get_logger()
 AT_ONCE = 64
 """Samples in one call of a script: the server does nothing else meanwhile."""
 Entry = tuple[bytes, dict[bytes, bytes]]
@@ -199,19 +202,32 @@ class TaskQueue(_Worker):
         return [sample for sample, entry in enumerate(present) if entry is None]
 
     def publish(self, task_id: int, trajectories: Sequence[Trajectory]) -> list[str]:
-        """Hand over finished samples of one task; ok, dup or closed for each. With the last, the task is done."""
+        """Hand over finished samples of one task; ok, dup, closed or failed for each. With the last, the task is done.
+
+        One that is over broker.max_message_bytes failed: dead letter, and its group goes on without it.
+        """
         return self.publish_all([(task_id, trajectories)])[0]
 
     def publish_all(self, results: Sequence[tuple[int, Sequence[Trajectory]]]) -> list[list[str]]:
         """``publish`` for several tasks in one round trip."""
         calls: list[list[int | bytes]] = []
+        refused: set[tuple[int, int]] = set()
         for task_id, trajectories in results:
             args: list[int | bytes] = [task_id]
             for trajectory in trajectories:
-                generated = trajectory.loss_mask.data.count(1)
-                args += [trajectory.sample, generated, encode(trajectory, self._max_bytes)]
+                try:
+                    body = encode(trajectory, self._max_bytes)
+                except BadMessage as error:
+                    self.fail_sample(task_id, trajectory.sample, str(error))
+                    refused.add((task_id, trajectory.sample))
+                    continue
+                args += [trajectory.sample, trajectory.loss_mask.data.count(1), body]
             calls.append(args)
-        return [[word.decode() for word in answer] for answer in self._link.scripts("publish", calls)]
+        words = [iter(answer) for answer in self._link.scripts("publish", calls)]
+        return [
+            ["failed" if (task_id, item.sample) in refused else next(answer).decode() for item in trajectories]
+            for (task_id, trajectories), answer in zip(results, words, strict=True)
+        ]
 
     def fail_sample(self, task_id: int, sample: int, reason: str, payload: bytes = b"") -> None:
         """A sample that can't be made: dead letter, and its group goes on without it."""
@@ -219,11 +235,19 @@ class TaskQueue(_Worker):
             source="generator", reason=reason, deliveries=1, payload=payload, task_id=task_id, sample=sample
         )
         score = Score(status="error", reason=reason, scorer="generator")
-        self._link.script("fail_sample", task_id, sample, encode(letter), encode(score))
+        self._link.script("fail_sample", task_id, sample, letter_bytes(letter, self._max_bytes), encode(score))
 
     def hand_back(self, delivery: Delivery[Task], task: Task) -> bool:
-        """Give an unfinished task to another generator at once; ``task`` carries the partial samples."""
-        answer = self._link.script("hand_back", task.task_id, delivery.entry_id, encode(task, self._max_bytes))
+        """Give an unfinished task to another generator at once; ``task`` carries the partial samples.
+
+        It goes as it was delivered when the partial samples would make it too large.
+        """
+        try:
+            body = encode(task, self._max_bytes)
+        except BadMessage as error:
+            log.warning("partial samples are lost", task_id=task.task_id, reason=str(error))
+            body = encode(delivery.message, self._max_bytes)
+        answer = self._link.script("hand_back", task.task_id, delivery.entry_id, body)
         self._release(delivery.stream, delivery.entry_id)
         return bool(answer == b"ok")
 
@@ -257,7 +281,7 @@ class TaskQueue(_Worker):
             source="tasks", reason=reason, deliveries=abs(times), payload=fields.get(b"b", b""), task_id=task_id
         )
         task = "" if task_id < 0 else task_id
-        self._link.script("give_up", stream.rpartition(":")[2], entry_id, task, encode(letter))
+        self._link.script("give_up", stream.rpartition(":")[2], entry_id, task, letter_bytes(letter, self._max_bytes))
         self._release(stream, entry_id)
 
 
@@ -284,11 +308,34 @@ class ScoreQueue(_Worker):
             if index % AT_ONCE == 0:
                 calls.append([])
             keys.append(delivery.entry_id)
-            calls[-1] += _scored(delivery.entry_id, delivery.message.task_id, delivery.message.sample, score)
-            calls[-1].append(_dead_score(delivery.message, score))
+            sent = self._fitting(score)
+            calls[-1] += _scored(delivery.entry_id, delivery.message.task_id, delivery.message.sample, sent)
+            calls[-1].append(self._dead_score(delivery.message, sent))
         answers = self._link.scripts("score", calls) if calls else []
         self._held[self._link.keys.trajectories].difference_update(keys)
         return [word.decode() for words in answers for word in words]
+
+    def _fitting(self, score: Score) -> Score:
+        """The score, or a failed one when it is too large to be sent."""
+        try:
+            encode(score, self._max_bytes)
+        except BadMessage as error:
+            return Score(status="error", reason=str(error), scorer="reward")
+        return score
+
+    def _dead_score(self, trajectory: Trajectory, score: Score) -> bytes:
+        """What is kept of a sample whose reward failed; nothing otherwise."""
+        if score.status == "ok":
+            return b""
+        letter = DeadLetter(
+            source="reward",
+            reason=f"{score.status}: {score.reason}",
+            deliveries=1,
+            payload=encode(trajectory, LIMIT),
+            task_id=trajectory.task_id,
+            sample=trajectory.sample,
+        )
+        return letter_bytes(letter, self._max_bytes)
 
     def _decode(self, entries: list[tuple[str, Entry, int]]) -> list[Delivery[Trajectory]]:
         deliveries = []
@@ -314,12 +361,13 @@ class ScoreQueue(_Worker):
                     task_id=task_id,
                     sample=sample,
                 )
+                filed = letter_bytes(letter, self._max_bytes)
                 if task_id >= 0 and sample >= 0:
                     score = Score(status="error", reason=str(error), scorer="reward")
-                    self._link.script("score", *_scored(entry_id, task_id, sample, score), encode(letter))
+                    self._link.script("score", *_scored(entry_id, task_id, sample, score), filed)
                     self._release(stream, entry_id)
                 else:
-                    self._link.script("bury", entry_id, encode(letter))
+                    self._link.script("bury", entry_id, filed)
                     self._release(stream, entry_id)
                 continue
             deliveries.append(Delivery(entry_id, stream, trajectory))
@@ -329,21 +377,6 @@ class ScoreQueue(_Worker):
 def _scored(entry_id: bytes, task_id: int, sample: int, score: Score) -> tuple[bytes | int | str, ...]:
     """A result as the script takes it, but for the dead letter."""
     return entry_id, task_id, sample, encode(score), repr(score.reward) if score.status == "ok" else ""
-
-
-def _dead_score(trajectory: Trajectory, score: Score) -> bytes:
-    """What is kept of a sample whose reward failed; nothing otherwise."""
-    if score.status == "ok":
-        return b""
-    letter = DeadLetter(
-        source="reward",
-        reason=f"{score.status}: {score.reason}",
-        deliveries=1,
-        payload=encode(trajectory),
-        task_id=trajectory.task_id,
-        sample=trajectory.sample,
-    )
-    return encode(letter)
 
 
 def number(text: bytes | None) -> int:

@@ -12,6 +12,7 @@ from typing import Any
 
 import redis
 
+from broker.dead_letters import body_or_letter
 from broker.link import Link
 from schemas.codec import decode, encode
 from schemas.messages import Event, Heartbeat, Task
@@ -105,14 +106,18 @@ class Metrics:
 class Evals:
     """Evaluations on held-out prompts, each opened once and counted as scores arrive."""
 
-    def __init__(self, link: Link) -> None:
+    def __init__(self, link: Link, max_bytes: int) -> None:
         self._link = link
+        self._max_bytes = max_bytes
 
     def open(self, version: int, tasks: Sequence[Task]) -> bool:
-        """Queue the tasks of one evaluation; False if this version's was opened before."""
+        """Queue the tasks of one evaluation; False if this version's was opened before.
+
+        Samples of a task over broker.max_message_bytes count as failed, with a dead letter.
+        """
         args: list[int | bytes] = [version, tasks[0].n]
         for task in tasks:
-            args += [task.task_id, encode(task)]
+            args += [task.task_id, *body_or_letter(task, self._max_bytes)]
         return bool(self._link.script("eval_open", *args))
 
     def results(self) -> list[EvalResult]:

@@ -1,5 +1,5 @@
--- KEYS: CTL SLOTS COUNTS GROUPS TASKS REDO
--- ARGV: task id, task body, samples. Charges one slot and queues the task, or says why not; also which task is next.
+-- KEYS: CTL SLOTS COUNTS GROUPS TASKS REDO FAILED DEAD
+-- ARGV: task id, task body, samples, dead letter ('' when there is a body). Charges one slot and queues the task, or says why not; also which task is next.
 -- Tasks to be made again come first, then the cursor goes on. Idempotent: a repeat finds that another is next.
 local ctl = redis.call('HMGET', CTL, 'paused', 'slots', 'steps', 'step', 'batch', 'cursor', 'version')
 if not ctl[6] then return {'starting', '0'} end
@@ -12,6 +12,15 @@ if task ~= ARGV[1] then return {'moved', task} end
 local active = redis.call('ZCARD', SLOTS)
 if active >= (tonumber(ctl[3]) - tonumber(ctl[4])) * tonumber(ctl[5]) then return {'done', task} end
 if active >= tonumber(ctl[2]) then return {'full', task} end
+if ARGV[2] == '' then
+  -- A task that nobody can send: its group failed as it came in, and needs no slot.
+  bury(ARGV[4])
+  redis.call('HINCRBY', COUNTS, 'failed:dead_letter', 1)
+  redis.call('HINCRBY', COUNTS, 'admitted', 1)
+  note_failed(task)
+  if redis.call('ZREM', REDO, task) == 0 then redis.call('HINCRBY', CTL, 'cursor', 1) end
+  return {'ok', next_task()}
+end
 local entry = redis.call('XADD', TASKS, '*', 't', task, 'v', ctl[7], 'b', ARGV[2])
 redis.call('HSET', GROUPS, task .. ':n', ARGV[3], task .. ':kind', 'train', task .. ':entry', entry, task .. ':left', ARGV[3])
 redis.call('ZADD', SLOTS, redis.call('HINCRBY', CTL, 'seq', 1), task)

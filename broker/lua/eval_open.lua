@@ -1,11 +1,17 @@
--- KEYS: EVALS EVAL_TASKS GROUPS
--- ARGV: version, samples per task, then task id and body of each. Queues one evaluation; a repeat does nothing.
+-- KEYS: EVALS EVAL_TASKS GROUPS COUNTS DEAD
+-- ARGV: version, samples per task, then task id, body and dead letter ('' when there is a body) of each.
+-- Queues one evaluation; a repeat does nothing. A task that is too large to be sent counts as failed.
 local version = ARGV[1]
-if redis.call('HSETNX', EVALS, version .. ':n', (#ARGV - 2) / 2 * tonumber(ARGV[2])) == 0 then return 0 end
-for i = 3, #ARGV, 2 do
+if redis.call('HSETNX', EVALS, version .. ':n', (#ARGV - 2) / 3 * tonumber(ARGV[2])) == 0 then return 0 end
+for i = 3, #ARGV, 3 do
   local task = ARGV[i]
-  local entry = redis.call('XADD', EVAL_TASKS, '*', 't', task, 'v', version, 'b', ARGV[i + 1])
-  redis.call('HSET', GROUPS, task .. ':n', ARGV[2], task .. ':kind', 'eval', task .. ':entry', entry)
-  redis.call('HSET', GROUPS, task .. ':left', ARGV[2], task .. ':open', ARGV[2])
+  if ARGV[i + 1] == '' then
+    bury(ARGV[i + 2])
+    for _ = 1, tonumber(ARGV[2]) do eval_outcome(task, nil) end
+  else
+    local entry = redis.call('XADD', EVAL_TASKS, '*', 't', task, 'v', version, 'b', ARGV[i + 1])
+    redis.call('HSET', GROUPS, task .. ':n', ARGV[2], task .. ':kind', 'eval', task .. ':entry', entry)
+    redis.call('HSET', GROUPS, task .. ':left', ARGV[2], task .. ':open', ARGV[2])
+  end
 end
 return 1
