@@ -1,13 +1,25 @@
 #!lua flags=allow-oom
--- KEYS: SLOTS COUNTS GROUPS SAMPLES TASKS EVAL_TASKS TRAJECTORIES DEAD FAILED CHANGES
+-- KEYS: SLOTS COUNTS GROUPS SAMPLES TASKS EVAL_TASKS TRAJECTORIES DEAD FAILED CHANGES EVALS
 -- ARGV: stream, entry, task id ('' when the entry doesn't tell), dead letter.
--- A task that no generator can read or survive: dead letter, and its group fails. Once.
+-- A task that no generator can read or survive: dead letter, and its group fails. Once. Of an evaluation only the
+-- samples fail that are not there: the others are scored.
 local stream = ({tasks = TASKS, eval_tasks = EVAL_TASKS})[ARGV[1]]
 if #redis.call('XRANGE', stream, ARGV[2], ARGV[2]) == 0 then return 'dup' end
 bury(ARGV[4])
 local task = ARGV[3]
 -- Only the entry that the group stands on ends the group; a forged one doesn't.
-if task ~= '' and redis.call('HGET', GROUPS, task .. ':entry') == ARGV[2] and redis.call('ZREM', SLOTS, task) == 1 then
+local stands = task ~= '' and redis.call('HGET', GROUPS, task .. ':entry') == ARGV[2]
+if stands and redis.call('HGET', GROUPS, task .. ':kind') == 'eval' then
+  local missing = 0
+  for sample = 0, tonumber(redis.call('HGET', GROUPS, task .. ':n') or 0) - 1 do
+    if redis.call('HSETNX', SAMPLES, task .. ':' .. sample, '-') == 1 then
+      eval_outcome(task, nil)
+      missing = missing + 1
+    end
+  end
+  outcomes_known(task, missing)
+  if redis.call('HINCRBY', GROUPS, task .. ':open', -missing) <= 0 then forget(task) end
+elseif stands and redis.call('ZREM', SLOTS, task) == 1 then
   redis.call('HINCRBY', COUNTS, 'failed:dead_letter', 1)
   redis.call('HINCRBY', COUNTS, 'samples_failed', forget(task))
   note_failed(task)

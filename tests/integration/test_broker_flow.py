@@ -244,6 +244,39 @@ def test_evaluations_count_each_sample_once_and_leave_nothing_behind(broker: Bro
     assert set(entries(broker).values()) == {0}
 
 
+def test_an_evaluation_ends_though_a_task_of_it_kills_its_generators(make_broker: Callable[..., Broker]) -> None:
+    broker = make_broker(max_deliveries=1)
+    training = begin(broker)
+    number = eval_task_id(0, 0)
+    assert broker.evals.open(0, [task(number, n=3, kind="eval")])
+    for name in ("a", "b", "c"):
+        queue = broker.tasks(name)
+        for _ in queue.claim_stale(0.0, 10) or queue.read(1, 10):
+            queue.publish(number, [trajectory(number, 0, kind="eval")])
+    (result,) = broker.evals.results()
+    assert (result.failed, result.complete) == (2, False), "the sample that was published is still to be scored"
+    rewards = broker.trajectories("r")
+    rewards.publish([(item, Score(reward=1.0)) for item in rewards.read(10, 10)])
+    (result,) = broker.evals.results()
+    assert (result.scored, result.failed, result.complete) == (1, 2, True)
+    assert set(entries(broker).values()) == {0}
+    assert training.look().balanced
+
+
+def test_an_evaluation_task_that_nobody_can_read_counts_as_failed(broker: Broker) -> None:
+    begin(broker)
+    number = eval_task_id(0, 0)
+    assert broker.evals.open(0, [task(number, n=2, kind="eval")])
+    client, keys = broker.link.client, broker.link.keys
+    ((entry, fields),) = client.xrange(keys.eval_tasks)
+    client.xdel(keys.eval_tasks, entry)
+    client.hset(keys.groups, f"{number}:entry", client.xadd(keys.eval_tasks, {**fields, b"b": b"garbage"}))
+    assert broker.tasks("g").read(10, 10) == []
+    (result,) = broker.evals.results()
+    assert (result.failed, result.complete) == (2, True)
+    assert set(entries(broker).values()) == {0}
+
+
 def test_purging_a_run_leaves_the_others_alone(make_broker: Callable[..., Broker]) -> None:
     gone, kept = make_broker("gone"), make_broker("gone-not")
     for broker in (gone, kept):
