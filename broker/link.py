@@ -150,11 +150,7 @@ class Link:
         wait = 0.05
         while True:
             try:
-                if not self._settled:
-                    # A node that has not the run's keys refuses this, but would answer about itself.
-                    self.client.exists(self.keys.services)
-                    self._settled = True
-                return operation(self.client, *args)
+                return self._try(operation, args)
             except redis.RedisError as error:
                 self._check(what, error)
                 waited = time.monotonic() - start
@@ -166,6 +162,21 @@ class Link:
                     log.warning("waiting for the broker", doing=what, waited_s=round(waited, 1), error=str(error))
             threading.Event().wait(wait)
             wait = min(wait * 2, 2.0)
+
+    def once(self, what: str, operation: Callable[..., T], *args: Any) -> T:
+        """Like ``run``, but tried a single time: for what comes again by itself, and must hold nothing up."""
+        try:
+            return self._try(operation, args)
+        except redis.RedisError as error:
+            self._check(what, error)
+            raise InfraError(f"the broker at {mask(self.url)} did not answer while {what}: {error}") from error
+
+    def _try(self, operation: Callable[..., T], args: tuple[Any, ...]) -> T:
+        if not self._settled:
+            # A node that has not the run's keys refuses this, but would answer about itself.
+            self.client.exists(self.keys.services)
+            self._settled = True
+        return operation(self.client, *args)
 
     def _check(self, what: str, error: redis.RedisError) -> None:
         """Return if the operation may be tried again."""
@@ -199,6 +210,10 @@ class Link:
     def script(self, name: str, *args: str | bytes | int | float) -> Any:
         """Run one of lua/*.lua on the keys it declares, retried like any operation."""
         return self.run(name, self._evaluate, name, args)
+
+    def script_once(self, name: str, *args: str | bytes | int | float) -> Any:
+        """``script``, tried a single time."""
+        return self.once(name, self._evaluate, name, args)
 
     def scripts(self, name: str, calls: Sequence[Sequence[str | bytes | int | float]]) -> list[Any]:
         """Run one script several times in one round trip; each call is as atomic as alone."""

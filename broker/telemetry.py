@@ -50,18 +50,21 @@ class Services:
         self._link = link
 
     def beat(self, heartbeat: Heartbeat) -> None:
-        """Say that the service is alive, stamped with the broker's clock."""
+        """Say that the service is alive, stamped with the broker's clock. Tried once: the next one comes soon.
+
+        Leases are renewed by the same thread, and must not wait for it.
+        """
 
         def stamp(client: redis.Redis) -> float:
             seconds, micros = client.time()
             return float(seconds) + micros / 1e6
 
-        heartbeat.time = self._link.run("reading the broker's clock", stamp)
-        self._link.script("beat", heartbeat.service, encode(heartbeat))
+        heartbeat.time = self._link.once("reading the broker's clock", stamp)
+        self._link.script_once("beat", heartbeat.service, encode(heartbeat))
 
     def leave(self, service: str) -> None:
-        """The service ended on purpose."""
-        self._link.run("leaving", lambda client: client.hdel(self._link.keys.services, service))
+        """The service ended on purpose. Tried once: an end waits for nothing."""
+        self._link.once("leaving", lambda client: client.hdel(self._link.keys.services, service))
 
     def list(self) -> list[Heartbeat]:
         """The last heartbeat of every service, by name."""
