@@ -53,7 +53,7 @@ ROLES: Mapping[str, Role] = {
     ),
     "reward": Role("score bury beat", _SERVICE, only=_WORKER, on="TRAJECTORIES"),
     "trainer": Role(
-        "look examine begin claim recover close commit discard journal step control weights_add weights_put beat note",
+        "look examine begin claim recover close commit discard journal step finish weights_add weights_put beat note",
         f"{_SERVICE} {_LEDGER} hgetall xgroup|create xinfo|groups xrange xdel",
     ),
     "observer": Role("look", _LOOKER, "*", ""),

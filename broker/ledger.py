@@ -130,7 +130,7 @@ class Ledger:
         keys = self._link.keys
         self._link.run("waiting for room", lambda client: client.xread({keys.changes: position}, 1, timeout_ms))
 
-    def set(self, name: Literal["paused", "state"], value: str | int) -> None:
+    def set(self, name: Literal["paused"], value: str | int) -> None:
         """Change control state; services see it at their next admission."""
         self._link.script("control", name, value)
 

@@ -17,6 +17,7 @@ from typing import Any, Literal
 import msgspec
 import redis
 
+from broker.fence import accepted, incarnation
 from broker.keys import TRAINER
 from broker.ledger import ended_untrained, pairs
 from broker.link import BLOCK_MS, Link
@@ -127,12 +128,6 @@ class Takeover:
     lost: bool
 
 
-def incarnation(epoch: str) -> int:
-    """The number in an epoch; a later trainer's is higher, and -1 is what is no epoch at all."""
-    digits = epoch.partition("-")[0]
-    return int(digits) if digits.isdecimal() else -1
-
-
 class Training:
     """Used by one trainer process.
 
@@ -167,6 +162,11 @@ class Training:
         epoch, step, version, lineage, started, lost = answer
         self._epoch = epoch
         return Takeover(epoch, int(step), int(version), lineage, started, lost == "1")
+
+    @property
+    def epoch(self) -> str:
+        """This trainer's, once it has begun."""
+        return self._epoch
 
     def _server_id(self) -> str:
         info: Any = self._link.run("looking at the server", lambda client: client.info("server"))
@@ -341,12 +341,12 @@ class Training:
         self._fenced(self._link.script("discard", self._epoch, *args))
         self._seen.difference_update(outcome.scored_id for outcome in outcomes)
 
+    def finish(self) -> None:
+        """All steps are done: every service may end."""
+        self._fenced(self._link.script("finish", self._epoch))
+
     def _fenced(self, answer: Any) -> Any:
-        if answer == b"fenced":
-            raise FencedError(f"trainer {self._epoch} was replaced by a newer one and stops")
-        if answer == b"lost":
-            raise BrokerLost("the broker has forgotten this trainer")
-        return answer
+        return accepted(answer, self._epoch)
 
 
 def _runs(ids: Sequence[bytes]) -> list[tuple[bytes, bytes]]:

@@ -31,7 +31,7 @@ def one_group(roles: Mapping[str, Broker], folder: Path) -> Training:
     training.journal(record)
     assert training.records() == {0: record}
     training.step(record)
-    publish_weights(roles["trainer"], 1, folder)
+    publish_weights(roles["trainer"], training.epoch, 1, folder)
     training.commit([record])
     assert fetch_weights(roles["generator"], folder).version == 1
     for role, broker in roles.items():
@@ -43,13 +43,13 @@ def one_group(roles: Mapping[str, Broker], folder: Path) -> Training:
     return training
 
 
-def publish_weights(broker: Broker, version: int, folder: Path, keep: int = 1) -> None:
-    """The trainer's weights through the broker itself."""
+def publish_weights(broker: Broker, epoch: str, version: int, folder: Path, keep: int = 1) -> None:
+    """The weights of the trainer with this epoch through the broker itself."""
     file = folder / "new.safetensors"
     file.write_bytes(b"weights" * 100)
     transport = make_transport(broker.link, "redis", folder)
-    assert broker.weights.publish(
-        transport, file, version=version, step=version, epoch=1, tensors=[], probe=None, keep=keep
+    broker.weights.publish(
+        transport, file, version=version, step=version, epoch=epoch, tensors=[], probe=None, keep=keep
     )
 
 

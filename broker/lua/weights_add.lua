@@ -1,8 +1,10 @@
 #!lua flags=allow-oom
--- KEYS: WEIGHTS
--- ARGV: version, manifest. A number names one set of weights for ever. Weights must get through when memory
+-- KEYS: EPOCH WEIGHTS
+-- ARGV: epoch, version, manifest. A number names one set of weights for ever. Weights must get through when memory
 -- is full, because only steps free it; how many are kept bounds them.
-local made = redis.pcall('XADD', WEIGHTS, ARGV[1] .. '-1', 'b', ARGV[2])
+local no = refused(ARGV[1])
+if no then return no end
+local made = redis.pcall('XADD', WEIGHTS, ARGV[2] .. '-1', 'b', ARGV[3])
 if type(made) == 'table' and made.err then
   if string.match(made.err, 'equal or smaller') then return 'exists' end
   return made

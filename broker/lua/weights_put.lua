@@ -1,5 +1,7 @@
 #!lua flags=allow-oom
--- KEYS: CHUNKS
--- ARGV: field, bytes. One chunk of a weight version; passes when memory is full, like its manifest.
-redis.call('HSET', CHUNKS, ARGV[1], ARGV[2])
+-- KEYS: EPOCH CHUNKS
+-- ARGV: epoch, field, bytes. One chunk of a weight version; passes when memory is full, like its manifest.
+local no = refused(ARGV[1])
+if no then return no end
+redis.call('HSET', CHUNKS, ARGV[2], ARGV[3])
 return 'ok'

@@ -8,10 +8,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from broker.fence import accepted, incarnation
 from broker.link import BLOCK_MS, Link
 from broker.weights.transports import FileTransport, RedisTransport, Transport, chunk_digests
 from schemas.codec import decode, encode
-from schemas.errors import InfraError
+from schemas.errors import FencedError, InfraError
 from schemas.messages import Manifest, Probe, TensorSpec
 
 
@@ -28,30 +29,40 @@ class WeightStore:
         *,
         version: int,
         step: int,
-        epoch: int,
+        epoch: str,
         tensors: list[TensorSpec],
         probe: Probe | None,
         keep: int,
-    ) -> bool:
-        """Make the safetensors ``file`` (it is consumed) version ``version``; False if that version exists."""
+    ) -> None:
+        """Make the safetensors ``file`` (it is consumed) version ``version``; doing it twice changes nothing.
+
+        epoch: the trainer's own. FencedError once another one took over, or if another one has published that version.
+        """
         newest = self.newest()
         if newest is not None and newest.version >= version:
+            self._check_own(version, epoch)
             file.unlink()
-            return False
+            return
         size, chunks = file.stat().st_size, chunk_digests(file)
         manifest = Manifest(
             version=version,
             step=step,
-            epoch=epoch,
+            epoch=incarnation(epoch),
             uri=transport.put(file, version, epoch),
             size=size,
             chunks=chunks,
             tensors=tensors,
             probe=probe,
         )
-        answer = self._link.script("weights_add", version, encode(manifest, 1 << 28))
+        answer = accepted(self._link.script("weights_add", epoch, version, encode(manifest, 1 << 28)), epoch)
+        if answer == b"exists":
+            self._check_own(version, epoch)
         self._trim(transport, keep)
-        return bool(answer == b"ok")
+
+    def _check_own(self, version: int, epoch: str) -> None:
+        newest = self.newest()
+        if newest is None or newest.epoch != incarnation(epoch):
+            raise FencedError(f"weights version {version} was published by another trainer than {epoch}, which stops")
 
     def _trim(self, transport: Transport, keep: int) -> None:
         keys = self._link.keys

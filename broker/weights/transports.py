@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import redis
 
+from broker.fence import accepted, incarnation
 from broker.link import Link
 from schemas.errors import InfraError
 from schemas.messages import Manifest
@@ -24,7 +25,7 @@ CHUNK_BYTES = 8 * 1024 * 1024
 class Transport(Protocol):
     """put() makes a version readable and returns its uri; fetch() gives a verified local file; delete() frees it."""
 
-    def put(self, file: Path, version: int, epoch: int) -> str: ...
+    def put(self, file: Path, version: int, epoch: str) -> str: ...
 
     def fetch(self, manifest: Manifest, folder: Path) -> Path: ...
 
@@ -59,9 +60,9 @@ class FileTransport:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
-    def put(self, file: Path, version: int, epoch: int) -> str:
+    def put(self, file: Path, version: int, epoch: str) -> str:
         self._folder.mkdir(parents=True, exist_ok=True)
-        target = self._folder / f"v{version}-e{epoch}.safetensors"
+        target = self._folder / f"v{version}-e{incarnation(epoch)}.safetensors"
         os.replace(file, target)
         return f"file:{target}"
 
@@ -83,9 +84,9 @@ class RedisTransport:
     def __init__(self, link: Link) -> None:
         self._link = link
 
-    def put(self, file: Path, version: int, epoch: int) -> str:
+    def put(self, file: Path, version: int, epoch: str) -> str:
         for index, chunk in enumerate(_chunks(file)):
-            self._link.script("weights_put", f"{version}:{index}", chunk)
+            accepted(self._link.script("weights_put", epoch, f"{version}:{index}", chunk), epoch)
         file.unlink()
         return f"redis:{version}"
 

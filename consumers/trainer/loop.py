@@ -14,8 +14,8 @@ import structlog
 import torch
 
 from broker.client import Broker
+from broker.fence import incarnation
 from broker.presence import Presence
-from broker.training import incarnation
 from consumers.trainer.checkpoints import Checkpoints
 from consumers.trainer.export import copy_tokenizer
 from consumers.trainer.policy import Policy, load_model
@@ -83,6 +83,7 @@ class Trainer:
             except BrokerLost as error:
                 log.warning("the broker is compared with what is in the weights", reason=str(error))
                 self._incarnation.check(self._epoch)
+                self._publisher.settle()
                 fresh = False
                 if isinstance(error, BrokerDamaged):
                     # Its lineage ends here: everything that is not in the weights is made again.
@@ -139,7 +140,7 @@ class Trainer:
         self._incarnation.write(takeover.epoch, max(self._floor, progress.version), durable=True)
         self._log.resumed(progress.step, takeover.epoch)
         self._source = BatchSource(self._config, self._training, progress)
-        self._publisher.epoch = incarnation(takeover.epoch)
+        self._publisher.epoch = takeover.epoch
         progress.lineage, progress.started = takeover.lineage, takeover.started
         self._uncommitted = []
         if takeover.lost:
@@ -250,7 +251,7 @@ class Trainer:
             self._wait_for_last_evaluation(stop)
             if not stop:
                 self._save_model()
-                self._broker.ledger.set("state", "finished")
+                self._training.finish()
         self._publisher.close()
         self._log.close()
 

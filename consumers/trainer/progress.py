@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from broker.training import FIRST_LINEAGE, Known, Look, incarnation
+from broker.fence import incarnation
+from broker.training import FIRST_LINEAGE, Known, Look
 from schemas.config import TidemillConfig
 from schemas.errors import FencedError, InfraError
 from schemas.messages import BatchRecord
@@ -121,7 +122,11 @@ class Incarnation:
             return None
 
     def write(self, epoch: str, version: int, durable: bool = False) -> None:
-        """Replace the file at once and whole; ``durable`` flushes it to the disk. InfraError if that is full."""
+        """Replace the file at once and whole; ``durable`` flushes it to the disk. InfraError if that is full.
+
+        FencedError, and nothing is written, if another trainer has used the folder since ``epoch`` did.
+        """
+        self.check(epoch)
         aside = self._file.with_suffix(".writing")
         try:
             self._file.parent.mkdir(parents=True, exist_ok=True)

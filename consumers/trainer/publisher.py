@@ -8,11 +8,13 @@ import structlog
 import torch
 
 from broker.client import Broker
+from broker.fence import incarnation
 from broker.weights.store import make_transport
 from consumers.trainer.export import reference_logprobs, write_weights
 from consumers.trainer.policy import Policy
 from schemas.codec import Array
 from schemas.config import TidemillConfig
+from schemas.errors import InfraError
 from schemas.messages import Probe
 
 log = structlog.get_logger()
@@ -21,7 +23,7 @@ log = structlog.get_logger()
 class Publisher:
     """``publish`` copies the weights and returns; the copy travels in the background, in order.
 
-    epoch: the trainer's incarnation, which names the files.
+    epoch: the trainer's; once a newer one took over, sending ends with FencedError.
     """
 
     def __init__(self, config: TidemillConfig, broker: Broker, vocabulary: int) -> None:
@@ -30,7 +32,7 @@ class Publisher:
         self._folder = (settings.folder or config.folder / "weights").resolve()
         self._transport = make_transport(broker.link, settings.transport, self._folder)
         self._keep = settings.keep
-        self.epoch = 0
+        self.epoch = "0-none"
         self._dtype = config.model.dtype
         generator = torch.Generator().manual_seed(config.run.seed)
         length = min(settings.probe_tokens, config.model.max_length - 1)
@@ -43,7 +45,7 @@ class Publisher:
         self.flush()
         self._folder.mkdir(parents=True, exist_ok=True)
         epoch = self.epoch
-        file = self._folder / f"part-{version}-e{epoch}"
+        file = self._folder / f"part-{version}-e{incarnation(epoch)}"
         tensors = write_weights(policy, file, self._dtype)
         probe = Probe(
             tokens=Array.of(self._probe, "i4"),
@@ -69,6 +71,13 @@ class Publisher:
         if self._last is not None:
             last, self._last = self._last, None
             last.result()
+
+    def settle(self) -> None:
+        """Wait until nothing is under way, before the epoch changes; a version that the broker lost is offered anew."""
+        try:
+            self.flush()
+        except InfraError as error:
+            log.warning("a weight version was not sent", error=str(error))
 
     def close(self) -> None:
         """Send what is left."""

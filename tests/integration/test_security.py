@@ -65,7 +65,7 @@ def test_a_group_passes_every_hop_with_each_service_under_its_own_user(
     roles: dict[str, Broker], tmp_path: Path
 ) -> None:
     training = one_group(roles, tmp_path)
-    publish_weights(roles["trainer"], 2, tmp_path)
+    publish_weights(roles["trainer"], training.epoch, 2, tmp_path)
     assert fetch_weights(roles["generator"], tmp_path).version == 2
     training.look()
     for role in ("feeder", "generator", "reward", "trainer"):
@@ -134,7 +134,7 @@ def test_the_trainer_ends_groups_and_takes_over_from_another(roles: dict[str, Br
     training.discard(outcomes)
     position = roles["trainer"].ledger.change_position()
     roles["trainer"].ledger.wait_change(position, 1)
-    roles["trainer"].ledger.set("state", "finished")
+    training.finish()
     assert roles["feeder"].ledger.state().balanced
 
 
@@ -198,7 +198,7 @@ def test_generators_and_rewards_cannot_even_read_the_journal_and_control(roles: 
 CALLS: Mapping[str, Callable[[Broker], object]] = {
     "admit": lambda broker: broker.ledger.admit(task(0)),
     "begin": begin,
-    "weights": lambda broker: broker.link.script("weights_add", 9, b"x"),
+    "weights": lambda broker: broker.link.script("weights_add", "1-x", 9, b"x"),
     "score": lambda broker: broker.trajectories("x").read(1, 1),
     "generate": lambda broker: broker.tasks("x").read(1, 1),
     "metrics": lambda broker: broker.metrics.append({}),
@@ -237,7 +237,7 @@ def test_another_run_is_out_of_reach(roles: dict[str, Broker], urls: dict[str, s
         with pytest.raises(ConfigError, match="refuses"):
             connect(urls[role], OTHER).link.script(script, "x", "y", "z", "0")
     with pytest.raises(ConfigError, match="refuses"):
-        connect(urls[role], OTHER).ledger.set("state", "finished")
+        connect(urls[role], OTHER).ledger.set("paused", 1)
 
 
 @pytest.mark.parametrize("role", acl.ROLES)
