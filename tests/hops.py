@@ -43,11 +43,23 @@ def one_group(roles: Mapping[str, Broker], folder: Path) -> Training:
     return training
 
 
-def publish_weights(broker: Broker, epoch: str, version: int, folder: Path, keep: int = 1) -> None:
-    """The weights of the trainer with this epoch through the broker itself."""
+WEIGHTS = b"weights" * 100
+
+
+def publish_weights(
+    broker: Broker,
+    epoch: str,
+    version: int,
+    folder: Path,
+    *,
+    keep: int = 1,
+    kind: str = "redis",
+    content: bytes = WEIGHTS,
+) -> None:
+    """The weights of the trainer with this epoch, by default through the broker itself."""
     file = folder / "new.safetensors"
-    file.write_bytes(b"weights" * 100)
-    transport = make_transport(broker.link, "redis", folder)
+    file.write_bytes(content)
+    transport = make_transport(broker.link, kind, folder)
     broker.weights.publish(
         transport, file, version=version, step=version, epoch=epoch, tensors=[], probe=None, keep=keep
     )
@@ -57,7 +69,7 @@ def fetch_weights(broker: Broker, folder: Path) -> Manifest:
     """As a generator gets them."""
     manifest = broker.weights.wait_newer(0, 10)
     assert manifest is not None
-    assert broker.weights.fetch(manifest, folder / "in").read_bytes() == b"weights" * 100
+    assert broker.weights.fetch(manifest, folder / "in").read_bytes() == WEIGHTS
     return manifest
 
 

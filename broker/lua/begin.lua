@@ -1,26 +1,34 @@
 #!lua flags=allow-oom
--- KEYS: CTL EPOCH SLOTS COUNTS GROUPS SAMPLES TASKS EVAL_TASKS TRAJECTORIES SCORED DEAD JOURNAL EVALS CHANGES REDO FAILED WEIGHTS EVENTS METRICS SERVICES
+-- KEYS: CTL EPOCH SLOTS COUNTS GROUPS SAMPLES TASKS EVAL_TASKS TRAJECTORIES SCORED DEAD JOURNAL EVALS CHANGES REDO FAILED WEIGHTS CHUNKS EVENTS METRICS SERVICES
 -- ARGV: what the trainer knows, as JSON (broker/training.py, Known). A trainer takes the run over.
 -- What the broker knows wins as long as it can be true. It cannot when its lineage is not that of the trainer's
--- checkpoint, when a step is missing in its journal, when its counts do not add up, or when a key is of another
--- type: then the pipeline is built anew from what the trainer knows. When it only went back a little (its last second was lost), what ended
+-- checkpoint, when a step is missing in its journal, when its counts do not add up, or when a key of the pipeline is
+-- of another type: then the pipeline is built anew from what the trainer knows. When it only went back a little (its last second was lost), what ended
 -- since then is forgotten, and what was admitted since then is admitted again.
 local own = cjson.decode(ARGV[1])
-local types = {
+local pipeline = {
   {CTL, 'hash'}, {EPOCH, 'string'}, {SLOTS, 'zset'}, {COUNTS, 'hash'}, {GROUPS, 'hash'}, {SAMPLES, 'hash'},
-  {TASKS, 'stream'},
-  {EVAL_TASKS, 'stream'}, {TRAJECTORIES, 'stream'}, {SCORED, 'stream'}, {DEAD, 'stream'}, {JOURNAL, 'hash'},
-  {EVALS, 'hash'}, {CHANGES, 'stream'}, {REDO, 'zset'}, {FAILED, 'zset'}, {WEIGHTS, 'stream'},
+  {TASKS, 'stream'}, {EVAL_TASKS, 'stream'}, {TRAJECTORIES, 'stream'}, {SCORED, 'stream'}, {JOURNAL, 'hash'},
+  {REDO, 'zset'},
+}
+-- What these hold is made again, or is for people only: the pipeline goes on without it.
+local beside = {
+  {WEIGHTS, 'stream'}, {CHUNKS, 'hash'}, {DEAD, 'stream'}, {EVALS, 'hash'}, {CHANGES, 'stream'}, {FAILED, 'zset'},
   {EVENTS, 'stream'}, {METRICS, 'stream'}, {SERVICES, 'hash'},
 }
-local damaged = false
-for _, pair in ipairs(types) do
-  local found = redis.call('TYPE', pair[1]).ok
-  if found ~= 'none' and found ~= pair[2] then
-    redis.call('DEL', pair[1])
-    damaged = true
+local function drop_foreign(types)
+  local dropped = false
+  for _, pair in ipairs(types) do
+    local found = redis.call('TYPE', pair[1]).ok
+    if found ~= 'none' and found ~= pair[2] then
+      redis.call('DEL', pair[1])
+      dropped = true
+    end
   end
+  return dropped
 end
+drop_foreign(beside)
+local damaged = drop_foreign(pipeline)
 
 local known = redis.call('HMGET', CTL, 'epochn', 'version', 'step', 'cursor', 'lineage')
 local known_step = tonumber(known[3])

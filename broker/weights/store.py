@@ -8,12 +8,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import structlog
+
 from broker.fence import accepted, incarnation
 from broker.link import BLOCK_MS, Link
 from broker.weights.transports import FileTransport, RedisTransport, Transport, chunk_digests
 from schemas.codec import decode, encode
 from schemas.errors import FencedError, InfraError
 from schemas.messages import Manifest, Probe, TensorSpec
+
+log = structlog.get_logger()
 
 
 class WeightStore:
@@ -36,12 +40,19 @@ class WeightStore:
     ) -> None:
         """Make the safetensors ``file`` (it is consumed) version ``version``; doing it twice changes nothing.
 
+        Where its manifest is still there and its bytes are gone, they are put back.
         epoch: the trainer's own. FencedError once another one took over, or if another one has published that version.
         """
         newest = self.newest()
         if newest is not None and newest.version >= version:
-            self._check_own(version, epoch)
-            file.unlink()
+            if newest.version > version or self.holds(newest):
+                self._check_own(version, epoch)
+                file.unlink()
+            elif chunk_digests(file) == newest.chunks:
+                self._of(newest.uri).restore(file, newest, epoch)
+            else:
+                file.unlink()
+                log.warning("a weight version is lost until the next one: a replay made other bits", version=version)
             return
         size, chunks = file.stat().st_size, chunk_digests(file)
         manifest = Manifest(
@@ -64,15 +75,20 @@ class WeightStore:
         if newest is None or newest.epoch != incarnation(epoch):
             raise FencedError(f"weights version {version} was published by another trainer than {epoch}, which stops")
 
+    def holds(self, manifest: Manifest) -> bool:
+        """Whether the bytes of a version are still there; they are not looked at."""
+        return self._of(manifest.uri).holds(manifest)
+
     def _trim(self, transport: Transport, keep: int) -> None:
         keys = self._link.keys
         entries: Any = self._link.run("listing weights", lambda client: client.xrange(keys.weights))
-        for entry_id, fields in entries[: max(0, len(entries) - keep)]:
-            old = decode(fields[b"b"], Manifest, 1 << 28)
+        manifests = [decode(fields[b"b"], Manifest, 1 << 28) for _, fields in entries]
+        transport.trim(manifests[:-keep], manifests[-keep:])
+        # Last: bytes without a manifest would stay for ever if the trainer died in between.
+        for entry_id, _ in entries[:-keep]:
             self._link.run(
                 "deleting old weights", lambda client, entry_id: client.xdel(keys.weights, entry_id), entry_id
             )
-            transport.delete(old.uri, len(old.chunks))
 
     def newest(self) -> Manifest | None:
         """The newest version, None before the first."""
@@ -94,12 +110,14 @@ class WeightStore:
 
     def fetch(self, manifest: Manifest, folder: Path) -> Path:
         """A verified local safetensors file; InfraError when it is damaged or gone."""
-        kind = manifest.uri.partition(":")[0]
-        if kind == "file":
-            return FileTransport(folder).fetch(manifest, folder)
-        if kind == "redis":
-            return RedisTransport(self._link).fetch(manifest, folder)
-        raise InfraError(f"weights version {manifest.version} came by {kind!r}, which this release does not know")
+        return self._of(manifest.uri).fetch(manifest, folder)
+
+    def _of(self, uri: str) -> Transport:
+        """The transport that a published version came by."""
+        kind, _, place = uri.partition(":")
+        if kind not in ("file", "redis"):
+            raise InfraError(f"weights {uri!r} came by {kind!r}, which this release does not know")
+        return make_transport(self._link, kind, Path(place).parent)
 
 
 def make_transport(link: Link, kind: str, folder: Path) -> Transport:

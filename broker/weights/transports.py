@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -16,6 +16,7 @@ import redis
 
 from broker.fence import accepted, incarnation
 from broker.link import Link
+from broker.queues import number
 from schemas.errors import InfraError
 from schemas.messages import Manifest
 
@@ -23,13 +24,21 @@ CHUNK_BYTES = 8 * 1024 * 1024
 
 
 class Transport(Protocol):
-    """put() makes a version readable and returns its uri; fetch() gives a verified local file; delete() frees it."""
+    """put() makes a version readable and returns its uri; fetch() gives a verified local file.
+
+    holds() says whether all its bytes are there, restore() brings them back under the same uri; both consume ``file``.
+    trim() frees the old versions, and what no version of ``kept`` (oldest first) names.
+    """
 
     def put(self, file: Path, version: int, epoch: str) -> str: ...
 
     def fetch(self, manifest: Manifest, folder: Path) -> Path: ...
 
-    def delete(self, uri: str, chunks: int) -> None: ...
+    def holds(self, manifest: Manifest) -> bool: ...
+
+    def restore(self, file: Path, manifest: Manifest, epoch: str) -> None: ...
+
+    def trim(self, old: Sequence[Manifest], kept: Sequence[Manifest]) -> None: ...
 
 
 def chunk_digests(file: Path) -> list[str]:
@@ -67,15 +76,29 @@ class FileTransport:
         return f"file:{target}"
 
     def fetch(self, manifest: Manifest, folder: Path) -> Path:
-        path = Path(manifest.uri.removeprefix("file:"))
+        path = _path(manifest)
         try:
             verify(manifest, chunk_digests(path))
         except OSError as error:
             raise InfraError(f"weights version {manifest.version} cannot be read: {error}") from error
         return path
 
-    def delete(self, uri: str, chunks: int) -> None:
-        Path(uri.removeprefix("file:")).unlink(missing_ok=True)
+    def holds(self, manifest: Manifest) -> bool:
+        path = _path(manifest)
+        return path.is_file() and path.stat().st_size == manifest.size
+
+    def restore(self, file: Path, manifest: Manifest, epoch: str) -> None:
+        path = _path(manifest)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        os.replace(file, path)
+
+    def trim(self, old: Sequence[Manifest], kept: Sequence[Manifest]) -> None:
+        for manifest in old:
+            _path(manifest).unlink(missing_ok=True)
+
+
+def _path(manifest: Manifest) -> Path:
+    return Path(manifest.uri.removeprefix("file:"))
 
 
 class RedisTransport:
@@ -111,8 +134,25 @@ class RedisTransport:
             raise InfraError(f"weights version {manifest.version} is gone from the broker")
         return chunk
 
-    def delete(self, uri: str, chunks: int) -> None:
-        version = int(uri.removeprefix("redis:"))
-        fields = [f"{version}:{index}" for index in range(chunks)]
-        if fields:
-            self._link.run("deleting old weights", lambda client: client.hdel(self._link.keys.chunks, *fields))
+    def holds(self, manifest: Manifest) -> bool:
+        wanted = {f"{manifest.version}:{index}".encode() for index in range(len(manifest.chunks))}
+        return wanted <= self._fields()
+
+    def restore(self, file: Path, manifest: Manifest, epoch: str) -> None:
+        self.put(file, manifest.version, epoch)
+
+    def trim(self, old: Sequence[Manifest], kept: Sequence[Manifest]) -> None:
+        kept_versions, newest = {manifest.version for manifest in kept}, kept[-1].version
+
+        def freed(field: bytes) -> bool:
+            # A later version is on its way here; an earlier one without a manifest can never get one.
+            version = number(field.partition(b":")[0])
+            return version < newest and version not in kept_versions
+
+        gone = [field for field in self._fields() if freed(field)]
+        if gone:
+            self._link.run("deleting old weights", lambda client: client.hdel(self._link.keys.chunks, *gone))
+
+    def _fields(self) -> set[bytes]:
+        found: Any = self._link.run("listing weights", lambda client: client.hkeys(self._link.keys.chunks))
+        return set(found)

@@ -139,7 +139,7 @@ class Trainer:
         self._epoch = takeover.epoch
         self._incarnation.write(takeover.epoch, max(self._floor, progress.version), durable=True)
         self._log.resumed(progress.step, takeover.epoch)
-        self._source = BatchSource(self._config, self._training, progress)
+        self._source = BatchSource(self._config, self._training, progress, quiet=self._publish)
         self._publisher.epoch = takeover.epoch
         progress.lineage, progress.started = takeover.lineage, takeover.started
         self._uncommitted = []
@@ -175,10 +175,11 @@ class Trainer:
         self._broker.metrics.append(line)
 
     def _publish(self) -> None:
-        """Offer these weights to the generators, unless a version this new was offered before."""
+        """Offer these weights to the generators, unless they can get them or newer ones already."""
         self._publisher.flush()
-        newest = self._broker.weights.newest()
-        if newest is None or newest.version < self.progress.version:
+        store, version = self._broker.weights, self.progress.version
+        newest = store.newest()
+        if newest is None or newest.version < version or (newest.version == version and not store.holds(newest)):
             self._floor = max(self._floor, self.progress.version)
             self._incarnation.write(self._epoch, self._floor)
             self._publisher.publish(self._step.policy, self.progress.version, self.progress.step)

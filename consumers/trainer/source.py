@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import structlog
@@ -38,12 +38,18 @@ class Batch:
 
 
 class BatchSource:
-    """``next`` waits for the groups of a step; ``replay`` gives those of a journaled one again."""
+    """``next`` waits for the groups of a step; ``replay`` gives those of a journaled one again.
 
-    def __init__(self, config: TidemillConfig, training: Training, progress: Progress) -> None:
+    quiet: called while nothing comes in, to look for what the others may wait for.
+    """
+
+    def __init__(
+        self, config: TidemillConfig, training: Training, progress: Progress, quiet: Callable[[], None]
+    ) -> None:
         self._config = config
         self._training = training
         self._progress = progress
+        self._quiet = quiet
         self._assembly = Assembly(config.flow.window)
         self._claimed: dict[bytes, Outcome] = {}
         self._ended: Counter[str] = Counter()
@@ -89,6 +95,7 @@ class BatchSource:
                 )
             if active and time.monotonic() - self._news > QUIET_S:
                 self._examine(active[0].task_id)
+                self._quiet()
             self._training.wait()
         references = [_reference(outcomes) for _, outcomes in groups]
         record = BatchRecord(step=step, version=version, makes=makes, groups=references)

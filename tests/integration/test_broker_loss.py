@@ -18,6 +18,7 @@ from schemas.codec import encode
 from schemas.config import BrokerConfig
 from schemas.errors import BrokerLost, ConfigError, FencedError
 from schemas.messages import DeadLetter, Score
+from tests.hops import fetch_weights, publish_weights
 from tests.integration.test_broker_flow import record_from, record_of, run_group, task, trajectory
 from tests.takeover import FIRST, begin, begin_as
 
@@ -433,3 +434,56 @@ def test_a_restart_that_lost_nothing_is_no_loss(own_server: EmbeddedServer, conn
     assert not takeover.lost
     assert new.look().unfinished == {1}
     assert broker.ledger.state().balanced
+
+
+PIPELINE = ("slots", "counts", "groups", "samples", "tasks", "eval_tasks", "trajectories", "scored", "journal")
+BESIDE = ("weights", "chunks", "dead", "evals", "changes", "failed", "events", "metrics", "services")
+
+
+@pytest.mark.parametrize("name", [*PIPELINE, *BESIDE])
+def test_a_take_over_frees_every_key_of_a_foreign_value_and_loses_only_the_pipelines(broker: Broker, name: str) -> None:
+    training = begin(broker)
+    train_one(broker, training, 0)
+    broker.ledger.admit(task(1))
+    saved = checkpoint(training)
+    client, key = broker.link.client, getattr(broker.link.keys, name)
+    client.set(key, "hello")
+    assert begin_as(broker, saved)[1].lost == (name in PIPELINE)
+    assert client.type(key) != b"string"
+    assert broker.ledger.state().balanced
+
+
+@pytest.mark.parametrize("kind", ["redis", "file"])
+def test_bytes_of_a_published_version_that_are_gone_are_put_back(broker: Broker, tmp_path: Path, kind: str) -> None:
+    training = begin(broker)
+    publish_weights(broker, training.epoch, 1, tmp_path, kind=kind)
+    manifest = broker.weights.newest()
+    assert manifest is not None
+    broker.link.client.delete(broker.link.keys.chunks)
+    (tmp_path / "v1-e1.safetensors").unlink(missing_ok=True)
+    assert not broker.weights.holds(manifest)
+    successor = begin(broker, fresh=False)
+    publish_weights(broker, successor.epoch, 1, tmp_path, kind=kind)
+    assert broker.weights.holds(manifest)
+    assert fetch_weights(broker, tmp_path) == manifest
+
+
+def test_a_version_is_not_given_other_bytes_than_it_had(broker: Broker, tmp_path: Path) -> None:
+    training = begin(broker)
+    publish_weights(broker, training.epoch, 1, tmp_path)
+    broker.link.client.delete(broker.link.keys.chunks)
+    publish_weights(broker, training.epoch, 1, tmp_path, content=b"other")
+    assert not broker.link.client.exists(broker.link.keys.chunks)
+
+
+def test_chunks_that_no_manifest_names_are_freed_with_the_next_version(broker: Broker, tmp_path: Path) -> None:
+    training = begin(broker)
+    client, keys = broker.link.client, broker.link.keys
+    for version in (1, 2):
+        publish_weights(broker, training.epoch, version, tmp_path, keep=2)
+    client.hset(keys.chunks, "0:0", b"of a trainer that died before its manifest")
+    client.hset(keys.chunks, "9:0", b"of a version on its way")
+    client.hset(keys.chunks, "hello", b"world")
+    client.xdel(keys.weights, "1-1")
+    publish_weights(broker, training.epoch, 3, tmp_path, keep=2)
+    assert set(client.hkeys(keys.chunks)) == {b"2:0", b"3:0", b"9:0"}

@@ -272,3 +272,23 @@ def test_a_part_of_the_broker_that_vanishes_stops_nothing_and_skips_nothing(
     assert set(trained(tmp_path).values()) == {1}
     assert set(trained(tmp_path)) == set(range(20)), "no prompt is skipped"
     assert broker.ledger.state().balanced
+
+
+@pytest.mark.parametrize("lost", [("weights",), ("chunks",), ("weights", "chunks")])
+def test_weights_that_vanish_while_all_wait_for_them_are_published_again(
+    trainer: Callable[..., Trainer], broker: Broker, monkeypatch: pytest.MonkeyPatch, lost: tuple[str, ...]
+) -> None:
+    monkeypatch.setattr(source_module, "QUIET_S", 0.1)
+    one, stop = trainer(publish={"transport": "redis"}), StopFlag()
+    store, keys = broker.weights, broker.link.keys
+    thread, errors = in_thread(one, stop)
+    until(lambda: store.newest() is not None, "the first version")
+    # Nobody generates: the trainer waits for the one group that is admitted.
+    broker.ledger.admit(Task(task_id=0, kind="train", n=2, sampling=Sampling(), text="?"))
+    for _ in range(2):
+        broker.link.client.delete(*(getattr(keys, name) for name in lost))
+        until(lambda: (newest := store.newest()) is not None and store.holds(newest), "the same version again")
+    stop.set()
+    thread.join(30)
+    assert not thread.is_alive()
+    assert not errors
