@@ -18,6 +18,10 @@ class InfraError(TidemillError):
     """A machine, process or connection failed: the same work can succeed elsewhere or later."""
 
 
+class DiskError(InfraError):
+    """A file can't be written or read: a full disk, a folder that is gone; mended from outside."""
+
+
 class BrokerLost(InfraError):
     """The broker has forgotten what it knew of the run; the trainer builds it anew from what it knows itself."""
 

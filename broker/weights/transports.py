@@ -17,7 +17,7 @@ import redis
 from broker.fence import accepted, incarnation
 from broker.link import Link
 from broker.queues import number
-from schemas.errors import InfraError
+from schemas.errors import DiskError, InfraError
 from schemas.messages import Manifest
 
 CHUNK_BYTES = 8 * 1024 * 1024
@@ -80,7 +80,7 @@ class FileTransport:
         try:
             verify(manifest, chunk_digests(path))
         except OSError as error:
-            raise InfraError(f"weights version {manifest.version} cannot be read: {error}") from error
+            raise DiskError(f"weights version {manifest.version} cannot be read: {error}") from error
         return path
 
     def holds(self, manifest: Manifest) -> bool:
@@ -114,8 +114,15 @@ class RedisTransport:
         return f"redis:{version}"
 
     def fetch(self, manifest: Manifest, folder: Path) -> Path:
-        folder.mkdir(parents=True, exist_ok=True)
         target = folder / f"v{manifest.version}-e{manifest.epoch}.safetensors"
+        try:
+            self._write(manifest, target)
+        except OSError as error:
+            raise DiskError(f"weights version {manifest.version} cannot be written to {target}: {error}") from error
+        return target
+
+    def _write(self, manifest: Manifest, target: Path) -> None:
+        target.parent.mkdir(parents=True, exist_ok=True)
         digests = []
         with target.with_suffix(".part").open("wb") as stream:
             for index in range(len(manifest.chunks)):
@@ -126,7 +133,6 @@ class RedisTransport:
                 stream.write(chunk)
         verify(manifest, digests)
         os.replace(target.with_suffix(".part"), target)
-        return target
 
     def _get(self, client: redis.Redis, manifest: Manifest, index: int) -> bytes:
         chunk: Any = client.hget(self._link.keys.chunks, f"{manifest.version}:{index}")

@@ -29,7 +29,7 @@ from torch.distributed.checkpoint import CheckpointException, state_dict_loader,
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from consumers.trainer.step import TrainStep
-from schemas.errors import InfraError
+from schemas.errors import DiskError, InfraError
 
 MARKER = "COMPLETE"
 _STATE = "state.json"
@@ -64,7 +64,7 @@ class Checkpoints:
     def save(self, train: TrainStep, *, step: int, version: int, epoch: int, extra: dict[str, Any]) -> Path:
         """Write everything that the next step depends on, and ``extra`` (JSON), as the newest checkpoint.
 
-        InfraError if the folder can't be written. A checkpoint of the same step and epoch is replaced.
+        DiskError if the folder can't be written. A checkpoint of the same step and epoch is replaced.
         """
         path = self.folder / f"step-{step:08d}-e{epoch:04d}"
         aside = self.folder / f".{path.name}.writing"
@@ -94,7 +94,7 @@ class Checkpoints:
                 self._remove_old()
             train.ranks.wait()
         except (OSError, CheckpointException) as error:
-            raise InfraError(f"cannot write the checkpoint {path}: {_reason(error)}") from error
+            raise DiskError(f"cannot write the checkpoint {path}: {_reason(error)}") from error
         return path
 
     def newest(self) -> Newest:

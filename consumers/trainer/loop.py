@@ -8,6 +8,7 @@ memory is mended from what the trainer knows, in the same process.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any, Literal
 
 import structlog
@@ -18,6 +19,7 @@ from broker.fence import incarnation
 from broker.presence import Presence
 from consumers.trainer.checkpoints import Checkpoints
 from consumers.trainer.export import copy_tokenizer
+from consumers.trainer.patience import with_patience
 from consumers.trainer.policy import Policy, load_model
 from consumers.trainer.progress import Incarnation, Progress
 from consumers.trainer.publisher import Publisher
@@ -25,7 +27,7 @@ from consumers.trainer.runlog import RunLog
 from consumers.trainer.source import Batch, BatchSource
 from consumers.trainer.step import StepResult, TrainStep
 from schemas.config import TidemillConfig
-from schemas.errors import BrokerDamaged, BrokerLost, InfraError
+from schemas.errors import BrokerDamaged, BrokerLost, DiskError, InfraError
 from schemas.lifecycle import StopFlag
 from schemas.messages import BatchRecord, Event
 
@@ -83,7 +85,8 @@ class Trainer:
             except BrokerLost as error:
                 log.warning("the broker is compared with what is in the weights", reason=str(error))
                 self._incarnation.check(self._epoch)
-                self._publisher.settle()
+                # What is still under way has the old epoch; after the take-over that would be another trainer's.
+                self._publisher.settle(InfraError)
                 fresh = False
                 if isinstance(error, BrokerDamaged):
                     # Its lineage ends here: everything that is not in the weights is made again.
@@ -93,7 +96,7 @@ class Trainer:
         self._state = "replaying"
         for record in replays:
             log.info("replaying a journaled step", step=record.step)
-            self._train(self._source.replay(record))
+            self._train(self._source.replay(record), stop)
             self._checkpoint_if_due(stop)
         self._state = "running"
         while self.progress.step < self._config.trainer.steps and not stop:
@@ -102,7 +105,7 @@ class Trainer:
             batch = self._source.next(max(self.progress.version, self._floor) + 1, stop)
             if batch is None:
                 break
-            self._train(batch, waited_s=time.monotonic() - started)
+            self._train(batch, stop, waited_s=time.monotonic() - started)
             self._checkpoint_if_due(stop)
         self._finish(stop)
 
@@ -137,9 +140,10 @@ class Trainer:
             )
         )
         self._epoch = takeover.epoch
-        self._incarnation.write(takeover.epoch, max(self._floor, progress.version), durable=True)
+        floor = max(self._floor, progress.version)
+        self._patiently("epoch", lambda: self._incarnation.write(takeover.epoch, floor, durable=True), stop)
         self._log.resumed(progress.step, takeover.epoch)
-        self._source = BatchSource(self._config, self._training, progress, quiet=self._publish)
+        self._source = BatchSource(self._config, self._training, progress, quiet=lambda: self._publish(stop))
         self._publisher.epoch = takeover.epoch
         progress.lineage, progress.started = takeover.lineage, takeover.started
         self._uncommitted = []
@@ -147,14 +151,14 @@ class Trainer:
             progress.version = max(progress.version, takeover.version)
             self._emit("broker_mended", "warning", f"the broker was mended; training goes on at step {progress.step}")
             self._checkpoint(stop)
-        self._publish()
+        self._publish(stop)
         records = [record for _, record in sorted(self._training.records().items())]
         self._training.commit([record for record in records if record.step < self._saved_step])
         self._uncommitted = [record for record in records if self._saved_step <= record.step < progress.step]
         self._source.hold(self._uncommitted)
         return [record for record in records if record.step >= progress.step]
 
-    def _train(self, batch: Batch, waited_s: float = 0.0) -> None:
+    def _train(self, batch: Batch, stop: StopFlag, waited_s: float = 0.0) -> None:
         started = time.monotonic()
         progress = self.progress
         result = self._step.run(self._step.assemble(batch.groups), version=progress.version)
@@ -164,7 +168,7 @@ class Trainer:
         progress.did(batch.record)
         self._log.trained(batch, self._epoch)
         self._uncommitted.append(batch.record)
-        self._publish()
+        self._publish(stop)
         published = time.monotonic()
         seconds = waited_s + published - started
         self._tokens_per_s = result.metrics["tokens"] / seconds
@@ -174,8 +178,17 @@ class Trainer:
         self._training.step(batch.record)
         self._broker.metrics.append(line)
 
-    def _publish(self) -> None:
-        """Offer these weights to the generators, unless they can get them or newer ones already."""
+    def _publish(self, stop: StopFlag) -> None:
+        """Offer these weights to the generators. Training waits while the disk is full, as for a checkpoint."""
+        self._patiently("weights", self._offer, stop)
+
+    def _send(self) -> None:
+        """Like ``_offer``, until they are there."""
+        self._offer()
+        self._publisher.flush()
+
+    def _offer(self) -> None:
+        """Unless the generators can get these weights or newer ones already."""
         self._publisher.flush()
         store, version = self._broker.weights, self.progress.version
         newest = store.newest()
@@ -209,36 +222,35 @@ class Trainer:
 
         Training waits while the folder can't be written: going on would leave the broker with ever more data.
         """
-        self._publisher.flush()
+        self._publisher.settle(DiskError)
         progress = self.progress
         look = self._training.look()
         progress.saw(look)
         if look.step > progress.step:
             # Between replays: what is still to be replayed is not in these weights, though its slots have returned.
             progress.will_do([record for step, record in self._training.records().items() if step >= progress.step])
-        deadline = time.monotonic() + self._config.trainer.checkpoint.deadline_s
-        wait = 0.5
-        while True:
-            try:
-                self._checkpoints.save(
-                    self._step,
-                    step=progress.step,
-                    version=progress.version,
-                    epoch=incarnation(self._epoch),
-                    extra=progress.extra(),
-                )
-                break
-            except InfraError as error:
-                if stop or time.monotonic() > deadline:
-                    raise
-                log.warning("waiting for room to write the checkpoint", error=str(error))
-                self._emit("checkpoint", "error", str(error))
-            stop.wait(wait)
-            wait = min(2 * wait, 10.0)
+
+        def save() -> None:
+            self._checkpoints.save(
+                self._step,
+                step=progress.step,
+                version=progress.version,
+                epoch=incarnation(self._epoch),
+                extra=progress.extra(),
+            )
+
+        self._patiently("checkpoint", save, stop)
         self._saved_step = progress.step
         self._training.commit(self._uncommitted)
         self._source.committed(self._uncommitted)
         self._uncommitted = []
+
+    def _patiently(self, what: str, act: Callable[[], None], stop: StopFlag) -> None:
+        def refused(error: DiskError) -> None:
+            log.warning("waiting for room", writing=what, error=str(error))
+            self._emit(what, "error", str(error))
+
+        with_patience(act, self._config.trainer.checkpoint.deadline_s, stop, refused)
 
     def _emit(self, name: str, level: Literal["info", "warning", "error"], text: str) -> None:
         self._broker.events.emit(Event(name=name, service=self._name, level=level, text=text))
@@ -246,9 +258,10 @@ class Trainer:
     def _finish(self, stop: StopFlag) -> None:
         if self._uncommitted:
             self._checkpoint(stop)
-        self._publisher.flush()
+        self._publisher.settle(DiskError)
         if self.progress.step >= self._config.trainer.steps:
             self._state = "finishing"
+            self._patiently("weights", self._send, stop)
             self._wait_for_last_evaluation(stop)
             if not stop:
                 self._save_model()

@@ -16,7 +16,7 @@ from typing import Any
 from broker.fence import incarnation
 from broker.training import FIRST_LINEAGE, Known, Look
 from schemas.config import TidemillConfig
-from schemas.errors import FencedError, InfraError
+from schemas.errors import DiskError, FencedError
 from schemas.messages import BatchRecord
 
 
@@ -122,7 +122,7 @@ class Incarnation:
             return None
 
     def write(self, epoch: str, version: int, durable: bool = False) -> None:
-        """Replace the file at once and whole; ``durable`` flushes it to the disk. InfraError if that is full.
+        """Replace the file at once and whole; ``durable`` flushes it to the disk. DiskError if that is full.
 
         FencedError, and nothing is written, if another trainer has used the folder since ``epoch`` did.
         """
@@ -137,7 +137,7 @@ class Incarnation:
                     os.fsync(stream.fileno())
             os.replace(aside, self._file)
         except OSError as error:
-            raise InfraError(f"cannot write {self._file}: {error}") from error
+            raise DiskError(f"cannot write {self._file}: {error}") from error
 
     def check(self, epoch: str) -> None:
         """FencedError if another trainer has used the folder since ``epoch`` did."""

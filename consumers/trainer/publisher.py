@@ -14,7 +14,7 @@ from consumers.trainer.export import reference_logprobs, write_weights
 from consumers.trainer.policy import Policy
 from schemas.codec import Array
 from schemas.config import TidemillConfig
-from schemas.errors import InfraError
+from schemas.errors import DiskError, InfraError
 from schemas.messages import Probe
 
 log = structlog.get_logger()
@@ -41,28 +41,37 @@ class Publisher:
         self._last: Future[None] | None = None
 
     def publish(self, policy: Policy, version: int, step: int) -> None:
-        """Copy ``policy`` to a file as ``version``; errors of the version before surface here."""
+        """Copy ``policy`` to a file as ``version``; errors of the version before surface here.
+
+        DiskError when there is no room for it.
+        """
         self.flush()
-        self._folder.mkdir(parents=True, exist_ok=True)
         epoch = self.epoch
         file = self._folder / f"part-{version}-e{incarnation(epoch)}"
-        tensors = write_weights(policy, file, self._dtype)
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            tensors = write_weights(policy, file, self._dtype)
+        except OSError as error:
+            raise DiskError(f"cannot write weights version {version} to {file}: {error}") from error
         probe = Probe(
             tokens=Array.of(self._probe, "i4"),
             logprobs=Array.of(reference_logprobs(policy, self._probe), "f4"),
         )
 
         def send() -> None:
-            self._store.publish(
-                self._transport,
-                file,
-                version=version,
-                step=step,
-                epoch=epoch,
-                tensors=tensors,
-                probe=probe,
-                keep=self._keep,
-            )
+            try:
+                self._store.publish(
+                    self._transport,
+                    file,
+                    version=version,
+                    step=step,
+                    epoch=epoch,
+                    tensors=tensors,
+                    probe=probe,
+                    keep=self._keep,
+                )
+            except OSError as error:
+                raise DiskError(f"cannot publish weights version {version} from {file}: {error}") from error
 
         self._last = self._executor.submit(send)
 
@@ -72,11 +81,11 @@ class Publisher:
             last, self._last = self._last, None
             last.result()
 
-    def settle(self) -> None:
-        """Wait until nothing is under way, before the epoch changes; a version that the broker lost is offered anew."""
+    def settle(self, tolerated: type[InfraError]) -> None:
+        """Wait until nothing is under way; what was not sent for a ``tolerated`` reason has to be offered anew."""
         try:
             self.flush()
-        except InfraError as error:
+        except tolerated as error:
             log.warning("a weight version was not sent", error=str(error))
 
     def close(self) -> None:

@@ -1,7 +1,8 @@
 """Weights of one generator: pull the newest version, load it in flight, check the probe.
 
-No trajectory leaves between a load and its passed probe. A version that can't be loaded
-or fails its probe is reported, and the process ends: it comes back on the newest version.
+No trajectory leaves between a load and its passed probe. A version that can't be fetched is reported and tried
+again, with the old one in use. One that can't be loaded or fails its probe is reported, and the process ends: it
+comes back on the newest version.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from schemas.messages import Event, Manifest
 
 EVAL_DEADLINE_S = 60.0
 """An evaluation may hold back new weights for so long."""
+FETCH_DEADLINE_S = 300.0
+"""A version that is the newest all the time and can't be fetched ends the process after so long."""
 TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.1}
 """Largest probe difference in nats, by dtype."""
 
@@ -51,7 +54,7 @@ class Updates:
             while not stop:
                 manifest = await asyncio.to_thread(self._broker.weights.wait_newer, self.version)
                 if manifest is not None:
-                    await self._update(manifest)
+                    await self._update(manifest, stop)
         finally:
             async with self._changed:
                 self._closed = True
@@ -76,16 +79,36 @@ class Updates:
                 self._more_evaluations = more
                 self._changed.notify_all()
 
-    async def _update(self, manifest: Manifest) -> None:
-        try:
-            path = await asyncio.to_thread(self._broker.weights.fetch, manifest, self._folder)
-        except InfraError as error:
-            newest = await asyncio.to_thread(self._broker.weights.newest)
-            if newest is not None and newest.version > manifest.version:
-                log.info("version was replaced while it was fetched", version=manifest.version)
-                return
-            await self._alarm(f"weights version {manifest.version} cannot be fetched: {error}")
-            raise
+    async def _fetch(self, manifest: Manifest, stop: StopFlag) -> Path | None:
+        """A checked local file; None when it is no longer the newest version, or when asked to stop.
+
+        What is missing may be put back, and a full disk emptied: the old version serves on while it is tried again.
+        InfraError after the deadline.
+        """
+        deadline = time.monotonic() + FETCH_DEADLINE_S
+        wait, tries = 0.5, 0
+        while True:
+            try:
+                return await asyncio.to_thread(self._broker.weights.fetch, manifest, self._folder)
+            except InfraError as error:
+                newest = await asyncio.to_thread(self._broker.weights.newest)
+                if newest is None or newest.version != manifest.version:
+                    log.info("version was replaced while it was fetched", version=manifest.version)
+                    return None
+                if tries == 0:
+                    await self._alarm(f"weights version {manifest.version} cannot be fetched: {error}")
+                if time.monotonic() > deadline:
+                    raise
+                log.warning("waiting for weights that cannot be fetched", version=manifest.version, error=str(error))
+            tries += 1
+            if await asyncio.to_thread(stop.wait, wait):
+                return None
+            wait = min(2 * wait, 10.0)
+
+    async def _update(self, manifest: Manifest, stop: StopFlag) -> None:
+        path = await self._fetch(manifest, stop)
+        if path is None:
+            return
         if self._verified:
             await self._wait_for_evaluations()
         async with self._changed:
@@ -96,10 +119,13 @@ class Updates:
         except DataError as error:
             await self._alarm(f"weights version {manifest.version} does not fit this model: {error}")
             raise
+        except OSError as error:
+            # The trainer frees old versions; of a model that is half loaded nothing can be used.
+            raise InfraError(f"weights version {manifest.version} cannot be loaded: {error}") from error
         self.last_load_s = time.monotonic() - started
         await self._check_probe(manifest)
         if path.parent == self._folder:
-            path.unlink()
+            path.unlink(missing_ok=True)
         async with self._changed:
             self.version = manifest.version
             self._verified = True

@@ -15,7 +15,10 @@ import pytest
 from tiny import make_tiny_model
 
 from broker.client import Broker
+from broker.weights.transports import FileTransport
 from consumers.trainer import checkpoints as checkpoints_module
+from consumers.trainer import patience
+from consumers.trainer import publisher as publisher_module
 from consumers.trainer import source as source_module
 from consumers.trainer.checkpoints import Checkpoints
 from consumers.trainer.loop import Trainer
@@ -23,7 +26,7 @@ from consumers.trainer.policy import Policy, load_model
 from consumers.trainer.step import TrainStep
 from deploy.summary import lineage, read_lines
 from schemas.config import TidemillConfig, parse_config
-from schemas.errors import FencedError
+from schemas.errors import DiskError, FencedError
 from schemas.lifecycle import StopFlag
 from schemas.messages import Sampling, Score, Task
 from tests.trajectories import trajectory
@@ -292,3 +295,45 @@ def test_weights_that_vanish_while_all_wait_for_them_are_published_again(
     thread.join(30)
     assert not thread.is_alive()
     assert not errors
+
+
+@pytest.mark.parametrize("place", ["write_weights", "put"])
+def test_training_waits_while_weights_find_no_room(
+    trainer: Callable[..., Trainer], broker: Broker, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    failures: list[int] = []
+    owner = {"write_weights": publisher_module, "put": FileTransport}[place]
+    real = getattr(owner, place)
+
+    def full(*args: Any, **kwargs: Any) -> Any:
+        if len(failures) < 2:
+            failures.append(1)
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(owner, place, full)
+    monkeypatch.setattr(patience, "FIRST_WAIT_S", 0.01)
+    one = trainer(steps=3)
+    with Rest(broker):
+        run(one)
+    assert len(failures) == 2
+    assert one.progress.step == 3
+    newest = broker.weights.newest()
+    assert newest is not None
+    assert newest.version == 3
+    assert broker.weights.holds(newest)
+    assert any(event.name == "weights" and "No space" in event.text for event in broker.events.tail(10))
+
+
+def test_a_trainer_that_waits_for_room_for_weights_ends_when_asked(
+    trainer: Callable[..., Trainer], broker: Broker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stop = StopFlag()
+
+    def full(*_: Any, **__: Any) -> None:
+        stop.set()
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(publisher_module, "write_weights", full)
+    with pytest.raises(DiskError, match="cannot write weights version 0"):
+        run(trainer(), stop)
