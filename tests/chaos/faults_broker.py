@@ -116,6 +116,8 @@ class MaxMemory(Fault):
 
 PARTS = ("tasks", "trajectories", "scored", "ctl", "epoch", "slots", "counts", "groups", "samples", "journal", "redo")
 """Keys without which a run can't go on as it was."""
+BESIDE = ("weights", "chunks", "dead", "evals", "services")
+"""Keys whose loss may cost no sample."""
 
 
 @kind
@@ -125,9 +127,9 @@ class DeleteKey(Fault):
     kind, weight = "delete key", 1.5
 
     def strike(self, world: World, rng: random.Random) -> Strike | None:
-        name = rng.choice(PARTS)
+        name = rng.choice(PARTS + BESIDE)
         key = getattr(world.keys, name)
-        return _command(world, name, lambda client: client.delete(key), back_to=0.0)
+        return _command(world, name, lambda client: client.delete(key), back_to=_back_to(name))
 
 
 @kind
@@ -137,7 +139,7 @@ class WrongType(Fault):
     kind, weight = "wrong type", 1.5
 
     def strike(self, world: World, rng: random.Random) -> Strike | None:
-        name = rng.choice(PARTS)
+        name = rng.choice(PARTS + BESIDE)
         key = getattr(world.keys, name)
 
         def delete() -> bool:
@@ -148,7 +150,13 @@ class WrongType(Fault):
 
             return _command(world, name, act) is not None
 
-        return _command(world, name, lambda client: client.set(key, "x"), delete, rng.uniform(0.5, 4.0), back_to=0.0)
+        return _command(
+            world, name, lambda client: client.set(key, "x"), delete, rng.uniform(0.5, 4.0), back_to=_back_to(name)
+        )
+
+
+def _back_to(name: str) -> float | None:
+    return 0.0 if name in PARTS else None
 
 
 @kind

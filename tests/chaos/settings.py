@@ -24,7 +24,10 @@ SERVICES = {
 
 
 def configuration(folder: Path, seed: int) -> dict[str, Any]:
-    """The configuration of every service; broker.url comes with each service's command."""
+    """The configuration of every service; broker.url comes with each service's command.
+
+    Weights travel through the broker with an odd seed, through the file system with an even one.
+    """
     return {
         "run": {"name": RUN, "folder": str(folder / "run"), "seed": seed},
         "model": {"path": str(folder / "model"), "dtype": "float32", "max_length": 64},
@@ -48,6 +51,7 @@ def configuration(folder: Path, seed: int) -> dict[str, Any]:
             "optimizer": {"lr": 1e-4},
             "checkpoint": {"every": CHECKPOINT_EVERY, "keep": 3},
             "batch_timeout_s": 300,
+            "publish": {"transport": "redis" if seed % 2 else "file"},
         },
         "log": {"format": "json", "level": "info"},
     }
