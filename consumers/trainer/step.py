@@ -31,7 +31,10 @@ from schemas.errors import ConfigError
 
 @dataclass(frozen=True)
 class StepResult:
-    """metrics: flat, for logs. staleness: loss tokens by age in versions. skipped: no weight was changed."""
+    """metrics: flat, for logs. staleness: loss tokens by age in versions. skipped: no weight was changed.
+
+    A skipped step is a step all the same: it makes a version of its own, with the weights of the one before.
+    """
 
     metrics: dict[str, float]
     staleness: dict[int, int]
