@@ -129,14 +129,19 @@ class ZombieTrainer(Fault):
 
     def strike(self, world: World, rng: random.Random) -> Strike | None:
         victim = _choose(world, rng, "trainer")
-        if victim is None or time.monotonic() - victim.started < 12.0 or not victim.signal(signal.SIGSTOP):
+        # One that has not taken the run over yet is no zombie when it wakes, and neither is one without a successor.
+        if victim is None or not _begun(world, victim) or not victim.signal(signal.SIGSTOP):
             return None
         victim.stopped = True
         world.fleet.replace(victim.name)
 
-        def go_on() -> None:
+        def go_on() -> bool:
+            successor = world.fleet.members.get(victim.name)
+            if successor is None or not _begun(world, successor):
+                return False
             victim.signal(signal.SIGCONT)
             victim.stopped, victim.asked_at = False, time.monotonic()
+            return True
 
         return Strike(victim.name, go_on, rng.uniform(8.0, 20.0), detail={"pid": victim.pid})
 
@@ -182,6 +187,12 @@ class FullDisk(Fault):
         call = rng.randint(1, 4)
         flag.write_text(str(call))
         return Strike("trainer", lambda: flag.unlink(missing_ok=True), rng.uniform(2.0, 6.0), detail={"call": call})
+
+
+def _begun(world: World, trainer: Member) -> bool:
+    """Whether this process has taken the run over, as it wrote down itself."""
+    file = world.folder / "evidence" / f"{trainer.name}.{trainer.pid}.jsonl"
+    return file.is_file() and '"k":"begin"' in file.read_text(errors="replace")
 
 
 def _choose(world: World, rng: random.Random, role: str) -> Member | None:
