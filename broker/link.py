@@ -193,6 +193,9 @@ class Link:
             return
         if isinstance(error, MOVING):
             return
+        if isinstance(error, redis.exceptions.NoScriptError):
+            # It was given the script a moment ago: another server has taken its place in between.
+            return
         if word(error) == "WRONGTYPE" or "WRONGTYPE" in str(error):
             if self.authority:
                 raise BrokerLost(f"a key of the run was replaced while {what}: {error}") from error

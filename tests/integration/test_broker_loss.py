@@ -487,3 +487,27 @@ def test_chunks_that_no_manifest_names_are_freed_with_the_next_version(broker: B
     client.xdel(keys.weights, "1-1")
     publish_weights(broker, training.epoch, 3, tmp_path, keep=2)
     assert set(client.hkeys(keys.chunks)) == {b"2:0", b"3:0", b"9:0"}
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+def test_a_server_that_is_replaced_just_after_it_was_given_a_script_gets_it_again(
+    broker: Broker, monkeypatch: pytest.MonkeyPatch, at_once: bool
+) -> None:
+    begin(broker)
+    client, given = broker.link.client, []
+    real = client.script_load
+
+    def load(text: str) -> str:
+        sha = real(text)
+        if not given:
+            client.script_flush()
+        given.append(sha)
+        return sha
+
+    monkeypatch.setattr(client, "script_load", load)
+    client.script_flush()
+    if at_once:
+        assert broker.ledger.admit_all([task(0), task(1)]).admitted == 2
+    else:
+        assert broker.ledger.state().balanced
+    assert len(given) == 2
