@@ -35,7 +35,7 @@ class _Term(Fault):
     def strike(self, world: World, rng: random.Random) -> Strike | None:
         victim = _choose(world, rng, self.role)
         # Before the service has installed its handler, after its imports, a SIGTERM is just a kill.
-        if victim is None or time.monotonic() - victim.started < (12.0 if self.role == "trainer" else 2.0):
+        if victim is None or not _wrote(world, victim, "ready", "answered"):
             return None
         if not victim.signal(signal.SIGTERM):
             return None
@@ -130,14 +130,14 @@ class ZombieTrainer(Fault):
     def strike(self, world: World, rng: random.Random) -> Strike | None:
         victim = _choose(world, rng, "trainer")
         # One that has not taken the run over yet is no zombie when it wakes, and neither is one without a successor.
-        if victim is None or not _begun(world, victim) or not victim.signal(signal.SIGSTOP):
+        if victim is None or not _wrote(world, victim, "begin") or not victim.signal(signal.SIGSTOP):
             return None
         victim.stopped = True
         world.fleet.replace(victim.name)
 
         def go_on() -> bool:
             successor = world.fleet.members.get(victim.name)
-            if successor is None or not _begun(world, successor):
+            if successor is None or not _wrote(world, successor, "begin"):
                 return False
             victim.signal(signal.SIGCONT)
             victim.stopped, victim.asked_at = False, time.monotonic()
@@ -189,10 +189,11 @@ class FullDisk(Fault):
         return Strike("trainer", lambda: flag.unlink(missing_ok=True), rng.uniform(2.0, 6.0), detail={"call": call})
 
 
-def _begun(world: World, trainer: Member) -> bool:
-    """Whether this process has taken the run over, as it wrote down itself."""
-    file = world.folder / "evidence" / f"{trainer.name}.{trainer.pid}.jsonl"
-    return file.is_file() and '"k":"begin"' in file.read_text(errors="replace")
+def _wrote(world: World, member: Member, *kinds: str) -> bool:
+    """Whether this process has left evidence of one of these kinds, see service.py."""
+    file = world.folder / "evidence" / f"{member.name}.{member.pid}.jsonl"
+    text = file.read_text(errors="replace") if file.is_file() else ""
+    return any(f'"k":"{kind}"' in text for kind in kinds)
 
 
 def _choose(world: World, rng: random.Random, role: str) -> Member | None:
