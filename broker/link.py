@@ -37,8 +37,9 @@ ELSEWHERE = (redis.AuthenticationError, redis.exceptions.NoPermissionError)
 FORBIDDEN = ("user executing the script", "ACL failure in script", "SELECT is not allowed", "DB index is out of range")
 """What such refusals say when redis-py has no kind for them."""
 
-WAITABLE = frozenset({"OOM", "MISCONF", "LOADING", "READONLY", "NOREPLICAS"})
-"""First words of refusals that pass: memory or disk is full, the server starts, another becomes primary."""
+WAITABLE = frozenset({"OOM", "MISCONF", "LOADING", "READONLY", "NOREPLICAS", "BUSY", "NOSCRIPT"})
+"""First words of refusals that pass: memory or disk is full, the server starts, another becomes primary, a script of
+somebody runs long, or scripts were flushed between our loading one and calling it."""
 
 GONE = frozenset({"NOGROUP", "UNBLOCKED"})
 """First words of the answer to a reader whose stream or group was deleted."""
@@ -115,6 +116,8 @@ def word(error: redis.RedisError) -> str:
         return "LOADING"
     if isinstance(error, redis.exceptions.ReadOnlyError):
         return "READONLY"
+    if isinstance(error, redis.exceptions.NoScriptError):
+        return "NOSCRIPT"
     return str(error).rpartition(" of pipeline caused error: ")[2].partition(" ")[0]
 
 

@@ -162,7 +162,7 @@ class _Worker:
         for item in pending:
             entry = item["message_id"]
             if entry in fresh and now - since.get(entry, now) > lease_s:
-                self._link.run(
+                self._of_group(
                     "dating leases",
                     lambda client, entry, owner: client.xclaim(
                         stream, self._group, owner, min_idle_time=0, message_ids=[entry], idle=0, justid=True

@@ -6,6 +6,8 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -333,6 +335,34 @@ def test_leases_that_a_clock_set_back_has_dated_into_the_future_still_end(broker
         time.sleep(0.06)
         found = alive.claim_stale(lease_s=0.05, count=10)
     assert [delivery.message.task_id for delivery in found] == [0]
+
+
+def test_a_group_that_is_deleted_while_leases_are_dated_is_made_again(
+    broker: Broker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begin(broker)
+    broker.ledger.admit(task(0))
+    broker.tasks("dead").read(1, 10)
+    client, keys = broker.link.client, broker.link.keys
+    alive = broker.tasks("alive")
+    original, deleted, pending = client.xclaim, [], client.xpending_range
+
+    def xpending_range(*args: Any) -> Any:
+        return [item | {"time_since_delivered": 0} for item in pending(*args)]
+
+    def xclaim(*args: Any, **kwargs: Any) -> Any:
+        if not deleted:
+            deleted.append(client.xgroup_destroy(keys.tasks, "generators"))
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(client, "xpending_range", xpending_range)
+    monkeypatch.setattr(client, "xclaim", xclaim)
+    for now in (0.0, 100.0):
+        monkeypatch.setattr("broker.queues.time", SimpleNamespace(monotonic=lambda now=now: now))
+        assert alive.claim_stale(lease_s=50.0, count=10) == []
+    assert deleted == [1]
+    monkeypatch.undo()
+    assert [item.message.task_id for item in alive.read(10, 10)] == [0]
 
 
 @pytest.fixture
