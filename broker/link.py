@@ -39,7 +39,7 @@ FORBIDDEN = ("user executing the script", "ACL failure in script", "SELECT is no
 
 WAITABLE = frozenset({"OOM", "MISCONF", "LOADING", "READONLY", "NOREPLICAS", "BUSY", "NOSCRIPT"})
 """First words of refusals that pass: memory or disk is full, the server starts, another becomes primary, a script of
-somebody runs long, or scripts were flushed between our loading one and calling it."""
+somebody runs long, or scripts were flushed or the server replaced between our loading one and calling it."""
 
 GONE = frozenset({"NOGROUP", "UNBLOCKED"})
 """First words of the answer to a reader whose stream or group was deleted."""
@@ -195,9 +195,6 @@ class Link:
             self._go([redirected(self.url, error), self.url])
             return
         if isinstance(error, MOVING):
-            return
-        if isinstance(error, redis.exceptions.NoScriptError):
-            # It was given the script a moment ago: another server has taken its place in between.
             return
         if word(error) == "WRONGTYPE" or "WRONGTYPE" in str(error):
             if self.authority:
