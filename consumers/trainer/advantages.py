@@ -2,7 +2,8 @@
 
 Every function has the signature ``(rewards, groups) -> advantages``: float64 [S], int64 [S]
 with the group of each sample, float64 [S]. Groups may differ in size, a group of one gets zero
-(``raw`` excepted: it compares nothing). A user's own function is named as ``module:name``.
+(``raw`` excepted: it compares nothing). A user's own function is named as ``module:name``. Advantages
+that differ from token to token are in returns.py.
 """
 
 from __future__ import annotations
@@ -22,8 +23,11 @@ Advantage: TypeAlias = Callable[[Floats, Groups], Floats]
 ADVANTAGES = Registry(
     "trainer.advantage.name",
     {
-        name: f"consumers.trainer.advantages:{name}"
-        for name in ("centered", "grpo", "rloo", "lite_ppo", "max_rl", "raw")
+        **{
+            name: f"consumers.trainer.advantages:{name}"
+            for name in ("centered", "grpo", "rloo", "lite_ppo", "max_rl", "raw")
+        },
+        **{name: f"consumers.trainer.returns:{name}" for name in ("reinforce_pp", "gae")},
     },
 )
 

@@ -1,4 +1,4 @@
-"""Policy losses: pure functions of one dataclass, from log-probabilities to a loss for every token.
+"""Policy losses of single tokens: pure functions of one dataclass, from log-probabilities to a loss for every token.
 
 A loss says nothing about averaging (see aggregation.py) and returns values at masked positions too:
 the step weighs them by zero. ``log_ratio`` is clamped before exp, so one extreme token gives a large but
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,11 +22,13 @@ LOG_RATIO_LIMIT = 20.0
 
 @dataclass(frozen=True)
 class LossInputs:
-    """Everything a loss may look at; float32 [R, T], rows are sequences, unless said otherwise.
+    """Everything a loss may look at; float32 [R, T] unless said otherwise, padded or packed.
 
     logprobs: of the policy in training, with gradient. rollout_logprobs: of the policy that sampled.
     mask: bool, true at loss tokens. versions: int64, weight version of each token, -1 where there is none.
-    proximal_logprobs, reference_logprobs: of further policies, when the run has them.
+    proximal_logprobs, reference_logprobs: of further policies, when the run has them, without gradient.
+    sequence: int64, id of the sequence that a token belongs to; without it each row is one sequence.
+    keep: bool, what a loss's own ``select`` left of the step's tokens; without it all.
     """
 
     logprobs: Tensor
@@ -36,6 +38,8 @@ class LossInputs:
     versions: Tensor | None = None
     proximal_logprobs: Tensor | None = None
     reference_logprobs: Tensor | None = None
+    sequence: Tensor | None = None
+    keep: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -50,17 +54,61 @@ class LossOutput:
 
 
 Loss: TypeAlias = Callable[..., LossOutput]
+"""A function of LossInputs and keyword arguments, or a class that is built with these and called with LossInputs.
+
+``needs_proximal = True`` on it asks for proximal log-probabilities. A loss that has to see the whole step before
+its first gradient is a class with ``select(batch, add) -> list of bool [R, T]``, see ``losses_batch.py``.
+"""
 
 LOSSES = Registry(
     "trainer.loss.name",
-    {name: f"consumers.trainer.losses:{name}" for name in ("reinforce", "ppo", "cispo", "dppo")},
+    {
+        **{
+            name: f"consumers.trainer.losses:{name}"
+            for name in ("reinforce", "ppo", "dapo", "dr_grpo", "cispo", "dppo", "sapo")
+        },
+        "decoupled_ppo": "consumers.trainer.losses_proximal:decoupled_ppo",
+        "gspo": "consumers.trainer.losses_batch:gspo",
+        "m2po": "consumers.trainer.losses_batch:M2po",
+    },
 )
+
+_F = TypeVar("_F", bound=Loss)
+
+
+def needs_proximal(function: _F) -> _F:
+    """Mark a loss that uses proximal log-probabilities; the step then provides them (``trainer.loss.proximal``)."""
+    function.needs_proximal = True  # type: ignore[attr-defined]
+    return function
 
 
 def log_ratio(inputs: LossInputs) -> Tensor:
     """log(policy / rollout policy), [R, T], clamped to +-20 and zero at masked positions."""
-    difference = torch.where(inputs.mask, inputs.logprobs - inputs.rollout_logprobs, 0.0)
-    return difference.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    return bounded_difference(inputs.logprobs, inputs.rollout_logprobs, inputs.mask)
+
+
+def bounded_difference(logprobs: Tensor, others: Tensor, mask: Tensor) -> Tensor:
+    """logprobs - others, [R, T], clamped to +-20 and zero at masked positions."""
+    return torch.where(mask, logprobs - others, 0.0).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+
+
+def clipped_surrogate(
+    ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float, dual_clip: float | None
+) -> tuple[Tensor, Tensor]:
+    """PPO's term for any ratio [R, T], and where its gradient is zero (bool [R, T]).
+
+    max(-A*r, -A*clip(r, 1-clip_low, 1+clip_high)), at most -A*dual_clip where A < 0.
+    """
+    plain = -advantages * ratio
+    bounded = -advantages * ratio.clamp(1 - clip_low, 1 + clip_high)
+    loss = torch.maximum(plain, bounded)
+    clipped = bounded > plain
+    if dual_clip is not None:
+        ceiling = -advantages * dual_clip
+        over = (advantages < 0) & (loss > ceiling)
+        loss = torch.where(over, ceiling, loss)
+        clipped = clipped | over
+    return loss, clipped
 
 
 def reinforce(inputs: LossInputs, *, truncate: float = 2.0) -> LossOutput:
@@ -78,17 +126,26 @@ def ppo(
     Clipping as in arXiv:1707.06347, the asymmetric bounds of DAPO (arXiv:2503.14476), the dual
     clip of arXiv:1912.09729 (``dual_clip`` over 1, or null to leave it out).
     """
-    ratio = log_ratio(inputs).exp()
-    advantages = inputs.advantages
-    plain = -advantages * ratio
-    bounded = -advantages * ratio.clamp(1 - clip_low, 1 + clip_high)
-    loss = torch.maximum(plain, bounded)
-    clipped = bounded > plain
-    if dual_clip is not None:
-        ceiling = -advantages * dual_clip
-        over = (advantages < 0) & (loss > ceiling)
-        loss = torch.where(over, ceiling, loss)
-        clipped = clipped | over
+    loss, clipped = clipped_surrogate(log_ratio(inputs).exp(), inputs.advantages, clip_low, clip_high, dual_clip)
+    return LossOutput(loss, {"clipped": clipped})
+
+
+def dapo(inputs: LossInputs, *, clip_low: float = 0.2, clip_high: float = 0.28) -> LossOutput:
+    """max(-A*r, -A*clip(r, 0.8, 1.28)) with the advantage ``grpo`` and token mean (DAPO, arXiv:2503.14476).
+
+    Its dynamic sampling is what ``trainer.advantage.keep_zero_variance: false`` does, its overlong
+    penalty the reward ``length``.
+    """
+    loss, clipped = clipped_surrogate(log_ratio(inputs).exp(), inputs.advantages, clip_low, clip_high, None)
+    return LossOutput(loss, {"clipped": clipped})
+
+
+def dr_grpo(inputs: LossInputs, *, clip_low: float = 0.2, clip_high: float = 0.2) -> LossOutput:
+    """PPO's term with the advantage ``centered`` and the aggregation ``constant`` (Dr. GRPO, arXiv:2503.20783).
+
+    Neither the length of a sequence nor the spread of its group's rewards is in the denominator.
+    """
+    loss, clipped = clipped_surrogate(log_ratio(inputs).exp(), inputs.advantages, clip_low, clip_high, None)
     return LossOutput(loss, {"clipped": clipped})
 
 
@@ -110,3 +167,15 @@ def dppo(inputs: LossInputs, *, delta: float = 0.2, tau: float = 1e-3) -> LossOu
     left_out = ((inputs.advantages > 0) & (moved > delta)) | ((inputs.advantages < 0) & (-moved > delta))
     surrogate = torch.where(left_out, 0.0, -log_r.exp() * inputs.advantages)
     return LossOutput(surrogate + tau * log_r.square(), {"masked": left_out})
+
+
+def sapo(inputs: LossInputs, *, tau_positive: float = 1.0, tau_negative: float = 1.05) -> LossOutput:
+    """-A * (4/tau) * sigmoid(tau*(r-1)): a soft gate in place of the clip (SAPO, arXiv:2511.20347).
+
+    tau is ``tau_positive`` where A > 0, else ``tau_negative``. The gradient's weight is r * 4s(1-s), s the
+    sigmoid: 1 at r = 1, and falling to both sides. Nothing is cut off, so there is no ``clipped``.
+    """
+    ratio = log_ratio(inputs).exp()
+    tau = torch.where(inputs.advantages > 0, ratio.new_tensor(tau_positive), ratio.new_tensor(tau_negative))
+    gate = torch.sigmoid(tau * (ratio - 1))
+    return LossOutput(-inputs.advantages * 4 / tau * gate, {"gate": (4 * gate * (1 - gate)).detach()})

@@ -15,6 +15,7 @@ from schemas.errors import ConfigError
 
 RAGGED = ([1.0, 0.0, 1.0, 0.5, 0.25, 0.0, 1.0, 0.7], [0, 0, 0, 1, 2, 2, 2, 2])
 GROUP_RELATIVE = ["centered", "grpo", "rloo", "lite_ppo", "max_rl"]
+BY_SAMPLE = [*GROUP_RELATIVE, "raw"]  # those by token are in test_returns.py
 
 
 def compute(name: str, rewards: list[float], groups: list[int]) -> list[float]:
@@ -45,12 +46,12 @@ def by_hand(name: str, rewards: list[float], groups: list[int]) -> list[float]:
     return out
 
 
-@pytest.mark.parametrize("name", ADVANTAGES.names)
+@pytest.mark.parametrize("name", BY_SAMPLE)
 def test_formula_on_groups_of_three_one_and_four(name: str) -> None:
     assert compute(name, *RAGGED) == pytest.approx(by_hand(name, *RAGGED), abs=1e-12)
 
 
-@pytest.mark.parametrize("name", ADVANTAGES.names)
+@pytest.mark.parametrize("name", BY_SAMPLE)
 @settings(deadline=None)
 @given(data=st.lists(st.tuples(st.integers(0, 4), st.floats(0, 5, width=16)), min_size=1, max_size=30))
 def test_formula_on_any_grouping_in_any_order(name: str, data: list[tuple[int, float]]) -> None:
@@ -86,8 +87,12 @@ def test_order_of_samples_does_not_matter(name: str, order: list[int]) -> None:
     assert shuffled == pytest.approx([straight[i] for i in order], abs=1e-12)
 
 
+def test_every_built_in_advantage_is_tested_here_or_by_token() -> None:
+    assert set(ADVANTAGES.names) == {*BY_SAMPLE, "reinforce_pp", "gae"}
+
+
 def test_no_samples_no_advantages() -> None:
-    for name in ADVANTAGES.names:
+    for name in BY_SAMPLE:
         assert compute(name, [], []) == []
 
 

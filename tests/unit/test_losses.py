@@ -53,7 +53,37 @@ def dppo(p: float, q: float, a: float) -> tuple[float, float]:
     return loss, gradient
 
 
-REFERENCES: dict[str, Reference] = {"reinforce": reinforce, "ppo": ppo, "cispo": cispo, "dppo": dppo}
+def clipped(low: float, high: float) -> Reference:
+    """PPO without the dual clip."""
+
+    def loss(p: float, q: float, a: float) -> tuple[float, float]:
+        r = ratio(p, q)
+        inner = min(max(r, 1 - low), 1 + high)
+        if -a * r >= -a * inner:
+            return -a * r, -a * (r if abs(p - q) <= LIMIT else 0.0)
+        return -a * inner, 0.0
+
+    return loss
+
+
+def sapo(p: float, q: float, a: float) -> tuple[float, float]:
+    r, tau = ratio(p, q), 1.0 if a > 0 else 1.05
+    x = tau * (r - 1)
+    sigmoid = 1 / (1 + math.exp(-x)) if x > -700 else 0.0
+    slope = -a * 4 * sigmoid * (1 - sigmoid) * (r if abs(p - q) <= LIMIT else 0.0)
+    return -a * 4 / tau * sigmoid, slope
+
+
+REFERENCES: dict[str, Reference] = {
+    "reinforce": reinforce,
+    "ppo": ppo,
+    "dapo": clipped(0.2, 0.28),
+    "dr_grpo": clipped(0.2, 0.2),
+    "cispo": cispo,
+    "dppo": dppo,
+    "sapo": sapo,
+}
+ELSEWHERE = {"decoupled_ppo", "gspo", "m2po"}  # tests/unit/test_losses_batch.py
 
 
 def run(
@@ -76,7 +106,7 @@ def run(
 
 
 def test_every_built_in_loss_has_a_reference() -> None:
-    assert set(LOSSES.names) == set(REFERENCES)
+    assert set(LOSSES.names) == set(REFERENCES) | ELSEWHERE
 
 
 logprob = st.floats(-60.0, -1e-6)
@@ -145,3 +175,25 @@ def test_dppo_masks_by_probability_moved_not_by_ratio() -> None:
     """A rare token may grow by a large factor; a likely one may not move by more than delta."""
     output, _ = run("dppo", [math.log(0.01), math.log(0.9)], [math.log(0.001), math.log(0.6)], [1.0, 1.0])
     assert output.metrics["masked"][0].tolist() == [False, True]
+
+
+@pytest.mark.parametrize("name", sorted(REFERENCES))
+def test_gradcheck_where_nothing_is_held_constant(name: str) -> None:
+    """reinforce and cispo stop a gradient on purpose: there autograd and differences must differ."""
+    values = ([-1.0, -2.0, -0.4], [-1.05, -1.95, -0.5], [0.7, 0.8, -1.1])
+    p, q, a = (torch.tensor([v], dtype=torch.float64) for v in values)
+    mask = torch.ones(1, 3, dtype=torch.bool)
+
+    def loss(logprobs: torch.Tensor) -> torch.Tensor:
+        output: LossOutput = LOSSES.get(name)(LossInputs(logprobs, q, a, mask))
+        return output.loss
+
+    agrees = torch.autograd.gradcheck(loss, (p.requires_grad_(),), raise_exception=False)
+    assert agrees == (name not in {"reinforce", "cispo"})
+
+
+def test_sapo_gates_softly_where_ppo_clips() -> None:
+    output, gradient = run("sapo", [-0.5, 0.5, -1.5], [-0.5, -1.0, -1.0], [1.0, 1.0, -1.0])
+    assert output.metrics["gate"][0, 0] == pytest.approx(1.0)
+    assert 0 > float(gradient[1]) > -math.exp(1.5)
+    assert 0 < float(gradient[2]) < math.exp(-0.5)
