@@ -18,7 +18,12 @@ from consumers.trainer.batches import MicroBatch, StepBatch
 from consumers.trainer.losses import LOG_RATIO_LIMIT, LossOutput
 from consumers.trainer.policy import TokenScores
 
-FRACTIONS = {"clipped": "clip_fraction", "masked": "masked_fraction"}
+FRACTIONS = {
+    "clipped": "clip_fraction",
+    "masked": "masked_fraction",
+    "rejected": "rejected_fraction",
+    "reference_kl": "reference_kl",
+}
 """Metrics of a loss that get a name of their own; others are called ``loss_NAME``."""
 _BASE_SUMS = ("loss", "tokens", "entropy", "ratio", "ratio_square", "kl", "gap", "gap_tokens")
 

@@ -7,26 +7,24 @@ changes no weight and says so.
 
 from __future__ import annotations
 
-import functools
-import inspect
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from consumers.trainer.advantages import ADVANTAGES
+from consumers.trainer.advantages import ADVANTAGES, raw
 from consumers.trainer.aggregation import AGGREGATIONS
 from consumers.trainer.batches import Group, MicroBatch, StepBatch, assemble, count, empty_like
-from consumers.trainer.losses import LOSSES, Loss, LossInputs
 from consumers.trainer.metrics import StepMeter, sample_metrics
+from consumers.trainer.objective import Objective
 from consumers.trainer.optimizer import Schedule, build_optimizer
-from consumers.trainer.policy import Policy
+from consumers.trainer.plugins import bind, trait
+from consumers.trainer.policy import Policy, load_model
+from consumers.trainer.prepare import Preparation, Prepared
 from consumers.trainer.ranks import Ranks
 from schemas.config.models import TidemillConfig, TrainerConfig
-from schemas.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -39,15 +37,6 @@ class StepResult:
     metrics: dict[str, float]
     staleness: dict[int, int]
     skipped: bool
-
-
-def bind(kind: str, function: Any, args: dict[str, Any]) -> Any:
-    """``function`` with keyword arguments from the configuration; ConfigError if it doesn't take them."""
-    try:
-        inspect.signature(function).bind_partial(**args)
-    except TypeError as error:
-        raise ConfigError(f"{kind}.args {args}: {error}") from error
-    return functools.partial(function, **args)
 
 
 class TrainStep:
@@ -67,16 +56,29 @@ class TrainStep:
         max_tokens: int,
         base: Path | None = None,
         ranks: Ranks | None = None,
+        reference: Policy | None = None,
     ) -> None:
-        """temperature and max_tokens are those of sampling; base is where users' own files are looked up."""
+        """temperature and max_tokens are those of sampling; base is where users' own files are looked up.
+
+        reference: the policy that ``trainer.kl`` compares with, on the device where it stays.
+        """
         self.ranks = ranks or Ranks()
         self.policy = self.ranks.prepare(policy)
         self.settings = settings
         self.temperature = temperature
         self.max_tokens = max_tokens
-        advantage, loss = settings.advantage, settings.loss
-        self._advantage = bind("trainer.advantage", ADVANTAGES.get(advantage.name, base), advantage.args)
-        self._loss: Loss = bind("trainer.loss", LOSSES.get(loss.name, base), loss.args)
+        function = ADVANTAGES.get(settings.advantage.name, base)
+        advantage = bind("trainer.advantage", function, settings.advantage.args)
+        by_token = trait(function, "per_token", False)
+        self._advantage = raw if by_token else advantage
+        self._objective = Objective.from_config(settings, base)
+        self._preparation = Preparation(
+            self._objective,
+            temperature,
+            reference=reference,
+            kl_in_reward=settings.kl.coef if settings.kl.place == "reward" else 0.0,
+            token_advantage=advantage if by_token else None,
+        )
         self._aggregation = AGGREGATIONS.get(settings.aggregation, base)
         self.optimizer = build_optimizer(self.policy.parameters(), settings.optimizer)
         self.schedule = Schedule(self.optimizer, settings.optimizer, settings.steps)
@@ -91,6 +93,7 @@ class TrainStep:
             max_tokens=config.sampling.max_tokens,
             base=config.base,
             ranks=ranks,
+            reference=reference_policy(config),
         )
 
     def assemble(self, groups: Sequence[Group]) -> StepBatch:
@@ -110,8 +113,9 @@ class TrainStep:
         meter = StepMeter(version)
         times = {"forward": 0.0, "backward": 0.0}
         self.optimizer.zero_grad(set_to_none=True)
-        for micro in self._micro_batches(batch):
-            self._accumulate(micro.to(self.policy.device), meter, times)
+        micro_batches = [micro.to(self.policy.device) for micro in self._micro_batches(batch)]
+        for part in self._preparation.run(self.policy, micro_batches, version, self.ranks.add):
+            self._accumulate(part, meter, times)
         meter.reduce(self.ranks.add, self.ranks.most)
 
         before_update = time.perf_counter()
@@ -144,25 +148,27 @@ class TrainStep:
         missing = wanted - len(micro_batches)
         return micro_batches + [empty_like(micro_batches[-1] if micro_batches else None)] * missing
 
-    def _accumulate(self, micro: MicroBatch, meter: StepMeter, times: dict[str, float]) -> None:
+    def _accumulate(self, part: Prepared, meter: StepMeter, times: dict[str, float]) -> None:
         started = time.perf_counter()
+        micro = part.micro
         bonus = self.settings.loss.entropy_coef
         scores = self.policy(
             micro.tokens, micro.targets, micro.mask, temperature=self.temperature, entropy_gradient=bonus != 0.0
         )
-        output = self._loss(
-            LossInputs(
-                logprobs=scores.logprobs,
-                rollout_logprobs=micro.rollout_logprobs,
-                advantages=micro.advantages,
-                mask=micro.mask,
-                versions=micro.versions,
-            )
-        )
-        token_loss = output.loss - bonus * scores.entropy if bonus else output.loss
-        loss = torch.where(micro.mask, token_loss * micro.weights, 0.0).sum()
+        output = self._objective(part.inputs(scores.logprobs), scores.entropy, meter.version)
+        loss = torch.where(micro.mask, output.loss * micro.weights, 0.0).sum()
         meter.add(micro, scores, output, loss)
         middle = time.perf_counter()
         self.ranks.backward(loss)
         times["forward"] += middle - started
         times["backward"] += time.perf_counter() - middle
+
+
+def reference_policy(config: TidemillConfig) -> Policy | None:
+    """The policy that ``trainer.kl`` compares with: frozen, on its device; None without a penalty."""
+    settings, model = config.trainer.kl, config.model
+    if not settings.coef:
+        return None
+    policy = Policy(load_model(settings.model or model.path, model.dtype, model.trust_remote_code))
+    on_gpu = torch.cuda.is_available() and settings.device == "same"
+    return policy.requires_grad_(False).to("cuda" if on_gpu else "cpu")

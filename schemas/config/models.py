@@ -165,19 +165,89 @@ class OptimizerConfig(Section):
     warmup_steps: int = Field(0, ge=0)
 
 
+RECIPES = {
+    "dapo": ("token_mean", "grpo"),
+    "dr_grpo": ("constant", "centered"),
+    "gspo": ("sequence_mean", "grpo"),
+}
+"""Aggregation and advantage that belong to a loss in its paper; what the configuration says itself goes first."""
+
+
 class LossConfig(Section):
     """The policy loss."""
 
-    name: str = Field("ppo", description="reinforce, ppo, cispo, dppo, or your own as module:name.")
+    name: str = Field(
+        "ppo",
+        description="reinforce, ppo, decoupled_ppo, gspo, cispo, dppo, sapo, m2po, dapo, dr_grpo, or your own as"
+        " module:name. dapo, dr_grpo and gspo bring their own advantage and aggregation unless these are set.",
+    )
     args: dict[str, Any] = Field(default_factory=dict, description="Arguments of the loss.")
     entropy_coef: float = Field(0.0, description="Weight of the entropy bonus.")
+    proximal: Literal["recompute", "interpolate"] = Field(
+        "recompute",
+        description="Proximal log-probabilities, for losses that use them: those of the weights that the step starts"
+        " with, or interpolated between them and the rollout's by the age of the token.",
+    )
+
+
+class KlConfig(Section):
+    """A penalty on the distance to a reference policy: coef times KL(policy || reference)."""
+
+    coef: float = Field(0.0, ge=0, description="Weight of the penalty; at 0 no reference model is loaded.")
+    estimator: str = Field("k3", description="k1, k2, k3, or your own as module:name.")
+    place: Literal["loss", "reward"] = Field(
+        "loss", description="loss: a term of each token's loss. reward: off the reward at each token."
+    )
+    model: str | None = Field(
+        None, description="Folder or hub id of the reference model; by default model.path, where the run starts."
+    )
+    device: Literal["same", "cpu"] = Field(
+        "same", description="Where the reference model is: beside the policy, or in main memory (one process only)."
+    )
+
+
+class RejectionConfig(Section):
+    """One rule on tokens whose probability differs too much between trainer and rollout policy."""
+
+    measure: str = Field(
+        "ratio",
+        description="ratio (policy / rollout policy), k1, k2, k3 (estimates of KL(rollout policy || policy)), or your"
+        " own function of log(rollout policy / policy) as module:name.",
+    )
+    level: Literal["token", "sequence"] = Field(
+        "token", description="Judge every token, or whole sequences by the mean over their tokens (ratio: of its log)."
+    )
+    action: Literal["mask", "clamp"] = Field(
+        "mask", description="mask: out of bounds, no gradient. clamp: the ratio counts as the bound it passed."
+    )
+    lower: float | None = Field(None, description="Lower bound of the measure.")
+    upper: float | None = Field(None, description="Upper bound of the measure.")
+
+    @model_validator(mode="after")
+    def _check_bounds(self) -> RejectionConfig:
+        if self.lower is None and self.upper is None:
+            raise ValueError("trainer.rejection: a rule needs lower or upper, it would do nothing")
+        if self.lower is not None and self.upper is not None and self.lower > self.upper:
+            raise ValueError(f"trainer.rejection: lower {self.lower} is above upper {self.upper}")
+        if self.action == "clamp" and self.measure != "ratio":
+            raise ValueError(
+                f"trainer.rejection: action clamp sets a ratio to its bound, which measure {self.measure!r} is not:"
+                " use action mask, or measure ratio"
+            )
+        if self.action == "clamp" and self.upper is not None and self.upper <= 0:
+            raise ValueError(f"trainer.rejection: upper {self.upper} must be above 0 to clamp a ratio to it")
+        return self
 
 
 class AdvantageConfig(Section):
     """How rewards become advantages."""
 
-    name: str = Field("centered", description="centered, grpo, rloo, raw, or your own as module:name.")
-    args: dict[str, Any] = Field(default_factory=dict)
+    name: str = Field(
+        "centered",
+        description="centered, grpo, rloo, lite_ppo, max_rl, raw, reinforce_pp, gae (with trainer.critic), or your own"
+        " as module:name.",
+    )
+    args: dict[str, Any] = Field(default_factory=dict, description="Arguments of the advantage.")
     keep_zero_variance: bool | None = Field(
         None,
         description="Train groups whose rewards are all equal; by default dropped and refilled where advantages"
@@ -228,6 +298,10 @@ class TrainerConfig(Section):
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
     loss: LossConfig = Field(default_factory=LossConfig)
     advantage: AdvantageConfig = Field(default_factory=AdvantageConfig)
+    kl: KlConfig = Field(default_factory=KlConfig)
+    rejection: list[RejectionConfig] = Field(
+        default_factory=list, description="Rules on the mismatch of trainer and rollout policy; none by default."
+    )
     aggregation: Literal["token_mean", "sequence_mean", "prompt_mean", "constant"] = Field(
         "token_mean", description="How token losses become one number."
     )
@@ -237,6 +311,21 @@ class TrainerConfig(Section):
         600.0, description="The trainer gives up, naming what it lacks, when no batch is complete after this long."
     )
     threads: int | None = Field(None, ge=1, description="CPU threads of the trainer; PyTorch's own choice by default.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _complete_recipe(cls, data: Any) -> Any:
+        """Losses that are half of a recipe bring the other half, wherever nothing else was asked for."""
+        loss = data.get("loss") if isinstance(data, dict) else None
+        name = loss.get("name") if isinstance(loss, dict) else loss.name if isinstance(loss, LossConfig) else None
+        if name not in RECIPES:
+            return data
+        aggregation, advantage = RECIPES[name]
+        completed = {"aggregation": aggregation, **data}
+        given = completed.get("advantage", {})
+        if advantage and isinstance(given, dict):
+            completed["advantage"] = {"name": advantage, **given}
+        return completed
 
 
 class WarmStartConfig(Section):
