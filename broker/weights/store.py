@@ -82,6 +82,9 @@ class WeightStore:
     def _trim(self, transport: Transport, keep: int) -> None:
         keys = self._link.keys
         entries: Any = self._link.run("listing weights", lambda client: client.xrange(keys.weights))
+        if not entries:
+            # Deleted in this moment: the trainer finds out and publishes again.
+            return
         manifests = [decode(fields[b"b"], Manifest, 1 << 28) for _, fields in entries]
         transport.trim(manifests[:-keep], manifests[-keep:])
         # Last: bytes without a manifest would stay for ever if the trainer died in between.

@@ -506,6 +506,23 @@ def test_a_version_is_not_given_other_bytes_than_it_had(broker: Broker, tmp_path
     assert not broker.link.client.exists(broker.link.keys.chunks)
 
 
+def test_a_stream_of_weights_that_is_deleted_while_a_version_is_published_is_no_error(
+    broker: Broker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training = begin(broker)
+    real = broker.link.script
+
+    def script(name: str, *args: Any) -> Any:
+        answer = real(name, *args)
+        if name == "weights_add":
+            broker.link.client.delete(broker.link.keys.weights)
+        return answer
+
+    monkeypatch.setattr(broker.link, "script", script)
+    publish_weights(broker, training.epoch, 1, tmp_path)
+    assert broker.weights.newest() is None
+
+
 def test_chunks_that_no_manifest_names_are_freed_with_the_next_version(broker: Broker, tmp_path: Path) -> None:
     training = begin(broker)
     client, keys = broker.link.client, broker.link.keys
