@@ -118,7 +118,11 @@ class Known:
 
 @dataclass(frozen=True)
 class Takeover:
-    """What the broker says after it. lost: it had lost something, and was mended from what the trainer knew."""
+    """What the broker says after it. lost: it had lost something, and was mended from what the trainer knew.
+
+    surplus: groups that its counts say ended more often than they were admitted: an error, which the ledger shows
+    as a negative ``dropped:counted_twice``.
+    """
 
     epoch: str
     step: int
@@ -126,6 +130,7 @@ class Takeover:
     lineage: str
     started: str
     lost: bool
+    surplus: int = 0
 
 
 class Training:
@@ -159,9 +164,9 @@ class Training:
                 " restore the folder, give the run another run.name, or delete what is left with `tidemill purge`"
             )
         answer = [part.decode() for part in reply]
-        epoch, step, version, lineage, started, lost = answer
+        epoch, step, version, lineage, started, lost, surplus = answer
         self._epoch = epoch
-        return Takeover(epoch, int(step), int(version), lineage, started, lost == "1")
+        return Takeover(epoch, int(step), int(version), lineage, started, lost == "1", int(surplus))
 
     @property
     def epoch(self) -> str:

@@ -97,12 +97,15 @@ if back then
     redis.call('HSET', CTL, 'step', string.format('%d', own.step))
   end
   for task in pairs(unfinished) do
-    if tonumber(task) >= tonumber(known[4]) then redis.call('ZADD', REDO, task, task) end
+    local asked_again = forgot_requeue and redis.call('ZSCORE', FAILED, task)
+    if tonumber(task) >= tonumber(known[4]) or asked_again then redis.call('ZADD', REDO, task, task) end
   end
   redis.call('HSET', CTL, 'cursor', string.format('%d', math.max(tonumber(known[4]), own.cursor)))
+  if forgot_requeue then redis.call('HSET', COUNTS, 'failed:requeued', string.format('%d', own.counts['failed:requeued'])) end
 end
 local fresh = rebuild and not known_step and not damaged and own.fresh
 local lost = (rebuild and not fresh) or back
+local surplus = 0
 if rebuild or back then
   local cursor = tonumber(redis.call('HGET', CTL, 'cursor'))
   -- What is made again anyway must not be asked for once more.
@@ -115,9 +118,13 @@ if rebuild or back then
   if not rebuild and known_step > own.step then trained = counted end
   local ended = trained + ended_untrained()
   redis.call('HSET', COUNTS, 'admitted', admitted, 'trained', trained)
-  -- Groups of which the broker forgot how they ended.
+  -- Groups of which the broker forgot how they ended. More ends than groups is an error somewhere, and shown as such.
   local missing = admitted - redis.call('ZCARD', SLOTS) - ended
-  if missing ~= 0 then redis.call('HINCRBY', COUNTS, 'dropped:unrecorded', missing) end
+  if missing > 0 then redis.call('HINCRBY', COUNTS, 'dropped:unrecorded', missing) end
+  if missing < 0 then
+    surplus = -missing
+    redis.call('HINCRBY', COUNTS, 'dropped:counted_twice', missing)
+  end
 end
 
 -- Numbers never go back: a version that was published once names those weights for ever.
@@ -144,4 +151,4 @@ for _, pair in ipairs({{TASKS, GENERATORS}, {EVAL_TASKS, GENERATORS}, {TRAJECTOR
 end
 changed('begin')
 local now = redis.call('HMGET', CTL, 'step', 'version', 'lineage', 'started')
-return {epoch, now[1], now[2], now[3], now[4], lost and '1' or '0'}
+return {epoch, now[1], now[2], now[3], now[4], lost and '1' or '0', string.format('%d', surplus)}

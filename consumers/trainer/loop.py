@@ -149,6 +149,9 @@ class Trainer:
         self._uncommitted = []
         if takeover.lost:
             progress.version = max(progress.version, takeover.version)
+            if takeover.surplus:
+                text = f"the mended ledger counts {takeover.surplus} prompt groups twice: compare the run's log with it"
+                self._emit("ledger", "error", text)
             self._emit("broker_mended", "warning", f"the broker was mended; training goes on at step {progress.step}")
             self._checkpoint(stop)
         self._publish(stop)

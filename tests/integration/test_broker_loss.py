@@ -256,8 +256,20 @@ def test_a_group_whose_requeue_the_broker_forgot_is_not_requeued_again(broker: B
     again = client.xadd(
         keys.dead, {"b": encode(DeadLetter(source="tasks", reason="", deliveries=1, payload=b"", task_id=0))}
     )
-    assert begin_as(broker, saved)[1].lost
+    takeover = begin_as(broker, saved)[1]
+    assert (takeover.lost, takeover.surplus) == (True, 0)
     assert broker.dead_letters.requeue(again.decode()) == "ended"
+    state = broker.ledger.state()
+    assert (state.trained, state.dropped, sum(state.failed.values()), state.balanced) == (1, {}, 0, True)
+
+
+def test_more_ends_than_groups_are_told_and_do_not_pass_for_something_else(broker: Broker) -> None:
+    training = begin(broker)
+    train_one(broker, training, 0)
+    _, takeover = begin_as(broker, replace(checkpoint(training), trained=2))
+    assert takeover.surplus == 1
+    assert broker.ledger.state().dropped == {"counted_twice": -1}
+    assert broker.ledger.state().balanced, "the trainer can go on"
 
 
 def test_a_group_that_failed_before_the_loss_is_still_requeued(broker: Broker) -> None:
