@@ -64,6 +64,13 @@ class Engine(Protocol):
         """Weight version that new tokens are sampled with."""
         ...
 
+    def growth(self) -> int | None:
+        """A number that changes with the tokens sampled; None while no request can grow (there is none, or it paused).
+
+        Called from another thread. When it stands still for ``generator.stall_s`` the process is restarted.
+        """
+        ...
+
     async def start(self) -> None:
         """Load the model; returns when it can generate."""
         ...

@@ -76,6 +76,8 @@ class ScriptedEngine:
         self._settings = settings
         self._version = settings.version
         self._requests = 0
+        self._active = 0
+        self._rounds = 0
         self._closed = False
         self._running = asyncio.Event()
         self._running.set()
@@ -84,6 +86,10 @@ class ScriptedEngine:
     @property
     def version(self) -> int:
         return self._version
+
+    def growth(self) -> int | None:
+        """Rounds of tokens so far."""
+        return self._rounds if self._active and self._running.is_set() else None
 
     async def start(self) -> None:
         """Ready at once."""
@@ -98,16 +104,23 @@ class ScriptedEngine:
         if self._script.fail_every and self._requests % self._script.fail_every == 0:
             raise InfraError(f"scripted failure of request {self._requests}")
         samples = [self._sample(prompt_ids, prefix, sampling, index, limit) for index in range(n)]
-        aborted = self._aborted
+        self._active += 1
+        try:
+            await self._advance(samples, self._aborted)
+        finally:
+            self._active -= 1
+        return [_completion(sample) for sample in samples]
+
+    async def _advance(self, samples: Sequence[_Running], aborted: asyncio.Event) -> None:
         while not aborted.is_set() and any(len(sample.tokens) < sample.until for sample in samples):
             await self._tick(aborted)
             self._check_open()
             if aborted.is_set() or not self._running.is_set():
                 continue
+            self._rounds += 1
             for sample in samples:
                 if len(sample.tokens) < sample.until:
                     sample.step(self._script, self._version)
-        return [_completion(sample) for sample in samples]
 
     def _sample(
         self, prompt: Sequence[int], prefix: Sequence[int], sampling: Sampling, index: int, limit: int

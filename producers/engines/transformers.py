@@ -78,10 +78,16 @@ class TransformersEngine:
         self._active: list[_Request] = []
         self._paused = False
         self._closing = False
+        self._steps = 0
 
     @property
     def version(self) -> int:
         return self._version
+
+    def growth(self) -> int | None:
+        """Tokens sampled for each row in flight so far."""
+        running = not self._paused and self._failure is None and (self._active or self._waiting)
+        return self._steps if running else None
 
     async def start(self) -> None:
         await asyncio.to_thread(self._load_model)
@@ -216,6 +222,7 @@ class TransformersEngine:
             self._batch.join(request.prompt, request.rows, self._version)
         if self._batch.rows:
             self._batch.step(self._version)
+            self._steps += 1
         for request in [request for request in self._active if request.finished()]:
             request.answer()
             self._active.remove(request)

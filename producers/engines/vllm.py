@@ -60,6 +60,14 @@ class VllmEngine:
     def version(self) -> int:
         return self._version
 
+    def growth(self) -> int | None:
+        """Tokens of all requests in flight."""
+        if self._llm is None or not self._requests or self._paused or self._update.locked():
+            return None
+        # Only final outputs leave vLLM, but it keeps count of every step's tokens on our side.
+        states = list(self._llm.output_processor.request_states.values())
+        return sum(state.detokenizer.num_output_tokens() for state in states if state.detokenizer is not None)
+
     async def start(self) -> None:
         self._failure = asyncio.get_running_loop().create_future()
         # A thread: booting takes many seconds, and this service must give signs of life meanwhile.

@@ -15,6 +15,7 @@ from producers.engines.build import make_engine
 from producers.engines.sampling import check_sampling
 from producers.feeder import make_sampling
 from producers.generator.intake import Intake
+from producers.generator.stall import StallWatch, end_process
 from producers.generator.updates import Updates
 from producers.tokenizer import HfTokenizer
 from producers.workflows import WORKFLOWS
@@ -73,14 +74,18 @@ class Generator:
             log.info("engine started", seconds=round(time.monotonic() - started, 1))
             try:
                 self._state = "running"
-                async with asyncio.TaskGroup() as group:
-                    updates = group.create_task(self._updates.run(stop))
-                    await self._intake.run(stop)
-                    stop.set()
-                    await updates
+                with StallWatch(self._engine.growth, self._config.generator.stall_s, end_process):
+                    await self._work(stop)
             finally:
                 self._state = "stopping"
                 await self._engine.close()
+
+    async def _work(self, stop: StopFlag) -> None:
+        async with asyncio.TaskGroup() as group:
+            updates = group.create_task(self._updates.run(stop))
+            await self._intake.run(stop)
+            stop.set()
+            await updates
 
     def _describe(self) -> tuple[str, int, dict[str, float]]:
         return (

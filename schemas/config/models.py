@@ -142,6 +142,9 @@ class GeneratorConfig(Section):
     replicas: int = Field(1, ge=0, description="Generator services that `tidemill up` starts.")
     max_samples: int = Field(64, ge=1, description="Samples in flight in one replica.")
     lease_s: Seconds = Field(30.0, description="A silent replica's work is claimed by another after this long.")
+    stall_s: Seconds = Field(
+        300.0, description="A replica none of whose running requests has grown for this long ends, to be restarted."
+    )
     probe_tolerance: float | None = Field(
         None,
         gt=0,
