@@ -189,6 +189,26 @@ def test_pause_keeps_requests_and_abort_returns_parts_to_go_on_from(
         assert_matches(folders[0], PROMPT, completion)
 
 
+def test_growth_shows_running_requests_and_nothing_else(engine: VllmEngine, run: Run):
+    async def scenario() -> None:
+        assert engine.growth() is None
+        running = asyncio.create_task(engine.generate(PROMPT, Sampling(max_tokens=450)))
+        seen: set[int | None] = set()
+        async with asyncio.timeout(60):
+            while len(seen - {None}) < 3:
+                seen.add(engine.growth())
+                await asyncio.sleep(0.001)
+        await engine.pause()
+        assert not running.done()
+        assert engine.growth() is None
+        await engine.resume()
+        await engine.abort_all()
+        await running
+        assert engine.growth() is None
+
+    run(scenario())
+
+
 def test_a_stop_string_ends_a_completion_and_its_tokens_stay_aligned(
     engine: VllmEngine, folders: dict[int, Path], run: Run, weights: Callable[[int, int], None]
 ):

@@ -116,3 +116,24 @@ def test_it_loads_no_model_library():
     )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert found.stdout.strip() == "none"
+
+
+def test_growth_shows_running_requests_and_nothing_else():
+    async def scenario() -> None:
+        subject = engine(**LONG)
+        assert subject.growth() is None
+        running = asyncio.create_task(subject.generate([1], Sampling(max_tokens=60)))
+        seen: set[int | None] = set()
+        async with asyncio.timeout(60):
+            while len(seen - {None}) < 3:
+                seen.add(subject.growth())
+                await asyncio.sleep(0.001)
+        await subject.pause()
+        assert not running.done()
+        assert subject.growth() is None
+        await subject.resume()
+        await subject.abort_all()
+        await running
+        assert subject.growth() is None
+
+    asyncio.run(scenario())

@@ -152,6 +152,26 @@ def test_pause_keeps_requests_and_abort_returns_what_there_is(models: tuple[Path
     run(models[0], scenario)
 
 
+def test_growth_shows_running_requests_and_nothing_else(models: tuple[Path, Path]):
+    async def scenario(engine: TransformersEngine) -> None:
+        assert engine.growth() is None
+        running = asyncio.create_task(engine.generate(PROMPTS[0], Sampling(max_tokens=100)))
+        seen: set[int | None] = set()
+        async with asyncio.timeout(60):
+            while len(seen - {None}) < 3:
+                seen.add(engine.growth())
+                await asyncio.sleep(0.001)
+        await engine.pause()
+        assert not running.done()
+        assert engine.growth() is None
+        await engine.resume()
+        await engine.abort_all()
+        await running
+        assert engine.growth() is None
+
+    run(models[0], scenario)
+
+
 def test_a_seed_makes_samples_repeat_whatever_runs_beside_them(models: tuple[Path, Path]):
     async def scenario(engine: TransformersEngine) -> None:
         sampling = Sampling(max_tokens=6, seed=3)
