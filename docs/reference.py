@@ -62,7 +62,7 @@ KEY_NOTES = {
     "evals": "hash: VERSION:FIELD of each evaluation",
     "changes": "stream, 16 entries: wakes those who wait for room",
     "weights": "stream: manifests, the version is the entry's id",
-    "chunks": "hash: VERSION:INDEX to one chunk of a version, with the transport `redis`",
+    "chunks": "hash: VERSION:INDEX or VERSION:delta:INDEX to one chunk of a version, with the transport `redis`",
     "events": "stream, 10,000 entries: the timeline",
     "metrics": "stream, 10,000 entries: one JSON object a step",
     "services": "hash: the last heartbeat of each service",

@@ -243,21 +243,42 @@ class TensorSpec(msgspec.Struct, frozen=True, array_like=True, gc=False):
     shape: list[int]
 
 
+class Payload(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Bytes that travel. uri: ``file:PATH`` or ``redis:KEY``. chunks: BLAKE3-128 hex digests, one for each 8 MB."""
+
+    uri: str
+    size: int
+    chunks: list[str]
+
+
+class Delta(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """What turns the state of version ``base``, whose digest is ``base_digest``, into that of the manifest."""
+
+    base: int
+    base_digest: str
+    payload: Payload
+
+
 class Manifest(Message, kw_only=True, tag="manifest"):
     """One published weight version: where its bytes are and how to check them.
 
-    uri: ``file:PATH`` or ``redis:KEY``. chunks: BLAKE2b-128 hex digests, one for each chunk of the payload.
-    size: payload bytes. epoch: the trainer incarnation that made it.
+    state: the safetensors file of the whole version. whole: whether that was published as it is.
+    delta: the same version as a difference to the one before; one of the two is there, or both.
+    epoch: the trainer incarnation that made it.
     """
 
     version: int
     step: int
     epoch: int
-    uri: str
-    size: int
-    chunks: list[str]
+    state: Payload
+    whole: bool = True
+    delta: Delta | None = None
     tensors: list[TensorSpec]
     probe: Probe | None = None
+
+    def __post_init__(self) -> None:
+        if not self.whole and self.delta is None:
+            raise ValueError(f"weights version {self.version} comes neither whole nor as a delta")
 
 
 class Heartbeat(Message, kw_only=True, tag="heartbeat"):

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from broker.client import Broker
 from broker.training import Training
+from broker.weights.copy import WeightCopy
 from broker.weights.store import make_transport
 from schemas.messages import Event, Heartbeat, Manifest, Score
 from tests.integration.test_broker_flow import record_of, task, trajectory
@@ -69,7 +70,7 @@ def fetch_weights(broker: Broker, folder: Path) -> Manifest:
     """As a generator gets them."""
     manifest = broker.weights.wait_newer(0, 10)
     assert manifest is not None
-    assert broker.weights.fetch(manifest, folder / "in").read_bytes() == WEIGHTS
+    assert WeightCopy(broker.weights, folder / "in").fetch(manifest).read_bytes() == WEIGHTS
     return manifest
 
 

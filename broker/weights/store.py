@@ -12,16 +12,21 @@ import structlog
 
 from broker.fence import accepted, incarnation
 from broker.link import BLOCK_MS, Link
-from broker.weights.transports import FileTransport, RedisTransport, Transport, chunk_digests
+from broker.weights.chain import find_route, split
+from broker.weights.digests import chunk_digests, state_digest
+from broker.weights.maker import DeltaMaker
+from broker.weights.transports import FileTransport, RedisTransport, Transport
 from schemas.codec import decode, encode
 from schemas.errors import FencedError, InfraError
-from schemas.messages import Manifest, Probe, TensorSpec
+from schemas.messages import Delta, Manifest, Payload, Probe, TensorSpec
 
 log = structlog.get_logger()
+_MOST = 1 << 28
+"""Bytes of a manifest, which names every tensor and chunk."""
 
 
 class WeightStore:
-    """``publish`` for the trainer; ``newest``, ``wait_newer`` and ``fetch`` for generators."""
+    """``publish`` for the trainer; ``newest``, ``wait_newer`` and ``published`` for generators, see also copy.py."""
 
     def __init__(self, link: Link) -> None:
         self._link = link
@@ -37,38 +42,62 @@ class WeightStore:
         tensors: list[TensorSpec],
         probe: Probe | None,
         keep: int,
+        deltas: DeltaMaker | None = None,
     ) -> None:
         """Make the safetensors ``file`` (it is consumed) version ``version``; doing it twice changes nothing.
 
         Where its manifest is still there and its bytes are gone, they are put back.
         epoch: the trainer's own. FencedError once another one took over, or if another one has published that version.
+        deltas: makes it a delta against the version before, where that is possible and pays.
         """
-        newest = self.newest()
+        published = self.published()
+        newest = published[-1] if published else None
         if newest is not None and newest.version >= version:
-            if newest.version > version or self.holds(newest):
-                self._check_own(version, epoch)
-                file.unlink()
-            elif chunk_digests(file) == newest.chunks:
-                self._of(newest.uri).restore(file, newest, epoch)
-            else:
-                file.unlink()
-                log.warning("a weight version is lost until the next one: a replay made other bits", version=version)
+            self._again(file, newest, published, version, epoch)
             return
-        size, chunks = file.stat().st_size, chunk_digests(file)
+        state = Payload(transport.uri(version, epoch), file.stat().st_size, chunk_digests(file))
+        made = deltas.make(file, tensors, published, epoch) if deltas else None
+        # What cannot be reached any more is no base.
+        whole = made is None or deltas is None or deltas.due(published) or not self._reachable(made[1], published)
+        if deltas is not None:
+            deltas.keep(file)
+        delta = self._put_delta(transport, *made, version, epoch) if made else None
+        if whole:
+            transport.put(file, state.uri, epoch)
+        else:
+            file.unlink()
         manifest = Manifest(
             version=version,
             step=step,
             epoch=incarnation(epoch),
-            uri=transport.put(file, version, epoch),
-            size=size,
-            chunks=chunks,
+            state=state,
+            whole=whole,
+            delta=delta,
             tensors=tensors,
             probe=probe,
         )
-        answer = accepted(self._link.script("weights_add", epoch, version, encode(manifest, 1 << 28)), epoch)
+        answer = accepted(self._link.script("weights_add", epoch, version, encode(manifest, _MOST)), epoch)
         if answer == b"exists":
             self._check_own(version, epoch)
+        if deltas is not None:
+            deltas.confirm(state.chunks)
         self._trim(transport, keep)
+
+    def _again(self, file: Path, newest: Manifest, published: list[Manifest], version: int, epoch: str) -> None:
+        """A version this new is published; its bytes may not be there any more."""
+        if newest.version > version or self._reachable(newest, published):
+            self._check_own(version, epoch)
+            file.unlink()
+        elif chunk_digests(file) == newest.state.chunks:
+            self._of(newest.state.uri).put(file, newest.state.uri, epoch)
+        else:
+            file.unlink()
+            log.warning("a weight version is lost until the next one: a replay made other bits", version=version)
+
+    def _put_delta(self, transport: Transport, file: Path, base: Manifest, version: int, epoch: str) -> Delta:
+        payload = Payload(transport.uri(version, epoch, "delta"), file.stat().st_size, chunk_digests(file))
+        transport.put(file, payload.uri, epoch)
+        return Delta(base.version, state_digest(base.state.chunks), payload)
 
     def _check_own(self, version: int, epoch: str) -> None:
         newest = self.newest()
@@ -76,29 +105,45 @@ class WeightStore:
             raise FencedError(f"weights version {version} was published by another trainer than {epoch}, which stops")
 
     def holds(self, manifest: Manifest) -> bool:
-        """Whether the bytes of a version are still there; they are not looked at."""
-        return self._of(manifest.uri).holds(manifest)
+        """Whether a newcomer can get all bytes of a version; they are not looked at."""
+        return self.has(manifest.state) or self._reachable(manifest, self.published())
+
+    def has(self, payload: Payload) -> bool:
+        """Whether these bytes are there."""
+        return self._of(payload.uri).holds([payload])
+
+    def _reachable(self, manifest: Manifest, published: list[Manifest]) -> bool:
+        route = find_route(published, manifest)
+        return route is not None and all(
+            self._of(kind).holds([payload for payload in route.payloads if payload.uri.startswith(kind)])
+            for kind in ("file:", "redis:")
+        )
 
     def _trim(self, transport: Transport, keep: int) -> None:
-        keys = self._link.keys
-        entries: Any = self._link.run("listing weights", lambda client: client.xrange(keys.weights))
-        if not entries:
+        old, kept = split(self.published(), keep)
+        if not kept:
             # Deleted in this moment: the trainer finds out and publishes again.
             return
-        manifests = [decode(fields[b"b"], Manifest, 1 << 28) for _, fields in entries]
-        transport.trim(manifests[:-keep], manifests[-keep:])
+        transport.trim(old, kept)
         # Last: bytes without a manifest would stay for ever if the trainer died in between.
-        for entry_id, _ in entries[:-keep]:
+        for manifest in old:
             self._link.run(
-                "deleting old weights", lambda client, entry_id: client.xdel(keys.weights, entry_id), entry_id
+                "deleting old weights",
+                lambda client, entry: client.xdel(self._link.keys.weights, entry),
+                f"{manifest.version}-1",
             )
+
+    def published(self) -> list[Manifest]:
+        """All versions that are kept, oldest first."""
+        entries: Any = self._link.run("listing weights", lambda client: client.xrange(self._link.keys.weights))
+        return [decode(fields[b"b"], Manifest, _MOST) for _, fields in entries]
 
     def newest(self) -> Manifest | None:
         """The newest version, None before the first."""
         found: Any = self._link.run(
             "looking for weights", lambda client: client.xrevrange(self._link.keys.weights, count=1)
         )
-        return decode(found[0][1][b"b"], Manifest, 1 << 28) if found else None
+        return decode(found[0][1][b"b"], Manifest, _MOST) if found else None
 
     def wait_newer(self, version: int, timeout_ms: int = BLOCK_MS) -> Manifest | None:
         """The newest version above ``version``, as soon as there is one; None after the timeout."""
@@ -111,9 +156,9 @@ class WeightStore:
         newest = self.newest()
         return newest if newest is not None and newest.version > version else None
 
-    def fetch(self, manifest: Manifest, folder: Path) -> Path:
-        """A verified local safetensors file; InfraError when it is damaged or gone."""
-        return self._of(manifest.uri).fetch(manifest, folder)
+    def fetch(self, payload: Payload, folder: Path) -> Path:
+        """A verified local file, in ``folder`` where it does not lie in a shared one; InfraError: damaged or gone."""
+        return self._of(payload.uri).fetch(payload, folder)
 
     def _of(self, uri: str) -> Transport:
         """The transport that a published version came by."""

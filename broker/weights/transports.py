@@ -1,66 +1,45 @@
-"""Ways for the bytes of a version to travel. A reader always ends with a local safetensors file.
+"""Ways for the bytes of a version to travel. A reader always ends with a checked local file.
 
 ``file``: a folder that trainer and generators share; the file itself is the payload.
-``redis``: 8 MB chunks in the broker, for small models and machines that share no folder.
+``redis``: 8 MB chunks in the broker, for small models, deltas, and machines that share no folder.
 """
 
 from __future__ import annotations
 
-import hashlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import redis
 
 from broker.fence import accepted, incarnation
 from broker.link import Link
 from broker.queues import number
+from broker.weights.digests import chunk_digests, chunks, digest, verify
 from schemas.errors import DiskError, InfraError
-from schemas.messages import Manifest
+from schemas.messages import Manifest, Payload
 
-CHUNK_BYTES = 8 * 1024 * 1024
+Form = Literal["whole", "delta"]
+"""What the bytes are: a safetensors file, or the difference to the version before."""
 
 
 class Transport(Protocol):
-    """put() makes a version readable and returns its uri; fetch() gives a verified local file.
+    """put() makes a file readable under a uri and consumes it; fetch() gives a verified local file.
 
-    holds() says whether all its bytes are there, restore() brings them back under the same uri; both consume ``file``.
-    trim() frees the old versions, and what no version of ``kept`` (oldest first) names.
+    uri() is where a version's bytes are, or would be. holds() says whether all bytes are there. trim() frees the old
+    versions, and what no version of ``kept`` (oldest first) names.
     """
 
-    def put(self, file: Path, version: int, epoch: str) -> str: ...
+    def uri(self, version: int, epoch: str, form: Form = "whole") -> str: ...
 
-    def fetch(self, manifest: Manifest, folder: Path) -> Path: ...
+    def put(self, file: Path, uri: str, epoch: str) -> None: ...
 
-    def holds(self, manifest: Manifest) -> bool: ...
+    def fetch(self, payload: Payload, folder: Path) -> Path: ...
 
-    def restore(self, file: Path, manifest: Manifest, epoch: str) -> None: ...
+    def holds(self, payloads: Sequence[Payload]) -> bool: ...
 
     def trim(self, old: Sequence[Manifest], kept: Sequence[Manifest]) -> None: ...
-
-
-def chunk_digests(file: Path) -> list[str]:
-    """BLAKE2b-128 of each 8 MB chunk."""
-    return [hashlib.blake2b(chunk, digest_size=16).hexdigest() for chunk in _chunks(file)]
-
-
-def _chunks(file: Path) -> Iterator[bytes]:
-    with file.open("rb") as stream:
-        while chunk := stream.read(CHUNK_BYTES):
-            yield chunk
-
-
-def verify(manifest: Manifest, digests: list[str]) -> None:
-    """InfraError names the first chunk that is not what the trainer published."""
-    for index, (found, expected) in enumerate(zip(digests, manifest.chunks, strict=False)):
-        if found != expected:
-            raise InfraError(f"weights version {manifest.version}: chunk {index} is damaged")
-    if len(digests) != len(manifest.chunks):
-        raise InfraError(
-            f"weights version {manifest.version}: {len(digests)} of {len(manifest.chunks)} chunks are there"
-        )
 
 
 class FileTransport:
@@ -69,36 +48,36 @@ class FileTransport:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
-    def put(self, file: Path, version: int, epoch: str) -> str:
-        self._folder.mkdir(parents=True, exist_ok=True)
-        target = self._folder / f"v{version}-e{incarnation(epoch)}.safetensors"
-        os.replace(file, target)
-        return f"file:{target}"
+    def uri(self, version: int, epoch: str, form: Form = "whole") -> str:
+        ending = "safetensors" if form == "whole" else "delta"
+        return f"file:{self._folder / f'v{version}-e{incarnation(epoch)}.{ending}'}"
 
-    def fetch(self, manifest: Manifest, folder: Path) -> Path:
-        path = _path(manifest)
+    def put(self, file: Path, uri: str, epoch: str) -> None:
+        target = _path(uri)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        os.replace(file, target)
+
+    def fetch(self, payload: Payload, folder: Path) -> Path:
+        path = _path(payload.uri)
         try:
-            verify(manifest, chunk_digests(path))
+            verify(str(path), chunk_digests(path), payload.chunks)
         except OSError as error:
-            raise DiskError(f"weights version {manifest.version} cannot be read: {error}") from error
+            raise DiskError(f"{path} cannot be read: {error}") from error
         return path
 
-    def holds(self, manifest: Manifest) -> bool:
-        path = _path(manifest)
-        return path.is_file() and path.stat().st_size == manifest.size
-
-    def restore(self, file: Path, manifest: Manifest, epoch: str) -> None:
-        path = _path(manifest)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        os.replace(file, path)
+    def holds(self, payloads: Sequence[Payload]) -> bool:
+        paths = [(_path(payload.uri), payload.size) for payload in payloads]
+        return all(path.is_file() and path.stat().st_size == size for path, size in paths)
 
     def trim(self, old: Sequence[Manifest], kept: Sequence[Manifest]) -> None:
         for manifest in old:
-            _path(manifest).unlink(missing_ok=True)
+            _path(manifest.state.uri).unlink(missing_ok=True)
+            if manifest.delta is not None:
+                _path(manifest.delta.payload.uri).unlink(missing_ok=True)
 
 
-def _path(manifest: Manifest) -> Path:
-    return Path(manifest.uri.removeprefix("file:"))
+def _path(uri: str) -> Path:
+    return Path(uri.removeprefix("file:"))
 
 
 class RedisTransport:
@@ -107,45 +86,44 @@ class RedisTransport:
     def __init__(self, link: Link) -> None:
         self._link = link
 
-    def put(self, file: Path, version: int, epoch: str) -> str:
-        for index, chunk in enumerate(_chunks(file)):
-            accepted(self._link.script("weights_put", epoch, f"{version}:{index}", chunk), epoch)
-        file.unlink()
-        return f"redis:{version}"
+    def uri(self, version: int, epoch: str, form: Form = "whole") -> str:
+        # The version comes first: by it a chunk is known to be of no use any more.
+        return f"redis:{version}" if form == "whole" else f"redis:{version}:delta"
 
-    def fetch(self, manifest: Manifest, folder: Path) -> Path:
-        target = folder / f"v{manifest.version}-e{manifest.epoch}.safetensors"
+    def put(self, file: Path, uri: str, epoch: str) -> None:
+        for index, chunk in enumerate(chunks(file)):
+            accepted(self._link.script("weights_put", epoch, f"{_name(uri)}:{index}", chunk), epoch)
+        file.unlink()
+
+    def fetch(self, payload: Payload, folder: Path) -> Path:
+        # One name for all versions: what a reader that was killed leaves is replaced by its successor.
+        target = folder / ("delta" if _name(payload.uri).endswith("delta") else "whole")
         try:
-            self._write(manifest, target)
+            self._write(payload, target)
         except OSError as error:
-            raise DiskError(f"weights version {manifest.version} cannot be written to {target}: {error}") from error
+            raise DiskError(f"{payload.uri} cannot be written to {target}: {error}") from error
         return target
 
-    def _write(self, manifest: Manifest, target: Path) -> None:
+    def _write(self, payload: Payload, target: Path) -> None:
         target.parent.mkdir(parents=True, exist_ok=True)
         digests = []
         with target.with_suffix(".part").open("wb") as stream:
-            for index in range(len(manifest.chunks)):
-                chunk = self._link.run(
-                    "fetching weights", lambda client, index: self._get(client, manifest, index), index
-                )
-                digests.append(hashlib.blake2b(chunk, digest_size=16).hexdigest())
+            for field in _fields(payload):
+                chunk = self._link.run("fetching weights", lambda client, field: self._get(client, field), field)
+                digests.append(digest(chunk))
                 stream.write(chunk)
-        verify(manifest, digests)
+        verify(payload.uri, digests, payload.chunks)
         os.replace(target.with_suffix(".part"), target)
 
-    def _get(self, client: redis.Redis, manifest: Manifest, index: int) -> bytes:
-        chunk: Any = client.hget(self._link.keys.chunks, f"{manifest.version}:{index}")
+    def _get(self, client: redis.Redis, field: str) -> bytes:
+        chunk: Any = client.hget(self._link.keys.chunks, field)
         if not isinstance(chunk, bytes):
-            raise InfraError(f"weights version {manifest.version} is gone from the broker")
+            raise InfraError(f"chunk {field} is gone from the broker")
         return chunk
 
-    def holds(self, manifest: Manifest) -> bool:
-        wanted = {f"{manifest.version}:{index}".encode() for index in range(len(manifest.chunks))}
-        return wanted <= self._fields()
-
-    def restore(self, file: Path, manifest: Manifest, epoch: str) -> None:
-        self.put(file, manifest.version, epoch)
+    def holds(self, payloads: Sequence[Payload]) -> bool:
+        wanted = {field.encode() for payload in payloads for field in _fields(payload)}
+        return wanted <= self._there()
 
     def trim(self, old: Sequence[Manifest], kept: Sequence[Manifest]) -> None:
         kept_versions, newest = {manifest.version for manifest in kept}, kept[-1].version
@@ -155,10 +133,18 @@ class RedisTransport:
             version = number(field.partition(b":")[0])
             return version < newest and version not in kept_versions
 
-        gone = [field for field in self._fields() if freed(field)]
+        gone = [field for field in self._there() if freed(field)]
         if gone:
             self._link.run("deleting old weights", lambda client: client.hdel(self._link.keys.chunks, *gone))
 
-    def _fields(self) -> set[bytes]:
+    def _there(self) -> set[bytes]:
         found: Any = self._link.run("listing weights", lambda client: client.hkeys(self._link.keys.chunks))
         return set(found)
+
+
+def _name(uri: str) -> str:
+    return uri.removeprefix("redis:")
+
+
+def _fields(payload: Payload) -> list[str]:
+    return [f"{_name(payload.uri)}:{index}" for index in range(len(payload.chunks))]

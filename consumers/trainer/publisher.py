@@ -9,6 +9,7 @@ import torch
 
 from broker.client import Broker
 from broker.fence import incarnation
+from broker.weights.maker import DeltaMaker
 from broker.weights.store import make_transport
 from consumers.trainer.export import reference_logprobs, write_weights
 from consumers.trainer.policy import Policy
@@ -31,6 +32,7 @@ class Publisher:
         self._store = broker.weights
         self._folder = (settings.folder or config.folder / "weights").resolve()
         self._transport = make_transport(broker.link, settings.transport, self._folder)
+        self._deltas = DeltaMaker(self._folder, settings.max_chain) if settings.deltas else None
         self._keep = settings.keep
         self.epoch = "0-none"
         self._dtype = config.model.dtype
@@ -69,6 +71,7 @@ class Publisher:
                     tensors=tensors,
                     probe=probe,
                     keep=self._keep,
+                    deltas=self._deltas,
                 )
             except OSError as error:
                 raise DiskError(f"cannot publish weights version {version} from {file}: {error}") from error

@@ -15,6 +15,7 @@ import numpy as np
 import structlog
 
 from broker.client import Broker
+from broker.weights.copy import WeightCopy
 from producers.engines.base import Engine
 from schemas.config import TidemillConfig
 from schemas.errors import DataError, InfraError
@@ -38,7 +39,8 @@ class Updates:
         self._broker = broker
         self._engine = engine
         self._name = name
-        self._folder = folder
+        self._copy = WeightCopy(broker.weights, folder)
+        self._keep_copy = config.trainer.publish.deltas
         self._tolerance = config.generator.probe_tolerance or TOLERANCE[config.model.dtype]
         self._changed = asyncio.Condition()
         self._verified = False
@@ -89,7 +91,7 @@ class Updates:
         wait, tries = 0.5, 0
         while True:
             try:
-                return await asyncio.to_thread(self._broker.weights.fetch, manifest, self._folder)
+                return await asyncio.to_thread(self._copy.fetch, manifest)
             except InfraError as error:
                 newest = await asyncio.to_thread(self._broker.weights.newest)
                 if newest is None or newest.version != manifest.version:
@@ -124,8 +126,8 @@ class Updates:
             raise InfraError(f"weights version {manifest.version} cannot be loaded: {error}") from error
         self.last_load_s = time.monotonic() - started
         await self._check_probe(manifest)
-        if path.parent == self._folder:
-            path.unlink(missing_ok=True)
+        if not self._keep_copy:
+            self._copy.drop()
         async with self._changed:
             self.version = manifest.version
             self._verified = True

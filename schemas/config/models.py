@@ -288,8 +288,19 @@ class PublishConfig(Section):
     folder: Path | None = Field(
         None, description="Folder of the file transport, shared by all; weights/ in the run's folder by default."
     )
-    keep: int = Field(3, ge=2, description="Versions kept for late readers.")
+    delta: Literal["auto", "on", "off"] = Field(
+        "auto",
+        description="Publish what changed since the version before, where that is at most half of the weights. "
+        "auto: with the transport redis; a file is read as fast as a delta is applied.",
+    )
+    max_chain: int = Field(8, ge=1, description="Deltas that a late reader applies at most after a whole version.")
+    keep: int = Field(3, ge=2, description="Versions kept for late readers, and the older ones that they build on.")
     probe_tokens: int = Field(32, ge=2, description="Length of the probe that every generator checks after an update.")
+
+    @property
+    def deltas(self) -> bool:
+        """Whether versions may be published as deltas."""
+        return self.delta == "on" or (self.delta == "auto" and self.transport == "redis")
 
 
 class TrainerConfig(Section):

@@ -36,7 +36,7 @@ def test_a_replaced_trainer_cannot_overwrite_the_bytes_of_a_version(broker: Brok
     file = tmp_path / "other"
     file.write_bytes(b"other weights")
     with pytest.raises(FencedError):
-        make_transport(broker.link, "redis", tmp_path).put(file, 1, old.epoch)
+        make_transport(broker.link, "redis", tmp_path).put(file, "redis:1", old.epoch)
     fetch_weights(broker, tmp_path)
 
 
