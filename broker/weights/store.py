@@ -30,6 +30,10 @@ class WeightStore:
 
     def __init__(self, link: Link) -> None:
         self._link = link
+        self._checked = -1
+        """The last version whose bytes were looked at and found right."""
+        self._restored = -1
+        """The last version that was put back: it can be had by itself, and need not have a chain."""
 
     def publish(
         self,
@@ -57,8 +61,8 @@ class WeightStore:
             return
         state = Payload(transport.uri(version, epoch), file.stat().st_size, chunk_digests(file))
         made = deltas.make(file, tensors, published, epoch) if deltas else None
-        # What cannot be reached any more is no base.
-        whole = made is None or deltas is None or deltas.due(published) or not self._reachable(made[1], published)
+        # What a newcomer cannot reach any more is no base.
+        whole = made is None or deltas is None or deltas.due(published) or not self._chained(made[1], published)
         if deltas is not None:
             deltas.keep(file)
         delta = self._put_delta(transport, *made, version, epoch) if made else None
@@ -85,11 +89,12 @@ class WeightStore:
 
     def _again(self, file: Path, newest: Manifest, published: list[Manifest], version: int, epoch: str) -> None:
         """A version this new is published; its bytes may not be there any more."""
-        if newest.version > version or self._reachable(newest, published):
+        if newest.version > version or self.holds(newest):
             self._check_own(version, epoch)
             file.unlink()
         elif chunk_digests(file) == newest.state.chunks:
             self._of(newest.state.uri).put(file, newest.state.uri, epoch)
+            self._restored = version
         else:
             file.unlink()
             log.warning("a weight version is lost until the next one: a replay made other bits", version=version)
@@ -105,19 +110,39 @@ class WeightStore:
             raise FencedError(f"weights version {version} was published by another trainer than {epoch}, which stops")
 
     def holds(self, manifest: Manifest) -> bool:
-        """Whether a newcomer can get all bytes of a version; they are not looked at."""
-        return self.has(manifest.state) or self._reachable(manifest, self.published())
+        """Whether a newcomer can get all bytes of a version. The first time for a version they are also looked at."""
+        if self.has(manifest.state):
+            payloads = [manifest.state]
+        else:
+            route = find_route(self.published(), manifest)
+            if route is None or not self._have(route.payloads):
+                return False
+            payloads = route.payloads
+        if self._checked == manifest.version:
+            return True
+        try:
+            for payload in payloads:
+                self._of(payload.uri).check(payload)
+        except InfraError as error:
+            log.warning("a published weight version is damaged", version=manifest.version, error=str(error))
+            return False
+        self._checked = manifest.version
+        return True
 
     def has(self, payload: Payload) -> bool:
         """Whether these bytes are there."""
-        return self._of(payload.uri).holds([payload])
+        return self._have([payload])
 
-    def _reachable(self, manifest: Manifest, published: list[Manifest]) -> bool:
-        route = find_route(published, manifest)
-        return route is not None and all(
-            self._of(kind).holds([payload for payload in route.payloads if payload.uri.startswith(kind)])
-            for kind in ("file:", "redis:")
+    def _have(self, payloads: list[Payload]) -> bool:
+        return all(
+            self._of(kind).holds([payload for payload in payloads if payload.uri.startswith(kind)])
+            for kind in {payload.uri.partition(":")[0] + ":" for payload in payloads}
         )
+
+    def _chained(self, manifest: Manifest, published: list[Manifest]) -> bool:
+        """Whether a later version may build on this one."""
+        route = find_route(published, manifest)
+        return manifest.version != self._restored and route is not None and self._have(route.payloads)
 
     def _trim(self, transport: Transport, keep: int) -> None:
         old, kept = split(self.published(), keep)

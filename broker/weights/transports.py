@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -27,8 +27,8 @@ Form = Literal["whole", "delta"]
 class Transport(Protocol):
     """put() makes a file readable under a uri and consumes it; fetch() gives a verified local file.
 
-    uri() is where a version's bytes are, or would be. holds() says whether all bytes are there. trim() frees the old
-    versions, and what no version of ``kept`` (oldest first) names.
+    uri() is where a version's bytes are, or would be. holds() says whether all bytes are there, check() looks at each
+    of them: InfraError. trim() frees the old versions, and what no version of ``kept`` (oldest first) names.
     """
 
     def uri(self, version: int, epoch: str, form: Form = "whole") -> str: ...
@@ -36,6 +36,8 @@ class Transport(Protocol):
     def put(self, file: Path, uri: str, epoch: str) -> None: ...
 
     def fetch(self, payload: Payload, folder: Path) -> Path: ...
+
+    def check(self, payload: Payload) -> None: ...
 
     def holds(self, payloads: Sequence[Payload]) -> bool: ...
 
@@ -58,12 +60,15 @@ class FileTransport:
         os.replace(file, target)
 
     def fetch(self, payload: Payload, folder: Path) -> Path:
+        self.check(payload)
+        return _path(payload.uri)
+
+    def check(self, payload: Payload) -> None:
         path = _path(payload.uri)
         try:
             verify(str(path), chunk_digests(path), payload.chunks)
         except OSError as error:
             raise DiskError(f"{path} cannot be read: {error}") from error
-        return path
 
     def holds(self, payloads: Sequence[Payload]) -> bool:
         paths = [(_path(payload.uri), payload.size) for payload in payloads]
@@ -98,22 +103,27 @@ class RedisTransport:
     def fetch(self, payload: Payload, folder: Path) -> Path:
         # One name for all versions: what a reader that was killed leaves is replaced by its successor.
         target = folder / ("delta" if _name(payload.uri).endswith("delta") else "whole")
+        aside = target.with_suffix(".part")
         try:
-            self._write(payload, target)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            with aside.open("wb") as stream:
+                stream.writelines(self._read(payload))
+            os.replace(aside, target)
         except OSError as error:
             raise DiskError(f"{payload.uri} cannot be written to {target}: {error}") from error
         return target
 
-    def _write(self, payload: Payload, target: Path) -> None:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        digests = []
-        with target.with_suffix(".part").open("wb") as stream:
-            for field in _fields(payload):
-                chunk = self._link.run("fetching weights", lambda client, field: self._get(client, field), field)
-                digests.append(digest(chunk))
-                stream.write(chunk)
-        verify(payload.uri, digests, payload.chunks)
-        os.replace(target.with_suffix(".part"), target)
+    def check(self, payload: Payload) -> None:
+        for _ in self._read(payload):
+            continue
+
+    def _read(self, payload: Payload) -> Iterator[bytes]:
+        """Its chunks, each one checked."""
+        for index, (field, expected) in enumerate(zip(_fields(payload), payload.chunks, strict=True)):
+            chunk = self._link.run("fetching weights", lambda client, field: self._get(client, field), field)
+            if digest(chunk) != expected:
+                raise InfraError(f"{payload.uri}: chunk {index} is damaged")
+            yield chunk
 
     def _get(self, client: redis.Redis, field: str) -> bytes:
         chunk: Any = client.hget(self._link.keys.chunks, field)

@@ -179,19 +179,21 @@ def test_a_delta_that_is_damaged_or_gone_costs_a_whole_fetch_where_there_is_one(
 
 
 @pytest.mark.parametrize("missing", [False, True])
-def test_a_delta_that_nothing_replaces_is_an_error_and_the_next_version_is_whole(
-    broker: Broker, trainer: Trainer, generator: WeightCopy, kind: str, missing: bool
+def test_a_delta_that_nothing_replaces_is_an_error_until_the_trainer_puts_the_version_back(
+    broker: Broker, trainer: Trainer, generator: WeightCopy, tmp_path: Path, kind: str, missing: bool
 ) -> None:
     generator.fetch(trainer.publish(1))
     delta = trainer.publish(2)
     spoil(broker, delta, "delta")(missing)
     with pytest.raises(InfraError, match=r"gone|damaged|cannot be read"):
         generator.fetch(delta)
-    assert broker.weights.holds(delta) is not missing
+    assert not broker.weights.holds(delta)
+    trainer.offer(2)
+    assert broker.weights.holds(delta)
+    assert trainer.is_at(generator.fetch(delta))
     newest = trainer.publish(3)
-    if missing:
-        assert newest.whole
-        assert trainer.is_at(generator.fetch(newest))
+    assert newest.whole, "no newcomer shall need the damaged one"
+    assert trainer.is_at(WeightCopy(broker.weights, tmp_path / "late").fetch(newest))
 
 
 def test_a_version_that_the_broker_lost_is_put_back_whole(
@@ -289,3 +291,13 @@ def test_a_file_system_without_links_gets_a_copy(
     seen = [trainer.publish(version) for version in (1, 2)]
     assert forms(seen) == "wd"
     assert trainer.is_at(generator.fetch(seen[-1]))
+
+
+def test_a_delta_that_is_gone_before_the_next_version_makes_that_one_whole(
+    broker: Broker, trainer: Trainer, generator: WeightCopy, kind: str
+) -> None:
+    trainer.publish(1)
+    spoil(broker, trainer.publish(2), "delta")(True)
+    newest = trainer.publish(3)
+    assert newest.whole
+    assert trainer.is_at(generator.fetch(newest))
