@@ -26,8 +26,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch.distributed.checkpoint import CheckpointException, state_dict_loader, state_dict_saver
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
+from consumers.trainer.states import put_tensors, tensors_of
 from consumers.trainer.step import TrainStep
 from schemas.errors import DiskError, InfraError
 
@@ -74,8 +74,7 @@ class Checkpoints:
                 shutil.rmtree(aside, ignore_errors=True)
                 aside.mkdir(parents=True)
             train.ranks.wait()
-            model, optimizer = get_state_dict(train.policy, train.optimizer)
-            tensors = {"model": model, "optimizer": optimizer}
+            tensors = tensors_of(train)
             with _quiet():
                 state_dict_saver.save(tensors, checkpoint_id=aside / "tensors", no_dist=train.ranks.world == 1)
             state = {
@@ -113,16 +112,10 @@ class Checkpoints:
         if problem is not None:
             raise InfraError(f"checkpoint {path} is damaged: {problem}")
         state = json.loads((path / _STATE).read_text(encoding="utf-8"))
-        model, optimizer = get_state_dict(train.policy, train.optimizer)
-        tensors: dict[str, Any] = {"model": model, "optimizer": optimizer}
+        tensors = tensors_of(train)
         with _quiet():
             state_dict_loader.load(tensors, checkpoint_id=path / "tensors", no_dist=train.ranks.world == 1)
-        set_state_dict(
-            train.policy,
-            train.optimizer,
-            model_state_dict=tensors["model"],
-            optim_state_dict=tensors["optimizer"],
-        )
+        put_tensors(train, tensors)
         train.schedule.done = state["schedule"]
         rng = path / f"rng-{train.ranks.rank}.json"
         # More ranks than there were: the new ones keep the random state they started with.

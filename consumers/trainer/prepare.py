@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from consumers.trainer.batches import MicroBatch
+from consumers.trainer.critic import CriticStep
 from consumers.trainer.kl import kl_reward
 from consumers.trainer.losses import LossInputs
 from consumers.trainer.objective import Objective
@@ -30,6 +31,8 @@ class Prepared:
     proximal_logprobs: Tensor | None = None
     reference_logprobs: Tensor | None = None
     keep: Tensor | None = None
+    values: Tensor | None = None
+    returns: Tensor | None = None
 
     def inputs(self, logprobs: Tensor) -> LossInputs:
         """What the loss sees."""
@@ -61,6 +64,7 @@ class Preparation:
     reference: Policy | None = None
     kl_in_reward: float = 0.0
     token_advantage: Any = None
+    critic: CriticStep | None = None
 
     def run(
         self,
@@ -73,6 +77,8 @@ class Preparation:
         batch = [Prepared(micro) for micro in micro_batches]
         if self.reference is not None:
             batch = [replace(part, reference_logprobs=self._score(self.reference, part.micro)) for part in batch]
+        if self.critic is not None:
+            batch = [replace(part, values=self.critic.values(part.micro)) for part in batch]
         batch = self._with_advantages(batch, add)
         if self.objective.select is None:
             return batch
@@ -88,16 +94,19 @@ class Preparation:
             return batch
         rewards = [self._rewards(part) for part in batch]
         if self.token_advantage is not None:
-            found = [part.advantages for part in self.token_advantage(rewards, add)]
-        else:
-            # The samples' advantages are there already; the penalty only adds its own, without a baseline.
-            found = [
-                part.micro.advantages + discounted(reward.rewards, reward.segments, 1.0)
-                for part, reward in zip(batch, rewards, strict=True)
+            return [
+                replace(part, micro=replace(part.micro, advantages=found.advantages), returns=found.returns)
+                for part, found in zip(batch, self.token_advantage(rewards, add), strict=True)
             ]
+        # The samples' advantages are there already; the penalty only adds its own, without a baseline.
         return [
-            replace(part, micro=replace(part.micro, advantages=advantages))
-            for part, advantages in zip(batch, found, strict=True)
+            replace(
+                part,
+                micro=replace(
+                    part.micro, advantages=part.micro.advantages + discounted(reward.rewards, reward.segments, 1.0)
+                ),
+            )
+            for part, reward in zip(batch, rewards, strict=True)
         ]
 
     def _rewards(self, part: Prepared) -> TokenRewards:
@@ -109,7 +118,7 @@ class Preparation:
         if self.kl_in_reward and part.reference_logprobs is not None:
             penalty = kl_reward(self.objective.estimator, micro.rollout_logprobs, part.reference_logprobs, micro.mask)
             rewards = rewards - self.kl_in_reward * penalty
-        return TokenRewards(rewards, segments)
+        return TokenRewards(rewards, segments, part.values)
 
     @torch.no_grad()
     def _score(self, policy: Policy, micro: MicroBatch) -> Tensor:

@@ -17,6 +17,7 @@ import torch
 from consumers.trainer.advantages import ADVANTAGES, raw
 from consumers.trainer.aggregation import AGGREGATIONS
 from consumers.trainer.batches import Group, MicroBatch, StepBatch, assemble, count, empty_like
+from consumers.trainer.critic import Critic, CriticStep
 from consumers.trainer.metrics import StepMeter, sample_metrics
 from consumers.trainer.objective import Objective
 from consumers.trainer.optimizer import Schedule, build_optimizer
@@ -57,10 +58,12 @@ class TrainStep:
         base: Path | None = None,
         ranks: Ranks | None = None,
         reference: Policy | None = None,
+        critic: Critic | None = None,
     ) -> None:
         """temperature and max_tokens are those of sampling; base is where users' own files are looked up.
 
-        reference: the policy that ``trainer.kl`` compares with, on the device where it stays.
+        reference: the policy that ``trainer.kl`` compares with, on the device where it stays. critic: of
+        ``trainer.critic``.
         """
         self.ranks = ranks or Ranks()
         self.policy = self.ranks.prepare(policy)
@@ -72,12 +75,16 @@ class TrainStep:
         by_token = trait(function, "per_token", False)
         self._advantage = raw if by_token else advantage
         self._objective = Objective.from_config(settings, base)
+        self.critic = None
+        if critic is not None and settings.critic is not None:
+            self.critic = CriticStep(critic, settings.critic, settings.steps, self.ranks)
         self._preparation = Preparation(
             self._objective,
             temperature,
             reference=reference,
             kl_in_reward=settings.kl.coef if settings.kl.place == "reward" else 0.0,
             token_advantage=advantage if by_token else None,
+            critic=self.critic,
         )
         self._aggregation = AGGREGATIONS.get(settings.aggregation, base)
         self.optimizer = build_optimizer(self.policy.parameters(), settings.optimizer)
@@ -94,6 +101,7 @@ class TrainStep:
             base=config.base,
             ranks=ranks,
             reference=reference_policy(config),
+            critic=critic_of(config),
         )
 
     def assemble(self, groups: Sequence[Group]) -> StepBatch:
@@ -114,7 +122,8 @@ class TrainStep:
         times = {"forward": 0.0, "backward": 0.0}
         self.optimizer.zero_grad(set_to_none=True)
         micro_batches = [micro.to(self.policy.device) for micro in self._micro_batches(batch)]
-        for part in self._preparation.run(self.policy, micro_batches, version, self.ranks.add):
+        prepared = self._preparation.run(self.policy, micro_batches, version, self.ranks.add)
+        for part in prepared:
             self._accumulate(part, meter, times)
         meter.reduce(self.ranks.add, self.ranks.most)
 
@@ -125,12 +134,14 @@ class TrainStep:
         if not skipped:
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
+        judged = self._train_critic(prepared, meter.sums["tokens"])
         # The schedule follows the run's steps, of which a skipped one is one too.
         self.schedule.advance()
         ended = time.perf_counter()
         metrics = {
             **sample_metrics(batch),
             **meter.result(),
+            **judged,
             "grad_norm": norm,
             "lr": lr,
             "skipped": float(skipped),
@@ -162,6 +173,23 @@ class TrainStep:
         self.ranks.backward(loss)
         times["forward"] += middle - started
         times["backward"] += time.perf_counter() - middle
+
+    def _train_critic(self, prepared: Sequence[Prepared], tokens: float) -> dict[str, float]:
+        """Train the critic on the step's returns, if there is one; its metrics."""
+        if self.critic is None:
+            return {}
+        for part in prepared:
+            if part.values is not None and part.returns is not None:
+                self.critic.accumulate(part.micro, part.values, part.returns, tokens)
+        return self.critic.update(self.schedule.done)
+
+
+def critic_of(config: TidemillConfig) -> Critic | None:
+    """The critic of ``trainer.critic`` before its first step; None without one."""
+    settings, model = config.trainer.critic, config.model
+    if settings is None:
+        return None
+    return Critic(load_model(settings.model or model.path, model.dtype, model.trust_remote_code))
 
 
 def reference_policy(config: TidemillConfig) -> Policy | None:

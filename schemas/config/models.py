@@ -271,6 +271,18 @@ class AdvantageConfig(Section):
         return self.compares_groups if self.keep_zero_variance is None else not self.keep_zero_variance
 
 
+class CriticConfig(Section):
+    """A value model that is trained beside the policy, for the advantage gae."""
+
+    model: str | None = Field(
+        None, description="Folder or hub id of the language model whose body it starts from; model.path by default."
+    )
+    optimizer: OptimizerConfig = Field(default_factory=lambda: OptimizerConfig(lr=1e-5))
+    clip: float | None = Field(
+        0.2, gt=0, description="A value counts as moved by at most this in one step; null leaves that out."
+    )
+
+
 class CheckpointConfig(Section):
     """Checkpoints, written aside and renamed when complete."""
 
@@ -312,6 +324,7 @@ class TrainerConfig(Section):
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
     loss: LossConfig = Field(default_factory=LossConfig)
     advantage: AdvantageConfig = Field(default_factory=AdvantageConfig)
+    critic: CriticConfig | None = None
     kl: KlConfig = Field(default_factory=KlConfig)
     rejection: list[RejectionConfig] = Field(
         default_factory=list, description="Rules on the mismatch of trainer and rollout policy; none by default."
@@ -340,6 +353,15 @@ class TrainerConfig(Section):
         if advantage and isinstance(given, dict):
             completed["advantage"] = {"name": advantage, **given}
         return completed
+
+    @model_validator(mode="after")
+    def _check_critic(self) -> TrainerConfig:
+        if (self.advantage.name == "gae") != (self.critic is not None) and ":" not in self.advantage.name:
+            raise ValueError(
+                "trainer.advantage.name gae and a trainer.critic section go together:"
+                f" the advantage is {self.advantage.name!r} and there is {'a' if self.critic else 'no'} critic"
+            )
+        return self
 
 
 class WarmStartConfig(Section):

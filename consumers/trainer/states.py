@@ -1,0 +1,33 @@
+"""All that a checkpoint holds in tensors: the policy and the critic, each with its optimizer, sharded or not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+from consumers.trainer.step import TrainStep
+
+
+def tensors_of(train: TrainStep) -> dict[str, Any]:
+    """State dictionaries by name; also what a checkpoint is loaded into."""
+    model, optimizer = get_state_dict(train.policy, train.optimizer)
+    tensors = {"model": model, "optimizer": optimizer}
+    if train.critic is not None:
+        model, optimizer = get_state_dict(train.critic.critic, train.critic.optimizer)
+        tensors |= {"critic": model, "critic_optimizer": optimizer}
+    return tensors
+
+
+def put_tensors(train: TrainStep, tensors: dict[str, Any]) -> None:
+    """Make ``tensors`` the state of training."""
+    set_state_dict(
+        train.policy, train.optimizer, model_state_dict=tensors["model"], optim_state_dict=tensors["optimizer"]
+    )
+    if train.critic is not None:
+        set_state_dict(
+            train.critic.critic,
+            train.critic.optimizer,
+            model_state_dict=tensors["critic"],
+            optim_state_dict=tensors["critic_optimizer"],
+        )
