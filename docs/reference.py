@@ -24,6 +24,7 @@ from broker.scripts import source
 from consumers.reward import REWARDS
 from consumers.trainer.advantages import ADVANTAGES
 from consumers.trainer.aggregation import AGGREGATIONS
+from consumers.trainer.kl import KL_ESTIMATORS
 from consumers.trainer.losses import LOSSES
 from producers.datasets import DATASETS
 from producers.engines import ENGINES
@@ -43,6 +44,7 @@ REGISTRIES: dict[str, Registry] = {
     "trainer.loss.name": LOSSES,
     "trainer.advantage.name": ADVANTAGES,
     "trainer.aggregation": AGGREGATIONS,
+    "trainer.kl.estimator": KL_ESTIMATORS,
 }
 KEY_NOTES = {
     "ctl": "hash: epoch, lineage, step, version, cursor, slots, batch, staleness, window, steps, paused, state",

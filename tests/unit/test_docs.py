@@ -167,6 +167,13 @@ def test_every_setting_is_in_the_reference_with_a_meaning() -> None:
     assert "`max_message_bytes`" in "\n".join(rows)
 
 
+def test_every_algorithm_is_in_the_tables_of_its_page() -> None:
+    page = (ROOT / "docs/algorithms.md").read_text(encoding="utf-8")
+    listed = set(re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE))
+    for setting in ("trainer.loss.name", "trainer.advantage.name", "trainer.aggregation", "trainer.kl.estimator"):
+        assert set(hook().REGISTRIES[setting].names) <= listed, setting
+
+
 def hook() -> ModuleType:
     """docs/reference.py, which is in no package."""
     if "docs_reference" not in sys.modules:
