@@ -11,15 +11,18 @@ Life cycle::
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from schemas.messages import FinishReason, Sampling, Span
+
+UpdateMode = Literal["keep", "recompute", "drain"]
+"""What an update does to requests in flight: see GeneratorConfig.update."""
 
 
 @dataclass(frozen=True)
@@ -28,6 +31,7 @@ class EngineSettings:
 
     dtype: torch's name without prefix. max_length: tokens, prompt and completion.
     max_samples: most samples in flight. args: passed through to the engine library.
+    report_every: tokens after which ``generate`` reports a growing sample to its ``progress``; None never.
     """
 
     model_path: str
@@ -37,6 +41,8 @@ class EngineSettings:
     version: int = 0
     seed: int = 0
     trust_remote_code: bool = False
+    update: UpdateMode = "keep"
+    report_every: int | None = None
     args: dict[str, Any] = field(default_factory=dict)
 
 
@@ -54,6 +60,10 @@ class Completion:
     logprobs: npt.NDArray[np.float32]
     spans: list[Span]
     finish: FinishReason
+
+
+Progress = Callable[[int, Completion], None]
+"""Hears, in the event loop, of sample k in [0, n): ``finish`` is ``abort`` while it grows."""
 
 
 class Engine(Protocol):
@@ -76,9 +86,17 @@ class Engine(Protocol):
         ...
 
     async def generate(
-        self, prompt_ids: Sequence[int], sampling: Sampling, n: int = 1, prefix: Sequence[int] = ()
+        self,
+        prompt_ids: Sequence[int],
+        sampling: Sampling,
+        n: int = 1,
+        prefix: Sequence[int] = (),
+        progress: Progress | None = None,
     ) -> list[Completion]:
         """Sample n completions of one prompt.
+
+        ``progress`` hears of each sample once when it is finished, though others still run, and before
+        that each time it has grown by ``settings.report_every`` tokens.
 
         ``prefix`` holds tokens that were generated before (a sample handed over by another
         generator) and counts towards ``sampling.max_tokens``; completions hold only what is new, so one
@@ -88,7 +106,11 @@ class Engine(Protocol):
         ...
 
     async def load(self, path: Path, version: int) -> None:
-        """Replace all weights by the safetensors file at ``path`` while requests in flight are kept.
+        """Replace all weights by the safetensors file at ``path``; ``settings.update`` says what requests see of it.
+
+        keep: they go on with the keys and values they have. recompute: those are made anew by the new
+        weights. drain: they are finished first, and new ones wait. No request that begins afterwards
+        uses keys and values of older weights.
 
         Generation goes on by itself afterwards, unless ``pause`` was called before. After an error
         the old version is still the one in use, or InfraError says that it is not.

@@ -19,11 +19,12 @@ from schemas.messages import FinishReason, Span
 
 @dataclass
 class Row:
-    """One sample being generated. ``finish`` is None while it runs."""
+    """One sample being generated. ``finish`` is None while it runs; ``prompt`` is what it joined with."""
 
     draw: Draw
     max_tokens: int
     stop: Sequence[str] = ()
+    prompt: Sequence[int] = ()
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
@@ -60,6 +61,8 @@ class Batch:
         mask = torch.ones_like(ids)
         logits, cache = self._forward(ids, mask, torch.arange(len(prompt), device=ids.device)[None], [])
         n = len(rows)
+        for row in rows:
+            row.prompt = prompt
         fresh = [(keys.expand(n, -1, -1, -1), values.expand(n, -1, -1, -1)) for keys, values in cache]
         mask = mask.expand(n, -1)
         width = max(mask.shape[1], self._mask.shape[1])
@@ -82,6 +85,19 @@ class Batch:
         logits, self._cache = self._forward(last, self._mask, positions, self._cache)
         self._sample(self.rows, logits, version)
         self.drop_finished()
+
+    def recompute(self) -> None:
+        """Make keys and values of every row anew, by the weights as they are now."""
+        if not self.rows:
+            return
+        texts = [[*row.prompt, *row.tokens[:-1]] for row in self.rows]  # the last token is the next step's input
+        width = max(map(len, texts))
+        device = self._model.device
+        ids = torch.tensor([[0] * (width - len(text)) + text for text in texts], device=device)
+        mask = torch.tensor([[0] * (width - len(text)) + [1] * len(text) for text in texts], device=device)
+        positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
+        _, self._cache = self._forward(ids, mask, positions, [])
+        self._mask = mask
 
     def clear(self) -> None:
         """Drop every row."""

@@ -15,7 +15,8 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from producers.engines.base import Completion, EngineSettings
+from producers.engines.base import Completion, EngineSettings, Progress
+from producers.engines.gate import Gate
 from producers.engines.sampling import room
 from schemas.errors import ConfigError, DataError, InfraError
 from schemas.messages import FinishReason, Sampling, Span
@@ -78,6 +79,7 @@ class ScriptedEngine:
         self._requests = 0
         self._active = 0
         self._rounds = 0
+        self._gate = Gate()
         self._closed = False
         self._running = asyncio.Event()
         self._running.set()
@@ -95,7 +97,12 @@ class ScriptedEngine:
         """Ready at once."""
 
     async def generate(
-        self, prompt_ids: Sequence[int], sampling: Sampling, n: int = 1, prefix: Sequence[int] = ()
+        self,
+        prompt_ids: Sequence[int],
+        sampling: Sampling,
+        n: int = 1,
+        prefix: Sequence[int] = (),
+        progress: Progress | None = None,
     ) -> list[Completion]:
         """See Engine; ``prefix`` counts towards ``sampling.max_tokens``."""
         self._check_open()
@@ -104,23 +111,32 @@ class ScriptedEngine:
         if self._script.fail_every and self._requests % self._script.fail_every == 0:
             raise InfraError(f"scripted failure of request {self._requests}")
         samples = [self._sample(prompt_ids, prefix, sampling, index, limit) for index in range(n)]
-        self._active += 1
-        try:
-            await self._advance(samples, self._aborted)
-        finally:
-            self._active -= 1
+        aborted = self._aborted
+        async with self._gate.passing() as inside:
+            if inside:
+                self._active += 1
+                try:
+                    await self._advance(samples, aborted, progress)
+                finally:
+                    self._active -= 1
         return [_completion(sample) for sample in samples]
 
-    async def _advance(self, samples: Sequence[_Running], aborted: asyncio.Event) -> None:
+    async def _advance(self, samples: list[_Running], aborted: asyncio.Event, progress: Progress | None) -> None:
         while not aborted.is_set() and any(len(sample.tokens) < sample.until for sample in samples):
             await self._tick(aborted)
             self._check_open()
-            if aborted.is_set() or not self._running.is_set():
-                continue
-            self._rounds += 1
-            for sample in samples:
-                if len(sample.tokens) < sample.until:
-                    sample.step(self._script, self._version)
+            if not aborted.is_set() and self._running.is_set():
+                self._rounds += 1
+                self._step(samples, progress)
+
+    def _step(self, samples: list[_Running], progress: Progress | None) -> None:
+        every = self._settings.report_every
+        for index, sample in enumerate(samples):
+            length = len(sample.tokens)
+            if length < sample.until:
+                sample.step(self._script, self._version)
+                if progress and (length + 1 == sample.until or (every and (length + 1) % every == 0)):
+                    progress(index, _completion(sample))
 
     def _sample(
         self, prompt: Sequence[int], prefix: Sequence[int], sampling: Sampling, index: int, limit: int
@@ -143,9 +159,12 @@ class ScriptedEngine:
                 wait.cancel()
 
     async def load(self, path: Path, version: int) -> None:
-        """Switch to ``version`` at once; nothing is read."""
+        """Switch to ``version``, at once or after what is in flight; nothing is read."""
         self._check_open()
-        self._version = version
+        async with self._gate.shut():
+            if self._settings.update == "drain":
+                await self._gate.empty()
+            self._version = version
 
     async def logprobs(self, token_ids: Sequence[int]) -> npt.NDArray[np.float32]:
         """Zeros: there is no model whose weights a probe could check."""
@@ -164,6 +183,7 @@ class ScriptedEngine:
 
     async def abort_all(self) -> None:
         self._aborted.set()
+        await self._gate.turn_away()
         self._aborted = asyncio.Event()
 
     async def close(self) -> None:
@@ -177,4 +197,4 @@ class ScriptedEngine:
 
 def _completion(sample: _Running) -> Completion:
     finish: FinishReason = sample.finish if len(sample.tokens) == sample.until else "abort"
-    return Completion(sample.tokens, np.asarray(sample.logprobs, dtype=np.float32), sample.spans, finish)
+    return Completion(list(sample.tokens), np.asarray(sample.logprobs, dtype=np.float32), list(sample.spans), finish)

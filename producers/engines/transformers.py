@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,7 +24,7 @@ import torch
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from producers.engines.base import Completion, EngineSettings
+from producers.engines.base import Completion, EngineSettings, Progress
 from producers.engines.batch import Batch, Row
 from producers.engines.checkpoint import check_fits, read_shapes, resolve_folder
 from producers.engines.sample import Draw
@@ -41,7 +42,19 @@ _ATTENTION = {"full_attention", "sliding_attention"}
 class _Request:
     prompt: list[int]
     rows: list[Row]
+    tell: Progress | None = None
     done: Future[list[Completion]] = field(default_factory=Future)
+    told: dict[int, int] = field(default_factory=dict)
+
+    def report(self, every: int | None) -> None:
+        """Tell of rows that have finished or grown by ``every`` tokens since they were told of."""
+        if self.tell is None:
+            return
+        for index, row in enumerate(self.rows):
+            known = self.told.get(index, 0)
+            if known >= 0 and (row.finish or (every and len(row.tokens) - known >= every)):
+                self.told[index] = -1 if row.finish else len(row.tokens)
+                self.tell(index, _completion(row))
 
     def finished(self) -> bool:
         return all(row.finish is not None for row in self.rows)
@@ -76,6 +89,7 @@ class TransformersEngine:
         self._batch: Batch
         self._waiting: deque[_Request] = deque()
         self._active: list[_Request] = []
+        self._swaps: deque[Callable[[], None]] = deque()
         self._paused = False
         self._closing = False
         self._steps = 0
@@ -118,21 +132,34 @@ class TransformersEngine:
         self._batch = Batch(self._model, _eos(model), tokenizer.decode)
 
     async def generate(
-        self, prompt_ids: Sequence[int], sampling: Sampling, n: int = 1, prefix: Sequence[int] = ()
+        self,
+        prompt_ids: Sequence[int],
+        sampling: Sampling,
+        n: int = 1,
+        prefix: Sequence[int] = (),
+        progress: Progress | None = None,
     ) -> list[Completion]:
         """See Engine; ``prefix`` counts towards ``sampling.max_tokens``."""
         max_tokens = room(len(prompt_ids), len(prefix), sampling, self._settings.max_length)
         if max_tokens == 0:
             return [Completion([], np.zeros(0, np.float32), [], "length") for _ in range(n)]
         rows = [Row(_draw(sampling, index), max_tokens, sampling.stop) for index in range(n)]
-        request = _Request([*prompt_ids, *prefix], rows)
+        tell = None if progress is None else partial(asyncio.get_running_loop().call_soon_threadsafe, progress)
+        request = _Request([*prompt_ids, *prefix], rows, tell)
         await self._ask(lambda: self._waiting.append(request))
         return await self._answer(request.done)
 
     async def load(self, path: Path, version: int) -> None:
         """See Engine. A file that does not fit is refused with DataError before anything is touched."""
         check_fits(path, await asyncio.to_thread(read_shapes, path), self._shapes(), _tied(self._model))
-        await self._ask(lambda: self._replace(path, version))
+        done: Future[None] = Future()
+
+        def swap() -> None:
+            self._replace(path, version)
+            done.set_result(None)
+
+        await self._ask(lambda: self._swaps.append(swap))
+        await self._answer(done)
 
     async def logprobs(self, token_ids: Sequence[int]) -> npt.NDArray[np.float32]:
         if not 2 <= len(token_ids) <= self._settings.max_length:
@@ -188,6 +215,7 @@ class TransformersEngine:
             while not self._closing:
                 idle = self._paused or not (self._active or self._waiting)
                 self._obey(wait=idle)
+                self._swap_if_due()
                 if not self._paused and not self._closing:
                     self._advance()
             self._failure = "it was closed"
@@ -212,9 +240,7 @@ class TransformersEngine:
             request.stop()
             self._active.remove(request)
         self._batch.drop_finished()
-        while self._waiting and (
-            not self._batch.rows or len(self._batch.rows) + len(self._waiting[0].rows) <= self._settings.max_samples
-        ):
+        while self._waiting and not self._swaps and self._fits(self._waiting[0]):
             request = self._waiting.popleft()
             if request.done.cancelled():
                 continue
@@ -223,9 +249,21 @@ class TransformersEngine:
         if self._batch.rows:
             self._batch.step(self._version)
             self._steps += 1
-        for request in [request for request in self._active if request.finished()]:
-            request.answer()
-            self._active.remove(request)
+        for request in list(self._active):
+            request.report(self._settings.report_every)
+            if request.finished():
+                request.answer()
+                self._active.remove(request)
+        self._swap_if_due()
+
+    def _fits(self, request: _Request) -> bool:
+        rows = len(self._batch.rows)
+        return not rows or rows + len(request.rows) <= self._settings.max_samples
+
+    def _swap_if_due(self) -> None:
+        """Load what waits to be loaded: at once, or when all that was in flight is finished."""
+        while self._swaps and not (self._settings.update == "drain" and self._active):
+            self._swaps.popleft()()
 
     def _replace(self, path: Path, version: int) -> None:
         parameters = dict(self._model.named_parameters())
@@ -237,6 +275,8 @@ class TransformersEngine:
             self._failure = f"loading weight version {version} broke off, its weights are undefined: {error}"
             raise
         self._version = version
+        if self._settings.update == "recompute":
+            self._batch.recompute()
 
     def _score(self, ids: list[int]) -> npt.NDArray[np.float32]:
         tokens = torch.tensor([ids], device=self._model.device)
@@ -264,7 +304,7 @@ class TransformersEngine:
 
 
 def _completion(row: Row) -> Completion:
-    return Completion(row.tokens, np.asarray(row.logprobs, dtype=np.float32), row.spans(), row.finish or "abort")
+    return Completion(list(row.tokens), np.asarray(row.logprobs, dtype=np.float32), row.spans(), row.finish or "abort")
 
 
 def _draw(sampling: Sampling, index: int) -> Draw:

@@ -9,21 +9,24 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Awaitable, Sequence
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from producers.engines.base import Completion, EngineSettings
+from producers.engines.base import Completion, EngineSettings, Progress
 from producers.engines.checkpoint import Shapes, check_fits, read_shapes, resolve_folder
+from producers.engines.gate import Gate
 from producers.engines.sampling import room
 from producers.engines.vllm_boot import boot
+from producers.engines.vllm_request import Growing, Hear, final_output, sampling_params
 from schemas.errors import ConfigError, DataError, InfraError
-from schemas.messages import FinishReason, Sampling, Span
+from schemas.messages import FinishReason, Sampling
 
 if TYPE_CHECKING:
-    from vllm.outputs import CompletionOutput, RequestOutput
+    from vllm.outputs import RequestOutput
     from vllm.sampling_params import SamplingParams
     from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -32,16 +35,14 @@ T = TypeVar("T")
 _UPDATE_DEADLINE_S = 600.0
 _ABORT_DEADLINE_S = 30.0
 _CLOSE_DEADLINE_S = 20.0
-_FINISH: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
 
 
 class VllmEngine:
     """The ``vllm`` engine. ``settings.args`` are vLLM's AsyncEngineArgs, over our defaults.
 
-    The prefix cache is on and salted with the weight version: a request never starts from
-    keys and values of older weights. Requests in flight keep theirs across an update. At
-    temperature 0 log-probabilities are those at temperature 1. While paused, ``generate``
-    and ``logprobs`` wait.
+    The prefix cache is on, and salted anew with every load: a request never starts from keys and
+    values of older weights. At temperature 0 log-probabilities are those at temperature 1. While
+    paused, ``generate`` and ``logprobs`` wait.
     """
 
     def __init__(self, settings: EngineSettings) -> None:
@@ -50,8 +51,11 @@ class VllmEngine:
         self._llm: AsyncLLM | None = None
         self._shapes: Shapes = {}
         self._tied = False
-        self._paused = False
+        self._paused: AsyncExitStack | None = None
+        self._loading = asyncio.Lock()
         self._update = asyncio.Lock()
+        self._gate = Gate()
+        self._loads = 0
         self._ids = itertools.count()
         self._requests: dict[str, asyncio.Task[Any]] = {}
         self._failure: asyncio.Future[str]
@@ -84,14 +88,51 @@ class VllmEngine:
         self._tied = bool(getattr(self._llm.model_config.hf_text_config, "tie_word_embeddings", False))
 
     async def generate(
-        self, prompt_ids: Sequence[int], sampling: Sampling, n: int = 1, prefix: Sequence[int] = ()
+        self,
+        prompt_ids: Sequence[int],
+        sampling: Sampling,
+        n: int = 1,
+        prefix: Sequence[int] = (),
+        progress: Progress | None = None,
     ) -> list[Completion]:
         """See Engine; ``prefix`` counts towards ``sampling.max_tokens``."""
         max_tokens = room(len(prompt_ids), len(prefix), sampling, self._settings.max_length)
         if max_tokens == 0:
-            return [Completion([], np.zeros(0, np.float32), [], "length") for _ in range(n)]
-        output = await self._request([*prompt_ids, *prefix], _params(sampling, n, max_tokens), abortable=True)
-        return [_completion(part) for part in sorted(output.outputs, key=lambda part: part.index)]
+            return [_nothing("length") for _ in range(n)]
+        async with self._gate.passing() as inside:
+            if not inside:
+                return [_nothing("abort") for _ in range(n)]
+            # One request for each, as vLLM itself would make of them, but each can be heard of by itself.
+            ids = [*prompt_ids, *prefix]
+            samples = [asyncio.create_task(self._sample(ids, sampling, max_tokens, k, progress)) for k in range(n)]
+            try:
+                return await asyncio.gather(*samples)
+            finally:
+                for sample in samples:
+                    sample.cancel()
+
+    async def _sample(
+        self, ids: list[int], sampling: Sampling, max_tokens: int, index: int, progress: Progress | None
+    ) -> Completion:
+        every = self._settings.report_every if progress is not None else None
+        params = sampling_params(sampling, index, max_tokens, every)
+        growing = Growing()
+
+        def hear(name: str, output: RequestOutput) -> None:
+            growing.add(output.outputs[0])
+            if progress is not None and every is not None and growing.since_report >= every and not output.finished:
+                progress(index, growing.report(self._version_starts(name)))
+
+        completion = growing.completion(await self._request(ids, params, hear, abortable=True))
+        if progress is not None and completion.finish != "abort":
+            progress(index, completion)
+        return completion
+
+    def _version_starts(self, name: str) -> list[tuple[str, int]]:
+        """Where each weight version's tokens of a running request begin; vLLM itself tells it only at the end."""
+        processor = self._alive().output_processor
+        (internal,) = processor.external_req_ids[name]
+        return processor.request_states[internal].weight_version_starts
 
     async def logprobs(self, token_ids: Sequence[int]) -> npt.NDArray[np.float32]:
         from vllm.sampling_params import RequestOutputKind, SamplingParams
@@ -108,7 +149,10 @@ class VllmEngine:
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
-        output = await self._request(list(token_ids), params, abortable=False)
+        async with self._gate.passing() as inside:
+            if not inside:
+                raise InfraError("the vllm engine was asked to end before it could answer the probe")
+            output = await self._request(list(token_ids), params, None, abortable=False)
         if output.prompt_logprobs is None or len(output.prompt_logprobs) != len(token_ids):
             raise InfraError("vllm returned no log-probabilities for the probe")
         given = zip(token_ids[1:], list(output.prompt_logprobs)[1:], strict=True)
@@ -118,10 +162,23 @@ class VllmEngine:
         """See Engine. A file that does not fit is refused with DataError before anything is touched."""
         llm = self._alive()
         check_fits(path, await asyncio.to_thread(read_shapes, path), self._shapes, self._tied)
-        async with self._update:
-            await self._swap(llm, path, version)
-            if not self._paused:
-                await self._rpc(llm.resume_generation())
+        async with self._loading, self._gate.shut():
+            if self._settings.update == "drain":
+                await self._drained()
+            async with self._update:
+                await self._swap(llm, path, version)
+                if self._paused is None:
+                    await self._rpc(llm.resume_generation())
+
+    async def _drained(self) -> None:
+        """Every request in flight has ended, or the engine has."""
+        empty = asyncio.ensure_future(self._gate.empty())
+        try:
+            ends: set[asyncio.Future[Any]] = {empty, self._failure}
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            empty.cancel()
+        self._alive()
 
     async def _swap(self, llm: AsyncLLM, path: Path, version: int) -> None:
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
@@ -129,11 +186,14 @@ class VllmEngine:
         request = WeightTransferUpdateRequest(update_info={"path": str(path.resolve())})
         swapped = False
         try:
-            await self._rpc(llm.pause_generation(mode="keep", clear_cache=False))
+            # clear_cache takes the keys and values of requests in flight, too: these are computed anew.
+            clear = self._settings.update == "recompute"
+            await self._rpc(llm.pause_generation(mode="keep", clear_cache=clear))
             await self._rpc(llm.start_weight_update())
             await self._rpc(llm.update_weights(request))
             await self._rpc(llm.finish_weight_update(str(version)))
             self._version = version
+            self._loads += 1
             swapped = True
         finally:
             # Also when cancelled: the model may be half old, half new, and must not sample again.
@@ -143,15 +203,20 @@ class VllmEngine:
     async def pause(self) -> None:
         async with self._update:
             await self._rpc(self._alive().pause_generation(mode="keep", clear_cache=False))
-            self._paused = True
+            if self._paused is None:
+                self._paused = AsyncExitStack()
+                await self._paused.enter_async_context(self._gate.shut())
 
     async def resume(self) -> None:
         async with self._update:
             await self._rpc(self._alive().resume_generation())
-            self._paused = False
+            shut, self._paused = self._paused, None
+            if shut is not None:
+                await shut.aclose()
 
     async def abort_all(self) -> None:
         llm = self._alive()
+        await self._gate.turn_away()
         tasks = dict(self._requests)
         try:
             async with asyncio.timeout(_ABORT_DEADLINE_S):
@@ -193,11 +258,13 @@ class VllmEngine:
         except Exception as error:
             raise InfraError(f"the vllm engine core failed: {_line(error)}") from error
 
-    async def _request(self, ids: list[int], params: SamplingParams, abortable: bool) -> RequestOutput:
-        """Run one request to its end, or to the engine's."""
+    async def _request(
+        self, ids: list[int], params: SamplingParams, hear: Hear | None, abortable: bool
+    ) -> RequestOutput:
+        """Run one request to its end, or to the engine's; only who is inside of the gate."""
         llm = self._alive()
         name = f"r{next(self._ids)}"
-        task = asyncio.create_task(_final(llm, name, ids, params, str(self._version)))
+        task = asyncio.create_task(final_output(llm, name, ids, params, str(self._loads), hear))
         if abortable:
             self._requests[name] = task
         try:
@@ -225,49 +292,8 @@ class VllmEngine:
             raise DataError(f"vllm refuses the request: {_line(error)}") from error
 
 
-async def _final(llm: AsyncLLM, name: str, ids: list[int], params: SamplingParams, salt: str) -> RequestOutput:
-    from vllm.inputs.engine import tokens_input
-
-    final: RequestOutput | None = None
-    async for output in llm.generate(tokens_input(ids, cache_salt=salt), params, name):
-        final = output
-    if final is None:
-        raise InfraError("vllm ended a request without any output")
-    return final
-
-
-def _params(sampling: Sampling, n: int, max_tokens: int) -> SamplingParams:
-    from vllm.sampling_params import RequestOutputKind, SamplingParams
-
-    return SamplingParams(
-        n=n,
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=max(sampling.top_k, 0),
-        max_tokens=max_tokens,
-        seed=sampling.seed,
-        stop=sampling.stop,
-        include_stop_str_in_output=True,
-        logprobs=0,
-        flat_logprobs=True,
-        detokenize=bool(sampling.stop),
-        output_kind=RequestOutputKind.FINAL_ONLY,
-    )
-
-
-def _completion(output: CompletionOutput) -> Completion:
-    from vllm.logprobs import FlatLogprobs
-
-    tokens = list(output.token_ids)
-    finish = _FINISH.get(output.finish_reason or "")
-    if finish is None:
-        raise InfraError(f"vllm ended a completion with {output.finish_reason!r}")
-    given = output.logprobs.logprobs if isinstance(output.logprobs, FlatLogprobs) else []
-    logprobs = np.asarray(given, dtype=np.float32)
-    spans = [Span(int(span.version), span.start, span.end) for span in output.weight_versions or []]
-    if len(logprobs) != len(tokens) or (spans[-1].end if spans else 0) != len(tokens):
-        raise InfraError(f"vllm returned {len(tokens)} tokens with {len(logprobs)} log-probabilities, spans {spans}")
-    return Completion(tokens, logprobs, spans, finish)
+def _nothing(finish: FinishReason) -> Completion:
+    return Completion([], np.zeros(0, np.float32), [], finish)
 
 
 def _line(error: Exception) -> str:

@@ -1,6 +1,7 @@
 """The workflow protocol: the user's own agents and environments are one class like this.
 
-A workflow yields each sample as soon as it is finished, so that a long one delays no other.
+A workflow yields each sample as soon as it is finished, so that a long one delays no other, and may
+yield what a sample has so far: that is saved, and found again by whoever has to go on with it.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from producers.engines.base import Engine
-from schemas.messages import FinishReason, Span, Task, Turn
+from schemas.messages import FinishReason, Partial, Span, Task, Turn
 
 
 @dataclass
@@ -50,6 +51,11 @@ class Tokenizer(Protocol):
 class Workflow(Protocol):
     """Built once per generator with the arguments of ``generator.workflow.args``."""
 
-    def run(self, engine: Engine, tokenizer: Tokenizer, task: Task, samples: Sequence[int]) -> AsyncIterator[Sample]:
-        """Yield one Sample for each index in ``samples``, in any order."""
+    def run(
+        self, engine: Engine, tokenizer: Tokenizer, task: Task, samples: Sequence[int]
+    ) -> AsyncIterator[Sample | Partial]:
+        """Yield one Sample for each index in ``samples``, in any order, each after any Partial of it.
+
+        ``task.partials`` holds what there is already of some.
+        """
         ...

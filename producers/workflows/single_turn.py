@@ -3,55 +3,87 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 
 import numpy as np
 
 from producers.engines.base import Completion, Engine
 from producers.workflows.base import Sample, Tokenizer
+from schemas.codec import Array
 from schemas.messages import Partial, Span, Task, Turn
+
+_Ended = list[tuple[int, Completion]]
+_Hear = Callable[[tuple[int, Completion]], None]
 
 
 class SingleTurn:
     """Samples all completions of the prompt in one request, which shares its prefix.
 
-    A sample that another generator had begun goes on from what that one handed over: tokens,
+    A sample that another generator had begun goes on from what that one handed over or had saved: tokens,
     log-probabilities and versions are joined as if it had never moved.
     """
 
     async def run(
         self, engine: Engine, tokenizer: Tokenizer, task: Task, samples: Sequence[int]
-    ) -> AsyncIterator[Sample]:
+    ) -> AsyncIterator[Sample | Partial]:
         prompt_ids = tokenizer.prompt_ids(task)
         prompt = tokenizer.decode(prompt_ids)
         partials = {part.sample: part for part in task.partials if len(part.tokens)}
         fresh = [index for index in samples if index not in partials]
-        jobs = [asyncio.ensure_future(_begin(engine, prompt_ids, task, fresh))] if fresh else []
+        heard: asyncio.Queue[tuple[int, Completion] | asyncio.Task[_Ended]] = asyncio.Queue()
+        jobs = [_begin(engine, prompt_ids, task, fresh, heard.put_nowait)] if fresh else []
         jobs += [
-            asyncio.ensure_future(_go_on(engine, prompt_ids, task, partials[index]))
+            _go_on(engine, prompt_ids, task, partials[index], heard.put_nowait)
             for index in samples
             if index in partials
         ]
+        running = [asyncio.create_task(job) for job in jobs]
+        for job in running:
+            job.add_done_callback(heard.put_nowait)
+        unfinished, told = len(running), set()
         try:
-            for job in asyncio.as_completed(jobs):
-                for index, completion in await job:
+            while unfinished:
+                news = await heard.get()
+                if isinstance(news, asyncio.Task):
+                    unfinished -= 1
+                    ended = [found for found in news.result() if found[0] not in told]
+                elif news[1].finish == "abort":
+                    yield _partial(*news)
+                    continue
+                else:
+                    ended = [news]
+                for index, completion in ended:
+                    told.add(index)
                     yield _sample(index, prompt_ids, completion, prompt, tokenizer)
         finally:
-            for pending in jobs:
-                pending.cancel()
+            for job in running:
+                job.cancel()
 
 
-async def _begin(
-    engine: Engine, prompt_ids: list[int], task: Task, indices: Sequence[int]
-) -> list[tuple[int, Completion]]:
-    completions = await engine.generate(prompt_ids, task.sampling, n=len(indices))
+async def _begin(engine: Engine, prompt_ids: list[int], task: Task, indices: Sequence[int], hear: _Hear) -> _Ended:
+    def progress(k: int, completion: Completion) -> None:
+        hear((indices[k], completion))
+
+    completions = await engine.generate(prompt_ids, task.sampling, n=len(indices), progress=progress)
     return list(zip(indices, completions, strict=True))
 
 
-async def _go_on(engine: Engine, prompt_ids: list[int], task: Task, part: Partial) -> list[tuple[int, Completion]]:
+async def _go_on(engine: Engine, prompt_ids: list[int], task: Task, part: Partial, hear: _Hear) -> _Ended:
+    def progress(_: int, completion: Completion) -> None:
+        hear((part.sample, join(part, completion)))
+
     prefix: list[int] = part.tokens.numpy().tolist()
-    (new,) = await engine.generate(prompt_ids, task.sampling, prefix=prefix)
+    (new,) = await engine.generate(prompt_ids, task.sampling, prefix=prefix, progress=progress)
     return [(part.sample, join(part, new))]
+
+
+def _partial(index: int, completion: Completion) -> Partial:
+    return Partial(
+        sample=index,
+        tokens=Array.of(completion.tokens, "i4"),
+        logprobs=Array.of(completion.logprobs, "f4"),
+        spans=completion.spans,
+    )
 
 
 def join(part: Partial, new: Completion) -> Completion:

@@ -150,6 +150,18 @@ class GeneratorConfig(Section):
         gt=0,
         description="Largest accepted probe difference, nats; by default 1e-3 in float32, 0.1 in 16-bit types.",
     )
+    update: Literal["keep", "recompute", "drain"] = Field(
+        "keep",
+        description="What new weights do to samples in flight. keep: they go on with their keys and values."
+        " recompute: these are made anew by the new weights. drain: they are finished first, so that every sample"
+        " is of one version, and new ones wait meanwhile.",
+    )
+    flush_every: int | None = Field(
+        None,
+        ge=2,
+        description="Save unfinished samples as they grow, so that a kill loses at most so many tokens of each;"
+        " none: what a killed replica had not finished is lost.",
+    )
     allow_truncated: bool = Field(
         False, description="Train on samples drawn with top_p or top_k, whose log-probabilities are not the policy's."
     )

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from producers.engines.base import Completion, EngineSettings
 from producers.engines.vllm import VllmEngine
 from producers.tokenizer import HfTokenizer
 from schemas.errors import DataError, InfraError
-from schemas.messages import Sampling
+from schemas.messages import Sampling, Span
 from tests.tiny import EOS, make_tiny_model
 
 pytestmark = [
@@ -33,6 +34,7 @@ pytestmark = [
 ]
 
 PROMPT = [5, 90, 17, 200, 33, 8, 150, 61]
+EVERY = 20  # tokens between two reports of a growing sample
 SHARED = [3 + (7 * k) % 250 for k in range(300)]  # longer than two blocks of the prefix cache
 
 Run = Callable[[Coroutine[Any, Any, Any]], Any]
@@ -53,7 +55,7 @@ def run() -> Iterator[Run]:
 
 @pytest.fixture(scope="module")
 def engine(folders: dict[int, Path], run: Run) -> Iterator[VllmEngine]:
-    engine = VllmEngine(EngineSettings(str(folders[0]), "float32", 512, 32, version=3))
+    engine = VllmEngine(EngineSettings(str(folders[0]), "float32", 512, 32, version=3, report_every=EVERY))
     run(engine.start())
     yield engine
     run(engine.close())
@@ -139,6 +141,86 @@ def test_the_prefix_cache_of_old_weights_is_never_used(
         for _ in range(2):  # the second time from this version's own cache
             (completion,) = run(engine.generate(SHARED, Sampling(max_tokens=4)))
             assert_matches(folders[seed], SHARED, completion)
+
+
+def test_a_request_that_came_while_weights_changed_uses_nothing_of_the_old_ones(
+    engine: VllmEngine, folders: dict[int, Path], run: Run, weights: Callable[[int, int], None]
+):
+    weights(0, 22)
+
+    async def scenario() -> Completion:
+        await engine.generate(SHARED, Sampling(max_tokens=2))  # its prompt is in the prefix cache
+        await engine.pause()
+        waiting = asyncio.create_task(engine.generate(SHARED, Sampling(max_tokens=4)))
+        await asyncio.sleep(0)
+        await engine.load(folders[7] / "model.safetensors", 23)
+        await engine.resume()
+        (completion,) = await waiting
+        return completion
+
+    completion = run(scenario())
+    assert [span.version for span in completion.spans] == [23]
+    assert_matches(folders[7], SHARED, completion)
+
+
+def test_samples_are_told_of_as_they_grow_with_their_versions_so_far(
+    engine: VllmEngine, folders: dict[int, Path], run: Run, weights: Callable[[int, int], None]
+):
+    weights(0, 24)
+    told: list[tuple[int, Completion]] = []
+
+    async def scenario() -> list[Completion]:
+        running = asyncio.create_task(
+            engine.generate(PROMPT, Sampling(max_tokens=450), n=8, progress=lambda k, c: told.append((k, c)))
+        )
+        await engine.generate(PROMPT[:3], Sampling(max_tokens=3))
+        await engine.load(folders[0] / "model.safetensors", 25)
+        return await running
+
+    completions = run(scenario())
+    for k, completion in enumerate(completions):
+        *growing, last = [heard for index, heard in told if index == k]
+        assert (last.tokens, last.finish) == (completion.tokens, completion.finish)
+        assert len(growing) >= len(completion.tokens) // (2 * EVERY)
+        for heard in growing:
+            length = len(heard.tokens)
+            assert heard.tokens == completion.tokens[:length]
+            np.testing.assert_array_equal(heard.logprobs, completion.logprobs[:length])
+            whole = [Span(s.version, s.start, min(s.end, length)) for s in completion.spans if s.start < length]
+            assert heard.spans == whole
+    assert any(len(heard.spans) == 2 for _, heard in told)
+
+
+@pytest.mark.parametrize("update", ["recompute", "drain"])
+def test_what_an_update_does_to_requests_in_flight(
+    engine: VllmEngine,
+    folders: dict[int, Path],
+    run: Run,
+    weights: Callable[[int, int], None],
+    monkeypatch: pytest.MonkeyPatch,
+    update: str,
+):
+    weights(0, 26)
+    monkeypatch.setattr(engine, "_settings", replace(engine._settings, update=update))
+
+    async def scenario() -> tuple[list[Completion], list[Completion]]:
+        running = asyncio.create_task(engine.generate(PROMPT, Sampling(max_tokens=400), n=16))
+        await engine.generate(PROMPT[:3], Sampling(max_tokens=3))
+        loading = asyncio.create_task(engine.load(folders[7] / "model.safetensors", 27))
+        await asyncio.sleep(0.05)
+        late = asyncio.create_task(engine.generate(PROMPT, Sampling(max_tokens=4)))
+        await loading
+        return await running, await late
+
+    running, late = run(scenario())
+    versions = {tuple(span.version for span in completion.spans) for completion in running}
+    assert versions == {(26,)} if update == "drain" else (26, 27) in versions
+    assert [span.version for span in late[0].spans] == [27]
+    for completion in [*running, *late]:
+        for span in completion.spans:
+            expected = reference(folders[0 if span.version == 26 else 7], PROMPT + completion.tokens)[len(PROMPT) - 1 :]
+            inside = slice(span.start, span.end)
+            np.testing.assert_allclose(completion.logprobs[inside], expected[inside], atol=1e-3)
 
 
 def test_weights_that_do_not_fit_are_refused_and_the_old_ones_stay(
@@ -254,7 +336,7 @@ from pathlib import Path
 from producers.engines.base import EngineSettings
 from producers.engines.vllm import VllmEngine
 from schemas.errors import InfraError
-from schemas.messages import Sampling
+from schemas.messages import Sampling, Span
 
 async def main():
     engine = VllmEngine(EngineSettings(sys.argv[1], "float32", 512, 32))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from producers.engines.base import Completion, EngineSettings
 from producers.engines.sample import Draw, draw, truncate
 from producers.engines.transformers import TransformersEngine
 from schemas.errors import ConfigError, DataError, InfraError
-from schemas.messages import Sampling
+from schemas.messages import Sampling, Span
 from tests.tiny import make_tiny_model
 
 PROMPTS = [[5, 6, 7], [90, 80, 70, 60, 50, 40, 30, 20], [11], [200, 100, 150, 3, 4]]
@@ -28,7 +29,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return make_tiny_model(folder / "0", seed=0), make_tiny_model(folder / "7", seed=7)
 
 
-def run(folder: Path, scenario: Callable[[TransformersEngine], Awaitable[None]], **settings: int) -> None:
+def run(folder: Path, scenario: Callable[[TransformersEngine], Awaitable[None]], **settings: Any) -> None:
     async def whole() -> None:
         defaults = {"max_length": 256, "max_samples": 16, **settings}
         engine = TransformersEngine(EngineSettings(str(folder), "float32", **defaults))
@@ -218,3 +219,58 @@ def test_a_closed_engine_and_a_wrong_folder_say_so(models: tuple[Path, Path], tm
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ConfigError, match="can't load"):
         run(tmp_path, scenario)
+
+
+async def update_under_way(engine: TransformersEngine, new: Path) -> tuple[list[Completion], list[Completion]]:
+    """Completions that were in flight when version 7 was loaded, and one that was asked for meanwhile."""
+    running = asyncio.create_task(engine.generate(PROMPTS[0], Sampling(max_tokens=120), n=6))
+    other = asyncio.create_task(engine.generate(PROMPTS[1], Sampling(max_tokens=100)))  # of another length
+    await underway(engine)
+    loading = asyncio.create_task(engine.load(new / "model.safetensors", 7))
+    await asyncio.sleep(0)
+    late = asyncio.create_task(engine.generate(PROMPTS[2], Sampling(max_tokens=5)))
+    await loading
+    return [*await running, *await other], await late
+
+
+def test_after_recompute_tokens_are_as_if_the_new_weights_had_read_all_before_them(models: tuple[Path, Path]):
+    async def scenario(engine: TransformersEngine) -> None:
+        running, _ = await update_under_way(engine, models[1])
+        assert {span.version for completion in running for span in completion.spans} == {0, 7}
+        for prompt, completion in zip([PROMPTS[0]] * 6 + [PROMPTS[1]], running, strict=True):
+            for span in completion.spans:
+                expected = reference(models[span.version != 0], prompt + completion.tokens)[len(prompt) - 1 :]
+                inside = slice(span.start, span.end)
+                np.testing.assert_allclose(completion.logprobs[inside], expected[inside], atol=1e-4)
+
+    run(models[0], scenario, update="recompute")
+
+
+def test_drain_finishes_what_is_in_flight_first_and_new_requests_wait(models: tuple[Path, Path]):
+    async def scenario(engine: TransformersEngine) -> None:
+        running, late = await update_under_way(engine, models[1])
+        assert {span.version for completion in running for span in completion.spans} == {0}
+        assert {span.version for completion in late for span in completion.spans} == {7}
+        assert engine.version == 7
+
+    run(models[0], scenario, update="drain")
+
+
+def test_growing_and_finished_samples_are_told_of_in_order(models: tuple[Path, Path]):
+    async def scenario(engine: TransformersEngine) -> None:
+        told: list[tuple[int, Completion]] = []
+        completions = await engine.generate(
+            PROMPTS[0], Sampling(max_tokens=40), n=4, progress=lambda k, c: told.append((k, c))
+        )
+        for k, completion in enumerate(completions):
+            *growing, last = [heard for index, heard in told if index == k]
+            assert last.tokens == completion.tokens
+            assert last.finish == completion.finish
+            assert len(growing) == (len(completion.tokens) - 1) // 6
+            for heard in growing:
+                assert heard.finish == "abort"
+                assert heard.tokens == completion.tokens[: len(heard.tokens)]
+                assert heard.spans == [Span(0, 0, len(heard.tokens))]
+                assert len(heard.logprobs) == len(heard.tokens)
+
+    run(models[0], scenario, report_every=6)

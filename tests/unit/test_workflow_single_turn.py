@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from producers.engines.base import Completion, EngineSettings
+from producers.engines.base import Completion, EngineSettings, Progress
 from producers.engines.scripted import ScriptedEngine
 from producers.tokenizer import HfTokenizer
 from producers.workflows.base import Sample
@@ -38,7 +38,12 @@ class Recording(ScriptedEngine):
         self.calls: list[tuple[list[int], int, list[int]]] = []
 
     async def generate(
-        self, prompt_ids: Sequence[int], sampling: Sampling, n: int = 1, prefix: Sequence[int] = ()
+        self,
+        prompt_ids: Sequence[int],
+        sampling: Sampling,
+        n: int = 1,
+        prefix: Sequence[int] = (),
+        progress: Progress | None = None,
     ) -> list[Completion]:
         self.calls.append((list(prompt_ids), n, list(prefix)))
         completions = await super().generate(prompt_ids, sampling, n, prefix)
@@ -155,3 +160,24 @@ def test_a_generic_tokenizer_is_used_as_its_file_says(tmp_path: Path):
 def test_a_folder_without_tokenizer_is_named(tmp_path: Path):
     with pytest.raises(ConfigError, match="no usable tokenizer"):
         HfTokenizer(str(tmp_path))
+
+
+def test_growing_samples_come_as_partials_that_another_goes_on_from(tokenizer: HfTokenizer):
+    async def collect(engine: ScriptedEngine, job: Task) -> list[Sample | Partial]:
+        return [item async for item in SingleTurn().run(engine, tokenizer, job, [0, 1])]
+
+    settings = EngineSettings("none", "float32", 200, 8, report_every=3, args={"min_length": 9, "max_length": 9})
+    first = asyncio.run(collect(ScriptedEngine(settings), task(text="1+2=")))
+    growing = [item for item in first if isinstance(item, Partial)]
+    assert [(part.sample, len(part.tokens)) for part in growing] == [(0, 3), (1, 3), (0, 6), (1, 6)]
+    ends = {item.index: item for item in first if isinstance(item, Sample)}
+    start = len(ends[0].tokens) - 9
+    for part in growing:
+        assert part.tokens.numpy().tolist() == ends[part.sample].tokens[start : start + len(part.tokens)]
+        assert part.spans == [Span(0, 0, len(part.tokens))]
+    second = asyncio.run(collect(ScriptedEngine(settings), task(text="1+2=", partials=growing[2:])))
+    for item in second:
+        tokens = item.tokens.numpy().tolist() if isinstance(item, Partial) else item.tokens[start:]
+        before = growing[2 + (item.sample if isinstance(item, Partial) else item.index)].tokens.numpy().tolist()
+        assert tokens[:6] == before
+        assert len(tokens) > 6

@@ -1,0 +1,102 @@
+"""One request to vLLM: its parameters, its run to the end, and the pieces that come under way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from producers.engines.base import Completion
+from schemas.errors import InfraError
+from schemas.messages import FinishReason, Sampling, Span
+
+if TYPE_CHECKING:
+    from vllm.outputs import CompletionOutput, RequestOutput
+    from vllm.sampling_params import SamplingParams
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+Hear = Callable[[str, "RequestOutput"], None]
+"""Is told the name of a request and each of its outputs."""
+
+_FINISH: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
+
+
+async def final_output(
+    llm: AsyncLLM, name: str, ids: list[int], params: SamplingParams, salt: str, hear: Hear | None
+) -> RequestOutput:
+    from vllm.inputs.engine import tokens_input
+
+    final: RequestOutput | None = None
+    async for output in llm.generate(tokens_input(ids, cache_salt=salt), params, name):
+        if hear is not None:
+            hear(name, output)
+        final = output
+    if final is None:
+        raise InfraError("vllm ended a request without any output")
+    return final
+
+
+def sampling_params(sampling: Sampling, index: int, max_tokens: int, every: int | None) -> SamplingParams:
+    """Of the sample with this index; it is heard of every so many tokens, or at its end only."""
+    from vllm.sampling_params import RequestOutputKind, SamplingParams
+
+    return SamplingParams(
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=max(sampling.top_k, 0),
+        max_tokens=max_tokens,
+        seed=None if sampling.seed is None else sampling.seed + index,
+        stop=sampling.stop,
+        include_stop_str_in_output=True,
+        logprobs=0,
+        flat_logprobs=True,
+        detokenize=bool(sampling.stop),
+        output_kind=RequestOutputKind.FINAL_ONLY if every is None else RequestOutputKind.DELTA,
+        stream_interval=every,
+    )
+
+
+@dataclass
+class Growing:
+    """What one request has given so far, piece by piece; in one piece where only the end is heard of."""
+
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    reported: int = 0
+
+    @property
+    def since_report(self) -> int:
+        return len(self.tokens) - self.reported
+
+    def add(self, output: CompletionOutput) -> None:
+        from vllm.logprobs import FlatLogprobs
+
+        self.tokens += output.token_ids
+        self.logprobs += output.logprobs.logprobs if isinstance(output.logprobs, FlatLogprobs) else []
+
+    def report(self, starts: Sequence[tuple[str, int]]) -> Completion:
+        """What there is; versions begin at ``starts``, of which the last may lie ahead of what was heard."""
+        self.reported = length = len(self.tokens)
+        ends = [start for _, start in starts[1:]] + [length]
+        spans = [
+            Span(int(version), start, min(end, length))
+            for (version, start), end in zip(starts, ends, strict=True)
+            if start < length
+        ]
+        return Completion(list(self.tokens), np.asarray(self.logprobs, dtype=np.float32), spans, "abort")
+
+    def completion(self, final: RequestOutput) -> Completion:
+        """The whole, after the last output was added."""
+        output = final.outputs[0]
+        finish = _FINISH.get(output.finish_reason or "")
+        if finish is None:
+            raise InfraError(f"vllm ended a completion with {output.finish_reason!r}")
+        tokens, logprobs = self.tokens, np.asarray(self.logprobs, dtype=np.float32)
+        spans = [Span(int(span.version), span.start, span.end) for span in output.weight_versions or []]
+        if len(logprobs) != len(tokens) or (spans[-1].end if spans else 0) != len(tokens):
+            raise InfraError(
+                f"vllm returned {len(tokens)} tokens with {len(logprobs)} log-probabilities, spans {spans}"
+            )
+        return Completion(tokens, logprobs, spans, finish)
