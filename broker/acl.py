@@ -45,7 +45,7 @@ class Role:
 ROLES: Mapping[str, Role] = {
     "feeder": Role("look admit eval_open beat note", f"{_SERVICE} {_LEDGER}", "CHANGES"),
     "generator": Role(
-        "publish fail_sample hand_back give_up beat note",
+        "publish save fail_sample hand_back give_up beat note",
         f"{_SERVICE} hmget hget xread xrevrange",
         "WEIGHTS CHUNKS",
         only=_WORKER,

@@ -18,6 +18,7 @@ from broker.dead_letters import DeadLetters
 from broker.keys import GENERATORS, REWARD, TRAINER, Keys
 from broker.ledger import Ledger
 from broker.link import Link, check_server, url_from
+from broker.partials import Partials
 from broker.queues import ScoreQueue, TaskQueue
 from broker.runs import memory_of
 from broker.telemetry import Evals, Events, Metrics, Services
@@ -60,6 +61,10 @@ class Broker:
     def tasks(self, consumer: str) -> TaskQueue:
         """The generator's queue."""
         return TaskQueue(self.link, consumer, self._config.max_deliveries, self._config.max_message_bytes)
+
+    def partials(self, generator: str) -> Partials:
+        """What the generator saves of samples that grow, and finds of those that others had begun."""
+        return Partials(self.link, generator, self._config.max_message_bytes)
 
     def trajectories(self, consumer: str) -> ScoreQueue:
         """The reward service's queue."""

@@ -34,6 +34,7 @@ class Keys:
         self.services = self._key("services")
         self.redo = self._key("redo")
         self.failed = self._key("failed")
+        self.partials = self._key("partials")
 
     def _key(self, name: str) -> str:
         return f"{self.base}:{name}"

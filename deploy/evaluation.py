@@ -69,7 +69,8 @@ async def _evaluate(config: TidemillConfig, evaluation: EvalConfig, path: str) -
                 async def answer(task: Task) -> list[Trajectory]:
                     async with room:
                         runs = workflow.run(engine, tokenizer, task, range(task.n))
-                        found = [_trajectory(config.run.name, task, sample) async for sample in runs]
+                        samples = [item async for item in runs if isinstance(item, Sample)]
+                        found = [_trajectory(config.run.name, task, sample) for sample in samples]
                     bar.advance(shown)
                     return found
 

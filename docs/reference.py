@@ -55,6 +55,7 @@ KEY_NOTES = {
     "samples": "hash: TASK:SAMPLE to its trajectory entry, after `=` once it is scored; `-` when it failed",
     "tasks": "stream, consumer group `generators`: training tasks",
     "eval_tasks": "stream, consumer group `generators`: evaluation tasks, read first",
+    "partials": "hash: TASK:SAMPLE to the number of saved pieces of an unfinished sample, TASK:SAMPLE:N to each",
     "trajectories": "stream, consumer group `reward`: finished samples",
     "scored": "stream, consumer group `trainer`: outcomes of samples",
     "dead": "stream, 1,000 entries: dead letters",

@@ -71,6 +71,16 @@ class Partial(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     spans: list[Span]
 
 
+class Piece(Message, kw_only=True, tag="piece"):
+    """What an unfinished sample has grown by since the piece before, in the form of a partial sample.
+
+    Its spans count from the piece's own first token, which is number ``start`` of the sample's.
+    """
+
+    start: int
+    partial: Partial
+
+
 class Task(Message, kw_only=True, tag="task"):
     """One prompt group to generate.
 

@@ -1,5 +1,5 @@
 #!lua flags=allow-oom
--- KEYS: CTL EPOCH SLOTS COUNTS GROUPS SAMPLES TASKS EVAL_TASKS TRAJECTORIES SCORED DEAD JOURNAL EVALS CHANGES REDO FAILED WEIGHTS CHUNKS EVENTS METRICS SERVICES
+-- KEYS: CTL EPOCH SLOTS COUNTS GROUPS SAMPLES TASKS EVAL_TASKS TRAJECTORIES SCORED DEAD JOURNAL EVALS CHANGES REDO FAILED WEIGHTS CHUNKS EVENTS METRICS SERVICES PARTIALS
 -- ARGV: what the trainer knows, as JSON (broker/training.py, Known). A trainer takes the run over.
 -- What the broker knows wins as long as it can be true. It cannot when its lineage is not that of the trainer's
 -- checkpoint, when a step is missing in its journal, when its counts do not add up, or when a key of the pipeline is
@@ -14,7 +14,7 @@ local pipeline = {
 -- What these hold is made again, or is for people only: the pipeline goes on without it.
 local beside = {
   {WEIGHTS, 'stream'}, {CHUNKS, 'hash'}, {DEAD, 'stream'}, {EVALS, 'hash'}, {CHANGES, 'stream'}, {FAILED, 'zset'},
-  {EVENTS, 'stream'}, {METRICS, 'stream'}, {SERVICES, 'hash'},
+  {PARTIALS, 'hash'}, {EVENTS, 'stream'}, {METRICS, 'stream'}, {SERVICES, 'hash'},
 }
 local function drop_foreign(types)
   local dropped = false
@@ -67,7 +67,7 @@ local unfinished = {}
 for _, id in ipairs(own.unfinished) do unfinished[string.format('%d', id)] = true end
 
 if rebuild then
-  redis.call('DEL', SLOTS, GROUPS, SAMPLES, TASKS, EVAL_TASKS, TRAJECTORIES, SCORED, JOURNAL, REDO)
+  redis.call('DEL', SLOTS, GROUPS, SAMPLES, TASKS, EVAL_TASKS, TRAJECTORIES, SCORED, JOURNAL, REDO, PARTIALS)
   redis.call('DEL', COUNTS)
   for name, value in pairs(own.counts) do redis.call('HSET', COUNTS, name, string.format('%d', value)) end
   for task in pairs(unfinished) do redis.call('ZADD', REDO, task, task) end

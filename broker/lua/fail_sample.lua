@@ -1,4 +1,4 @@
--- KEYS: COUNTS GROUPS SAMPLES TASKS EVAL_TASKS TRAJECTORIES SCORED DEAD EVALS
+-- KEYS: COUNTS GROUPS SAMPLES TASKS EVAL_TASKS TRAJECTORIES SCORED DEAD EVALS PARTIALS
 -- ARGV: task id, sample, dead letter, failed score. A sample that can't be made: its group goes on without it.
 local task, field = ARGV[1], ARGV[1] .. ':' .. ARGV[2]
 local fields = redis.call('HMGET', GROUPS, task .. ':kind', task .. ':n')

@@ -67,9 +67,20 @@ local function remove(stream, group, entries)
   end
 end
 
+-- Forget what was saved of samples, given as TASK:SAMPLE, that are finished or given up.
+local function forget_partials(samples)
+  for _, sample in ipairs(samples) do
+    local fields = {sample}
+    for piece = 0, tonumber(redis.call('HGET', PARTIALS, sample) or 0) - 1 do fields[#fields + 1] = sample .. ':' .. piece end
+    for first = 1, #fields, 1000 do
+      redis.call('HDEL', PARTIALS, unpack(fields, first, math.min(first + 999, #fields)))
+    end
+  end
+end
+
 -- Forget everything the broker holds of a group; returns how many of its samples had been published.
 local function forget(task)
-  local fields = redis.call('HMGET', GROUPS, task .. ':n', task .. ':kind', task .. ':entry')
+  local fields = redis.call('HMGET', GROUPS, task .. ':n', task .. ':kind', task .. ':entry', task .. ':saved')
   if not fields[1] then return 0 end
   local published = {}
   for first = 0, tonumber(fields[1]) - 1, 1000 do
@@ -79,10 +90,11 @@ local function forget(task)
       if found and found ~= '-' then published[#published + 1] = entry_of(found) end
     end
     redis.call('HDEL', SAMPLES, unpack(samples))
+    if fields[4] then forget_partials(samples) end
   end
   remove(TRAJECTORIES, REWARD, published)
   remove(task_stream(fields[2]), GENERATORS, {fields[3]})
-  redis.call('HDEL', GROUPS, task .. ':n', task .. ':kind', task .. ':entry', task .. ':left', task .. ':open')
+  redis.call('HDEL', GROUPS, task .. ':n', task .. ':kind', task .. ':entry', task .. ':left', task .. ':open', task .. ':saved')
   return #published
 end
 

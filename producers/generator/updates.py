@@ -1,14 +1,15 @@
 """Weights of one generator: pull the newest version, load it in flight, check the probe.
 
 No trajectory leaves between a load and its passed probe. A version that can't be fetched is reported and tried
-again, with the old one in use. One that can't be loaded or fails its probe is reported, and the process ends: it
-comes back on the newest version.
+again, with the old one in use. One that does not fit or fails its probe is reported and never used; the old one is
+put back, and a newer one waited for. Without either the process ends, and comes back on the newest version.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -20,12 +21,14 @@ from producers.engines.base import Engine
 from schemas.config import TidemillConfig
 from schemas.errors import DataError, InfraError
 from schemas.lifecycle import StopFlag
-from schemas.messages import Event, Manifest
+from schemas.messages import Event, Manifest, Span
 
 EVAL_DEADLINE_S = 60.0
 """An evaluation may hold back new weights for so long."""
 FETCH_DEADLINE_S = 300.0
 """A version that is the newest all the time and can't be fetched ends the process after so long."""
+REFUSED_DEADLINE_S = 15.0
+"""A version that was refused ends the process when no newer one follows it for so long."""
 TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.1}
 """Largest probe difference in nats, by dtype."""
 
@@ -44,6 +47,10 @@ class Updates:
         self._tolerance = config.generator.probe_tolerance or TOLERANCE[config.model.dtype]
         self._changed = asyncio.Condition()
         self._verified = False
+        self._manifest: Manifest | None = None
+        self._refused: set[int] = set()
+        self._restoring = False
+        self._refusal: tuple[float, str] | None = None
         self._closed = False
         self._evaluating = 0
         self._more_evaluations = False
@@ -54,9 +61,12 @@ class Updates:
         """Follow the published versions until stop."""
         try:
             while not stop:
-                manifest = await asyncio.to_thread(self._broker.weights.wait_newer, self.version)
+                seen = max(self.version, *self._refused, -1)
+                manifest = await asyncio.to_thread(self._broker.weights.wait_newer, seen)
                 if manifest is not None:
                     await self._update(manifest, stop)
+                elif self._refusal is not None and time.monotonic() > self._refusal[0]:
+                    raise InfraError(self._refusal[1])
         finally:
             async with self._changed:
                 self._closed = True
@@ -67,6 +77,26 @@ class Updates:
         async with self._changed:
             await self._changed.wait_for(lambda: self._closed or (self._verified and self.version >= version))
             return self._verified and self.version >= version
+
+    async def trusted(self, spans: Sequence[Span], length: int) -> int:
+        """How many of a sample's first tokens are of weights that passed their probe: all ``length``, as a rule.
+
+        Waits until the weights of all its spans are checked, or will not be any more.
+        """
+
+        def checked() -> bool:
+            return self._closed or all(self._good(span) or span.version in self._refused for span in spans)
+
+        async with self._changed:
+            await self._changed.wait_for(checked)
+            return self.trusted_now(spans, length)
+
+    def trusted_now(self, spans: Sequence[Span], length: int) -> int:
+        """``trusted`` of what is known at this moment."""
+        return min((span.start for span in spans if not self._good(span)), default=length)
+
+    def _good(self, span: Span) -> bool:
+        return span.version <= self.version and span.version not in self._refused and not self._restoring
 
     async def evaluation(self, change: int) -> None:
         """Count evaluation tasks in progress; new weights wait for them, so that one version answers all."""
@@ -113,25 +143,66 @@ class Updates:
             return
         if self._verified:
             await self._wait_for_evaluations()
+        try:
+            await self._load(manifest, path)
+        except DataError as error:
+            text = f"weights version {manifest.version} does not fit this model: {error}"
+            await self._in_use(await self._refuse(manifest, text))
+            return
+        problem = await self._probe(manifest)
+        if problem is None:
+            await self._in_use(manifest)
+        else:
+            await self._restore(await self._refuse(manifest, problem))
+
+    async def _load(self, manifest: Manifest, path: Path) -> None:
         async with self._changed:
             self._verified = False
         started = time.monotonic()
         try:
             await self._engine.load(path, manifest.version)
-        except DataError as error:
-            await self._alarm(f"weights version {manifest.version} does not fit this model: {error}")
-            raise
         except OSError as error:
             # The trainer frees old versions; of a model that is half loaded nothing can be used.
             raise InfraError(f"weights version {manifest.version} cannot be loaded: {error}") from error
+        finally:
+            if not self._keep_copy:
+                self._copy.drop()
         self.last_load_s = time.monotonic() - started
-        await self._check_probe(manifest)
-        if not self._keep_copy:
-            self._copy.drop()
+
+    async def _in_use(self, manifest: Manifest) -> None:
+        """The engine has these weights, and they are what they should be."""
         async with self._changed:
-            self.version = manifest.version
-            self._verified = True
+            self._manifest, self.version, self._verified = manifest, manifest.version, True
+            self._restoring = False
+            if self._refused and manifest.version > max(self._refused):
+                self._refusal = None
             self._changed.notify_all()
+
+    async def _refuse(self, manifest: Manifest, text: str) -> Manifest:
+        """Never use this version; returns the one to go on with, without any the process ends."""
+        await self._alarm(text)
+        async with self._changed:
+            self._refused.add(manifest.version)
+            self._changed.notify_all()
+        if self._manifest is None:
+            raise InfraError(text)
+        self._refusal = (time.monotonic() + REFUSED_DEADLINE_S, text)
+        return self._manifest
+
+    async def _restore(self, old: Manifest) -> None:
+        """Go back to the version before; what was sampled meanwhile ends, and its good part is gone on with.
+
+        InfraError when that version is gone or is no longer what it was: then nothing may leave any more.
+        """
+        async with self._changed:
+            self._restoring = True
+        await self._engine.abort_all()
+        await self._load(old, await asyncio.to_thread(self._copy.fetch, old))
+        problem = await self._probe(old)
+        if problem is not None:
+            raise InfraError(f"the weights in use before can't be restored: {problem}")
+        await self._in_use(old)
+        log.warning("went back to the weights before", version=old.version)
 
     async def _wait_for_evaluations(self) -> None:
         try:
@@ -140,19 +211,19 @@ class Updates:
         except TimeoutError:
             log.warning("an evaluation takes long; new weights are loaded under it", waited_s=EVAL_DEADLINE_S)
 
-    async def _check_probe(self, manifest: Manifest) -> None:
+    async def _probe(self, manifest: Manifest) -> str | None:
+        """What is wrong with the weights in the engine; None when they are what the manifest says."""
         if manifest.probe is None:
-            return
+            return None
         ours = await self._engine.logprobs(manifest.probe.tokens.numpy().tolist())
         difference = float(np.abs(ours - manifest.probe.logprobs.numpy()).max())
         log.debug("probe", version=manifest.version, difference=difference)
-        if not difference <= self._tolerance:
-            text = (
-                f"weights version {manifest.version} fails its probe: log-probabilities differ by"
-                f" {difference:.2g} nats from the trainer's, {self._tolerance:.2g} is allowed"
-            )
-            await self._alarm(text)
-            raise InfraError(text)
+        if difference <= self._tolerance:
+            return None
+        return (
+            f"weights version {manifest.version} fails its probe: log-probabilities differ by"
+            f" {difference:.2g} nats from the trainer's, {self._tolerance:.2g} is allowed"
+        )
 
     async def _alarm(self, text: str) -> None:
         event = Event(name="weights_refused", service=self._name, level="error", text=text)

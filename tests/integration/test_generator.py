@@ -1,0 +1,330 @@
+"""One generator service on a real server: what it publishes, keeps and hands back, whatever happens to it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+
+from broker.client import Broker
+from broker.embedded import EmbeddedServer
+from broker.training import Training
+from broker.weights.store import make_transport
+from producers.engines.base import EngineSettings
+from producers.engines.scripted import ScriptedEngine
+from producers.generator import updates as updates_module
+from producers.generator.service import Generator
+from schemas.codec import Array, decode
+from schemas.config import TidemillConfig, parse_config
+from schemas.errors import DataError, InfraError
+from schemas.lifecycle import StopFlag
+from schemas.messages import Probe, Sampling, Task, Trajectory
+from tests import light
+from tests.takeover import begin
+from tests.tiny import make_tiny_model
+
+pytestmark = pytest.mark.integration
+
+
+class Engine(ScriptedEngine):
+    """A scripted engine whose probe can fail, and that remembers what it loaded."""
+
+    def __init__(self, settings: EngineSettings) -> None:
+        super().__init__(settings)
+        self.loaded: list[int] = []
+        self.spoilt: set[int] = set()
+        self.misfits: set[int] = set()
+        self.generating = asyncio.Event()
+
+    async def load(self, path: Path, version: int) -> None:
+        if version in self.misfits:
+            raise DataError("the file lacks a tensor")
+        await super().load(path, version)
+        self.loaded.append(version)
+
+    async def logprobs(self, token_ids: Sequence[int]) -> Any:
+        return await super().logprobs(token_ids) + (1.0 if self.version in self.spoilt else 0.0)
+
+    def _step(self, samples: Any, progress: Any) -> None:
+        super()._step(samples, progress)
+        self.generating.set()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+def configuration(model: Path, folder: Path, **generator: Any) -> TidemillConfig:
+    return parse_config(
+        {
+            "run": {"name": "g", "folder": str(folder / "run")},
+            "model": {"path": str(model), "dtype": "float32", "max_length": 2000},
+            "train": {"name": "arithmetic"},
+            "sampling": {"n": 2, "max_tokens": 1000},
+            "reward": {"terms": [{"name": "exact"}]},
+            "generator": {"engine": "scripted", "max_samples": 8, **generator},
+        }
+    )
+
+
+def engine_of(config: TidemillConfig, **script: Any) -> Engine:
+    every = config.generator.flush_every
+    return Engine(
+        EngineSettings("none", "float32", 2000, 8, report_every=every and every // 2, args={"token_s": 0.001, **script})
+    )
+
+
+def publish(broker: Broker, training: Training, folder: Path, version: int) -> None:
+    """Weights with a probe that the scripted engine passes."""
+    file = folder / f"new-{version}"
+    file.write_bytes(b"weights" * 10)
+    broker.weights.publish(
+        make_transport(broker.link, "redis", folder),
+        file,
+        version=version,
+        step=version,
+        epoch=training.epoch,
+        tensors=[],
+        probe=Probe(tokens=Array.of([1, 2, 3], "i4"), logprobs=Array.of(np.zeros(2), "f4")),
+        keep=3,
+    )
+
+
+def task(task_id: int, n: int = 2, max_tokens: int = 1000) -> Task:
+    return Task(task_id=task_id, kind="train", n=n, sampling=Sampling(max_tokens=max_tokens), text=f"{task_id}+1=")
+
+
+Scene = Callable[[], Awaitable[None]]
+
+
+def live(config: TidemillConfig, broker: Broker, engine: Engine, scene: Scene, name: str = "g") -> None:
+    """Run the service while ``scene`` plays, then ask it to end."""
+
+    async def whole() -> None:
+        stop = StopFlag()
+        service = asyncio.create_task(Generator(config, name, broker, engine).run(stop))
+        acting = asyncio.create_task(scene())
+        try:
+            async with asyncio.timeout(60):
+                await asyncio.wait({service, acting}, return_when=asyncio.FIRST_COMPLETED)
+                if not service.done():
+                    await acting
+        finally:
+            stop.set()
+            acting.cancel()
+            async with asyncio.timeout(30):
+                await service
+
+    asyncio.run(whole())
+
+
+async def published(broker: Broker, count: int) -> list[Trajectory]:
+    """The first ``count`` trajectories, when they are there."""
+    client, key = broker.link.client, broker.link.keys.trajectories
+    position: Any = "0"
+    found: list[Trajectory] = []
+    async with asyncio.timeout(30):
+        while len(found) < count:
+            for _, entries in await asyncio.to_thread(client.xread, {key: position}, count, 1000) or []:
+                position = entries[-1][0]
+                found += [decode(fields[b"b"], Trajectory) for _, fields in entries]
+    return found
+
+
+async def until(condition: Callable[[], object], deadline_s: float = 30) -> None:
+    async with asyncio.timeout(deadline_s):
+        while not await asyncio.to_thread(condition):  # noqa: ASYNC110 - what the server holds has no event
+            await asyncio.sleep(0.01)
+
+
+def versions(trajectories: Sequence[Trajectory]) -> set[int]:
+    return {span.version for item in trajectories for span in item.spans}
+
+
+def test_a_finished_sample_leaves_before_a_slower_one_of_its_group(model: Path, broker: Broker, tmp_path: Path) -> None:
+    training = begin(broker)
+    publish(broker, training, tmp_path, 1)
+    broker.ledger.admit(task(0, n=8))
+    config = configuration(model, tmp_path)
+
+    async def scene() -> None:
+        first = await published(broker, 1)
+        assert len(first) < 8
+        await published(broker, 8)
+
+    live(config, broker, engine_of(config, max_length=400), scene)
+
+
+def test_weights_that_fail_their_probe_are_taken_back_and_no_token_of_theirs_leaves(
+    model: Path, broker: Broker, tmp_path: Path
+) -> None:
+    training = begin(broker, staleness=4)
+    publish(broker, training, tmp_path, 1)
+    for task_id in range(3):
+        broker.ledger.admit(task(task_id))
+    config = configuration(model, tmp_path)
+    engine = engine_of(config, min_length=300, max_length=600)
+    engine.spoilt = {2}
+
+    async def scene() -> None:
+        await engine.generating.wait()
+        publish(broker, training, tmp_path, 2)
+        await until(lambda: engine.loaded == [1, 2, 1])
+        publish(broker, training, tmp_path, 3)
+        found = await published(broker, 6)
+        assert engine.loaded == [1, 2, 1, 3]
+        assert versions(found) <= {1, 3}
+        assert {(item.task_id, item.sample) for item in found} == {(t, s) for t in range(3) for s in range(2)}
+        for item in found:
+            assert sum(span.end - span.start for span in item.spans) == sum(item.loss_mask.data)
+        assert [event.name for event in broker.events.tail(5)] == ["weights_refused"]
+
+    live(config, broker, engine, scene)
+
+
+def test_weights_that_do_not_fit_leave_the_old_ones_in_use(model: Path, broker: Broker, tmp_path: Path) -> None:
+    training = begin(broker)
+    publish(broker, training, tmp_path, 1)
+    config = configuration(model, tmp_path)
+    engine = engine_of(config)
+    engine.misfits = {2}
+
+    async def scene() -> None:
+        await until(lambda: engine.loaded == [1])
+        publish(broker, training, tmp_path, 2)
+        await until(lambda: broker.events.tail(5))
+        broker.ledger.admit(task(0))
+        assert versions(await published(broker, 2)) == {1}
+
+    live(config, broker, engine, scene)
+
+
+@pytest.mark.parametrize("how", ["spoilt too", "gone"])
+def test_a_generator_that_can_not_go_back_publishes_nothing_more_and_ends(
+    model: Path, broker: Broker, tmp_path: Path, how: str
+) -> None:
+    training = begin(broker)
+    publish(broker, training, tmp_path, 1)
+    broker.ledger.admit(task(0))
+    config = configuration(model, tmp_path)
+    engine = engine_of(config, min_length=900, max_length=900)
+
+    async def scene() -> None:
+        await engine.generating.wait()
+        engine.spoilt = {1, 2} if how == "spoilt too" else {2}
+        if how == "gone":
+            broker.link.client.delete(broker.link.keys.chunks)
+        publish(broker, training, tmp_path, 2)
+        await asyncio.Event().wait()
+
+    with pytest.raises(ExceptionGroup) as caught:
+        live(config, broker, engine, scene)
+    assert caught.group_contains(InfraError, match="can't be restored" if how == "spoilt too" else "gone")
+    assert broker.link.client.xlen(broker.link.keys.trajectories) == 0
+    (delivery,) = broker.tasks("other").claim_stale(0.0, 10)
+    assert delivery.message.task_id == 0
+
+
+def test_a_refused_version_that_no_newer_one_follows_ends_the_process(
+    model: Path, broker: Broker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(updates_module, "REFUSED_DEADLINE_S", 0.0)
+    training = begin(broker)
+    publish(broker, training, tmp_path, 1)
+    config = configuration(model, tmp_path)
+    engine = engine_of(config)
+    engine.spoilt = {2}
+
+    async def scene() -> None:
+        await until(lambda: engine.loaded == [1])
+        publish(broker, training, tmp_path, 2)
+        await asyncio.Event().wait()
+
+    with pytest.raises(ExceptionGroup) as caught:
+        live(config, broker, engine, scene)
+    assert caught.group_contains(InfraError, match="version 2 fails its probe")
+    assert engine.loaded == [1, 2, 1]
+
+
+def test_who_is_asked_to_end_hands_every_token_to_the_next(model: Path, broker: Broker, tmp_path: Path) -> None:
+    training = begin(broker)
+    publish(broker, training, tmp_path, 1)
+    broker.ledger.admit(task(0, n=4))
+    config = configuration(model, tmp_path)
+    engine = engine_of(config, min_length=900, max_length=900)
+    live(config, broker, engine, engine.generating.wait)  # ends once it is under way
+    (delivery,) = broker.tasks("reader").read(1, 10)
+    parts = {part.sample: part for part in delivery.message.partials}
+    assert sorted(parts) == [0, 1, 2, 3]
+    assert all(len(part.tokens) for part in parts.values())
+    broker.tasks("reader").hand_back(delivery, delivery.message)
+
+    async def scene() -> None:
+        for item in await published(broker, 4):
+            start = item.loss_mask.data.index(1)
+            whole, before = item.tokens.numpy()[start:], parts[item.sample].tokens.numpy()
+            np.testing.assert_array_equal(whole[: len(before)], before)
+            np.testing.assert_array_equal(
+                item.logprobs.numpy()[start:][: len(before)], parts[item.sample].logprobs.numpy()
+            )
+
+    live(config, broker, engine_of(config, min_length=5, max_length=5), scene, name="h")
+
+
+COUNTING = """
+import os
+from producers.engines.scripted import ScriptedEngine
+
+
+class Counting(ScriptedEngine):
+    '''Keeps, for its murderer, how many tokens each sample has.'''
+
+    def _step(self, samples, progress):
+        super()._step(samples, progress)
+        with open(os.environ["COUNTS"], "w") as file:
+            file.write(" ".join(str(len(sample.tokens)) for sample in samples) + " end")
+"""
+
+
+def test_a_kill_loses_no_more_than_was_not_saved_and_another_goes_on(
+    model: Path, make_broker: Callable[..., Broker], server: EmbeddedServer, tmp_path: Path
+) -> None:
+    broker = make_broker("g")
+    training = begin(broker)
+    publish(broker, training, tmp_path, 1)
+    broker.ledger.admit(task(0, n=3))
+    (tmp_path / "counting.py").write_text(COUNTING)
+    counts, flush = tmp_path / "counts", 50
+    args = {"token_s": 0.01, "min_length": 900, "max_length": 900}
+    config = configuration(model, tmp_path, flush_every=flush, lease_s=1, engine="counting.py:Counting", args=args)
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json", exclude_none=True)))
+    victim = light.start("generator", tmp_path / "config.yaml", "victim", server.url, COUNTS=str(counts))
+
+    def saved() -> list[int]:
+        return [len(part.tokens) for part in broker.partials("g").load(0, range(3))]
+
+    try:
+        asyncio.run(until(lambda: victim.poll() is not None or sum(saved()) > 4 * 3 * flush, 60))
+    finally:
+        victim.kill()
+        victim.wait(10)
+    *made, whole = counts.read_text().split()
+    if whole == "end":  # else it was killed while it wrote this
+        assert all(int(count) - kept <= flush for count, kept in zip(made, saved(), strict=True))
+    before = {part.sample: part for part in broker.partials("g").load(0, range(3))}
+
+    async def scene() -> None:
+        for item in await published(broker, 3):
+            start = item.loss_mask.data.index(1)
+            tokens = item.tokens.numpy()[start:]
+            np.testing.assert_array_equal(tokens[: len(before[item.sample].tokens)], before[item.sample].tokens.numpy())
+            assert len(tokens) == len(before[item.sample].tokens) + 5, "it goes on from there"
+        await until(lambda: broker.link.client.hlen(broker.link.keys.partials) == 0)
+
+    live(config, broker, engine_of(config, min_length=5, max_length=5), scene, name="heir")
