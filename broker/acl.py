@@ -21,7 +21,7 @@ _CONTAINERS = ("XGROUP",)
 """Commands of scripts that are granted by their subcommand."""
 _CONNECTION = "ping select info exists"
 """Of every user. EXISTS asks a cluster for the run's node. INFO is the only @dangerous command that anybody gets."""
-_SERVICE = f"{_CONNECTION} evalsha script|load time hdel"
+_SERVICE = f"{_CONNECTION} evalsha script|load time hdel hget"
 _WORKER = "xgroup|create xreadgroup xclaim xautoclaim xpending xinfo|groups"
 _LEDGER = "evalsha_ro script|load xread xrevrange"
 _LOOKER = f"{_CONNECTION} {_LEDGER} hgetall hmget zrange xrange xlen xinfo|groups scan type memory|usage"
@@ -46,7 +46,7 @@ ROLES: Mapping[str, Role] = {
     "feeder": Role("look admit eval_open beat note", f"{_SERVICE} {_LEDGER}", "CHANGES"),
     "generator": Role(
         "publish save fail_sample hand_back give_up beat note",
-        f"{_SERVICE} hmget hget xread xrevrange",
+        f"{_SERVICE} hmget xread xrevrange",
         "WEIGHTS CHUNKS",
         only=_WORKER,
         on="TASKS EVAL_TASKS",

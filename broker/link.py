@@ -10,6 +10,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 import redis
@@ -248,5 +249,19 @@ class Link:
 
 
 def url_from(configured: str | None) -> str | None:
-    """The server to use: the configuration's, else REDIS_URL's; None asks for an embedded one."""
-    return configured or os.environ.get("REDIS_URL") or None
+    """The server to use: the configuration's, else REDIS_URL's, else that in the file which REDIS_URL_FILE names.
+
+    None asks for an embedded one. ConfigError when the file can't be read or is empty.
+    """
+    if url := configured or os.environ.get("REDIS_URL"):
+        return url
+    file = os.environ.get("REDIS_URL_FILE")
+    if not file:
+        return None
+    try:
+        url = Path(file).read_text(encoding="utf-8").strip()
+    except OSError as error:
+        raise ConfigError(f"cannot read REDIS_URL_FILE {file}: {error.strerror}") from error
+    if not url:
+        raise ConfigError(f"REDIS_URL_FILE {file} is empty: it must hold a redis:// or rediss:// URL")
+    return url

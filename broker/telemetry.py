@@ -43,6 +43,11 @@ class EvalResult:
         return self.scored + self.failed >= self.n
 
 
+def _clock(client: redis.Redis) -> float:
+    seconds, micros = client.time()
+    return float(seconds) + micros / 1e6
+
+
 class Services:
     """Signs of life. A service silent for long is shown as such; nothing depends on it."""
 
@@ -54,17 +59,19 @@ class Services:
 
         Leases are renewed by the same thread, and must not wait for it.
         """
-
-        def stamp(client: redis.Redis) -> float:
-            seconds, micros = client.time()
-            return float(seconds) + micros / 1e6
-
-        heartbeat.time = self._link.once("reading the broker's clock", stamp)
+        heartbeat.time = self._link.once("reading the broker's clock", _clock)
         self._link.script_once("beat", heartbeat.service, encode(heartbeat))
 
     def leave(self, service: str) -> None:
         """The service ended on purpose. Tried once: an end waits for nothing."""
         self._link.once("leaving", lambda client: client.hdel(self._link.keys.services, service))
+
+    def age_s(self, service: str) -> float | None:
+        """Seconds since the last heartbeat of a service, by the broker's clock; None if there is none."""
+        body: Any = self._link.run("reading a heartbeat", lambda c: c.hget(self._link.keys.services, service))
+        if body is None:
+            return None
+        return max(0.0, self._link.run("reading the broker's clock", _clock) - decode(body, Heartbeat).time)
 
     def list(self) -> list[Heartbeat]:
         """The last heartbeat of every service, by name."""

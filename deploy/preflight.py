@@ -17,7 +17,7 @@ from schemas.errors import ConfigError
 
 def check(config: TidemillConfig) -> None:
     """ConfigError for the first thing that cannot work. Loads neither a model nor a model library."""
-    _check_model(config)
+    check_model(config)
     check_sampling(make_sampling(config.sampling), config.generator.allow_truncated)
     DATASETS.get(config.train.name, config.base)
     check_reward(config.reward.terms, config.base)
@@ -30,7 +30,8 @@ def check(config: TidemillConfig) -> None:
         ENGINES.get(engine, config.base)
 
 
-def _check_model(config: TidemillConfig) -> None:
+def check_model(config: TidemillConfig) -> None:
+    """ConfigError when model.path can be no model, and no warm_start makes one."""
     if config.warm_start is not None:
         return
     folder = Path(config.model.path)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from deploy.logs import configure_logging
 from schemas.config import TidemillConfig
+from schemas.errors import ConfigError
 
 ROLES = {
     "feeder": "producers.feeder:run_feeder",
@@ -23,10 +24,18 @@ SINGLE = frozenset({"feeder", "trainer"})
 
 def run_role(role: str, config: TidemillConfig, name: str | None) -> None:
     """Run until it ends; the errors of schemas/errors.py say why when it fails."""
-    if name is None:
-        # Stable over restarts on one machine, different on each.
-        name = role if role in SINGLE else f"{role}-{socket.gethostname().split('.')[0]}"
+    name = service_name(role, name)
     configure_logging(config, role, name)
     module, _, function = ROLES[role].partition(":")
     run: Callable[[TidemillConfig, str], None] = getattr(importlib.import_module(module), function)
     run(config, name)
+
+
+def service_name(role: str, name: str | None = None) -> str:
+    """The name of this machine's service of a role: stable over restarts, different on each machine.
+
+    ConfigError for an unknown role.
+    """
+    if role not in ROLES:
+        raise ConfigError(f"unknown role {role!r}: one of {', '.join(sorted(ROLES))}")
+    return name or (role if role in SINGLE else f"{role}-{socket.gethostname().split('.')[0]}")

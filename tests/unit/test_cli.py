@@ -49,7 +49,7 @@ def test_help_loads_nothing_heavy() -> None:
     assert done.stdout.splitlines()[-1] == "[]"
 
 
-@pytest.mark.parametrize("command", ["up", "feeder", "generator", "reward", "trainer", "sft", "eval"])
+@pytest.mark.parametrize("command", ["up", "feeder", "generator", "reward", "trainer", "prepare", "sft", "eval"])
 def test_a_wrong_configuration_is_one_line_and_exit_code_2(command: str, config: str, tmp_path: Path) -> None:
     done = tidemill(command, config, "trainer.stepps=5", cwd=tmp_path)
     assert done.returncode == 2
@@ -102,3 +102,31 @@ def test_two_runs_cannot_share_a_folder(config: str, tmp_path: Path) -> None:
         done = tidemill("up", config, cwd=tmp_path)
     assert done.returncode == 2
     assert "another `tidemill up` uses the folder" in done.stderr
+
+
+def test_a_run_without_a_warm_start_is_prepared_when_its_model_is_there(config: str, tmp_path: Path) -> None:
+    assert tidemill("prepare", config, cwd=tmp_path).returncode == 0
+    done = tidemill("prepare", config, "model.path=./none", cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr.startswith("tidemill: model.path ./none does not exist")
+
+
+@pytest.mark.parametrize(("content", "message"), [(None, "cannot read REDIS_URL_FILE"), ("\n", "is empty")])
+def test_a_secret_file_that_holds_no_url_is_one_line(
+    content: str | None, message: str, config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    secret = tmp_path / "redis_url"
+    if content is not None:
+        secret.write_text(content)
+    monkeypatch.delenv("REDIS_URL", raising=False)
+    monkeypatch.setenv("REDIS_URL_FILE", str(secret))
+    done = tidemill("feeder", config, cwd=tmp_path)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_readiness_of_an_unknown_role_is_one_line(config: str) -> None:
+    done = tidemill("ready", config, "trayner")
+    assert done.returncode == 2
+    assert done.stderr == "tidemill: unknown role 'trayner': one of feeder, generator, reward, trainer\n"
