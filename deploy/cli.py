@@ -149,6 +149,43 @@ def evaluate(
 
 
 @app.command()
+def slurm(
+    config: ConfigFile,
+    folder: Annotated[Path | None, typer.Option(help="Where the scripts go; slurm/ in the run's folder.")] = None,
+    generators: Annotated[int | None, typer.Option(help="Size of the array; generator.replicas.")] = None,
+    generator_gpus: Annotated[int, typer.Option(help="GPUs of one generator.")] = 0,
+    trainer_nodes: Annotated[int, typer.Option(help="Nodes of the trainer.")] = 1,
+    trainer_gpus: Annotated[int, typer.Option(help="GPUs of one trainer node, a rank each.")] = 0,
+    time: Annotated[str, typer.Option(help="Time limit of each job; what needs longer is requeued.")] = "24:00:00",
+    partition: Annotated[str | None, typer.Option(help="Partition of all jobs.")] = None,
+    account: Annotated[str | None, typer.Option(help="Account of all jobs.")] = None,
+    setup: Annotated[
+        str | None, typer.Option(help="Shell line that makes tidemill known; activates this environment.")
+    ] = None,
+    sbatch: Annotated[list[str] | None, typer.Option(help="Another #SBATCH option of all jobs; repeatable.")] = None,
+    broker: Annotated[bool, typer.Option(help="Start a Redis in a job, or use the REDIS_URL of the user.")] = True,
+) -> None:
+    """Write the scripts that run everything as Slurm jobs; look at them, then run the last one."""
+    loaded = _load(config, None)
+    from deploy.launchers.slurm import Slurm, SlurmOptions
+
+    options = SlurmOptions(
+        generators=loaded.generator.replicas if generators is None else generators,
+        generator_gpus=generator_gpus,
+        trainer_nodes=trainer_nodes,
+        trainer_gpus=trainer_gpus,
+        time=time,
+        partition=partition,
+        account=account,
+        setup=setup,
+        extra=tuple(sbatch or ()),
+        own_broker=broker,
+    )
+    for path in Slurm(loaded, config, options).write(folder or loaded.folder / "slurm"):
+        print(path)
+
+
+@app.command()
 def doctor(
     config: Annotated[Path | None, typer.Argument(metavar="[CONFIG]", help="The YAML configuration.")] = None,
     overrides: Overrides = None,
