@@ -1,0 +1,89 @@
+"""docker-compose.yml and the Dockerfile, as far as no Docker engine is needed; deploy/compose-test.sh has one."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sysconfig
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from deploy.cli import app
+
+ROOT = Path(__file__).parents[2]
+DOCKERFILE = ROOT / "deploy" / "docker" / "Dockerfile"
+DEFAULT = re.compile(r"\$\{\w+:-([^}]*)\}")
+
+
+@pytest.fixture(scope="module")
+def compose() -> dict[str, Any]:
+    """The file with every variable at its default."""
+    text = (ROOT / "docker-compose.yml").read_text()
+    found: dict[str, Any] = yaml.safe_load(DEFAULT.sub(r"\1", text))
+    return found
+
+
+def ours(compose: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    return {name: service for name, service in compose["services"].items() if service["image"].startswith("tidemill-")}
+
+
+def test_the_linter_has_nothing_to_say_about_the_dockerfile() -> None:
+    linter = Path(sysconfig.get_path("scripts")) / "hadolint"
+    done = subprocess.run([linter, DOCKERFILE], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (0, "")
+
+
+def test_every_variable_has_a_default() -> None:
+    for file in (ROOT / "docker-compose.yml", ROOT / "deploy" / "docker" / "gpu.yml"):
+        assert "$" not in DEFAULT.sub("", file.read_text()), file
+
+
+def test_services_run_commands_that_exist_on_a_configuration_that_exists(compose: dict[str, Any]) -> None:
+    commands = {command.name or command.callback.__name__ for command in app.registered_commands if command.callback}
+    for name, service in ours(compose).items():
+        command, config = service["command"]
+        assert command == name
+        assert command in commands
+        assert (ROOT / config).is_file()
+
+
+def test_services_have_no_rights_that_they_do_not_need(compose: dict[str, Any]) -> None:
+    for name, service in compose["services"].items():
+        assert service["read_only"] is True, name
+        assert service["security_opt"] == ["no-new-privileges:true"], name
+        assert "privileged" not in service, name
+    for name, service in ours(compose).items():
+        assert service["cap_drop"] == ["ALL"], name
+    assert "USER ${UID}" in DOCKERFILE.read_text()
+
+
+def test_every_service_has_a_health_check_and_time_to_end(compose: dict[str, Any]) -> None:
+    for name, service in compose["services"].items():
+        assert service["stop_grace_period"], name
+        if name != "prepare":
+            assert service["healthcheck"]["test"][0] == "CMD", name
+
+
+def test_every_image_is_built_once_from_a_target_of_the_dockerfile(compose: dict[str, Any]) -> None:
+    targets = set(re.findall(r"^FROM \S+ AS (\S+)$", DOCKERFILE.read_text(), re.MULTILINE))
+    built = {service["image"]: service["build"]["target"] for service in ours(compose).values() if "build" in service}
+    assert {service["image"] for service in ours(compose).values()} == set(built)
+    for image, target in built.items():
+        assert image == f"tidemill-{target}"
+        assert target in targets
+
+
+def test_every_build_argument_is_one_of_the_dockerfile(compose: dict[str, Any]) -> None:
+    arguments = set(re.findall(r"^ARG (\w+)", DOCKERFILE.read_text(), re.MULTILINE))
+    for service in ours(compose).values():
+        assert set(service.get("build", {}).get("args", {})) <= arguments
+
+
+def test_gpu_services_are_services_of_the_file_that_they_change(compose: dict[str, Any]) -> None:
+    gpu = yaml.safe_load(DEFAULT.sub(r"\1", (ROOT / "deploy" / "docker" / "gpu.yml").read_text()))
+    assert set(gpu["services"]) <= set(compose["services"])
+    images = {service["image"] for service in gpu["services"].values()}
+    assert images == {"tidemill-generator:cuda", "tidemill-trainer:cuda"}
