@@ -46,7 +46,7 @@ ROLES: Mapping[str, Role] = {
     "feeder": Role("look admit eval_open beat note", f"{_SERVICE} {_LEDGER}", "CHANGES"),
     "generator": Role(
         "publish save fail_sample hand_back give_up beat note",
-        f"{_SERVICE} hmget xread xrevrange",
+        f"{_SERVICE} hmget hget xread xrevrange",
         "WEIGHTS CHUNKS",
         only=_WORKER,
         on="TASKS EVAL_TASKS",

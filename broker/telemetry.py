@@ -43,7 +43,7 @@ class EvalResult:
         return self.scored + self.failed >= self.n
 
 
-def _clock(client: redis.Redis) -> float:
+def _stamp(client: redis.Redis) -> float:
     seconds, micros = client.time()
     return float(seconds) + micros / 1e6
 
@@ -59,7 +59,7 @@ class Services:
 
         Leases are renewed by the same thread, and must not wait for it.
         """
-        heartbeat.time = self._link.once("reading the broker's clock", _clock)
+        heartbeat.time = self._link.once("reading the broker's clock", _stamp)
         self._link.script_once("beat", heartbeat.service, encode(heartbeat))
 
     def leave(self, service: str) -> None:
@@ -71,7 +71,7 @@ class Services:
         body: Any = self._link.run("reading a heartbeat", lambda c: c.hget(self._link.keys.services, service))
         if body is None:
             return None
-        return max(0.0, self._link.run("reading the broker's clock", _clock) - decode(body, Heartbeat).time)
+        return max(0.0, self._link.run("reading the broker's clock", _stamp) - decode(body, Heartbeat).time)
 
     def list(self) -> list[Heartbeat]:
         """The last heartbeat of every service, by name."""

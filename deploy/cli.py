@@ -92,6 +92,17 @@ def trainer(config: ConfigFile, overrides: Overrides = None, name: Name = None) 
 
 
 @app.command()
+def sft(config: ConfigFile, overrides: Overrides = None) -> None:
+    """Make the model of warm_start by supervised training."""
+    loaded = _load(config, overrides)
+    if loaded.warm_start is None:
+        raise ConfigError("the configuration has no warm_start section, there is no model to make")
+    from deploy.warm_start import make_model
+
+    make_model(loaded, loaded.warm_start)
+
+
+@app.command()
 def prepare(config: ConfigFile, overrides: Overrides = None) -> None:
     """Check the configuration and its model, and make that of warm_start if there is one: before services start."""
     loaded = _load(config, overrides)
@@ -120,17 +131,6 @@ def ready(
     if found is not None:
         print(f"tidemill: {found}", file=sys.stderr)
         raise typer.Exit(ERROR_EXIT)
-
-
-@app.command()
-def sft(config: ConfigFile, overrides: Overrides = None) -> None:
-    """Make the model of warm_start by supervised training."""
-    loaded = _load(config, overrides)
-    if loaded.warm_start is None:
-        raise ConfigError("the configuration has no warm_start section, there is no model to make")
-    from deploy.warm_start import make_model
-
-    make_model(loaded, loaded.warm_start)
 
 
 @app.command("eval")
