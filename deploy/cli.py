@@ -133,6 +133,28 @@ def ready(
         raise typer.Exit(ERROR_EXIT)
 
 
+@app.command()
+def dpo(config: ConfigFile, overrides: Overrides = None) -> None:
+    """Train the model on preferred and rejected answers, without a broker."""
+    loaded = _load(config, overrides)
+    if loaded.dpo is None:
+        raise ConfigError("the configuration has no dpo section, there is nothing to train on")
+    from deploy.preferences import make_dpo_model
+
+    make_dpo_model(loaded, loaded.dpo)
+
+
+@app.command("reward-model")
+def reward_model(config: ConfigFile, overrides: Overrides = None) -> None:
+    """Train a reward model on preferred and rejected answers, without a broker."""
+    loaded = _load(config, overrides)
+    if loaded.reward_model is None:
+        raise ConfigError("the configuration has no reward_model section, there is nothing to train on")
+    from deploy.preferences import make_reward_model
+
+    make_reward_model(loaded, loaded.reward_model)
+
+
 @app.command("eval")
 def evaluate(
     config: ConfigFile,

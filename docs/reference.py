@@ -187,7 +187,7 @@ def default(field: FieldInfo) -> str:
     value = field.get_default(call_default_factory=True)
     if isinstance(value, BaseModel):
         changed = {name: getattr(value, name) for name in sorted(value.model_fields_set)}
-        return ", ".join(f"{k}: {v:g}" for k, v in changed.items())
+        return ", ".join(f"{k}: {v}" if isinstance(v, str) else f"{k}: {v:g}" for k, v in changed.items())
     if value is None:
         return "none"
     if isinstance(value, bool):

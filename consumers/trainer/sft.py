@@ -7,9 +7,6 @@ model. Only completion tokens and the end of sequence are learned. The result ap
 from __future__ import annotations
 
 import json
-import os
-import shutil
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -21,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedModel
 
+from consumers.trainer.folder import whole_folder
 from consumers.trainer.greedy import greedy
 from consumers.trainer.policy import load_model
 from consumers.trainer.provenance import DETAILS, settings_digest
@@ -76,11 +74,7 @@ def train_sft(
     """
     if not examples or not heldout:
         raise ConfigError(f"warm_start needs examples in both sets, has {len(examples)} and {len(heldout)}")
-    if out.exists():
-        raise ConfigError(f"{out} exists already: remove it or name another model.path")
-    out.parent.mkdir(parents=True, exist_ok=True)
-    aside = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
-    try:
+    with whole_folder(out, "model.path") as aside:
         if callable(source):
             source(aside, seed)
         start = aside if callable(source) else source
@@ -97,11 +91,6 @@ def train_sft(
         model.save_pretrained(aside)
         tokenizer.save_pretrained(aside)
         (aside / DETAILS).write_text(json.dumps(asdict(result), indent=2) + "\n", encoding="utf-8")
-        aside.chmod(0o755)
-        _sync(aside)
-        aside.rename(out)
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
     return result
 
 
@@ -193,13 +182,3 @@ class _Trainer:
         answers = greedy(self.model, [prompt for prompt, _ in self.heldout], longest, self.tokenizer.eos_token_id)
         right = sum(a == c[:-1] for a, (_, c) in zip(answers, self.heldout, strict=True))
         return right / len(self.heldout)
-
-
-def _sync(folder: Path) -> None:
-    """Flush the folder's files to disk, so that the rename never names half-written ones."""
-    for path in [*folder.iterdir(), folder]:
-        handle = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)

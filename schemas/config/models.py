@@ -391,6 +391,31 @@ class WarmStartConfig(Section):
     stop_accuracy: float = Field(0.5, gt=0, le=1, description="Stop when held-out accuracy reaches this.")
 
 
+class PreferenceConfig(Section):
+    """What is learned from pairs of answers, of which one is preferred."""
+
+    out: Path = Field(description="Folder of the model that is made, relative to where tidemill is started.")
+    dataset: DatasetConfig = Field(description="Text prompts with the fields chosen and rejected.")
+    eval: DatasetConfig = Field(description="Held-out pairs, for the accuracy.")
+    steps: int = Field(500, ge=1, description="Optimizer steps.")
+    batch_size: int = Field(32, ge=1, description="Pairs in one step.")
+    optimizer: OptimizerConfig = Field(
+        default_factory=lambda: OptimizerConfig(lr=1e-6, schedule="linear"), description="AdamW and its schedule."
+    )
+    eval_every: int = Field(100, ge=1, description="Steps between two looks at the held-out pairs.")
+
+
+class DpoConfig(PreferenceConfig):
+    """Direct preference optimisation of model.path, behind `tidemill dpo`."""
+
+    loss: Literal["sigmoid", "ipo"] = Field("sigmoid", description="DPO as published, or the squared loss of IPO.")
+    beta: float = Field(0.1, gt=0, description="How strongly the policy is held to model.path.")
+
+
+class RewardModelConfig(PreferenceConfig):
+    """A Bradley-Terry reward model that starts from model.path, behind `tidemill reward-model`."""
+
+
 class SupervisorConfig(Section):
     """What `tidemill up` does when a service dies."""
 
@@ -422,6 +447,8 @@ class TidemillConfig(Section):
     generator: GeneratorConfig = Field(default_factory=GeneratorConfig)
     trainer: TrainerConfig = Field(default_factory=TrainerConfig)
     warm_start: WarmStartConfig | None = None
+    dpo: DpoConfig | None = None
+    reward_model: RewardModelConfig | None = None
     broker: BrokerConfig = Field(default_factory=BrokerConfig)
     supervisor: SupervisorConfig = Field(default_factory=SupervisorConfig)
     log: LogConfig = Field(default_factory=LogConfig)

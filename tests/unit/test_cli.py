@@ -31,7 +31,20 @@ def config(tmp_path: Path) -> str:
 def test_help_names_every_command() -> None:
     done = tidemill("--help")
     assert done.returncode == 0
-    for command in ("up", "feeder", "generator", "reward", "trainer", "sft", "eval", "doctor", "status", "runs"):
+    for command in (
+        "up",
+        "feeder",
+        "generator",
+        "reward",
+        "trainer",
+        "sft",
+        "dpo",
+        "reward-model",
+        "eval",
+        "doctor",
+        "status",
+        "runs",
+    ):
         assert command in done.stdout
 
 
