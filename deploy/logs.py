@@ -46,7 +46,6 @@ def configure_logging(config: TidemillConfig, role: str, name: str, stream: Text
         processors=[*shared, *render],
         wrapper_class=structlog.make_filtering_bound_logger(level),
         logger_factory=structlog.WriteLoggerFactory(file=stream),
-        cache_logger_on_first_use=True,
     )
     handler = logging.StreamHandler(stream)
     handler.setFormatter(

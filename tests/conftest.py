@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import structlog
 
 from broker.client import Broker
 from broker.embedded import EmbeddedServer
@@ -15,6 +16,13 @@ from broker.link import Link
 from schemas.config import BrokerConfig
 
 _runs = itertools.count()
+
+
+@pytest.fixture(autouse=True)
+def plain_logs() -> Iterator[None]:
+    """What a test configures of logging ends with it: its stream is closed afterwards."""
+    yield
+    structlog.reset_defaults()
 
 
 @pytest.fixture(scope="session")
