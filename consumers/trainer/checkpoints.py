@@ -4,8 +4,9 @@ The newest is that of the highest epoch (trainer incarnation), then of the highe
 writes after it was replaced never wins.
 
 It is written aside, flushed, completed by a marker with the size and digest of every file, and then
-renamed. Model and optimizer go through torch.distributed.checkpoint, sharded or not; the rest is JSON.
-Loading ends in the same state bit for bit: the next step equals that of a process which never stopped.
+renamed. Model and optimizer go through torch.distributed.checkpoint, sharded or not; the rest is JSON. Every rank
+writes its part, so all of them need the same folder. Loading ends in the same state bit for bit: the next step equals
+that of ranks which never stopped.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.distributed.checkpoint import CheckpointException, state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 
 from consumers.trainer.states import put_tensors, tensors_of
 from consumers.trainer.step import TrainStep
-from schemas.errors import DiskError, InfraError
+from schemas.errors import InfraError
 
 MARKER = "COMPLETE"
 _STATE = "state.json"
@@ -68,32 +69,29 @@ class Checkpoints:
         """
         path = self.folder / f"step-{step:08d}-e{epoch:04d}"
         aside = self.folder / f".{path.name}.writing"
-        main = train.ranks.is_main
-        try:
+        main, failed = train.ranks.is_main, f"cannot write the checkpoint {path}"
+        with train.ranks.together(failed):
             if main:
                 shutil.rmtree(aside, ignore_errors=True)
                 aside.mkdir(parents=True)
-            train.ranks.wait()
-            tensors = tensors_of(train)
+        tensors = tensors_of(train)
+        with train.ranks.together(failed):
             with _quiet():
                 state_dict_saver.save(tensors, checkpoint_id=aside / "tensors", no_dist=train.ranks.world == 1)
-            state = {
-                "format": _FORMAT,
-                "step": step,
-                "version": version,
-                "world": train.ranks.world,
-                "schedule": train.schedule.done,
-                "extra": extra,
-            }
             _write(aside / f"rng-{train.ranks.rank}.json", _rng())
-            train.ranks.wait()
+        state = {
+            "format": _FORMAT,
+            "step": step,
+            "version": version,
+            "world": train.ranks.world,
+            "schedule": train.schedule.done,
+            "extra": extra,
+        }
+        with train.ranks.together(failed):
             if main:
                 _write(aside / _STATE, state)
                 _complete(aside, path)
                 self._remove_old()
-            train.ranks.wait()
-        except (OSError, CheckpointException) as error:
-            raise DiskError(f"cannot write the checkpoint {path}: {_reason(error)}") from error
         return path
 
     def newest(self) -> Newest:
@@ -107,10 +105,12 @@ class Checkpoints:
         return Newest(None, refused)
 
     def load(self, path: Path, train: TrainStep) -> Restored:
-        """Put the state in ``path`` into ``train``; InfraError if it is damaged."""
-        problem = damage(path)
-        if problem is not None:
-            raise InfraError(f"checkpoint {path} is damaged: {problem}")
+        """Put the state in ``path`` into ``train``, on as many ranks as there are now; InfraError if it is damaged."""
+        with train.ranks.together(f"checkpoint {path} is damaged", InfraError):
+            # Every file is read whole for that: once is enough.
+            problem = damage(path) if train.ranks.is_main else None
+            if problem is not None:
+                raise OSError(problem)
         state = json.loads((path / _STATE).read_text(encoding="utf-8"))
         tensors = tensors_of(train)
         with _quiet():
@@ -156,13 +156,6 @@ def damage(path: Path) -> str | None:
         if _digest(file) != digest:
             return f"{name} has changed since it was written"
     return None
-
-
-def _reason(error: BaseException) -> str:
-    """What went wrong, in one line; DCP hides it under a failure per rank."""
-    if isinstance(error, CheckpointException):
-        return "; ".join(str(failure[0]) for failure in error.failures.values())
-    return str(error)
 
 
 @contextmanager

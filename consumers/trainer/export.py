@@ -6,6 +6,7 @@ memory is bounded by the largest one, and vLLM's ``load_weights`` takes the file
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import os
@@ -36,24 +37,41 @@ def weight_specs(policy: Policy, dtype: str) -> list[TensorSpec]:
 def write_weights(policy: Policy, path: Path, dtype: str, *, main: bool = True) -> list[TensorSpec]:
     """Write all floating-point weights to ``path``, whole or not at all; returns what is in it.
 
-    Every rank of a sharded policy must call this, since gathering is collective; only ``main`` writes.
+    Every rank of a sharded policy must call this, since gathering is collective; only ``main`` writes, and keeps
+    one parameter at a time. OSError if the file can't be written.
     """
     specs = weight_specs(policy, dtype)
     aside = path.with_name(f".{path.name}.{os.getpid()}")
+    tensors = (_whole(tensor, DTYPES[dtype]) for _, tensor in _weights(policy))
     try:
         if main:
             with aside.open("wb") as file:
                 file.write(_header(specs))
-                for _, tensor in _weights(policy):
-                    file.write(_bytes(tensor, DTYPES[dtype]))
+                for tensor in tensors:
+                    file.write(_bytes(tensor))
             aside.rename(path)
-        else:
-            for _, tensor in _weights(policy):
-                _whole(tensor)
     finally:
+        # The other ranks gather all of them, so this one does too, whatever becomes of the file.
+        for _ in tensors:
+            continue
         if main:
             aside.unlink(missing_ok=True)
     return specs
+
+
+def save_model(policy: Policy, folder: Path, dtype: str, *, main: bool = True) -> None:
+    """Write the model, ready for transformers and vLLM; like ``write_weights`` every rank must call this."""
+    state = {}
+    for name, tensor in _weights(policy):
+        whole = _whole(tensor, DTYPES[dtype])
+        if main:
+            state[name] = whole.cpu()
+    if main:
+        policy.causal_lm.save_pretrained(folder, state_dict=state)
+        config = copy.deepcopy(policy.causal_lm.config)
+        # Training keeps float32; what is written is what the generators had.
+        config.dtype = DTYPES[dtype]
+        config.save_pretrained(folder)
 
 
 @torch.no_grad()
@@ -72,15 +90,15 @@ def _weights(policy: Policy) -> Iterator[tuple[str, Tensor]]:
             yield name.removeprefix(_PREFIX), tensor.detach()
 
 
-def _whole(tensor: Tensor) -> Tensor:
-    """All of a possibly sharded tensor."""
+def _whole(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """All of a possibly sharded tensor, in ``dtype``."""
+    tensor = tensor.to(dtype)
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def _bytes(tensor: Tensor, dtype: torch.dtype) -> memoryview:
-    """Little-endian bytes of the whole tensor in ``dtype``."""
-    flat = _whole(tensor).to(device="cpu", dtype=dtype).contiguous().reshape(-1)
-    return memoryview(flat.view(torch.uint8).numpy())
+def _bytes(tensor: Tensor) -> memoryview:
+    """Little-endian bytes of a tensor."""
+    return memoryview(tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
 
 
 def _header(specs: Sequence[TensorSpec]) -> bytes:

@@ -17,12 +17,13 @@ import torch
 from broker.client import Broker
 from broker.fence import incarnation
 from broker.presence import Presence
-from consumers.trainer.checkpoints import Checkpoints
+from consumers.trainer.crew import Crew
 from consumers.trainer.export import copy_tokenizer
 from consumers.trainer.patience import with_patience
 from consumers.trainer.policy import Policy, load_model
 from consumers.trainer.progress import Incarnation, Progress
 from consumers.trainer.publisher import Publisher
+from consumers.trainer.ranks import Ranks
 from consumers.trainer.runlog import RunLog
 from consumers.trainer.source import Batch, BatchSource
 from consumers.trainer.step import StepResult, TrainStep
@@ -37,16 +38,26 @@ log = structlog.get_logger()
 
 
 def run_trainer(config: TidemillConfig, name: str) -> None:
-    """Train until trainer.steps are done or the process is asked to end; both leave a checkpoint."""
+    """Train until trainer.steps are done or the process is asked to end; both leave a checkpoint.
+
+    Started as several ranks (torchrun), rank 0 is the trainer for everyone else, and the others follow it.
+    """
     stop = StopFlag().install()
     if config.trainer.threads:
         torch.set_num_threads(config.trainer.threads)
     torch.manual_seed(config.run.seed)
-    broker = Broker.connect(config)
-    policy = Policy(load_model(config.model.path, config.model.dtype, config.model.trust_remote_code))
-    trainer = Trainer(config, name, broker, TrainStep.from_config(policy, config))
-    with Presence(broker, name, "trainer", trainer.describe):
-        trainer.run(stop)
+    ranks = Ranks()
+    with ranks.lifeline():
+        policy = Policy(load_model(config.model.path, config.model.dtype, config.model.trust_remote_code))
+        step = TrainStep.from_config(policy, config, ranks)
+        if not ranks.is_main:
+            # Asked to end, it goes on until rank 0 has saved, which needs all ranks.
+            Crew(config, step).follow()
+            return
+        broker = Broker.connect(config)
+        trainer = Trainer(config, name, broker, step)
+        with Presence(broker, name, "trainer", trainer.describe):
+            trainer.run(stop)
 
 
 class Trainer:
@@ -56,11 +67,9 @@ class Trainer:
         self._config = config
         self._name = name
         self._broker = broker
-        self._step = step
+        self._crew = Crew(config, step)
         self._training = broker.training()
-        folder = config.folder / "checkpoints"
-        self._checkpoints = Checkpoints(folder, config.trainer.checkpoint.keep)
-        self._incarnation = Incarnation(folder)
+        self._incarnation = Incarnation(self._crew.checkpoints.folder)
         self._log = RunLog(config.folder)
         self._publisher = Publisher(config, broker, step.policy.causal_lm.config.get_text_config().vocab_size)
         self._uncommitted: list[BatchRecord] = []
@@ -111,12 +120,12 @@ class Trainer:
 
     def _recover(self) -> bool:
         """Load the newest checkpoint; whether this is the first trainer of the run."""
-        newest = self._checkpoints.newest()
+        newest = self._crew.checkpoints.newest()
         for refused in newest.refused:
             log.warning("a damaged checkpoint is not used", problem=refused)
         seen = self._incarnation.read()
         if newest.path is not None:
-            restored = self._checkpoints.load(newest.path, self._step)
+            restored = self._crew.load(newest.path)
             self.progress = Progress.restored(restored.step, restored.version, restored.extra)
             self._saved_step = restored.step
             log.info("resumed from a checkpoint", step=restored.step)
@@ -164,7 +173,7 @@ class Trainer:
     def _train(self, batch: Batch, stop: StopFlag, waited_s: float = 0.0) -> None:
         started = time.monotonic()
         progress = self.progress
-        result = self._step.run(self._step.assemble(batch.groups), version=progress.version)
+        result = self._crew.train(batch.groups, progress.version)
         trained = time.monotonic()
         if result.skipped:
             log.warning("step skipped: its loss or gradient is not finite", step=progress.step)
@@ -198,7 +207,7 @@ class Trainer:
         if newest is None or newest.version < version or (newest.version == version and not store.holds(newest)):
             self._floor = max(self._floor, self.progress.version)
             self._incarnation.write(self._epoch, self._floor)
-            self._publisher.publish(self._step.policy, self.progress.version, self.progress.step)
+            self._publisher.publish(self._crew, self.progress.version, self.progress.step)
 
     def _line(self, batch: Batch, result: StepResult) -> dict[str, Any]:
         """One line of metrics.jsonl: the step's figures under the field's usual sections."""
@@ -234,8 +243,7 @@ class Trainer:
             progress.will_do([record for step, record in self._training.records().items() if step >= progress.step])
 
         def save() -> None:
-            self._checkpoints.save(
-                self._step,
+            self._crew.save(
                 step=progress.step,
                 version=progress.version,
                 epoch=incarnation(self._epoch),
@@ -270,6 +278,7 @@ class Trainer:
                 self._save_model()
                 self._training.finish()
         self._publisher.close()
+        self._crew.dismiss()
         self._log.close()
 
     def _wait_for_last_evaluation(self, stop: StopFlag) -> None:
@@ -292,5 +301,5 @@ class Trainer:
     def _save_model(self) -> None:
         """The trained model, ready for transformers and vLLM."""
         folder = self._config.folder / "model"
-        self._step.policy.causal_lm.save_pretrained(folder)
+        self._crew.export(folder)
         copy_tokenizer(self._config.model, folder)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from consumers.trainer.batches import MicroBatch, StepBatch
+from consumers.trainer.batches import MicroBatch, StepPlan
 from consumers.trainer.losses import LOG_RATIO_LIMIT, LossOutput
 from consumers.trainer.policy import TokenScores
 
@@ -102,18 +102,22 @@ class StepMeter:
         return figures
 
 
-def sample_metrics(batch: StepBatch) -> dict[str, float]:
-    """Metrics of this rank's samples: rewards, lengths in loss tokens, truncation, padding."""
-    if not len(batch.rewards):
+def sample_metrics(plan: StepPlan) -> dict[str, float]:
+    """Metrics of the step's samples over all ranks: rewards, lengths in loss tokens, truncation, balance.
+
+    ``imbalance`` is the work of the rank that has most over that of the mean, less 1.
+    """
+    if not len(plan.rewards):
         return {}
+    loads = [sum(plan.costs[s] for rows in share for s in rows) for share in plan.shares]
     return {
-        "reward_mean": float(batch.rewards.mean()),
-        "reward_std": float(batch.rewards.std()),
-        "advantage_abs_mean": float(abs(batch.advantages).mean()),
-        "samples": float(len(batch.rewards)),
-        "length_mean": float(batch.lengths.mean()),
-        "length_max": float(batch.lengths.max()),
-        "truncated_fraction": float(batch.truncated.mean()),
-        "micro_batches": float(len(batch.micro_batches)),
-        "padded_tokens": float(batch.padded_tokens),
+        "reward_mean": float(plan.rewards.mean()),
+        "reward_std": float(plan.rewards.std()),
+        "advantage_abs_mean": float(abs(plan.advantages).mean()),
+        "samples": float(len(plan.rewards)),
+        "length_mean": float(plan.lengths.mean()),
+        "length_max": float(plan.lengths.max()),
+        "truncated_fraction": float(plan.truncated.mean()),
+        "micro_batches": float(len(plan.shares[0])),
+        "imbalance": float(max(loads) * len(loads) / max(sum(loads), 1e-9) - 1.0),
     }

@@ -11,8 +11,7 @@ from broker.client import Broker
 from broker.fence import incarnation
 from broker.weights.maker import DeltaMaker
 from broker.weights.store import make_transport
-from consumers.trainer.export import reference_logprobs, write_weights
-from consumers.trainer.policy import Policy
+from consumers.trainer.crew import Crew
 from schemas.codec import Array
 from schemas.config import TidemillConfig
 from schemas.errors import DiskError, InfraError
@@ -35,15 +34,14 @@ class Publisher:
         self._deltas = DeltaMaker(self._folder, settings.max_chain) if settings.deltas else None
         self._keep = settings.keep
         self.epoch = "0-none"
-        self._dtype = config.model.dtype
         generator = torch.Generator().manual_seed(config.run.seed)
         length = min(settings.probe_tokens, config.model.max_length - 1)
         self._probe = torch.randint(vocabulary, (length,), generator=generator).tolist()
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="publisher")
         self._last: Future[None] | None = None
 
-    def publish(self, policy: Policy, version: int, step: int) -> None:
-        """Copy ``policy`` to a file as ``version``; errors of the version before surface here.
+    def publish(self, crew: Crew, version: int, step: int) -> None:
+        """Copy the weights of ``crew`` to a file as ``version``; errors of the version before surface here.
 
         DiskError when there is no room for it.
         """
@@ -52,13 +50,10 @@ class Publisher:
         file = self._folder / f"part-{version}-e{incarnation(epoch)}"
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            tensors = write_weights(policy, file, self._dtype)
         except OSError as error:
             raise DiskError(f"cannot write weights version {version} to {file}: {error}") from error
-        probe = Probe(
-            tokens=Array.of(self._probe, "i4"),
-            logprobs=Array.of(reference_logprobs(policy, self._probe), "f4"),
-        )
+        tensors, logprobs = crew.gather(file, self._probe)
+        probe = Probe(tokens=Array.of(self._probe, "i4"), logprobs=Array.of(logprobs, "f4"))
 
         def send() -> None:
             try:

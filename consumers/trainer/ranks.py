@@ -2,31 +2,45 @@
 
 A single process needs no launcher. Under torchrun (``WORLD_SIZE`` over 1) every rank holds a shard of
 each parameter (FSDP2), on GPUs over nccl and on CPUs over gloo.
+
+Every rank calls collectives in the same order. A rank that never comes fails them after ``RANK_DEADLINE_S``; one
+that dies is noticed earlier, by lifeline.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from datetime import timedelta
+from functools import cached_property
 from typing import cast
 
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
+from accelerate.utils import InitProcessGroupKwargs
 from torch import Tensor, nn
+from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from consumers.trainer.aggregation import Totals
+from consumers.trainer.channel import Channel
+from consumers.trainer.lifeline import Lifeline
 from consumers.trainer.policy import Policy
+from schemas.errors import DiskError, InfraError
+
+RANK_DEADLINE_S = 1800.0
+"""How long a rank waits in a collective of a step for the others, which do the same amount of work."""
 
 
 class Ranks:
-    """Collectives that are the identity in a single process. Every rank calls each in the same order."""
+    """Collectives that are the identity in a single process. deadline_s: of one collective."""
 
-    def __init__(self) -> None:
-        cpu = not torch.cuda.is_available()
-        self.accelerator = Accelerator(cpu=cpu)
+    def __init__(self, deadline_s: float = RANK_DEADLINE_S) -> None:
+        patience = InitProcessGroupKwargs(timeout=timedelta(seconds=deadline_s))
+        self.accelerator = Accelerator(cpu=not torch.cuda.is_available(), kwargs_handlers=[patience])
         self.world = self.accelerator.num_processes
         self.rank = self.accelerator.process_index
 
@@ -34,6 +48,42 @@ class Ranks:
     def is_main(self) -> bool:
         """Whether this rank talks to the broker and writes files that are not sharded."""
         return self.rank == 0
+
+    def lifeline(self) -> AbstractContextManager[object]:
+        """Around all that ranks do together, so that none outlives another; nothing in a single process."""
+        if self.world == 1:
+            return nullcontext()
+        # Where the launcher says that rank 0 can be reached.
+        return Lifeline(self.rank, self.world, self.channel, os.environ.get("MASTER_ADDR", "localhost"))
+
+    @cached_property
+    def channel(self) -> Channel:
+        """For commands. Every rank must come here first at the same point."""
+        return Channel()
+
+    @contextmanager
+    def together(self, what: str, kind: type[InfraError] = DiskError) -> Iterator[None]:
+        """A part that every rank does: when the disk fails it on one, ``what`` is an error of this kind on all."""
+        problem, cause = "", None
+        try:
+            yield
+        except (OSError, CheckpointException) as error:
+            problem, cause = _reason(error), error
+        if self.world > 1:
+            problem = self._share(problem)
+        if problem:
+            raise kind(f"{what}: {problem}") from cause
+
+    def _share(self, problem: str) -> str:
+        """All ranks' problems, each once; "" when there is none."""
+        if not self.is_main:
+            self.channel.send(0, problem.encode())
+            return self.channel.receive(0).decode()
+        others = [self.channel.receive(rank).decode() for rank in range(1, self.world)]
+        shared = "; ".join(dict.fromkeys(text for text in (problem, *others) if text))
+        for rank in range(1, self.world):
+            self.channel.send(rank, shared.encode())
+        return shared
 
     def prepare(self, policy: Policy) -> Policy:
         """Move the policy to its device, sharded layer by layer when there are several ranks."""
@@ -49,10 +99,6 @@ class Ranks:
                 fully_shard(module, mesh=mesh)
         fully_shard(policy, mesh=mesh)
         return policy
-
-    def wait(self) -> None:
-        """Return when every rank has come here."""
-        self.accelerator.wait_for_everyone()
 
     def backward(self, loss: Tensor) -> None:
         """Backward of this rank's part of a sum over ranks: sharding averages gradients, so undo that."""
@@ -71,14 +117,16 @@ class Ranks:
         """Element-wise maximum over ranks."""
         return self._reduce(values, dist.ReduceOp.MAX)
 
-    def totals(self, own: Totals) -> Totals:
-        """Counts of the whole step from those of this rank."""
-        tokens, sequences, groups = self.add([own.tokens, own.sequences, own.groups])
-        return Totals(int(tokens), int(sequences), int(groups), own.max_tokens)
-
     def _reduce(self, values: Sequence[float], operation: dist.ReduceOp.RedOpType) -> list[float]:
         if self.world == 1:
             return [float(v) for v in values]
         packed = torch.tensor(values, dtype=torch.float64, device=self.accelerator.device)
         dist.all_reduce(packed, operation)
         return [float(v) for v in packed.tolist()]
+
+
+def _reason(error: BaseException) -> str:
+    """What went wrong, in one line; a distributed checkpoint hides it under a failure per rank."""
+    if isinstance(error, CheckpointException):
+        return "; ".join(dict.fromkeys(str(failure[0]) for failure in error.failures.values()))
+    return str(error)

@@ -16,7 +16,7 @@ import torch
 
 from consumers.trainer.advantages import ADVANTAGES, raw
 from consumers.trainer.aggregation import AGGREGATIONS
-from consumers.trainer.batches import Group, MicroBatch, StepBatch, assemble, count, empty_like
+from consumers.trainer.batches import Group, Sample, StepBatch, StepPlan, collate, plan
 from consumers.trainer.critic import Critic, CriticStep
 from consumers.trainer.metrics import StepMeter, sample_metrics
 from consumers.trainer.objective import Objective
@@ -105,15 +105,21 @@ class TrainStep:
         )
 
     def assemble(self, groups: Sequence[Group]) -> StepBatch:
-        """Micro-batches of this rank's groups, normalised over the groups of all ranks."""
-        return assemble(
+        """Plan the step over all ranks; the micro-batches are those of this one."""
+        whole = plan(
             groups,
             advantage=self._advantage,
             aggregation=self._aggregation,
             micro_batch_tokens=self.settings.micro_batch_tokens,
             max_tokens=self.max_tokens,
-            totals=self.ranks.totals(count(groups, self.max_tokens)),
+            world=self.ranks.world,
+            packed=False,
         )
+        return self.batch(whole.share(self.ranks.rank), whole)
+
+    def batch(self, micro_batches: Sequence[Sequence[Sample]], plan: StepPlan | None = None) -> StepBatch:
+        """What this rank trains of a step that is planned; ``plan`` is all of it, where it is known."""
+        return StepBatch([collate(samples) for samples in micro_batches], plan)
 
     def run(self, batch: StepBatch, version: int) -> StepResult:
         """Update the weights once; ``version`` is that of the weights before the step."""
@@ -121,7 +127,7 @@ class TrainStep:
         meter = StepMeter(version)
         times = {"forward": 0.0, "backward": 0.0}
         self.optimizer.zero_grad(set_to_none=True)
-        micro_batches = [micro.to(self.policy.device) for micro in self._micro_batches(batch)]
+        micro_batches = [micro.to(self.policy.device) for micro in batch.micro_batches]
         prepared = self._preparation.run(self.policy, micro_batches, version, self.ranks.add)
         for part in prepared:
             self._accumulate(part, meter, times)
@@ -139,7 +145,7 @@ class TrainStep:
         self.schedule.advance()
         ended = time.perf_counter()
         metrics = {
-            **sample_metrics(batch),
+            **(sample_metrics(batch.plan) if batch.plan else {}),
             **meter.result(),
             **judged,
             "grad_norm": norm,
@@ -151,13 +157,6 @@ class TrainStep:
             "time_step_s": ended - started,
         }
         return StepResult(metrics, dict(sorted(meter.staleness.items())), skipped)
-
-    def _micro_batches(self, batch: StepBatch) -> list[MicroBatch]:
-        """Every rank runs as many, or the collectives of a sharded model would not meet."""
-        micro_batches = list(batch.micro_batches)
-        wanted = int(self.ranks.most([float(len(micro_batches))])[0])
-        missing = wanted - len(micro_batches)
-        return micro_batches + [empty_like(micro_batches[-1] if micro_batches else None)] * missing
 
     def _accumulate(self, part: Prepared, meter: StepMeter, times: dict[str, float]) -> None:
         started = time.perf_counter()

@@ -1,12 +1,13 @@
-"""What test_trainer_ranks.py runs on every rank: three steps, each rank on its own groups of an uneven batch.
+"""What test_trainer_ranks.py runs on every rank: rank 0 leads some steps of uneven batches, the others follow.
 
-With a checkpoint folder it also saves before the last step, loads that into a fresh trainer and does the step again.
+It goes on from the newest checkpoint of the run's folder, and saves one at the end.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+import time
 from pathlib import Path
 
 import torch
@@ -15,53 +16,59 @@ from torch.distributed.tensor import DTensor
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from trajectories import groups_of
 
-from consumers.trainer.checkpoints import Checkpoints
-from consumers.trainer.export import write_weights
+from consumers.trainer.crew import Crew
 from consumers.trainer.policy import Policy, load_model
 from consumers.trainer.ranks import Ranks
-from consumers.trainer.step import StepResult, TrainStep
-from schemas.config.models import TrainerConfig
+from consumers.trainer.step import TrainStep
+from schemas.config import parse_config
 
 
-def main(model: str, report: str, checkpoints: str = "") -> None:
-    ranks = Ranks()
-    settings = TrainerConfig.model_validate({"steps": 3, "micro_batch_tokens": 60, "optimizer": {"lr": 1e-3}})
-
-    def fresh() -> TrainStep:
-        return TrainStep(Policy(load_model(model, "float32")), settings, temperature=1.0, max_tokens=8, ranks=ranks)
-
-    def advance(step: TrainStep, version: int) -> StepResult:
-        groups = groups_of([4, 1, 5, 2, 3], seed=version)
-        own = groups[:4] if ranks.rank == 0 else groups[4:]
-        return step.run(step.assemble(groups if ranks.world == 1 else own), version)
-
-    def sample(step: TrainStep) -> list[float]:
-        path = Path(f"{report}.safetensors")
-        write_weights(step.policy, path, "float32", main=ranks.is_main)
-        ranks.wait()
-        return [float(v) for v in torch.frombuffer(bytearray(path.read_bytes()[-4000:]), dtype=torch.float32)]
-
-    step = fresh()
-    results = [advance(step, 0), advance(step, 1)]
-    path = Checkpoints(Path(checkpoints)).save(step, step=2, version=2, epoch=1, extra={}) if checkpoints else None
-    results.append(advance(step, 2))
-    sharded = all(isinstance(p, DTensor) for p in step.policy.parameters())
-    weights, resumed = sample(step), None
-    if path:
-        again = fresh()
-        Checkpoints(Path(checkpoints)).load(path, again)
-        advance(again, 2)
-        resumed = sample(again)
-    if ranks.is_main:
-        content = {
-            "sharded": sharded,
-            "metrics": [r.metrics for r in results],
-            "staleness": [r.staleness for r in results],
-            "weights": weights,
-            "resumed": resumed,
+def main(model: str, folder: str, first: str, last: str) -> None:
+    config = parse_config(
+        {
+            "run": {"folder": folder},
+            "model": {"path": model, "dtype": "float32", "max_length": 64},
+            "train": {"name": "arithmetic"},
+            "reward": {"terms": [{"name": "exact"}]},
+            "sampling": {"max_tokens": 8},
+            "trainer": {"steps": 9, "micro_batch_tokens": 60, "optimizer": {"lr": 1e-3}},
         }
-        Path(report).write_text(json.dumps(content))
-    ranks.wait()
+    )
+    # A batch may take longer to come than any collective of a step may last.
+    ranks = Ranks(deadline_s=5.0)
+    with ranks.lifeline():
+        step = TrainStep.from_config(Policy(load_model(model, "float32")), config, ranks)
+        crew = Crew(config, step)
+        if ranks.is_main:
+            lead(crew, Path(folder), int(first), int(last))
+        else:
+            crew.follow()
+
+
+def lead(crew: Crew, folder: Path, first: int, last: int) -> None:
+    newest = crew.checkpoints.newest().path
+    assert (newest is not None) == (first > 0)
+    if newest is not None:
+        assert crew.load(newest).step == first
+    if crew.ranks.world > 1:
+        time.sleep(6.0)
+    results = [crew.train(groups_of([4, 1, 5, 2, 3], seed=version), version) for version in range(first, last)]
+    folder.mkdir(exist_ok=True)
+    file = folder / "weights"
+    _, logprobs = crew.gather(file, [5, 6, 7, 8])
+    crew.save(step=last, version=last, epoch=1, extra={})
+    crew.export(folder / "model")
+    crew.dismiss()
+    parameters = list(crew.step.policy.parameters())
+    content = {
+        "sharded": all(isinstance(p, DTensor) for p in parameters),
+        "bytes": sum(p.to_local().nbytes if isinstance(p, DTensor) else p.nbytes for p in parameters),
+        "metrics": [r.metrics for r in results],
+        "staleness": [r.staleness for r in results],
+        "weights": torch.frombuffer(bytearray(file.read_bytes()[-4000:]), dtype=torch.float32).tolist(),
+        "logprobs": logprobs.tolist(),
+    }
+    (folder / f"report-{first}-{crew.ranks.world}.json").write_text(json.dumps(content))
 
 
 if __name__ == "__main__":

@@ -17,8 +17,8 @@ from tiny import make_tiny_model
 from broker.client import Broker
 from broker.weights.transports import FileTransport
 from consumers.trainer import checkpoints as checkpoints_module
+from consumers.trainer import crew as crew_module
 from consumers.trainer import patience
-from consumers.trainer import publisher as publisher_module
 from consumers.trainer import source as source_module
 from consumers.trainer.checkpoints import Checkpoints
 from consumers.trainer.loop import Trainer
@@ -302,7 +302,7 @@ def test_training_waits_while_weights_find_no_room(
     trainer: Callable[..., Trainer], broker: Broker, monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:
     failures: list[int] = []
-    owner = {"write_weights": publisher_module, "put": FileTransport}[place]
+    owner = {"write_weights": crew_module, "put": FileTransport}[place]
     real = getattr(owner, place)
 
     def full(*args: Any, **kwargs: Any) -> Any:
@@ -334,6 +334,6 @@ def test_a_trainer_that_waits_for_room_for_weights_ends_when_asked(
         stop.set()
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(publisher_module, "write_weights", full)
-    with pytest.raises(DiskError, match="cannot write weights version 0"):
+    monkeypatch.setattr(crew_module, "write_weights", full)
+    with pytest.raises(DiskError, match="cannot write the weights"):
         run(trainer(), stop)

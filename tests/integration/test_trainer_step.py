@@ -205,5 +205,6 @@ def test_a_users_own_loss_and_advantage(model: PreTrainedModel, tmp_path: Path) 
     )
     step = TrainStep(Policy(copy.deepcopy(model)), settings, temperature=1.0, max_tokens=8, base=tmp_path)
     batch = step.assemble(groups_of([2, 2]))
-    assert batch.advantages.tolist() == (2 * batch.rewards).tolist()
+    assert batch.plan is not None
+    assert batch.plan.advantages.tolist() == (2 * batch.plan.rewards).tolist()
     assert not step.run(batch, 0).skipped

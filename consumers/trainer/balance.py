@@ -1,0 +1,143 @@
+"""Which rank trains which sample, and in which of its micro-batches: pure functions over lengths.
+
+Every rank gets as many micro-batches as the others, and those that run at the same time cost about the same:
+sharded ranks wait for each other at every layer. The same input gives the same plan, so a replay is exact.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+REFINEMENTS = 200
+"""Most exchanges between the fullest bin and the emptiest one; each brings them nearer to each other."""
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Work of training one sample of T tokens, L of them loss tokens: token*T + square*T^2 + loss*L."""
+
+    token: float = 1.0
+    square: float = 0.0
+    loss: float = 0.0
+
+    def of(self, tokens: int, loss_tokens: int) -> float:
+        """In the unit of the coefficients: floating-point operations when they are a model's."""
+        return self.token * tokens + self.square * tokens * tokens + self.loss * loss_tokens
+
+
+def shares(
+    costs: Sequence[float], lengths: Sequence[int], world: int, room: int, *, packed: bool = True
+) -> list[list[list[int]]]:
+    """Indices of the samples of each rank's micro-batches: ``[rank][micro-batch][...]``, as many for each rank.
+
+    lengths: tokens. room: most tokens of a micro-batch, padding included unless they are ``packed``; a longer
+    sample gets one of its own. A micro-batch may be empty when there are few samples.
+    """
+    bins = _packed(costs, lengths, world, room) if packed else list(_padded(lengths, room))
+    bins += [[]] * (-len(bins) % world)
+    total = [sum(costs[item] for item in items) for items in bins]
+    order = sorted(range(len(bins)), key=lambda b: (-total[b], b))
+    dealt: list[list[list[int]]] = [[] for _ in range(world)]
+    load = [0.0] * world
+    for first in range(0, len(bins), world):
+        # Neighbours in size run at the same time; the largest goes to who has had least.
+        ranks = sorted(range(world), key=lambda rank: (load[rank], rank))
+        for rank, b in zip(ranks, order[first : first + world], strict=True):
+            dealt[rank].append(bins[b])
+            load[rank] += total[b]
+    return dealt
+
+
+def _packed(costs: Sequence[float], lengths: Sequence[int], world: int, room: int) -> list[list[int]]:
+    """As few bins as hold all tokens; a few more where the cut doesn't come out."""
+    needed = sum(min(length, room) for length in lengths)
+    micro_batches = max(1, math.ceil(needed / (room * world)))
+    while True:
+        bins = partition(costs, lengths, world * micro_batches, room)
+        if bins is not None:
+            return bins
+        micro_batches += 1 + micro_batches // 16
+
+
+def _padded(lengths: Sequence[int], room: int) -> Iterator[list[int]]:
+    """Shortest first, rows times the longest within ``room``."""
+    rows: list[int] = []
+    for row in sorted(range(len(lengths)), key=lambda s: (lengths[s], s)):
+        if rows and (len(rows) + 1) * lengths[row] > room:
+            yield rows
+            rows = []
+        rows.append(row)
+    if rows:
+        yield rows
+
+
+def partition(costs: Sequence[float], lengths: Sequence[int], bins: int, room: int) -> list[list[int]] | None:
+    """Indices of ``costs`` in ``bins`` bins of about equal cost; None if they are too long for so few.
+
+    lengths: tokens of each item; a bin takes at most ``room`` of them, or one item that is longer than that.
+    Longest processing time first (Graham, SIAM J. Appl. Math. 17, 1969), then exchanges between the
+    fullest and the emptiest bin.
+    """
+    found: list[list[int]] = [[] for _ in range(bins)]
+    tokens, sums = [0] * bins, [0.0] * bins
+    shortest = min(lengths, default=0)
+    open_bins = [(0.0, b) for b in range(bins)]
+    for item in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
+        passed: list[tuple[float, int]] = []
+        while open_bins:
+            total, b = heapq.heappop(open_bins)
+            if not found[b] or tokens[b] + lengths[item] <= room:
+                break
+            if tokens[b] + shortest <= room:
+                passed.append((total, b))
+        else:
+            return None
+        found[b].append(item)
+        tokens[b] += lengths[item]
+        sums[b] = total + costs[item]
+        for entry in (*passed, (sums[b], b)):
+            heapq.heappush(open_bins, entry)
+    _refine(found, sums, tokens, costs, lengths, room)
+    return [sorted(items) for items in found]
+
+
+def _refine(
+    found: list[list[int]],
+    sums: list[float],
+    tokens: list[int],
+    costs: Sequence[float],
+    lengths: Sequence[int],
+    room: int,
+) -> None:
+    for _ in range(REFINEMENTS):
+        high = max(range(len(found)), key=sums.__getitem__)
+        low = min(range(len(found)), key=sums.__getitem__)
+        gap = sums[high] - sums[low]
+        others = sorted(found[low], key=lambda item: (costs[item], item))
+        other_costs = [costs[item] for item in others]
+        best: tuple[float, int, int | None] | None = None
+        for item in found[high]:
+            # Both come out equal when half of the gap moves: by itself, or against what is lighter by that.
+            at = bisect_left(other_costs, costs[item] - gap / 2)
+            for other in (None, *others[max(0, at - 1) : at + 1]):
+                moved = costs[item] - (0.0 if other is None else costs[other])
+                shift = lengths[item] - (0 if other is None else lengths[other])
+                fits = tokens[low] + shift <= room and tokens[high] - shift <= room
+                off = abs(gap / 2 - moved)
+                if fits and (best is None or off < best[0]):
+                    best = (off, item, other)
+        if best is None or best[0] >= gap / 2 * (1 - 1e-9):
+            return
+        _, item, other = best
+        for source, target, moving in ((high, low, item), (low, high, other)):
+            if moving is not None:
+                found[source].remove(moving)
+                found[target].append(moving)
+                sums[source] -= costs[moving]
+                sums[target] += costs[moving]
+                tokens[source] -= lengths[moving]
+                tokens[target] += lengths[moving]

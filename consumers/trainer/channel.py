@@ -1,0 +1,36 @@
+"""Bytes between rank 0 and the other ranks of a trainer, apart from the collectives of the model.
+
+A rank may wait here for as long as a batch takes to come: there is no deadline, because lifeline.py ends a rank
+whose peer is gone.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+FOREVER = timedelta(days=365)
+
+
+class Channel:
+    """Rank 0 tells the others what to do, and hears how it went. Every rank makes one, at the same point."""
+
+    def __init__(self) -> None:
+        self._group = dist.new_group(backend="gloo", timeout=FOREVER)
+
+    def send(self, rank: int, data: bytes) -> None:
+        """To one rank; returns when it is on its way."""
+        dist.send(torch.tensor([len(data)]), rank, group=self._group)
+        if data:
+            dist.send(torch.frombuffer(bytearray(data), dtype=torch.uint8), rank, group=self._group)
+
+    def receive(self, rank: int) -> bytes:
+        """The next message of ``rank``."""
+        size = torch.zeros(1, dtype=torch.int64)
+        dist.recv(size, rank, group=self._group)
+        data = torch.empty(int(size), dtype=torch.uint8)
+        if len(data):
+            dist.recv(data, rank, group=self._group)
+        return data.numpy().tobytes()

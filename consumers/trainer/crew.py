@@ -1,0 +1,158 @@
+"""What all ranks do together: rank 0 calls, the others follow.
+
+A sharded model computes, is gathered, saved and loaded by all ranks at once. Rank 0 alone knows the broker and what
+comes next; it sends each other rank a command with all that it needs, and takes part itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import structlog
+
+from consumers.trainer.batches import Group, Sample
+from consumers.trainer.checkpoints import Checkpoints, Restored
+from consumers.trainer.export import reference_logprobs, save_model, write_weights
+from consumers.trainer.step import StepResult, TrainStep
+from schemas.config import TidemillConfig
+from schemas.errors import InfraError
+from schemas.messages import TensorSpec
+
+log = structlog.get_logger()
+
+
+class Train(msgspec.Struct, tag="train"):
+    """One optimizer step over this rank's micro-batches."""
+
+    version: int
+    micro_batches: list[list[Sample]]
+
+
+class Gather(msgspec.Struct, tag="gather"):
+    """Write the weights to a file, and score the probe's tokens with them."""
+
+    file: str
+    tokens: list[int]
+
+
+class Save(msgspec.Struct, tag="save"):
+    """Write a checkpoint."""
+
+    step: int
+    version: int
+    epoch: int
+
+
+class Load(msgspec.Struct, tag="load"):
+    """Read a checkpoint that rank 0 has found whole."""
+
+    path: str
+
+
+class Export(msgspec.Struct, tag="export"):
+    """Write the model for transformers and vLLM."""
+
+    folder: str
+
+
+class Dismiss(msgspec.Struct, tag="dismiss"):
+    """The training is over."""
+
+
+Command: TypeAlias = Train | Gather | Save | Load | Export | Dismiss
+_encoder = msgspec.msgpack.Encoder()
+_decoder: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)
+
+
+class Crew:
+    """All ranks of one trainer. In a single process the calls are what they are called::
+
+    crew = Crew(config, step)
+    if crew.ranks.is_main:
+        result = crew.train(groups, version=7)
+        crew.dismiss()
+    else:
+        crew.follow()
+    """
+
+    def __init__(self, config: TidemillConfig, step: TrainStep) -> None:
+        self.step = step
+        self.ranks = step.ranks
+        self.checkpoints = Checkpoints(config.folder / "checkpoints", config.trainer.checkpoint.keep)
+        self._dtype = config.model.dtype
+
+    def train(self, groups: Sequence[Group], version: int) -> StepResult:
+        """One optimizer step over these groups, dealt to the ranks; ``version`` is that of the weights before."""
+        batch = self.step.assemble(groups)
+        if batch.plan is not None:
+            for rank in range(1, self.ranks.world):
+                self._send(rank, Train(version, batch.plan.share(rank)))
+        return self.step.run(batch, version=version)
+
+    def gather(self, file: Path, tokens: Sequence[int]) -> tuple[list[TensorSpec], npt.NDArray[np.float32]]:
+        """Write the weights to ``file`` in the wire dtype, one parameter at a time.
+
+        Returns what is in it, and the log-probability of each of ``tokens`` after the first. DiskError when there
+        is no room for it.
+        """
+        self._send_all(Gather(str(file), list(tokens)))
+        with self.ranks.together(f"cannot write the weights {file}"):
+            specs = write_weights(self.step.policy, file, self._dtype, main=self.ranks.is_main)
+        return specs, reference_logprobs(self.step.policy, tokens)
+
+    def save(self, *, step: int, version: int, epoch: int, extra: dict[str, Any]) -> Path:
+        """Write a checkpoint; see Checkpoints.save."""
+        self._send_all(Save(step, version, epoch))
+        return self.checkpoints.save(self.step, step=step, version=version, epoch=epoch, extra=extra)
+
+    def load(self, path: Path) -> Restored:
+        """Read a checkpoint; see Checkpoints.load."""
+        self._send_all(Load(str(path)))
+        return self.checkpoints.load(path, self.step)
+
+    def export(self, folder: Path) -> None:
+        """Write the model for transformers and vLLM."""
+        self._send_all(Export(str(folder)))
+        with self.ranks.together(f"cannot write the model {folder}"):
+            save_model(self.step.policy, folder, self._dtype, main=self.ranks.is_main)
+
+    def dismiss(self) -> None:
+        """Let the others end."""
+        self._send_all(Dismiss())
+
+    def follow(self) -> None:
+        """Do what rank 0 says, until it dismisses this rank."""
+        while True:
+            command = _decoder.decode(self.ranks.channel.receive(0))
+            if isinstance(command, Dismiss):
+                return
+            try:
+                self._obey(command)
+            except InfraError as error:
+                # Every rank has the same error; what comes next is for rank 0 to say.
+                log.warning("rank 0 decides", error=str(error))
+
+    def _obey(self, command: Command) -> None:
+        if isinstance(command, Train):
+            self.step.run(self.step.batch(command.micro_batches), version=command.version)
+        elif isinstance(command, Gather):
+            self.gather(Path(command.file), command.tokens)
+        elif isinstance(command, Save):
+            self.save(step=command.step, version=command.version, epoch=command.epoch, extra={})
+        elif isinstance(command, Load):
+            self.load(Path(command.path))
+        elif isinstance(command, Export):
+            self.export(Path(command.folder))
+
+    def _send_all(self, command: Command) -> None:
+        for rank in range(1, self.ranks.world):
+            self._send(rank, command)
+
+    def _send(self, rank: int, command: Command) -> None:
+        if self.ranks.is_main:
+            self.ranks.channel.send(rank, _encoder.encode(command))
