@@ -87,8 +87,16 @@ def reward(config: ConfigFile, overrides: Overrides = None, name: Name = None) -
 
 @app.command()
 def trainer(config: ConfigFile, overrides: Overrides = None, name: Name = None) -> None:
-    """Run the trainer."""
-    _serve("trainer", config, overrides, name)
+    """Run the trainer, in trainer.processes ranks unless it was started as one of several."""
+    loaded = _load(config, overrides)
+    from deploy import ranks
+
+    if loaded.trainer.processes > 1 and not ranks.is_rank():
+        arguments = ["trainer", str(config), *(overrides or []), "--name", name or "trainer"]
+        raise typer.Exit(ranks.launch(loaded.trainer.processes, arguments, loaded.supervisor.grace_s))
+    from deploy.roles import run_role
+
+    run_role("trainer", loaded, name)
 
 
 @app.command()

@@ -37,7 +37,9 @@ def shares(
     lengths: tokens. room: most tokens of a micro-batch, padding included unless they are ``packed``; a longer
     sample gets one of its own. A micro-batch may be empty when there are few samples.
     """
-    bins = _packed(costs, lengths, world, room) if packed else list(_padded(lengths, room))
+    bins = (
+        _packed(costs, lengths, world, room) if packed else list(_padded(lengths, min(room, -(-sum(lengths) // world))))
+    )
     bins += [[]] * (-len(bins) % world)
     total = [sum(costs[item] for item in items) for items in bins]
     order = sorted(range(len(bins)), key=lambda b: (-total[b], b))

@@ -47,6 +47,8 @@ def run_trainer(config: TidemillConfig, name: str) -> None:
         torch.set_num_threads(config.trainer.threads)
     torch.manual_seed(config.run.seed)
     ranks = Ranks()
+    if ranks.world > 1:
+        structlog.contextvars.bind_contextvars(rank=ranks.rank)
     with ranks.lifeline():
         policy = Policy(load_model(config.model.path, config.model.dtype, config.model.trust_remote_code))
         step = TrainStep.from_config(policy, config, ranks)

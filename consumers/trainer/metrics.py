@@ -43,6 +43,9 @@ class StepMeter:
         mask = batch.mask
         sums = self.sums
         sums["loss"] += float(loss)
+        for name in output.metrics:
+            # Also without a token to count: ranks add up the same names.
+            sums.setdefault("metric_" + name, 0.0)
         if not bool(mask.any()):
             return
         difference = (scores.logprobs - batch.rollout_logprobs)[mask].double()
@@ -55,8 +58,7 @@ class StepMeter:
         sums["kl"] += float((ratio - 1 - log_r).sum())
         self.largest["ratio"] = max(self.largest["ratio"], float(ratio.max()))
         for name, values in output.metrics.items():
-            key = "metric_" + name
-            sums[key] = sums.get(key, 0.0) + float(values[mask].double().sum())
+            sums["metric_" + name] += float(values[mask].double().sum())
         ages = self.version - batch.versions[mask]
         for age, tokens in zip(*(t.tolist() for t in ages.unique(return_counts=True)), strict=True):
             self.staleness[age] += tokens

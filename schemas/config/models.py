@@ -349,7 +349,15 @@ class TrainerConfig(Section):
     batch_timeout_s: Seconds = Field(
         600.0, description="The trainer gives up, naming what it lacks, when no batch is complete after this long."
     )
-    threads: int | None = Field(None, ge=1, description="CPU threads of the trainer; PyTorch's own choice by default.")
+    processes: int = Field(
+        1,
+        ge=1,
+        description="Ranks over which the model is sharded (FSDP2), one a GPU, that a started trainer makes of itself;"
+        " a launcher of your own (torchrun, accelerate) decides by itself.",
+    )
+    threads: int | None = Field(
+        None, ge=1, description="CPU threads of each rank; by default PyTorch's own choice, or the cores shared out."
+    )
 
     @model_validator(mode="before")
     @classmethod

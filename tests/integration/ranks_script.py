@@ -23,7 +23,7 @@ from consumers.trainer.step import TrainStep
 from schemas.config import parse_config
 
 
-def main(model: str, folder: str, first: str, last: str) -> None:
+def main(model: str, folder: str, first: str, last: str, sizes: str) -> None:
     config = parse_config(
         {
             "run": {"folder": folder},
@@ -40,19 +40,19 @@ def main(model: str, folder: str, first: str, last: str) -> None:
         step = TrainStep.from_config(Policy(load_model(model, "float32")), config, ranks)
         crew = Crew(config, step)
         if ranks.is_main:
-            lead(crew, Path(folder), int(first), int(last))
+            lead(crew, Path(folder), int(first), int(last), [int(size) for size in sizes.split(",")])
         else:
             crew.follow()
 
 
-def lead(crew: Crew, folder: Path, first: int, last: int) -> None:
+def lead(crew: Crew, folder: Path, first: int, last: int, sizes: list[int]) -> None:
     newest = crew.checkpoints.newest().path
     assert (newest is not None) == (first > 0)
     if newest is not None:
         assert crew.load(newest).step == first
     if crew.ranks.world > 1:
         time.sleep(6.0)
-    results = [crew.train(groups_of([4, 1, 5, 2, 3], seed=version), version) for version in range(first, last)]
+    results = [crew.train(groups_of(sizes, seed=version), version) for version in range(first, last)]
     folder.mkdir(exist_ok=True)
     file = folder / "weights"
     _, logprobs = crew.gather(file, [5, 6, 7, 8])

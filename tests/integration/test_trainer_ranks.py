@@ -27,9 +27,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model(tmp_path_factory.mktemp("tiny"), hidden=32, layers=2)
 
 
-def launch(world: int, model: Path, folder: Path, first: int, last: int) -> dict[str, Any]:
+def launch(world: int, model: Path, folder: Path, first: int, last: int, sizes: str = "4,1,5,2,3") -> dict[str, Any]:
     """Train steps ``first`` to ``last`` on ``world`` ranks; what rank 0 reported."""
-    arguments = (str(model), str(folder), str(first), str(last))
+    arguments = (str(model), str(folder), str(first), str(last), sizes)
     if world == 1:
         ranks_script.main(*arguments)
     else:
@@ -77,6 +77,12 @@ def same(found: dict[str, Any], wanted: dict[str, Any]) -> None:
 
 def test_two_ranks_train_like_one(one: dict[str, Any], two: dict[str, Any]) -> None:
     same(two, one)
+
+
+def test_a_rank_without_samples_takes_part(model: Path, folders: Path) -> None:
+    """Three ranks, two samples."""
+    small, alone = (launch(world, model, folders / f"few-{world}", 0, 1, "2") for world in (3, 1))
+    same(small, alone)
 
 
 def test_each_rank_holds_its_share_of_every_parameter(one: dict[str, Any], two: dict[str, Any]) -> None:
