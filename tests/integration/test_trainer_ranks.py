@@ -55,7 +55,7 @@ def one(model: Path, folders: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def two(model: Path, folders: Path) -> dict[str, Any]:
-    """The same on two, which wait for the batch longer than a collective may take."""
+    """The same on two."""
     return launch(2, model, folders / "two", 0, 2)
 
 

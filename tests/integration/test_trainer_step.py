@@ -139,7 +139,8 @@ def test_chunked_head_gives_the_same_values_and_gradients(
     groups = groups_of([3, 3], seed=2)
     loss = {"entropy_coef": 0.1}
     whole = gradient(make_step(model, loss=loss), groups)
-    monkeypatch.setattr("consumers.trainer.policy.CHUNK_LOGITS", 600)
+    monkeypatch.setattr("consumers.trainer.head.CPU_LOGITS", 600)
+    monkeypatch.setattr("consumers.trainer.head.LEAST_ROWS", 1)
     assert torch.allclose(whole, gradient(make_step(model, loss=loss), groups), rtol=1e-4, atol=1e-6)
 
 

@@ -1,0 +1,142 @@
+"""Sequences one after the other instead of side by side: a micro-batch without padding, and its attention.
+
+The attention is registered with transformers, so any model that takes its attention from there can pack. On a GPU in
+a 16-bit type it is PyTorch's variable-length kernel; elsewhere one causal call a sequence, which on a CPU is by far
+the fastest exact way: a block-diagonal mask computes every pair, and flex attention has no backward there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention.varlen import varlen_attn
+from transformers import AttentionInterface, PreTrainedModel
+
+ATTENTION = "tidemill_packed"
+_PLAIN_LAYERS = {"full_attention"}
+
+
+@dataclass(frozen=True)
+class Packed:
+    """R sequences in a row of N tokens, as a model's base takes them.
+
+    ids, positions: int64 [1, N]. starts: int32 [R+1], where each begins, and N. longest: tokens. rows: bool
+    [R, T], the places of the N tokens in the padded micro-batch.
+    """
+
+    ids: Tensor
+    positions: Tensor
+    starts: Tensor
+    longest: int
+    rows: Tensor
+
+    def arguments(self) -> dict[str, Any]:
+        """For the model's forward, which hands them to every attention layer; the names are transformers'."""
+        return {
+            "input_ids": self.ids,
+            "position_ids": self.positions,
+            "cu_seq_lens_q": self.starts,
+            "cu_seq_lens_k": self.starts,
+            "max_length_q": self.longest,
+            "max_length_k": self.longest,
+        }
+
+
+def pack(inputs: Tensor, lengths: Tensor) -> Packed:
+    """The first ``lengths`` [R] tokens of each row of ``inputs``, int64 [R, T]; every length is 1 or more."""
+    positions = torch.arange(inputs.shape[1], device=inputs.device).expand_as(inputs)
+    rows = positions < lengths[:, None]
+    starts = F.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
+    return Packed(inputs[rows][None], positions[rows][None], starts, inputs.shape[1], rows)
+
+
+def attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    max_length_q: int = 0,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    sliding_window: int | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """Causal attention within each sequence; of rows side by side when there are no starts.
+
+    query: [B, H, N, D]; key, value: [B, H or fewer, N, D]. Returns [B, N, H, D]. ValueError for a kind of attention
+    that this is not.
+    """
+    if softcap is not None or s_aux is not None or sliding_window is not None:
+        raise ValueError("packed attention has no soft cap, no sinks and no sliding window")
+    grouped = key.shape[1] != query.shape[1]
+    if cu_seq_lens_q is None:
+        out = F.scaled_dot_product_attention(
+            query, key, value, attention_mask, is_causal=attention_mask is None, scale=scaling, enable_gqa=grouped
+        )
+        return out.transpose(1, 2), None
+    if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
+        flat = [tensor[0].transpose(0, 1) for tensor in (query, key, value)]
+        packed = varlen_attn(
+            *flat,
+            cu_seq_lens_q,
+            cu_seq_lens_q,
+            max_length_q,
+            max_length_q,
+            scale=scaling,
+            window_size=(-1, 0),
+            enable_gqa=grouped,
+        )
+        return packed[None], None
+    lengths = [end - start for start, end in pairwise(cu_seq_lens_q.tolist())]
+    parts = zip(query.split(lengths, 2), key.split(lengths, 2), value.split(lengths, 2), strict=True)
+    out = torch.cat(
+        [
+            F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=grouped)
+            for q, k, v in parts
+        ],
+        dim=2,
+    )
+    return out.transpose(1, 2), None
+
+
+AttentionInterface.register(ATTENTION, attend)
+
+
+@torch.no_grad()
+def switch_to_packing(model: PreTrainedModel) -> bool:
+    """Give the model packed attention if it computes the same with it; whether it does.
+
+    Two short sequences, packed and alone, tell: a model with a state that runs on, or with an attention of its
+    own, differs. Sliding windows and chunks show only in long ones, so models that have them are left as they are.
+    """
+    config = model.config.get_text_config()
+    kinds = set(getattr(config, "layer_types", None) or _PLAIN_LAYERS)
+    windowed = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
+    device = model.get_input_embeddings().weight.device
+    if device.type == "meta" or not kinds <= _PLAIN_LAYERS or (windowed and not getattr(config, "layer_types", None)):
+        return False
+    tokens = torch.arange(1, 17, device=device).reshape(2, 8) % config.vocab_size
+    lengths = torch.tensor([8, 5], device=device)
+    alone = model.base_model(input_ids=tokens, use_cache=False).last_hidden_state
+    former = model.config._attn_implementation
+    try:
+        model.set_attn_implementation(ATTENTION)
+        packed = pack(tokens, lengths)
+        found = model.base_model(**packed.arguments(), use_cache=False).last_hidden_state[0]
+    except (TypeError, ValueError):
+        found = None
+    if found is not None and found.shape == alone[packed.rows].shape:
+        error = (found - alone[packed.rows]).float().norm() / alone.float().norm().clamp(min=1e-9)
+        if float(error) < (1e-4 if found.dtype == torch.float32 else 3e-2):
+            return True
+    model.set_attn_implementation(former)
+    return False
