@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from consumers.trainer.batches import MicroBatch
 from consumers.trainer.optimizer import build_optimizer, lr_factor
+from consumers.trainer.packing import pack, switch_to_packing
 from consumers.trainer.ranks import Ranks
 from schemas.config.models import CriticConfig
 
@@ -26,12 +27,21 @@ class Critic(nn.Module):
         # In the place of the vocabulary, so that nothing of it is kept, sharded or saved.
         causal_lm.set_output_embeddings(head)
         self.causal_lm = causal_lm
+        self.packed = switch_to_packing(causal_lm)
 
-    def forward(self, tokens: Tensor, mask: Tensor) -> Tensor:
-        """tokens: int64 [R, T], right-padded; mask: bool [R, T-1] as in MicroBatch. float32, same shape."""
-        hidden = self.causal_lm.base_model(input_ids=tokens[:, :-1], use_cache=False).last_hidden_state
+    def forward(self, tokens: Tensor, mask: Tensor, lengths: Tensor) -> Tensor:
+        """tokens: int64 [R, T], right-padded; mask: bool [R, T-1], lengths: int64 [R] as in MicroBatch.
+
+        Returns float32 [R, T-1], 0 where the mask is not set.
+        """
+        if self.packed:
+            packed = pack(tokens[:, :-1], lengths)
+            hidden = self.causal_lm.base_model(**packed.arguments(), use_cache=False).last_hidden_state[0]
+            hidden = hidden[mask[packed.rows]]
+        else:
+            hidden = self.causal_lm.base_model(input_ids=tokens[:, :-1], use_cache=False).last_hidden_state[mask]
         values = self.causal_lm.get_output_embeddings()(hidden).squeeze(-1).float()
-        return torch.where(mask, values, 0.0)
+        return torch.zeros(mask.shape, device=mask.device).masked_scatter(mask, values)
 
 
 def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float | None) -> Tensor:
@@ -60,12 +70,12 @@ class CriticStep:
     @torch.no_grad()
     def values(self, micro: MicroBatch) -> Tensor:
         """Values before the step, float32 [R, T-1]."""
-        found: Tensor = self.critic(micro.tokens, micro.mask)
+        found: Tensor = self.critic(micro.tokens, micro.mask, micro.lengths)
         return found
 
     def accumulate(self, micro: MicroBatch, old_values: Tensor, returns: Tensor, tokens: float) -> None:
         """Backward of this micro-batch's part of the mean over the ``tokens`` loss tokens of the whole step."""
-        values = self.critic(micro.tokens, micro.mask)
+        values = self.critic(micro.tokens, micro.mask, micro.lengths)
         loss = value_loss(values, old_values, returns, self.settings.clip)
         total = torch.where(micro.mask, loss, 0.0).sum() / max(tokens, 1.0)
         self.ranks.backward(total)

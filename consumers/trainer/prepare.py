@@ -125,7 +125,11 @@ class Preparation:
         """Log-probabilities under another policy, by the same temperature."""
         device = policy.device
         scores = policy(
-            micro.tokens.to(device), micro.targets.to(device), micro.mask.to(device), temperature=self.temperature
+            micro.tokens.to(device),
+            micro.targets.to(device),
+            micro.mask.to(device),
+            micro.lengths.to(device),
+            temperature=self.temperature,
         )
         logprobs: Tensor = scores.logprobs.to(micro.mask.device)
         return logprobs
