@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -11,7 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 
 app = typer.Typer(
     name="bench",
-    help="Measure the broker: transport against the raw server, and many generators on one.",
+    help="Measure the broker: transport against the raw server, many generators on one, and weights on their way.",
     no_args_is_help=True,
 )
 
@@ -99,6 +100,34 @@ def scale(
         report.print_json("scale", rows)
     else:
         report.print_scale(rows)
+
+
+@app.command()
+def weights(
+    models: Annotated[str, typer.Option(help="Sizes of the models: 1M, 50M, 500M.")] = "1M,50M",
+    transports: Annotated[str, typer.Option(help="Ways of the weights: file, redis.")] = "file,redis",
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds of ours and of the plain copy, in turns.")] = 5,
+    engine: Annotated[str, typer.Option(help="Engine that loads them: transformers or vllm.")] = "transformers",
+    folder: Annotated[Path | None, typer.Option(help="Where files are made; the system's folder for such.")] = None,
+    url: Url = None,
+    as_json: Json = False,
+) -> None:
+    """Weight versions from a trainer's parameters to a generator's engine, beside a plain copy of the same bytes."""
+    from deploy.bench import report
+    from deploy.bench.weights import measure
+
+    rows = []
+    with _progress() as progress:
+        for name in models.split(","):
+            for kind in transports.split(","):
+                if kind not in ("file", "redis"):
+                    raise typer.BadParameter(f"{kind!r} is neither file nor redis", param_hint="--transports")
+                bar = progress.add_task(f"{name} through {kind}, rounds", total=rounds)
+                rows.append(measure(name, kind, rounds, engine, url, folder, partial(progress.advance, bar)))
+    if as_json:
+        report.print_json("weights", rows)
+    else:
+        report.print_weights(rows)
 
 
 def _show(progress: Progress, bar: TaskID, seconds: float) -> None:

@@ -81,5 +81,26 @@ def print_scale(rows: Sequence[dict[str, Any]]) -> None:
     Console().print(table)
 
 
+def print_weights(rows: Sequence[dict[str, Any]]) -> None:
+    """One line for each model and transport; publishing and fetching in seconds, and their sum over a plain copy."""
+    table = Table(title=f"Weights, {rows[0]['server']}, {rows[0]['dtype']}: best of {rows[0]['rounds']} rounds")
+    columns = ("model", "by", "plain copy s", "whole s", "ratio", "delta s", "ratio", "delta size", "apply, pause s")
+    for column in columns:
+        table.add_column(column, justify="right")
+    for row in rows:
+        table.add_row(
+            row["model"],
+            row["transport"],
+            f"{row['raw_copy_s']:.3f}",
+            f"{row['publish_s']:.3f} + {row['fetch_s']:.3f}",
+            f"{row['ratio']:.2f}",
+            f"{row['publish_delta_s']:.3f} + {row['fetch_delta_s']:.3f}",
+            f"{row['ratio_delta']:.2f}",
+            f"{row['delta_ratio']:.2%}",
+            f"{row['apply_s']:.3f}, {row['pause_s']:.3f}",
+        )
+    Console().print(table)
+
+
 def _ms(value: float | None) -> str:
     return "–" if value is None else f"{value:.1f}"

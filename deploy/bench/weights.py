@@ -1,0 +1,243 @@
+"""``tidemill bench weights``: a version from a trainer's parameters to a generator's engine, beside a plain copy.
+
+Ours and the plain copy move the same bytes over the same medium in turns, several rounds; figures are the best of
+them, since others on the machine only ever add to them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import tempfile
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+
+from broker.link import open_client
+from broker.training import Known
+from broker.weights.copy import WeightCopy
+from broker.weights.digests import CHUNK_BYTES
+from broker.weights.maker import DeltaMaker
+from broker.weights.store import make_transport
+from deploy.bench.load import open_broker
+from deploy.bench.server import describe, serving
+from deploy.bench.weights_model import WIRE, Subject
+from producers.engines.base import Engine, EngineSettings
+from producers.engines.build import make_engine
+from schemas.errors import InfraError
+from schemas.messages import Manifest, Sampling, TensorSpec
+
+REQUESTS = 4
+"""In flight while weights are loaded."""
+KNOWN = Known(batch=1, staleness=1, window=1, steps=1, every=1)
+
+Advance = Callable[[int], None]
+Times = dict[str, list[float]]
+
+
+class Clock:
+    """Seconds of named pieces of work, of all rounds."""
+
+    def __init__(self) -> None:
+        self.times: Times = {}
+
+    def time(self, name: str, work: Callable[[], Any]) -> Any:
+        started = time.perf_counter()
+        result = work()
+        self.times.setdefault(name, []).append(time.perf_counter() - started)
+        return result
+
+    def best(self, name: str) -> float:
+        return min(self.times[name])
+
+
+class Line:
+    """A trainer's and a generator's end of one transport."""
+
+    def __init__(self, url: str, kind: str, folder: Path, subject: Subject, clock: Clock) -> None:
+        self.broker = open_broker(url, f"bench-{secrets.token_hex(4)}")
+        self._training = self.broker.training()
+        self._training.begin(KNOWN)
+        self._transport = make_transport(self.broker.link, kind, folder / "out")
+        self._folder = folder
+        self.subject = subject
+        self._clock = clock
+        self._version = 0
+        self._specs: list[TensorSpec] = []
+        self._deltas = DeltaMaker(folder / "out", max_chain=8)
+        (folder / "out").mkdir(parents=True)
+
+    def forget(self) -> WeightCopy:
+        """The next version is whole; a generator that has nothing."""
+        self._deltas = DeltaMaker(self._folder / "out", max_chain=8)
+        return WeightCopy(self.broker.weights, self._folder / "in")
+
+    def publish(self, name: str, file: Path | None = None) -> Manifest:
+        """Publish the subject's weights, or those in ``file``, timed in its two parts."""
+        self._version += 1
+        part = self._folder / "out" / "part"
+        if file is not None:
+            os.link(file, part)
+            tensors = self._specs
+        else:
+            tensors = self._specs = self._clock.time(f"{name}_copy", lambda: self.subject.write(part))
+        self._clock.time(f"{name}_send", lambda: self._send(part, tensors))
+        manifest = self.broker.weights.newest()
+        if manifest is None:
+            raise InfraError(f"weights version {self._version} is gone just after it was published")
+        return manifest
+
+    def _send(self, part: Path, tensors: list[TensorSpec]) -> None:
+        self.broker.weights.publish(
+            self._transport,
+            part,
+            version=self._version,
+            step=self._version,
+            epoch=self._training.epoch,
+            tensors=tensors,
+            probe=None,
+            keep=2,
+            deltas=self._deltas,
+        )
+
+
+def measure(
+    name: str, kind: str, rounds: int, engine: str, url: str | None, folder: Path | None, advance: Advance
+) -> dict[str, Any]:
+    """One row of the result: a model of this size through ``kind``; ``folder`` is where files are made."""
+    clock = Clock()
+    with serving(url, "everysec") as address, tempfile.TemporaryDirectory(prefix="tidemill-bench-", dir=folder) as made:
+        place = Path(made)
+        subject = Subject(name)
+        model = subject.save(place / "model")
+        before = place / "before"
+        subject.write(before)
+        subject.step()
+        line = Line(address, kind, place, subject, clock)
+        try:
+            for _ in range(rounds):
+                whole, delta, file = _round(line, clock, before)
+                _copy_plainly(clock, file.read_bytes(), kind, address, place / "plain")
+                advance(1)
+            _delay(line, clock, rounds)
+            apply_s, pause_s = asyncio.run(_load(engine, model, file, rounds))
+        finally:
+            line.broker.purge()
+        server = describe(address)
+    return {
+        "model": name,
+        "parameters": subject.parameters,
+        "dtype": WIRE,
+        "transport": kind,
+        "server": server,
+        "engine": engine,
+        "rounds": rounds,
+        **_figures(clock, whole, delta),
+        "apply_s": round(apply_s, 4),
+        "pause_s": round(pause_s, 4),
+        "pause_ratio": round(pause_s / apply_s, 3),
+    }
+
+
+def _round(line: Line, clock: Clock, before: Path) -> tuple[Manifest, Manifest, Path]:
+    copy = line.forget()
+    whole = line.publish("whole")
+    clock.time("whole_fetch", lambda: copy.fetch(whole))
+    copy.fetch(line.publish("base", before))
+    delta = line.publish("delta")
+    if delta.delta is None:
+        raise InfraError("one step at a learning rate of 1e-6 changed half of the weights")
+    file: Path = clock.time("delta_fetch", lambda: copy.fetch(delta))
+    return whole, delta, file
+
+
+def _copy_plainly(clock: Clock, data: bytes, kind: str, url: str, file: Path) -> None:
+    """The same bytes over the same medium and back by the plainest code."""
+    if kind == "file":
+        clock.time("raw", lambda: (file.write_bytes(data), file.read_bytes()))
+        file.unlink()
+        return
+    client = open_client(url)
+    chunks = [data[start : start + CHUNK_BYTES] for start in range(0, len(data), CHUNK_BYTES)]
+    names = [f"{{bench-plain}}:{index}" for index in range(len(chunks))]
+
+    def there_and_back() -> None:
+        for name, chunk in zip(names, chunks, strict=True):
+            client.set(name, chunk)
+        for name in names:
+            client.get(name)
+
+    clock.time("raw", there_and_back)
+    client.delete(*names)
+
+
+def _delay(line: Line, clock: Clock, rounds: int) -> None:
+    """Forward and backward alone, and beside a version on its way."""
+    with ThreadPoolExecutor(1) as thread:
+        for _ in range(rounds):
+            clock.time("step_alone", line.subject.backward)
+            sending = thread.submit(line.publish, "beside")
+            clock.time("step_beside", line.subject.backward)
+            sending.result()
+
+
+async def _load(name: str, model: Path, file: Path, rounds: int) -> tuple[float, float]:
+    """Seconds to copy the file into a model by the plainest code, and of the engine's load under running requests."""
+    settings = EngineSettings(model_path=str(model), dtype=WIRE, max_length=1024, max_samples=REQUESTS)
+    engine: Engine = make_engine(name, settings, Path())
+    await engine.start()
+    try:
+        pauses = []
+        for version in range(1, rounds + 1):
+            sampling = Sampling(max_tokens=900)
+            running = [asyncio.create_task(engine.generate([5, 6, 7], sampling)) for _ in range(REQUESTS)]
+            await engine.logprobs([5, 6, 7])
+            started = time.perf_counter()
+            await engine.load(file, version)
+            pauses.append(time.perf_counter() - started)
+            await engine.abort_all()
+            await asyncio.gather(*running)
+    finally:
+        await engine.close()
+    return min(_apply(file) for _ in range(rounds + 1)), min(pauses)
+
+
+def _apply(file: Path) -> float:
+    """Copy every tensor of the file into one that is there already."""
+    with safe_open(file, framework="pt", device="cpu") as tensors:
+        names = list(tensors.keys())
+        parameters = {name: torch.zeros_like(tensors.get_tensor(name)) for name in names}
+        started = time.perf_counter()
+        for name in names:
+            parameters[name].copy_(tensors.get_tensor(name))
+        return time.perf_counter() - started
+
+
+def _figures(clock: Clock, whole: Manifest, delta: Manifest) -> dict[str, Any]:
+    at = clock.best
+    raw, full = at("raw"), at("whole_copy") + at("whole_send")
+    publish, fetch = at("delta_copy") + at("delta_send"), at("delta_fetch")
+    size = delta.delta.payload.size if delta.delta else 0
+    slower = max(0.0, at("step_beside") - at("step_alone"))
+    return {
+        "publish_s": round(full, 4),
+        "fetch_s": round(at("whole_fetch"), 4),
+        "raw_copy_s": round(raw, 4),
+        "ratio": round((full + at("whole_fetch")) / raw, 3),
+        "publish_delta_s": round(publish, 4),
+        "fetch_delta_s": round(fetch, 4),
+        "ratio_delta": round((publish + fetch) / raw, 3),
+        "bytes_full": whole.state.size,
+        "bytes_delta": size,
+        "delta_ratio": round(size / whole.state.size, 5),
+        "copy_s": round(at("delta_copy"), 4),
+        "step_s": round(at("step_alone"), 4),
+        "step_beside_s": round(at("step_beside"), 4),
+        "delay_s": round(slower, 4),
+    }

@@ -1,0 +1,96 @@
+"""A random language model of a given size, and one real optimizer step of it: what the weights benchmark moves."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+from consumers.trainer.export import write_weights
+from consumers.trainer.optimizer import build_optimizer
+from consumers.trainer.policy import Policy
+from schemas.config import OptimizerConfig
+from schemas.errors import ConfigError
+from schemas.messages import TensorSpec
+
+WIRE = "bfloat16"
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A decoder of this many layers; parameters come close to the name it has in SHAPES."""
+
+    hidden: int
+    intermediate: int
+    layers: int
+    vocabulary: int
+
+
+SHAPES = {
+    "1M": Shape(128, 384, 4, 512),
+    "50M": Shape(512, 1408, 15, 4096),
+    "500M": Shape(1280, 3456, 24, 8192),
+}
+
+
+class Subject:
+    """A policy with float32 parameters, as a trainer holds them, and AdamW at a learning rate of 1e-6."""
+
+    def __init__(self, name: str) -> None:
+        shape = SHAPES.get(name)
+        if shape is None:
+            raise ConfigError(f"a model of {name} is not known here, give some of {', '.join(SHAPES)}")
+        torch.manual_seed(0)
+        config = Qwen2Config(
+            vocab_size=shape.vocabulary,
+            hidden_size=shape.hidden,
+            intermediate_size=shape.intermediate,
+            num_hidden_layers=shape.layers,
+            num_attention_heads=shape.hidden // 64,
+            num_key_value_heads=shape.hidden // 64,
+            max_position_embeddings=1024,
+            tie_word_embeddings=False,
+            bos_token_id=None,
+            eos_token_id=None,
+        )
+        model: Any = Qwen2ForCausalLM
+        self.policy = Policy(model(config).float())
+        self.parameters = sum(parameter.numel() for parameter in self.policy.parameters())
+        self._tokens = torch.randint(shape.vocabulary, (4, 128))
+
+    def step(self) -> None:
+        """One optimizer step on the cross-entropy of 4 × 128 random tokens."""
+        optimizer = build_optimizer(self.policy.parameters(), OptimizerConfig(lr=1e-6))
+        self.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    def backward(self) -> None:
+        """Forward and backward: the part of a step during which the weights are read."""
+        targets = self._tokens[:, 1:]
+        scores = self.policy(self._tokens, targets, torch.ones_like(targets, dtype=torch.bool))
+        (-scores.logprobs.mean()).backward()
+
+    def write(self, path: Path) -> list[TensorSpec]:
+        """The weights as they travel."""
+        return write_weights(self.policy, path, WIRE)
+
+    def save(self, folder: Path) -> Path:
+        """A model folder that an engine boots from."""
+        lm: Any = self.policy.causal_lm
+        folder.mkdir(parents=True)
+        config = Qwen2Config.from_dict(lm.config.to_dict() | {"dtype": WIRE})
+        config.architectures = ["Qwen2ForCausalLM"]
+        config.save_pretrained(folder)
+        self.write(folder / "model.safetensors")
+        letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+        tokenizer = Tokenizer(models.BPE(vocab={letter: index for index, letter in enumerate(letters)}, merges=[]))
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        tokenizer.decoder = decoders.ByteLevel()
+        fast: Any = PreTrainedTokenizerFast
+        fast(tokenizer_object=tokenizer).save_pretrained(folder)
+        return folder
