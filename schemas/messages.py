@@ -254,7 +254,7 @@ class TensorSpec(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Payload(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Bytes that travel. uri: ``file:PATH`` or ``redis:KEY``. chunks: BLAKE3-128 hex digests, one for each 8 MB."""
+    """Bytes that travel. uri: ``file:PATH`` or ``redis:KEY``. chunks: BLAKE3-128 hex digests, one for each 1 MB."""
 
     uri: str
     size: int

@@ -172,13 +172,14 @@ class WeightStore:
 
     def wait_newer(self, version: int, timeout_ms: int = BLOCK_MS) -> Manifest | None:
         """The newest version above ``version``, as soon as there is one; None after the timeout."""
-        self._link.run(
+        came = self._link.run(
             "waiting for weights",
             lambda client: client.xread(
                 {self._link.keys.weights: f"{version}-2" if version >= 0 else "0"}, 1, timeout_ms
             ),
         )
-        newest = self.newest()
+        # Manifests of large models are large: none is read where nothing came.
+        newest = self.newest() if came else None
         return newest if newest is not None and newest.version > version else None
 
     def fetch(self, payload: Payload, folder: Path) -> Path:

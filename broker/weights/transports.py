@@ -1,7 +1,7 @@
 """Ways for the bytes of a version to travel. A reader always ends with a checked local file.
 
 ``file``: a folder that trainer and generators share; the file itself is the payload.
-``redis``: 8 MB chunks in the broker, for small models, deltas, and machines that share no folder.
+``redis``: 1 MB chunks in the broker, for small models, deltas, and machines that share no folder.
 """
 
 from __future__ import annotations
