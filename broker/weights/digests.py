@@ -37,23 +37,23 @@ def chunk_digests(file: Path) -> list[str]:
     size = file.stat().st_size
     count = -(-size // CHUNK_BYTES)
     shares = range(0, count, SHARE)
-    with file.open("rb") as stream:
-        hash_share = partial(_hash_share, stream.fileno(), count)
-        if len(shares) < 2:
-            found = [hash_share(first) for first in shares]
-        else:
-            with ThreadPoolExecutor(THREADS, thread_name_prefix="digests") as threads:
-                found = list(threads.map(hash_share, shares))
+    hash_share = partial(_hash_share, file)
+    if len(shares) < 2:
+        found = [hash_share(first) for first in shares]
+    else:
+        with ThreadPoolExecutor(THREADS, thread_name_prefix="digests") as threads:
+            found = list(threads.map(hash_share, shares))
     return [digest for share in found for digest in share]
 
 
-def _hash_share(descriptor: int, count: int, first: int) -> list[str]:
+def _hash_share(file: Path, first: int) -> list[str]:
     """Digests of ``SHARE`` chunks from number ``first`` on; hashing and reading leave the interpreter free."""
     buffer = memoryview(bytearray(CHUNK_BYTES))
-    found = []
-    for index in range(first, min(first + SHARE, count)):
-        read = os.preadv(descriptor, [buffer], index * CHUNK_BYTES)
-        found.append(digest(buffer[:read]))
+    found: list[str] = []
+    with file.open("rb", buffering=0) as stream:
+        stream.seek(first * CHUNK_BYTES)
+        while len(found) < SHARE and (read := stream.readinto(buffer)):
+            found.append(digest(buffer[:read]))
     return found
 
 

@@ -26,7 +26,7 @@ from broker.weights.digests import CHUNK_BYTES
 from broker.weights.maker import DeltaMaker
 from broker.weights.store import make_transport
 from deploy.bench.load import open_broker
-from deploy.bench.server import describe, serving
+from deploy.bench.server import Usage, describe, serving
 from deploy.bench.weights_model import WIRE, Subject
 from producers.engines.base import Engine, EngineSettings
 from producers.engines.build import make_engine
@@ -42,19 +42,26 @@ Times = dict[str, list[float]]
 
 
 class Clock:
-    """Seconds of named pieces of work, of all rounds."""
+    """Seconds of named pieces of work in all rounds, and of the processors of this process and the server meanwhile."""
 
-    def __init__(self) -> None:
+    def __init__(self, url: str) -> None:
+        self._url = url
         self.times: Times = {}
+        self.cpu: Times = {}
 
     def time(self, name: str, work: Callable[[], Any]) -> Any:
-        started = time.perf_counter()
+        server, own, started = Usage.of(self._url).cpu_s, time.process_time(), time.perf_counter()
         result = work()
         self.times.setdefault(name, []).append(time.perf_counter() - started)
+        used = time.process_time() - own + Usage.of(self._url).cpu_s - server
+        self.cpu.setdefault(name, []).append(used)
         return result
 
-    def best(self, name: str) -> float:
-        return min(self.times[name])
+    def best(self, *names: str) -> float:
+        return sum(min(self.times[name]) for name in names)
+
+    def best_cpu(self, *names: str) -> float:
+        return sum(min(self.cpu[name]) for name in names)
 
 
 class Line:
@@ -111,9 +118,8 @@ def measure(
     name: str, kind: str, rounds: int, engine: str, url: str | None, folder: Path | None, advance: Advance
 ) -> dict[str, Any]:
     """One row of the result: a model of this size through ``kind``; ``folder`` is where files are made."""
-    clock = Clock()
     with serving(url, "everysec") as address, tempfile.TemporaryDirectory(prefix="tidemill-bench-", dir=folder) as made:
-        place = Path(made)
+        place, clock = Path(made), Clock(address)
         subject = Subject(name)
         model = subject.save(place / "model")
         before = place / "before"
@@ -220,24 +226,29 @@ def _apply(file: Path) -> float:
 
 
 def _figures(clock: Clock, whole: Manifest, delta: Manifest) -> dict[str, Any]:
-    at = clock.best
-    raw, full = at("raw"), at("whole_copy") + at("whole_send")
-    publish, fetch = at("delta_copy") + at("delta_send"), at("delta_fetch")
+    at, cpu = clock.best, clock.best_cpu
     size = delta.delta.payload.size if delta.delta else 0
-    slower = max(0.0, at("step_beside") - at("step_alone"))
+    wholly, by_delta = ("whole_copy", "whole_send", "whole_fetch"), ("delta_copy", "delta_send", "delta_fetch")
+    times = {
+        "publish_s": at("whole_copy", "whole_send"),
+        "fetch_s": at("whole_fetch"),
+        "publish_delta_s": at("delta_copy", "delta_send"),
+        "fetch_delta_s": at("delta_fetch"),
+        "raw_copy_s": at("raw"),
+        "cpu_s": cpu(*wholly),
+        "cpu_delta_s": cpu(*by_delta),
+        "raw_cpu_s": cpu("raw"),
+        "copy_s": min(at("whole_copy"), at("delta_copy")),
+        "step_s": at("step_alone"),
+        "step_beside_s": at("step_beside"),
+    }
     return {
-        "publish_s": round(full, 4),
-        "fetch_s": round(at("whole_fetch"), 4),
-        "raw_copy_s": round(raw, 4),
-        "ratio": round((full + at("whole_fetch")) / raw, 3),
-        "publish_delta_s": round(publish, 4),
-        "fetch_delta_s": round(fetch, 4),
-        "ratio_delta": round((publish + fetch) / raw, 3),
+        **{name: round(seconds, 4) for name, seconds in times.items()},
+        "ratio": round(at(*wholly) / at("raw"), 3),
+        "ratio_delta": round(at(*by_delta) / at("raw"), 3),
+        "cpu_ratio": round(cpu(*wholly) / cpu("raw"), 3),
+        "cpu_ratio_delta": round(cpu(*by_delta) / cpu("raw"), 3),
         "bytes_full": whole.state.size,
         "bytes_delta": size,
         "delta_ratio": round(size / whole.state.size, 5),
-        "copy_s": round(at("delta_copy"), 4),
-        "step_s": round(at("step_alone"), 4),
-        "step_beside_s": round(at("step_beside"), 4),
-        "delay_s": round(slower, 4),
     }

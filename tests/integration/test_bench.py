@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -14,7 +15,8 @@ from deploy.bench.load import Flow, open_broker
 from deploy.bench.scale import Lengths
 from deploy.bench.scale import measure as measure_scale
 from deploy.bench.transport import Bench, measure, measure_behind
-from schemas.errors import InfraError
+from deploy.bench.weights import measure as measure_weights
+from schemas.errors import ConfigError, InfraError
 
 pytestmark = pytest.mark.integration
 
@@ -81,3 +83,23 @@ def test_the_command_prints_one_json_object() -> None:
 def test_a_wrong_option_is_refused(option: str, value: str) -> None:
     done = CliRunner().invoke(app, ["transport", option, value])
     assert done.exit_code == 2
+
+
+@pytest.mark.parametrize("kind", ["file", "redis"])
+def test_weights_give_every_figure_and_leave_nothing(kind: str, tmp_path: Path, server: EmbeddedServer) -> None:
+    told: list[int] = []
+    row = measure_weights("1M", kind, 1, "transformers", server.url, tmp_path, told.append)
+    keys = {"publish_s", "fetch_s", "publish_delta_s", "fetch_delta_s", "raw_copy_s", "apply_s", "pause_s", "step_s"}
+    assert all(row[key] > 0 for key in keys | {"ratio", "ratio_delta", "pause_ratio"})
+    assert 0 < row["bytes_delta"] < 0.05 * row["bytes_full"], "the delta of one small step"
+    assert told == [1]
+    assert not list(tmp_path.iterdir())
+    assert not list(open_client(server.url).scan_iter(match="*bench*"))
+
+
+def test_an_unknown_size_or_transport_is_refused_in_a_line() -> None:
+    with pytest.raises(ConfigError, match="a model of 7B is not known here, give some of 1M, 50M, 500M"):
+        measure_weights("7B", "file", 1, "transformers", None, None, lambda _: None)
+    result = CliRunner().invoke(app, ["weights", "--transports", "pigeon"])
+    assert result.exit_code == 2
+    assert "'pigeon' is neither file nor redis" in " ".join(result.output.split())
