@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 import os
-import re
 import shutil
 from collections.abc import Sequence
 from itertools import pairwise
@@ -25,7 +24,6 @@ PAYS = 0.5
 """A delta over this share of the state is not worth it: a reader also spends time to apply and check it."""
 WIDTHS = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}
 """Bytes of an element."""
-_LEFTOVER = re.compile(r"(?:base|next|delta|part-\d+)-e(\d+)")
 
 
 class DeltaMaker:
@@ -90,14 +88,9 @@ class DeltaMaker:
         return self._folder / f"{name}-e{self._epoch}"
 
     def _settle(self, epoch: int) -> None:
-        """Start over as another incarnation; what dead ones left is deleted."""
-        if epoch == self._epoch:
-            return
-        self._epoch, self._digest, self._rests = epoch, None, 0
-        for path in self._folder.glob("*-e*"):
-            found = _LEFTOVER.fullmatch(path.name)
-            if found and int(found[1]) < epoch:
-                path.unlink(missing_ok=True)
+        """Start over as another incarnation."""
+        if epoch != self._epoch:
+            self._epoch, self._digest, self._rests = epoch, None, 0
 
     def _write(self, file: Path, tensors: Sequence[TensorSpec], out: Path) -> bool:
         base = self._file("base")

@@ -14,6 +14,7 @@ from broker.fence import accepted, incarnation
 from broker.link import BLOCK_MS, Link
 from broker.weights.chain import find_route, split
 from broker.weights.digests import chunk_digests, state_digest
+from broker.weights.leftovers import clear_leftovers
 from broker.weights.maker import DeltaMaker
 from broker.weights.transports import FileTransport, RedisTransport, Transport
 from schemas.codec import decode, encode
@@ -34,6 +35,8 @@ class WeightStore:
         """The last version whose bytes were looked at and found right."""
         self._restored = -1
         """The last version that was put back: it can be had by itself, and need not have a chain."""
+        self._cleared = ""
+        """The epoch that has cleared up after those before it."""
 
     def publish(
         self,
@@ -55,6 +58,9 @@ class WeightStore:
         deltas: makes it a delta against the version before, where that is possible and pays.
         """
         published = self.published()
+        if epoch != self._cleared:
+            clear_leftovers(file.parent, incarnation(epoch), published)
+            self._cleared = epoch
         newest = published[-1] if published else None
         if newest is not None and newest.version >= version:
             self._again(file, newest, published, version, epoch)

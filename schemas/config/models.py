@@ -310,7 +310,9 @@ class PublishConfig(Section):
         "file", description="file: safetensors in a folder that all can read. redis: chunks in the broker."
     )
     folder: Path | None = Field(
-        None, description="Folder of the file transport, shared by all; weights/ in the run's folder by default."
+        None,
+        description="Folder of the file transport, shared by all services of this run, and by no other; "
+        "weights/ in the run's folder by default.",
     )
     delta: Literal["auto", "on", "off"] = Field(
         "auto",

@@ -18,7 +18,7 @@ from broker.weights.copy import WeightCopy
 from broker.weights.maker import DeltaMaker
 from broker.weights.store import make_transport
 from schemas.errors import InfraError
-from schemas.messages import Manifest, TensorSpec
+from schemas.messages import Manifest, Payload, TensorSpec
 from tests.takeover import begin
 
 pytestmark = [pytest.mark.integration, pytest.mark.parametrize("kind", ["file", "redis"])]
@@ -84,6 +84,10 @@ def trainer(broker: Broker, takeover: Training, tmp_path: Path, kind: str) -> Tr
 @pytest.fixture
 def generator(broker: Broker, tmp_path: Path) -> WeightCopy:
     return WeightCopy(broker.weights, tmp_path / "in")
+
+
+def payloads(manifest: Manifest) -> list[Payload]:
+    return [manifest.state, *([manifest.delta.payload] if manifest.delta else [])]
 
 
 def files(folder: Path) -> set[str]:
@@ -229,10 +233,13 @@ def test_a_restarted_trainer_publishes_whole_and_generators_go_on_from_it(
     for version in (1, 2, 3):
         generator.fetch(trainer.publish(version))
     successor = Trainer(broker, tmp_path, kind, begin(broker, fresh=False).epoch)
+    (tmp_path / "out" / "v9-e1.safetensors").write_bytes(b"its manifest never came")
+    (tmp_path / "out" / ".part-9-e1.4711").write_bytes(b"half of one")
     seen = [successor.publish(version) for version in (4, 5)]
     assert forms(seen) == "wd"
     assert successor.is_at(generator.fetch(seen[-1]))
-    assert {name for name in files(tmp_path / "out") if name.endswith("-e1")} == set(), "the dead one's files are gone"
+    mine = {str(Path(p.uri.partition(":")[2]).name) for m in broker.weights.published() for p in payloads(m)}
+    assert {name for name in files(tmp_path / "out") if "-e1" in name} <= mine, "the dead one's files are gone"
 
 
 def test_a_trainer_that_went_back_gives_no_number_twice(
