@@ -130,6 +130,29 @@ def weights(
         report.print_weights(rows)
 
 
+@app.command()
+def generator(
+    concurrency: Annotated[int, typer.Option(min=1, help="Samples in flight at once.")] = 64,
+    samples: Annotated[int, typer.Option(min=1, help="Samples of one round.")] = 512,
+    group: Annotated[int, typer.Option(min=1, help="Samples of one prompt.")] = 8,
+    tokens: Annotated[int, typer.Option(min=1, help="Most generated tokens of a sample.")] = 128,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds of both, in turns.")] = 5,
+    url: Url = None,
+    as_json: Json = False,
+) -> None:
+    """Tokens a second through the generator service, beside vLLM's AsyncLLM driven bare in the same process."""
+    from deploy.bench import report
+    from deploy.bench.generator import measure
+
+    with _progress() as progress:
+        bar = progress.add_task("rounds", total=rounds + 1)
+        row = measure(concurrency, samples, group, tokens, rounds, lambda n: progress.advance(bar, n), url)
+    if as_json:
+        report.print_json("generator", [row])
+    else:
+        report.print_generator(row)
+
+
 def _show(progress: Progress, bar: TaskID, seconds: float) -> None:
     progress.update(bar, completed=int(seconds))
 

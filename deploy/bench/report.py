@@ -102,5 +102,16 @@ def print_weights(rows: Sequence[dict[str, Any]]) -> None:
     Console().print(table)
 
 
+def print_generator(row: dict[str, Any]) -> None:
+    """Medians, with the range of the ratio."""
+    Console().print(
+        f"{row['concurrency']} samples at once, groups of {row['group']}, up to {row['tokens']} tokens,"
+        f" {row['parameters']:,} parameters: {row['tokens_per_s']:,.0f} tokens a second through the service,"
+        f" {row['bare_tokens_per_s']:,.0f} through vLLM {row['vllm']} bare;"
+        f" ratio [bold]{row['ratio']:.3f}[/bold] ({row['ratio_range'][0]:.3f}–{row['ratio_range'][1]:.3f},"
+        f" {row['rounds']} rounds)"
+    )
+
+
 def _ms(value: float | None) -> str:
     return "–" if value is None else f"{value:.1f}"

@@ -214,6 +214,11 @@ class VllmEngine:
             if shut is not None:
                 await shut.aclose()
 
+    @property
+    def llm(self) -> AsyncLLM:
+        """vLLM itself, for who measures it bare. InfraError when it is not running."""
+        return self._alive()
+
     async def abort_all(self) -> None:
         llm = self._alive()
         await self._gate.turn_away()

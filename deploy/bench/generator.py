@@ -1,0 +1,232 @@
+"""``tidemill bench generator``: tokens a second through our generator service, beside vLLM's AsyncLLM driven bare.
+
+One engine serves both, in turns, with the same prompts and sampling and as many requests at once; so a busy machine
+slows both. Ours is everything that a run has: tasks from a real server, workflow, version spans, publication,
+leases and heartbeats. Bare is a loop over ``AsyncLLM.generate``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from broker.client import Broker
+from broker.weights.store import make_transport
+from deploy.bench.load import ENDLESS
+from deploy.bench.server import describe, serving
+from producers.engines.base import EngineSettings
+from producers.engines.vllm import VllmEngine
+from producers.generator.service import Generator
+from schemas.config import parse_config
+from schemas.errors import ConfigError, InfraError
+from schemas.lifecycle import StopFlag
+from schemas.messages import Sampling, Task
+
+if TYPE_CHECKING:
+    from broker.training import Training
+
+PROMPT = 16
+"""Tokens of a prompt."""
+DEADLINE_S = 600.0
+"""One round may take this long."""
+LOOK_S = 0.02
+"""How often the end of a round is looked for."""
+
+Advance = Callable[[int], None]
+"""Told how many rounds were finished since the last call."""
+
+
+def build(folder: Path, max_length: int) -> int:
+    """Write a random Qwen2 with a byte tokenizer to ``folder``; returns its number of parameters."""
+    import torch
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    vocabulary = {token: index for index, token in enumerate(["<pad>", "<eos>", *pre_tokenizers.ByteLevel.alphabet()])}
+    tokenizer = Tokenizer(models.BPE(vocabulary, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    config = Qwen2Config(
+        vocab_size=len(vocabulary),
+        hidden_size=128,
+        intermediate_size=512,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        max_position_embeddings=max_length,
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=1,
+        pad_token_id=0,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = Qwen2ForCausalLM(config)
+    model.save_pretrained(folder)
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>").save_pretrained(folder)
+    return int(sum(parameter.numel() for parameter in model.parameters()))
+
+
+def measure(
+    concurrency: int, samples: int, group: int, tokens: int, rounds: int, advance: Advance, url: str | None = None
+) -> dict[str, Any]:
+    """One row: medians over ``rounds`` of both, in turns, after one round of each that does not count.
+
+    samples: of one round, in groups of ``group``, each of up to ``tokens`` generated tokens.
+    """
+    try:
+        import vllm
+    except ImportError as error:
+        raise ConfigError(f"bench generator measures vLLM, which is not installed: {error}") from error
+    with tempfile.TemporaryDirectory(prefix="tidemill-bench-") as name, serving(url, "everysec") as server:
+        folder = Path(name)
+        parameters = build(folder / "model", max_length=PROMPT + tokens + 1)
+        bench = Bench(folder, server, concurrency, group, tokens)
+        pairs = asyncio.run(bench.run(samples // group, rounds, advance))
+        bare, ours = zip(*pairs, strict=True)
+        ratios = sorted(our / other for other, our in pairs)
+        return {
+            "concurrency": concurrency,
+            "samples": samples // group * group,
+            "group": group,
+            "tokens": tokens,
+            "parameters": parameters,
+            "rounds": rounds,
+            "bare_tokens_per_s": median(bare),
+            "tokens_per_s": median(ours),
+            "ratio": median(ratios),
+            "ratio_range": [ratios[0], ratios[-1]],
+            "server": describe(server),
+            "vllm": vllm.__version__,
+        }
+
+
+class Bench:
+    """A run with one generator and nobody else."""
+
+    def __init__(self, folder: Path, url: str, concurrency: int, group: int, tokens: int) -> None:
+        self._folder = folder
+        self._concurrency = concurrency
+        self._group = group
+        self._sampling = Sampling(max_tokens=tokens)
+        self._config = parse_config(self._settings(url, tokens))
+        self._broker = Broker.connect(self._config)
+        self._engine = VllmEngine(
+            EngineSettings(str(folder / "model"), "float32", self._config.model.max_length, concurrency)
+        )
+        self._next = 0
+
+    def _settings(self, url: str, tokens: int) -> dict[str, Any]:
+        return {
+            "run": {"name": f"bench-generator-{time.time_ns()}", "folder": str(self._folder / "run")},
+            "model": {"path": str(self._folder / "model"), "dtype": "float32", "max_length": PROMPT + tokens + 1},
+            "train": {"name": "arithmetic"},
+            "sampling": {"n": self._group, "max_tokens": tokens},
+            "reward": {"terms": [{"name": "exact"}]},
+            "trainer": {"advantage": {"name": "raw"}},
+            "generator": {"engine": "vllm", "max_samples": self._concurrency},
+            "broker": {"url": url},
+        }
+
+    async def run(self, groups: int, rounds: int, advance: Advance) -> list[tuple[float, float]]:
+        """Tokens a second of both in each round, bare and ours."""
+        try:
+            self._begin(groups * (rounds + 1))
+            stop = StopFlag()
+            service = asyncio.create_task(Generator(self._config, "generator-0", self._broker, self._engine).run(stop))
+            try:
+                await self._until(service, lambda: any(beat.version == 0 for beat in self._broker.services.list()))
+                pairs = []
+                for _ in range(rounds + 1):
+                    first, self._next = self._next, self._next + groups
+                    pairs.append((await self._bare(first, groups), await self._ours(service, first, groups)))
+                    advance(1)
+                return pairs[1:]
+            finally:
+                stop.set()
+                await service
+        finally:
+            self._broker.purge()
+
+    def _begin(self, groups: int) -> None:
+        """A trainer that has published version 0 and has room for all groups."""
+        from broker.training import Known
+
+        training: Training = self._broker.training()
+        epoch = training.begin(Known(batch=groups, staleness=0, window=1, steps=ENDLESS, every=1)).epoch
+        file = self._folder / "weights.safetensors"
+        shutil.copyfile(self._folder / "model" / "model.safetensors", file)
+        self._broker.weights.publish(
+            make_transport(self._broker.link, "file", self._folder / "weights"),
+            file,
+            version=0,
+            step=0,
+            epoch=epoch,
+            tensors=[],
+            probe=None,
+            keep=2,
+        )
+
+    async def _ours(self, service: asyncio.Task[None], first: int, groups: int) -> float:
+        ledger = self._broker.ledger
+        before = await asyncio.to_thread(ledger.state)
+        tasks = [
+            Task(task_id=i, kind="train", n=self._group, sampling=self._sampling, token_ids=prompt(i))
+            for i in range(first, first + groups)
+        ]
+        started = time.perf_counter()
+        await asyncio.to_thread(ledger.admit_all, tasks)
+        wanted = before.samples_published + groups * self._group
+        await self._until(service, lambda: ledger.state().samples_published >= wanted)
+        seconds = time.perf_counter() - started
+        after = await asyncio.to_thread(ledger.state)
+        return (after.tokens_generated - before.tokens_generated) / seconds
+
+    async def _until(self, service: asyncio.Task[None], condition: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + DEADLINE_S
+        while not await asyncio.to_thread(condition):
+            if service.done():
+                await service
+                raise InfraError("the generator service ended in the middle of the benchmark")
+            if time.monotonic() > deadline:
+                raise InfraError(f"the generator service did not finish its samples within {DEADLINE_S:.0f} s")
+            await asyncio.sleep(LOOK_S)
+
+    async def _bare(self, first: int, groups: int) -> float:
+        """As many workers as requests at once, each over the next request of the list."""
+        from vllm.inputs.engine import tokens_input
+        from vllm.sampling_params import RequestOutputKind, SamplingParams
+
+        params = SamplingParams(
+            temperature=1.0,
+            max_tokens=self._sampling.max_tokens,
+            logprobs=0,
+            flat_logprobs=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        requests = iter([(i, k) for i in range(first, first + groups) for k in range(self._group)])
+        generated = 0
+
+        async def work() -> None:
+            nonlocal generated
+            for i, k in requests:
+                async for output in self._engine.llm.generate(tokens_input(prompt(i)), params, f"bare-{i}-{k}"):
+                    generated += len(output.outputs[0].token_ids)
+
+        started = time.perf_counter()
+        await asyncio.gather(*(work() for _ in range(self._concurrency)))
+        return generated / (time.perf_counter() - started)
+
+
+def prompt(index: int) -> list[int]:
+    """Tokens that differ from task to task from the first one on, and leave out the special ones."""
+    return [2 + (index * 31 + 7 * position * (index % 13 + 1)) % 250 for position in range(PROMPT)]
