@@ -10,6 +10,7 @@ REWARDS = Registry(
         "gsm8k": "consumers.reward.functions:gsm8k",
         "length": "consumers.reward.functions:length",
         "math": "consumers.reward.functions:math",
+        "model": "consumers.reward.functions:model",
         "reasoning_gym": "consumers.reward.functions:reasoning_gym",
     },
 )

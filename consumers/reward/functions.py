@@ -11,7 +11,7 @@ import re
 from functools import lru_cache
 from typing import Any
 
-from consumers.reward import math_text
+from consumers.reward import judge, math_text
 from consumers.reward.numbers import final_number, gold_number
 from consumers.reward.spec import reward
 
@@ -164,3 +164,14 @@ def reasoning_gym(
     from consumers.reward.gym_tasks import score
 
     return score(reasoning_gym, completions, require_tags)
+
+
+@reward(needs=("torch", "train"))
+def model(
+    prompt: str, completions: str, prompt_ids: list[int], completion_ids: list[int], *, path: str, **data: Any
+) -> float:
+    """The score of a reward model in the folder ``path``, a sequence classifier with one label.
+
+    `tidemill reward-model` trains one. Each worker loads it at its first call, which ``reward.timeout_s`` has to allow.
+    """
+    return judge.score(path, prompt, completions)

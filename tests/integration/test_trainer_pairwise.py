@@ -10,12 +10,14 @@ import pytest
 import torch
 import yaml
 from tiny import make_tiny_model
+from trajectories import trajectory
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
+from consumers.reward.scorer import check_reward
 from consumers.trainer.pairwise import Preference, train_dpo, train_reward_model
 from consumers.trainer.policy import Policy, load_model
 from deploy.cli import app
-from schemas.config.models import DpoConfig, ModelConfig, RewardModelConfig
+from schemas.config.models import DpoConfig, ModelConfig, RewardModelConfig, RewardTerm
 from schemas.errors import ConfigError, DataError
 
 pytestmark = pytest.mark.integration
@@ -88,6 +90,24 @@ def test_a_reward_model_ranks_pairs_and_is_an_ordinary_classifier(model: ModelCo
             good, bad = (float(scorer(torch.tensor([ids])).logits) for ids in texts)
         gaps.append(good - bad)
     assert result.margin == pytest.approx(sum(gaps) / len(gaps), rel=1e-3)
+
+
+def test_the_reward_service_gives_the_trained_scores(model: ModelConfig, tmp_path: Path) -> None:
+    settings = RewardModelConfig.model_validate(section(tmp_path / "out"))
+    result = train_reward_model(model, PAIRS[:16], PAIRS[16:18], settings)
+    terms = [RewardTerm(name="model", args={"path": str(settings.out)})]
+    made = trajectory()
+    fields = {name: getattr(made, name) for name in made.__struct_fields__ if name != "schema"}
+    rewards = []
+    for pair in PAIRS[16:18]:
+        for text in (pair.chosen, pair.rejected):
+            sample = type(made)(**{**fields, "prompt": pair.prompt, "completion": text})
+            score = check_reward(terms, tmp_path, sample, timeout_s=120.0)
+            assert score is not None
+            assert score.status == "ok", score.reason
+            rewards.append(score.reward)
+    margins = [rewards[0] - rewards[1], rewards[2] - rewards[3]]
+    assert result.margin == pytest.approx(sum(margins) / 2, rel=1e-3)
 
 
 def test_the_first_step_of_dpo_starts_at_the_reference(model: ModelConfig, tmp_path: Path) -> None:
