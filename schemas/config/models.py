@@ -78,7 +78,8 @@ class RewardTerm(Section):
     """One term of the reward: total = sum of weight times value."""
 
     name: str = Field(
-        description="exact, gsm8k, math, reasoning_gym, length, format, model, or your own as module:name or file.py:name."
+        description="exact, gsm8k, math, reasoning_gym, length, format, model, or your own as module:name or"
+        " file.py:name."
     )
     weight: float = Field(1.0, description="Weight in the sum.")
     args: dict[str, Any] = Field(default_factory=dict, description="Arguments of the function.")
