@@ -26,6 +26,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.distributed import is_initialized
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 
 from consumers.trainer.states import put_tensors, tensors_of
@@ -77,7 +78,7 @@ class Checkpoints:
         tensors = tensors_of(train)
         with train.ranks.together(failed):
             with _quiet():
-                state_dict_saver.save(tensors, checkpoint_id=aside / "tensors", no_dist=train.ranks.world == 1)
+                state_dict_saver.save(tensors, checkpoint_id=aside / "tensors", no_dist=not is_initialized())
             _write(aside / f"rng-{train.ranks.rank}.json", _rng())
         state = {
             "format": _FORMAT,
@@ -114,7 +115,7 @@ class Checkpoints:
         state = json.loads((path / _STATE).read_text(encoding="utf-8"))
         tensors = tensors_of(train)
         with _quiet():
-            state_dict_loader.load(tensors, checkpoint_id=path / "tensors", no_dist=train.ranks.world == 1)
+            state_dict_loader.load(tensors, checkpoint_id=path / "tensors", no_dist=not is_initialized())
         put_tensors(train, tensors)
         train.schedule.done = state["schedule"]
         rng = path / f"rng-{train.ranks.rank}.json"

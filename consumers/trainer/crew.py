@@ -15,9 +15,10 @@ import numpy as np
 import numpy.typing as npt
 import structlog
 
-from consumers.trainer.batches import Group, Sample
+from consumers.trainer.batches import Group, Sample, StepBatch
 from consumers.trainer.checkpoints import Checkpoints, Restored
 from consumers.trainer.export import reference_logprobs, save_model, write_weights
+from consumers.trainer.profiling import traced
 from consumers.trainer.step import StepResult, TrainStep
 from schemas.config import TidemillConfig
 from schemas.errors import InfraError
@@ -27,10 +28,11 @@ log = structlog.get_logger()
 
 
 class Train(msgspec.Struct, tag="train"):
-    """One optimizer step over this rank's micro-batches."""
+    """One optimizer step over this rank's micro-batches; trace: folder for a profile of it, or nothing."""
 
     version: int
     micro_batches: list[list[Sample]]
+    trace: str
 
 
 class Gather(msgspec.Struct, tag="gather"):
@@ -86,13 +88,16 @@ class Crew:
         self.checkpoints = Checkpoints(config.folder / "checkpoints", config.trainer.checkpoint.keep)
         self._dtype = config.model.dtype
 
-    def train(self, groups: Sequence[Group], version: int) -> StepResult:
-        """One optimizer step over these groups, dealt to the ranks; ``version`` is that of the weights before."""
+    def train(self, groups: Sequence[Group], version: int, trace: Path | None = None) -> StepResult:
+        """One optimizer step over these groups, dealt to the ranks; ``version`` is that of the weights before.
+
+        trace: folder in which every rank writes a profile of it.
+        """
         batch = self.step.assemble(groups)
         if batch.plan is not None:
             for rank in range(1, self.ranks.world):
-                self._send(rank, Train(version, batch.plan.share(rank)))
-        return self.step.run(batch, version=version)
+                self._send(rank, Train(version, batch.plan.share(rank), str(trace or "")))
+        return self._run(batch, version, trace)
 
     def gather(self, file: Path, tokens: Sequence[int]) -> tuple[list[TensorSpec], npt.NDArray[np.float32]]:
         """Write the weights to ``file`` in the wire dtype, one parameter at a time.
@@ -139,7 +144,8 @@ class Crew:
 
     def _obey(self, command: Command) -> None:
         if isinstance(command, Train):
-            self.step.run(self.step.batch(command.micro_batches), version=command.version)
+            trace = Path(command.trace) if command.trace else None
+            self._run(self.step.batch(command.micro_batches), command.version, trace)
         elif isinstance(command, Gather):
             self.gather(Path(command.file), command.tokens)
         elif isinstance(command, Save):
@@ -148,6 +154,10 @@ class Crew:
             self.load(Path(command.path))
         elif isinstance(command, Export):
             self.export(Path(command.folder))
+
+    def _run(self, batch: StepBatch, version: int, trace: Path | None) -> StepResult:
+        with traced(trace / f"rank-{self.ranks.rank}.json" if trace else None):
+            return self.step.run(batch, version=version)
 
     def _send_all(self, command: Command) -> None:
         for rank in range(1, self.ranks.world):

@@ -59,9 +59,11 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float 
 class CriticStep:
     """The critic's side of an optimizer step: ``values``, then ``accumulate`` for each micro-batch, then ``update``."""
 
-    def __init__(self, critic: Critic, settings: CriticConfig, steps: int, ranks: Ranks) -> None:
+    def __init__(
+        self, critic: Critic, settings: CriticConfig, steps: int, ranks: Ranks, dtype: str = "float32"
+    ) -> None:
         self.ranks = ranks
-        self.critic: Critic = ranks.prepare(critic)  # type: ignore[arg-type, assignment]
+        self.critic: Critic = ranks.prepare(critic, dtype)  # type: ignore[arg-type, assignment]
         self.settings = settings
         self.steps = steps
         self.optimizer = build_optimizer(self.critic.parameters(), settings.optimizer)

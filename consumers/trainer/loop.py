@@ -17,6 +17,7 @@ import torch
 from broker.client import Broker
 from broker.fence import incarnation
 from broker.presence import Presence
+from consumers.trainer.clock import Clock
 from consumers.trainer.crew import Crew
 from consumers.trainer.export import copy_tokenizer
 from consumers.trainer.patience import with_patience
@@ -50,7 +51,7 @@ def run_trainer(config: TidemillConfig, name: str) -> None:
     if ranks.world > 1:
         structlog.contextvars.bind_contextvars(rank=ranks.rank)
     with ranks.lifeline():
-        policy = Policy(load_model(config.model.path, config.model.dtype, config.model.trust_remote_code))
+        policy = Policy(load_model(config.model.path, "float32", config.model.trust_remote_code))
         step = TrainStep.from_config(policy, config, ranks)
         if not ranks.is_main:
             # Asked to end, it goes on until rank 0 has saved, which needs all ranks.
@@ -80,6 +81,7 @@ class Trainer:
         self._epoch = "0-none"
         self._state = "starting"
         self._tokens_per_s = 0.0
+        self._clock = Clock()
         self.progress = Progress()
 
     def describe(self) -> tuple[str, int, dict[str, float]]:
@@ -111,12 +113,12 @@ class Trainer:
             self._checkpoint_if_due(stop)
         self._state = "running"
         while self.progress.step < self._config.trainer.steps and not stop:
-            started = time.monotonic()
-            # A number that may have been published names those weights, also when they are lost.
-            batch = self._source.next(max(self.progress.version, self._floor) + 1, stop)
+            with self._clock.phase("wait"):
+                # A number that may have been published names those weights, also when they are lost.
+                batch = self._source.next(max(self.progress.version, self._floor) + 1, stop)
             if batch is None:
                 break
-            self._train(batch, stop, waited_s=time.monotonic() - started)
+            self._train(batch, stop)
             self._checkpoint_if_due(stop)
         self._finish(stop)
 
@@ -172,22 +174,25 @@ class Trainer:
         self._source.hold(self._uncommitted)
         return [record for record in records if record.step >= progress.step]
 
-    def _train(self, batch: Batch, stop: StopFlag, waited_s: float = 0.0) -> None:
-        started = time.monotonic()
-        progress = self.progress
-        result = self._crew.train(batch.groups, progress.version)
-        trained = time.monotonic()
+    def _train(self, batch: Batch, stop: StopFlag) -> None:
+        progress, step = self.progress, batch.record.step
+        profile = step in self._config.trainer.profile_steps
+        with self._clock.phase("assemble"):
+            trace = self._config.folder / "profiles" / f"step-{step:08d}" if profile else None
+            result = self._crew.train(batch.groups, progress.version, trace)
+        # What is left of it: planning, sending, collating.
+        parts = {name: seconds for name, seconds in result.seconds.items() if name not in ("other", "total")}
+        self._clock.split("assemble", parts)
         if result.skipped:
             log.warning("step skipped: its loss or gradient is not finite", step=progress.step)
         progress.did(batch.record)
         self._log.trained(batch, self._epoch)
         self._uncommitted.append(batch.record)
-        self._publish(stop)
-        published = time.monotonic()
-        seconds = waited_s + published - started
-        self._tokens_per_s = result.metrics["tokens"] / seconds
-        times = {"time/wait_s": waited_s, "time/publish_s": published - trained, "time/total_s": seconds}
-        line = self._line(batch, result) | times
+        with self._clock.phase("publish"):
+            self._publish(stop)
+        times = self._clock.lap()
+        self._tokens_per_s = result.metrics["tokens"] / times["total"]
+        line = self._line(batch, result) | {f"time/{name}_s": seconds for name, seconds in times.items()}
         self._log.metrics(line)
         self._training.step(batch.record)
         self._broker.metrics.append(line)
@@ -222,14 +227,15 @@ class Trainer:
         }
         for name, value in result.metrics.items():
             section, _, rest = name.partition("_")
-            known = section in ("reward", "staleness", "time")
+            known = section in ("reward", "staleness")
             line[f"{section}/{rest}" if known else f"train/{name}"] = value
         return line
 
     def _checkpoint_if_due(self, stop: StopFlag) -> None:
         """Counted from the last one, so that the broker never holds more than trainer.checkpoint.every steps."""
         if self.progress.step - self._saved_step >= self._config.trainer.checkpoint.every:
-            self._checkpoint(stop)
+            with self._clock.phase("checkpoint"):
+                self._checkpoint(stop)
 
     def _checkpoint(self, stop: StopFlag) -> None:
         """Make everything up to here durable, then let the broker forget it.

@@ -23,12 +23,12 @@ from accelerate.utils import InitProcessGroupKwargs
 from torch import Tensor, nn
 from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from consumers.trainer.channel import Channel
 from consumers.trainer.lifeline import Lifeline
-from consumers.trainer.policy import Policy
+from consumers.trainer.policy import DTYPES, Policy
 from schemas.errors import DiskError, InfraError
 
 RANK_DEADLINE_S = 1800.0
@@ -85,19 +85,27 @@ class Ranks:
             self.channel.send(rank, shared.encode())
         return shared
 
-    def prepare(self, policy: Policy) -> Policy:
-        """Move the policy to its device, sharded layer by layer when there are several ranks."""
-        if self.world == 1:
+    def prepare(self, policy: Policy, dtype: str = "float32") -> Policy:
+        """Move the policy to its device, sharded layer by layer over the ranks, computing in ``dtype``.
+
+        Its parameters stay in the type they have; gradients are reduced in float32. A single rank shards over
+        itself when it computes in another type, so that it computes what several do.
+        """
+        if self.world == 1 and dtype == "float32":
             return cast(Policy, self.accelerator.prepare(policy))
+        if not dist.is_initialized():
+            backend = "nccl" if self.accelerator.device.type == "cuda" else "gloo"
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
         # PyTorch's own call and not accelerate's: that takes the optimizer too, and on the CPU it picks
         # plain data parallelism whatever plugin it is given.
         policy = policy.to(self.accelerator.device)
         mesh = init_device_mesh(self.accelerator.device.type, (self.world,))
+        precision = MixedPrecisionPolicy(param_dtype=DTYPES[dtype], reduce_dtype=torch.float32)
         layers = set(policy.causal_lm._no_split_modules or ())
         for module in policy.modules():
             if type(module).__name__ in layers:
-                fully_shard(module, mesh=mesh)
-        fully_shard(policy, mesh=mesh)
+                fully_shard(module, mesh=mesh, mp_policy=precision)
+        fully_shard(policy, mesh=mesh, mp_policy=precision)
         return policy
 
     def backward(self, loss: Tensor) -> None:

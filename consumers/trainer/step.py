@@ -7,16 +7,17 @@ changes no weight and says so.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from consumers.trainer.advantages import ADVANTAGES, raw
 from consumers.trainer.aggregation import AGGREGATIONS
 from consumers.trainer.batches import Group, Sample, StepBatch, StepPlan, collate, plan
+from consumers.trainer.clock import Clock
 from consumers.trainer.critic import Critic, CriticStep
 from consumers.trainer.metrics import StepMeter, sample_metrics
 from consumers.trainer.objective import Objective
@@ -32,12 +33,15 @@ from schemas.config.models import TidemillConfig, TrainerConfig
 class StepResult:
     """metrics: flat, for logs. staleness: loss tokens by age in versions. skipped: no weight was changed.
 
+    seconds: of each phase, ``total`` and what is in none of them, ``other``.
+
     A skipped step is a step all the same: it makes a version of its own, with the weights of the one before.
     """
 
     metrics: dict[str, float]
     staleness: dict[int, int]
     skipped: bool
+    seconds: dict[str, float]
 
 
 class TrainStep:
@@ -55,6 +59,7 @@ class TrainStep:
         *,
         temperature: float,
         max_tokens: int,
+        dtype: str = "float32",
         base: Path | None = None,
         ranks: Ranks | None = None,
         reference: Policy | None = None,
@@ -62,13 +67,16 @@ class TrainStep:
     ) -> None:
         """temperature and max_tokens are those of sampling; base is where users' own files are looked up.
 
+        dtype: of computing. Parameters and optimizer keep the type of ``policy``, which is float32 in a run.
         reference: the policy that ``trainer.kl`` compares with, on the device where it stays. critic: of
         ``trainer.critic``.
         """
         self.ranks = ranks or Ranks()
         # Asked before the policy is sharded: afterwards parameters are parts.
         self._cost = policy.cost
-        self.policy = self.ranks.prepare(policy)
+        if settings.activation_checkpointing:
+            policy.causal_lm.gradient_checkpointing_enable({"use_reentrant": False})
+        self.policy = self.ranks.prepare(policy, dtype)
         self.settings = settings
         self.temperature = temperature
         self.max_tokens = max_tokens
@@ -79,7 +87,7 @@ class TrainStep:
         self._objective = Objective.from_config(settings, base)
         self.critic = None
         if critic is not None and settings.critic is not None:
-            self.critic = CriticStep(critic, settings.critic, settings.steps, self.ranks)
+            self.critic = CriticStep(critic, settings.critic, settings.steps, self.ranks, dtype)
         self._preparation = Preparation(
             self._objective,
             temperature,
@@ -100,6 +108,7 @@ class TrainStep:
             config.trainer,
             temperature=config.sampling.temperature,
             max_tokens=config.sampling.max_tokens,
+            dtype=config.model.dtype,
             base=config.base,
             ranks=ranks,
             reference=reference_policy(config),
@@ -126,27 +135,24 @@ class TrainStep:
 
     def run(self, batch: StepBatch, version: int) -> StepResult:
         """Update the weights once; ``version`` is that of the weights before the step."""
-        started = time.perf_counter()
+        clock = Clock()
         meter = StepMeter(version)
-        times = {"forward": 0.0, "backward": 0.0}
         self.optimizer.zero_grad(set_to_none=True)
-        micro_batches = [micro.to(self.policy.device) for micro in batch.micro_batches]
-        prepared = self._preparation.run(self.policy, micro_batches, version, self.ranks.add)
+        with clock.phase("prepare"):
+            micro_batches = [micro.to(self.policy.device) for micro in batch.micro_batches]
+            prepared = self._preparation.run(self.policy, micro_batches, version, self.ranks.add)
         for part in prepared:
-            self._accumulate(part, meter, times)
-        meter.reduce(self.ranks.add, self.ranks.most)
-
-        before_update = time.perf_counter()
-        norm = self.ranks.clip_grad_norm(self.policy.parameters(), self.settings.optimizer.max_grad_norm)
-        lr = self.schedule.apply()
-        skipped = not (norm < float("inf") and abs(meter.sums["loss"]) < float("inf"))
-        if not skipped:
-            self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        judged = self._train_critic(prepared, meter.sums["tokens"])
+            with clock.phase("forward"):
+                loss = self._forward(part, meter)
+            with clock.phase("backward"):
+                self.ranks.backward(loss)
+        with clock.phase("optimizer"):
+            meter.reduce(self.ranks.add, self.ranks.most)
+            norm, lr, skipped = self._update(meter)
+        with clock.phase("critic"):
+            judged = self._train_critic(prepared, meter.sums["tokens"])
         # The schedule follows the run's steps, of which a skipped one is one too.
         self.schedule.advance()
-        ended = time.perf_counter()
         metrics = {
             **(sample_metrics(batch.plan) if batch.plan else {}),
             **meter.result(),
@@ -154,15 +160,21 @@ class TrainStep:
             "grad_norm": norm,
             "lr": lr,
             "skipped": float(skipped),
-            "time_forward_s": times["forward"],
-            "time_backward_s": times["backward"],
-            "time_optimizer_s": ended - before_update,
-            "time_step_s": ended - started,
         }
-        return StepResult(metrics, dict(sorted(meter.staleness.items())), skipped)
+        return StepResult(metrics, dict(sorted(meter.staleness.items())), skipped, clock.lap())
 
-    def _accumulate(self, part: Prepared, meter: StepMeter, times: dict[str, float]) -> None:
-        started = time.perf_counter()
+    def _update(self, meter: StepMeter) -> tuple[float, float, bool]:
+        """Change the weights; the gradient's norm before it was clipped, the learning rate, whether it was skipped."""
+        norm = self.ranks.clip_grad_norm(self.policy.parameters(), self.settings.optimizer.max_grad_norm)
+        lr = self.schedule.apply()
+        skipped = not (norm < float("inf") and abs(meter.sums["loss"]) < float("inf"))
+        if not skipped:
+            self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return norm, lr, skipped
+
+    def _forward(self, part: Prepared, meter: StepMeter) -> Tensor:
+        """This micro-batch's part of the step's loss."""
         micro = part.micro
         bonus = self.settings.loss.entropy_coef
         scores = self.policy(
@@ -176,10 +188,7 @@ class TrainStep:
         output = self._objective(part.inputs(scores.logprobs), scores.entropy, meter.version)
         loss = torch.where(micro.mask, output.loss * micro.weights, 0.0).sum()
         meter.add(micro, scores, output, loss)
-        middle = time.perf_counter()
-        self.ranks.backward(loss)
-        times["forward"] += middle - started
-        times["backward"] += time.perf_counter() - middle
+        return loss
 
     def _train_critic(self, prepared: Sequence[Prepared], tokens: float) -> dict[str, float]:
         """Train the critic on the step's returns, if there is one; its metrics."""
@@ -196,7 +205,7 @@ def critic_of(config: TidemillConfig) -> Critic | None:
     settings, model = config.trainer.critic, config.model
     if settings is None:
         return None
-    return Critic(load_model(settings.model or model.path, model.dtype, model.trust_remote_code))
+    return Critic(load_model(settings.model or model.path, "float32", model.trust_remote_code))
 
 
 def reference_policy(config: TidemillConfig) -> Policy | None:

@@ -34,7 +34,9 @@ class ModelConfig(Section):
 
     path: str = Field(description="Folder of a Hugging Face causal language model, or its hub id.")
     dtype: Literal["float32", "bfloat16", "float16"] = Field(
-        "bfloat16", description="Compute type of training and generation, and the wire type of weights."
+        "bfloat16",
+        description="Compute type of training and generation, and the wire type of weights; the trainer's own weights"
+        " and optimizer are float32.",
     )
     max_length: int = Field(2048, ge=8, description="Longest prompt and completion together, tokens.")
     trust_remote_code: bool = Field(False, description="Run Python code that comes with the model.")
@@ -361,6 +363,12 @@ class TrainerConfig(Section):
         ge=1,
         description="Ranks over which the model is sharded (FSDP2), one a GPU, that a started trainer makes of itself;"
         " a launcher of your own (torchrun, accelerate) decides by itself.",
+    )
+    activation_checkpointing: bool = Field(
+        False, description="Compute activations again in backward: less memory, about a third more time."
+    )
+    profile_steps: list[int] = Field(
+        default_factory=list, description="Steps, from 0, of which each rank writes a profile into profiles/."
     )
     threads: int | None = Field(
         None, ge=1, description="CPU threads of each rank; by default PyTorch's own choice, or the cores shared out."

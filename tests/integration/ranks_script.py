@@ -22,11 +22,11 @@ from consumers.trainer.step import TrainStep
 from schemas.config import parse_config
 
 
-def main(model: str, folder: str, first: str, last: str, sizes: str) -> None:
+def main(model: str, folder: str, first: str, last: str, sizes: str, dtype: str) -> None:
     config = parse_config(
         {
             "run": {"folder": folder},
-            "model": {"path": model, "dtype": "float32", "max_length": 64},
+            "model": {"path": model, "dtype": dtype, "max_length": 64},
             "train": {"name": "arithmetic"},
             "reward": {"terms": [{"name": "exact"}]},
             "sampling": {"max_tokens": 8},
@@ -38,12 +38,12 @@ def main(model: str, folder: str, first: str, last: str, sizes: str) -> None:
         step = TrainStep.from_config(Policy(load_model(model, "float32")), config, ranks)
         crew = Crew(config, step)
         if ranks.is_main:
-            lead(crew, Path(folder), int(first), int(last), [int(size) for size in sizes.split(",")])
+            lead(crew, Path(folder), int(first), int(last), [int(size) for size in sizes.split(",")], dtype)
         else:
             crew.follow()
 
 
-def lead(crew: Crew, folder: Path, first: int, last: int, sizes: list[int]) -> None:
+def lead(crew: Crew, folder: Path, first: int, last: int, sizes: list[int], dtype: str) -> None:
     newest = crew.checkpoints.newest().path
     assert (newest is not None) == (first > 0)
     if newest is not None:
@@ -61,7 +61,8 @@ def lead(crew: Crew, folder: Path, first: int, last: int, sizes: list[int]) -> N
         "bytes": sum(p.to_local().nbytes if isinstance(p, DTensor) else p.nbytes for p in parameters),
         "metrics": [r.metrics for r in results],
         "staleness": [r.staleness for r in results],
-        "weights": torch.frombuffer(bytearray(file.read_bytes()[-4000:]), dtype=torch.float32).tolist(),
+        "weights": torch.frombuffer(bytearray(file.read_bytes()[-4000:]), dtype=getattr(torch, dtype)).tolist(),
+        "dtypes": sorted({str(p.dtype) for p in parameters}),
         "logprobs": logprobs.tolist(),
     }
     (folder / f"report-{first}-{crew.ranks.world}.json").write_text(json.dumps(content))

@@ -132,6 +132,19 @@ def in_thread(trainer: Trainer, stop: StopFlag) -> tuple[threading.Thread, list[
     return thread, errors
 
 
+def test_a_profile_and_where_the_time_went(trainer: Callable[..., Trainer], broker: Broker, tmp_path: Path) -> None:
+    with Rest(broker):
+        run(trainer(steps=3, profile_steps=[1], checkpoint={"every": 1}))
+    (profile,) = (tmp_path / "run" / "profiles").iterdir()
+    assert profile.name == "step-00000001"
+    assert json.loads((profile / "rank-0.json").read_text())["traceEvents"]
+    for line in read_lines(tmp_path / "run" / "metrics.jsonl"):
+        times = {name: seconds for name, seconds in line.items() if name.startswith("time/")}
+        total = times.pop("time/total_s")
+        assert sum(times.values()) == pytest.approx(total)
+        assert {"time/wait_s", "time/forward_s", "time/backward_s", "time/optimizer_s", "time/publish_s"} <= set(times)
+
+
 def test_a_wiped_broker_is_mended_while_the_trainer_goes_on(
     trainer: Callable[..., Trainer], broker: Broker, tmp_path: Path
 ) -> None:

@@ -27,15 +27,17 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model(tmp_path_factory.mktemp("tiny"), hidden=32, layers=2)
 
 
-def launch(world: int, model: Path, folder: Path, first: int, last: int, sizes: str = "4,1,5,2,3") -> dict[str, Any]:
+def launch(
+    world: int, model: Path, folder: Path, first: int, last: int, sizes: str = "4,1,5,2,3", dtype: str = "float32"
+) -> dict[str, Any]:
     """Train steps ``first`` to ``last`` on ``world`` ranks; what rank 0 reported."""
-    arguments = (str(model), str(folder), str(first), str(last), sizes)
-    if world == 1:
+    arguments = (str(model), str(folder), str(first), str(last), sizes, dtype)
+    if world == 1 and dtype == "float32":
         ranks_script.main(*arguments)
     else:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(world)]
-        command = [*launcher, ranks_script.__file__, *arguments]
+        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(world)]
+        command = [sys.executable, *(launcher if world > 1 else []), ranks_script.__file__, *arguments]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
         assert done.returncode == 0, done.stderr[-3000:]
     result: dict[str, Any] = json.loads((folder / f"report-{first}-{world}.json").read_text())
@@ -83,6 +85,24 @@ def test_a_rank_without_samples_takes_part(model: Path, folders: Path) -> None:
     """Three ranks, two samples."""
     small, alone = (launch(world, model, folders / f"few-{world}", 0, 1, "2") for world in (3, 1))
     same(small, alone)
+
+
+def test_computing_in_half_precision_keeps_float32_weights(model: Path, folders: Path, one: dict[str, Any]) -> None:
+    """Many small updates would be lost in bfloat16. One rank computes what two do, and takes their checkpoint over."""
+    alone = launch(1, model, folders / "half-1", 0, 2, dtype="bfloat16")
+    both = launch(2, model, folders / "half-2", 0, 2, dtype="bfloat16")
+    for found in (alone, both):
+        assert found["dtypes"] == ["torch.float32"]
+        assert found["sharded"]
+        for a, b in zip(one["metrics"], found["metrics"], strict=True):
+            assert b["entropy"] == pytest.approx(a["entropy"], rel=0.05)
+        assert found["logprobs"] == pytest.approx(one["logprobs"], abs=0.1)
+    assert alone["bytes"] == one["bytes"]
+    for a, b in zip(alone["metrics"], both["metrics"], strict=True):
+        assert b["entropy"] == pytest.approx(a["entropy"], rel=0.01)
+    launch(1, model, folders / "half-2", 2, 3, dtype="bfloat16")
+    written = AutoModelForCausalLM.from_pretrained(folders / "half-2" / "model", dtype="auto")
+    assert written.dtype == torch.bfloat16
 
 
 def test_each_rank_holds_its_share_of_every_parameter(one: dict[str, Any], two: dict[str, Any]) -> None:

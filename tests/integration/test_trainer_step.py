@@ -144,6 +144,12 @@ def test_chunked_head_gives_the_same_values_and_gradients(
     assert torch.allclose(whole, gradient(make_step(model, loss=loss), groups), rtol=1e-4, atol=1e-6)
 
 
+def test_activations_computed_again_give_the_same_gradient(model: PreTrainedModel) -> None:
+    groups = groups_of([3, 3], seed=2)
+    kept, again = (gradient(make_step(model, activation_checkpointing=on), groups) for on in (False, True))
+    assert torch.allclose(kept, again, rtol=1e-5, atol=1e-7)
+
+
 def test_a_step_with_a_broken_gradient_changes_nothing_and_says_so(model: PreTrainedModel) -> None:
     step = make_step(model)
     before = weights(step)
