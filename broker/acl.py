@@ -17,7 +17,7 @@ from broker.keys import Keys
 from broker.scripts import body, declared, reads_only, source
 
 _CALL = re.compile(r"redis\.p?call\('([A-Z]+)'(?:, '([A-Z]+)')?")
-_CONTAINERS = ("XGROUP",)
+_CONTAINERS = ("XGROUP", "XINFO")
 """Commands of scripts that are granted by their subcommand."""
 _CONNECTION = "ping select info exists"
 """Of every user. EXISTS asks a cluster for the run's node. INFO is the only @dangerous command that anybody gets."""
@@ -46,18 +46,26 @@ ROLES: Mapping[str, Role] = {
     "feeder": Role("look admit eval_open beat note", f"{_SERVICE} {_LEDGER}", "CHANGES"),
     "generator": Role(
         "publish save fail_sample hand_back give_up beat note",
-        f"{_SERVICE} hmget hget xread xrevrange",
-        "WEIGHTS CHUNKS",
+        f"{_SERVICE} hmget hgetall xread xrevrange",
+        "WEIGHTS CHUNKS CHANGES ORDERS",
         only=_WORKER,
         on="TASKS EVAL_TASKS",
     ),
     "reward": Role("score bury beat", _SERVICE, only=_WORKER, on="TRAJECTORIES"),
     "trainer": Role(
-        "look examine begin claim recover close commit discard journal step finish weights_add weights_put beat note",
+        "look examine begin claim recover close commit discard journal step finish weights_add weights_put beat note"
+        " keep",
         f"{_SERVICE} {_LEDGER} hgetall xgroup|create xinfo|groups xrange xdel",
     ),
-    "observer": Role("look", _LOOKER, "*", ""),
-    "operator": Role("look settings control requeue", f"{_LOOKER} evalsha xdel", "*", "", "unlink", "*"),
+    "observer": Role("look gauge", _LOOKER, "*", ""),
+    "operator": Role(
+        "look gauge settings control requeue orders beat note",
+        f"{_LOOKER} evalsha xdel hdel time",
+        "*",
+        "",
+        "unlink",
+        "*",
+    ),
 }
 """observer: `tidemill status` and dashboards. operator: whoever pauses, changes settings, requeues and purges."""
 

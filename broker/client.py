@@ -18,9 +18,11 @@ from broker.dead_letters import DeadLetters
 from broker.keys import GENERATORS, REWARD, TRAINER, Keys
 from broker.ledger import Ledger
 from broker.link import Link, check_server, url_from
+from broker.orders import OrderBook
 from broker.partials import Partials
 from broker.queues import ScoreQueue, TaskQueue
 from broker.runs import memory_of
+from broker.samples import Samples
 from broker.telemetry import Evals, Events, Metrics, Services
 from broker.training import Training
 from broker.weights.store import WeightStore
@@ -43,6 +45,8 @@ class Broker:
         self.metrics = Metrics(link)
         self.evals = Evals(link, config.max_message_bytes)
         self.dead_letters = DeadLetters(link)
+        self.orders = OrderBook(link)
+        self.samples = Samples(link, config.max_message_bytes)
 
     @classmethod
     def connect(cls, config: TidemillConfig) -> Broker:

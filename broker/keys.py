@@ -35,6 +35,8 @@ class Keys:
         self.redo = self._key("redo")
         self.failed = self._key("failed")
         self.partials = self._key("partials")
+        self.orders = self._key("orders")
+        self.recent = self._key("recent")
 
     def _key(self, name: str) -> str:
         return f"{self.base}:{name}"

@@ -13,10 +13,11 @@ from typing import Any, Literal
 
 from broker.dead_letters import body_or_letter
 from broker.link import BLOCK_MS, Link
+from broker.orders import Orders
 from schemas.messages import Task
 
 Answer = Literal["ok", "full", "paused", "done", "moved", "starting"]
-Setting = Literal["staleness", "batch"]
+Setting = Literal["staleness", "batch", "concurrency"]
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,8 @@ class LedgerState:
 
     capacity: slots there are. redo: groups waiting to be admitted again. uncommitted: steps that no checkpoint
     covers yet, every: how many there may be. lineage: changes when the broker was rebuilt.
+    cause: why the run has failed. orders: what people asked for. settings: those that people
+    changed.
     """
 
     state: str
@@ -65,6 +68,9 @@ class LedgerState:
     started: float = 0.0
     epoch: int = 0
     lineage: str = ""
+    cause: str = ""
+    orders: Orders = field(default_factory=Orders)
+    settings: dict[str, int] = field(default_factory=dict)
 
     @property
     def balanced(self) -> bool:
@@ -130,8 +136,8 @@ class Ledger:
         keys = self._link.keys
         self._link.run("waiting for room", lambda client: client.xread({keys.changes: position}, 1, timeout_ms))
 
-    def set(self, name: Literal["paused"], value: str | int) -> None:
-        """Change control state; services see it at their next admission."""
+    def set(self, name: Literal["state", "cause"], value: str) -> None:
+        """Change control state: that of the run, or why it has failed."""
         self._link.script("control", name, value)
 
     def change(self, setting: Setting, value: int | None) -> bool:
@@ -183,13 +189,21 @@ class Ledger:
             dead_letters=count.get("dead_letters", 0),
             epoch=number("epochn"),
             lineage=control.get("lineage", ""),
+            cause=control.get("cause", ""),
             started=float(control.get("started", 0)),
+            orders=Orders.parse(pairs(raw[6])),
+            settings=changed_settings(control),
         )
 
 
 def pairs(flat: Sequence[bytes]) -> dict[str, str]:
     """A hash as scripts return it: field, value, field, value."""
     return {flat[at].decode(): flat[at + 1].decode() for at in range(0, len(flat), 2)}
+
+
+def changed_settings(control: dict[str, str]) -> dict[str, int]:
+    """Settings that people changed, from the control state."""
+    return {name.removeprefix("set:"): int(value) for name, value in control.items() if name.startswith("set:")}
 
 
 def ended_untrained(counts: dict[str, int]) -> int:

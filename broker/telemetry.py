@@ -6,7 +6,7 @@ Losing a line of it harms no training, and a line may come twice after a lost an
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ import redis
 
 from broker.dead_letters import body_or_letter
 from broker.link import Link
-from schemas.codec import decode, encode
+from schemas.codec import BadMessage, decode, encode
 from schemas.messages import Event, Heartbeat, Task
 
 KEEP_LINES = 10_000
@@ -62,6 +62,10 @@ class Services:
         heartbeat.time = self._link.once("reading the broker's clock", _stamp)
         self._link.script_once("beat", heartbeat.service, encode(heartbeat))
 
+    def clock(self) -> float:
+        """Unix seconds by the broker's clock."""
+        return self._link.run("reading the broker's clock", _clock)
+
     def leave(self, service: str) -> None:
         """The service ended on purpose. Tried once: an end waits for nothing."""
         self._link.once("leaving", lambda client: client.hdel(self._link.keys.services, service))
@@ -95,6 +99,47 @@ class Events:
         )
         return [decode(fields[b"b"], Event) for _, fields in reversed(found)]
 
+    def newest(self, count: int) -> list[Noted]:
+        """The newest ``count`` events with their ids, oldest first."""
+        found: Any = self._link.run(
+            "reading events", lambda client: client.xrevrange(self._link.keys.events, count=count)
+        )
+        return _noted(reversed(found))
+
+    def after(self, id: str, count: int, block_ms: int | None = None) -> list[Noted]:
+        """Up to ``count`` events after ``id``, oldest first; waits up to ``block_ms`` for one if given."""
+        key = self._link.keys.events
+        found: Any = self._link.run("following events", lambda client: client.xread({key: id}, count, block_ms))
+        streams = found.values() if isinstance(found, dict) else [entries for _, entries in found or []]
+        return _noted(entry for entries in streams for entry in _flat(entries))
+
+
+@dataclass(frozen=True)
+class Noted:
+    """An event with its id in the stream, which holds the time of the broker's clock (Unix seconds)."""
+
+    id: str
+    time: float
+    event: Event
+
+
+def _noted(entries: Iterable[tuple[bytes, dict[bytes, bytes]]]) -> list[Noted]:
+    """Entries of the stream; what is no event is in nobody's timeline."""
+    found = []
+    for entry_id, fields in entries:
+        try:
+            event = decode(fields.get(b"b", b""), Event)
+        except BadMessage:
+            continue
+        id = entry_id.decode()
+        found.append(Noted(id, int(id.partition("-")[0]) / 1000, event))
+    return found
+
+
+def _flat(entries: Any) -> Any:
+    """Entries of one stream; one version of the protocol puts them into a list more."""
+    return entries[0] if entries and isinstance(entries[0], list) else entries
+
 
 class Metrics:
     """One JSON object a step; the trainer's metrics.jsonl holds them all."""
@@ -111,6 +156,14 @@ class Metrics:
             "reading metrics", lambda client: client.xrevrange(self._link.keys.metrics, count=count)
         )
         return [json.loads(fields[b"j"]) for _, fields in reversed(found)]
+
+    def after(self, id: str, count: int) -> tuple[str, list[dict[str, Any]]]:
+        """Up to ``count`` lines after the entry ``id``, and the id to go on from."""
+        found: Any = self._link.run(
+            "following metrics", lambda client: client.xrange(self._link.keys.metrics, f"({id}", "+", count)
+        )
+        last = found[-1][0].decode() if found else id
+        return last, [json.loads(fields[b"j"]) for _, fields in found]
 
 
 class Evals:

@@ -19,8 +19,9 @@ import redis
 
 from broker.fence import accepted, incarnation
 from broker.keys import TRAINER
-from broker.ledger import ended_untrained, pairs
+from broker.ledger import changed_settings, ended_untrained, pairs
 from broker.link import BLOCK_MS, Link
+from broker.orders import Mode, Orders
 from broker.queues import AT_ONCE, Entry, ensure_group, number, of_group
 from schemas.codec import BadMessage, decode, encode
 from schemas.errors import BrokerDamaged, BrokerLost, ConfigError, FencedError
@@ -70,6 +71,7 @@ class Look:
     staleness: int
     settings: dict[str, int]
     paused: bool
+    orders: Orders = field(default_factory=Orders)
 
     @property
     def balanced(self) -> bool:
@@ -92,6 +94,7 @@ class Known:
     changes of them. fresh: there was no trainer before it; the defaults are what such a one knows.
     epoch_floor: highest epoch it has heard of. lineage: names an unbroken life of the broker's data.
     version_if_lost: version of its weights if the broker lost the versions published after ``version``.
+    pause, with its number, who asked for it and when: the last order of that kind that it has seen.
     trained: prompt groups trained. saved: the step up to which its checkpoints go.
     """
 
@@ -112,7 +115,10 @@ class Known:
     trained: int = 0
     counts: dict[str, int] = field(default_factory=dict)
     settings: dict[str, int] = field(default_factory=dict)
-    paused: bool = False
+    pause: Mode = "none"
+    pause_id: int = 0
+    pause_by: str = ""
+    pause_since: int = 0
     started: str | None = None
 
 
@@ -194,10 +200,9 @@ class Training:
             counts=counts,
             batch=int(control["batch"]),
             staleness=int(control["staleness"]),
-            settings={
-                name.removeprefix("set:"): int(value) for name, value in control.items() if name.startswith("set:")
-            },
+            settings=changed_settings(control),
             paused=control.get("paused") == "1",
+            orders=Orders.parse(pairs(raw[6])),
         )
         if not look.balanced:
             raise BrokerDamaged("the broker's ledger does not add up: a part of it is gone")

@@ -111,6 +111,19 @@ def sft(config: ConfigFile, overrides: Overrides = None) -> None:
 
 
 @app.command()
+def control(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    name: Name = None,
+    host: Annotated[str | None, typer.Option(help="Address to listen on, instead of control.host.")] = None,
+    port: Annotated[int | None, typer.Option(help="Port to listen on, instead of control.port.")] = None,
+) -> None:
+    """Run the control plane: status, orders and the dashboard over HTTP."""
+    given = [f"control.{key}={value}" for key, value in (("host", host), ("port", port)) if value is not None]
+    _serve("control", config, [*(overrides or []), *given], name)
+
+
+@app.command()
 def prepare(config: ConfigFile, overrides: Overrides = None) -> None:
     """Check the configuration and its model, and make that of warm_start if there is one: before services start."""
     loaded = _load(config, overrides)

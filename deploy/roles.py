@@ -11,6 +11,7 @@ from schemas.config import TidemillConfig
 from schemas.errors import ConfigError
 
 ROLES = {
+    "control": "broker.api.server:run_control",
     "feeder": "producers.feeder:run_feeder",
     "generator": "producers.generator.service:run_generator",
     "reward": "consumers.reward.service:run_reward",
@@ -18,7 +19,7 @@ ROLES = {
 }
 """A role is a function (configuration, service name) that returns when its work is done or it was asked to end."""
 
-SINGLE = frozenset({"feeder", "trainer"})
+SINGLE = frozenset({"control", "feeder", "trainer"})
 """Roles with one member; their service is named like the role."""
 
 

@@ -36,8 +36,8 @@ class ServiceSpec:
     """One service.
 
     essential: the run is over when it fails for good; else when the last replica of its role does.
-    finishes: its exit code 0 means that the run is done. stop_order: lower ones are stopped earlier,
-    higher ones are started earlier. shared_output: it writes to this process's own output, not to a log.
+    optional: the run goes on without it. finishes: its exit code 0 means that the run is done.
+    stop_order: lower ones are stopped earlier, higher ones are started earlier. shared_output: it writes to this process's own output, not to a log.
     """
 
     name: str
@@ -45,6 +45,7 @@ class ServiceSpec:
     role: str = ""
     environment: Mapping[str, str] = field(default_factory=dict)
     essential: bool = True
+    optional: bool = False
     finishes: bool = False
     stop_order: int = 0
     shared_output: bool = False
@@ -303,6 +304,8 @@ class Supervisor:
         return root_cause(unrecovered)
 
     def _is_fatal(self, service: _Service) -> bool:
+        if service.spec.optional:
+            return False
         if service.spec.essential:
             return True
         # All replicas read one configuration: if it is wrong for one it is wrong for all.

@@ -20,6 +20,7 @@ from pathlib import Path
 import redis
 from rich.console import Console
 
+from broker.api.address import ADDRESS, address_of
 from broker.client import Broker
 from broker.embedded import EmbeddedServer
 from broker.link import answers, open_client, url_from
@@ -37,7 +38,7 @@ from schemas.config import TidemillConfig, save_config
 from schemas.errors import ConfigError, InfraError
 
 BROKER_DEADLINE_S = 30.0
-STOP_ORDER = {"feeder": 0, "generator": 1, "reward": 2, "trainer": 3, "broker": 9}
+STOP_ORDER = {"feeder": 0, "generator": 1, "reward": 2, "trainer": 3, "control": 4, "broker": 9}
 EXIT_CODES = {"finished": OK_EXIT, "failed": ERROR_EXIT, "stopped": INTERRUPTED_EXIT}
 SHOW_EVERY_S = 0.25
 LOCK = "up.lock"
@@ -85,6 +86,7 @@ class _Run:
         self.phases: dict[str, float] = {}
         self.environment: dict[str, str] = {}
         self.view: View | None = None
+        self.address: str | None = None
 
     def run(self, supervisor: Supervisor) -> int:
         """All but the warm start, phase by phase."""
@@ -164,6 +166,9 @@ class _Run:
             supervisor.add_role(role, self._replica(role), count)
         supervisor.add(replace(self._spec("trainer"), finishes=True))
         supervisor.add(self._spec("feeder"))
+        if config.control.enabled:
+            (config.folder / ADDRESS).unlink(missing_ok=True)
+            supervisor.add(replace(self._spec("control"), optional=True))
 
     def _replica(self, role: str) -> Callable[[int], ServiceSpec]:
         return lambda index: replace(self._spec(role, f"{role}-{index}"), essential=False)
@@ -181,8 +186,16 @@ class _Run:
         )
 
     def _show(self, supervisor: Supervisor, watcher: Watcher) -> None:
+        self._tell_address()
         if self.view is not None:
             self.view.show(self._merge(supervisor, watcher.latest or empty(self.config)), time.monotonic())
+
+    def _tell_address(self) -> None:
+        """Say where the control plane listens, once for each address."""
+        url = address_of(self.config.folder)
+        if url is not None and url != self.address:
+            self.address = url
+            self.on_change(Change("control", f"listens at {url}"))
 
     def _merge(self, supervisor: Supervisor, snapshot: RunSnapshot) -> RunSnapshot:
         """What the broker knows of the services and what the supervisor knows of their processes."""

@@ -69,6 +69,8 @@ KEY_NOTES = {
     "events": "stream, 10,000 entries: the timeline",
     "metrics": "stream, 10,000 entries: one JSON object a step",
     "services": "hash: the last heartbeat of each service",
+    "orders": "hash: what people asked for: pause, checkpoint, stop, replicas, each with its number",
+    "recent": "stream, 256 entries: trained samples, kept for reading",
 }
 """What is behind each key of broker/keys.py; a new key without a line here fails the build."""
 

@@ -292,7 +292,10 @@ class Manifest(Message, kw_only=True, tag="manifest"):
 
 
 class Heartbeat(Message, kw_only=True, tag="heartbeat"):
-    """One sign of life of a service. ``load`` and the free-form figures are for people."""
+    """One sign of life of a service. The free-form figures are for people.
+
+    obeyed: number of the newest order of each kind that it has followed (broker/orders.py).
+    """
 
     service: str
     role: str
@@ -302,6 +305,7 @@ class Heartbeat(Message, kw_only=True, tag="heartbeat"):
     version: int = -1
     time: float = 0.0
     figures: dict[str, float] = {}
+    obeyed: dict[str, int] = {}
 
 
 class Event(Message, kw_only=True, tag="event"):

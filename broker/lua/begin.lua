@@ -1,5 +1,5 @@
 #!lua flags=allow-oom
--- KEYS: CTL EPOCH SLOTS COUNTS GROUPS SAMPLES TASKS EVAL_TASKS TRAJECTORIES SCORED DEAD JOURNAL EVALS CHANGES REDO FAILED WEIGHTS CHUNKS EVENTS METRICS SERVICES PARTIALS
+-- KEYS: CTL EPOCH SLOTS COUNTS GROUPS SAMPLES TASKS EVAL_TASKS TRAJECTORIES SCORED DEAD JOURNAL EVALS CHANGES REDO FAILED WEIGHTS CHUNKS EVENTS METRICS SERVICES PARTIALS ORDERS
 -- ARGV: what the trainer knows, as JSON (broker/training.py, Known). A trainer takes the run over.
 -- What the broker knows wins as long as it can be true. It cannot when its lineage is not that of the trainer's
 -- checkpoint, when a step is missing in its journal, when its counts do not add up, or when a key of the pipeline is
@@ -15,6 +15,7 @@ local pipeline = {
 local beside = {
   {WEIGHTS, 'stream'}, {CHUNKS, 'hash'}, {DEAD, 'stream'}, {EVALS, 'hash'}, {CHANGES, 'stream'}, {FAILED, 'zset'},
   {PARTIALS, 'hash'}, {EVENTS, 'stream'}, {METRICS, 'stream'}, {SERVICES, 'hash'},
+  {ORDERS, 'hash'},
 }
 local function drop_foreign(types)
   local dropped = false
@@ -132,6 +133,7 @@ local version = math.max(tonumber(known[2] or 0), lost and own.version_if_lost o
 redis.call('SET', EPOCH, epoch)
 redis.call('HSET', CTL, 'epochn', n, 'version', string.format('%d', version), 'state', 'running')
 redis.call('HSET', CTL, 'steps', string.format('%d', own.steps), 'window', string.format('%d', own.window))
+redis.call('HDEL', CTL, 'cause')
 redis.call('HSET', CTL, 'every', string.format('%d', own.every))
 if lost then
   redis.call('HSET', CTL, 'lineage', epoch)
@@ -139,8 +141,15 @@ elseif fresh then
   redis.call('HSET', CTL, 'lineage', own.lineage)
 end
 redis.call('HSETNX', CTL, 'started', own.started or redis.call('TIME')[1])
-redis.call('HSETNX', CTL, 'paused', own.paused and '1' or '0')
+-- A pause outlives the loss of the broker.
+if redis.call('EXISTS', ORDERS) == 0 then
+  redis.call('HSET', ORDERS, 'pause', own.pause, 'pause_id', string.format('%d', own.pause_id))
+  redis.call('HSET', ORDERS, 'by', own.pause_by, 'since', string.format('%d', own.pause_since))
+end
+redis.call('HSET', CTL, 'paused', (redis.call('HGET', ORDERS, 'pause') or 'none') == 'none' and '0' or '1')
 for name, value in pairs(own.settings) do redis.call('HSETNX', CTL, 'set:' .. name, string.format('%d', value)) end
+local concurrency = redis.call('HGET', CTL, 'set:concurrency')
+if concurrency then redis.call('HSET', ORDERS, 'concurrency', concurrency) end
 for _, name in ipairs({'batch', 'staleness'}) do
   redis.call('HSET', CTL, name, redis.call('HGET', CTL, 'set:' .. name) or string.format('%d', own[name]))
 end

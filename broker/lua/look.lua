@@ -1,8 +1,9 @@
 #!lua flags=no-writes,allow-oom
--- KEYS: CTL EPOCH COUNTS SLOTS REDO JOURNAL
+-- KEYS: CTL EPOCH COUNTS SLOTS REDO JOURNAL ORDERS
 -- The ledger at one moment: epoch, control state, counts, slots with their sequence, what is to be admitted again,
--- and how many steps no checkpoint covers. A script, because a transaction is refused when memory is full.
+-- how many steps no checkpoint covers, and what people asked for. A script, because a transaction is refused when memory is full.
 return {
   redis.call('GET', EPOCH), redis.call('HGETALL', CTL), redis.call('HGETALL', COUNTS),
   redis.call('ZRANGE', SLOTS, 0, -1, 'WITHSCORES'), redis.call('ZRANGE', REDO, 0, -1), redis.call('HLEN', JOURNAL),
+  redis.call('HGETALL', ORDERS),
 }

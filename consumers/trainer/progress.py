@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from broker.fence import incarnation
+from broker.orders import Mode, Orders
 from broker.training import FIRST_LINEAGE, Known, Look
 from schemas.config import TidemillConfig
 from schemas.errors import DiskError, FencedError
@@ -33,7 +34,10 @@ class Progress:
     samples: int = 0
     counts: dict[str, int] = field(default_factory=dict)
     settings: dict[str, int] = field(default_factory=dict)
-    paused: bool = False
+    pause: Mode = "none"
+    pause_id: int = 0
+    pause_by: str = ""
+    pause_since: int = 0
     started: str | None = None
 
     def saw(self, look: Look) -> None:
@@ -42,7 +46,12 @@ class Progress:
         self.unfinished = look.unfinished
         self.counts = look.counts
         self.settings = look.settings
-        self.paused = look.paused
+        self.heard(look.orders)
+
+    def heard(self, orders: Orders) -> None:
+        """What people asked for, which a rebuilt broker is told again."""
+        self.pause, self.pause_id = orders.pause, orders.pause_id
+        self.pause_by, self.pause_since = orders.by, int(orders.since)
 
     def will_do(self, records: Iterable[BatchRecord]) -> None:
         """Steps that are journaled but not in the weights."""
@@ -90,7 +99,10 @@ class Progress:
             steps=config.trainer.steps,
             every=config.trainer.checkpoint.every,
             settings=self.settings,
-            paused=self.paused,
+            pause=self.pause,
+            pause_id=self.pause_id,
+            pause_by=self.pause_by,
+            pause_since=self.pause_since,
             started=self.started,
         )
 

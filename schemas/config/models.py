@@ -450,6 +450,19 @@ class SupervisorConfig(Section):
     grace_s: Seconds = Field(20.0, description="How long a service may take to end when asked; then it is killed.")
 
 
+class ControlConfig(Section):
+    """The control plane: status, orders and the dashboard over HTTP."""
+
+    enabled: bool = Field(True, description="Whether `tidemill up` starts it.")
+    host: str = Field("127.0.0.1", description="Address to listen on; beyond this machine a token is required.")
+    port: int = Field(
+        8642, ge=0, le=65535, description="Port; 0 takes a free one, as does one that is taken on 127.0.0.1."
+    )
+    token_file: Path | None = Field(
+        None, description="File with the token; TIDEMILL_CONTROL_TOKEN_FILE or TIDEMILL_CONTROL_TOKEN by default."
+    )
+
+
 class LogConfig(Section):
     """Logging: human on a terminal, JSON otherwise."""
 
@@ -474,6 +487,7 @@ class TidemillConfig(Section):
     reward_model: RewardModelConfig | None = None
     broker: BrokerConfig = Field(default_factory=BrokerConfig)
     supervisor: SupervisorConfig = Field(default_factory=SupervisorConfig)
+    control: ControlConfig = Field(default_factory=ControlConfig)
     log: LogConfig = Field(default_factory=LogConfig)
 
     _base: Path = PrivateAttr(default_factory=Path.cwd)

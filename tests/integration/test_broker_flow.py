@@ -120,9 +120,9 @@ def test_admission_repeats_harmlessly_and_ends_at_the_total(broker: Broker) -> N
 
 def test_nothing_is_admitted_while_paused(broker: Broker) -> None:
     begin(broker)
-    broker.ledger.set("paused", 1)
+    broker.orders.pause("freeze", "t")
     assert broker.ledger.admit(task(0)).answer == "paused"
-    broker.ledger.set("paused", 0)
+    broker.orders.pause("none", "t")
     assert broker.ledger.admit(task(0)).answer == "ok"
 
 

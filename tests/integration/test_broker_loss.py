@@ -198,7 +198,7 @@ def test_live_changes_and_pause_outlive_a_wiped_broker(broker: Broker) -> None:
     assert broker.ledger.state().capacity == 9
     look = training.look()
     assert (look.staleness, look.batch, look.settings) == (2, 3, {"staleness": 2, "batch": 3})
-    saved = replace(checkpoint(training), settings=look.settings, paused=True)
+    saved = replace(checkpoint(training), settings=look.settings, pause="freeze", pause_id=3)
     wipe(broker)
     begin_as(broker, saved)
     state = broker.ledger.state()

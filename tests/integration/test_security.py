@@ -141,7 +141,7 @@ def test_the_trainer_ends_groups_and_takes_over_from_another(roles: dict[str, Br
 def test_the_operator_steers_lists_and_deletes_a_run(roles: dict[str, Broker]) -> None:
     begin(roles["trainer"])
     operator = roles["operator"]
-    operator.ledger.set("paused", 1)
+    operator.orders.pause("freeze", "t")
     assert operator.ledger.change("staleness", 3)
     assert [run.name for run in list_runs(operator.link.client)] == ["mine"]
     assert operator.purge() > 0
@@ -160,9 +160,9 @@ WRITES: Mapping[str, tuple[object, ...]] = {
     "acknowledgement": ("XACK", "trainer", "1-1"),
 }
 FORBIDDEN = {
-    "feeder": (*TRAINERS, "weights", "chunks", "scored", "trajectories"),
-    "generator": (*TRAINERS, "ctl", "weights", "chunks", "redo"),
-    "reward": (*TRAINERS, "ctl", "weights", "chunks", "tasks", "slots", "redo", "failed", "events"),
+    "feeder": (*TRAINERS, "orders", "recent", "weights", "chunks", "scored", "trajectories"),
+    "generator": (*TRAINERS, "ctl", "orders", "recent", "weights", "chunks", "redo"),
+    "reward": (*TRAINERS, "ctl", "orders", "recent", "weights", "chunks", "tasks", "slots", "redo", "failed", "events"),
     "operator": (*TRAINERS, "weights", "chunks", "tasks", "trajectories", "scored"),
     "observer": tuple(name for name in vars(KEYS) if name != "base"),
 }
@@ -211,7 +211,7 @@ ALLOWED = {
     "generator": {"generate", "event", "metrics"},
     "reward": {"score"},
     "observer": set(),
-    "operator": {"change", "purge"},
+    "operator": {"change", "purge", "event", "metrics"},
 }
 
 

@@ -1,0 +1,142 @@
+"""The control plane's application: routes, their OpenAPI document, and the page at /."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from fastapi import APIRouter, FastAPI
+from fastapi.openapi.utils import get_openapi
+from fastapi.responses import FileResponse, Response
+from starlette.staticfiles import StaticFiles
+
+from broker.api import acting, letters, problems, reading
+from broker.api.context import Context, InContext
+from broker.api.problems import KINDS, MEDIA_TYPE
+from broker.api.security import PROBES, Guard
+from schemas.status import Health, Problem
+
+PAGE = Path(__file__).parent / "dashboard"
+LOOP_S = 30.0
+"""A reading thread that has not come round for so long is stuck."""
+LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
+OF_EVERY_ROUTE = (401, 403, 413, 429, 503)
+DESCRIPTION = "What a Tidemill run does and why, and orders to it. Errors are RFC 9457 problems."
+
+
+def make_app(context: Context, token: str | None = None, hosts: frozenset[str] = LOOPBACK_NAMES) -> Any:
+    """The ASGI application. token: required of every request but probes and the page; None only on loopback."""
+
+    @asynccontextmanager
+    async def life(app: FastAPI) -> AsyncIterator[None]:
+        import asyncio
+
+        watch = context.watch
+        watch.on_status, watch.on_metrics, watch.on_events = context.hub.bind(asyncio.get_running_loop())
+        watch.start()
+        yield
+        context.hub.close()
+        watch.stop()
+
+    app = FastAPI(
+        title="Tidemill control plane",
+        version=version("tidemill"),
+        description=DESCRIPTION,
+        docs_url=None,
+        redoc_url=None,
+        openapi_url="/openapi.json",
+        lifespan=life,
+    )
+    app.state.context = context
+    problems.install(app)
+    for router in (reading.router, acting.router, letters.router, probes):
+        app.include_router(router)
+    pages(app)
+    app.openapi = lambda: document(app)  # type: ignore[method-assign]
+    return Guard(app, token, hosts, is_public)
+
+
+def is_public(path: str) -> bool:
+    """What needs no token: probes, and the page, which holds no data."""
+    return path in PROBES or not path.startswith(("/v1", "/metrics", "/openapi", "/docs"))
+
+
+def pages(app: FastAPI) -> None:
+    """The dashboard, if it is there."""
+
+    @app.get("/", include_in_schema=False)
+    async def index() -> Response:
+        file = PAGE / "index.html"
+        if not file.is_file():
+            return Response("The dashboard is not installed; the API is described at /openapi.json.\n", 404)
+        return FileResponse(file)
+
+    if PAGE.is_dir():
+        app.mount("/assets", StaticFiles(directory=PAGE), name="assets")
+
+
+probes = APIRouter(tags=["probes"])
+
+
+@probes.get("/livez")
+async def livez(context: InContext) -> Health:
+    """Whether the process does its work: only its own loop counts."""
+    silent = time.monotonic() - context.watch.ticked
+    if silent > LOOP_S:
+        raise problems.Refusal(503, f"the reading thread has been stuck for {silent:.0f} s")
+    return Health(ok=True, text="alive")
+
+
+@probes.get("/readyz")
+async def readyz(context: InContext) -> Health:
+    """Whether the broker answers."""
+    if context.watch.error:
+        raise problems.Refusal(503, f"not ready: {context.watch.error}")
+    return Health(ok=True, text="ready")
+
+
+@probes.get("/startupz")
+async def startupz(context: InContext) -> Health:
+    """Whether the broker has answered once."""
+    if not context.watch.started:
+        raise problems.Refusal(503, f"starting: {context.watch.error}")
+    return Health(ok=True, text="started")
+
+
+def document(app: FastAPI) -> dict[str, Any]:
+    """The OpenAPI document, with problems as they are really answered."""
+    if app.openapi_schema is None:
+        schema = get_openapi(title=app.title, version=app.version, description=DESCRIPTION, routes=app.routes)
+        parts = schema.setdefault("components", {})
+        models = parts.setdefault("schemas", {})
+        models.pop("HTTPValidationError", None)
+        models.pop("ValidationError", None)
+        models["Problem"] = Problem.model_json_schema()
+        parts["securitySchemes"] = {"token": {"type": "http", "scheme": "bearer"}}
+        for path, item in schema["paths"].items():
+            for operation in item.values():
+                _describe(path, operation)
+        app.openapi_schema = schema
+    return app.openapi_schema
+
+
+def _describe(path: str, operation: dict[str, Any]) -> None:
+    answers = operation["responses"]
+    statuses = {503} if path in PROBES else set(OF_EVERY_ROUTE)
+    if answers.pop("422", None) is not None:
+        statuses |= {400, 422}
+    if "{" in path:
+        statuses.add(404)
+    if "orders" in operation.get("tags", []) or path.endswith("/requeue"):
+        statuses |= {409, 422}
+    for status in sorted(statuses):
+        answers[str(status)] = {
+            "description": KINDS[status].replace("-", " "),
+            "content": {MEDIA_TYPE: {"schema": {"$ref": "#/components/schemas/Problem"}}},
+        }
+    if path not in PROBES:
+        operation["security"] = [{}, {"token": []}]
