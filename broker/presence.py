@@ -23,7 +23,8 @@ log = structlog.get_logger()
 class Presence:
     """Context manager: beats every second, renews leases every ``renew_s``, leaves at the end.
 
-    ``describe`` gives (state, weight version, figures) and must not block.
+    ``describe`` gives (state, weight version, figures), ``obeyed`` the numbers of orders that were followed; neither
+    may block.
     """
 
     def __init__(
@@ -34,6 +35,7 @@ class Presence:
         describe: Callable[[], tuple[str, int, dict[str, float]]],
         renew: Callable[[], None] | None = None,
         renew_s: float = 10.0,
+        obeyed: Callable[[], dict[str, int]] = dict,
     ) -> None:
         self._broker = broker
         self._service = service
@@ -41,7 +43,9 @@ class Presence:
         self._describe = describe
         self._renew = renew
         self._renew_s = renew_s
+        self._obeyed = obeyed
         self._stop = threading.Event()
+        self._wake = threading.Event()
         self._thread = threading.Thread(target=self._run, name="presence", daemon=True)
 
     def __enter__(self) -> Presence:
@@ -50,11 +54,16 @@ class Presence:
 
     def __exit__(self, *_: object) -> None:
         self._stop.set()
+        self._wake.set()
         self._thread.join(5)
         try:
             self._broker.services.leave(self._service)
         except InfraError as error:
             log.warning("could not sign off", error=str(error))
+
+    def soon(self) -> None:
+        """Beat at once, because an order was obeyed."""
+        self._wake.set()
 
     def _run(self) -> None:
         renewed = time.monotonic()
@@ -68,7 +77,9 @@ class Presence:
             except (TidemillError, redis.RedisError) as error:
                 # The main loop meets the same broker and decides; this thread only goes on trying.
                 log.warning("no sign of life could be sent", error=str(error))
-            if self._stop.wait(BEAT_S):
+            self._wake.wait(BEAT_S)
+            self._wake.clear()
+            if self._stop.is_set():
                 return
 
     def _beat(self) -> None:
@@ -82,5 +93,6 @@ class Presence:
                 state=state,
                 version=version,
                 figures=figures,
+                obeyed=dict(self._obeyed()),
             )
         )

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from broker.client import Broker
+from broker.orders import Orders
 from schemas.config import TidemillConfig
 
 HISTORY = 240
@@ -55,7 +56,10 @@ class Notice:
 
 @dataclass(frozen=True)
 class RunSnapshot:
-    """One look at a run. Histories are oldest first; rates are tokens per second; times are seconds."""
+    """One look at a run. Histories are oldest first; rates are tokens per second; times are seconds.
+
+    orders: what people asked for, None before the broker was asked.
+    """
 
     run: str
     steps: int
@@ -81,6 +85,7 @@ class RunSnapshot:
     lags: Mapping[str, int] = field(default_factory=dict)
     replicas: list[Replica] = field(default_factory=list)
     notices: list[Notice] = field(default_factory=list)
+    orders: Orders | None = None
 
     @property
     def complete_accuracies(self) -> list[Accuracy]:
@@ -110,6 +115,7 @@ def collect(broker: Broker, config: TidemillConfig) -> RunSnapshot:
             silent_s=max(0.0, now - beat.time) if beat.time else 0.0,
         )
         for beat in beats
+        if beat.role != "supervisor"
     ]
     return RunSnapshot(
         run=config.run.name,
@@ -117,6 +123,7 @@ def collect(broker: Broker, config: TidemillConfig) -> RunSnapshot:
         staleness_bound=config.flow.staleness,
         state=ledger.state,
         paused=ledger.paused,
+        orders=ledger.orders,
         step=ledger.step,
         version=ledger.version,
         elapsed_s=max(0.0, now - ledger.started) if ledger.started else 0.0,

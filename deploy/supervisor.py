@@ -37,7 +37,8 @@ class ServiceSpec:
 
     essential: the run is over when it fails for good; else when the last replica of its role does.
     optional: the run goes on without it. finishes: its exit code 0 means that the run is done.
-    stop_order: lower ones are stopped earlier, higher ones are started earlier. shared_output: it writes to this process's own output, not to a log.
+    stop_order: lower ones are stopped earlier, higher ones are started earlier.
+    shared_output: it writes to this process's own output, not to a log.
     """
 
     name: str
@@ -116,6 +117,7 @@ class Supervisor:
         self._started = 0
         self._interrupts = 0
         self._stopping = False
+        self._asked_to_end = False
         self._kept: frozenset[str] = frozenset()
         self._sweep_until = 0.0
         self._wake = -1
@@ -132,6 +134,10 @@ class Supervisor:
     ) -> None:
         with self._cleanup:
             self.kill()
+
+    def end(self) -> None:
+        """Let ``run`` return as if it had been interrupted."""
+        self._asked_to_end = True
 
     @property
     def interrupts(self) -> int:
@@ -191,7 +197,7 @@ class Supervisor:
             outcome = self.poll()
             if outcome is not None:
                 return outcome
-            if self._interrupts:
+            if self._interrupts or self._asked_to_end:
                 return Outcome("stopped")
             on_tick()
             self._pause()

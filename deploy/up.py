@@ -24,6 +24,7 @@ from broker.api.address import ADDRESS, address_of
 from broker.client import Broker
 from broker.embedded import EmbeddedServer
 from broker.link import answers, open_client, url_from
+from broker.presence import Presence
 from deploy.ending import Ending, finish
 from deploy.exits import CONFIG_EXIT, ERROR_EXIT, INTERRUPTED_EXIT, OK_EXIT
 from deploy.live import View
@@ -31,6 +32,7 @@ from deploy.logs import configure_logging
 from deploy.preflight import check
 from deploy.restarts import State
 from deploy.snapshot import Notice, Replica, RunSnapshot, empty
+from deploy.steward import Steward
 from deploy.supervisor import Change, Outcome, ServiceSpec, Supervisor
 from deploy.warm_start import is_current
 from deploy.watch import Watcher
@@ -87,6 +89,8 @@ class _Run:
         self.environment: dict[str, str] = {}
         self.view: View | None = None
         self.address: str | None = None
+        self.ordered = False
+        """Whether somebody ordered the end, rather than interrupting this process."""
 
     def run(self, supervisor: Supervisor) -> int:
         """All but the warm start, phase by phase."""
@@ -95,15 +99,27 @@ class _Run:
         if early is not None:
             return self.report(early, None)
         broker = Broker.connect(self.config)
-        with Watcher(broker, self.config) as watcher:
+        steward = Steward(supervisor, broker)
+        steward.begin({"generator": self.config.generator.replicas, "reward": self.config.reward.replicas})
+        with Presence(broker, "supervisor", "supervisor", steward.describe), Watcher(broker, self.config) as watcher:
             with self._phase("training"), View(self.console) as self.view:
                 self._start_services(supervisor)
-                outcome = supervisor.run(self._every(SHOW_EVERY_S, lambda: self._show(supervisor, watcher)))
+                show = self._every(SHOW_EVERY_S, lambda: self._show(supervisor, watcher))
+
+                def tick() -> None:
+                    show()
+                    if watcher.latest is not None:
+                        steward.obey(watcher.latest.orders)
+
+                outcome = supervisor.run(tick)
+            steward.stopping = True
+            self.ordered = steward.ordered
             self.view = None
             if outcome.reason == "stopped":
                 self.console.print("stopping the services; once more to kill them")
             with self._phase("stopping"):
                 supervisor.stop(keep=["broker"])
+            steward.record(outcome)
         ending = finish(self.config, outcome, self.phases)
         supervisor.stop()
         return self.report(outcome, ending)
@@ -221,6 +237,8 @@ class _Run:
             print(f"tidemill: {outcome.cause}", file=sys.stderr)
             if outcome.cause.exit.code == CONFIG_EXIT:
                 return CONFIG_EXIT
+        if outcome.reason == "stopped" and self.ordered:
+            return OK_EXIT
         return EXIT_CODES[outcome.reason]
 
     @contextmanager

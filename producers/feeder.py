@@ -62,7 +62,8 @@ class Feeder:
                 # The broker was rebuilt: an evaluation under way may be gone.
                 self._lineage, self._evaluated = state.lineage, -1
             if state.state in ("running", "finishing"):
-                self._evaluate_if_due(state)
+                if not state.paused:
+                    self._evaluate_if_due(state)
                 self._state = self._admit(stop, state.capacity - state.active)
             else:
                 self._state = state.state

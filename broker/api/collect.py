@@ -33,6 +33,7 @@ MEMORY_EVERY_S = 10.0
 RECENT = 20
 """Steps that figures of "now" are taken from."""
 ROLES = ("supervisor", "control", "feeder", "generator", "reward", "trainer")
+SCALABLE = ("generator", "reward")
 NOT_LOAD = ("tokens_per_s",)
 METRICS_AT_ONCE = 1000
 
@@ -232,9 +233,9 @@ def scaling(orders: Orders, beats: Sequence[Heartbeat], now: float) -> Scaling:
         " Change the number of replicas where its services were started, for instance"
         " docker compose up --scale, kubectl scale, or by starting and stopping `tidemill generator`"
     )
-    return Scaling(
-        possible=possible, replicas=dict(orders.replicas) if possible else {}, refusal="" if possible else refusal
-    )
+    alive = Counter(beat.role for beat in beats if beat.role in SCALABLE and is_live(beat, now))
+    replicas = {role: alive[role] for role in SCALABLE} | dict(orders.replicas)
+    return Scaling(possible=possible, replicas=replicas if possible else {}, refusal="" if possible else refusal)
 
 
 def _counts(ledger: LedgerState, gauges: Sequence[Gauge]) -> dict[str, int]:

@@ -10,6 +10,7 @@ from broker.api.context import By, InContext
 from broker.api.problems import Refusal
 from broker.api.readers import letter_detail, letter_head
 from broker.dead_letters import KEPT
+from broker.telemetry import EVAL_BASE
 from schemas.status import Accepted, DeadLetters, LetterDetail
 
 router = APIRouter(prefix="/v1/dead-letters", tags=["dead letters"])
@@ -32,13 +33,17 @@ def show_letter(context: InContext, id: Letter) -> LetterDetail:
 @router.post("/{id}/requeue")
 def requeue_letter(context: InContext, by: By, id: Letter) -> Accepted:
     """Admit the letter's prompt group again, before all others."""
+    task_id = context.broker.dead_letters.get(id).letter.task_id
+    if not 0 <= task_id < EVAL_BASE:
+        raise Refusal(409, f"dead letter {id} belongs to no training prompt, it can only be dropped")
     answer = context.broker.dead_letters.requeue(id)
     if answer == "active":
         raise Refusal(409, f"the prompt group of dead letter {id} is still in the pipeline; wait until it has ended")
-    if answer == "trained":
-        raise Refusal(409, f"the prompt group of dead letter {id} was trained without this sample: drop the letter")
-    context.note("requeue", f"the prompt group of dead letter {id} is admitted again, ordered", by)
-    return _accepted(context, "requeue", "its prompt group is admitted next")
+    if answer == "ended":
+        raise Refusal(409, f"the prompt group of dead letter {id} went on without this sample: drop the letter")
+    if answer == "ok":
+        context.note("requeue", f"the prompt group of dead letter {id} is admitted again, ordered", by)
+    return _accepted(context, "requeue", "its prompt group is admitted next", changed=answer == "ok")
 
 
 @router.delete("/{id}")
@@ -49,7 +54,7 @@ def drop_letter(context: InContext, by: By, id: Letter) -> Accepted:
     return _accepted(context, "drop", "deleted")
 
 
-def _accepted(context: InContext, order: str, text: str) -> Accepted:
+def _accepted(context: InContext, order: str, text: str, changed: bool = True) -> Accepted:
     state = context.watch.latest.state
-    fields = {"order": order, "changed": True, "done": True, "waiting_for": [], "state": state, "text": text}
+    fields = {"order": order, "changed": changed, "done": True, "waiting_for": [], "state": state, "text": text}
     return Accepted.model_validate(fields)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from http import HTTPStatus
 from typing import Any
 
+import redis
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
@@ -66,6 +67,7 @@ def install(app: FastAPI) -> None:
         return problem(422, "; ".join(_line(item) for item in error.errors()), request.url.path)
 
     app.add_exception_handler(TidemillError, refused)
+    app.add_exception_handler(redis.RedisError, refused)
     app.add_exception_handler(HTTPException, http)
     app.add_exception_handler(RequestValidationError, invalid)
 

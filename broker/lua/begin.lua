@@ -142,7 +142,7 @@ elseif fresh then
 end
 redis.call('HSETNX', CTL, 'started', own.started or redis.call('TIME')[1])
 -- A pause outlives the loss of the broker.
-if redis.call('EXISTS', ORDERS) == 0 then
+if redis.call('HEXISTS', ORDERS, 'pause_id') == 0 then
   redis.call('HSET', ORDERS, 'pause', own.pause, 'pause_id', string.format('%d', own.pause_id))
   redis.call('HSET', ORDERS, 'by', own.pause_by, 'since', string.format('%d', own.pause_since))
 end

@@ -7,6 +7,7 @@ memory is mended from what the trainer knows, in the same process.
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable
 from typing import Any, Literal
@@ -20,6 +21,7 @@ from broker.presence import Presence
 from consumers.trainer.clock import Clock
 from consumers.trainer.crew import Crew
 from consumers.trainer.export import copy_tokenizer
+from consumers.trainer.heed import Heed
 from consumers.trainer.patience import with_patience
 from consumers.trainer.policy import Policy, load_model
 from consumers.trainer.progress import Incarnation, Progress
@@ -59,7 +61,9 @@ def run_trainer(config: TidemillConfig, name: str) -> None:
             return
         broker = Broker.connect(config)
         trainer = Trainer(config, name, broker, step)
-        with Presence(broker, name, "trainer", trainer.describe):
+        presence = Presence(broker, name, "trainer", trainer.describe, obeyed=lambda: trainer.heed.obeyed)
+        trainer.heed.changed = presence.soon
+        with presence:
             trainer.run(stop)
 
 
@@ -75,8 +79,10 @@ class Trainer:
         self._incarnation = Incarnation(self._crew.checkpoints.folder)
         self._log = RunLog(config.folder)
         self._publisher = Publisher(config, broker, step.policy.causal_lm.config.get_text_config().vocab_size)
+        self.heed = Heed(self._crew.checkpoints.folder, broker, self._checkpoint_now)
         self._uncommitted: list[BatchRecord] = []
         self._saved_step = 0
+        self._stop = StopFlag()
         self._floor = 0
         self._epoch = "0-none"
         self._state = "starting"
@@ -86,10 +92,12 @@ class Trainer:
 
     def describe(self) -> tuple[str, int, dict[str, float]]:
         progress = self.progress
-        return self._state, progress.version, {"step": float(progress.step), "tokens_per_s": self._tokens_per_s}
+        state = "paused" if self.heed.paused else self._state
+        return state, progress.version, {"step": float(progress.step), "tokens_per_s": self._tokens_per_s}
 
     def run(self, stop: StopFlag) -> None:
         """Recover, replay, train, finish; once more after the broker lost what it knew."""
+        self._stop = stop
         fresh = self._recover()
         while True:
             try:
@@ -108,14 +116,18 @@ class Trainer:
     def _work(self, replays: list[BatchRecord], stop: StopFlag) -> None:
         self._state = "replaying"
         for record in replays:
+            if self.heed.hold(stop, self.progress) and stop:
+                break
             log.info("replaying a journaled step", step=record.step)
             self._train(self._source.replay(record), stop)
             self._checkpoint_if_due(stop)
         self._state = "running"
         while self.progress.step < self._config.trainer.steps and not stop:
+            held = self.heed.held_s
             with self._clock.phase("wait"):
                 # A number that may have been published names those weights, also when they are lost.
                 batch = self._source.next(max(self.progress.version, self._floor) + 1, stop)
+            self._clock.split("wait", {"paused": self.heed.held_s - held})
             if batch is None:
                 break
             self._train(batch, stop)
@@ -133,6 +145,7 @@ class Trainer:
             self.progress = Progress.restored(restored.step, restored.version, restored.extra)
             self._saved_step = restored.step
             log.info("resumed from a checkpoint", step=restored.step)
+        self.heed.restore(self.progress)
         self._floor = self.progress.version
         if seen is not None:
             self._floor = max(self._floor, seen.version)
@@ -156,7 +169,8 @@ class Trainer:
         floor = max(self._floor, progress.version)
         self._patiently("epoch", lambda: self._incarnation.write(takeover.epoch, floor, durable=True), stop)
         self._log.resumed(progress.step, takeover.epoch)
-        self._source = BatchSource(self._config, self._training, progress, quiet=lambda: self._publish(stop))
+        quiet = functools.partial(self._publish, stop)
+        self._source = BatchSource(self._config, self._training, progress, quiet, self.heed)
         self._publisher.epoch = takeover.epoch
         progress.lineage, progress.started = takeover.lineage, takeover.started
         self._uncommitted = []
@@ -191,11 +205,12 @@ class Trainer:
         with self._clock.phase("publish"):
             self._publish(stop)
         times = self._clock.lap()
-        self._tokens_per_s = result.metrics["tokens"] / times["total"]
+        self._tokens_per_s = result.metrics["tokens"] / (times["total"] - times.get("paused", 0.0))
         line = self._line(batch, result) | {f"time/{name}_s": seconds for name, seconds in times.items()}
         self._log.metrics(line)
         self._training.step(batch.record)
         self._broker.metrics.append(line)
+        self._broker.samples.keep(self.progress.step, [sample for group in batch.groups for sample in group.samples])
 
     def _publish(self, stop: StopFlag) -> None:
         """Offer these weights to the generators. Training waits while the disk is full, as for a checkpoint."""
@@ -236,6 +251,12 @@ class Trainer:
         if self.progress.step - self._saved_step >= self._config.trainer.checkpoint.every:
             with self._clock.phase("checkpoint"):
                 self._checkpoint(stop)
+
+    def _checkpoint_now(self) -> None:
+        """Somebody asked for one; nothing is written when the last one is of this step."""
+        if self.progress.step != self._saved_step:
+            self._checkpoint(self._stop)
+        self._emit("checkpoint", "info", f"a checkpoint covers step {self.progress.step}")
 
     def _checkpoint(self, stop: StopFlag) -> None:
         """Make everything up to here durable, then let the broker forget it.
@@ -294,6 +315,8 @@ class Trainer:
             return
         deadline = time.monotonic() + EVAL_DEADLINE_S
         while not stop and time.monotonic() < deadline:
+            if self.heed.hold(stop, self.progress):
+                deadline = time.monotonic() + EVAL_DEADLINE_S
             position = self._broker.ledger.change_position()
             if any(
                 result.version == self.progress.version and result.complete for result in self._broker.evals.results()

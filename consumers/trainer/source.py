@@ -13,6 +13,7 @@ from broker.training import Outcome, Training
 from consumers.trainer.advantages import has_signal
 from consumers.trainer.assembly import Assembly
 from consumers.trainer.batches import Group
+from consumers.trainer.heed import Heed
 from consumers.trainer.progress import Progress
 from schemas.config import TidemillConfig
 from schemas.errors import BrokerDamaged, InfraError
@@ -41,15 +42,17 @@ class BatchSource:
     """``next`` waits for the groups of a step; ``replay`` gives those of a journaled one again.
 
     quiet: called while nothing comes in, to look for what the others may wait for.
+    heed: what people ask for is followed between steps.
     """
 
     def __init__(
-        self, config: TidemillConfig, training: Training, progress: Progress, quiet: Callable[[], None]
+        self, config: TidemillConfig, training: Training, progress: Progress, quiet: Callable[[], None], heed: Heed
     ) -> None:
         self._config = config
         self._training = training
         self._progress = progress
         self._quiet = quiet
+        self._heed = heed
         self._assembly = Assembly(config.flow.window)
         self._claimed: dict[bytes, Outcome] = {}
         self._ended: Counter[str] = Counter()
@@ -69,6 +72,12 @@ class BatchSource:
             self._claim()
             look = self._training.look()
             self._progress.saw(look)
+            if self._heed.follow(look.orders):
+                if stop:
+                    return None
+                self._heed.wait(look.orders.pause_id)
+                deadline = time.monotonic() + self._config.trainer.batch_timeout_s
+                continue
             self._discard_ended({slot.task_id for slot in look.slots} | taken)
             active = [slot for slot in look.slots if slot.task_id not in taken]
             chosen: list[int] = []
@@ -87,6 +96,10 @@ class BatchSource:
                 continue
             if stop:
                 return None
+            if not active and self._heed.follow(look.orders, drained=True):
+                self._heed.wait(look.orders.pause_id)
+                deadline = time.monotonic() + self._config.trainer.batch_timeout_s
+                continue
             if time.monotonic() > deadline:
                 raise InfraError(
                     f"step {step} waited {self._config.trainer.batch_timeout_s:.0f} s for"

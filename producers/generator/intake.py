@@ -8,6 +8,7 @@ import time
 from broker.client import Broker
 from broker.queues import Delivery
 from producers.engines.base import Engine
+from producers.generator.gate import Gate
 from producers.generator.job import Job, Shop
 from producers.generator.outbox import Outbox
 from producers.generator.saver import Saver
@@ -33,10 +34,12 @@ class Intake:
         tokenizer: Tokenizer,
         workflow: Workflow,
         updates: Updates,
+        gate: Gate,
     ) -> None:
         self._config = config
         self._engine = engine
         self._updates = updates
+        self._gate = gate
         self._queue = broker.tasks(name)
         self._saver = Saver(broker.partials(name))
         self._shop = Shop(
@@ -56,6 +59,11 @@ class Intake:
         self.in_flight = 0
         self.tokens = 0
 
+    @property
+    def most(self) -> int:
+        """Samples in flight at once, by order or by the configuration."""
+        return self._gate.orders.concurrency or self._config.generator.max_samples
+
     def renew(self) -> None:
         """Keep the leases of what is in progress; called from the presence thread."""
         self._queue.renew()
@@ -67,6 +75,8 @@ class Intake:
         async with asyncio.TaskGroup() as group:
             next_claim = time.monotonic()
             while not stop:
+                if not await self._gate.wait_open(1.0):
+                    continue
                 free = await self._free()
                 if free == 0:
                     continue
@@ -104,13 +114,12 @@ class Intake:
 
     async def _free(self) -> int:
         """Samples there is room for; waits up to a second for some."""
-        most = self._config.generator.max_samples
         try:
             async with asyncio.timeout(1.0), self._room:
-                await self._room.wait_for(lambda: self.in_flight < most)
+                await self._room.wait_for(lambda: self.in_flight < self.most)
         except TimeoutError:
             return 0
-        return most - self.in_flight
+        return self.most - self.in_flight
 
     async def _work(self, delivery: Delivery[Task]) -> None:
         task = delivery.message

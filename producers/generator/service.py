@@ -14,6 +14,7 @@ from producers.engines.base import Engine, EngineSettings
 from producers.engines.build import make_engine
 from producers.engines.sampling import check_sampling
 from producers.feeder import make_sampling
+from producers.generator.gate import Gate
 from producers.generator.intake import Intake
 from producers.generator.stall import StallWatch, end_process
 from producers.generator.updates import Updates
@@ -62,17 +63,29 @@ class Generator:
         tokenizer = HfTokenizer(config.model.path, config.model.trust_remote_code)
         workflow = WORKFLOWS.get(config.generator.workflow.name, config.base)(**config.generator.workflow.args)
         folder = config.folder / "cache" / name
-        self._updates = Updates(config, name, broker, engine, Path(folder))
-        self._intake = Intake(config, name, broker, engine, tokenizer, workflow, self._updates)
+        self._gate = Gate(broker, engine, self._acknowledge)
+        self._updates = Updates(config, name, broker, engine, Path(folder), self._gate)
+        self._intake = Intake(config, name, broker, engine, tokenizer, workflow, self._updates, self._gate)
+        renew_s = config.generator.lease_s / 3
+        self._presence = Presence(
+            broker, name, "generator", self._describe, self._intake.renew, renew_s, lambda: self._gate.obeyed
+        )
         self._state = "loading"
         self._meter = Meter()
 
     async def run(self, stop: StopFlag) -> None:
         """Start the engine, work, hand back what is unfinished, close."""
-        renew_s = self._config.generator.lease_s / 3
-        with Presence(self._broker, self._name, "generator", self._describe, self._intake.renew, renew_s):
-            started = time.monotonic()
+        with self._presence:
+            async with asyncio.TaskGroup() as group:
+                # Orders are followed from the start: an engine takes long to load, and must not begin in a pause.
+                group.create_task(self._gate.run(stop))
+                await self._serve(stop)
+
+    async def _serve(self, stop: StopFlag) -> None:
+        started = time.monotonic()
+        try:
             await self._engine.start()
+            await self._gate.engine_started()
             log.info("engine started", seconds=round(time.monotonic() - started, 1))
             try:
                 self._state = "running"
@@ -81,21 +94,29 @@ class Generator:
             finally:
                 self._state = "stopping"
                 await self._engine.close()
+        finally:
+            stop.set()
+
+    def _acknowledge(self) -> None:
+        self._presence.soon()
 
     async def _work(self, stop: StopFlag) -> None:
         async with asyncio.TaskGroup() as group:
             updates = group.create_task(self._updates.run(stop))
             await self._intake.run(stop)
             stop.set()
+            await self._gate.end()
             await updates
 
     def _describe(self) -> tuple[str, int, dict[str, float]]:
+        frozen = self._state == "running" and self._gate.orders.pause == "freeze" and not self._gate.open
         return (
-            self._state,
+            "paused" if frozen else self._state,
             self._updates.version,
             {
                 "tokens_per_s": self._meter.rate(self._intake.tokens),
                 "samples_in_flight": float(self._intake.in_flight),
+                "max_samples": float(self._intake.most),
                 "tokens": float(self._intake.tokens),
                 "update_pause_s": self._updates.last_load_s,
             },

@@ -18,6 +18,7 @@ import structlog
 from broker.client import Broker
 from broker.weights.copy import WeightCopy
 from producers.engines.base import Engine
+from producers.generator.gate import Gate
 from schemas.config import TidemillConfig
 from schemas.errors import DataError, InfraError
 from schemas.lifecycle import StopFlag
@@ -38,12 +39,15 @@ log = structlog.get_logger()
 class Updates:
     """``version`` is what the engine has; ``at_least`` and ``verified`` are what the intake waits for."""
 
-    def __init__(self, config: TidemillConfig, name: str, broker: Broker, engine: Engine, folder: Path) -> None:
+    def __init__(
+        self, config: TidemillConfig, name: str, broker: Broker, engine: Engine, folder: Path, gate: Gate
+    ) -> None:
         self._broker = broker
         self._engine = engine
         self._name = name
         self._copy = WeightCopy(broker.weights, folder)
         self._keep_copy = config.trainer.publish.deltas
+        self._gate = gate
         self._tolerance = config.generator.probe_tolerance or TOLERANCE[config.model.dtype]
         self._changed = asyncio.Condition()
         self._verified = False
@@ -143,6 +147,12 @@ class Updates:
             return
         if self._verified:
             await self._wait_for_evaluations()
+        async with self._gate.held_open() as opened:
+            # Neither loaded nor probed while the run is frozen.
+            if opened:
+                await self._take(manifest, path)
+
+    async def _take(self, manifest: Manifest, path: Path) -> None:
         try:
             await self._load(manifest, path)
         except DataError as error:
