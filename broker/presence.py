@@ -12,6 +12,8 @@ import redis
 import structlog
 
 from broker.client import Broker
+from broker.probes import ProbeServer, Pulse
+from schemas.config import ProbesConfig
 from schemas.errors import InfraError, TidemillError
 from schemas.messages import Heartbeat
 
@@ -24,7 +26,7 @@ class Presence:
     """Context manager: beats every second, renews leases every ``renew_s``, leaves at the end.
 
     ``describe`` gives (state, weight version, figures), ``obeyed`` the numbers of orders that were followed; neither
-    may block.
+    may block. probes: where to answer probes over HTTP, if a port is given.
     """
 
     def __init__(
@@ -36,6 +38,7 @@ class Presence:
         renew: Callable[[], None] | None = None,
         renew_s: float = 10.0,
         obeyed: Callable[[], dict[str, int]] = dict,
+        probes: ProbesConfig | None = None,
     ) -> None:
         self._broker = broker
         self._service = service
@@ -44,11 +47,16 @@ class Presence:
         self._renew = renew
         self._renew_s = renew_s
         self._obeyed = obeyed
+        self._probes = probes
+        self._server: ProbeServer | None = None
+        self._pulse = Pulse(time.monotonic())
         self._stop = threading.Event()
         self._wake = threading.Event()
         self._thread = threading.Thread(target=self._run, name="presence", daemon=True)
 
     def __enter__(self) -> Presence:
+        if self._probes is not None and self._probes.port is not None:
+            self._server = ProbeServer(self._probes.host, self._probes.port, self._describe, self._pulse)
         self._thread.start()
         return self
 
@@ -56,6 +64,8 @@ class Presence:
         self._stop.set()
         self._wake.set()
         self._thread.join(5)
+        if self._server is not None:
+            self._server.close()
         try:
             self._broker.services.leave(self._service)
         except InfraError as error:
@@ -68,12 +78,14 @@ class Presence:
     def _run(self) -> None:
         renewed = time.monotonic()
         while True:
+            self._pulse.ticked = time.monotonic()
             try:
                 # Leases first: work depends on them.
                 if self._renew is not None and time.monotonic() - renewed >= self._renew_s:
                     renewed = time.monotonic()
                     self._renew()
                 self._beat()
+                self._pulse.beaten = time.monotonic()
             except (TidemillError, redis.RedisError) as error:
                 # The main loop meets the same broker and decides; this thread only goes on trying.
                 log.warning("no sign of life could be sent", error=str(error))

@@ -64,7 +64,7 @@ class Services:
 
     def clock(self) -> float:
         """Unix seconds by the broker's clock."""
-        return self._link.run("reading the broker's clock", _clock)
+        return self._link.run("reading the broker's clock", _stamp)
 
     def leave(self, service: str) -> None:
         """The service ended on purpose. Tried once: an end waits for nothing."""

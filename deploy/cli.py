@@ -13,8 +13,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from deploy.bench.cli import app as bench
-from deploy.exits import CONFIG_EXIT, ERROR_EXIT, FENCED_EXIT, OK_EXIT
-from schemas.errors import ConfigError, FencedError, TidemillError
+from deploy.cli_control import app as control_commands
+from deploy.cli_runs import app as run_commands
+from deploy.exits import CONFIG_EXIT, ERROR_EXIT, FENCED_EXIT, OK_EXIT, REFUSED_EXIT
+from schemas.errors import ConfigError, FencedError, RefusedError, TidemillError
 
 if TYPE_CHECKING:
     from schemas.config import TidemillConfig
@@ -28,6 +30,8 @@ app = typer.Typer(
 )
 
 app.add_typer(bench, name="bench")
+app.add_typer(control_commands)
+app.add_typer(run_commands)
 
 ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="The YAML configuration.")]
 Overrides = Annotated[
@@ -241,102 +245,6 @@ def doctor(
     raise typer.Exit(ERROR_EXIT if any(finding.level == "fail" for finding in findings) else OK_EXIT)
 
 
-Run = Annotated[str, typer.Argument(metavar="RUN", help="Name of the run, or its YAML configuration.")]
-Url = Annotated[str | None, typer.Option(help="The broker; REDIS_URL, else the embedded one of the run, by default.")]
-Prefix = Annotated[str, typer.Option(help="broker.prefix of the run; read from the configuration if that is given.")]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-
-
-@app.command()
-def status(run: Run, url: Url = None, prefix: Prefix = "tidemill", as_json: Json = False) -> None:
-    """Show where a run stands, and whether its ledger is balanced (exit code 1 if not)."""
-    from deploy import inspection
-
-    raise typer.Exit(inspection.status(inspection.find(run, url, prefix), as_json))
-
-
-@app.command("set")
-def change(
-    run: Run,
-    settings: Annotated[
-        list[str], typer.Argument(metavar="NAME=VALUE...", help="staleness=N, batch=N, or =default for the file's.")
-    ],
-    url: Url = None,
-    prefix: Prefix = "tidemill",
-) -> None:
-    """Change the staleness bound or the batch of a run while it goes on."""
-    from deploy import inspection
-
-    inspection.change(inspection.find(run, url, prefix), settings)
-
-
-@app.command()
-def runs(url: Url = None, as_json: Json = False) -> None:
-    """List the runs on a broker with their memory."""
-    from deploy import inspection
-
-    inspection.show_runs(url, as_json)
-
-
-@app.command()
-def purge(
-    run: Run,
-    url: Url = None,
-    prefix: Prefix = "tidemill",
-    yes: Annotated[bool, typer.Option("--yes", help="Don't ask.")] = False,
-) -> None:
-    """Delete everything a run left in the broker; its folder stays."""
-    from deploy import inspection
-
-    inspection.purge(inspection.find(run, url, prefix), run, yes)
-
-
-@app.command()
-def acl(config: ConfigFile, overrides: Overrides = None) -> None:
-    """Make users for the server, one a role: ACL lines on stdout, their passwords on stderr."""
-    loaded = _load(config, overrides)
-    from deploy.inspection import print_users
-
-    print_users(loaded)
-
-
-letters = typer.Typer(help="Messages that could not be processed.", no_args_is_help=True)
-app.add_typer(letters, name="dead-letters")
-Letter = Annotated[str, typer.Argument(metavar="ID", help="Id of the letter, from the list.")]
-
-
-@letters.command("list")
-def list_letters(run: Run, url: Url = None, prefix: Prefix = "tidemill", as_json: Json = False) -> None:
-    """List the newest dead letters with their reasons."""
-    from deploy import inspection
-
-    inspection.list_letters(inspection.find(run, url, prefix), as_json)
-
-
-@letters.command()
-def show(run: Run, letter: Letter, url: Url = None, prefix: Prefix = "tidemill") -> None:
-    """Print one dead letter whole."""
-    from deploy import inspection
-
-    inspection.show_letter(inspection.find(run, url, prefix), letter)
-
-
-@letters.command()
-def requeue(run: Run, letter: Letter, url: Url = None, prefix: Prefix = "tidemill") -> None:
-    """Admit the prompt group of a dead letter again."""
-    from deploy import inspection
-
-    inspection.requeue_letter(inspection.find(run, url, prefix), letter)
-
-
-@letters.command()
-def drop(run: Run, letter: Letter, url: Url = None, prefix: Prefix = "tidemill") -> None:
-    """Delete one dead letter."""
-    from deploy import inspection
-
-    inspection.find(run, url, prefix).dead_letters.drop(letter)
-
-
 def _serve(role: str, file: Path, overrides: list[str] | None, name: str | None) -> None:
     loaded = _load(file, overrides)
     from deploy.roles import run_role
@@ -352,7 +260,8 @@ def _load(file: Path, overrides: list[str] | None) -> TidemillConfig:
 
 
 def main() -> None:
-    """Entry point. Exit code 2: wrong configuration or usage; 3: another trainer took over; 1: another error."""
+    """Entry point. Exit code 2: wrong configuration or usage; 3: another trainer took over; 5: the control
+    plane refuses; 1: another error."""
     try:
         app()
     except TidemillError as error:
@@ -370,6 +279,8 @@ def _complain(error: TidemillError) -> int:
     print(f"tidemill: {' '.join(str(error).split())}", file=sys.stderr)
     if isinstance(error, ConfigError):
         return CONFIG_EXIT
+    if isinstance(error, RefusedError):
+        return REFUSED_EXIT
     return FENCED_EXIT if isinstance(error, FencedError) else ERROR_EXIT
 
 

@@ -16,16 +16,16 @@ from rich.table import Table
 from broker import acl
 from broker.client import Broker
 from broker.keys import Keys
-from broker.ledger import LedgerState, Setting
+from broker.ledger import Setting
 from broker.link import Link, answers, mask, open_client, url_from
 from broker.runs import RunInfo, list_runs
-from deploy.exits import ERROR_EXIT, OK_EXIT
 from schemas.config import BrokerConfig, TidemillConfig, load_config
 from schemas.errors import ConfigError, DataError
 
 DEADLINE_S = 5.0
 SOCKET = "broker/broker.sock"
 RUNS = Path("runs")
+SETTINGS: dict[str, Setting] = {"staleness": "staleness", "batch": "batch", "concurrency": "concurrency"}
 
 
 def find(run: str, url: str | None, prefix: str) -> Broker:
@@ -66,52 +66,8 @@ def embedded(folder: Path) -> str | None:
     return url
 
 
-def status(broker: Broker, as_json: bool) -> int:
-    """Print the state of a run; exit code 1 when its ledger leaks."""
-    ledger, lags = broker.ledger.state(), broker.lags()
-    services = broker.services.list()
-    memory = broker.memory()
-    if as_json:
-        figures = asdict(ledger) | {
-            "balanced": ledger.balanced,
-            "live_groups": ledger.live_groups,
-            "live_bound": ledger.live_bound,
-            "lags": lags,
-            "memory_bytes": memory,
-            "services": [{"service": beat.service, "state": beat.state, "version": beat.version} for beat in services],
-        }
-        print(json.dumps(figures))
-    else:
-        _print_status(Console(), ledger, lags, memory, [f"{beat.service} {beat.state}" for beat in services])
-    return OK_EXIT if ledger.balanced else ERROR_EXIT
-
-
-def _print_status(
-    console: Console, ledger: LedgerState, lags: dict[str, int], memory: int, services: list[str]
-) -> None:
-    verdict = "balanced" if ledger.balanced else "[bold red]NOT BALANCED: slots leak[/]"
-    rows = (
-        ("state", f"{ledger.state}{', paused' if ledger.paused else ''}"),
-        ("step", f"{ledger.step} of {ledger.steps}, weights version {ledger.version}, trainer epoch {ledger.epoch}"),
-        ("prompt groups", f"{ledger.sum()}: {verdict}"),
-        ("ended untrained", _reasons(ledger) or "none"),
-        ("to admit again", str(ledger.redo)),
-        ("slots", f"{ledger.active} of {ledger.capacity} (staleness bound {ledger.staleness}, batch {ledger.batch})"),
-        ("live groups", f"{ledger.live_groups} of at most {ledger.live_bound}, {_size(memory)} in the broker"),
-        ("waiting", ", ".join(f"{name} {count}" for name, count in lags.items())),
-        ("dead letters", str(ledger.dead_letters)),
-        ("services", ", ".join(services) or "none"),
-    )
-    for name, value in rows:
-        console.print(f"{name:<16} {value}", highlight=False, soft_wrap=True)
-
-
-def _reasons(ledger: LedgerState) -> str:
-    parts = [f"{count} dropped: {reason}" for reason, count in ledger.dropped.items()]
-    return ", ".join(parts + [f"{count} failed: {reason}" for reason, count in ledger.failed.items()])
-
-
-def _size(count: float) -> str:
+def size(count: float) -> str:
+    """Bytes for people."""
     for unit in ("B", "KiB", "MiB"):
         if count < 1024:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
@@ -124,13 +80,14 @@ def change(broker: Broker, assignments: list[str]) -> None:
     changes: list[tuple[Setting, int | None]] = []
     for assignment in assignments:
         name, _, value = assignment.partition("=")
-        lowest = {"staleness": 0, "batch": 1}.get(name)
+        lowest = {"staleness": 0, "batch": 1, "concurrency": 1}.get(name)
         if lowest is None:
-            raise ConfigError(f"setting {name!r} cannot be changed while the run goes on; staleness and batch can")
+            raise ConfigError(
+                f"setting {name!r} cannot be changed while the run goes on; staleness, batch and concurrency can"
+            )
         if value != "default" and not (value.isdigit() and int(value) >= lowest):
             raise ConfigError(f"{name} {value!r} must be a number of {lowest} or more, or default")
-        setting: Setting = "staleness" if name == "staleness" else "batch"
-        changes.append((setting, None if value == "default" else int(value)))
+        changes.append((SETTINGS[name], None if value == "default" else int(value)))
     for setting, number in changes:
         if not broker.ledger.change(setting, number):
             raise ConfigError("the run has no trainer yet that could follow; try again when it has begun")
@@ -202,7 +159,7 @@ def show_runs(url: str | None, as_json: bool) -> None:
         return
     table = Table("run", "state", "step", "memory", "keys", box=None)
     for info in infos:
-        table.add_row(info.name, info.state, str(info.step), _size(info.memory), str(info.keys))
+        table.add_row(info.name, info.state, str(info.step), size(info.memory), str(info.keys))
     Console().print(table if infos else "no runs")
 
 
@@ -211,7 +168,7 @@ def purge(broker: Broker, run: str, yes: bool) -> None:
     alive = [beat.service for beat in broker.services.list()]
     if not yes:
         note = f" It has services: {', '.join(alive)}." if alive else ""
-        if input(f"Delete all data of run {run} in the broker ({_size(broker.memory())})?{note} [y/N] ") != "y":
+        if input(f"Delete all data of run {run} in the broker ({size(broker.memory())})?{note} [y/N] ") != "y":
             print("nothing was deleted")
             return
     print(f"deleted {broker.purge()} keys")

@@ -36,7 +36,7 @@ from deploy.steward import Steward
 from deploy.supervisor import Change, Outcome, ServiceSpec, Supervisor
 from deploy.warm_start import is_current
 from deploy.watch import Watcher
-from schemas.config import TidemillConfig, save_config
+from schemas.config import ProbesConfig, TidemillConfig, save_config
 from schemas.errors import ConfigError, InfraError
 
 BROKER_DEADLINE_S = 30.0
@@ -70,7 +70,8 @@ def run_up(config: TidemillConfig, fresh: bool = False) -> int:
         configure_logging(config, "up", "up", own_log)
         # Services read this one: the file may be edited while they run, and is read again when they restart.
         file = folder / CONFIG
-        save_config(config, file)
+        # They share this machine, and one port can have one owner.
+        save_config(config.model_copy(update={"probes": ProbesConfig()}), file)
         run = _Run(config, file)
         outcome = run.warm_start()
         if outcome is not None:

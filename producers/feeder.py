@@ -26,7 +26,7 @@ def run_feeder(config: TidemillConfig, name: str) -> None:
     stop = StopFlag().install()
     broker = Broker.connect(config)
     feeder = Feeder(config, broker, build_dataset(config.train, config.base), _held_out(config))
-    with Presence(broker, name, "feeder", feeder.describe):
+    with Presence(broker, name, "feeder", feeder.describe, probes=config.probes):
         feeder.run(stop)
 
 

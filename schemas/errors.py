@@ -34,5 +34,9 @@ class DataError(TidemillError):
     """This piece of work can never succeed: it goes to the dead-letter stream with this reason."""
 
 
+class RefusedError(TidemillError):
+    """The control plane refuses a request, and says why; the same one is refused again."""
+
+
 class FencedError(TidemillError):
     """A newer trainer took over this run: this one must stop without writing anything more."""

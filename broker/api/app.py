@@ -16,6 +16,7 @@ from starlette.staticfiles import StaticFiles
 
 from broker.api import acting, letters, problems, reading
 from broker.api.context import Context, InContext
+from broker.api.metrics import CONTENT_TYPE
 from broker.api.problems import KINDS, MEDIA_TYPE
 from broker.api.security import PROBES, Guard
 from schemas.status import Health, Problem
@@ -80,6 +81,12 @@ def pages(app: FastAPI) -> None:
 
 
 probes = APIRouter(tags=["probes"])
+
+
+@probes.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}})
+def metrics(context: InContext) -> Response:
+    """The run for Prometheus."""
+    return Response(context.watch.metrics(), media_type=CONTENT_TYPE)
 
 
 @probes.get("/livez")

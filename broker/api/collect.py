@@ -5,8 +5,9 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-from broker.api.history import History
+from broker.api.history import HISTOGRAM, History
 from broker.api.rates import Rates
 from broker.api.state import is_live, pause_status, run_state
 from broker.api.verdict import Evidence, verdict
@@ -38,18 +39,44 @@ NOT_LOAD = ("tokens_per_s",)
 METRICS_AT_ONCE = 1000
 
 
+@dataclass(frozen=True)
+class Plan:
+    """What the configuration says of a run, as far as a look at it needs that; 0 where it is not known."""
+
+    run: str
+    steps: int = 0
+    staleness: int = 0
+    batch: int = 0
+    max_samples: int = 0
+    n: int = 1
+
+    @classmethod
+    def of(cls, config: TidemillConfig) -> Plan:
+        """From the configuration."""
+        return cls(
+            run=config.run.name,
+            steps=config.trainer.steps,
+            staleness=config.flow.staleness,
+            batch=config.trainer.batch_groups,
+            max_samples=config.generator.max_samples,
+            n=config.sampling.n,
+        )
+
+
 class Collector:
     """Reads the run again and again; keeps the metrics that it has read. Used by one thread."""
 
-    def __init__(self, broker: Broker, config: TidemillConfig) -> None:
+    def __init__(self, broker: Broker, plan: Plan) -> None:
         self._broker = broker
-        self._config = config
+        self._plan = plan
         self._rates = Rates()
         self._memory: int | None = None
         self._memory_due = 0.0
         self._metrics_id = "0-0"
         self._lineage = ""
         self.history = History()
+        self.ages: Counter[int] = Counter()
+        """Loss tokens by age, of all steps that were read."""
 
     def read(self) -> RunStatus:
         """The run now; InfraError when the broker does not answer."""
@@ -71,6 +98,9 @@ class Collector:
             self._metrics_id, lines = self._broker.metrics.after(self._metrics_id, METRICS_AT_ONCE)
             for line in lines:
                 self.history.add(line)
+                counts = line.get(HISTOGRAM)
+                if isinstance(counts, dict):
+                    self.ages.update({int(age): int(count) for age, count in counts.items()})
             if len(lines) < METRICS_AT_ONCE:
                 return
 
@@ -88,9 +118,9 @@ class Collector:
         services = [self._service(beat, orders, now) for beat in beats]
         services.sort(key=lambda service: (_rank(service.role), service.name))
         complete = [result for result in results if result.complete and result.n]
-        steps = ledger.steps or self._config.trainer.steps
+        steps = ledger.steps or self._plan.steps
         return RunStatus(
-            run=self._config.run.name,
+            run=self._plan.run,
             state=state,
             cause=cause,
             time=now,
@@ -119,8 +149,8 @@ class Collector:
             streams=[self._stream(gauge, now) for gauge in gauges],
             services=services,
             settings=Settings(
-                staleness=ledger.staleness if ledger.epoch else self._config.flow.staleness,
-                batch=ledger.batch or self._config.trainer.batch_groups,
+                staleness=ledger.staleness if ledger.epoch else self._plan.staleness,
+                batch=ledger.batch or self._plan.batch,
                 concurrency=orders.concurrency,
                 changed=sorted(ledger.settings),
             ),
@@ -132,7 +162,7 @@ class Collector:
     def _service(self, beat: Heartbeat, orders: Orders, now: float) -> ServiceStatus:
         figures = {name: value for name, value in beat.figures.items() if name not in NOT_LOAD}
         in_flight = beat.figures.get("samples_in_flight")
-        most = beat.figures.get("max_samples") or self._config.generator.max_samples
+        most = beat.figures.get("max_samples") or self._plan.max_samples
         return ServiceStatus(
             name=beat.service,
             role=beat.role,
@@ -144,7 +174,7 @@ class Collector:
             live=is_live(beat, now),
             paused=orders.pause != "none" and beat.obeyed.get("pause") == orders.pause_id,
             tokens_per_s=round(beat.figures.get("tokens_per_s", 0.0), 1),
-            load=None if in_flight is None else min(1.0, in_flight / most),
+            load=None if in_flight is None or not most else min(1.0, in_flight / most),
             obeyed=dict(beat.obeyed),
             figures=figures,
         )
@@ -167,7 +197,7 @@ class Collector:
         for counts in self.history.histograms[-RECENT:]:
             histogram.update(counts)
         return Staleness(
-            bound=ledger.staleness if ledger.epoch else self._config.flow.staleness,
+            bound=ledger.staleness if ledger.epoch else self._plan.staleness,
             mean=sum(means) / len(means) if means else None,
             max=int(max(most)) if most else None,
             histogram=dict(sorted(histogram.items(), key=lambda pair: int(pair[0]))),
@@ -187,7 +217,7 @@ class Collector:
         total = sum(history.last("time/total_s", RECENT))
         stream = {gauge.name: gauge for gauge in gauges}
         generators = [beat for beat in live if beat.role == "generator"]
-        places = len(generators) * (ledger.orders.concurrency or self._config.generator.max_samples)
+        places = len(generators) * (ledger.orders.concurrency or self._plan.max_samples)
         taken = sum(beat.figures.get("samples_in_flight", 0.0) for beat in generators)
         updates = max((beat.figures.get("update_pause_s", 0.0) for beat in generators), default=0.0)
         known = len(history.last("time/total_s", RECENT))
@@ -205,7 +235,7 @@ class Collector:
             update=min(1.0, updates * known / total) if total else None,
             unscored=stream["trajectories"].waiting + stream["trajectories"].pending,
             unclaimed=stream["tasks"].waiting,
-            step_samples=(ledger.batch or 1) * self._config.sampling.n,
+            step_samples=(ledger.batch or 1) * self._plan.n,
             load=min(1.0, taken / places) if places else None,
             generated_per_s=sum(beat.figures.get("tokens_per_s", 0.0) for beat in generators),
             trained_per_s=sum(beat.figures.get("tokens_per_s", 0.0) for beat in live if beat.role == "trainer"),

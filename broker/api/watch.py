@@ -9,7 +9,8 @@ from collections.abc import Callable
 import redis
 import structlog
 
-from broker.api.collect import Collector
+from broker.api.collect import Collector, Plan
+from broker.api.metrics import render
 from broker.client import Broker
 from broker.telemetry import Noted
 from schemas.config import TidemillConfig
@@ -31,7 +32,7 @@ class Watch:
 
     def __init__(self, broker: Broker, config: TidemillConfig) -> None:
         self._broker = broker
-        self._collector = Collector(broker, config)
+        self._collector = Collector(broker, Plan.of(config))
         self._lock = threading.Lock()
         self._stop = threading.Event()
         self._latest: RunStatus | None = None
@@ -90,6 +91,14 @@ class Watch:
         """Step metrics as columns."""
         with self._lock:
             return self._collector.history.since(after, limit, names)
+
+    def metrics(self) -> bytes:
+        """The run for Prometheus; InfraError before the first look."""
+        with self._lock:
+            history = self._collector.history
+            names = ("wait", "publish", "total")
+            times = {name: values[0] for name in names if (values := history.last(f"time/{name}_s"))}
+            return render(self.latest, not self.error, dict(self._collector.ages), times)
 
     def _keep(self, status: RunStatus) -> None:
         self._latest = status

@@ -36,7 +36,8 @@ def run_reward(config: TidemillConfig, name: str) -> None:
     eval_scorer = _scorer(config, eval_terms, name) if eval_terms else scorer
     service = RewardService(broker.trajectories(name), scorer, eval_scorer, lease_s=2 * config.reward.timeout_s + 10)
     try:
-        with Presence(broker, name, "reward", service.describe, service.renew, config.reward.timeout_s / 2):
+        renew_s = config.reward.timeout_s / 2
+        with Presence(broker, name, "reward", service.describe, service.renew, renew_s, probes=config.probes):
             service.run(stop)
     finally:
         scorer.close()

@@ -61,7 +61,9 @@ def run_trainer(config: TidemillConfig, name: str) -> None:
             return
         broker = Broker.connect(config)
         trainer = Trainer(config, name, broker, step)
-        presence = Presence(broker, name, "trainer", trainer.describe, obeyed=lambda: trainer.heed.obeyed)
+        presence = Presence(
+            broker, name, "trainer", trainer.describe, obeyed=lambda: trainer.heed.obeyed, probes=config.probes
+        )
         trainer.heed.changed = presence.soon
         with presence:
             trainer.run(stop)
@@ -93,7 +95,8 @@ class Trainer:
     def describe(self) -> tuple[str, int, dict[str, float]]:
         progress = self.progress
         state = "paused" if self.heed.paused else self._state
-        return state, progress.version, {"step": float(progress.step), "tokens_per_s": self._tokens_per_s}
+        rate = 0.0 if self.heed.paused else self._tokens_per_s
+        return state, progress.version, {"step": float(progress.step), "tokens_per_s": rate}
 
     def run(self, stop: StopFlag) -> None:
         """Recover, replay, train, finish; once more after the broker lost what it knew."""

@@ -68,7 +68,14 @@ class Generator:
         self._intake = Intake(config, name, broker, engine, tokenizer, workflow, self._updates, self._gate)
         renew_s = config.generator.lease_s / 3
         self._presence = Presence(
-            broker, name, "generator", self._describe, self._intake.renew, renew_s, lambda: self._gate.obeyed
+            broker,
+            name,
+            "generator",
+            self._describe,
+            self._intake.renew,
+            renew_s,
+            obeyed=lambda: self._gate.obeyed,
+            probes=config.probes,
         )
         self._state = "loading"
         self._meter = Meter()

@@ -463,6 +463,15 @@ class ControlConfig(Section):
     )
 
 
+class ProbesConfig(Section):
+    """Probes of every service but the control plane, for Kubernetes and Prometheus."""
+
+    host: str = Field("0.0.0.0", description="Address to listen on.")
+    port: int | None = Field(
+        None, ge=0, le=65535, description="Port of /livez, /readyz, /startupz and /metrics; none by default."
+    )
+
+
 class LogConfig(Section):
     """Logging: human on a terminal, JSON otherwise."""
 
@@ -488,6 +497,7 @@ class TidemillConfig(Section):
     broker: BrokerConfig = Field(default_factory=BrokerConfig)
     supervisor: SupervisorConfig = Field(default_factory=SupervisorConfig)
     control: ControlConfig = Field(default_factory=ControlConfig)
+    probes: ProbesConfig = Field(default_factory=ProbesConfig)
     log: LogConfig = Field(default_factory=LogConfig)
 
     _base: Path = PrivateAttr(default_factory=Path.cwd)

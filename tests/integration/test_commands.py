@@ -44,7 +44,8 @@ def test_status_shows_the_invariant_and_says_when_it_is_broken(make_broker: Call
     assert "1 dropped: stale" in done.stdout
     assert "2 of at most 18" in done.stdout
     figures = json.loads(tidemill("status", "status-run", "--url", url, "--json").stdout)
-    assert (figures["balanced"], figures["active"], figures["live_bound"]) == (True, 2, 18)
+    ledger = figures["ledger"]
+    assert (ledger["balanced"], ledger["active"], ledger["live_bound"]) == (True, 2, 18)
     broker.link.client.zrem(broker.link.keys.slots, "0")
     done = tidemill("status", "status-run", "--url", url)
     assert done.returncode == 1

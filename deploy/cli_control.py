@@ -1,0 +1,134 @@
+"""Commands over the control plane: status, pause, resume, drain, checkpoint, scale, stop, top, trajectories.
+
+Exit codes: 0 done, 4 taken but not followed by all in time, 5 refused, 1 nobody answers.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from deploy.cli_runs import Json, Prefix, Run, Url
+
+app = typer.Typer()
+Control = Annotated[
+    str | None,
+    typer.Option(help="URL of the control plane; TIDEMILL_CONTROL_URL, else that of the run's folder, by default."),
+]
+Wait = Annotated[float, typer.Option(min=0, max=300, help="Seconds to wait until it is done.")]
+
+
+@app.command()
+def status(
+    run: Run, control: Control = None, url: Url = None, prefix: Prefix = "tidemill", as_json: Json = False
+) -> None:
+    """Show where a run stands, from its control plane or its broker; exit code 1 if its ledger is not balanced."""
+    from deploy import steering
+
+    raise typer.Exit(steering.status(run, control, url, prefix, as_json))
+
+
+@app.command()
+def top(run: Run, control: Control = None, url: Url = None, prefix: Prefix = "tidemill") -> None:
+    """Watch a run in the terminal, until Ctrl-C."""
+    from deploy.top import watch
+
+    watch(run, control, url, prefix)
+
+
+@app.command()
+def pause(
+    run: Run,
+    control: Control = None,
+    drain: Annotated[bool, typer.Option("--drain", help="Finish what runs instead of freezing it.")] = False,
+    wait: Wait = 30.0,
+    as_json: Json = False,
+) -> None:
+    """Freeze a run: when this is done, no token is generated and no step is taken until resume."""
+    from deploy import steering
+
+    mode = "drain" if drain else "freeze"
+    raise typer.Exit(steering.order(run, control, "pause", {"mode": mode, "wait_s": wait}, as_json))
+
+
+@app.command()
+def resume(run: Run, control: Control = None, wait: Wait = 30.0, as_json: Json = False) -> None:
+    """Go on after a pause."""
+    from deploy import steering
+
+    raise typer.Exit(steering.order(run, control, "resume", {"wait_s": wait}, as_json))
+
+
+@app.command()
+def drain(run: Run, control: Control = None, wait: Wait = 300.0, as_json: Json = False) -> None:
+    """Admit nothing new, finish what runs, and leave a checkpoint: then everything can be switched off."""
+    from deploy import steering
+
+    raise typer.Exit(steering.order(run, control, "drain", {"wait_s": wait}, as_json))
+
+
+@app.command()
+def checkpoint(run: Run, control: Control = None, wait: Wait = 60.0, as_json: Json = False) -> None:
+    """Have a checkpoint written after the present step."""
+    from deploy import steering
+
+    raise typer.Exit(steering.order(run, control, "checkpoint", {"wait_s": wait}, as_json))
+
+
+@app.command()
+def stop(run: Run, control: Control = None, as_json: Json = False) -> None:
+    """End a run in order; started again with the same name it goes on."""
+    from deploy import steering
+
+    raise typer.Exit(steering.order(run, control, "stop", {}, as_json, taken_is_done=True))
+
+
+@app.command()
+def scale(
+    run: Run,
+    replicas: Annotated[list[str], typer.Argument(metavar="ROLE=N...", help="generator=3, reward=2.")],
+    control: Control = None,
+    as_json: Json = False,
+) -> None:
+    """Start or stop generators and reward services of `tidemill up`."""
+    from deploy import steering
+
+    raise typer.Exit(steering.scale(run, control, replicas, as_json))
+
+
+found = typer.Typer(help="What the model said: search, and read one in full.", no_args_is_help=True)
+app.add_typer(found, name="trajectories")
+
+
+@found.command("list")
+def list_trajectories(
+    run: Run,
+    control: Control = None,
+    task: Annotated[int | None, typer.Option(help="Only of this task.")] = None,
+    version: Annotated[int | None, typer.Option(help="Only with tokens of this weight version.")] = None,
+    finish: Annotated[str | None, typer.Option(help="Only with this finish reason: stop, length or abort.")] = None,
+    reward_min: Annotated[float | None, typer.Option(help="Only with this reward or more.")] = None,
+    reward_max: Annotated[float | None, typer.Option(help="Only with this reward or less.")] = None,
+    limit: Annotated[int, typer.Option(min=1, max=200)] = 20,
+    as_json: Json = False,
+) -> None:
+    """List trajectories in the pipeline and recently trained ones, newest first."""
+    from deploy import steering
+
+    query = {"task_id": task, "version": version, "finish": finish, "reward_min": reward_min, "reward_max": reward_max}
+    steering.list_trajectories(run, control, query | {"limit": limit}, as_json)
+
+
+@found.command("show")
+def show_trajectory(
+    run: Run,
+    task: Annotated[int, typer.Argument(help="Its task.")],
+    sample: Annotated[int, typer.Argument(help="Its sample index.")] = 0,
+    control: Control = None,
+    as_json: Json = False,
+) -> None:
+    """Print one trajectory with what is known of each token."""
+    from deploy import steering
+
+    steering.show_trajectory(run, control, task, sample, as_json)
