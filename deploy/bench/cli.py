@@ -153,6 +153,30 @@ def generator(
         report.print_generator(row)
 
 
+@app.command()
+def control(
+    services: Annotated[int, typer.Option(min=1, help="Services that send heartbeats.")] = 200,
+    events: Annotated[float, typer.Option(min=1, help="Events a second.")] = 10.0,
+    pages: Annotated[int, typer.Option(min=0, help="Open pages: event streams.")] = 20,
+    seconds: Annotated[float, typer.Option(min=3, help="How long it is watched.")] = 30.0,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds of the pipeline with and without it, in turns.")] = 5,
+    trajectories: Annotated[int, typer.Option(min=1, help="Trajectories in one round.")] = 10_240,
+    url: Url = None,
+    as_json: Json = False,
+) -> None:
+    """What the control plane costs: processor, memory, latency, and the pipeline's throughput with and without it."""
+    from deploy.bench import report
+    from deploy.bench.control import measure
+
+    with _progress() as progress:
+        bar = progress.add_task("control plane", total=1 + 2 * rounds)
+        row = measure(services, events, pages, seconds, rounds, trajectories, url, lambda n: progress.advance(bar, n))
+    if as_json:
+        report.print_json("control", [row])
+    else:
+        report.print_control(row)
+
+
 def _show(progress: Progress, bar: TaskID, seconds: float) -> None:
     progress.update(bar, completed=int(seconds))
 

@@ -65,6 +65,20 @@ def print_behind(result: dict[str, Any]) -> None:
     )
 
 
+def print_control(row: dict[str, Any]) -> None:
+    """What it costs, line by line."""
+    console = Console()
+    console.print(
+        f"{row['services']} services, {row['events_per_s']} events a second, {row['pages']} open pages:"
+        f" [bold]{row['cpu']:.1%}[/bold] of a core, {row['rss_mb']:.0f} MB;"
+        f" status {row['status_p50_ms']:.1f} / {row['status_p99_ms']:.1f} ms (p50 / p99, {row['requests']} requests)."
+    )
+    console.print(
+        f"Pipeline: {row['trajectories_per_s_with']:,.0f} trajectories a second with it,"
+        f" {row['trajectories_per_s_without']:,.0f} without: {row['throughput_loss']:+.1%} lost."
+    )
+
+
 def print_scale(rows: Sequence[dict[str, Any]]) -> None:
     """One line for each number of generators; milliseconds are p50 / p99."""
     table = Table(title=f"Scale, {rows[0]['server']}, AOF {rows[0]['aof']}, {rows[0]['seconds']:.0f} s each")

@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 from broker.embedded import EmbeddedServer
 from broker.link import open_client
 from deploy.bench.cli import app
+from deploy.bench.control import measure as measure_control
 from deploy.bench.load import Flow, open_broker
 from deploy.bench.scale import Lengths
 from deploy.bench.scale import measure as measure_scale
@@ -103,3 +104,13 @@ def test_an_unknown_size_or_transport_is_refused_in_a_line() -> None:
     result = CliRunner().invoke(app, ["weights", "--transports", "pigeon"])
     assert result.exit_code == 2
     assert "'pigeon' is neither file nor redis" in " ".join(result.output.split())
+
+
+def test_the_control_plane_is_measured_beside_a_pipeline() -> None:
+    told: list[int] = []
+    row = measure_control(5, 10, 2, 3.0, rounds=1, trajectories=64, url=None, advance=told.append)
+    assert row["requests"] > 2
+    assert row["status_bytes"] > 1000
+    assert row["page_bytes_per_s"] > 0
+    assert all(row[key] > 0 for key in ("rss_mb", "trajectories_per_s_with", "trajectories_per_s_without"))
+    assert sum(told) == 3

@@ -74,7 +74,7 @@ def test_probes_tell_starting_ready_and_stuck() -> None:
         assert [get(server.port, path)[0] for path in ("/startupz", "/readyz", "/other")] == [200, 503, 404]
         pulse.ticked -= 2 * SILENT_S
         assert get(server.port, "/livez")[0] == 503
-        with pytest.raises(ConfigError, match="probes.port"):
+        with pytest.raises(ConfigError, match=r"probes\.port"):
             ProbeServer("127.0.0.1", server.port, lambda: ("running", 0, {}), pulse)
     finally:
         server.close()
