@@ -8,11 +8,11 @@ import time
 from broker.client import Broker
 from broker.queues import Delivery
 from producers.engines.base import Engine
-from producers.generator.gate import Gate
 from producers.generator.job import Job, Shop
 from producers.generator.outbox import Outbox
 from producers.generator.saver import Saver
 from producers.generator.updates import Updates
+from producers.generator.valve import Valve
 from producers.workflows.base import Sample, Tokenizer, Workflow
 from schemas.config import TidemillConfig
 from schemas.lifecycle import StopFlag
@@ -34,12 +34,12 @@ class Intake:
         tokenizer: Tokenizer,
         workflow: Workflow,
         updates: Updates,
-        gate: Gate,
+        valve: Valve,
     ) -> None:
         self._config = config
         self._engine = engine
         self._updates = updates
-        self._gate = gate
+        self._valve = valve
         self._queue = broker.tasks(name)
         self._saver = Saver(broker.partials(name))
         self._shop = Shop(
@@ -62,7 +62,7 @@ class Intake:
     @property
     def most(self) -> int:
         """Samples in flight at once, by order or by the configuration."""
-        return self._gate.orders.concurrency or self._config.generator.max_samples
+        return self._valve.orders.concurrency or self._config.generator.max_samples
 
     def renew(self) -> None:
         """Keep the leases of what is in progress; called from the presence thread."""
@@ -75,7 +75,7 @@ class Intake:
         async with asyncio.TaskGroup() as group:
             next_claim = time.monotonic()
             while not stop:
-                if not await self._gate.wait_open(1.0):
+                if not await self._valve.wait_open(1.0):
                     continue
                 free = await self._free()
                 if free == 0:

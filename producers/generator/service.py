@@ -14,10 +14,10 @@ from producers.engines.base import Engine, EngineSettings
 from producers.engines.build import make_engine
 from producers.engines.sampling import check_sampling
 from producers.feeder import make_sampling
-from producers.generator.gate import Gate
 from producers.generator.intake import Intake
 from producers.generator.stall import StallWatch, end_process
 from producers.generator.updates import Updates
+from producers.generator.valve import Valve
 from producers.tokenizer import HfTokenizer
 from producers.workflows import WORKFLOWS
 from schemas.config import TidemillConfig
@@ -63,9 +63,9 @@ class Generator:
         tokenizer = HfTokenizer(config.model.path, config.model.trust_remote_code)
         workflow = WORKFLOWS.get(config.generator.workflow.name, config.base)(**config.generator.workflow.args)
         folder = config.folder / "cache" / name
-        self._gate = Gate(broker, engine, self._acknowledge)
-        self._updates = Updates(config, name, broker, engine, Path(folder), self._gate)
-        self._intake = Intake(config, name, broker, engine, tokenizer, workflow, self._updates, self._gate)
+        self._valve = Valve(broker, engine, self._acknowledge)
+        self._updates = Updates(config, name, broker, engine, Path(folder), self._valve)
+        self._intake = Intake(config, name, broker, engine, tokenizer, workflow, self._updates, self._valve)
         renew_s = config.generator.lease_s / 3
         self._presence = Presence(
             broker,
@@ -74,7 +74,7 @@ class Generator:
             self._describe,
             self._intake.renew,
             renew_s,
-            obeyed=lambda: self._gate.obeyed,
+            obeyed=lambda: self._valve.obeyed,
             probes=config.probes,
         )
         self._state = "loading"
@@ -85,14 +85,14 @@ class Generator:
         with self._presence:
             async with asyncio.TaskGroup() as group:
                 # Orders are followed from the start: an engine takes long to load, and must not begin in a pause.
-                group.create_task(self._gate.run(stop))
+                group.create_task(self._valve.run(stop))
                 await self._serve(stop)
 
     async def _serve(self, stop: StopFlag) -> None:
         started = time.monotonic()
         try:
             await self._engine.start()
-            await self._gate.engine_started()
+            await self._valve.engine_started()
             log.info("engine started", seconds=round(time.monotonic() - started, 1))
             try:
                 self._state = "running"
@@ -112,11 +112,11 @@ class Generator:
             updates = group.create_task(self._updates.run(stop))
             await self._intake.run(stop)
             stop.set()
-            await self._gate.end()
+            await self._valve.end()
             await updates
 
     def _describe(self) -> tuple[str, int, dict[str, float]]:
-        frozen = self._state == "running" and self._gate.orders.pause == "freeze" and not self._gate.open
+        frozen = self._state == "running" and self._valve.orders.pause == "freeze" and not self._valve.open
         return (
             "paused" if frozen else self._state,
             self._updates.version,

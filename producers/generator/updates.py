@@ -18,7 +18,7 @@ import structlog
 from broker.client import Broker
 from broker.weights.copy import WeightCopy
 from producers.engines.base import Engine
-from producers.generator.gate import Gate
+from producers.generator.valve import Valve
 from schemas.config import TidemillConfig
 from schemas.errors import DataError, InfraError
 from schemas.lifecycle import StopFlag
@@ -40,14 +40,14 @@ class Updates:
     """``version`` is what the engine has; ``at_least`` and ``verified`` are what the intake waits for."""
 
     def __init__(
-        self, config: TidemillConfig, name: str, broker: Broker, engine: Engine, folder: Path, gate: Gate
+        self, config: TidemillConfig, name: str, broker: Broker, engine: Engine, folder: Path, valve: Valve
     ) -> None:
         self._broker = broker
         self._engine = engine
         self._name = name
         self._copy = WeightCopy(broker.weights, folder)
         self._keep_copy = config.trainer.publish.deltas
-        self._gate = gate
+        self._valve = valve
         self._tolerance = config.generator.probe_tolerance or TOLERANCE[config.model.dtype]
         self._changed = asyncio.Condition()
         self._verified = False
@@ -147,7 +147,7 @@ class Updates:
             return
         if self._verified:
             await self._wait_for_evaluations()
-        async with self._gate.held_open() as opened:
+        async with self._valve.held_open() as opened:
             # Neither loaded nor probed while the run is frozen.
             if opened:
                 await self._take(manifest, path)

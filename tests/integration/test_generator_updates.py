@@ -14,6 +14,7 @@ from broker.training import Training
 from producers.engines.base import Engine
 from producers.generator import updates as updates_module
 from producers.generator.updates import Updates
+from producers.generator.valve import Valve
 from schemas.codec import decode
 from schemas.config import TidemillConfig, parse_config
 from schemas.errors import InfraError
@@ -56,9 +57,11 @@ def play(config: TidemillConfig, broker: Broker, folder: Path, scene: Scene) -> 
     """Run ``scene`` beside the updates of one generator, which starts with version 1 in use."""
     training, engine, stop = begin(broker), Loads(), StopFlag()
     publish_weights(broker, training.epoch, 1, folder)
-    updates = Updates(config, "g", broker, cast(Engine, engine), folder / "cache")
+    valve = Valve(broker, cast(Engine, engine))
+    updates = Updates(config, "g", broker, cast(Engine, engine), folder / "cache", valve)
 
     async def run() -> None:
+        await valve.obey(None)
         following = asyncio.create_task(updates.run(stop))
         try:
             async with asyncio.timeout(30):

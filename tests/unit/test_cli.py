@@ -142,4 +142,4 @@ def test_a_secret_file_that_holds_no_url_is_one_line(
 def test_readiness_of_an_unknown_role_is_one_line(config: str) -> None:
     done = tidemill("ready", config, "trayner")
     assert done.returncode == 2
-    assert done.stderr == "tidemill: unknown role 'trayner': one of feeder, generator, reward, trainer\n"
+    assert done.stderr == "tidemill: unknown role 'trayner': one of control, feeder, generator, reward, trainer\n"

@@ -15,7 +15,7 @@ from broker.gauges import Gauge
 from broker.ledger import LedgerState
 from broker.orders import Orders
 from broker.samples import choose
-from producers.generator.gate import FENCE_S
+from producers.generator.valve import FENCE_S
 from schemas.messages import Heartbeat
 from tests.trajectories import trajectory
 

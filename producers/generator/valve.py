@@ -1,6 +1,6 @@
-"""The gate of one generator: whether anything may be sampled. People's orders open and close it.
+"""The valve of one generator: whether anything may be sampled. People's orders open and close it.
 
-Nothing is sampled from the moment that ``obeyed`` says so until the gate opens again; requests stay in the engine.
+Nothing is sampled from the moment that ``obeyed`` says so until the valve opens again; requests stay in the engine.
 It is closed until the orders have been read once, and it closes by itself when they can't be read for FENCE_S: the
 control plane does not wait for a generator that it has not heard of for longer than that.
 """
@@ -24,7 +24,7 @@ FENCE_S = 10.0
 log = structlog.get_logger()
 
 
-class Gate:
+class Valve:
     """``orders`` are the newest known; ``obeyed`` goes into the heartbeat, ``changed`` is called when it does."""
 
     def __init__(self, broker: Broker, engine: Engine, changed: Callable[[], None] = lambda: None) -> None:
@@ -46,7 +46,7 @@ class Gate:
         return self._open
 
     async def run(self, stop: StopFlag) -> None:
-        """Follow the orders until stop. While the broker is silent the gate closes, and opens with its next answer."""
+        """Follow the orders until stop. While the broker is silent the valve closes, and opens with its next answer."""
         try:
             while not stop:
                 reading = asyncio.ensure_future(asyncio.to_thread(self._next_orders))
@@ -54,7 +54,7 @@ class Gate:
                 if not done:
                     log.warning("no orders can be read, generation stands still", waited_s=FENCE_S)
                     await self._close()
-                await self._obey(await reading)
+                await self.obey(await reading)
         finally:
             await self.end()
 
@@ -65,7 +65,8 @@ class Gate:
         self._position = self._broker.ledger.change_position()
         return self._broker.orders.read()
 
-    async def _obey(self, orders: Orders | None) -> None:
+    async def obey(self, orders: Orders | None) -> None:
+        """Follow these orders; None is a broker that knows none."""
         # A broker that was wiped holds no orders until the trainer has rebuilt it: the last ones stand.
         orders = self.orders if orders is None else orders
         self.orders = orders
@@ -100,13 +101,13 @@ class Gate:
                 self._turned.notify_all()
 
     async def end(self) -> None:
-        """Nobody waits at the gate any more, open or not: the generator ends."""
+        """Nobody waits at the valve any more, open or not: the generator ends."""
         async with self._turned:
             self._ended = True
             self._turned.notify_all()
 
     async def wait_open(self, seconds: float) -> bool:
-        """Whether the gate is open, waiting so long for that."""
+        """Whether the valve is open, waiting so long for that."""
         if self._open:
             return True
         try:
@@ -118,7 +119,7 @@ class Gate:
 
     @asynccontextmanager
     async def held_open(self) -> AsyncIterator[bool]:
-        """Wait until the gate is open, and keep it from closing meanwhile; False when the generator ends instead."""
+        """Wait until the valve is open, and keep it from closing meanwhile; False when the generator ends instead."""
         async with self._turned:
             await self._turned.wait_for(lambda: self._open or self._ended)
             opened = self._open
