@@ -35,6 +35,8 @@ class M2po:
     """
 
     needs_proximal = True
+    recomputes = True
+    """What it measures is how far the policy has really moved, whatever ``trainer.loss.proximal`` says."""
 
     def __init__(
         self,

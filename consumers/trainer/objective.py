@@ -62,7 +62,8 @@ class Objective:
         if inputs.proximal_logprobs is not None or not trait(self.loss, "needs_proximal", False):
             return inputs
         proximal = inputs.logprobs.detach()
-        if self.interpolate and inputs.versions is not None:
+        interpolate = self.interpolate and not trait(self.loss, "recomputes", False)
+        if interpolate and inputs.versions is not None:
             proximal = interpolated(inputs.logprobs, inputs.rollout_logprobs, inputs.versions, version)
         return replace(inputs, proximal_logprobs=proximal)
 

@@ -202,9 +202,9 @@ class LossConfig(Section):
     args: dict[str, Any] = Field(default_factory=dict, description="Arguments of the loss.")
     entropy_coef: float = Field(0.0, description="Weight of the entropy bonus.")
     proximal: Literal["recompute", "interpolate"] = Field(
-        "recompute",
-        description="Proximal log-probabilities, for losses that use them: those of the weights that the step starts"
-        " with, or interpolated between them and the rollout's by the age of the token.",
+        "interpolate",
+        description="The proximal policy of decoupled_ppo: between the rollout policy and the weights that the step"
+        " starts with, by the age of the token (interpolate), or these weights themselves (recompute).",
     )
 
 

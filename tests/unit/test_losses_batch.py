@@ -69,10 +69,10 @@ def decoupled(batch: Batch, action: str = "mask") -> tuple[list[list[float]], li
 
 
 def m2po(batch: Batch) -> tuple[list[list[float]], list[list[float]]]:
-    """The largest squares are dropped one by one until the mean of those left is below 0.04."""
+    """The largest squares are dropped, equal ones together, until the mean of those left is below 0.04."""
     squares = sorted((t.q - t.x) ** 2 for row in batch for t in row)
     while squares and sum(squares) / len(squares) >= 0.04:
-        squares.pop()
+        squares = [square for square in squares if square < squares[-1]]
     limit = squares[-1] if squares else -1.0
     values, slopes = [], []
     for row in batch:
