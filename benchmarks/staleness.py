@@ -42,7 +42,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "cispo": {"name": "cispo"},
     "decoupled_ppo": {"name": "decoupled_ppo"},
     "gspo": {"name": "gspo", "args": {"clip_low": 0.2, "clip_high": 0.28}},
-    "decoupled_ppo (interpolated)": {"name": "decoupled_ppo", "proximal": "interpolate"},
+    "decoupled_ppo (recomputed)": {"name": "decoupled_ppo", "proximal": "recompute"},
     "unclipped": {"name": "reinforce", "args": {"truncate": 1e9}},
 }
 COMPARED = ("ppo", "dppo", "cispo", "decoupled_ppo", "gspo")
