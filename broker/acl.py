@@ -45,8 +45,8 @@ class Role:
 ROLES: Mapping[str, Role] = {
     "feeder": Role("look admit eval_open beat note", f"{_SERVICE} {_LEDGER}", "CHANGES"),
     "generator": Role(
-        "publish save fail_sample hand_back give_up beat note",
-        f"{_SERVICE} hmget hgetall xread xrevrange",
+        "publish save eval_take fail_sample hand_back give_up beat note",
+        f"{_SERVICE} hmget hgetall xread xrange xrevrange",
         "WEIGHTS CHUNKS CHANGES ORDERS",
         only=_WORKER,
         on="TASKS EVAL_TASKS",
@@ -79,7 +79,9 @@ def rules(role: str, keys: Keys) -> list[str]:
     scripts = found.scripts.split()
     written = {key for name in scripts if not reads_only(name) for key in declared(name)} | set(found.writes.split())
     read = {key for name in scripts if reads_only(name) for key in declared(name)} | set(found.reads.split())
-    commands = set(found.commands.split()) | {command for name in scripts for command in _commands(name)}
+    # A selector allows its commands to scripts as well.
+    of_scripts = {command for name in scripts for command in _commands(name)} - set(found.only.split())
+    commands = set(found.commands.split()) | of_scripts
     only = " ".join([*_granted(found.only), *_patterns("~", found.on.split(), keys)])
     return [
         *("reset", "on", "resetchannels", "-@all"),

@@ -16,6 +16,7 @@ import redis
 import structlog
 
 from broker.dead_letters import LIMIT, letter_bytes
+from broker.eval_ids import eval_version
 from broker.keys import GENERATORS, REWARD
 from broker.link import BLOCK_MS, GONE, Link, word
 from schemas.codec import BadMessage, Message, decode, encode
@@ -43,6 +44,17 @@ class Delivery(msgspec.Struct, Generic[M], frozen=True, gc=False):
     again: bool = False
 
 
+class Evaluations(msgspec.Struct, frozen=True, gc=False):
+    """What there is to evaluate.
+
+    pending: version of the next task that nobody took, -1: none. opened: whether one's own version's was asked for.
+    """
+
+    pending: int
+    opened: bool
+    taken: list[Delivery[Task]]
+
+
 class _Worker:
     """Reading as one consumer of a group: new entries, own pending ones after a lost reply, stale ones of others."""
 
@@ -61,7 +73,7 @@ class _Worker:
         for stream in self._streams:
             ensure_group(self._link, stream, self._group)
 
-    def _read(self, count: int, block_ms: int) -> list[tuple[str, Entry, int]]:
+    def _read(self, count: int, block_ms: int, streams: list[str] | None = None) -> list[tuple[str, Entry, int]]:
         if self._losses != self._link.losses:
             # A reply may have been lost after the server gave us entries: look at what is pending for us.
             self._losses = self._link.losses
@@ -71,7 +83,7 @@ class _Worker:
             if fresh:
                 # Of a dead worker of this name, or of a lost answer: a part may be done. Negative says so.
                 return [(stream, entry, -self._deliveries(stream, entry[0])) for stream, entry in self._take(fresh)]
-        return [(stream, entry, 1) for stream, entry in self._take(self._fetch(">", count, block_ms))]
+        return [(stream, entry, 1) for stream, entry in self._take(self._fetch(">", count, block_ms, streams))]
 
     def _fetch(
         self, position: str, count: int, block_ms: int | None, streams: list[str] | None = None
@@ -173,21 +185,27 @@ class _Worker:
 
 
 class TaskQueue(_Worker):
-    """Tasks for one generator. Evaluations come first."""
+    """Tasks for one generator."""
 
     def __init__(self, link: Link, consumer: str, max_deliveries: int, max_bytes: int) -> None:
         keys = link.keys
         super().__init__(link, [keys.eval_tasks, keys.tasks], GENERATORS, consumer, max_deliveries)
         self._max_bytes = max_bytes
 
-    def read(self, count: int, block_ms: int = BLOCK_MS) -> list[Delivery[Task]]:
-        """Up to ``count`` tasks of each kind; empty after ``block_ms`` without any."""
-        return self._decode(self._read(count, block_ms))
+    def read(self, count: int, block_ms: int = BLOCK_MS, evaluations: bool = True) -> list[Delivery[Task]]:
+        """Up to ``count`` tasks of each kind; empty after ``block_ms`` without any.
 
-    def read_evaluations(self, count: int) -> list[Delivery[Task]]:
-        """Up to ``count`` evaluation tasks, without waiting."""
-        entries = self._take(self._fetch(">", count, None, [self._link.keys.eval_tasks]))
-        return self._decode([(stream, entry, 1) for stream, entry in entries])
+        Without ``evaluations`` new ones of training only; what was this generator's before comes all the same.
+        """
+        return self._decode(self._read(count, block_ms, None if evaluations else [self._link.keys.tasks]))
+
+    def take_evaluations(self, version: int, count: int, late: bool = False) -> Evaluations:
+        """Up to ``count`` evaluation tasks for exactly ``version``, with ``late`` for older ones, too; no waiting."""
+        stream = self._link.keys.eval_tasks
+        pending, opened, entries = self._link.script("eval_take", self._consumer, count, version, int(late))
+        pairs = [(entry, dict(zip(fields[::2], fields[1::2], strict=True))) for entry, fields in entries]
+        taken = self._take([(stream, pair) for pair in pairs])
+        return Evaluations(int(pending), bool(opened), self._decode([(stream, entry, 1) for stream, entry in taken]))
 
     def claim_stale(self, lease_s: float, count: int) -> list[Delivery[Task]]:
         """Tasks of generators that were silent for longer than the lease."""
@@ -210,10 +228,11 @@ class TaskQueue(_Worker):
 
     def publish_all(self, results: Sequence[tuple[int, Sequence[Trajectory]]]) -> list[list[str]]:
         """``publish`` for several tasks in one round trip."""
-        calls: list[list[int | bytes]] = []
+        calls: list[list[int | bytes | str]] = []
         refused: set[tuple[int, int]] = set()
         for task_id, trajectories in results:
-            args: list[int | bytes] = [task_id]
+            off = [item.sample for item in trajectories if off_version(item)]
+            args: list[int | bytes | str] = [task_id, f",{','.join(map(str, off))}," if off else ""]
             for trajectory in trajectories:
                 try:
                     body = encode(trajectory, self._max_bytes)
@@ -372,6 +391,14 @@ class ScoreQueue(_Worker):
                 continue
             deliveries.append(Delivery(entry_id, stream, trajectory))
         return deliveries
+
+
+def off_version(trajectory: Trajectory) -> bool:
+    """Whether it belongs to an evaluation and has tokens of another version than is evaluated."""
+    if trajectory.kind != "eval":
+        return False
+    version = eval_version(trajectory.task_id)
+    return any(span.version != version for span in trajectory.spans)
 
 
 def _scored(entry_id: bytes, task_id: int, sample: int, score: Score) -> tuple[bytes | int | str, ...]:

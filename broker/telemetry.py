@@ -18,18 +18,14 @@ from schemas.codec import BadMessage, decode, encode
 from schemas.messages import Event, Heartbeat, Task
 
 KEEP_LINES = 10_000
-EVAL_BASE = 1 << 32
-"""Evaluation tasks are numbered (version + 1) * EVAL_BASE + index: never like a training task."""
-
-
-def eval_task_id(version: int, index: int) -> int:
-    """Id of the task of one held-out prompt in the evaluation of ``version``."""
-    return (version + 1) * EVAL_BASE + index
 
 
 @dataclass(frozen=True)
 class EvalResult:
-    """One evaluation. mean: of the scored samples' rewards; time: of the last score, Unix seconds."""
+    """One evaluation. mean: of the scored samples' rewards; time: of the last score, Unix seconds.
+
+    off: samples with tokens of another weight version, which happens only when no generator has this one any more.
+    """
 
     version: int
     n: int
@@ -37,6 +33,7 @@ class EvalResult:
     failed: int
     mean: float
     time: float
+    off: int = 0
 
     @property
     def complete(self) -> bool:
@@ -198,6 +195,7 @@ class Evals:
                 failed=int(fields.get("failed", 0)),
                 mean=fields.get("sum", 0.0) / max(fields.get("scored", 0.0), 1.0),
                 time=fields.get("time", 0.0),
+                off=int(fields.get("off", 0)),
             )
             for version, fields in sorted(versions.items())
         ]

@@ -5,9 +5,9 @@ from __future__ import annotations
 import structlog
 
 from broker.client import Broker
+from broker.eval_ids import eval_task_id
 from broker.ledger import LedgerState
 from broker.presence import Presence
-from broker.telemetry import eval_task_id
 from producers.datasets.base import Dataset, Example
 from producers.datasets.build import build_dataset
 from producers.datasets.order import PromptOrder
@@ -98,16 +98,18 @@ class Feeder:
         if evaluation is None or self._held_out is None or state.version <= self._evaluated:
             return
         last = state.step >= self._config.trainer.steps
-        due = self._evaluated < 0 or last or state.version // evaluation.every > self._evaluated // evaluation.every
-        if not due:
+        # The version that is due, not one that came while nobody looked: generators stop over at it.
+        due = state.version // evaluation.every * evaluation.every
+        version = state.version if self._evaluated < 0 or last else due
+        if version <= self._evaluated:
             return
         tasks = [
-            make_task(eval_task_id(state.version, index), "eval", self._held_out[index], evaluation.sampling)
+            make_task(eval_task_id(version, index), "eval", self._held_out[index], evaluation.sampling)
             for index in range(len(self._held_out))
         ]
-        if self._broker.evals.open(state.version, tasks):
-            log.info("evaluation opened", version=state.version, prompts=len(tasks))
-        self._evaluated = state.version
+        if self._broker.evals.open(version, tasks):
+            log.info("evaluation opened", version=version, prompts=len(tasks))
+        self._evaluated = version
 
 
 def make_sampling(settings: SamplingConfig) -> Sampling:

@@ -78,7 +78,7 @@ if rebuild then
     if version then
       local v = redis.call('HMGET', EVALS, version .. ':n', version .. ':scored', version .. ':failed')
       if tonumber(v[2] or 0) + tonumber(v[3] or 0) < tonumber(v[1]) then
-        redis.call('HDEL', EVALS, version .. ':n', version .. ':scored', version .. ':failed', version .. ':sum', version .. ':time')
+        redis.call('HDEL', EVALS, version .. ':n', version .. ':scored', version .. ':failed', version .. ':sum', version .. ':time', version .. ':off')
       end
     end
   end

@@ -104,6 +104,11 @@ local function note_failed(task)
   redis.call('ZREMRANGEBYRANK', FAILED, 0, -10001)
 end
 
+-- An evaluation's sample has tokens of another version.
+local function off_version(task)
+  redis.call('HINCRBY', EVALS, string.format('%.0f', math.floor(tonumber(task) / 4294967296) - 1) .. ':off', 1)
+end
+
 -- An evaluation counts each sample once.
 local function eval_outcome(task, reward)
   local version = string.format('%.0f', math.floor(tonumber(task) / 4294967296) - 1)

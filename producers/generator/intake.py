@@ -10,6 +10,7 @@ from broker.queues import Delivery
 from producers.engines.base import Engine
 from producers.generator.job import Job, Shop
 from producers.generator.outbox import Outbox
+from producers.generator.pinning import still_at
 from producers.generator.saver import Saver
 from producers.generator.updates import Updates
 from producers.generator.valve import Valve
@@ -54,6 +55,8 @@ class Intake:
             outbox=Outbox(self._queue),
             saver=self._saver,
         )
+        self._services = broker.services
+        self._evaluates = config.eval is not None
         self._room = asyncio.Condition()
         self._jobs: set[asyncio.Task[None]] = set()
         self.in_flight = 0
@@ -86,12 +89,9 @@ class Intake:
                     deliveries = await asyncio.to_thread(self._queue.claim_stale, lease_s, count)
                     next_claim = time.monotonic() + lease_s / 2
                 if not deliveries:
-                    deliveries = await asyncio.to_thread(self._queue.read_evaluations, free)
-                    # One that asks for newer weights than these must not keep them out.
-                    running = any(item.version <= self._updates.version for item in deliveries)
-                    await self._updates.expect_evaluations(running)
+                    deliveries = await self._evaluations(free)
                 if not deliveries:
-                    deliveries = await asyncio.to_thread(self._queue.read, count)
+                    deliveries = await asyncio.to_thread(self._queue.read, count, evaluations=not self._evaluates)
                 for delivery in deliveries:
                     self.in_flight += delivery.message.n
                     job = group.create_task(self._work(delivery))
@@ -121,6 +121,18 @@ class Intake:
             return 0
         return self.most - self.in_flight
 
+    async def _evaluations(self, free: int) -> list[Delivery[Task]]:
+        """Evaluation tasks for the weights in use, or those for older ones that no generator has any more."""
+        if not self._evaluates:
+            return []
+        version = self._updates.version
+        found = await asyncio.to_thread(self._queue.take_evaluations, version, free)
+        if not found.taken and 0 <= found.pending < version:
+            beats = await asyncio.to_thread(self._services.list)
+            if not still_at(found.pending, beats):
+                found = await asyncio.to_thread(self._queue.take_evaluations, version, free, late=True)
+        return found.taken
+
     async def _work(self, delivery: Delivery[Task]) -> None:
         task = delivery.message
         evaluating = task.kind == "eval"
@@ -137,12 +149,12 @@ class Intake:
                 await asyncio.to_thread(self._queue.hand_back, delivery, task)
                 return
             if evaluating:
-                await self._updates.evaluation(+1)
+                self._updates.evaluation(+1)
             try:
                 await Job(self._shop, delivery, freed).run()
             finally:
                 if evaluating:
-                    await self._updates.evaluation(-1)
+                    self._updates.evaluation(-1)
         finally:
             self._queue.done(delivery)
             await self._give_room(left)

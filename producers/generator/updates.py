@@ -18,6 +18,7 @@ import structlog
 from broker.client import Broker
 from broker.weights.copy import WeightCopy
 from producers.engines.base import Engine
+from producers.generator.pinning import Evaluations, next_version
 from producers.generator.valve import Valve
 from schemas.config import TidemillConfig
 from schemas.errors import DataError, InfraError
@@ -26,6 +27,10 @@ from schemas.messages import Event, Manifest, Span
 
 EVAL_DEADLINE_S = 60.0
 """An evaluation may hold back new weights for so long."""
+OPEN_DEADLINE_S = 2.0
+"""A version that is to be evaluated stays in use for so long until its evaluation is opened."""
+LOOK_S = 0.05
+"""How often to look whether an evaluation is over."""
 FETCH_DEADLINE_S = 300.0
 """A version that is the newest all the time and can't be fetched ends the process after so long."""
 REFUSED_DEADLINE_S = 15.0
@@ -57,7 +62,11 @@ class Updates:
         self._refusal: tuple[float, str] | None = None
         self._closed = False
         self._evaluating = 0
-        self._more_evaluations = False
+        self._every = config.eval.every if config.eval else None
+        self._queue = broker.tasks(name)
+        self._unreachable: set[int] = set()
+        self._loaded = time.monotonic()
+        self._waiting_since: float | None = None
         self.version = -1
         self.last_load_s = 0.0
 
@@ -68,6 +77,8 @@ class Updates:
                 seen = max(self.version, *self._refused, -1)
                 manifest = await asyncio.to_thread(self._broker.weights.wait_newer, seen)
                 if manifest is not None:
+                    manifest = await self._choose(manifest)
+                if manifest is not None:
                     await self._update(manifest, stop)
                 elif self._refusal is not None and time.monotonic() > self._refusal[0]:
                     raise InfraError(self._refusal[1])
@@ -75,6 +86,27 @@ class Updates:
             async with self._changed:
                 self._closed = True
                 self._changed.notify_all()
+
+    async def _choose(self, newest: Manifest) -> Manifest | None:
+        """The version to load next, which evaluations have a say in; None, after a moment, to stay for now."""
+        if self._every is None:
+            return newest
+        now = time.monotonic()
+        found = await asyncio.to_thread(self._queue.take_evaluations, self.version, 0)
+        known = Evaluations(self._every, found.pending, self._evaluating > 0, found.opened)
+        stored = {item.version: item for item in await asyncio.to_thread(self._broker.weights.published)}
+        out = self._refused | self._unreachable
+        versions = [version for version in stored if version not in out]
+        chosen = next_version(self.version, versions, known, now - self._loaded < OPEN_DEADLINE_S)
+        if chosen is None:
+            self._waiting_since = self._waiting_since or now
+            if now - self._waiting_since < EVAL_DEADLINE_S:
+                await asyncio.sleep(LOOK_S)
+                return None
+            log.warning("an evaluation takes long; new weights are loaded under it", waited_s=EVAL_DEADLINE_S)
+            chosen = newest.version
+        self._waiting_since = None
+        return stored.get(chosen, newest)
 
     async def at_least(self, version: int) -> bool:
         """Wait until the engine has ``version`` or a newer one, checked; False when it will not get it any more."""
@@ -102,18 +134,9 @@ class Updates:
     def _good(self, span: Span) -> bool:
         return span.version <= self.version and span.version not in self._refused and not self._restoring
 
-    async def evaluation(self, change: int) -> None:
+    def evaluation(self, change: int) -> None:
         """Count evaluation tasks in progress; new weights wait for them, so that one version answers all."""
-        async with self._changed:
-            self._evaluating += change
-            self._changed.notify_all()
-
-    async def expect_evaluations(self, more: bool) -> None:
-        """Whether the queue may hold more tasks of the evaluation that is in progress."""
-        if more != self._more_evaluations:
-            async with self._changed:
-                self._more_evaluations = more
-                self._changed.notify_all()
+        self._evaluating += change
 
     async def _fetch(self, manifest: Manifest, stop: StopFlag) -> Path | None:
         """A checked local file; None when it is no longer the newest version, or when asked to stop.
@@ -129,6 +152,7 @@ class Updates:
             except InfraError as error:
                 newest = await asyncio.to_thread(self._broker.weights.newest)
                 if newest is None or newest.version != manifest.version:
+                    self._unreachable.add(manifest.version)
                     log.info("version was replaced while it was fetched", version=manifest.version)
                     return None
                 if tries == 0:
@@ -145,8 +169,6 @@ class Updates:
         path = await self._fetch(manifest, stop)
         if path is None:
             return
-        if self._verified:
-            await self._wait_for_evaluations()
         async with self._valve.held_open() as opened:
             # Neither loaded nor probed while the run is frozen.
             if opened:
@@ -184,6 +206,8 @@ class Updates:
         async with self._changed:
             self._manifest, self.version, self._verified = manifest, manifest.version, True
             self._restoring = False
+            self._loaded = time.monotonic()
+            self._unreachable = {version for version in self._unreachable if version > self.version}
             if self._refused and manifest.version > max(self._refused):
                 self._refusal = None
             self._changed.notify_all()
@@ -213,13 +237,6 @@ class Updates:
             raise InfraError(f"the weights in use before can't be restored: {problem}")
         await self._in_use(old)
         log.warning("went back to the weights before", version=old.version)
-
-    async def _wait_for_evaluations(self) -> None:
-        try:
-            async with asyncio.timeout(EVAL_DEADLINE_S), self._changed:
-                await self._changed.wait_for(lambda: not self._evaluating and not self._more_evaluations)
-        except TimeoutError:
-            log.warning("an evaluation takes long; new weights are loaded under it", waited_s=EVAL_DEADLINE_S)
 
     async def _probe(self, manifest: Manifest) -> str | None:
         """What is wrong with the weights in the engine; None when they are what the manifest says."""

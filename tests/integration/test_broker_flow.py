@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from broker.client import Broker
-from broker.telemetry import eval_task_id
+from broker.eval_ids import eval_task_id
 from broker.training import Outcome, Training
 from schemas.codec import Array
 from schemas.errors import FencedError

@@ -13,6 +13,7 @@ import yaml
 
 from broker.client import Broker
 from broker.embedded import EmbeddedServer
+from broker.eval_ids import eval_task_id
 from broker.training import Training
 from broker.weights.store import make_transport
 from producers.engines.base import EngineSettings
@@ -329,3 +330,80 @@ def test_a_kill_loses_no_more_than_was_not_saved_and_another_goes_on(
         await until(lambda: broker.link.client.hlen(broker.link.keys.partials) == 0)
 
     live(config, broker, engine_of(config, min_length=5, max_length=5), scene, name="heir")
+
+
+def eval_task(version: int, index: int) -> Task:
+    return Task(
+        task_id=eval_task_id(version, index),
+        kind="eval",
+        n=1,
+        sampling=Sampling(temperature=0, max_tokens=200),
+        text=f"{index}+1=",
+    )
+
+
+def evaluated(config: TidemillConfig) -> TidemillConfig:
+    settings = config.model_dump(mode="json", exclude_none=True)
+    return parse_config(settings | {"eval": {"dataset": {"name": "arithmetic"}, "every": 2}})
+
+
+def test_an_evaluation_is_of_its_version_though_newer_weights_are_there(
+    model: Path, broker: Broker, tmp_path: Path
+) -> None:
+    training = begin(broker)
+    publish(broker, training, tmp_path, 1)
+    for task_id in range(4):
+        broker.ledger.admit(task(task_id))
+    config = evaluated(configuration(model, tmp_path, max_samples=4))
+    engine = engine_of(config, min_length=20, max_length=100)
+
+    async def scene() -> None:
+        await engine.generating.wait()
+        publish(broker, training, tmp_path, 2)
+        publish(broker, training, tmp_path, 3)
+        broker.evals.open(2, [eval_task(2, index) for index in range(12)])
+        found = await published(broker, 20)
+        await until(lambda: engine.version == 3)
+        evaluation = [item for item in found if item.kind == "eval"]
+        assert len(evaluation) == 12
+        assert versions(evaluation) == {2}
+        assert engine.loaded == [1, 2, 3]
+        (result,) = broker.evals.results()
+        assert (result.version, result.n, result.off) == (2, 12, 0)
+
+    live(config, broker, engine, scene)
+
+
+def test_an_evaluation_of_weights_that_nobody_has_any_more_is_answered_and_says_so(
+    model: Path, broker: Broker, tmp_path: Path
+) -> None:
+    training = begin(broker)
+    publish(broker, training, tmp_path, 3)
+    broker.evals.open(2, [eval_task(2, index) for index in range(5)])
+    config = evaluated(configuration(model, tmp_path))
+
+    async def scene() -> None:
+        found = await published(broker, 5)
+        assert versions(found) == {3}
+        (result,) = broker.evals.results()
+        assert (result.n, result.off) == (5, 5)
+
+    live(config, broker, engine_of(config), scene)
+
+
+def test_evaluation_tasks_are_left_to_who_has_their_version(broker: Broker) -> None:
+    begin(broker)
+    broker.evals.open(4, [eval_task(4, index) for index in range(3)])
+    broker.evals.open(6, [eval_task(6, 0)])
+    ahead, right = broker.tasks("ahead"), broker.tasks("right")
+    found = ahead.take_evaluations(5, 10)
+    assert (found.pending, found.opened, found.taken) == (4, False, [])
+    assert ahead.read(10, 10, evaluations=False) == []
+    first = right.take_evaluations(4, 2)
+    assert (first.pending, first.opened, len(first.taken)) == (4, True, 2)
+    rest = right.take_evaluations(4, 10)
+    assert (rest.pending, [item.version for item in rest.taken]) == (6, [4])
+    assert ahead.take_evaluations(7, 10).pending == 6
+    late = ahead.take_evaluations(7, 10, late=True)
+    assert (late.pending, [item.version for item in late.taken]) == (-1, [6])
+    assert right.take_evaluations(6, 10).pending == -1

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from broker.client import Broker
-from broker.telemetry import eval_task_id
+from broker.eval_ids import eval_task_id
 from schemas.codec import DEFAULT_MAX_BYTES, Array
 from schemas.messages import Partial, Score, Span, Task
 from tests.integration.test_broker_flow import entries, task, trajectory

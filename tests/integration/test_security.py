@@ -14,11 +14,11 @@ import redis
 from broker import acl
 from broker.client import Broker
 from broker.embedded import EmbeddedServer, wait_ready
+from broker.eval_ids import eval_task_id
 from broker.keys import Keys
 from broker.link import Link, open_client
 from broker.runs import list_runs
 from broker.scripts import names
-from broker.telemetry import eval_task_id
 from schemas.config import BrokerConfig
 from schemas.errors import ConfigError
 from schemas.messages import Event, Score
