@@ -62,6 +62,18 @@ class Completion:
     finish: FinishReason
 
 
+@dataclass(frozen=True)
+class Load:
+    """Use of an engine's cache of keys and values.
+
+    tokens: room for so many. used: by requests in flight. waiting: samples that have no token yet.
+    """
+
+    tokens: int
+    used: int
+    waiting: int
+
+
 Progress = Callable[[int, Completion], None]
 """Hears, in the event loop, of sample k in [0, n): ``finish`` is ``abort`` while it grows."""
 
@@ -79,6 +91,10 @@ class Engine(Protocol):
 
         Called from another thread. When it stands still for ``generator.stall_s`` the process is restarted.
         """
+        ...
+
+    def load_now(self) -> Load | None:
+        """What requests in flight take; None where ``settings.max_samples`` is the only limit. Answers at once."""
         ...
 
     async def start(self) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from producers.engines.base import Completion, EngineSettings, Progress
+from producers.engines.base import Completion, EngineSettings, Load, Progress
 from producers.engines.gate import Gate
 from producers.engines.sampling import room
 from schemas.errors import ConfigError, DataError, InfraError
@@ -92,6 +92,10 @@ class ScriptedEngine:
     def growth(self) -> int | None:
         """Rounds of tokens so far."""
         return self._rounds if self._active and self._running.is_set() else None
+
+    def load_now(self) -> Load | None:
+        """No limit."""
+        return None
 
     async def start(self) -> None:
         """Ready at once."""

@@ -24,7 +24,7 @@ import torch
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from producers.engines.base import Completion, EngineSettings, Progress
+from producers.engines.base import Completion, EngineSettings, Load, Progress
 from producers.engines.batch import Batch, Row
 from producers.engines.checkpoint import check_fits, read_shapes, resolve_folder
 from producers.engines.sample import Draw
@@ -102,6 +102,10 @@ class TransformersEngine:
         """Tokens sampled for each row in flight so far."""
         running = not self._paused and self._failure is None and (self._active or self._waiting)
         return self._steps if running else None
+
+    def load_now(self) -> Load | None:
+        """No limit: the cache grows as rows do."""
+        return None
 
     async def start(self) -> None:
         await asyncio.to_thread(self._load_model)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from producers.engines.base import Completion, EngineSettings, Progress
+from producers.engines.base import Completion, EngineSettings, Load, Progress
 from producers.engines.checkpoint import Shapes, check_fits, read_shapes, resolve_folder
 from producers.engines.gate import Gate
 from producers.engines.sampling import room
@@ -56,6 +56,7 @@ class VllmEngine:
         self._update = asyncio.Lock()
         self._gate = Gate()
         self._loads = 0
+        self._prompts = 0
         self._ids = itertools.count()
         self._requests: dict[str, asyncio.Task[Any]] = {}
         self._failure: asyncio.Future[str]
@@ -71,6 +72,19 @@ class VllmEngine:
         # Only final outputs leave vLLM, but it keeps count of every step's tokens on our side.
         states = list(self._llm.output_processor.request_states.values())
         return sum(state.detokenizer.num_output_tokens() for state in states if state.detokenizer is not None)
+
+    def load_now(self) -> Load | None:
+        """From what vLLM keeps on our side of every step; a prompt counts once for all samples of a call."""
+        if self._llm is None:
+            return None
+        cache = self._llm.vllm_config.cache_config
+        lengths = [
+            state.detokenizer.num_output_tokens()
+            for state in self._llm.output_processor.request_states.values()
+            if state.detokenizer is not None
+        ]
+        total = (cache.num_gpu_blocks or 0) * cache.block_size
+        return Load(total, self._prompts + sum(lengths), lengths.count(0)) if total else None
 
     async def start(self) -> None:
         self._failure = asyncio.get_running_loop().create_future()
@@ -104,10 +118,12 @@ class VllmEngine:
                 return [_nothing("abort") for _ in range(n)]
             # One request for each, as vLLM itself would make of them, but each can be heard of by itself.
             ids = [*prompt_ids, *prefix]
+            self._prompts += len(ids)
             samples = [asyncio.create_task(self._sample(ids, sampling, max_tokens, k, progress)) for k in range(n)]
             try:
                 return await asyncio.gather(*samples)
             finally:
+                self._prompts -= len(ids)
                 for sample in samples:
                     sample.cancel()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 import os
 from dataclasses import fields
 from pathlib import Path
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
 _GIB = 2**30
+_PARALLEL = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
 _OURS = {
     "model": "it is model.path",
     "dtype": "it is model.dtype",
@@ -50,6 +52,7 @@ def boot(folder: Path, settings: EngineSettings) -> AsyncLLM:
         **(_cpu_defaults(folder, settings) if current_platform.is_cpu() else {}),
         **checked_args(settings.args, [field.name for field in fields(vllm.AsyncEngineArgs)]),
     }
+    check_parallel(arguments, current_platform.is_cpu(), current_platform.device_count())
     from vllm.config import WeightTransferConfig
 
     try:
@@ -99,6 +102,20 @@ def _cpu_defaults(folder: Path, settings: EngineSettings) -> dict[str, Any]:
         "distributed_executor_backend": UniProcExecutor,
         "kv_cache_memory_bytes": kv_cache_bytes(folder, settings),
     }
+
+
+def check_parallel(arguments: dict[str, Any], on_cpu: bool, devices: int) -> None:
+    """ConfigError when tensor, pipeline and data parallel settings ask for more than this machine has."""
+    sizes = {name: int(arguments.get(name) or 1) for name in _PARALLEL}
+    asked = ", ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
+    if asked and on_cpu:
+        raise ConfigError(f"generator.args: {asked}: vLLM on a CPU runs in one process; start more generators instead")
+    needed = math.prod(sizes.values())
+    if asked and needed > devices and not arguments.get("distributed_executor_backend"):
+        raise ConfigError(
+            f"generator.args: {asked} need {needed} GPUs, this machine shows {devices}: lower them, or set"
+            " distributed_executor_backend for several machines"
+        )
 
 
 def kv_cache_bytes(folder: Path, settings: EngineSettings) -> int:

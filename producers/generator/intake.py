@@ -8,6 +8,7 @@ import time
 from broker.client import Broker
 from broker.queues import Delivery
 from producers.engines.base import Engine
+from producers.generator.capacity import Lengths, room
 from producers.generator.job import Job, Shop
 from producers.generator.outbox import Outbox
 from producers.generator.pinning import still_at
@@ -57,6 +58,7 @@ class Intake:
         )
         self._services = broker.services
         self._evaluates = config.eval is not None
+        self._lengths = Lengths()
         self._room = asyncio.Condition()
         self._jobs: set[asyncio.Task[None]] = set()
         self.in_flight = 0
@@ -116,10 +118,13 @@ class Intake:
         """Samples there is room for; waits up to a second for some."""
         try:
             async with asyncio.timeout(1.0), self._room:
-                await self._room.wait_for(lambda: self.in_flight < self.most)
+                await self._room.wait_for(lambda: self._room_now() > 0)
         except TimeoutError:
             return 0
-        return self.most - self.in_flight
+        return self._room_now()
+
+    def _room_now(self) -> int:
+        return room(self.most, self.in_flight, self._engine.load_now(), self._lengths.mean)
 
     async def _evaluations(self, free: int) -> list[Delivery[Task]]:
         """Evaluation tasks for the weights in use, or those for older ones that no generator has any more."""
@@ -142,6 +147,7 @@ class Intake:
             nonlocal left
             left -= 1
             self.tokens += sum(sample.loss_mask)
+            self._lengths.add(len(sample.tokens))
             await self._give_room(1)
 
         try:
