@@ -1,0 +1,49 @@
+// Requests to the control plane. The token, if the server wants one, lives in this tab's sessionStorage only.
+
+const TOKEN = "tidemill-token";
+
+/** An answer that is a problem (RFC 9457), or no answer: message says what to do. status 0: no answer. */
+export class Refused extends Error {
+  constructor(status, detail) {
+    super(detail);
+    this.status = status;
+  }
+}
+
+export const token = {
+  get: () => sessionStorage.getItem(TOKEN),
+  set: (value) => sessionStorage.setItem(TOKEN, value),
+  forget: () => sessionStorage.removeItem(TOKEN),
+};
+
+export function headers(extra = {}) {
+  const given = token.get();
+  return { "X-Tidemill-By": "dashboard", ...(given ? { Authorization: `Bearer ${given}` } : {}), ...extra };
+}
+
+async function problem(response) {
+  try {
+    return (await response.json()).detail ?? response.statusText;
+  } catch {
+    return `${response.status} ${response.statusText}`;
+  }
+}
+
+/** One request; its JSON. Refused when the server refuses or does not answer. */
+export async function ask(method, path, body) {
+  let response;
+  try {
+    response = await fetch(path, {
+      method,
+      headers: headers(body === undefined ? {} : { "Content-Type": "application/json" }),
+      body: body === undefined ? undefined : JSON.stringify(body),
+      signal: AbortSignal.timeout(15000),
+    });
+  } catch (error) {
+    throw new Refused(0, error.name === "TimeoutError" ? "no answer within 15 s" : "the control plane does not answer");
+  }
+  if (!response.ok) throw new Refused(response.status, await problem(response));
+  return response.json();
+}
+
+export const read = (path) => ask("GET", path);

@@ -1,0 +1,74 @@
+// What the flow picture says, from one status: a pure function, apart from drawing.
+
+import { count, duration, figure, percent, plural, rate, short } from "./format.js";
+
+/** Which part of the picture limits the run, by the verdict's name for it. */
+const PLACE = {
+  prompts: "feeder", generation: "generator", reward: "reward", training: "trainer", weights: "weights",
+  staleness: "slots",
+};
+
+const moving = (status) => !["paused", "stopped", "finished", "failed", "unreachable"].includes(status.state);
+
+function queue(status, name, more = []) {
+  const stream = status.streams.find((stream) => stream.name === name);
+  if (!stream) return null;
+  const lag = stream.oldest_s === null ? "nothing waits" : `oldest ${duration(stream.oldest_s)}`;
+  return {
+    name,
+    rate: stream.rate,
+    lines: [`${rate(stream.rate)}/s`, `${count(stream.waiting)} wait · ${count(stream.pending)} taken`, lag, ...more],
+  };
+}
+
+/** {nodes: {role: {...}}, edges: {name: {...}}, mark, moving, words}; words is the picture for those who can't see it. */
+export function facts(status) {
+  const live = (role) => status.services.filter((service) => service.role === role && service.live);
+  const { throughput, staleness, ledger, verdict } = status;
+  const loads = live("generator").map((service) => service.load).filter((load) => load !== null);
+  const load = loads.length ? loads.reduce((sum, load) => sum + load, 0) / loads.length : null;
+  const wait = verdict.figures.trainer_wait_share;
+  const nodes = {
+    feeder: {
+      title: "Feeder", figure: rate(throughput.admitted_groups), unit: "groups/s",
+      note: live("feeder")[0]?.state === "full" ? "all slots in use" : live("feeder")[0]?.state ?? "",
+    },
+    generator: {
+      title: "Generators", figure: short(throughput.generated_tokens), unit: "tok/s", load,
+      note: `${count(live("generator").length)} live${load === null ? "" : ` · ${percent(load)} full`}`,
+    },
+    reward: {
+      title: "Reward", figure: rate(throughput.scored_samples), unit: "samples/s",
+      note: `${count(live("reward").length)} live`,
+    },
+    trainer: {
+      title: "Trainer", figure: short(throughput.trained_tokens), unit: "tok/s",
+      load: wait === undefined ? null : 1 - wait,
+      note: wait === undefined ? `step ${count(status.step)}` : `waits ${percent(wait)} of its time`,
+    },
+  };
+  for (const [role, node] of Object.entries(nodes)) {
+    node.missing = !live(role).length && moving(status);
+    if (node.missing) Object.assign(node, { note: "none is alive", load: null });
+  }
+  const age = staleness.mean === null ? "" :
+    ` · staleness ${figure(staleness.mean, 1)} mean, ${staleness.max} max of ${staleness.bound}`;
+  const edges = {
+    tasks: queue(status, "tasks"),
+    trajectories: queue(status, "trajectories"),
+    scored: queue(status, "scored"),
+    weights: {
+      name: "weights", rate: throughput.steps_per_minute,
+      lines: [`version ${count(status.version)}`, `${rate(throughput.steps_per_minute)} per minute${age}`],
+    },
+    slots: {
+      name: "slots", rate: throughput.admitted_groups,
+      lines: [`${count(ledger.active)} of ${count(ledger.capacity)} in use`],
+    },
+  };
+  const mark = PLACE[verdict.limit] ?? null;
+  const words = `${Object.values(nodes).map((node) => `${node.title}: ${node.figure} ${node.unit}, ${node.note}.`).join(" ")} ` +
+    `${Object.values(edges).filter(Boolean).map((edge) => `${edge.name}: ${edge.lines.join(", ")}.`).join(" ")} ` +
+    `${mark ? `Bottleneck: ${nodes[mark]?.title ?? mark}.` : ""} ${plural(status.dead_letters, "dead letter")}.`;
+  return { nodes, edges, mark, moving: moving(status), words };
+}

@@ -1,0 +1,86 @@
+// Dead letters: messages that could not be processed. Show one, admit its prompt group again, or drop it.
+
+import { Refused, ask, read } from "./api.js";
+import { confirm, notice, open } from "./dialogs.js";
+import { byId, h, keyed, setText } from "./dom.js";
+import { bytes, count, plural, timeOfDay } from "./format.js";
+import { on, store } from "./store.js";
+
+let seen = -1;
+
+const subject = (letter) => (letter.task_id === null ? "no task" : `task ${letter.task_id}${letter.sample === null ? "" : ` · sample ${letter.sample}`}`);
+
+async function show(letter) {
+  try {
+    const whole = await read(`v1/dead-letters/${letter.id}`);
+    open(`Dead letter ${letter.id}`, h("div", { class: "dialog-body" },
+      h("p", null, whole.reason),
+      h("p", { class: "aside" }, `${whole.source} · ${subject(whole)} · delivered ${plural(whole.deliveries, "time")} · ${bytes(whole.bytes)}`),
+      h("pre", { tabindex: "0", "aria-label": "What it carried" }, JSON.stringify(whole.payload, null, 2))), { wide: true });
+  } catch (error) {
+    if (!(error instanceof Refused)) throw error;
+    notice(error.message, "bad");
+  }
+}
+
+function requeue(letter) {
+  confirm({
+    title: "Requeue", verb: "Requeue",
+    body: h("p", null, `The prompt group of ${subject(letter)} is admitted again, before all others.`),
+    act: async () => {
+      const { text } = await ask("POST", `v1/dead-letters/${letter.id}/requeue`);
+      await refresh();
+      return `Requeued: ${text}`;
+    },
+  });
+}
+
+function drop(letter) {
+  confirm({
+    title: "Drop the letter", verb: "Drop it", danger: true,
+    body: h("p", null, `What ${letter.source} could not process (${subject(letter)}) is deleted for good.`),
+    act: async () => {
+      await ask("DELETE", `v1/dead-letters/${letter.id}`);
+      await refresh();
+      return "The letter is deleted.";
+    },
+  });
+}
+
+function row(letter) {
+  const button = (text, action) => h("button", {
+    type: "button", class: "button small", "aria-label": `${text} dead letter ${letter.id}`, onclick: () => action(letter),
+  }, text);
+  return h("li", { class: "letter" },
+    h("div", { class: "letter-what" },
+      h("b", null, letter.reason),
+      h("span", null, `${timeOfDay(letter.time)} · ${letter.source} · ${subject(letter)} · ` +
+        `delivered ${plural(letter.deliveries, "time")} · ${bytes(letter.bytes)}`)),
+    h("div", { class: "letter-do" }, button("Show", show), button("Requeue", requeue), button("Drop", drop)));
+}
+
+async function refresh() {
+  let found;
+  try {
+    found = await read("v1/dead-letters?limit=100");
+  } catch (error) {
+    if (!(error instanceof Refused)) throw error;
+    seen = -1;
+    return;
+  }
+  const host = byId("letter-list");
+  if (!host.children.length) host.append(h("ul", { class: "letters" }), h("p", { class: "empty" }));
+  keyed(host.firstChild, found.letters, (letter) => letter.id, row, () => {});
+  setText(host.lastChild, found.letters.length ? "" : "None. Messages that cannot be processed end up here.");
+  host.lastChild.hidden = found.letters.length > 0;
+  setText(byId("letter-note"), found.total ? `${count(found.letters.length)} kept of ${count(found.total)} ever` : "");
+}
+
+export function start() {
+  on("status", () => {
+    if (store.status.dead_letters === seen) return;
+    seen = store.status.dead_letters;
+    refresh();
+  });
+  on("connected", refresh);
+}

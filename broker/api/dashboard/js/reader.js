@@ -1,0 +1,129 @@
+// One trajectory in full, its tokens coloured by weight version, log-probability or mask. Arrow keys walk through the
+// tokens, J and K through the list it was opened from.
+
+import { Refused, read } from "./api.js";
+import { open } from "./dialogs.js";
+import { h, setAttribute, setText } from "./dom.js";
+import { count, duration, figure, percent, plural, reward, versions } from "./format.js";
+import { legend, shades } from "./shades.js";
+
+const MODES = [["version", "Version"], ["logprob", "Log-probability"], ["mask", "Mask"]];
+let mode = "version";
+
+/** A token as it can be seen: blanks and line ends have signs. */
+const visible = (text) => text.replaceAll("\n", "↵\n").replaceAll("\t", "⇥\t");
+
+function said(table, index) {
+  if (index === null) return "Choose a token: click it, or use the arrow keys.";
+  const own = table.mask[index] === 1;
+  const facts = [`token ${index}`, `id ${table.id[index]}`];
+  if (table.text) facts.unshift(JSON.stringify(table.text[index]));
+  if (!own) return `${facts.join(" · ")} · not trained on`;
+  const logprob = table.logprob[index];
+  return `${facts.join(" · ")} · version ${table.version[index]} · log-probability ${figure(logprob)} · probability ${percent(Math.exp(logprob))}`;
+}
+
+function tokens(one) {
+  const table = one.token_table;
+  const spans = table.id.map((id, index) =>
+    h("span", { class: "token", "data-index": index }, table.text ? visible(table.text[index]) : `${id} `));
+  const line = h("p", { class: "token-line", role: "status" }, said(table, null));
+  const keys = h("div", { class: "keys" });
+  let chosen = null;
+  const box = h("div", { class: "tokens", tabindex: "0", role: "group", "aria-label": "Tokens; arrow keys walk through them" }, blocks(one, spans));
+  const choose = (index) => {
+    if (chosen !== null) spans[chosen].classList.remove("is-chosen");
+    chosen = Math.max(0, Math.min(spans.length - 1, index));
+    spans[chosen].classList.add("is-chosen");
+    spans[chosen].scrollIntoView({ block: "nearest" });
+    setText(line, said(table, chosen));
+  };
+  box.addEventListener("click", (event) => event.target.dataset.index && choose(Number(event.target.dataset.index)));
+  box.addEventListener("pointerover", (event) => event.target.dataset.index && setText(line, said(table, Number(event.target.dataset.index))));
+  box.addEventListener("keydown", (event) => {
+    const by = { ArrowRight: 1, ArrowLeft: -1, ArrowDown: 20, ArrowUp: -20 }[event.key];
+    if (!by || !spans.length) return;
+    event.preventDefault();
+    choose(chosen === null ? table.mask.indexOf(1) : chosen + by);
+  });
+  const paint = () => {
+    const names = shades(mode, table);
+    spans.forEach((span, index) => setAttribute(span, "data-shade", names[index]));
+    keys.replaceChildren(...legend(mode, table).map(([name, text]) =>
+      h("span", { class: "key-token" }, h("i", { class: "token", "data-shade": name }), text)));
+  };
+  paint();
+  const buttons = MODES.map(([name, label]) => h("button", { type: "button", "data-mode": name, "aria-pressed": name === mode }, label));
+  const modes = h("div", { class: "switch", role: "group", "aria-label": "Colour tokens by" }, buttons);
+  modes.addEventListener("click", (event) => {
+    if (!event.target.dataset.mode) return;
+    mode = event.target.dataset.mode;
+    for (const button of buttons) setAttribute(button, "aria-pressed", button.dataset.mode === mode);
+    paint();
+  });
+  return [h("div", { class: "reader-bar" }, modes, keys), box, line];
+}
+
+/** Tokens by turn, each under the name of who spoke. */
+function blocks(one, spans) {
+  const turns = one.turns.length ? one.turns : [{ role: "all", start: 0, end: spans.length }];
+  return turns.map((turn) => h("div", { class: "turn" },
+    h("span", { class: "turn-role" }, turn.role), h("div", { class: "turn-text" }, spans.slice(turn.start, turn.end))));
+}
+
+function facts(one) {
+  const pairs = [
+    ["Reward", reward(one)],
+    ...Object.entries(one.components).map(([name, value]) => [name, figure(value)]),
+    ["Finish", one.finish], ["Versions", versions(one)], ["Tokens", count(one.tokens)], ["Made in", duration(one.seconds)],
+    ["Generator", one.generator], ["State", one.step === null ? one.state : `trained in step ${count(one.step)}`],
+    ...(one.score_reason ? [["Scorer said", one.score_reason]] : []),
+    ...Object.entries(one.data).map(([name, value]) => [name, typeof value === "string" ? value : JSON.stringify(value)]),
+  ];
+  return h("dl", { class: "facts" }, pairs.map(([name, value]) => h("div", null, h("dt", null, name), h("dd", null, value))));
+}
+
+function content(one) {
+  const plain = one.token_table.text ? [] : [
+    h("p", { class: "aside" }, "The tokenizer is not at hand here: text as a whole, and token ids."),
+    h("h3", null, "Prompt"), h("pre", { tabindex: "0" }, one.full_prompt),
+    h("h3", null, "Completion"), h("pre", { tabindex: "0" }, one.full_completion), h("h3", null, "Tokens"),
+  ];
+  return [facts(one), plain, tokens(one)].flat(2);
+}
+
+/** Open the reader at one of a list of heads. */
+export function openReader(heads, index) {
+  const body = h("div", { class: "dialog-body reader" });
+  const step = (by) => h("button", {
+    type: "button", class: "button small", onclick: () => show(index + by), "aria-keyshortcuts": by > 0 ? "J" : "K",
+  }, by > 0 ? "Next" : "Previous");
+  const [back, next] = [step(-1), step(1)];
+  const place = h("span", { class: "aside" });
+  const dialog = open("", h("div", { class: "reader-in" }, h("div", { class: "reader-nav" }, back, next, place), body), { wide: true });
+  const title = dialog.querySelector("h2");
+
+  async function show(wanted) {
+    if (wanted < 0 || wanted >= heads.length) return;
+    index = wanted;
+    const head = heads[index];
+    setText(title, `Task ${head.task_id}, sample ${head.sample}`);
+    setText(place, `${index + 1} of ${plural(heads.length, "trajectory", "trajectories")}`);
+    back.disabled = index === 0;
+    next.disabled = index === heads.length - 1;
+    try {
+      const one = await read(`v1/trajectories/${head.task_id}/${head.sample}`);
+      if (heads[index] === head) body.replaceChildren(...content(one));
+    } catch (error) {
+      if (!(error instanceof Refused)) throw error;
+      body.replaceChildren(h("p", { class: "problem" }, error.status === 404
+        ? "It was trained and is not kept any more: search again for newer ones." : error.message));
+    }
+  }
+
+  dialog.addEventListener("keydown", (event) => {
+    if (event.key === "j") show(index + 1);
+    if (event.key === "k") show(index - 1);
+  });
+  show(index);
+}

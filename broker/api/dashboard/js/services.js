@@ -1,0 +1,85 @@
+// Every service with its state, load and speed. One that falls silent turns red, and leaves the list after a while.
+
+import { byId, h, keyed, setAttribute, setText } from "./dom.js";
+import { DASH, count, duration, percent, rate, short } from "./format.js";
+import { spark } from "./spark.js";
+import { on, store } from "./store.js";
+
+/** Heartbeats come once a second. */
+export const RED_S = 5;
+export const LEAVES_S = 20;
+const POINTS = 90;
+const ONE_OF_A_KIND = ["feeder", "trainer"];
+
+/** live, silent (red) or gone (no longer listed). A run has one trainer and one feeder: those are missed for ever. */
+export function presence(service) {
+  if (service.silent_s < RED_S) return "live";
+  return service.silent_s < LEAVES_S || ONE_OF_A_KIND.includes(service.role) ? "silent" : "gone";
+}
+
+/** Growth a second of a count, as points between looks. */
+function growth(values) {
+  return values.slice(1).map((value, index) => {
+    const before = values[index];
+    return value === undefined || value === null || before === undefined || before === null || value < before ? null : value - before;
+  });
+}
+
+function activity(service) {
+  const values = store.ticks.slice(-POINTS).map((tick) => tick.services[service.name] ?? null);
+  if (service.role === "generator" || service.role === "trainer")
+    return { points: values, text: `${short(service.tokens_per_s)} tok/s` };
+  if (service.figures.ok === undefined && service.figures.cursor === undefined) return { points: [], text: "" };
+  const points = growth(values);
+  const recent = points.slice(-10).filter((value) => value !== null);
+  const mean = recent.length ? recent.reduce((sum, value) => sum + value, 0) / recent.length : null;
+  return { points, text: mean === null ? DASH : `${rate(mean)} ${service.role === "reward" ? "samples" : "groups"}/s` };
+}
+
+/** What is worth saying of one service besides its state. */
+function note(service) {
+  const said = [];
+  if (service.version !== null) said.push(`version ${count(service.version)}`);
+  if (service.load !== null) said.push(`${percent(service.load)} full`);
+  const failed = (service.figures.error ?? 0) + (service.figures.timeout ?? 0);
+  if (failed) said.push(`${count(failed)} failed`);
+  return said.join(" · ");
+}
+
+function row() {
+  return h("li", { class: "service" },
+    h("i", { class: "dot", "aria-hidden": "true" }),
+    h("div", { class: "service-name" }, h("b"), h("span")),
+    h("div", { class: "service-state" }, h("b"), h("span")),
+    h("div", { class: "service-speed" }, h("b"), spark()));
+}
+
+function update(element, service) {
+  const here = presence(service);
+  const [, name, state, speed] = element.children;
+  setAttribute(element, "data-presence", here);
+  setAttribute(element, "data-service", service.name);
+  setText(name.firstChild, service.name);
+  setText(name.lastChild, `${service.host} · ${service.pid}`);
+  setText(state.firstChild, here === "live" ? service.state : `silent for ${duration(service.silent_s)}`);
+  setText(state.lastChild, note(service));
+  const { points, text } = activity(service);
+  setText(speed.firstChild, here === "live" ? text : "");
+  speed.lastChild.show(points);
+}
+
+function show() {
+  const host = byId("service-list");
+  if (!host.children.length) host.append(h("ul", { class: "services" }), h("p", { class: "empty" }));
+  const shown = store.status.services.filter((service) => presence(service) !== "gone");
+  const gone = store.status.services.filter((service) => presence(service) === "gone");
+  keyed(host.firstChild, shown, (service) => service.name, row, update);
+  setText(host.lastChild, gone.length
+    ? `Left without a word: ${gone.map((service) => `${service.name} (${duration(service.silent_s)} ago)`).join(", ")}`
+    : shown.length ? "" : "No service has been heard of.");
+  host.lastChild.hidden = !host.lastChild.textContent;
+}
+
+export function start() {
+  on("status", show);
+}

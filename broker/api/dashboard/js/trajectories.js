@@ -1,0 +1,83 @@
+// Search among the trajectories in the pipeline and those that are kept for reading; one opens in the reader.
+
+import { Refused, read } from "./api.js";
+import { byId, h, setText } from "./dom.js";
+import { count, plural, reward, timeOfDay, versions } from "./format.js";
+import { openReader } from "./reader.js";
+import { on } from "./store.js";
+
+const PAUSE_MS = 300;
+const LIMIT = 25;
+let asked = 0;
+let timer = 0;
+
+const input = (name, label, attributes) => h("label", { class: "filter" }, h("span", null, label), h("input", { name, ...attributes }));
+const select = (name, label, options) => h("label", { class: "filter" }, h("span", null, label),
+  h("select", { name }, h("option", { value: "" }, "any"), options.map((one) => h("option", { value: one }, one))));
+
+function query() {
+  const given = new FormData(byId("search"));
+  const wanted = new URLSearchParams({ limit: LIMIT });
+  for (const [name, value] of given) if (value.trim() !== "") wanted.set(name, value.trim());
+  return wanted;
+}
+
+async function search() {
+  const number = ++asked;
+  let found;
+  try {
+    found = await read(`v1/trajectories?${query()}`);
+  } catch (error) {
+    if (!(error instanceof Refused)) throw error;
+    if (number === asked) setText(byId("trajectory-note"), error.message);
+    return;
+  }
+  if (number !== asked) return; // A newer search is under way.
+  const { trajectories, examined, complete } = found;
+  const more = complete ? "" : ", there may be more";
+  setText(byId("trajectory-note"), `${plural(trajectories.length, "trajectory", "trajectories")}, newest first; ` +
+    `${count(examined)} looked at${more}`);
+  byId("trajectory-list").replaceChildren(trajectories.length
+    ? h("ul", { class: "trajectories" }, trajectories.map((one, index) => row(one, trajectories, index)))
+    : h("p", { class: "empty" }, "None fits. Trajectories stay here until they are trained, and a few of each step longer."));
+}
+
+function row(one, all, index) {
+  return h("li", null,
+    h("button", {
+      type: "button", class: "trajectory", onclick: () => openReader(all, index),
+      "aria-label": `Read task ${one.task_id}, sample ${one.sample}`,
+    },
+      h("span", { class: "trajectory-id" }, h("b", null, `${one.task_id} · ${one.sample}`), h("span", null, one.kind === "eval" ? "evaluation" : one.state)),
+      h("span", { class: "trajectory-reward", "data-status": one.score_status ?? "none" }, reward(one)),
+      h("span", { class: "trajectory-text" }, h("span", null, one.prompt), h("b", null, one.completion)),
+      h("span", { class: "trajectory-facts" },
+        h("span", null, `${plural(one.tokens, "token")} · version ${versions(one)}`),
+        h("span", null, `${one.finish} · ${one.generator} · ${timeOfDay(one.time)}`))));
+}
+
+export function start() {
+  const form = byId("search");
+  form.append(
+    input("task_id", "Task", { type: "number", min: 0, placeholder: "any" }),
+    input("reward_min", "Reward from", { type: "number", step: "any", placeholder: "any" }),
+    input("reward_max", "Reward to", { type: "number", step: "any", placeholder: "any" }),
+    input("version", "Version", { type: "number", min: 0, placeholder: "any" }),
+    select("finish", "Finish", ["stop", "length", "abort"]),
+    select("state", "State", ["generated", "scored", "trained"]),
+    select("kind", "Kind", ["train", "eval"]),
+    h("div", { class: "filter-do" },
+      h("button", { type: "submit", class: "button" }, "Search again"),
+      h("button", { type: "reset", class: "button quiet-button" }, "Clear")));
+  form.addEventListener("submit", (event) => {
+    event.preventDefault();
+    search();
+  });
+  const soon = () => {
+    clearTimeout(timer);
+    timer = setTimeout(search, PAUSE_MS);
+  };
+  form.addEventListener("input", soon);
+  form.addEventListener("reset", soon);
+  on("connected", search);
+}
