@@ -2,7 +2,7 @@
 // who can't see it. Colours come from the style sheet, so a chart is made anew when the theme changes.
 
 import { h, setAttribute, setText } from "./dom.js";
-import { duration, short } from "./format.js";
+import { duration, short, timeOfDay } from "./format.js";
 
 const probe = document.createElement("span");
 probe.hidden = true;
@@ -35,7 +35,7 @@ export class LineChart {
     this.plot = null;
     this.values = series.map(() => h("b"));
     this.legend = h("div", { class: "legend", "aria-hidden": "true" }, series.map((one, index) =>
-      h("span", { class: `key ${one.points ? "dots" : ""}`, style: `--key: var(${one.colour})` },
+      h("span", { class: `key ${one.points ? "dots" : ""}`, style: `--key: var(${one.colour}); --faint: ${one.alpha ? 0.4 : 1}` },
         h("i"), one.label, this.values[index])));
     this.at = h("span", { class: "legend-at" });
     this.legend.append(this.at);
@@ -96,9 +96,11 @@ export class LineChart {
       grid: { stroke: line, width: 1 }, ticks: { show: false }, gap: 6,
     };
     const span = (x) => (this.axis === "step" ? short(x) : duration(x).replace(/ (\d+) s$/, (all, s) => (s === "0" ? "" : all)));
-    const format = this.axis === "clock" ? {} : { values: (_, ticks) => ticks.map((tick) => (tick === null ? "" : span(tick))) };
+    const format = this.axis === "clock"
+      ? { values: (_, ticks, __, ___, step) => ticks.map((tick) => timeOfDay(tick).slice(0, step < 60 ? 8 : 5)) }
+      : { values: (_, ticks) => ticks.map((tick) => (tick === null ? "" : span(tick))) };
     const value = this.log
-      ? { values: (_, ticks) => ticks.map((tick) => (tick && Number.isInteger(Math.log10(tick)) ? `1e${Math.log10(tick)}` : "")) }
+      ? { filter: null, values: (plot, ticks) => this.decades(plot.scales.y, ticks) }
       : { values: (_, ticks) => ticks.map((tick) => (Math.abs(tick) >= 1000 ? short(tick) : String(+tick.toFixed(6)))) };
     return {
       width: this.canvas.clientWidth,
@@ -117,6 +119,12 @@ export class LineChart {
       series: [{}, ...this.series.map((one) => this.style(one))],
       hooks: { setCursor: [(plot) => this.tell(plot.cursor.left >= 0 ? plot.cursor.idx : null)] },
     };
+  }
+
+  /** Labels of a logarithmic axis: whole decades, and 2 and 5 between them where there are few. */
+  decades({ min, max }, ticks) {
+    const signs = max / min < 300 ? ["1", "2", "5"] : ["1"];
+    return ticks.map((tick) => (tick && signs.includes(tick.toExponential(0)[0]) ? String(+tick.toPrecision(2)) : ""));
   }
 
   style(one) {

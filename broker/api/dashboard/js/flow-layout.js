@@ -2,7 +2,7 @@
 // place of its words: [x, y of the first line, anchor].
 
 const WIDE = {
-  box: [1200, 306],
+  box: [1200, 286],
   nodes: {
     feeder: [2, 84, 172, 112],
     generator: [342, 84, 180, 112],
@@ -31,7 +31,7 @@ const TALL = {
     tasks: { path: "M175 110V196", words: [187, 132, "start"] },
     trajectories: { path: "M175 310V396", words: [187, 332, "start"] },
     scored: { path: "M175 510V596", words: [187, 532, "start"] },
-    weights: { path: "M70 656H52Q40 656 40 644V268Q40 256 52 256H64", words: [52, 446, "vertical"], flat: true },
+    weights: { path: "M70 656H52Q40 656 40 644V268Q40 256 52 256H64", words: [31, 446, "vertical"], flat: true },
     slots: { path: "M280 656H306Q318 656 318 644V68Q318 56 306 56H286", words: [331, 356, "vertical"], flat: true },
   },
   gap: 0,

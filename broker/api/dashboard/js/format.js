@@ -57,6 +57,13 @@ export const timeOfDay = (time) => (known(time) ? clock.format(new Date(time * 1
 /** 1 group, 2 groups. */
 export const plural = (number, one, many = `${one}s`) => `${count(number)} ${number === 1 ? one : many}`;
 
+/** Evaluation tasks are numbered (version + 1) * 2^32 + prompt. */
+const EVALUATIONS = 2 ** 32;
+
+/** What people call a task: its number, or which prompt of which evaluation. */
+export const task = (id) => id < EVALUATIONS ? String(id)
+  : `evaluation ${Math.floor(id / EVALUATIONS) - 1}, prompt ${id % EVALUATIONS}`;
+
 /** Versions that sampled a trajectory, as 3 or 3–5. */
 export const versions = (one) => one.oldest_version === null ? DASH
   : one.oldest_version === one.newest_version ? String(one.newest_version) : `${one.oldest_version}–${one.newest_version}`;

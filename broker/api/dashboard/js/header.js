@@ -32,6 +32,7 @@ function trouble(link, since) {
     const { by, since: paused, mode } = status.pause;
     return ["warn", `Paused (${mode}) by ${by || "someone"} since ${timeOfDay(paused)}. Nothing is lost; resume when you like.`];
   }
+  if (status.cause && status.state !== "stopped") return ["calm", `${status.state}: ${status.cause}`];
   if (!status.ledger.balanced) return ["bad", "The ledger does not add up: a group was lost or counted twice. Keep the logs."];
   return null;
 }

@@ -3,12 +3,13 @@
 import { Refused, ask, read } from "./api.js";
 import { confirm, notice, open } from "./dialogs.js";
 import { byId, h, keyed, setText } from "./dom.js";
-import { bytes, count, plural, timeOfDay } from "./format.js";
+import { bytes, count, plural, task, timeOfDay } from "./format.js";
 import { on, store } from "./store.js";
 
 let seen = -1;
 
-const subject = (letter) => (letter.task_id === null ? "no task" : `task ${letter.task_id}${letter.sample === null ? "" : ` · sample ${letter.sample}`}`);
+const subject = (letter) => letter.task_id === null ? "no task"
+  : `task ${task(letter.task_id)}${letter.sample === null ? "" : ` · sample ${letter.sample}`}`;
 
 async function show(letter) {
   try {

@@ -4,7 +4,7 @@
 import { Refused, read } from "./api.js";
 import { open } from "./dialogs.js";
 import { h, setAttribute, setText } from "./dom.js";
-import { count, duration, figure, percent, plural, reward, versions } from "./format.js";
+import { count, duration, figure, percent, plural, reward, task, versions } from "./format.js";
 import { legend, shades } from "./shades.js";
 
 const MODES = [["version", "Version"], ["logprob", "Log-probability"], ["mask", "Mask"]];
@@ -107,7 +107,7 @@ export function openReader(heads, index) {
     if (wanted < 0 || wanted >= heads.length) return;
     index = wanted;
     const head = heads[index];
-    setText(title, `Task ${head.task_id}, sample ${head.sample}`);
+    setText(title, `Task ${task(head.task_id)}, sample ${head.sample}`);
     setText(place, `${index + 1} of ${plural(heads.length, "trajectory", "trajectories")}`);
     back.disabled = index === 0;
     next.disabled = index === heads.length - 1;

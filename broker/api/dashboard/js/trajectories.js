@@ -2,12 +2,14 @@
 
 import { Refused, read } from "./api.js";
 import { byId, h, setText } from "./dom.js";
-import { count, plural, reward, timeOfDay, versions } from "./format.js";
+import { count, plural, reward, task, timeOfDay, versions } from "./format.js";
 import { openReader } from "./reader.js";
 import { on } from "./store.js";
 
 const PAUSE_MS = 300;
-const LIMIT = 25;
+const FIRST = 12;
+const MOST = 200;
+let limit = FIRST;
 let asked = 0;
 let timer = 0;
 
@@ -17,7 +19,7 @@ const select = (name, label, options) => h("label", { class: "filter" }, h("span
 
 function query() {
   const given = new FormData(byId("search"));
-  const wanted = new URLSearchParams({ limit: LIMIT });
+  const wanted = new URLSearchParams({ limit });
   for (const [name, value] of given) if (value.trim() !== "") wanted.set(name, value.trim());
   return wanted;
 }
@@ -38,17 +40,25 @@ async function search() {
   setText(byId("trajectory-note"), `${plural(trajectories.length, "trajectory", "trajectories")}, newest first; ` +
     `${count(examined)} looked at${more}`);
   byId("trajectory-list").replaceChildren(trajectories.length
-    ? h("ul", { class: "trajectories" }, trajectories.map((one, index) => row(one, trajectories, index)))
+    ? h("div", null,
+      h("ul", { class: "trajectories" }, trajectories.map((one, index) => row(one, trajectories, index))),
+      trajectories.length === limit && limit < MOST ? h("button", { type: "button", class: "button more", onclick: showMore }, "Show more") : null)
     : h("p", { class: "empty" }, "None fits. Trajectories stay here until they are trained, and a few of each step longer."));
+}
+
+function showMore() {
+  limit = Math.min(MOST, limit * 3);
+  search();
 }
 
 function row(one, all, index) {
   return h("li", null,
     h("button", {
       type: "button", class: "trajectory", onclick: () => openReader(all, index),
-      "aria-label": `Read task ${one.task_id}, sample ${one.sample}`,
+      "aria-label": `Read task ${task(one.task_id)}, sample ${one.sample}`,
     },
-      h("span", { class: "trajectory-id" }, h("b", null, `${one.task_id} · ${one.sample}`), h("span", null, one.kind === "eval" ? "evaluation" : one.state)),
+      h("span", { class: "trajectory-id" }, h("b", null, `${task(one.task_id).replace(/^.*prompt /, "")} · ${one.sample}`),
+        h("span", null, one.kind === "eval" ? task(one.task_id).replace(/,.*/, "") : one.state)),
       h("span", { class: "trajectory-reward", "data-status": one.score_status ?? "none" }, reward(one)),
       h("span", { class: "trajectory-text" }, h("span", null, one.prompt), h("b", null, one.completion)),
       h("span", { class: "trajectory-facts" },
@@ -71,11 +81,16 @@ export function start() {
       h("button", { type: "reset", class: "button quiet-button" }, "Clear")));
   form.addEventListener("submit", (event) => {
     event.preventDefault();
-    search();
+    fresh();
   });
+  const fresh = () => {
+    clearTimeout(timer);
+    limit = FIRST;
+    search();
+  };
   const soon = () => {
     clearTimeout(timer);
-    timer = setTimeout(search, PAUSE_MS);
+    timer = setTimeout(fresh, PAUSE_MS);
   };
   form.addEventListener("input", soon);
   form.addEventListener("reset", soon);
