@@ -226,6 +226,14 @@ class MetricsHistory(Answer):
     names: list[str] = Field(description="All series that there are, also those not asked for.")
 
 
+class ThroughputHistory(Answer):
+    """GET /v1/throughput-history: the last quarter of an hour, one point a second, columns of the same length."""
+
+    time: list[float] = Field(description="Rising, Unix seconds.")
+    generated_tokens: list[float] = Field(description="A second.")
+    trained_tokens: list[float] = Field(description="A second.")
+
+
 class TimelineEvent(Answer):
     """One event, and the data of the SSE event ``event``. ``id`` is what Last-Event-ID takes."""
 

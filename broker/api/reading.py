@@ -19,6 +19,7 @@ from schemas.status import (
     MetricsHistory,
     RunStatus,
     Services,
+    ThroughputHistory,
     Timeline,
     Trajectories,
     TrajectoryDetail,
@@ -57,6 +58,12 @@ def metrics_history(
     """The trainer's figures, step by step, as columns."""
     found = context.watch.history(after, limit, set(name) if name else None)
     return Response(found.model_dump_json(), media_type=JSON)
+
+
+@router.get("/throughput-history", response_model=ThroughputHistory)
+def throughput_history(context: InContext) -> Response:
+    """Tokens a second over the last quarter of an hour, as far as this control plane has looked."""
+    return Response(context.watch.throughput().model_dump_json(), media_type=JSON)
 
 
 @router.get("/timeline")

@@ -11,11 +11,12 @@ import structlog
 
 from broker.api.collect import Collector, Plan
 from broker.api.metrics import render
+from broker.api.pace import Pace
 from broker.client import Broker
 from broker.telemetry import Noted
 from schemas.config import TidemillConfig
 from schemas.errors import InfraError, TidemillError
-from schemas.status import MetricsHistory, RunStatus
+from schemas.status import MetricsHistory, RunStatus, ThroughputHistory
 
 EVERY_S = 1.0
 EVENTS_AT_ONCE = 200
@@ -33,6 +34,7 @@ class Watch:
     def __init__(self, broker: Broker, config: TidemillConfig) -> None:
         self._broker = broker
         self._collector = Collector(broker, Plan.of(config))
+        self._pace = Pace()
         self._lock = threading.Lock()
         self._stop = threading.Event()
         self._latest: RunStatus | None = None
@@ -81,6 +83,7 @@ class Watch:
             last = self._collector.history.steps[-1] if steps else -1
             status = self._collector.read()
             new = self._collector.history.since(last, EVENTS_AT_ONCE)
+            self._pace.add(status)
             self._keep(status)
             self.error, self.started = "", True
         if new.step:
@@ -91,6 +94,11 @@ class Watch:
         """Step metrics as columns."""
         with self._lock:
             return self._collector.history.since(after, limit, names)
+
+    def throughput(self) -> ThroughputHistory:
+        """Tokens a second of the last minutes."""
+        with self._lock:
+            return self._pace.history()
 
     def metrics(self) -> bytes:
         """The run for Prometheus; InfraError before the first look."""
