@@ -54,7 +54,9 @@ class Watched:
     def elsewhere(self) -> list[str]:
         """Requests that went to another host or port than the page's."""
         here = urlsplit(self.url).netloc
-        return [url for url in self.requests if urlsplit(url).scheme in ("http", "https") and urlsplit(url).netloc != here]
+        return [
+            url for url in self.requests if urlsplit(url).scheme in ("http", "https") and urlsplit(url).netloc != here
+        ]
 
     def violations(self) -> list[str]:
         """What axe-core finds serious or critical, one line each."""

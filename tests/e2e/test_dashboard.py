@@ -179,7 +179,9 @@ def test_the_run_is_seen_moving_and_nothing_comes_from_elsewhere(visit: Open) ->
 def test_pause_freezes_the_run_and_resume_goes_on(visit: Open) -> None:
     seen = visit()
     page = seen.page
-    read = "async () => { const s = await (await fetch('v1/status')).json(); return [s.step, s.ledger.tokens_generated]; }"
+    read = (
+        "async () => { const s = await (await fetch('v1/status')).json(); return [s.step, s.ledger.tokens_generated]; }"
+    )
     page.get_by_role("button", name="Pause").click()
     confirm(seen, "Pause")
     expect(page.locator("#state")).to_have_text("paused", timeout=PATIENCE_MS)
@@ -377,4 +379,3 @@ def test_a_token_is_asked_for_and_a_lost_server_is_noticed(visit: Open, system: 
     finally:
         control.kill()
         control.wait(10)
-
