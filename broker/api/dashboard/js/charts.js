@@ -4,6 +4,9 @@
 import { h, setAttribute, setText } from "./dom.js";
 import { duration, short, timeOfDay } from "./format.js";
 
+/** Points from which the newest value is taken. */
+const RECENT = 20;
+
 const probe = document.createElement("span");
 probe.hidden = true;
 document.documentElement.append(probe);
@@ -75,7 +78,9 @@ export class LineChart {
   tell(index) {
     this.values.forEach((value, i) => {
       const column = this.data[i + 1];
-      const found = index === null ? column.findLast((v) => v !== null) : column[index];
+      // A figure that stopped coming is not the present one; sparse ones are as new as their last point.
+      const newest = this.series[i].points ? column : column.slice(-RECENT);
+      const found = index === null ? newest.findLast((v) => v !== null) : column[index];
       setText(value, (this.series[i].value ?? short)(found ?? null));
     });
     const x = index === null ? null : this.data[0][index];

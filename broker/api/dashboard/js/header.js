@@ -1,5 +1,6 @@
 // The bar and what is right below it: state, connection, the banner when something is wrong, and the run in figures.
 
+import { token } from "./api.js";
 import { byId, h, keyed, setAttribute, setText } from "./dom.js";
 import { count, duration, figure, percent, plural, short, timeOfDay, bytes } from "./format.js";
 import { spark } from "./spark.js";
@@ -114,6 +115,8 @@ function showStatus() {
   setText(byId("foot"),
     `${status.run} · trainer epoch ${status.epoch} · ${bytes(status.memory_bytes)} in the broker · ` +
       `${count(status.ledger.uncommitted_steps)} steps since the last checkpoint`);
+  // Links can carry no token.
+  byId("open-links").hidden = token.get() !== null;
   showFigures();
   showLink();
 }

@@ -6,7 +6,10 @@ import { byId, h, keyed, setText } from "./dom.js";
 import { bytes, count, plural, task, timeOfDay } from "./format.js";
 import { on, store } from "./store.js";
 
+const FIRST = 6;
+const MOST = 100;
 let seen = -1;
+let shown = FIRST;
 
 const subject = (letter) => letter.task_id === null ? "no task"
   : `task ${task(letter.task_id)}${letter.sample === null ? "" : ` · sample ${letter.sample}`}`;
@@ -60,20 +63,28 @@ function row(letter) {
     h("div", { class: "letter-do" }, button("Show", show), button("Requeue", requeue), button("Drop", drop)));
 }
 
+function showAll() {
+  shown = MOST;
+  refresh();
+}
+
 async function refresh() {
   let found;
   try {
-    found = await read("v1/dead-letters?limit=100");
+    found = await read(`v1/dead-letters?limit=${MOST}`);
   } catch (error) {
     if (!(error instanceof Refused)) throw error;
     seen = -1;
     return;
   }
   const host = byId("letter-list");
-  if (!host.children.length) host.append(h("ul", { class: "letters" }), h("p", { class: "empty" }));
-  keyed(host.firstChild, found.letters, (letter) => letter.id, row, () => {});
-  setText(host.lastChild, found.letters.length ? "" : "None. Messages that cannot be processed end up here.");
-  host.lastChild.hidden = found.letters.length > 0;
+  if (!host.children.length) host.append(h("ul", { class: "letters" }), h("p", { class: "empty" }),
+    h("button", { type: "button", class: "button more", onclick: showAll }, "Show more"));
+  const [list, none, more] = host.children;
+  keyed(list, found.letters.slice(0, shown), (letter) => letter.id, row, () => {});
+  setText(none, found.letters.length ? "" : "None. Messages that cannot be processed end up here.");
+  none.hidden = found.letters.length > 0;
+  more.hidden = found.letters.length <= shown;
   setText(byId("letter-note"), found.total ? `${count(found.letters.length)} kept of ${count(found.total)} ever` : "");
 }
 

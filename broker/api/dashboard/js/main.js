@@ -9,7 +9,7 @@ import { start as startLetters } from "./letters.js";
 import { start as startOrders } from "./orders.js";
 import { start as startProgress } from "./progress.js";
 import { start as startServices } from "./services.js";
-import { addEvents, addMetrics, addStatus, emit, on, replaceMetrics, setEvaluations, setLink, store } from "./store.js";
+import { addEvents, addMetrics, addPast, addStatus, emit, on, replaceMetrics, setEvaluations, setLink, store } from "./store.js";
 import { follow } from "./stream.js";
 import { askForToken } from "./token.js";
 import { start as startTrajectories } from "./trajectories.js";
@@ -27,10 +27,12 @@ const history = `v1/metrics-history?limit=10000&${SERIES.map((name) => `name=${e
 
 /** What the stream does not tell: everything before it. Called at each connection. */
 async function fill() {
-  const got = await Promise.allSettled([read(history), read("v1/evaluations"), read("v1/timeline?limit=200")]);
-  const [metrics, evaluations, timeline] = got.map((one) => one.value);
+  const got = await Promise.allSettled([read(history), read("v1/evaluations"), read("v1/timeline?limit=200"),
+    read("v1/throughput-history")]);
+  const [metrics, evaluations, timeline, past] = got.map((one) => one.value);
   if (metrics) replaceMetrics(metrics);
   if (evaluations) setEvaluations(evaluations.evaluations);
+  if (past) addPast(past);
   if (timeline) addEvents(timeline.events);
   emit("connected");
   for (const one of got) if (one.reason && !(one.reason instanceof Refused)) throw one.reason;

@@ -12,7 +12,7 @@ export const store = {
   metrics: { step: [], series: {}, staleness: [] },
   evaluations: [],
   events: [],
-  /** One look a second since the page was opened: {time, generated, trained, services: {name: figure}}. */
+  /** One look a second: {time, generated, trained, services: {name: figure}}. */
   ticks: [],
 };
 
@@ -45,6 +45,15 @@ export function addStatus(status) {
     if (store.ticks.length > KEEP_TICKS) store.ticks.splice(0, store.ticks.length - KEEP_TICKS);
   }
   emit("status");
+}
+
+/** Looks from before the page was opened, or while it was cut off: {time, generated_tokens, trained_tokens}. */
+export function addPast({ time, generated_tokens: generated, trained_tokens: trained }) {
+  const own = new Map(store.ticks.map((tick) => [Math.round(tick.time), tick]));
+  const past = time.map((at, index) => own.get(Math.round(at)) ??
+    { time: at, generated: generated[index], trained: trained[index], services: {} });
+  const last = time.at(-1) ?? 0;
+  store.ticks = past.concat(store.ticks.filter((tick) => tick.time > last)).slice(-KEEP_TICKS);
 }
 
 /** Columns as the server sends them; steps that were trained again replace themselves and what came after. */
