@@ -19,6 +19,19 @@ export function colour(name) {
 
 const fade = (rgb, alpha) => rgb.replace(/^rgba?\(([^)]+)\)$/, (_, parts) => `rgba(${parts.split(",").slice(0, 3)}, ${alpha})`);
 
+/** Ticks of a logarithmic axis: whole decades, not more than about six, and 2 and 5 between them where they are few. */
+function decades(low, high) {
+  const [first, last] = [Math.floor(Math.log10(low) + 1e-9), Math.ceil(Math.log10(high) - 1e-9)];
+  const step = Math.ceil((last - first) / 6) || 1;
+  const parts = last - first <= 2 ? [1, 2, 5] : [1];
+  const ticks = [];
+  for (let exponent = first; exponent <= last; exponent += step)
+    for (const part of parts) ticks.push(Number(`${part}e${exponent}`));
+  return ticks.filter((tick) => tick >= low * 0.999 && tick <= high * 1.001);
+}
+
+const power = (tick) => (tick >= 1e-3 && tick < 1e4 ? String(tick) : tick.toExponential(0));
+
 const charts = new Set();
 document.addEventListener("themechange", () => charts.forEach((chart) => chart.rebuild()));
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => charts.forEach((chart) => chart.rebuild()));
@@ -57,6 +70,7 @@ export class LineChart {
     this.canvas.classList.toggle("is-empty", !any);
     setAttribute(this.canvas, "aria-label", words);
     this.data = [x, ...columns];
+    columns.forEach((column, i) => (this.values[i].parentElement.hidden = column.every((value) => value === null)));
     if (!any) return;
     if (!this.plot || changed) this.rebuild();
     else this.plot.setData(this.data);
@@ -105,7 +119,7 @@ export class LineChart {
       ? { values: (_, ticks, __, ___, step) => ticks.map((tick) => timeOfDay(tick).slice(0, step < 60 ? 8 : 5)) }
       : { values: (_, ticks) => ticks.map((tick) => (tick === null ? "" : span(tick))) };
     const value = this.log
-      ? { filter: null, values: (plot, ticks) => this.decades(plot.scales.y, ticks) }
+      ? { filter: (_, ticks) => ticks, splits: (_, __, low, high) => decades(low, high), values: (_, ticks) => ticks.map(power) }
       : { values: (_, ticks) => ticks.map((tick) => (Math.abs(tick) >= 1000 ? short(tick) : String(+tick.toFixed(6)))) };
     return {
       width: this.canvas.clientWidth,
@@ -124,12 +138,6 @@ export class LineChart {
       series: [{}, ...this.series.map((one) => this.style(one))],
       hooks: { setCursor: [(plot) => this.tell(plot.cursor.left >= 0 ? plot.cursor.idx : null)] },
     };
-  }
-
-  /** Labels of a logarithmic axis: whole decades, and 2 and 5 between them where there are few. */
-  decades({ min, max }, ticks) {
-    const signs = max / min < 300 ? ["1", "2", "5"] : ["1"];
-    return ticks.map((tick) => (tick && signs.includes(tick.toExponential(0)[0]) ? String(+tick.toPrecision(2)) : ""));
   }
 
   style(one) {

@@ -10,14 +10,14 @@ const PLACE = {
 
 const moving = (status) => !["paused", "stopped", "finished", "failed", "unreachable"].includes(status.state);
 
-function queue(status, name, more = []) {
+function queue(status, name) {
   const stream = status.streams.find((stream) => stream.name === name);
   if (!stream) return null;
   const lag = stream.oldest_s === null ? "nothing waits" : `oldest ${duration(stream.oldest_s)}`;
   return {
     name,
     rate: stream.rate,
-    lines: [`${rate(stream.rate)}/s`, `${count(stream.waiting)} wait · ${count(stream.pending)} taken`, lag, ...more],
+    lines: [`${rate(stream.rate)}/s`, `${count(stream.waiting)} wait`, `${count(stream.pending)} taken`, lag],
   };
 }
 

@@ -42,8 +42,8 @@ function drawEdge(name, { path, words, flat }) {
     return { group, flow, name: label.firstChild, notes: [label.lastChild], flat };
   }
   // Over the line its name and rate, under it what waits; beside it, when the line runs down.
-  const below = layout.gap ? [-22, -4, 46, 64] : [0, LINE, 2 * LINE, 3 * LINE];
-  const texts = ["edge-name", "edge-rate", "edge-note", "edge-note"].map((className, index) =>
+  const below = layout.gap ? [-22, -4, 46, 64, 82] : [0, LINE, 2 * LINE, 3 * LINE, 4 * LINE];
+  const texts = ["edge-name", "edge-rate", "edge-note", "edge-note", "edge-note"].map((className, index) =>
     s("text", { class: className, ...place(below[index]) }));
   group.append(...texts);
   return { group, flow, name: texts[0], notes: texts.slice(1), flat };
@@ -87,7 +87,11 @@ function update() {
     if (!edge) continue;
     setText(drawn.name, edge.name);
     if (drawn.flat) setText(drawn.notes[0], edge.lines.join(" · "));
-    else drawn.notes.forEach((note, index) => setText(note, edge.lines[index] ?? ""));
+    else {
+      const [rate, wait, taken, lag] = edge.lines;
+      const lines = layout.split ? [rate, wait, taken, lag] : [rate, `${wait} · ${taken}`, lag];
+      drawn.notes.forEach((note, index) => setText(note, lines[index] ?? ""));
+    }
     const runs = moving && edge.rate > 0;
     setAttribute(drawn.group, "data-runs", runs ? "" : null);
     setAttribute(drawn.group, "data-mark", mark === name ? "" : null);

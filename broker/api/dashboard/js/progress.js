@@ -6,6 +6,8 @@ import { count, figure, percent, plural, short, small } from "./format.js";
 import { on, setAxis, store } from "./store.js";
 
 const SMOOTH = 20;
+/** A divergence below this is what is left of the same weights on both sides. */
+const ROUNDING = 1e-9;
 const MANY = 3 * SMOOTH;
 
 /** Running mean of the last `width` values; nulls are left out. */
@@ -63,7 +65,7 @@ function showGap(chart) {
   const measured = (name) => column(name).map((value, index) => (tokens[index] === 0 || !(value > 0) ? null : value));
   const mean = measured("train/logprob_gap_mean");
   const most = measured("train/logprob_gap_max");
-  const kl = column("train/kl").map((value) => (value > 0 ? value : null));
+  const kl = column("train/kl").map((value) => (value > ROUNDING ? value : null));
   const last = (values) => small(values.findLast((value) => value !== null) ?? null);
   chart.show({
     x: horizontal(), columns: [mean, most, kl], axis: store.axis,

@@ -26,7 +26,8 @@ function growth(values) {
 }
 
 function activity(service) {
-  const values = store.ticks.slice(-POINTS).map((tick) => tick.services[service.name] ?? null);
+  const looks = store.ticks.slice(-POINTS).map((tick) => tick.services[service.name] ?? null);
+  const values = looks.slice(Math.max(0, looks.findIndex((value) => value !== null)));
   if (service.role === "generator" || service.role === "trainer")
     return { points: values, text: `${short(service.tokens_per_s)} tok/s` };
   if (service.figures.ok === undefined && service.figures.cursor === undefined) return { points: [], text: "" };
