@@ -10,7 +10,7 @@ from broker.api.context import By, InContext
 from broker.api.problems import Refusal
 from broker.api.readers import letter_detail, letter_head
 from broker.dead_letters import KEPT
-from broker.telemetry import EVAL_BASE
+from broker.eval_ids import EVAL_BASE
 from schemas.status import Accepted, DeadLetters, LetterDetail
 
 router = APIRouter(prefix="/v1/dead-letters", tags=["dead letters"])
