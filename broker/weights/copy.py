@@ -35,8 +35,10 @@ class WeightCopy:
         self._store = store
         self._folder = folder
         self._state = folder / "state.safetensors"
+        self._links = folder / "shared"
         self._held: Held | None = None
         self._path = self._state
+        shutil.rmtree(self._links, ignore_errors=True)
 
     def fetch(self, manifest: Manifest) -> Path:
         """A verified file of this version. InfraError when there is no way to it, DiskError when it is the disk."""
@@ -65,7 +67,7 @@ class WeightCopy:
 
     def _follow(self, route: Route, target: Manifest) -> Path:
         if route.start is not None:
-            path = self._store.fetch(route.start.state, self._folder)
+            path = self._hold(self._store.fetch(route.start.state, self._folder))
             if path != self._path:
                 self.drop()
             self._path = path
@@ -83,8 +85,24 @@ class WeightCopy:
     def drop(self) -> None:
         """Free the disk; the next version comes from a whole one."""
         self._held = None
-        if self._path.parent == self._folder:
+        if self._path.is_relative_to(self._folder):
             self._path.unlink(missing_ok=True)
+
+    def _hold(self, path: Path) -> Path:
+        """A link of our own to a shared file, which the trainer frees when newer versions are there."""
+        if path.parent == self._folder:
+            return path
+        link = self._links / path.name
+        self._links.mkdir(parents=True, exist_ok=True)
+        link.unlink(missing_ok=True)
+        try:
+            os.link(path, link)
+        except FileNotFoundError as error:
+            raise InfraError(f"{path} was freed while it was fetched") from error
+        except OSError:
+            # Another file system, or one without links: whoever loads it has to be faster than the trainer.
+            return path
+        return link
 
     def _own(self) -> None:
         """Have the state where it can be changed: a shared file is for everyone."""

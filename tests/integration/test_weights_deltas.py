@@ -153,7 +153,7 @@ def test_what_is_kept_is_bounded(
         assert sum(manifest.whole for manifest in published) <= 2
         held = broker.link.client.hlen(broker.link.keys.chunks) if kind == "redis" else len(files(tmp_path / "out")) - 1
         assert held == sum(m.whole + (m.delta is not None) for m in published)
-        assert files(tmp_path / "in") <= {"state.safetensors", "whole"}
+        assert files(tmp_path / "in") <= {"state.safetensors", "whole", "shared"}
 
 
 def test_a_change_of_everything_travels_whole_and_small_ones_are_deltas_again_later(
@@ -286,6 +286,20 @@ def test_a_version_that_is_freed_while_it_is_fetched_is_an_error_that_passes(
     newest = broker.weights.newest()
     assert newest is not None
     assert trainer.is_at(generator.fetch(newest))
+
+
+def test_what_was_fetched_stays_until_the_next_fetch_though_the_trainer_frees_it(
+    trainer: Trainer, generator: WeightCopy, kind: str, tmp_path: Path
+) -> None:
+    path = generator.fetch(trainer.publish(1))
+    assert trainer.is_at(path)
+    kept = path.read_bytes()
+    for version in range(2, 12):
+        newest = trainer.publish(version, changed=4000)
+    assert path.read_bytes() == kept
+    assert trainer.is_at(generator.fetch(newest))
+    generator.drop()
+    assert not [file for file in (tmp_path / "in").rglob("*") if file.is_file()]
 
 
 def test_a_file_system_without_links_gets_a_copy(
