@@ -12,7 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 
 app = typer.Typer(
     name="bench",
-    help="Measure the broker: transport against the raw server, many generators on one, and weights on their way.",
+    help="Measure the broker, weights on their way, generation, the control plane, and the trainer's step.",
     no_args_is_help=True,
 )
 
@@ -175,6 +175,27 @@ def control(
         report.print_json("control", [row])
     else:
         report.print_control(row)
+
+
+@app.command()
+def trainer(
+    samples: Annotated[int, typer.Option(min=8, help="Trajectories in a step, in groups of 8.")] = 128,
+    rounds: Annotated[int, typer.Option(min=1, help="Steps of each contender, in turns, after a first one.")] = 5,
+    micro_batch_tokens: Annotated[int, typer.Option(min=1024, help="Tokens in one forward pass of ours.")] = 4096,
+    threads: Annotated[int, typer.Option(min=1, help="CPU threads of each contender.")] = 2,
+    as_json: Json = False,
+) -> None:
+    """Our optimizer step on a model of 25 M parameters, beside TRL's (where installed) and beside the bare model."""
+    from deploy.bench import report
+    from deploy.bench.trainer import CONTENDERS, measure
+
+    with _progress() as progress:
+        bar = progress.add_task("steps", total=len(CONTENDERS) * (rounds + 1))
+        row = measure(samples, rounds, micro_batch_tokens, threads, lambda n: progress.advance(bar, n))
+    if as_json:
+        report.print_json("trainer", [row], **{key: row[key] for key in report.TRAINER_KEYS})
+    else:
+        report.print_trainer(row)
 
 
 def _show(progress: Progress, bar: TaskID, seconds: float) -> None:

@@ -127,5 +127,17 @@ def print_generator(row: dict[str, Any]) -> None:
     )
 
 
+TRAINER_KEYS = ("tokens_per_s", "vs_trl", "vs_limit", "peak_rss_mb", "peak_rss_vs_limit")
+
+
+def print_trainer(row: dict[str, Any]) -> None:
+    """The trainer's step beside the others."""
+    trl = "TRL is not installed" if row["vs_trl"] is None else f"{row['vs_trl']:.2f} times TRL"
+    Console().print(
+        f"{row['tokens_per_s']:,.0f} tokens a second; {row['vs_limit']:.2f} of the bare model; {trl}; peak memory"
+        f" {row['peak_rss_mb']:,.0f} MB, {row['peak_rss_vs_limit']:.2f} of the bare model's"
+    )
+
+
 def _ms(value: float | None) -> str:
     return "–" if value is None else f"{value:.1f}"

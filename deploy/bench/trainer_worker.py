@@ -1,0 +1,220 @@
+"""One contender of ``tidemill bench trainer``: makes a step for each line on stdin, and prints its figures as JSON.
+
+``ours`` is the trainer's whole step. ``limit`` is forward and backward of the same packed tokens through the bare
+model, by the same attention, with the plainest cross-entropy, and no optimizer. ``trl`` is the loss of TRL's
+GRPOTrainer, its padding, and the same optimizer.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import resource
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+from consumers.trainer.batches import Group
+from consumers.trainer.packing import pack
+from consumers.trainer.policy import Policy, load_model
+from consumers.trainer.step import TrainStep
+from schemas.codec import Array
+from schemas.config.models import TrainerConfig
+from schemas.messages import Span, Trajectory
+
+VOCABULARY, HIDDEN, LAYERS, HEADS = 8192, 384, 8, 6
+GROUP, LONGEST = 8, 1024
+ROWS = 8
+"""Samples in a micro-batch of TRL: its per_device_train_batch_size."""
+
+
+def make_model(folder: Path) -> Path:
+    """A random Qwen2 of 25 million parameters with a tokenizer, once."""
+    if (folder / "config.json").is_file():
+        return folder
+    config = Qwen2Config(
+        vocab_size=VOCABULARY,
+        hidden_size=HIDDEN,
+        intermediate_size=4 * HIDDEN,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=HEADS,
+        num_key_value_heads=HEADS,
+        max_position_embeddings=LONGEST,
+        tie_word_embeddings=False,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=0,
+    )
+    torch.manual_seed(0)
+    Qwen2ForCausalLM(config).save_pretrained(folder)
+    words = {f"<{index}>": index for index in range(VOCABULARY)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<3>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<0>", eos_token="<2>").save_pretrained(folder)
+    return folder
+
+
+def make_groups(samples: int) -> list[Group]:
+    """Recorded trajectories: log-normal lengths with a mean near 150, a quarter of it prompt; rewards of 0 and 1."""
+    rng = random.Random(0)
+    groups = []
+    for task_id in range(samples // GROUP):
+        members = []
+        for sample in range(GROUP):
+            length = min(LONGEST, max(16, int(rng.lognormvariate(4.6, 0.9))))
+            prompt = length // 4
+            trajectory = Trajectory(
+                run="bench",
+                task_id=task_id,
+                sample=sample,
+                kind="train",
+                tokens=Array.of([rng.randrange(3, VOCABULARY) for _ in range(length)], "i4"),
+                loss_mask=Array.of([0] * prompt + [1] * (length - prompt), "u1"),
+                logprobs=Array.of([0.0] * prompt + [-9.0] * (length - prompt), "f4"),
+                spans=[Span(0, prompt, length)],
+                turns=[],
+                finish="stop",
+                prompt="",
+                completion="",
+                generator="bench",
+            )
+            members.append((trajectory, float(rng.random() < 0.5)))
+        groups.append(Group(task_id, members))
+    return groups
+
+
+def ours(folder: Path, groups: list[Group], micro_batch_tokens: int) -> Callable[[], None]:
+    settings = TrainerConfig.model_validate({"micro_batch_tokens": micro_batch_tokens})
+    step = TrainStep(Policy(load_model(folder, "float32")), settings, temperature=1.0, max_tokens=LONGEST)
+
+    def run() -> None:
+        step.run(step.assemble(groups), version=0)
+
+    return run
+
+
+def limit(folder: Path, groups: list[Group], micro_batch_tokens: int) -> Callable[[], None]:
+    settings = TrainerConfig.model_validate({"micro_batch_tokens": micro_batch_tokens})
+    step = TrainStep(Policy(load_model(folder, "float32")), settings, temperature=1.0, max_tokens=LONGEST)
+    # Only the plan and the model with its packed attention are taken over.
+    micro_batches, model = step.assemble(groups).micro_batches, step.policy.causal_lm
+    step.optimizer.state.clear()
+    packed = [
+        (found, micro.targets[found.rows])
+        for micro in micro_batches
+        for found in [pack(micro.tokens[:, :-1], micro.lengths)]
+    ]
+
+    def run() -> None:
+        model.zero_grad(set_to_none=True)
+        for tokens, targets in packed:
+            logits = model(**tokens.arguments(), use_cache=False).logits[0]
+            F.cross_entropy(logits.float(), targets).backward()
+
+    return run
+
+
+def trl(folder: Path, groups: list[Group], micro_batch_tokens: int) -> Callable[[], None]:
+    from datasets import Dataset
+    from trl import GRPOConfig, GRPOTrainer
+
+    count = sum(len(group.samples) for group in groups)
+    arguments = GRPOConfig(
+        output_dir=str(folder / "trl"),
+        use_cpu=True,
+        bf16=False,
+        fp16=False,
+        gradient_checkpointing=False,
+        per_device_train_batch_size=ROWS,
+        gradient_accumulation_steps=count // ROWS,
+        num_generations=GROUP,
+        max_completion_length=LONGEST,
+        report_to=[],
+        disable_tqdm=True,
+    )
+    trainer = GRPOTrainer(
+        model=Qwen2ForCausalLM.from_pretrained(folder, dtype=torch.float32),
+        reward_funcs=lambda completions, **_: [0.0] * len(completions),
+        args=arguments,
+        train_dataset=Dataset.from_list([{"prompt": "<5>"}] * count),
+        processing_class=PreTrainedTokenizerFast.from_pretrained(folder),
+    )
+    model: Any = trainer.model
+    model.train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=True)
+    batches = _padded(groups)
+    # What the library's training loop sets; there is none here.
+    trainer.current_gradient_accumulation_steps = len(batches)
+
+    def run() -> None:
+        for batch in batches:
+            loss = trainer.compute_loss(model, batch)
+            (loss / len(batches)).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    return run
+
+
+def _padded(groups: list[Group]) -> list[dict[str, Any]]:
+    """Rows as TRL has them: prompts padded on the left, completions on the right, all to the longest of the step."""
+    samples = [(t, reward) for group in groups for t, reward in group.samples]
+    prompts = [int((t.loss_mask.numpy() == 0).sum()) for t, _ in samples]
+    completions = [len(t.tokens) - prompt for (t, _), prompt in zip(samples, prompts, strict=True)]
+    prompt_ids = torch.zeros(len(samples), max(prompts), dtype=torch.int64)
+    completion_ids = torch.zeros(len(samples), max(completions), dtype=torch.int64)
+    prompt_mask, completion_mask = torch.zeros_like(prompt_ids), torch.zeros_like(completion_ids)
+    for row, ((t, _), prompt, completion) in enumerate(zip(samples, prompts, completions, strict=True)):
+        tokens = torch.from_numpy(t.tokens.numpy().copy()).long()
+        prompt_ids[row, max(prompts) - prompt :], prompt_mask[row, max(prompts) - prompt :] = tokens[:prompt], 1
+        completion_ids[row, :completion], completion_mask[row, :completion] = tokens[prompt:], 1
+    rewards = torch.tensor([reward for _, reward in samples]).reshape(-1, GROUP)
+    advantages = (rewards - rewards.mean(1, keepdim=True)).flatten()
+    whole = {
+        "prompt_ids": prompt_ids,
+        "prompt_mask": prompt_mask,
+        "completion_ids": completion_ids,
+        "completion_mask": completion_mask,
+        "advantages": advantages,
+        "old_per_token_logps": torch.full(completion_ids.shape, -9.0),
+    }
+    total = completion_mask.sum()
+    return [
+        {**{name: value[start : start + ROWS] for name, value in whole.items()}, "num_items_in_batch": total}
+        for start in range(0, len(samples), ROWS)
+    ]
+
+
+def main() -> None:
+    """``python -m deploy.bench.trainer_worker NAME FOLDER SAMPLES MICRO_BATCH_TOKENS``."""
+    name, folder, samples, micro_batch_tokens = sys.argv[1:]
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    # Libraries print to stdout; what is read from there is ours.
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    groups = make_groups(int(samples))
+    tokens = sum(len(t.tokens) for group in groups for t, _ in group.samples)
+    make = {"ours": ours, "limit": limit, "trl": trl}[name]
+    run = make(make_model(Path(folder)), groups, int(micro_batch_tokens))
+    for _ in sys.stdin:
+        started, used = time.perf_counter(), time.process_time()
+        run()
+        seconds, cpu_seconds = time.perf_counter() - started, time.process_time() - used
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1e6 if sys.platform == "darwin" else 1e3)
+        answers.write(
+            json.dumps({"seconds": seconds, "cpu_seconds": cpu_seconds, "tokens": tokens, "peak_rss_mb": peak}) + "\n"
+        )
+        answers.flush()
+
+
+if __name__ == "__main__":
+    main()
