@@ -7,6 +7,7 @@ GRPOTrainer, its padding, and the same optimizer.
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import random
@@ -15,7 +16,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -54,11 +55,12 @@ def make_model(folder: Path) -> Path:
         pad_token_id=0,
     )
     torch.manual_seed(0)
-    Qwen2ForCausalLM(config).save_pretrained(folder)
+    Qwen2ForCausalLM(config).save_pretrained(folder)  # type: ignore[no-untyped-call]
     words = {f"<{index}>": index for index in range(VOCABULARY)}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="<3>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<0>", eos_token="<2>").save_pretrained(folder)
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<0>", eos_token="<2>")  # type: ignore[no-untyped-call]
+    fast.save_pretrained(folder)
     return folder
 
 
@@ -117,17 +119,16 @@ def limit(folder: Path, groups: list[Group], micro_batch_tokens: int) -> Callabl
         model.zero_grad(set_to_none=True)
         for tokens, targets in packed:
             logits = model(**tokens.arguments(), use_cache=False).logits[0]
-            F.cross_entropy(logits.float(), targets).backward()
+            F.cross_entropy(logits.float(), targets).backward()  # type: ignore[no-untyped-call]
 
     return run
 
 
 def trl(folder: Path, groups: list[Group], micro_batch_tokens: int) -> Callable[[], None]:
-    from datasets import Dataset
-    from trl import GRPOConfig, GRPOTrainer
-
+    # Both come without types.
+    datasets, library = (cast(Any, importlib.import_module(name)) for name in ("datasets", "trl"))
     count = sum(len(group.samples) for group in groups)
-    arguments = GRPOConfig(
+    arguments = library.GRPOConfig(
         output_dir=str(folder / "trl"),
         use_cpu=True,
         bf16=False,
@@ -140,11 +141,11 @@ def trl(folder: Path, groups: list[Group], micro_batch_tokens: int) -> Callable[
         report_to=[],
         disable_tqdm=True,
     )
-    trainer = GRPOTrainer(
+    trainer = library.GRPOTrainer(
         model=Qwen2ForCausalLM.from_pretrained(folder, dtype=torch.float32),
         reward_funcs=lambda completions, **_: [0.0] * len(completions),
         args=arguments,
-        train_dataset=Dataset.from_list([{"prompt": "<5>"}] * count),
+        train_dataset=datasets.Dataset.from_list([{"prompt": "<5>"}] * count),
         processing_class=PreTrainedTokenizerFast.from_pretrained(folder),
     )
     model: Any = trainer.model
