@@ -233,6 +233,32 @@ def slurm(
 
 
 @app.command()
+def ray(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    address: Annotated[str, typer.Option(help="The cluster; auto finds it, local starts one here.")] = "auto",
+    generators: Annotated[int | None, typer.Option(help="Fewest generators; generator.replicas.")] = None,
+    max_generators: Annotated[int | None, typer.Option(help="Most generators; as many as the fewest.")] = None,
+    generator_gpus: Annotated[float, typer.Option(help="GPUs of one generator.")] = 0.0,
+    trainer_gpus: Annotated[float, typer.Option(help="GPUs of the trainer.")] = 0.0,
+    generator_cpus: Annotated[float, typer.Option(help="CPUs of one generator.")] = 1.0,
+    trainer_cpus: Annotated[float, typer.Option(help="CPUs of the trainer.")] = 1.0,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Delete what an earlier run left, and start anew.")] = False,
+) -> None:
+    """Run everything on a Ray cluster until the training is done; goes on with a run that was stopped."""
+    given = [] if generators is None else [f"generator.replicas={generators}"]
+    loaded = _load(config, [*(overrides or []), *given])
+    least = loaded.generator.replicas
+    most = least if max_generators is None else max_generators
+    from deploy.launchers.ray import Ray, RayOptions
+    from deploy.up import run_up
+
+    options = RayOptions(address, trainer_cpus, trainer_gpus, generator_cpus, generator_gpus, least, most)
+    with Ray(options, loaded.broker.url) as launcher:
+        raise typer.Exit(run_up(loaded, fresh, launcher))
+
+
+@app.command()
 def doctor(
     config: Annotated[Path | None, typer.Argument(metavar="[CONFIG]", help="The YAML configuration.")] = None,
     overrides: Overrides = None,

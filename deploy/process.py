@@ -171,9 +171,9 @@ class Strays:
         self._sessions: set[int] = set()
         self._killed: set[int] = set()
 
-    def orphaned(self, process: Process) -> None:
-        """The guardian of this process was killed; its session's processes come here."""
-        self._sessions.add(process.guard_pid)
+    def orphaned(self, guard_pid: int) -> None:
+        """This guardian was killed; its session's processes come here."""
+        self._sessions.add(guard_pid)
 
     def sweep(self, guards: set[int]) -> list[int]:
         """Kill and collect what there is besides ``guards``; call it again until it returns nothing."""

@@ -20,7 +20,9 @@ from typing import Literal, Self
 
 from deploy.causes import Failure, last_error, root_cause
 from deploy.exits import HOPELESS, OK_EXIT
-from deploy.process import Exit, Process, Strays, become_subreaper
+from deploy.launchers.base import Launcher, Running
+from deploy.launchers.local import Local
+from deploy.process import Exit, Strays, become_subreaper
 from deploy.restarts import Life, State
 from schemas.config import SupervisorConfig
 from schemas.errors import ConfigError, InfraError
@@ -86,7 +88,7 @@ class _Service:
         self.life = life
         self.log = log
         self.rank = rank
-        self.process: Process | None = None
+        self.process: Running | None = None
         self.log_start = 0
         self.failure: Failure | None = None
         self.kill_at: float | None = None
@@ -106,8 +108,14 @@ class Supervisor:
     """
 
     def __init__(
-        self, policy: SupervisorConfig, logs: Path, on_change: Callable[[Change], None] = lambda change: None
+        self,
+        policy: SupervisorConfig,
+        logs: Path,
+        on_change: Callable[[Change], None] = lambda change: None,
+        launcher: Launcher | None = None,
     ) -> None:
+        """launcher: where services run; on this machine by default."""
+        self._launcher = launcher or Local()
         self._policy = policy
         self._logs = logs
         self._on_change = on_change
@@ -188,6 +196,10 @@ class Supervisor:
                 self.add(spec)
                 live.append(self._services[spec.name])
 
+    def replicas(self, role: str) -> int:
+        """How many of a role live, or are about to be started again."""
+        return sum(s.spec.role == role and _lives(s) for s in self._services.values())
+
     def run(self, on_tick: Callable[[], None] = lambda: None) -> Outcome:
         """Supervise until the run is finished, given up, or SIGINT, SIGTERM or SIGHUP arrives.
 
@@ -258,12 +270,13 @@ class Supervisor:
     def _start(self, service: _Service, now: float) -> None:
         service.log_start = service.log.stat().st_size if service.log.exists() else 0
         service.kill_at, service.overdue = None, False
-        service.process = Process(
+        service.process = self._launcher.start(
             service.spec.argv,
             service.spec.name,
-            log=None if service.spec.shared_output else service.log,
-            environment=service.spec.environment,
-            mark=self._strays.mark,
+            service.spec.role,
+            None if service.spec.shared_output else service.log,
+            service.spec.environment,
+            self._strays.mark,
         )
         again = service.life.restarts > 0
         service.life.started(now)
@@ -275,7 +288,7 @@ class Supervisor:
             return
         if service.process and service.process.orphaned:
             # Its children come to this process a moment later.
-            self._strays.orphaned(service.process)
+            self._strays.orphaned(service.process.guard_pid)
             self._sweep_until = now + SWEEP_S
         service.process = None
         asked = service.life.state is State.STOPPING

@@ -27,6 +27,8 @@ from broker.link import answers, open_client, url_from
 from broker.presence import Presence
 from deploy.ending import Ending, finish
 from deploy.exits import CONFIG_EXIT, ERROR_EXIT, INTERRUPTED_EXIT, OK_EXIT
+from deploy.launchers.base import Launcher
+from deploy.launchers.local import Local
 from deploy.live import View
 from deploy.logs import configure_logging
 from deploy.preflight import check
@@ -47,10 +49,11 @@ LOCK = "up.lock"
 CONFIG = "config.yaml"
 
 
-def run_up(config: TidemillConfig, fresh: bool = False) -> int:
+def run_up(config: TidemillConfig, fresh: bool = False, launcher: Launcher | None = None) -> int:
     """Run until the training is done, has failed, or is interrupted; returns the exit code.
 
     fresh: first delete the files of an earlier run of this name, and what it left in the broker.
+    launcher: where services run; on this machine by default.
     """
     check(config)
     folder = config.folder
@@ -72,17 +75,19 @@ def run_up(config: TidemillConfig, fresh: bool = False) -> int:
         file = folder / CONFIG
         # They share this machine, and one port can have one owner.
         save_config(config.model_copy(update={"probes": ProbesConfig()}), file)
-        run = _Run(config, file)
+        launcher = launcher or Local()
+        run = _Run(config, file, launcher)
         outcome = run.warm_start()
         if outcome is not None:
             return run.report(outcome, None)
-        supervisor = stack.enter_context(Supervisor(config.supervisor, folder / "logs", run.on_change))
+        supervisor = stack.enter_context(Supervisor(config.supervisor, folder / "logs", run.on_change, launcher))
         return run.run(supervisor)
 
 
 class _Run:
-    def __init__(self, config: TidemillConfig, file: Path) -> None:
+    def __init__(self, config: TidemillConfig, file: Path, launcher: Launcher) -> None:
         self.config = config
+        self.launcher = launcher
         self.file = file
         self.console = Console()
         self.notices: list[Notice] = []
@@ -204,6 +209,7 @@ class _Run:
 
     def _show(self, supervisor: Supervisor, watcher: Watcher) -> None:
         self._tell_address()
+        self.launcher.tick(supervisor, watcher.latest)
         if self.view is not None:
             self.view.show(self._merge(supervisor, watcher.latest or empty(self.config)), time.monotonic())
 
