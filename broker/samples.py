@@ -60,12 +60,14 @@ class Samples:
         if len(args) > 2:
             self._link.script("keep", *args)
 
-    def search(self, wanted: Callable[[Seen], bool], limit: int, examine: int) -> Found:
-        """Up to ``limit`` trajectories that are ``wanted``, newest first, from the newest ``examine``."""
+    def search(self, wanted: Callable[[Seen], bool], limit: int, examine: int, only_trained: bool = False) -> Found:
+        """Up to ``limit`` trajectories that are ``wanted``, newest first, from the newest ``examine``.
+
+        only_trained: look among the trained ones that are kept; the pipeline may hold more than ``examine`` others.
+        """
         items: list[Seen] = []
         examined = 0
-        scores = self._scores()
-        for seen in self._all(scores):
+        for seen in self._kept() if only_trained else self._all(self._scores()):
             if examined >= examine:
                 return Found(items, examined, False)
             examined += 1
@@ -76,7 +78,10 @@ class Samples:
         return Found(items, examined, True)
 
     def get(self, task_id: int, sample: int) -> Seen | None:
-        """One of them; None when it is neither in the pipeline nor kept."""
+        """One of them; None when it is neither in the pipeline nor kept. A trained one stays in both for a while."""
+        for seen in self._kept():
+            if (seen.trajectory.task_id, seen.trajectory.sample) == (task_id, sample):
+                return seen
         keys = self._link.keys
         entry: Any = self._link.run(
             "looking for a sample", lambda client: client.hget(keys.samples, f"{task_id}:{sample}")
@@ -88,9 +93,6 @@ class Samples:
                 seen = self._live(entry_id, fields, self._scores())
                 if seen is not None:
                     return seen
-        for seen in self._kept():
-            if (seen.trajectory.task_id, seen.trajectory.sample) == (task_id, sample):
-                return seen
         return None
 
     def _all(self, scores: dict[tuple[int, int], Score]) -> Iterator[Seen]:

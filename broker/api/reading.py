@@ -117,7 +117,7 @@ def trajectories(
 ) -> Trajectories:
     """Search what is in the pipeline, and the trained samples that are kept for reading. Newest first."""
     search = Search(task_id, version, finish, state, kind, reward_min, reward_max)
-    found = context.broker.samples.search(search.wants, limit, EXAMINED)
+    found = context.broker.samples.search(search.wants, limit, EXAMINED, state == "trained")
     return Trajectories(
         trajectories=[head(seen) for seen in found.items], examined=found.examined, complete=found.complete
     )

@@ -162,6 +162,18 @@ def test_trajectories_are_found_by_what_they_are(api: Api) -> None:
     assert api.ask("GET", "/v1/trajectories?limit=0")[0] == 422
 
 
+def test_trained_trajectories_are_found_while_the_pipeline_still_holds_them(api: Api) -> None:
+    begin(api.broker)
+    api.broker.ledger.admit(task(0))
+    tasks = api.broker.tasks("g")
+    tasks.read(1, 10)
+    tasks.publish(0, [trajectory(0, 0)])
+    api.broker.samples.keep(3, [(trajectory(0, 0), 1.0)])
+    (only,) = api.ask("GET", "/v1/trajectories?state=trained")[1]["trajectories"]
+    assert (only["task_id"], only["step"]) == (0, 3)
+    assert api.ask("GET", "/v1/trajectories/0/0")[1]["state"] == "trained"
+
+
 def test_dead_letters_are_shown_and_dropped(api: Api) -> None:
     begin(api.broker)
     api.broker.ledger.admit(task(0))
