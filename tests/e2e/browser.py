@@ -61,7 +61,7 @@ class Watched:
     def violations(self) -> list[str]:
         """What axe-core finds serious or critical, one line each."""
         # A colour that is on its way is neither the old nor the new one.
-        self.until("document.getAnimations().every((one) => !(one instanceof CSSTransition))")
+        self.until("() => document.getAnimations().every((one) => !(one instanceof CSSTransition))")
         found = Axe().run(self.page).response["violations"]
         return [
             f"{one['id']}: {one['help']}: {[node['failureSummary'] + node['html'] for node in one['nodes'][:3]]}"
@@ -74,9 +74,9 @@ class Watched:
         text = self.page.locator(f"[data-figure={figure}] .card-value").inner_text()
         return float(text.replace(",", "").replace("k", "e3"))
 
-    def until(self, expression: str, argument: Any = None) -> None:
-        """Wait until a JavaScript expression (or function of ``argument``) is true."""
-        self.page.wait_for_function(expression, arg=argument, timeout=PATIENCE_MS)
+    def until(self, function: str, argument: Any = None) -> None:
+        """Wait until a JavaScript function of ``argument`` says so; a bare expression would need eval."""
+        self.page.wait_for_function(function, arg=argument, timeout=PATIENCE_MS)
 
     def until_step_after(self, step: float) -> None:
         """Wait until the page shows a later step."""
