@@ -145,7 +145,7 @@ export class LineChart {
     return {
       label: one.label, stroke: one.alpha ? fade(stroke, one.alpha) : stroke, width: one.width ?? 1.75, spanGaps: true,
       fill: one.fill ? fade(stroke, 0.1) : undefined,
-      points: one.points ? { show: true, size: 7, fill: stroke, stroke: colour("--surface"), width: 1.5 } : { show: false },
+      points: one.points ? { show: true, size: 6, fill: stroke, stroke: colour("--surface"), width: 1.5 } : { show: false },
     };
   }
 

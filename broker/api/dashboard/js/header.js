@@ -61,7 +61,7 @@ function figures(status) {
     { key: "reward", label: "Reward", value: figure(status.reward), note: "mean of the last step", points: series("reward/mean") },
     {
       key: "accuracy", label: "Accuracy", value: figure(evaluation?.mean ?? null),
-      note: evaluation ? `version ${evaluation.version}, ${plural(evaluation.n, "prompt")}` : "no evaluation yet",
+      note: evaluation ? `of version ${evaluation.version}` : "no evaluation yet",
       points: store.evaluations.filter((one) => one.complete && one.mean !== null).map((one) => one.mean).slice(-60),
     },
     {

@@ -10,7 +10,10 @@ const PAUSE_MS = 300;
 const FIRST = 12;
 const MOST = 200;
 let limit = FIRST;
+const AGAIN_MS = 4000;
 let asked = 0;
+let searched = 0;
+let empty = true;
 let timer = 0;
 
 const input = (name, label, attributes) => h("label", { class: "filter" }, h("span", null, label), h("input", { name, ...attributes }));
@@ -26,6 +29,7 @@ function query() {
 
 async function search() {
   const number = ++asked;
+  searched = Date.now();
   let found;
   try {
     found = await read(`v1/trajectories?${query()}`);
@@ -36,6 +40,7 @@ async function search() {
   }
   if (number !== asked) return; // A newer search is under way.
   const { trajectories, examined, complete } = found;
+  empty = !trajectories.length;
   const more = complete ? "" : ", there may be more";
   setText(byId("trajectory-note"), `${plural(trajectories.length, "trajectory", "trajectories")}, newest first; ` +
     `${count(examined)} looked at${more}`);
@@ -95,4 +100,6 @@ export function start() {
   form.addEventListener("input", soon);
   form.addEventListener("reset", soon);
   on("connected", search);
+  // A list with something in it stays as it is while it is read; an empty one is looked at again.
+  on("status", () => empty && Date.now() - searched > AGAIN_MS && search());
 }
