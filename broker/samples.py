@@ -90,18 +90,18 @@ class Samples:
             id = entry.removeprefix(b"=")
             found: Any = self._link.run("reading a trajectory", lambda client: client.xrange(keys.trajectories, id, id))
             for entry_id, fields in found:
-                seen = self._live(entry_id, fields, self._scores())
-                if seen is not None:
-                    return seen
+                live = self._live(entry_id, fields, self._scores())
+                if live is not None:
+                    return live
         return None
 
     def _all(self, scores: dict[tuple[int, int], Score]) -> Iterator[Seen]:
         known: set[tuple[int, int]] = set()
         for entry_id, fields in self._pages(self._link.keys.trajectories):
-            seen = self._live(entry_id, fields, scores)
-            if seen is not None:
-                known.add((seen.trajectory.task_id, seen.trajectory.sample))
-                yield seen
+            live = self._live(entry_id, fields, scores)
+            if live is not None:
+                known.add((live.trajectory.task_id, live.trajectory.sample))
+                yield live
         for seen in self._kept():
             if (seen.trajectory.task_id, seen.trajectory.sample) not in known:
                 yield seen

@@ -7,7 +7,6 @@ GRPOTrainer, its padding, and the same optimizer.
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import random
@@ -16,7 +15,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -125,8 +124,10 @@ def limit(folder: Path, groups: list[Group], micro_batch_tokens: int) -> Callabl
 
 
 def trl(folder: Path, groups: list[Group], micro_batch_tokens: int) -> Callable[[], None]:
-    # Both come without types.
-    datasets, library = (cast(Any, importlib.import_module(name)) for name in ("datasets", "trl"))
+    import datasets  # type: ignore[import-untyped]
+    import trl
+
+    library: Any = trl  # it comes with few types
     count = sum(len(group.samples) for group in groups)
     arguments = library.GRPOConfig(
         output_dir=str(folder / "trl"),
