@@ -14,6 +14,7 @@ import typer
 
 from deploy.bench.cli import app as bench
 from deploy.cli_control import app as control_commands
+from deploy.cli_offline import app as offline_commands
 from deploy.cli_runs import app as run_commands
 from deploy.exits import CONFIG_EXIT, ERROR_EXIT, FENCED_EXIT, OK_EXIT, REFUSED_EXIT
 from schemas.errors import ConfigError, FencedError, RefusedError, TidemillError
@@ -32,6 +33,7 @@ app = typer.Typer(
 app.add_typer(bench, name="bench")
 app.add_typer(control_commands)
 app.add_typer(run_commands)
+app.add_typer(offline_commands)
 
 ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="The YAML configuration.")]
 Overrides = Annotated[

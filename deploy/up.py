@@ -33,6 +33,7 @@ from deploy.live import View
 from deploy.logs import configure_logging
 from deploy.preflight import check
 from deploy.restarts import State
+from deploy.run_files import CONFIG
 from deploy.snapshot import Notice, Replica, RunSnapshot, empty
 from deploy.steward import Steward
 from deploy.supervisor import Change, Outcome, ServiceSpec, Supervisor
@@ -46,7 +47,6 @@ STOP_ORDER = {"feeder": 0, "generator": 1, "reward": 2, "trainer": 3, "control":
 EXIT_CODES = {"finished": OK_EXIT, "failed": ERROR_EXIT, "stopped": INTERRUPTED_EXIT}
 SHOW_EVERY_S = 0.25
 LOCK = "up.lock"
-CONFIG = "config.yaml"
 
 
 def run_up(config: TidemillConfig, fresh: bool = False, launcher: Launcher | None = None) -> int:

@@ -31,7 +31,7 @@ from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 
 from consumers.trainer.states import put_tensors, tensors_of
 from consumers.trainer.step import TrainStep
-from schemas.errors import InfraError
+from schemas.errors import ConfigError, InfraError
 
 MARKER = "COMPLETE"
 _STATE = "state.json"
@@ -105,6 +105,27 @@ class Checkpoints:
             refused.append(f"{path.name}: {problem}")
         return Newest(None, refused)
 
+    def at(self, step: int | None = None) -> Path:
+        """The checkpoint of a step, the newest whole one by default; ConfigError says what there is instead.
+
+        A step may have one of several epochs: the last of them counts, and when it is damaged no other one.
+        """
+        if step is None:
+            newest = self.newest()
+            if newest.path is None:
+                raise ConfigError(
+                    f"no whole checkpoint in {self.folder}{''.join(f'; {line}' for line in newest.refused)}"
+                )
+            return newest.path
+        path = next((path for path in self._all() if step_of(path) == step), None)
+        if path is None:
+            there = ", ".join(str(number) for number in sorted({step_of(path) for path in self._all()})) or "none"
+            raise ConfigError(f"no checkpoint of step {step} in {self.folder}; there is {there}")
+        problem = damage(path)
+        if problem is not None:
+            raise ConfigError(f"checkpoint {path.name} is damaged: {problem}")
+        return path
+
     def load(self, path: Path, train: TrainStep) -> Restored:
         """Put the state in ``path`` into ``train``, on as many ranks as there are now; InfraError if it is damaged."""
         with train.ranks.together(f"checkpoint {path} is damaged", InfraError):
@@ -114,8 +135,7 @@ class Checkpoints:
                 raise OSError(problem)
         state = json.loads((path / _STATE).read_text(encoding="utf-8"))
         tensors = tensors_of(train)
-        with _quiet():
-            state_dict_loader.load(tensors, checkpoint_id=path / "tensors", no_dist=not is_initialized())
+        load_tensors(path, tensors)
         put_tensors(train, tensors)
         train.schedule.done = state["schedule"]
         rng = path / f"rng-{train.ranks.rank}.json"
@@ -138,6 +158,17 @@ class Checkpoints:
             shutil.rmtree(gone, ignore_errors=True)
             path.rename(gone)
             shutil.rmtree(gone, ignore_errors=True)
+
+
+def load_tensors(path: Path, into: dict[str, Any]) -> None:
+    """Fill these tensors, a part of what ``tensors_of`` names, from a whole checkpoint of any number of ranks."""
+    with _quiet():
+        state_dict_loader.load(into, checkpoint_id=path / "tensors", no_dist=not is_initialized())
+
+
+def step_of(path: Path) -> int:
+    """How many steps are in a finished checkpoint, by its name."""
+    return int(path.name.split("-")[1])
 
 
 def damage(path: Path) -> str | None:

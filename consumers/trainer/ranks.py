@@ -68,7 +68,7 @@ class Ranks:
         try:
             yield
         except (OSError, CheckpointException) as error:
-            problem, cause = _reason(error), error
+            problem, cause = reason(error), error
         if self.world > 1:
             problem = self._share(problem)
         if problem:
@@ -133,7 +133,7 @@ class Ranks:
         return [float(v) for v in packed.tolist()]
 
 
-def _reason(error: BaseException) -> str:
+def reason(error: BaseException) -> str:
     """What went wrong, in one line; a distributed checkpoint hides it under a failure per rank."""
     if isinstance(error, CheckpointException):
         return "; ".join(dict.fromkeys(str(failure[0]) for failure in error.failures.values()))

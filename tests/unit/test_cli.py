@@ -41,6 +41,7 @@ def test_help_names_every_command() -> None:
         "dpo",
         "reward-model",
         "eval",
+        "export",
         "doctor",
         "status",
         "runs",
