@@ -53,17 +53,17 @@ def run(step: TrainStep, groups: list[Group]) -> tuple[Tensor, StepResult, list[
     """The step's gradient before clipping, its result, and the micro-batches as they were trained."""
     gradients: list[Tensor] = []
     seen: list[Prepared] = []
-    accumulate = step._accumulate
+    forward = step._forward
 
     def look(parameters: object, limit: float) -> float:
         gradients.append(torch.cat([p.grad.flatten() for p in step.policy.parameters() if p.grad is not None]))
         return 0.0
 
-    def note(part: Prepared, *rest: object) -> None:
+    def note(part: Prepared, *rest: object) -> Tensor:
         seen.append(part)
-        accumulate(part, *rest)  # type: ignore[arg-type]
+        return forward(part, *rest)  # type: ignore[arg-type]
 
-    step._accumulate = note  # type: ignore[method-assign]
+    step._forward = note  # type: ignore[method-assign]
     step.ranks.clip_grad_norm = look  # type: ignore[method-assign, assignment]
     result = step.run(step.assemble(groups), version=5)
     return gradients[0], result, seen
