@@ -5,18 +5,18 @@
 #   deploy/compose-test.sh            all of it; removes its containers and volumes at the end, not the images
 #   COMPOSE="docker compose" deploy/compose-test.sh
 #
-# It needs a Docker engine, docker-compose and what `docker-compose build` needs (see docker-compose.yml for mirrors).
+# It needs a Docker engine, docker-compose, curl, python3 and what `docker-compose build` needs (see docker-compose.yml for mirrors).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
 read -ra COMPOSE <<<"${COMPOSE:-docker-compose}"
 RUN=arithmetic
 SCRATCH=$(mktemp -d)
-export COMPOSE_PROJECT_NAME=tidemill-test-$$ SETTINGS=$SCRATCH/settings.env
+export COMPOSE_PROJECT_NAME=tidemill-test-$$ SETTINGS=$SCRATCH/settings.env CONTROL_PORT=${CONTROL_PORT:-18642}
 cat >"$SETTINGS" <<'SETTINGS'
 TIDEMILL_WARM_START__STOP_ACCURACY=0.1
 TIDEMILL_TRAINER__STEPS=100000
-TIDEMILL_TRAINER__BATCH_GROUPS=32
+TIDEMILL_TRAINER__BATCH_GROUPS=128
 TIDEMILL_TRAINER__CHECKPOINT__EVERY=10
 TIDEMILL_TRAINER__OPTIMIZER__LR=1.0e-5
 SETTINGS
@@ -34,11 +34,16 @@ end() {
 }
 trap end EXIT
 
-# One figure of `tidemill status --json`: a Python expression over s.
-status() {
-  compose exec -T feeder tidemill status "$RUN" --json 2>>"$SCRATCH/status.log" |
-    compose exec -T feeder python -c "import json, sys; s = json.loads(sys.stdin.readline()); print($1)" 2>>"$SCRATCH/status.log"
+# rest METHOD PATH [CURL OPTIONS...]: ask the control plane from this machine, as anybody would.
+rest() {
+  local method=$1 path=$2
+  shift 2
+  curl --silent --show-error --fail-with-body --max-time 60 -X "$method" -H "Authorization: Bearer $TOKEN" \
+    "$@" "http://127.0.0.1:$CONTROL_PORT$path" 2>>"$SCRATCH/status.log"
 }
+
+# One figure of the status: a Python expression over s.
+status() { rest GET /v1/status | python3 -c "import json, sys; s = json.load(sys.stdin); print($1)" 2>>"$SCRATCH/status.log"; }
 
 # wait_for SECONDS WHAT COMMAND...: until the command succeeds.
 wait_for() {
@@ -52,41 +57,58 @@ wait_for() {
 }
 
 step() { status "s['step']"; }
+in_state() { [ "$(status "s['state']")" = "$1" ]; }
 beyond() { local now; now=$(step) && [ "$now" -gt "$1" ]; }
-alive() { [ "$(status "sum(x['service'].startswith('$1') and x['state'] != 'starting' for x in s['services'])")" = "$2" ]; }
+alive() { [ "$(status "sum(x['role'] == '$1' and x['live'] and x['state'] not in ('starting', 'loading') for x in s['services'])")" = "$2" ]; }
 
 # The run goes on from where it is now.
 goes_on() {
   local from
-  from=$(step)
-  wait_for 180 "$1: the run went on from step $from" beyond "$((from + 2))"
+  from=$(step) || from=$last
+  wait_for 300 "$1: the run went on from step $from" beyond "$((from + 2))"
+  last=$(step)
 }
 
 say "building"
 compose build --quiet >"$SCRATCH/build.log" 2>&1 || { tail -20 "$SCRATCH/build.log" >&2; exit 1; }
 say "built"
-docker image ls --format '{{.Repository}}:{{.Tag}} {{.Size}}' | grep -E '^tidemill-(feeder|reward|control|trainer|generator):latest ' | sort
+docker image ls --format '{{.Repository}}:{{.Tag}} {{.Size}}' | grep -E '^tidemill-(control|feeder|reward|trainer|generator):latest ' | sort
 
 compose up -d >"$SCRATCH/up.log" 2>&1 || { tail -20 "$SCRATCH/up.log" >&2; exit 1; }
 say "up: the model is made, all services are started"
-wait_for 300 "the first steps are trained" beyond 2
+TOKEN=$(compose exec -T control cat control/token)
+last=0
+[ "$(curl --silent --output /dev/null --write-out '%{http_code}' "http://127.0.0.1:$CONTROL_PORT/v1/status")" = 401 ]
+say "who has no token is refused"
+wait_for 300 "the first steps are trained, says REST" beyond 2
 
 compose up -d --scale generator=3 --scale reward=2 >"$SCRATCH/up.log" 2>&1
-wait_for 240 "scaled to 3 generators and 2 reward services" alive generator 3
+wait_for 600 "scaled to 3 generators" alive generator 3
+wait_for 60 "and 2 reward services" alive reward 2
 goes_on "with 3 generators"
 compose up -d --scale generator=1 --scale reward=1 >"$SCRATCH/up.log" 2>&1
 wait_for 120 "scaled back to 1 generator" alive generator 1
 goes_on "with 1 generator"
 
-for service in feeder reward generator trainer; do
+rest POST /v1/pause >"$SCRATCH/answer.json"
+wait_for 120 "paused by REST" in_state paused
+before=$(step)
+sleep 5
+[ "$(step)" = "$before" ]
+say "5 s later the step is $before still"
+rest POST /v1/resume >"$SCRATCH/answer.json"
+goes_on "resumed by REST"
+
+for service in feeder reward control generator trainer; do
   compose kill -s SIGKILL "$service" >"$SCRATCH/up.log" 2>&1
   say "killed $service"
-  compose up -d >"$SCRATCH/up.log" 2>&1
+  compose up -d --no-deps "$service" >"$SCRATCH/up.log" 2>&1
   goes_on "$service started again"
 done
-for service in feeder reward generator trainer redis; do
+for service in feeder reward control generator trainer redis; do
   compose restart "$service" >"$SCRATCH/up.log" 2>&1
-  goes_on "$service restarted"
+  say "restarted $service"
+  goes_on "$service"
 done
 
 # Killed from within, Docker's restart policy brings it back.
@@ -96,7 +118,7 @@ goes_on "the generator came back by itself"
 
 compose stop --timeout 60 trainer >"$SCRATCH/up.log" 2>&1
 say "trainer stopped, with a checkpoint"
-balance=$(status "s['balanced'], s['dead_letters']")
+balance=$(status "s['ledger']['balanced'], s['dead_letters']")
 counts=$(compose exec -T feeder python - "$RUN" <<'PYTHON'
 import sys
 from collections import Counter

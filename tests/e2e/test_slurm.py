@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import subprocess
 import sys
 import time
@@ -79,6 +81,12 @@ def test_a_run_of_slurm_jobs_outlives_a_preempted_generator_and_clears_the_queue
         return len({line["step"] for line in read_lines(run / "trained.jsonl") if "step" in line})
 
     wait_until(lambda: steps() >= 3, "steps", scripts)
+    # From any node: the run's folder tells where its control plane is.
+    token = {"TIDEMILL_CONTROL_TOKEN_FILE": str(scripts / "control_token")}
+    command = [str(program), "status", str(file), "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=os.environ | token)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["run"] == "queued"
     victim = next(name for name in sorted(jobs()) if name.startswith("tidemill-queued-generator"))
     done = subprocess.run(
         ["squeue", "--noheader", "--array", "--format=%i", "--name=tidemill-queued-generator"],

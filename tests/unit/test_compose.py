@@ -44,6 +44,8 @@ def test_every_variable_has_a_default() -> None:
 def test_services_run_commands_that_exist_on_a_configuration_that_exists(compose: dict[str, Any]) -> None:
     commands = {command.name or command.callback.__name__ for command in app.registered_commands if command.callback}
     for name, service in ours(compose).items():
+        if "entrypoint" in service:
+            continue
         command, config = service["command"]
         assert command == name
         assert command in commands
@@ -63,7 +65,7 @@ def test_services_have_no_rights_that_they_do_not_need(compose: dict[str, Any]) 
 def test_every_service_has_a_health_check_and_time_to_end(compose: dict[str, Any]) -> None:
     for name, service in compose["services"].items():
         assert service["stop_grace_period"], name
-        if name != "prepare":
+        if name not in ("prepare", "token") and "profiles" not in service:
             assert service["healthcheck"]["test"][0] == "CMD", name
 
 
@@ -87,3 +89,23 @@ def test_gpu_services_are_services_of_the_file_that_they_change(compose: dict[st
     assert set(gpu["services"]) <= set(compose["services"])
     images = {service["image"] for service in gpu["services"].values()}
     assert images == {"tidemill-generator:cuda", "tidemill-trainer:cuda"}
+
+
+def test_every_file_that_is_mounted_exists(compose: dict[str, Any]) -> None:
+    for service in compose["services"].values():
+        for volume in service.get("volumes", []):
+            source = volume.split(":")[0]
+            assert (ROOT / source).exists() if source.startswith(".") else source in compose["volumes"], volume
+
+
+def test_ports_are_for_this_machine_only(compose: dict[str, Any]) -> None:
+    ports = [port for service in compose["services"].values() for port in service.get("ports", [])]
+    assert ports
+    assert all(port.startswith("127.0.0.1:") for port in ports)
+
+
+def test_prometheus_scrapes_the_control_plane_with_its_token(compose: dict[str, Any]) -> None:
+    (job,) = yaml.safe_load((ROOT / "deploy/observability/prometheus.yml").read_text())["scrape_configs"]
+    control = compose["services"]["control"]["environment"]
+    assert job["authorization"]["credentials_file"] == control["TIDEMILL_CONTROL_TOKEN_FILE"]
+    assert job["static_configs"] == [{"targets": [f"control:{control['TIDEMILL_CONTROL__PORT']}"]}]

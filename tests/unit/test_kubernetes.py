@@ -87,7 +87,7 @@ def test_services_are_started_with_commands_that_exist_and_the_configuration_tha
                 assert words[-1] == "/etc/tidemill/config.yaml"
                 assert container["image"] == f"tidemill-{words[-2]}"
                 started.add(words[-2])
-    assert started == {"feeder", "reward", "generator", "trainer"}
+    assert started == {"control", "feeder", "reward", "generator", "trainer"}
 
 
 def test_the_configuration_is_valid_and_scaling_names_its_streams() -> None:
