@@ -70,6 +70,7 @@ class Collector:
         self._broker = broker
         self._plan = plan
         self._rates = Rates()
+        self._surplus: dict[str, int] = {}
         self._memory: int | None = None
         self._memory_due = 0.0
         self._metrics_id = "0-0"
@@ -82,7 +83,7 @@ class Collector:
         """The run now; InfraError when the broker does not answer."""
         broker = self._broker
         ledger = broker.ledger.state()
-        gauges = read_gauges(broker.link)
+        gauges = read_gauges(broker.link, self._surplus)
         beats = broker.services.list()
         results = broker.evals.results()
         now = broker.services.clock()
