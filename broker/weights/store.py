@@ -50,12 +50,14 @@ class WeightStore:
         probe: Probe | None,
         keep: int,
         deltas: DeltaMaker | None = None,
+        digests: list[str] | None = None,
     ) -> None:
         """Make the safetensors ``file`` (it is consumed) version ``version``; doing it twice changes nothing.
 
         Where its manifest is still there and its bytes are gone, they are put back.
         epoch: the trainer's own. FencedError once another one took over, or if another one has published that version.
         deltas: makes it a delta against the version before, where that is possible and pays.
+        digests: of the file's chunks, where they are known.
         """
         published = self.published()
         if epoch != self._cleared:
@@ -65,7 +67,7 @@ class WeightStore:
         if newest is not None and newest.version >= version:
             self._again(file, newest, published, version, epoch)
             return
-        state = Payload(transport.uri(version, epoch), file.stat().st_size, chunk_digests(file))
+        state = Payload(transport.uri(version, epoch), file.stat().st_size, digests or chunk_digests(file))
         made = deltas.make(file, tensors, published, epoch) if deltas else None
         # What a newcomer cannot reach any more is no base.
         whole = made is None or deltas is None or deltas.due(published) or not self._chained(made[1], published)

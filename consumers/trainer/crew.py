@@ -17,12 +17,12 @@ import structlog
 
 from consumers.trainer.batches import Group, Sample, StepBatch
 from consumers.trainer.checkpoints import Checkpoints, Restored
-from consumers.trainer.export import reference_logprobs, save_model, write_weights
+from consumers.trainer.export import reference_logprobs, save_model
 from consumers.trainer.profiling import traced
+from consumers.trainer.snapshot import Snapshot, Snapshots
 from consumers.trainer.step import StepResult, TrainStep
 from schemas.config import TidemillConfig
 from schemas.errors import InfraError
-from schemas.messages import TensorSpec
 
 log = structlog.get_logger()
 
@@ -36,9 +36,8 @@ class Train(msgspec.Struct, tag="train"):
 
 
 class Gather(msgspec.Struct, tag="gather"):
-    """Write the weights to a file, and score the probe's tokens with them."""
+    """Gather the weights, and score the probe's tokens with them."""
 
-    file: str
     tokens: list[int]
 
 
@@ -87,6 +86,9 @@ class Crew:
         self.ranks = step.ranks
         self.checkpoints = Checkpoints(config.folder / "checkpoints", config.trainer.checkpoint.keep)
         self._dtype = config.model.dtype
+        self._snapshots = Snapshots(step.policy, self._dtype, main=self.ranks.is_main, world=self.ranks.world)
+        self._snapshot: Snapshot | None = None
+        step.optimizer.register_step_pre_hook(lambda *_: self._settle())
 
     def train(self, groups: Sequence[Group], version: int, trace: Path | None = None) -> StepResult:
         """One optimizer step over these groups, dealt to the ranks; ``version`` is that of the weights before.
@@ -99,16 +101,16 @@ class Crew:
                 self._send(rank, Train(version, batch.plan.share(rank), str(trace or "")))
         return self._run(batch, version, trace)
 
-    def gather(self, file: Path, tokens: Sequence[int]) -> tuple[list[TensorSpec], npt.NDArray[np.float32]]:
-        """Write the weights to ``file`` in the wire dtype, one parameter at a time.
+    def gather(self, tokens: Sequence[int]) -> tuple[Snapshot, npt.NDArray[np.float32]]:
+        """The weights as they are now, in the wire dtype, and log-probabilities of all ``tokens`` but the first.
 
-        Returns what is in it, and the log-probability of each of ``tokens`` after the first. DiskError when there
-        is no room for it.
+        In a single process they have still to be copied, by ``Snapshot.fill``: the next optimizer step waits for that.
         """
-        self._send_all(Gather(str(file), list(tokens)))
-        with self.ranks.together(f"cannot write the weights {file}"):
-            specs = write_weights(self.step.policy, file, self._dtype, main=self.ranks.is_main)
-        return specs, reference_logprobs(self.step.policy, tokens)
+        self._send_all(Gather(list(tokens)))
+        snapshot = self._snapshots.take()
+        logprobs = reference_logprobs(self.step.policy, tokens)
+        self._snapshot = snapshot
+        return snapshot, logprobs
 
     def save(self, *, step: int, version: int, epoch: int, extra: dict[str, Any]) -> Path:
         """Write a checkpoint; see Checkpoints.save."""
@@ -118,6 +120,7 @@ class Crew:
     def load(self, path: Path) -> Restored:
         """Read a checkpoint; see Checkpoints.load."""
         self._send_all(Load(str(path)))
+        self._settle()
         return self.checkpoints.load(path, self.step)
 
     def export(self, folder: Path) -> None:
@@ -147,13 +150,19 @@ class Crew:
             trace = Path(command.trace) if command.trace else None
             self._run(self.step.batch(command.micro_batches), command.version, trace)
         elif isinstance(command, Gather):
-            self.gather(Path(command.file), command.tokens)
+            self.gather(command.tokens)
         elif isinstance(command, Save):
             self.save(step=command.step, version=command.version, epoch=command.epoch, extra={})
         elif isinstance(command, Load):
             self.load(Path(command.path))
         elif isinstance(command, Export):
             self.export(Path(command.folder))
+
+    def _settle(self) -> None:
+        """Wait until the weights are copied; they change now."""
+        snapshot, self._snapshot = self._snapshot, None
+        if snapshot is not None:
+            snapshot.wait()
 
     def _run(self, batch: StepBatch, version: int, trace: Path | None) -> StepResult:
         with traced(trace / f"rank-{self.ranks.rank}.json" if trace else None):

@@ -1,7 +1,6 @@
-"""The policy's weights as one safetensors file, and reference log-probabilities for the probe.
+"""What leaves the policy: its weights by their Hugging Face names, the probe's reference, the model as a folder.
 
-Parameters are gathered and written one at a time, in the wire dtype, under their Hugging Face names:
-memory is bounded by the largest one, and vLLM's ``load_weights`` takes the file as it is.
+The head of a safetensors file is made here; vLLM's ``load_weights`` takes the file as it is.
 """
 
 from __future__ import annotations
@@ -9,7 +8,6 @@ from __future__ import annotations
 import copy
 import json
 import math
-import os
 import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -31,41 +29,16 @@ _PREFIX = "causal_lm."
 
 def weight_specs(policy: Policy, dtype: str) -> list[TensorSpec]:
     """Names, dtypes and shapes of the file, in its order. Tied weights appear once."""
-    return [TensorSpec(name, dtype, list(tensor.shape)) for name, tensor in _weights(policy)]
-
-
-def write_weights(policy: Policy, path: Path, dtype: str, *, main: bool = True) -> list[TensorSpec]:
-    """Write all floating-point weights to ``path``, whole or not at all; returns what is in it.
-
-    Every rank of a sharded policy must call this, since gathering is collective; only ``main`` writes, and keeps
-    one parameter at a time. OSError if the file can't be written.
-    """
-    specs = weight_specs(policy, dtype)
-    aside = path.with_name(f".{path.name}.{os.getpid()}")
-    tensors = (_whole(tensor, DTYPES[dtype]) for _, tensor in _weights(policy))
-    try:
-        if main:
-            with aside.open("wb") as file:
-                file.write(_header(specs))
-                for tensor in tensors:
-                    file.write(_bytes(tensor))
-            aside.rename(path)
-    finally:
-        # The other ranks gather all of them, so this one does too, whatever becomes of the file.
-        for _ in tensors:
-            continue
-        if main:
-            aside.unlink(missing_ok=True)
-    return specs
+    return [TensorSpec(name, dtype, list(tensor.shape)) for name, tensor in named_weights(policy)]
 
 
 def save_model(policy: Policy, folder: Path, dtype: str, *, main: bool = True) -> None:
-    """Write the model, ready for transformers and vLLM; like ``write_weights`` every rank must call this."""
+    """Write the model, ready for transformers and vLLM; every rank of a sharded one must call this."""
     state = {}
-    for name, tensor in _weights(policy):
-        whole = _whole(tensor, DTYPES[dtype])
+    for name, tensor in named_weights(policy):
+        gathered = whole(tensor, DTYPES[dtype])
         if main:
-            state[name] = whole.cpu()
+            state[name] = gathered.cpu()
     if main:
         policy.causal_lm.save_pretrained(folder, state_dict=state)
         config = copy.deepcopy(policy.causal_lm.config)
@@ -82,7 +55,7 @@ def reference_logprobs(policy: Policy, tokens: Sequence[int]) -> npt.NDArray[np.
     return scores.logprobs[0].float().cpu().numpy()
 
 
-def _weights(policy: Policy) -> Iterator[tuple[str, Tensor]]:
+def named_weights(policy: Policy) -> Iterator[tuple[str, Tensor]]:
     """Parameters and saved floating-point buffers by Hugging Face name; a tied one appears once."""
     saved = policy.state_dict().keys()
     for name, tensor in [*policy.named_parameters(), *policy.named_buffers()]:
@@ -90,18 +63,13 @@ def _weights(policy: Policy) -> Iterator[tuple[str, Tensor]]:
             yield name.removeprefix(_PREFIX), tensor.detach()
 
 
-def _whole(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+def whole(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """All of a possibly sharded tensor, in ``dtype``."""
     tensor = tensor.to(dtype)
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def _bytes(tensor: Tensor) -> memoryview:
-    """Little-endian bytes of a tensor."""
-    return memoryview(tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
-
-
-def _header(specs: Sequence[TensorSpec]) -> bytes:
+def header(specs: Sequence[TensorSpec]) -> bytes:
     """Head of a safetensors file: its length as uint64, then JSON, padded to 8 bytes."""
     entries: dict[str, dict[str, object]] = {"__metadata__": {"format": "pt"}}
     offset = 0

@@ -21,7 +21,9 @@ log = structlog.get_logger()
 
 
 class Publisher:
-    """``publish`` copies the weights and returns; the copy travels in the background, in order.
+    """``publish`` returns at once; the weights are copied, written, hashed and sent in the background, in order.
+
+    The next optimizer step waits only for the copy. A version that found no room on the disk is waited for.
 
     epoch: the trainer's; once a newer one took over, sending ends with FencedError.
     """
@@ -39,11 +41,13 @@ class Publisher:
         self._probe = torch.randint(vocabulary, (length,), generator=generator).tolist()
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="publisher")
         self._last: Future[None] | None = None
+        self._full = False
+        """Whether the last version found no room."""
 
     def publish(self, crew: Crew, version: int, step: int) -> None:
-        """Copy the weights of ``crew`` to a file as ``version``; errors of the version before surface here.
+        """Send the weights of ``crew`` as they are now as ``version``; errors of the version before surface here.
 
-        DiskError when there is no room for it.
+        DiskError when there is no room for it. When the one before found none, also this one's surface here.
         """
         self.flush()
         epoch = self.epoch
@@ -52,18 +56,21 @@ class Publisher:
             self._folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise DiskError(f"cannot write weights version {version} to {file}: {error}") from error
-        tensors, logprobs = crew.gather(file, self._probe)
+        snapshot, logprobs = crew.gather(self._probe)
         probe = Probe(tokens=Array.of(self._probe, "i4"), logprobs=Array.of(logprobs, "f4"))
 
         def send() -> None:
+            snapshot.fill()
             try:
+                digests = snapshot.write(file)
                 self._store.publish(
                     self._transport,
                     file,
                     version=version,
                     step=step,
                     epoch=epoch,
-                    tensors=tensors,
+                    tensors=snapshot.specs,
+                    digests=digests,
                     probe=probe,
                     keep=self._keep,
                     deltas=self._deltas,
@@ -72,11 +79,14 @@ class Publisher:
                 raise DiskError(f"cannot publish weights version {version} from {file}: {error}") from error
 
         self._last = self._executor.submit(send)
+        if self._full:
+            self.flush()
 
     def flush(self) -> None:
         """Wait until the last version is with the broker; its deadline is the broker's."""
         if self._last is not None:
             last, self._last = self._last, None
+            self._full = isinstance(last.exception(), DiskError)
             last.result()
 
     def settle(self, tolerated: type[InfraError]) -> None:

@@ -10,9 +10,9 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
-from consumers.trainer.export import write_weights
 from consumers.trainer.optimizer import build_optimizer
 from consumers.trainer.policy import Policy
+from consumers.trainer.snapshot import write_weights
 from schemas.config import OptimizerConfig
 from schemas.errors import ConfigError
 from schemas.messages import TensorSpec

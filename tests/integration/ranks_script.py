@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -43,15 +44,35 @@ def main(model: str, folder: str, first: str, last: str, sizes: str, dtype: str)
             crew.follow()
 
 
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy of this rank's part, which is all of it when there is one rank."""
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).clone()
+
+
 def lead(crew: Crew, folder: Path, first: int, last: int, sizes: list[int], dtype: str) -> None:
     newest = crew.checkpoints.newest().path
     assert (newest is not None) == (first > 0)
     if newest is not None:
         assert crew.load(newest).step == first
-    results = [crew.train(groups_of(sizes, seed=version), version) for version in range(first, last)]
     folder.mkdir(exist_ok=True)
     file = folder / "weights"
-    _, logprobs = crew.gather(file, [5, 6, 7, 8])
+    results, late = [], []
+    for version in range(first, last):
+        crew.gather([5, 6])
+        snapshot, _ = crew.gather([5, 6])
+        before = crew.step.policy.state_dict() if crew.ranks.world == 1 else {}
+        before = {
+            name.removeprefix("causal_lm."): local(tensor).to(getattr(torch, dtype)) for name, tensor in before.items()
+        }
+        # As late as can be: when the optimizer is about to change the weights.
+        snapshot.wait = snapshot.fill  # type: ignore[method-assign]
+        results.append(crew.train(groups_of(sizes, seed=version), version))
+        snapshot.write(file)
+        written = load_file(file)
+        late.append(all(torch.equal(tensor, written[name]) for name, tensor in before.items()))
+    snapshot, logprobs = crew.gather([5, 6, 7, 8])
+    snapshot.fill()
+    snapshot.write(file)
     crew.save(step=last, version=last, epoch=1, extra={})
     crew.export(folder / "model")
     crew.dismiss()
@@ -64,6 +85,7 @@ def lead(crew: Crew, folder: Path, first: int, last: int, sizes: list[int], dtyp
         "weights": torch.frombuffer(bytearray(file.read_bytes()[-4000:]), dtype=getattr(torch, dtype)).tolist(),
         "dtypes": sorted({str(p.dtype) for p in parameters}),
         "logprobs": logprobs.tolist(),
+        "late": late,
     }
     (folder / f"report-{first}-{crew.ranks.world}.json").write_text(json.dumps(content))
 

@@ -10,8 +10,9 @@ from safetensors.torch import load_file
 from tiny import make_tiny_model
 from transformers import AutoModelForCausalLM
 
-from consumers.trainer.export import reference_logprobs, weight_specs, write_weights
+from consumers.trainer.export import reference_logprobs, weight_specs
 from consumers.trainer.policy import Policy, load_model
+from consumers.trainer.snapshot import write_weights
 
 pytestmark = pytest.mark.integration
 

@@ -17,12 +17,12 @@ from tiny import make_tiny_model
 from broker.client import Broker
 from broker.weights.transports import FileTransport
 from consumers.trainer import checkpoints as checkpoints_module
-from consumers.trainer import crew as crew_module
 from consumers.trainer import patience
 from consumers.trainer import source as source_module
 from consumers.trainer.checkpoints import Checkpoints
 from consumers.trainer.loop import Trainer
 from consumers.trainer.policy import Policy, load_model
+from consumers.trainer.snapshot import Snapshot
 from consumers.trainer.step import TrainStep
 from deploy.summary import lineage, read_lines
 from schemas.config import TidemillConfig, parse_config
@@ -102,7 +102,7 @@ def trainer(model: Path, tmp_path: Path, broker: Broker, monkeypatch: pytest.Mon
 
 
 def run(trainer: Trainer, stop: StopFlag | None = None) -> None:
-    trainer.run(stop or StopFlag())
+    trainer.run(StopFlag() if stop is None else stop)
 
 
 def until(condition: Callable[[], bool], what: str) -> None:
@@ -310,12 +310,12 @@ def test_weights_that_vanish_while_all_wait_for_them_are_published_again(
     assert not errors
 
 
-@pytest.mark.parametrize("place", ["write_weights", "put"])
+@pytest.mark.parametrize("place", ["write", "put"])
 def test_training_waits_while_weights_find_no_room(
     trainer: Callable[..., Trainer], broker: Broker, monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:
     failures: list[int] = []
-    owner = {"write_weights": crew_module, "put": FileTransport}[place]
+    owner: Any = {"write": Snapshot, "put": FileTransport}[place]
     real = getattr(owner, place)
 
     def full(*args: Any, **kwargs: Any) -> Any:
@@ -341,12 +341,17 @@ def test_training_waits_while_weights_find_no_room(
 def test_a_trainer_that_waits_for_room_for_weights_ends_when_asked(
     trainer: Callable[..., Trainer], broker: Broker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stop = StopFlag()
+    """The first version that found no room is told of by the next one, which is waited for."""
+    stop, failures = StopFlag(), []
 
     def full(*_: Any, **__: Any) -> None:
-        stop.set()
+        failures.append(1)
+        if len(failures) == 2:
+            stop.set()
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(crew_module, "write_weights", full)
-    with pytest.raises(DiskError, match="cannot write the weights"):
+    monkeypatch.setattr(Snapshot, "write", full)
+    monkeypatch.setattr(patience, "FIRST_WAIT_S", 0.01)
+    with Rest(broker), pytest.raises(DiskError, match="cannot publish weights version 1"):
         run(trainer(), stop)
+    assert len(failures) == 2

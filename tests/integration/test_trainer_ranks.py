@@ -98,6 +98,7 @@ def test_computing_in_half_precision_keeps_float32_weights(model: Path, folders:
         for a, b in zip(one["metrics"], found["metrics"], strict=True):
             assert b["entropy"] == pytest.approx(a["entropy"], rel=0.05)
         assert found["logprobs"] == pytest.approx(one["logprobs"], abs=0.1)
+    assert alone["late"] == one["late"] == [True, True], "copied while the next step computes, to the bit"
     assert alone["bytes"] == one["bytes"]
     for a, b in zip(alone["metrics"], both["metrics"], strict=True):
         assert b["entropy"] == pytest.approx(a["entropy"], rel=0.01)

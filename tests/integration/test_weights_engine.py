@@ -13,11 +13,13 @@ from broker.client import Broker
 from broker.fence import incarnation
 from broker.weights.maker import DeltaMaker
 from broker.weights.store import make_transport
-from consumers.trainer.export import reference_logprobs, write_weights
+from consumers.trainer.export import reference_logprobs
 from consumers.trainer.policy import Policy, load_model
+from consumers.trainer.snapshot import write_weights
 from producers.engines.base import EngineSettings
 from producers.engines.transformers import TransformersEngine
 from producers.generator.updates import Updates
+from producers.generator.valve import Valve
 from schemas.codec import Array
 from schemas.config import TidemillConfig, parse_config
 from schemas.lifecycle import StopFlag
@@ -86,10 +88,12 @@ def test_an_engine_follows_a_chain_of_deltas_and_passes_every_probe(
     model = make_tiny_model(tmp_path / "model", hidden=32, layers=1)
     learner, stop = Learner(broker, model, tmp_path / "out"), StopFlag()
     engine = TransformersEngine(EngineSettings(str(model), "bfloat16", max_length=64, max_samples=4))
-    updates = Updates(config, "g", broker, engine, tmp_path / "in")
+    valve = Valve(broker, engine)
+    updates = Updates(config, "g", broker, engine, tmp_path / "in", valve)
 
     async def run() -> None:
         await engine.start()
+        await valve.obey(None)
         following = asyncio.create_task(updates.run(stop))
         try:
             async with asyncio.timeout(60):
