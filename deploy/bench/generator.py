@@ -12,6 +12,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -35,8 +36,17 @@ PROMPT = 16
 """Tokens of a prompt."""
 DEADLINE_S = 600.0
 """One round may take this long."""
-LOOK_S = 0.02
-"""How often the end of a round is looked for."""
+LOOK_S = 0.05
+"""How often the end of a round is looked for, with one small command: looking is paid by the service."""
+
+
+@dataclass(frozen=True)
+class Round:
+    """One measurement. cpu_us: processor time of this process for a token, engine core and server not counted."""
+
+    per_s: float
+    cpu_us: float
+
 
 Advance = Callable[[int], None]
 """Told how many rounds were finished since the last call."""
@@ -92,8 +102,7 @@ def measure(
         parameters = build(folder / "model", max_length=PROMPT + tokens + 1)
         bench = Bench(folder, server, concurrency, group, tokens)
         pairs = asyncio.run(bench.run(samples // group, rounds, advance))
-        bare, ours = zip(*pairs, strict=True)
-        ratios = sorted(our / other for other, our in pairs)
+        ratios = sorted(ours.per_s / bare.per_s for bare, ours in pairs)
         return {
             "concurrency": concurrency,
             "samples": samples // group * group,
@@ -101,8 +110,10 @@ def measure(
             "tokens": tokens,
             "parameters": parameters,
             "rounds": rounds,
-            "bare_tokens_per_s": median(bare),
-            "tokens_per_s": median(ours),
+            "bare_tokens_per_s": median(bare.per_s for bare, _ in pairs),
+            "tokens_per_s": median(ours.per_s for _, ours in pairs),
+            "bare_cpu_us_per_token": median(bare.cpu_us for bare, _ in pairs),
+            "cpu_us_per_token": median(ours.cpu_us for _, ours in pairs),
             "ratio": median(ratios),
             "ratio_range": [ratios[0], ratios[-1]],
             "server": describe(server),
@@ -137,8 +148,8 @@ class Bench:
             "broker": {"url": url},
         }
 
-    async def run(self, groups: int, rounds: int, advance: Advance) -> list[tuple[float, float]]:
-        """Tokens a second of both in each round, bare and ours."""
+    async def run(self, groups: int, rounds: int, advance: Advance) -> list[tuple[Round, Round]]:
+        """Both in each round, bare and ours."""
         try:
             self._begin(groups * (rounds + 1))
             stop = StopFlag()
@@ -176,20 +187,25 @@ class Bench:
             keep=2,
         )
 
-    async def _ours(self, service: asyncio.Task[None], first: int, groups: int) -> float:
+    async def _ours(self, service: asyncio.Task[None], first: int, groups: int) -> Round:
         ledger = self._broker.ledger
         before = await asyncio.to_thread(ledger.state)
         tasks = [
             Task(task_id=i, kind="train", n=self._group, sampling=self._sampling, token_ids=prompt(i))
             for i in range(first, first + groups)
         ]
-        started = time.perf_counter()
+        started, cpu = time.perf_counter(), time.process_time()
         await asyncio.to_thread(ledger.admit_all, tasks)
         wanted = before.samples_published + groups * self._group
-        await self._until(service, lambda: ledger.state().samples_published >= wanted)
-        seconds = time.perf_counter() - started
-        after = await asyncio.to_thread(ledger.state)
-        return (after.tokens_generated - before.tokens_generated) / seconds
+        await self._until(service, lambda: self._published() >= wanted)
+        seconds, cpu = time.perf_counter() - started, time.process_time() - cpu
+        tokens = (await asyncio.to_thread(ledger.state)).tokens_generated - before.tokens_generated
+        return Round(tokens / seconds, cpu * 1e6 / tokens)
+
+    def _published(self) -> int:
+        link = self._broker.link
+        found: Any = link.run("counting samples", lambda client: client.hget(link.keys.counts, "published"))
+        return int(found or 0)
 
     async def _until(self, service: asyncio.Task[None], condition: Callable[[], bool]) -> None:
         deadline = time.monotonic() + DEADLINE_S
@@ -201,7 +217,7 @@ class Bench:
                 raise InfraError(f"the generator service did not finish its samples within {DEADLINE_S:.0f} s")
             await asyncio.sleep(LOOK_S)
 
-    async def _bare(self, first: int, groups: int) -> float:
+    async def _bare(self, first: int, groups: int) -> Round:
         """As many workers as requests at once, each over the next request of the list."""
         from vllm.inputs.engine import tokens_input
         from vllm.sampling_params import RequestOutputKind, SamplingParams
@@ -223,9 +239,10 @@ class Bench:
                 async for output in self._engine.llm.generate(tokens_input(prompt(i)), params, f"bare-{i}-{k}"):
                     generated += len(output.outputs[0].token_ids)
 
-        started = time.perf_counter()
+        started, cpu = time.perf_counter(), time.process_time()
         await asyncio.gather(*(work() for _ in range(self._concurrency)))
-        return generated / (time.perf_counter() - started)
+        seconds, cpu = time.perf_counter() - started, time.process_time() - cpu
+        return Round(generated / seconds, cpu * 1e6 / generated)
 
 
 def prompt(index: int) -> list[int]:
