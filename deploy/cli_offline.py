@@ -1,4 +1,4 @@
-"""Commands on what a run left on disk, without a broker: export."""
+"""Commands on what a run left on disk, without a broker: export and replay."""
 
 from __future__ import annotations
 
@@ -27,3 +27,18 @@ def export(
     from deploy.exporting import export_model
 
     export_model(config, step, to)
+
+
+@app.command()
+def replay(
+    run: Run,
+    first: Annotated[int, typer.Option("--from", help="A checkpoint's step; 0 is where the run began.")],
+    last: Annotated[int | None, typer.Option("--to", help="A later checkpoint's step; the newest whole one.")] = None,
+) -> None:
+    """Train recorded steps again without a broker; exit with 0 if the weights are equal to the bit, with 1 if not."""
+    from deploy.run_files import config_of
+
+    config = config_of(run)
+    from deploy.replaying import replay_steps
+
+    raise typer.Exit(replay_steps(config, run, first, last))

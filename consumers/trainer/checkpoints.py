@@ -119,12 +119,21 @@ class Checkpoints:
             return newest.path
         path = next((path for path in self._all() if step_of(path) == step), None)
         if path is None:
-            there = ", ".join(str(number) for number in sorted({step_of(path) for path in self._all()})) or "none"
+            there = ", ".join(str(number) for number in self.steps()) or "none"
             raise ConfigError(f"no checkpoint of step {step} in {self.folder}; there is {there}")
         problem = damage(path)
         if problem is not None:
             raise ConfigError(f"checkpoint {path.name} is damaged: {problem}")
         return path
+
+    def steps(self) -> list[int]:
+        """Steps of which there is a checkpoint, in order, damaged or not."""
+        return sorted({step_of(path) for path in self._all()})
+
+    def oldest_step(self) -> int:
+        """The step of the oldest checkpoint that is kept; 0 while none was removed."""
+        steps = [step_of(path) for path in self._all()]
+        return min(steps) if len(steps) >= self.keep else 0
 
     def load(self, path: Path, train: TrainStep) -> Restored:
         """Put the state in ``path`` into ``train``, on as many ranks as there are now; InfraError if it is damaged."""
@@ -169,6 +178,11 @@ def load_tensors(path: Path, into: dict[str, Any]) -> None:
 def step_of(path: Path) -> int:
     """How many steps are in a finished checkpoint, by its name."""
     return int(path.name.split("-")[1])
+
+
+def epoch_of(path: Path) -> int:
+    """Which trainer incarnation wrote a finished checkpoint, by its name."""
+    return int(path.name.rpartition("-e")[2])
 
 
 def damage(path: Path) -> str | None:

@@ -17,6 +17,7 @@ import structlog
 
 from consumers.trainer.batches import Group, Sample, StepBatch
 from consumers.trainer.checkpoints import Checkpoints, Restored
+from consumers.trainer.comparison import Comparison, compare
 from consumers.trainer.export import reference_logprobs, save_model
 from consumers.trainer.profiling import traced
 from consumers.trainer.snapshot import Snapshot, Snapshots
@@ -61,11 +62,17 @@ class Export(msgspec.Struct, tag="export"):
     folder: str
 
 
+class Compare(msgspec.Struct, tag="compare"):
+    """Hold the state of training against a checkpoint that rank 0 has found whole."""
+
+    path: str
+
+
 class Dismiss(msgspec.Struct, tag="dismiss"):
     """The training is over."""
 
 
-Command: TypeAlias = Train | Gather | Save | Load | Export | Dismiss
+Command: TypeAlias = Train | Gather | Save | Load | Export | Compare | Dismiss
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)
 
@@ -129,6 +136,11 @@ class Crew:
         with self.ranks.together(f"cannot write the model {folder}"):
             save_model(self.step.policy, folder, self._dtype, main=self.ranks.is_main)
 
+    def compare(self, path: Path) -> Comparison:
+        """Hold the state of training against a checkpoint; see comparison.compare."""
+        self._send_all(Compare(str(path)))
+        return compare(self.step, path)
+
     def dismiss(self) -> None:
         """Let the others end."""
         self._send_all(Dismiss())
@@ -157,6 +169,8 @@ class Crew:
             self.load(Path(command.path))
         elif isinstance(command, Export):
             self.export(Path(command.folder))
+        elif isinstance(command, Compare):
+            self.compare(Path(command.path))
 
     def _settle(self) -> None:
         """Wait until the weights are copied; they change now."""

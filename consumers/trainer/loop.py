@@ -27,6 +27,7 @@ from consumers.trainer.policy import Policy, load_model
 from consumers.trainer.progress import Incarnation, Progress
 from consumers.trainer.publisher import Publisher
 from consumers.trainer.ranks import Ranks
+from consumers.trainer.record import Recorder
 from consumers.trainer.runlog import RunLog
 from consumers.trainer.source import Batch, BatchSource
 from consumers.trainer.step import StepResult, TrainStep
@@ -80,6 +81,9 @@ class Trainer:
         self._training = broker.training()
         self._incarnation = Incarnation(self._crew.checkpoints.folder)
         self._log = RunLog(config.folder)
+        self._recorder = None
+        if config.trainer.record:
+            self._recorder = Recorder(config.folder, self._crew.checkpoints, self._crew.ranks.world)
         self._publisher = Publisher(config, broker, step.policy.causal_lm.config.get_text_config().vocab_size)
         self.heed = Heed(self._crew.checkpoints.folder, broker, self._checkpoint_now)
         self._uncommitted: list[BatchRecord] = []
@@ -202,6 +206,7 @@ class Trainer:
         self._clock.split("assemble", parts)
         if result.skipped:
             log.warning("step skipped: its loss or gradient is not finite", step=progress.step)
+        self._record(batch, stop)
         progress.did(batch.record)
         self._log.trained(batch, self._epoch)
         self._uncommitted.append(batch.record)
@@ -214,6 +219,14 @@ class Trainer:
         self._training.step(batch.record)
         self._broker.metrics.append(line)
         self._broker.samples.keep(self.progress.step, [sample for group in batch.groups for sample in group.samples])
+
+    def _record(self, batch: Batch, stop: StopFlag) -> None:
+        """Keep what these weights have just been trained on, if that is wanted."""
+        recorder = self._recorder
+        if recorder is not None:
+            version, epoch = self.progress.version, incarnation(self._epoch)
+            with self._clock.phase("record"):
+                self._patiently("batches", lambda: recorder.trained(batch, version, epoch), stop)
 
     def _publish(self, stop: StopFlag) -> None:
         """Offer these weights to the generators. Training waits while the disk is full, as for a checkpoint."""
@@ -284,6 +297,8 @@ class Trainer:
 
         self._patiently("checkpoint", save, stop)
         self._saved_step = progress.step
+        if self._recorder is not None:
+            self._recorder.covered()
         self._training.commit(self._uncommitted)
         self._source.committed(self._uncommitted)
         self._uncommitted = []

@@ -370,6 +370,11 @@ class TrainerConfig(Section):
     profile_steps: list[int] = Field(
         default_factory=list, description="Steps, from 0, of which each rank writes a profile into profiles/."
     )
+    record: bool = Field(
+        False,
+        description="Keep the samples of every step in batches/ of the run's folder, as long as the checkpoint before"
+        " it, for `tidemill replay`; about 6 bytes a token.",
+    )
     threads: int | None = Field(
         None, ge=1, description="CPU threads of each rank; by default PyTorch's own choice, or the cores shared out."
     )

@@ -42,6 +42,7 @@ def test_help_names_every_command() -> None:
         "reward-model",
         "eval",
         "export",
+        "replay",
         "doctor",
         "status",
         "runs",
