@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from consumers.reward.scorer import check_reward
+from consumers.trainer.trackers import check_trackers
 from producers.datasets import DATASETS
 from producers.engines import ENGINES
 from producers.engines.build import engine_name
@@ -24,6 +25,7 @@ def check(config: TidemillConfig) -> None:
     if config.eval is not None:
         DATASETS.get(config.eval.dataset.name, config.base)
         check_reward(config.eval.terms or config.reward.terms, config.base)
+    check_trackers(config.trainer.trackers)
     WORKFLOWS.get(config.generator.workflow.name, config.base)
     engine = engine_name(config.generator.engine)
     if engine not in ENGINES.names:

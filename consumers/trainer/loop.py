@@ -31,6 +31,7 @@ from consumers.trainer.record import Recorder
 from consumers.trainer.runlog import RunLog
 from consumers.trainer.source import Batch, BatchSource
 from consumers.trainer.step import StepResult, TrainStep
+from consumers.trainer.trackers import Trackers, check_trackers
 from schemas.config import TidemillConfig
 from schemas.errors import BrokerDamaged, BrokerLost, DiskError, InfraError
 from schemas.lifecycle import StopFlag
@@ -46,6 +47,7 @@ def run_trainer(config: TidemillConfig, name: str) -> None:
 
     Started as several ranks (torchrun), rank 0 is the trainer for everyone else, and the others follow it.
     """
+    check_trackers(config.trainer.trackers)
     stop = StopFlag().install()
     if config.trainer.threads:
         torch.set_num_threads(config.trainer.threads)
@@ -81,6 +83,7 @@ class Trainer:
         self._training = broker.training()
         self._incarnation = Incarnation(self._crew.checkpoints.folder)
         self._log = RunLog(config.folder)
+        self._trackers = Trackers(config, self._crew.ranks.accelerator)
         self._recorder = None
         if config.trainer.record:
             self._recorder = Recorder(config.folder, self._crew.checkpoints, self._crew.ranks.world)
@@ -216,6 +219,7 @@ class Trainer:
         self._tokens_per_s = result.metrics["tokens"] / (times["total"] - times.get("paused", 0.0))
         line = self._line(batch, result) | {f"time/{name}_s": seconds for name, seconds in times.items()}
         self._log.metrics(line)
+        self._trackers.log(line)
         self._training.step(batch.record)
         self._broker.metrics.append(line)
         self._broker.samples.keep(self.progress.step, [sample for group in batch.groups for sample in group.samples])
@@ -326,6 +330,7 @@ class Trainer:
                 self._training.finish()
         self._publisher.close()
         self._crew.dismiss()
+        self._trackers.close()
         self._log.close()
 
     def _wait_for_last_evaluation(self, stop: StopFlag) -> None:

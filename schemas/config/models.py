@@ -370,6 +370,11 @@ class TrainerConfig(Section):
     profile_steps: list[int] = Field(
         default_factory=list, description="Steps, from 0, of which each rank writes a profile into profiles/."
     )
+    trackers: list[str] = Field(
+        default_factory=list,
+        description="Where metrics go beside metrics.jsonl: tensorboard, wandb, mlflow, aim, clearml, comet_ml,"
+        " dvclive, swanlab, trackio, or your own GeneralTracker of accelerate as module:name or file.py:name.",
+    )
     record: bool = Field(
         False,
         description="Keep the samples of every step in batches/ of the run's folder, as long as the checkpoint before"
