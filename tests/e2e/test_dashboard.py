@@ -21,8 +21,10 @@ from tests.e2e.browser import PATIENCE_MS, PHONE, Watched, headless
 from tests.e2e.running import Run
 from tests.tiny import make_tiny_model
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(480)]
 
+START_MS = 240_000
+"""Deadline for a generator to start, which loads much, on a machine that does other things as well."""
 TOKEN = "a-token-of-the-tests-1234"
 REWARDS = '''
 def even(prompt, completions, prompt_ids, completion_ids, **data):
@@ -207,7 +209,7 @@ def test_scale_starts_a_replica_and_stops_it(visit: Open) -> None:
     page.get_by_role("button", name="Start another generator").click()
     confirm(seen, "Start it")
     second = page.locator(".service[data-service=generator-1]")
-    expect(second).to_contain_text("tok/s", timeout=PATIENCE_MS)
+    expect(second).to_contain_text("tok/s", timeout=START_MS)
     expect(page.locator(".node[data-node=generator] .node-note")).to_contain_text("2 live")
     page.get_by_role("button", name="Stop a generator").click()
     confirm(seen, "Stop it")
@@ -220,7 +222,7 @@ def test_a_killed_generator_turns_red_and_leaves(visit: Open, system: System) ->
     spot = system.start("generator", "spot")
     row = seen.page.locator(".service[data-service=spot]")
     try:
-        expect(row).to_have_attribute("data-presence", "live", timeout=PATIENCE_MS)
+        expect(row).to_have_attribute("data-presence", "live", timeout=START_MS)
     finally:
         spot.kill()
         spot.wait(10)
