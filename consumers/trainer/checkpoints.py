@@ -36,6 +36,7 @@ from schemas.errors import ConfigError, InfraError
 MARKER = "COMPLETE"
 _STATE = "state.json"
 _FORMAT = 1
+_ASIDE = re.compile(r"\.step-\d{8,}-e(\d{4,})\.(?:writing|removing)")
 _NAME = re.compile(r"step-(\d{8,})-e(\d{4,})")
 
 
@@ -125,6 +126,13 @@ class Checkpoints:
         if problem is not None:
             raise ConfigError(f"checkpoint {path.name} is damaged: {problem}")
         return path
+
+    def sweep(self, epoch: int) -> None:
+        """Remove what saves of incarnations up to ``epoch`` have left half done; for the one that takes over."""
+        for path in self.folder.iterdir() if self.folder.is_dir() else ():
+            match = _ASIDE.fullmatch(path.name)
+            if match and int(match[1]) <= epoch:
+                shutil.rmtree(path, ignore_errors=True)
 
     def steps(self) -> list[int]:
         """Steps of which there is a checkpoint, in order, damaged or not."""

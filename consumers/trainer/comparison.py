@@ -33,7 +33,8 @@ def compare(train: TrainStep, path: Path) -> Comparison:
 
     One part at a time is read, so memory grows by the largest of policy, critic and their optimizers.
     """
-    compared, differs = 0, {}
+    compared = 0
+    differs: dict[str, float] = {}
     for part, ours in tensors_of(train).items():
         theirs: dict[str, Any] = {part: _room_for(ours)}
         load_tensors(path, theirs)

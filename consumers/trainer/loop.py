@@ -178,6 +178,7 @@ class Trainer:
         self._epoch = takeover.epoch
         floor = max(self._floor, progress.version)
         self._patiently("epoch", lambda: self._incarnation.write(takeover.epoch, floor, durable=True), stop)
+        self._crew.checkpoints.sweep(incarnation(takeover.epoch))
         self._log.resumed(progress.step, takeover.epoch)
         quiet = functools.partial(self._publish, stop)
         self._source = BatchSource(self._config, self._training, progress, quiet, self.heed)

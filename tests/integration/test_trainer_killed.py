@@ -1,0 +1,90 @@
+"""A trainer is killed at any point of a step or of a save: the next one ends with the weights of an undisturbed run.
+
+They are equal to the bit, the optimizer's state included, and nothing is left behind.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny import make_tiny_model
+
+from broker.client import Broker
+from broker.embedded import EmbeddedServer
+from broker.keys import Keys
+from broker.link import Link
+from consumers.trainer.checkpoints import Checkpoints
+from consumers.trainer.comparison import compare
+from consumers.trainer.policy import Policy, load_model
+from consumers.trainer.step import TrainStep
+from deploy.summary import lineage, read_lines
+from schemas.config import BrokerConfig, parse_config
+from tests.dying import POINTS, exit_codes, start
+from tests.steady import STEPS, Pipeline, configuration
+
+pytestmark = pytest.mark.integration
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("tiny"), hidden=32, layers=1)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(server: EmbeddedServer, model: Path, tmp_path_factory: pytest.TempPathFactory) -> TrainStep:
+    """The state of training at the end of a run that nothing happened to."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    broker = Broker(Link(server.url, Keys("tidemill", "undisturbed"), 30), BrokerConfig())
+    data = configuration(folder / "run", model, broker, record=True)
+    with Pipeline(broker):
+        assert train(data, folder) == [0]
+    step = TrainStep.from_config(Policy(load_model(model, "float32")), parse_config(data))
+    checkpoints = Checkpoints(folder / "run/checkpoints")
+    assert checkpoints.load(checkpoints.at(), step).step == STEPS
+    return step
+
+
+def train(data: dict[str, Any], folder: Path, point: str | None = None) -> list[int | None]:
+    return exit_codes(start(data, folder / "output.txt", point))
+
+
+def assert_as_undisturbed(folder: Path, undisturbed: TrainStep) -> None:
+    checkpoints = Checkpoints(folder / "run/checkpoints")
+    newest = checkpoints.at()
+    assert newest.name.startswith(f"step-{STEPS:08d}-")
+    found = compare(undisturbed, newest)
+    assert found.equal, found.differs
+    left = [file.name for file in checkpoints.folder.iterdir() if file.name.startswith(".")]
+    assert not left, "what a killed save leaves is removed by the next trainer"
+    lines = lineage(read_lines(folder / "run/trained.jsonl"))
+    assert Counter(task for line in lines for task, _ in line["samples"]) == dict.fromkeys(range(2 * STEPS), 2)
+
+
+@pytest.mark.parametrize("point", [point for point in POINTS if point != "replayed"])
+def test_after_a_kill_the_weights_are_those_of_an_undisturbed_run(
+    point: str, model: Path, undisturbed: TrainStep, make_broker: Callable[..., Broker], tmp_path: Path
+) -> None:
+    broker = make_broker()
+    data = configuration(tmp_path / "run", model, broker, record=True)
+    with Pipeline(broker):
+        assert train(data, tmp_path, point) == [-signal.SIGKILL]
+        assert train(data, tmp_path) == [0], (tmp_path / "output.txt").read_text()[-3000:]
+    assert_as_undisturbed(tmp_path, undisturbed)
+
+
+def test_after_kills_of_every_incarnation_too(
+    model: Path, undisturbed: TrainStep, make_broker: Callable[..., Broker], tmp_path: Path
+) -> None:
+    broker = make_broker()
+    data = configuration(tmp_path / "run", model, broker, record=True)
+    with Pipeline(broker):
+        for point in ("half of the tensors written", "replayed", "replayed", "renamed", "all trained, not finished"):
+            codes = train(data, tmp_path, point)
+            assert codes == [-signal.SIGKILL], (point, (tmp_path / "output.txt").read_text()[-3000:])
+        assert train(data, tmp_path) == [0]
+    assert_as_undisturbed(tmp_path, undisturbed)
