@@ -62,10 +62,10 @@ def run_up(config: TidemillConfig, fresh: bool = False, launcher: Launcher | Non
         stack.enter_context(_sole_user(folder))
         if fresh:
             _forget(config)
-        elif (folder / "summary.json").is_file() and _finished(folder):
+        elif (folder / "summary.json").is_file() and _finished(folder, config.trainer.steps):
             raise ConfigError(
-                f"run {config.run.name!r} in {folder} is finished: add --fresh to delete it and start anew,"
-                " or give another run.name"
+                f"run {config.run.name!r} in {folder} is finished: give it more trainer.steps, add --fresh to delete"
+                " it and start anew, or give another run.name"
             )
         (folder / "logs").mkdir(exist_ok=True)
         # The view has the terminal; what this process logs goes to a file beside those of the services.
@@ -280,12 +280,13 @@ def _sole_user(folder: Path) -> Iterator[None]:
         yield
 
 
-def _finished(folder: Path) -> bool:
+def _finished(folder: Path, steps: int) -> bool:
+    """Whether the run has ended with all these optimizer steps behind it."""
     try:
         summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
     except ValueError:
         return False
-    return bool(summary.get("exit_reason") == "finished")
+    return bool(summary.get("exit_reason") == "finished" and summary.get("steps", 0) >= steps)
 
 
 def _forget(config: TidemillConfig) -> None:
