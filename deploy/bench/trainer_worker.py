@@ -125,7 +125,7 @@ def limit(folder: Path, groups: list[Group], micro_batch_tokens: int) -> Callabl
 
 def trl(folder: Path, groups: list[Group], micro_batch_tokens: int) -> Callable[[], None]:
     import datasets  # type: ignore[import-untyped]
-    import trl
+    import trl  # type: ignore[import-not-found,unused-ignore]
 
     library: Any = trl  # it comes with few types
     count = sum(len(group.samples) for group in groups)
