@@ -16,25 +16,20 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors import safe_open
-
 from broker.link import open_client
 from broker.training import Known
 from broker.weights.copy import WeightCopy
 from broker.weights.digests import CHUNK_BYTES
 from broker.weights.maker import DeltaMaker
 from broker.weights.store import make_transport
+from consumers.trainer.snapshot import Snapshot
 from deploy.bench.load import open_broker
 from deploy.bench.server import Usage, describe, serving
+from deploy.bench.weights_load import load_times
 from deploy.bench.weights_model import WIRE, Subject
-from producers.engines.base import Engine, EngineSettings
-from producers.engines.build import make_engine
 from schemas.errors import InfraError
-from schemas.messages import Manifest, Sampling, TensorSpec
+from schemas.messages import Manifest, TensorSpec
 
-REQUESTS = 4
-"""In flight while weights are loaded."""
 KNOWN = Known(batch=1, staleness=1, window=1, steps=1, every=1)
 
 Advance = Callable[[int], None]
@@ -86,24 +81,30 @@ class Line:
         return WeightCopy(self.broker.weights, self._folder / "in")
 
     def publish(self, name: str, file: Path | None = None) -> Manifest:
-        """Publish the subject's weights, or those in ``file``, timed in its two parts."""
-        self._version += 1
-        part = self._folder / "out" / "part"
+        """Publish the subject's weights, or those in ``file``, timed in its parts."""
         if file is not None:
-            os.link(file, part)
-            tensors = self._specs
+            os.link(file, self._folder / "out" / "part")
+            self._version += 1
+            self._clock.time(f"{name}_send", lambda: self._send(self._specs, None))
         else:
-            tensors = self._specs = self._clock.time(f"{name}_copy", lambda: self.subject.write(part))
-        self._clock.time(f"{name}_send", lambda: self._send(part, tensors))
+            self.finish(name, self.subject.take())
         manifest = self.broker.weights.newest()
         if manifest is None:
             raise InfraError(f"weights version {self._version} is gone just after it was published")
         return manifest
 
-    def _send(self, part: Path, tensors: list[TensorSpec]) -> None:
+    def finish(self, name: str, snapshot: Snapshot) -> None:
+        """What a trainer does in a thread."""
+        self._version += 1
+        self._specs = snapshot.specs
+        self._clock.time(f"{name}_copy", snapshot.fill)
+        digests = self._clock.time(f"{name}_write", lambda: snapshot.write(self._folder / "out" / "part"))
+        self._clock.time(f"{name}_send", lambda: self._send(snapshot.specs, digests))
+
+    def _send(self, tensors: list[TensorSpec], digests: list[str] | None) -> None:
         self.broker.weights.publish(
             self._transport,
-            part,
+            self._folder / "out" / "part",
             version=self._version,
             step=self._version,
             epoch=self._training.epoch,
@@ -111,6 +112,7 @@ class Line:
             probe=None,
             keep=2,
             deltas=self._deltas,
+            digests=digests,
         )
 
 
@@ -132,7 +134,7 @@ def measure(
                 _copy_plainly(clock, file.read_bytes(), kind, address, place / "plain")
                 advance(1)
             _delay(line, clock, rounds)
-            apply_s, pause_s = asyncio.run(_load(engine, model, file, rounds))
+            apply_s, pause_s = asyncio.run(load_times(engine, model, file, rounds))
         finally:
             line.broker.purge()
         server = describe(address)
@@ -184,55 +186,29 @@ def _copy_plainly(clock: Clock, data: bytes, kind: str, url: str, file: Path) ->
 
 
 def _delay(line: Line, clock: Clock, rounds: int) -> None:
-    """Forward and backward alone, and beside a version on its way."""
+    """A step up to its optimizer alone, and beside a version on its way, with the times that it is held up."""
     with ThreadPoolExecutor(1) as thread:
         for _ in range(rounds):
             clock.time("step_alone", line.subject.backward)
-            sending = thread.submit(line.publish, "beside")
+            snapshot = clock.time("take", line.subject.take)
+            clock.time("probe", line.subject.probe)
+            sending = thread.submit(line.finish, "beside", snapshot)
             clock.time("step_beside", line.subject.backward)
+            clock.time("wait", snapshot.wait)
             sending.result()
-
-
-async def _load(name: str, model: Path, file: Path, rounds: int) -> tuple[float, float]:
-    """Seconds to copy the file into a model by the plainest code, and of the engine's load under running requests."""
-    settings = EngineSettings(model_path=str(model), dtype=WIRE, max_length=1024, max_samples=REQUESTS)
-    engine: Engine = make_engine(name, settings, Path())
-    await engine.start()
-    try:
-        pauses = []
-        for version in range(1, rounds + 1):
-            sampling = Sampling(max_tokens=900)
-            running = [asyncio.create_task(engine.generate([5, 6, 7], sampling)) for _ in range(REQUESTS)]
-            await engine.logprobs([5, 6, 7])
-            started = time.perf_counter()
-            await engine.load(file, version)
-            pauses.append(time.perf_counter() - started)
-            await engine.abort_all()
-            await asyncio.gather(*running)
-    finally:
-        await engine.close()
-    return min(_apply(file) for _ in range(rounds + 1)), min(pauses)
-
-
-def _apply(file: Path) -> float:
-    """Copy every tensor of the file into one that is there already."""
-    with safe_open(file, framework="pt", device="cpu") as tensors:
-        names = list(tensors.keys())
-        parameters = {name: torch.zeros_like(tensors.get_tensor(name)) for name in names}
-        started = time.perf_counter()
-        for name in names:
-            parameters[name].copy_(tensors.get_tensor(name))
-        return time.perf_counter() - started
 
 
 def _figures(clock: Clock, whole: Manifest, delta: Manifest) -> dict[str, Any]:
     at, cpu = clock.best, clock.best_cpu
     size = delta.delta.payload.size if delta.delta else 0
-    wholly, by_delta = ("whole_copy", "whole_send", "whole_fetch"), ("delta_copy", "delta_send", "delta_fetch")
+    wholly, by_delta = (
+        ("whole_copy", "whole_write", "whole_send", "whole_fetch"),
+        tuple(f"delta_{part}" for part in ("copy", "write", "send", "fetch")),
+    )
     times = {
-        "publish_s": at("whole_copy", "whole_send"),
+        "publish_s": at("whole_copy", "whole_write", "whole_send"),
         "fetch_s": at("whole_fetch"),
-        "publish_delta_s": at("delta_copy", "delta_send"),
+        "publish_delta_s": at("delta_copy", "delta_write", "delta_send"),
         "fetch_delta_s": at("delta_fetch"),
         "raw_copy_s": at("raw"),
         "cpu_s": cpu(*wholly),
@@ -241,9 +217,13 @@ def _figures(clock: Clock, whole: Manifest, delta: Manifest) -> dict[str, Any]:
         "copy_s": min(at("whole_copy"), at("delta_copy")),
         "step_s": at("step_alone"),
         "step_beside_s": at("step_beside"),
+        "held_s": at("take", "wait"),
+        "probe_s": at("probe"),
+        "publish_beside_s": at("beside_copy", "beside_write", "beside_send"),
     }
     return {
         **{name: round(seconds, 4) for name, seconds in times.items()},
+        "held_ratio": round(at("take", "wait") / at("beside_copy", "beside_write", "beside_send"), 3),
         "ratio": round(at(*wholly) / at("raw"), 3),
         "ratio_delta": round(at(*by_delta) / at("raw"), 3),
         "cpu_ratio": round(cpu(*wholly) / cpu("raw"), 3),

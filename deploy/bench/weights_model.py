@@ -10,14 +10,16 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
+from consumers.trainer.export import reference_logprobs
 from consumers.trainer.optimizer import build_optimizer
 from consumers.trainer.policy import Policy
-from consumers.trainer.snapshot import write_weights
+from consumers.trainer.snapshot import Snapshot, Snapshots
 from schemas.config import OptimizerConfig
 from schemas.errors import ConfigError
-from schemas.messages import TensorSpec
 
 WIRE = "bfloat16"
+PROBE = 32
+"""Tokens, as trainer.publish.probe_tokens has them by default."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,7 @@ class Subject:
         model: Any = Qwen2ForCausalLM
         self.policy = Policy(model(config).float())
         self.parameters = sum(parameter.numel() for parameter in self.policy.parameters())
+        self._snapshots = Snapshots(self.policy, WIRE)
         self._tokens = torch.randint(shape.vocabulary, (4, 128))
 
     def step(self) -> None:
@@ -75,9 +78,19 @@ class Subject:
         scores = self.policy(self._tokens, targets, torch.ones_like(targets, dtype=torch.bool))
         (-scores.logprobs.mean()).backward()
 
-    def write(self, path: Path) -> list[TensorSpec]:
+    def take(self) -> Snapshot:
+        """The weights as they are about to travel."""
+        return self._snapshots.take()
+
+    def probe(self) -> None:
+        """The forward that makes the probe's reference."""
+        reference_logprobs(self.policy, self._tokens[0, :PROBE].tolist())
+
+    def write(self, path: Path) -> None:
         """The weights as they travel."""
-        return write_weights(self.policy, path, WIRE)
+        snapshot = self.take()
+        snapshot.fill()
+        snapshot.write(path)
 
     def save(self, folder: Path) -> Path:
         """A model folder that an engine boots from."""

@@ -90,8 +90,9 @@ def test_a_wrong_option_is_refused(option: str, value: str) -> None:
 def test_weights_give_every_figure_and_leave_nothing(kind: str, tmp_path: Path, server: EmbeddedServer) -> None:
     told: list[int] = []
     row = measure_weights("1M", kind, 1, "transformers", server.url, tmp_path, told.append)
-    keys = {"publish_s", "fetch_s", "publish_delta_s", "fetch_delta_s", "raw_copy_s", "apply_s", "pause_s", "step_s"}
-    assert all(row[key] > 0 for key in keys | {"ratio", "ratio_delta", "pause_ratio"})
+    keys = {"publish_s", "fetch_s", "publish_delta_s", "fetch_delta_s", "raw_copy_s", "apply_s", "step_s", "held_s"}
+    assert all(row[key] > 0 for key in keys | {"ratio", "ratio_delta", "held_ratio"})
+    assert {"pause_s", "pause_ratio", "probe_s"} <= row.keys()
     assert 0 < row["bytes_delta"] < 0.05 * row["bytes_full"], "the delta of one small step"
     assert told == [1]
     assert not list(tmp_path.iterdir())
