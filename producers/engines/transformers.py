@@ -10,7 +10,7 @@ import asyncio
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -21,12 +21,13 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 import torch
-from safetensors import safe_open
+from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from producers.engines.base import Completion, EngineSettings, Load, Progress
 from producers.engines.batch import Batch, Row
 from producers.engines.checkpoint import check_fits, read_shapes, resolve_folder
+from producers.engines.mapped import map_tensors
 from producers.engines.sample import Draw
 from producers.engines.sampling import room
 from producers.tokenizer import HfTokenizer
@@ -155,11 +156,13 @@ class TransformersEngine:
 
     async def load(self, path: Path, version: int) -> None:
         """See Engine. A file that does not fit is refused with DataError before anything is touched."""
-        check_fits(path, await asyncio.to_thread(read_shapes, path), self._shapes(), _tied(self._model))
+        shapes = self._shapes()
+        check_fits(path, await asyncio.to_thread(read_shapes, path), shapes, _tied(self._model))
+        tensors = await asyncio.to_thread(map_tensors, path, shapes)
         done: Future[None] = Future()
 
         def swap() -> None:
-            self._replace(path, version)
+            self._replace(tensors, version)
             done.set_result(None)
 
         await self._ask(lambda: self._swaps.append(swap))
@@ -269,12 +272,11 @@ class TransformersEngine:
         while self._swaps and not (self._settings.update == "drain" and self._active):
             self._swaps.popleft()()
 
-    def _replace(self, path: Path, version: int) -> None:
-        parameters = dict(self._model.named_parameters())
+    def _replace(self, tensors: Mapping[str, Tensor], version: int) -> None:
         try:
-            with safe_open(path, framework="pt", device="cpu") as file, torch.no_grad():
-                for name in parameters:
-                    parameters[name].copy_(file.get_tensor(name))
+            with torch.no_grad():
+                for name, parameter in self._model.named_parameters():
+                    parameter.copy_(tensors[name])
         except Exception as error:
             self._failure = f"loading weight version {version} broke off, its weights are undefined: {error}"
             raise

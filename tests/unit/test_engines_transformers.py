@@ -10,9 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from producers.engines.base import Completion, EngineSettings
+from producers.engines.mapped import map_tensors
 from producers.engines.sample import Draw, draw, truncate
 from producers.engines.transformers import TransformersEngine
 from schemas.errors import ConfigError, DataError, InfraError
@@ -117,6 +119,19 @@ def test_weights_that_do_not_fit_are_refused_and_the_old_ones_stay(models: tuple
         np.testing.assert_allclose(await engine.logprobs(PROMPTS[1]), reference(models[0], PROMPTS[1]), atol=1e-4)
 
     run(models[0], scenario)
+
+
+def test_mapped_weights_outlive_their_file(models: tuple[Path, Path], tmp_path: Path):
+    """A version may be freed while requests in flight are still waited for."""
+    wanted = load_file(models[0] / "model.safetensors")
+    copy = tmp_path / "v"
+    copy.write_bytes((models[0] / "model.safetensors").read_bytes())
+    mapped = map_tensors(copy, wanted)
+    copy.unlink()
+    assert mapped.keys() == wanted.keys()
+    assert all(torch.equal(mapped[name], wanted[name]) for name in wanted)
+    with pytest.raises(FileNotFoundError):
+        map_tensors(copy, wanted)
 
 
 def test_tied_embeddings_are_updated_on_both_ends(tmp_path: Path):
