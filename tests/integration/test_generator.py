@@ -214,7 +214,7 @@ def test_a_generator_that_can_not_go_back_publishes_nothing_more_and_ends(
     publish(broker, training, tmp_path, 1)
     broker.ledger.admit(task(0))
     config = configuration(model, tmp_path)
-    engine = engine_of(config, min_length=900, max_length=900)
+    engine = engine_of(config, min_length=900, max_length=900, token_s=0.02)
 
     async def scene() -> None:
         await engine.generating.wait()
@@ -258,7 +258,7 @@ def test_who_is_asked_to_end_hands_every_token_to_the_next(model: Path, broker: 
     publish(broker, training, tmp_path, 1)
     broker.ledger.admit(task(0, n=4))
     config = configuration(model, tmp_path)
-    engine = engine_of(config, min_length=900, max_length=900)
+    engine = engine_of(config, min_length=900, max_length=900, token_s=0.02)  # 18 s, many times what noticing takes
     live(config, broker, engine, engine.generating.wait)  # ends once it is under way
     (delivery,) = broker.tasks("reader").read(1, 10)
     parts = {part.sample: part for part in delivery.message.partials}
