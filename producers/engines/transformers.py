@@ -133,6 +133,9 @@ class TransformersEngine:
             )
         torch.manual_seed(settings.seed)
         self._model = model.eval().requires_grad_(False).to(_device())
+        for parameter in self._model.parameters():
+            # Views of the file, of which the first load would copy page after page while requests wait.
+            parameter.data = parameter.data.clone()
         tokenizer = HfTokenizer(str(folder), settings.trust_remote_code)
         self._batch = Batch(self._model, _eos(model), tokenizer.decode)
 
