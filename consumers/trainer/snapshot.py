@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -79,17 +80,17 @@ class Snapshot:
     def write(self, path: Path) -> list[str]:
         """Write the file, whole or not at all; the digest of each of its chunks. OSError if it can't be written."""
         image = memoryview(self._image.numpy())
-        digests = []
+        chunks = [image[start : start + CHUNK_BYTES] for start in range(0, len(image), CHUNK_BYTES)]
         try:
-            with path.open("wb") as file:
-                for start in range(0, len(image), CHUNK_BYTES):
-                    chunk = image[start : start + CHUNK_BYTES]
-                    digests.append(digest(chunk))
+            # Both leave the interpreter free: a chunk is hashed while another is written.
+            with ThreadPoolExecutor(1, thread_name_prefix="digests") as hashing, path.open("wb") as file:
+                digests = hashing.map(digest, chunks)
+                for chunk in chunks:
                     file.write(chunk)
+                return list(digests)
         except OSError:
             path.unlink(missing_ok=True)
             raise
-        return digests
 
 
 class Snapshots:
