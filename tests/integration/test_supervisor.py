@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from deploy.exits import CONFIG_EXIT
 from deploy.restarts import State
 from deploy.supervisor import Change, Outcome, ServiceSpec, Supervisor
 from schemas.config import SupervisorConfig
@@ -97,8 +98,13 @@ class Rig:
         self.folder = folder
         self.token = token
         self.changes: list[Change] = []
+        self.on_change: Callable[[Change], object] = lambda change: None
         config = SupervisorConfig.model_validate({"backoff_s": 0.02, "grace_s": 10, **policy})
-        self.supervisor = Supervisor(config, folder / "logs", self.changes.append)
+        self.supervisor = Supervisor(config, folder / "logs", self._note)
+
+    def _note(self, change: Change) -> None:
+        self.changes.append(change)
+        self.on_change(change)
 
     def spec(self, name: str, argv: list[str], **more: object) -> ServiceSpec:
         return ServiceSpec(name, argv, environment={"TOKEN": self.token}, **more)  # type: ignore[arg-type]
@@ -176,20 +182,18 @@ def test_what_dies_again_and_again_is_given_up_with_its_reason(tmp_path: Path, t
 
 
 def test_the_first_to_fail_is_named_not_those_that_failed_after_it(tmp_path: Path, token: str) -> None:
-    rig = Rig(tmp_path, token, max_restarts=1, backoff_s=0.3)
-    gone = tmp_path / "gone"
-    broker = f"open({str(gone)!r}, 'w').close(); raise OSError('disk full')"
+    # Long enough for the follower to fail, for good, while the broker waits for its second life.
+    rig = Rig(tmp_path, token, max_restarts=1, backoff_s=DEADLINE_S)
+    seen = tmp_path / "seen"
+    rig.on_change = lambda change: seen.touch() if "disk full" in change.text else None
     follower = f"""
-        import os, time
-        while not os.path.exists({str(gone)!r}): time.sleep(0.01)
-        raise RuntimeError('lost the broker')
+        import os, sys, time
+        while not os.path.exists({str(seen)!r}): time.sleep(0.01)
+        sys.exit({CONFIG_EXIT})
     """
     with rig.supervisor as supervisor:
-        # The follower's second failure comes first, since the broker lives a little in its second life.
-        supervisor.add(
-            rig.spec("broker", script(f"import os, time; os.path.exists({str(gone)!r}) and time.sleep(3)\n" + broker))
-        )
         supervisor.add(rig.spec("trainer", script(follower)))
+        supervisor.add(rig.spec("broker", script("raise OSError('disk full')")))
         outcome = rig.run()
     assert outcome.cause is not None
     assert outcome.cause.service == "broker"
