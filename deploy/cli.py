@@ -14,6 +14,8 @@ import typer
 
 from deploy.bench.cli import app as bench
 from deploy.cli_control import app as control_commands
+from deploy.cli_launch import ConfigFile, Overrides
+from deploy.cli_launch import app as launch_commands
 from deploy.cli_offline import app as offline_commands
 from deploy.cli_runs import app as run_commands
 from deploy.exits import CONFIG_EXIT, ERROR_EXIT, FENCED_EXIT, OK_EXIT, REFUSED_EXIT
@@ -30,16 +32,12 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
+app.add_typer(launch_commands)
 app.add_typer(bench, name="bench")
 app.add_typer(control_commands)
 app.add_typer(run_commands)
 app.add_typer(offline_commands)
 
-ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="The YAML configuration.")]
-Overrides = Annotated[
-    list[str] | None,
-    typer.Argument(metavar="[a.b=c]...", help="Settings that win over the file, e.g. trainer.steps=50."),
-]
 Name = Annotated[str | None, typer.Option(help="Name of this service; must differ from replica to replica.")]
 
 
@@ -58,19 +56,6 @@ def options(
     ] = False,
 ) -> None:
     """Asynchronous reinforcement learning of language models over a message broker."""
-
-
-@app.command()
-def up(
-    config: ConfigFile,
-    overrides: Overrides = None,
-    fresh: Annotated[bool, typer.Option("--fresh", help="Delete what an earlier run left, and start anew.")] = False,
-) -> None:
-    """Run everything on this machine until the training is done; goes on with a run that was stopped."""
-    loaded = _load(config, overrides)
-    from deploy.up import run_up
-
-    raise typer.Exit(run_up(loaded, fresh))
 
 
 @app.command()
@@ -195,69 +180,6 @@ def evaluate(
     from deploy.evaluation import evaluate_model
 
     evaluate_model(loaded, loaded.eval, model)
-
-
-@app.command()
-def slurm(
-    config: ConfigFile,
-    folder: Annotated[Path | None, typer.Option(help="Where the scripts go; slurm/ in the run's folder.")] = None,
-    generators: Annotated[int | None, typer.Option(help="Size of the array; generator.replicas.")] = None,
-    generator_gpus: Annotated[int, typer.Option(help="GPUs of one generator.")] = 0,
-    trainer_nodes: Annotated[int, typer.Option(help="Nodes of the trainer.")] = 1,
-    trainer_gpus: Annotated[int, typer.Option(help="GPUs of one trainer node, a rank each.")] = 0,
-    time: Annotated[str, typer.Option(help="Time limit of each job; what needs longer is requeued.")] = "24:00:00",
-    partition: Annotated[str | None, typer.Option(help="Partition of all jobs.")] = None,
-    account: Annotated[str | None, typer.Option(help="Account of all jobs.")] = None,
-    setup: Annotated[
-        str | None, typer.Option(help="Shell line that makes tidemill known; activates this environment.")
-    ] = None,
-    sbatch: Annotated[list[str] | None, typer.Option(help="Another #SBATCH option of all jobs; repeatable.")] = None,
-    broker: Annotated[bool, typer.Option(help="Start a Redis in a job, or use the REDIS_URL of the user.")] = True,
-) -> None:
-    """Write the scripts that run everything as Slurm jobs; look at them, then run the last one."""
-    loaded = _load(config, None)
-    from deploy.launchers.slurm import Slurm, SlurmOptions
-
-    options = SlurmOptions(
-        generators=loaded.generator.replicas if generators is None else generators,
-        generator_gpus=generator_gpus,
-        trainer_nodes=trainer_nodes,
-        trainer_gpus=trainer_gpus,
-        time=time,
-        partition=partition,
-        account=account,
-        setup=setup,
-        extra=tuple(sbatch or ()),
-        own_broker=broker,
-    )
-    for path in Slurm(loaded, config, options).write(folder or loaded.folder / "slurm"):
-        print(path)
-
-
-@app.command()
-def ray(
-    config: ConfigFile,
-    overrides: Overrides = None,
-    address: Annotated[str, typer.Option(help="The cluster; auto finds it, local starts one here.")] = "auto",
-    generators: Annotated[int | None, typer.Option(help="Fewest generators; generator.replicas.")] = None,
-    max_generators: Annotated[int | None, typer.Option(help="Most generators; as many as the fewest.")] = None,
-    generator_gpus: Annotated[float, typer.Option(help="GPUs of one generator.")] = 0.0,
-    trainer_gpus: Annotated[float, typer.Option(help="GPUs of the trainer.")] = 0.0,
-    generator_cpus: Annotated[float, typer.Option(help="CPUs of one generator.")] = 1.0,
-    trainer_cpus: Annotated[float, typer.Option(help="CPUs of the trainer.")] = 1.0,
-    fresh: Annotated[bool, typer.Option("--fresh", help="Delete what an earlier run left, and start anew.")] = False,
-) -> None:
-    """Run everything on a Ray cluster until the training is done; goes on with a run that was stopped."""
-    given = [] if generators is None else [f"generator.replicas={generators}"]
-    loaded = _load(config, [*(overrides or []), *given])
-    least = loaded.generator.replicas
-    most = least if max_generators is None else max_generators
-    from deploy.launchers.ray import Ray, RayOptions
-    from deploy.up import run_up
-
-    options = RayOptions(address, trainer_cpus, trainer_gpus, generator_cpus, generator_gpus, least, most)
-    with Ray(options, loaded.broker.url) as launcher:
-        raise typer.Exit(run_up(loaded, fresh, launcher))
 
 
 @app.command()

@@ -20,8 +20,8 @@ from typing import Literal, Self
 
 from deploy.causes import Failure, last_error, root_cause
 from deploy.exits import HOPELESS, OK_EXIT
-from deploy.launchers.base import Launcher, Running
-from deploy.launchers.local import Local
+from deploy.launchers.base import Running, Starter
+from deploy.launchers.processes import Processes
 from deploy.process import Exit, Strays, become_subreaper
 from deploy.restarts import Life, State
 from schemas.config import SupervisorConfig
@@ -112,10 +112,10 @@ class Supervisor:
         policy: SupervisorConfig,
         logs: Path,
         on_change: Callable[[Change], None] = lambda change: None,
-        launcher: Launcher | None = None,
+        starter: Starter | None = None,
     ) -> None:
-        """launcher: where services run; on this machine by default."""
-        self._launcher = launcher or Local()
+        """starter: where services run; on this machine by default."""
+        self._starter = starter or Processes()
         self._policy = policy
         self._logs = logs
         self._on_change = on_change
@@ -270,7 +270,7 @@ class Supervisor:
     def _start(self, service: _Service, now: float) -> None:
         service.log_start = service.log.stat().st_size if service.log.exists() else 0
         service.kill_at, service.overdue = None, False
-        service.process = self._launcher.start(
+        service.process = self._starter.start(
             service.spec.argv,
             service.spec.name,
             service.spec.role,

@@ -1,4 +1,4 @@
-"""``tidemill up``: everything on this machine, from the first model to the summary.
+"""A supervised run, as ``tidemill up`` and ``tidemill ray`` start it: from the first model to the summary.
 
 The order: the model, if the configuration says how to make it; the broker; the services; the
 live view until the trainer is done; then the services stop, the broker last, and the run is summed up.
@@ -27,8 +27,7 @@ from broker.link import answers, open_client, url_from
 from broker.presence import Presence
 from deploy.ending import Ending, finish
 from deploy.exits import CONFIG_EXIT, ERROR_EXIT, INTERRUPTED_EXIT, OK_EXIT
-from deploy.launchers.base import Launcher
-from deploy.launchers.local import Local
+from deploy.launchers.base import Starter
 from deploy.live import View
 from deploy.logs import configure_logging
 from deploy.preflight import check
@@ -49,11 +48,11 @@ SHOW_EVERY_S = 0.25
 LOCK = "up.lock"
 
 
-def run_up(config: TidemillConfig, fresh: bool = False, launcher: Launcher | None = None) -> int:
+def run_up(config: TidemillConfig, starter: Starter, fresh: bool = False) -> int:
     """Run until the training is done, has failed, or is interrupted; returns the exit code.
 
-    fresh: first delete the files of an earlier run of this name, and what it left in the broker.
-    launcher: where services run; on this machine by default.
+    starter: where services run. fresh: first delete the files of an earlier run of this name, and what it left in
+    the broker.
     """
     check(config)
     folder = config.folder
@@ -75,19 +74,18 @@ def run_up(config: TidemillConfig, fresh: bool = False, launcher: Launcher | Non
         file = folder / CONFIG
         # They share this machine, and one port can have one owner.
         save_config(config.model_copy(update={"probes": ProbesConfig()}), file)
-        launcher = launcher or Local()
-        run = _Run(config, file, launcher)
+        run = _Run(config, file, starter)
         outcome = run.warm_start()
         if outcome is not None:
             return run.report(outcome, None)
-        supervisor = stack.enter_context(Supervisor(config.supervisor, folder / "logs", run.on_change, launcher))
+        supervisor = stack.enter_context(Supervisor(config.supervisor, folder / "logs", run.on_change, starter))
         return run.run(supervisor)
 
 
 class _Run:
-    def __init__(self, config: TidemillConfig, file: Path, launcher: Launcher) -> None:
+    def __init__(self, config: TidemillConfig, file: Path, starter: Starter) -> None:
         self.config = config
-        self.launcher = launcher
+        self.starter = starter
         self.file = file
         self.console = Console()
         self.notices: list[Notice] = []
@@ -209,7 +207,7 @@ class _Run:
 
     def _show(self, supervisor: Supervisor, watcher: Watcher) -> None:
         self._tell_address()
-        self.launcher.tick(supervisor, watcher.latest)
+        self.starter.tick(supervisor, watcher.latest)
         if self.view is not None:
             self.view.show(self._merge(supervisor, watcher.latest or empty(self.config)), time.monotonic())
 

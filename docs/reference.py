@@ -26,6 +26,7 @@ from consumers.trainer.advantages import ADVANTAGES
 from consumers.trainer.aggregation import AGGREGATIONS
 from consumers.trainer.kl import KL_ESTIMATORS
 from consumers.trainer.losses import LOSSES
+from deploy.launchers import LAUNCHERS
 from producers.datasets import DATASETS
 from producers.engines import ENGINES
 from producers.workflows import WORKFLOWS
@@ -41,6 +42,7 @@ REGISTRIES: dict[str, Registry] = {
     "reward.terms.name": REWARDS,
     "generator.engine": ENGINES,
     "generator.workflow.name": WORKFLOWS,
+    "launcher.name": LAUNCHERS,
     "trainer.loss.name": LOSSES,
     "trainer.advantage.name": ADVANTAGES,
     "trainer.aggregation": AGGREGATIONS,

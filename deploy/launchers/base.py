@@ -1,6 +1,7 @@
-"""What a launcher is: it turns the description of a service into something that runs, wherever that is.
+"""What a launcher is: it starts a run on one engine, and is chosen by name or dotted path.
 
-The supervisor does the rest for all of them: restarts, scaling, the orderly end.
+An engine with a queue of its own, such as Slurm, is handed the whole run. One that only places processes is a
+``Starter`` as well: the supervisor does the rest for it, which is restarts, scaling and the orderly end.
 """
 
 from __future__ import annotations
@@ -10,10 +11,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from deploy.process import Exit
+from schemas.config import TidemillConfig
 
 if TYPE_CHECKING:
     from deploy.snapshot import RunSnapshot
     from deploy.supervisor import Supervisor
+
+
+class Launcher(Protocol):
+    """Made of ``launcher.args``: the parameters of its constructor are its options, ConfigError if they can't be."""
+
+    def launch(self, config: TidemillConfig, fresh: bool = False) -> int:
+        """Start the run or go on with it; returns the exit code when it is over, or is the engine's own business.
+
+        fresh: delete what an earlier run of this name left, first. ConfigError, InfraError.
+        """
 
 
 class Running(Protocol):
@@ -41,7 +53,7 @@ class Running(Protocol):
         """Kill it and everything that it started."""
 
 
-class Launcher(Protocol):
+class Starter(Protocol):
     """Starts services of a run. ``role`` says what a service is for; its log is a path that this process can write."""
 
     def start(

@@ -1,25 +1,14 @@
-"""Services as processes of this machine."""
+"""Everything on this machine: the launcher that is taken when none is named."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING
-
-from deploy.process import Process
-
-if TYPE_CHECKING:
-    from deploy.snapshot import RunSnapshot
-    from deploy.supervisor import Supervisor
+from deploy.launchers.processes import Processes
+from deploy.up import run_up
+from schemas.config import TidemillConfig
 
 
-class Local:
-    """The launcher of ``tidemill up``."""
+class Local(Processes):
+    """No options."""
 
-    def start(
-        self, argv: Sequence[str], name: str, role: str, log: Path | None, environment: Mapping[str, str], mark: str
-    ) -> Process:
-        return Process(argv, name, log=log, environment=environment, mark=mark)
-
-    def tick(self, supervisor: Supervisor, snapshot: RunSnapshot | None) -> None:
-        """One machine has what it has."""
+    def launch(self, config: TidemillConfig, fresh: bool = False) -> int:
+        return run_up(config, self, fresh)

@@ -9,13 +9,15 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 from string import Template
 
-from schemas.config import TidemillConfig
+from deploy.exits import OK_EXIT
+from deploy.run_files import CONFIG
+from schemas.config import TidemillConfig, save_config
 from schemas.errors import ConfigError
 
 SCRIPTS = ("job.sh", "services.sbatch", "trainer.sbatch", "generators.sbatch", "submit.sh")
@@ -23,14 +25,18 @@ PREPARE = "prepare.sbatch"
 
 
 @dataclass(frozen=True)
-class SlurmOptions:
-    """What Slurm is asked for. generators: size of the array. gpus: of one generator and of one trainer node.
+class Slurm:
+    """What Slurm is asked for; a launcher that writes scripts, whose last one a user then runs.
 
-    time: of every job, as Slurm writes it; jobs that need longer are requeued. extra: more #SBATCH options, for all.
-    own_broker: the services job starts a Redis; else each job finds one by the REDIS_URL or REDIS_URL_FILE it inherits.
+    generators: size of the array, generator.replicas by default. gpus: of one generator and of one trainer node.
+    time: of every job, as Slurm writes it; jobs that need longer are requeued. sbatch: more options, for all jobs.
+    setup: shell line that makes ``tidemill`` known, by default the activation of this very environment.
+    container: command that runs another one in an image, with ``{role}`` for the image's role.
+    own_broker: the services job starts a server; else each job inherits a REDIS_URL or REDIS_URL_FILE.
+    folder: where the scripts go, on a file system that all nodes share; slurm/ in the run's folder by default.
     """
 
-    generators: int = 1
+    generators: int | None = None
     generator_gpus: int = 0
     trainer_nodes: int = 1
     trainer_gpus: int = 0
@@ -38,32 +44,35 @@ class SlurmOptions:
     partition: str | None = None
     account: str | None = None
     setup: str | None = None
-    extra: tuple[str, ...] = ()
+    container: str | None = None
+    sbatch: Sequence[str] = ()
     own_broker: bool = True
+    folder: Path | str | None = None
 
+    def launch(self, config: TidemillConfig, fresh: bool = False) -> int:
+        """Write the scripts and print their paths, that of submit.sh last."""
+        if fresh:
+            raise ConfigError(
+                f"Slurm jobs go on with what there is: for a new run, tidemill purge, and rm -r {config.folder}"
+            )
+        for path in self.write(config):
+            print(path)
+        return OK_EXIT
 
-class Slurm:
-    """Life cycle::
-
-    slurm = Slurm(config, Path("config.yaml"), SlurmOptions(generators=8, generator_gpus=1, trainer_gpus=8))
-    slurm.write(Path("runs/NAME/slurm"))        # then: sh runs/NAME/slurm/submit.sh
-    """
-
-    def __init__(self, config: TidemillConfig, file: Path, options: SlurmOptions) -> None:
-        """file: the configuration, on a file system that all nodes share. ConfigError for options that can't be."""
-        if options.generators < 1 or options.trainer_nodes < 1:
-            raise ConfigError("--generators and --trainer-nodes must be 1 or more")
-        self._config = config
-        self._file = file.resolve()
-        self._options = options
-
-    def write(self, folder: Path) -> list[Path]:
-        """Write the scripts; returns their paths, that of submit.sh last. Overwrites what an earlier call wrote."""
-        folder = folder.resolve()
+    def write(self, config: TidemillConfig) -> list[Path]:
+        """Write the configuration in effect and the scripts; returns the scripts, submit.sh last. Overwrites."""
+        generators = config.generator.replicas if self.generators is None else self.generators
+        if generators < 1 or self.trainer_nodes < 1:
+            raise ConfigError(
+                f"Slurm needs 1 or more generators and trainer nodes, not {generators} and {self.trainer_nodes}"
+            )
+        folder = Path(self.folder or config.folder / "slurm").resolve()
         (folder / "logs").mkdir(parents=True, exist_ok=True)
-        values = self._values(folder)
+        config.folder.mkdir(parents=True, exist_ok=True)
+        save_config(config, config.folder / CONFIG)
+        values = self._values(config, folder, generators)
         written = []
-        for name in ([PREPARE] if self._config.warm_start else []) + [*SCRIPTS]:
+        for name in ([PREPARE] if config.warm_start else []) + [*SCRIPTS]:
             path = folder / name
             text = (files("deploy.launchers") / "slurm_scripts" / name).read_text(encoding="utf-8")
             path.write_text(Template(text).substitute(values), encoding="utf-8")
@@ -71,53 +80,52 @@ class Slurm:
             written.append(path)
         return written
 
-    def _values(self, folder: Path) -> Mapping[str, str]:
-        options, config = self._options, self._config
+    def _values(self, config: TidemillConfig, folder: Path, generators: int) -> Mapping[str, str]:
+        commands = {
+            f"run_{role}": self._command(role) for role in ("control", "feeder", "reward", "generator", "trainer")
+        }
         return {
+            **commands,
             "run": config.run.name,
-            "config": shlex.quote(str(self._file)),
+            "config": shlex.quote(str(config.folder / CONFIG)),
             "folder": shlex.quote(str(folder)),
             "workdir": shlex.quote(os.getcwd()),
-            "broker": shlex.quote(str(config.folder / "broker")),
-            "setup": options.setup or _activate(),
+            "setup": self.setup or _activate(),
             "sbatch": self._common(),
-            "own_broker": "yes" if options.own_broker else "no",
-            "last": str(options.generators - 1),
+            "own_broker": "yes" if self.own_broker else "no",
+            "last": str(generators - 1),
             "rewards": str(config.reward.replicas),
-            "generator_gpus": _gpus(options.generator_gpus),
-            "trainer_gpus": _gpus(options.trainer_gpus),
-            "trainer_nodes": str(options.trainer_nodes),
-            "start_trainer": self._trainer(),
-            "queue_prepare": self._prepare(folder),
+            "generator_gpus": _gpus(self.generator_gpus),
+            "trainer_gpus": _gpus(self.trainer_gpus),
+            "trainer_nodes": str(self.trainer_nodes),
+            "start_trainer": self._trainer(shlex.quote(str(config.folder / CONFIG))),
+            "queue_prepare": _queue_prepare(folder) if config.warm_start else "after=",
         }
+
+    def _command(self, role: str, program: str = "tidemill") -> str:
+        return f"{self.container.replace('{role}', role)} {program}" if self.container else program
 
     def _common(self) -> str:
-        asked = {
-            "--time": self._options.time,
-            "--partition": self._options.partition,
-            "--account": self._options.account,
-        }
+        asked = {"--time": self.time, "--partition": self.partition, "--account": self.account}
         lines = [f"#SBATCH {name}={value}" for name, value in asked.items() if value]
-        return "\n".join([*lines, *(f"#SBATCH {option}" for option in self._options.extra)])
+        return "\n".join([*lines, *(f"#SBATCH {option}" for option in self.sbatch)])
 
-    def _prepare(self, folder: Path) -> str:
-        if self._config.warm_start is None:
-            return "after="
-        return f"after=--dependency=afterok:$(sbatch --parsable {shlex.quote(str(folder / PREPARE))})"
-
-    def _trainer(self) -> str:
+    def _trainer(self, config: str) -> str:
         """One process needs no launcher; more are ranks that meet at the first node of the job."""
-        config = shlex.quote(str(self._file))
-        ranks = max(1, self._options.trainer_gpus)
-        if self._options.trainer_nodes * ranks == 1:
-            return f"keep forward tidemill trainer {config}"
+        ranks = max(1, self.trainer_gpus)
+        if self.trainer_nodes * ranks == 1:
+            return f"keep forward {self._command('trainer')} trainer {config}"
         return (
             'head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)\n'
-            "keep leave srun --kill-on-bad-exit=1 torchrun \\\n"
-            f"    --nnodes {self._options.trainer_nodes} --nproc-per-node {ranks} --shutdown-timeout 60 \\\n"
+            f"keep leave srun --kill-on-bad-exit=1 {self._command('trainer', 'torchrun')} \\\n"
+            f"    --nnodes {self.trainer_nodes} --nproc-per-node {ranks} --shutdown-timeout 60 \\\n"
             '    --rdzv-backend c10d --rdzv-endpoint "$head:29500" --rdzv-id "$SLURM_JOB_ID" \\\n'
             f"    -m deploy.cli trainer {config}"
         )
+
+
+def _queue_prepare(folder: Path) -> str:
+    return f"after=--dependency=afterok:$(sbatch --parsable {shlex.quote(str(folder / PREPARE))})"
 
 
 def _gpus(count: int) -> str:

@@ -449,6 +449,15 @@ class RewardModelConfig(PreferenceConfig):
     """A Bradley-Terry reward model that starts from model.path, behind `tidemill reward-model`."""
 
 
+class LauncherConfig(Section):
+    """What `tidemill up` starts the run on."""
+
+    name: str = Field(
+        "local", description="local (this machine), ray, slurm, or your own as module:name or file.py:name."
+    )
+    args: dict[str, Any] = Field(default_factory=dict, description="Arguments of the launcher.")
+
+
 class SupervisorConfig(Section):
     """What `tidemill up` does when a service dies."""
 
@@ -505,6 +514,7 @@ class TidemillConfig(Section):
     dpo: DpoConfig | None = None
     reward_model: RewardModelConfig | None = None
     broker: BrokerConfig = Field(default_factory=BrokerConfig)
+    launcher: LauncherConfig = Field(default_factory=LauncherConfig)
     supervisor: SupervisorConfig = Field(default_factory=SupervisorConfig)
     control: ControlConfig = Field(default_factory=ControlConfig)
     probes: ProbesConfig = Field(default_factory=ProbesConfig)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import re
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,16 +13,18 @@ import numpy as np
 import pytest
 
 from consumers.reward.scorer import check_reward
+from deploy.launchers.build import build_launcher
 from producers.datasets.build import build_dataset
 from producers.engines.base import EngineSettings
 from producers.engines.scripted import ScriptedEngine
 from producers.workflows.base import Sample
 from schemas.codec import Array
-from schemas.config import DatasetConfig, RewardTerm
+from schemas.config import DatasetConfig, RewardTerm, parse_config
 from schemas.messages import Sampling, Span, Task, Trajectory
 from schemas.plugins import load
 
 ROOT = Path(__file__).resolve().parents[2]
+SMALLEST = {"model": {"path": "m"}, "train": {"name": "arithmetic"}, "reward": {"terms": [{"name": "exact"}]}}
 CODE = re.compile(r'^```python title="([^"]+)"\n(.*?)^```$', re.MULTILINE | re.DOTALL)
 
 
@@ -152,3 +156,32 @@ def trajectory(completion: str, tokens: int, **data: Any) -> Trajectory:
         generator="g",
         data=data,
     )
+
+
+def test_the_launcher_starts_generators_elsewhere_and_the_rest_here(snippets: Path) -> None:
+    program = snippets / "bin" / "tidemill"
+    program.parent.mkdir()
+    program.write_text('#!/bin/sh\necho there: "$@"\n')
+    program.chmod(0o755)
+    args = {
+        "hosts": ["one", "two"],
+        "setup": f"PATH={program.parent}:$PATH",
+        # Instead of a way to a host: its name, and then what should run there.
+        "ssh": ["sh", "-c", 'echo "host $0"; eval "$1"'],
+    }
+    config = parse_config({**SMALLEST, "launcher": {"name": "ssh.py:Ssh", "args": args}}, snippets)
+    starter: Any = build_launcher(config)
+
+    def ran(role: str, name: str) -> list[str]:
+        """What a service said that was started and has ended."""
+        argv = [sys.executable, "-c", "print('here')", role, "my.yaml", "--name", name]
+        log = snippets / f"{name}.log"
+        process = starter.start(argv, name, role, log, {}, "")
+        deadline = time.monotonic() + 30.0
+        while process.poll() is None:
+            assert time.monotonic() < deadline, f"{name} did not end"
+            time.sleep(0.02)
+        return log.read_text().splitlines()
+
+    assert ran("generator", "generator-1") == ["host two", "there: generator my.yaml --name generator-1"]
+    assert ran("trainer", "trainer") == ["here"]

@@ -8,12 +8,11 @@ from typing import Any
 
 import pytest
 
-from deploy.launchers.slurm import Slurm, SlurmOptions
-from schemas.config import parse_config
+from deploy.launchers.slurm import Slurm
+from schemas.config import load_config, parse_config
 from schemas.errors import ConfigError
 
 CONFIG: dict[str, Any] = {
-    "run": {"name": "big"},
     "model": {"path": "m"},
     "train": {"name": "arithmetic"},
     "reward": {"terms": [{"name": "exact"}], "replicas": 2},
@@ -21,9 +20,10 @@ CONFIG: dict[str, Any] = {
 WARM_START = {"model": "m.py:f", "dataset": {"name": "arithmetic"}, "eval": {"name": "arithmetic"}}
 
 
-def written(folder: Path, config: dict[str, Any] = CONFIG, **options: Any) -> dict[str, str]:
-    slurm = Slurm(parse_config(config), folder / "a file.yaml", SlurmOptions(**options))
-    return {path.name: path.read_text() for path in slurm.write(folder / "a folder")}
+def written(folder: Path, settings: dict[str, Any] = CONFIG, **options: Any) -> dict[str, str]:
+    run = {"name": "big", "folder": str(folder / "a run")}
+    slurm = Slurm(folder=folder / "a folder", **options)
+    return {path.name: path.read_text() for path in slurm.write(parse_config(settings | {"run": run}))}
 
 
 def test_every_script_is_valid_shell(tmp_path: Path) -> None:
@@ -33,7 +33,7 @@ def test_every_script_is_valid_shell(tmp_path: Path) -> None:
 
 
 def test_generators_are_an_array_that_is_requeued(tmp_path: Path) -> None:
-    script = written(tmp_path, generators=16, generator_gpus=1, partition="spot", extra=("--qos=low",))[
+    script = written(tmp_path, generators=16, generator_gpus=1, partition="spot", sbatch=["--qos=low"])[
         "generators.sbatch"
     ]
     for option in ("--array=0-15", "--requeue", "--gpus-per-node=1", "--partition=spot", "--qos=low"):
@@ -55,6 +55,22 @@ def test_a_model_that_has_to_be_made_is_made_first(tmp_path: Path) -> None:
     assert "tidemill prepare" in scripts["prepare.sbatch"]
 
 
+def test_jobs_run_the_configuration_as_it_was_then(tmp_path: Path) -> None:
+    assert f"tidemill feeder '{tmp_path}/a run/config.yaml'" in written(tmp_path)["services.sbatch"]
+    assert load_config(tmp_path / "a run" / "config.yaml", environment={}).reward.replicas == 2
+
+
+def test_services_run_in_the_image_of_their_role(tmp_path: Path) -> None:
+    scripts = written(tmp_path, CONFIG | {"warm_start": WARM_START}, container="run-in {role}.sif", trainer_gpus=2)
+    services = scripts["services.sbatch"]
+    for role in ("feeder", "reward", "control"):
+        assert f"keep forward run-in {role}.sif tidemill {role} " in services
+    assert "run-in control.sif tidemill broker " in services
+    assert "run-in generator.sif tidemill generator " in scripts["generators.sbatch"]
+    assert "run-in trainer.sif tidemill prepare " in scripts["prepare.sbatch"]
+    assert "run-in trainer.sif torchrun " in scripts["trainer.sbatch"]
+
+
 def test_options_that_cannot_be_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="--generators and --trainer-nodes must be 1 or more"):
+    with pytest.raises(ConfigError, match="1 or more generators and trainer nodes, not 0 and 1"):
         written(tmp_path, generators=0)
