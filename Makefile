@@ -22,7 +22,7 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3; do \
 	$$p -c '$(SUPPORTED)' >/dev/null 2>&1 && { echo $$p; break; }; done)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test browser chaos lint types docs clean
+.PHONY: help setup demo test system chaos lint types docs pins clean
 
 help: ## List the targets
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1|\2/' | column -t -s '|' 2>/dev/null \
@@ -43,10 +43,8 @@ demo: $(STAMP) ## A small model learns arithmetic on this machine: an embedded R
 test: $(STAMP) ## Run all tests
 	$(BIN)/python -m pytest $(ARGS)
 
-browser: ## Install Chromium, which the tests of the dashboard drive, unless there is one (Debian, Ubuntu)
-	@which chromium chromium-browser google-chrome google-chrome-stable 2>/dev/null | grep -q . \
-		|| { apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium; } \
-		|| { echo 'cannot install Chromium: as root, make browser; or install it by hand' >&2; exit 1; }
+system: ## Install the programs that tests drive: Chromium, Slurm, kubectl and others (Debian, Ubuntu; as root)
+	@tests/system.sh
 
 chaos: $(STAMP) ## Break a running system in every way for MINUTES (default 3), with SEED (default 1), and count what was lost
 	$(BIN)/python -m tests.chaos --minutes $(MINUTES) --seed $(SEED) $(ARGS)
@@ -61,6 +59,9 @@ types: $(STAMP) ## Check types
 
 docs: $(STAMP) ## Build the documentation into site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+pins: $(STAMP) ## Write down the versions of .venv, which images are built with
+	$(BIN)/python -m deploy.pins >deploy/constraints.txt.new && mv deploy/constraints.txt.new deploy/constraints.txt
 
 clean: ## Remove .venv and everything that was built; runs/ stays
 	rm -rf $(VENV) site dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 from urllib.parse import urlsplit
 
-import pytest
 from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, Page, sync_playwright
+
+from tests.needs import program
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 PHONE = {"width": 390, "height": 844}
@@ -22,10 +22,8 @@ PATIENCE_MS = 90_000
 
 @contextmanager
 def headless() -> Iterator[Browser]:
-    """A browser; skips the test where there is none. TIDEMILL_CHROMIUM names one that is not on the PATH."""
-    path = os.environ.get("TIDEMILL_CHROMIUM") or next(filter(None, map(shutil.which, NAMES)), None)
-    if path is None:
-        pytest.skip("no Chromium on the PATH: install it (Debian: apt-get install chromium) or set TIDEMILL_CHROMIUM")
+    """A browser. TIDEMILL_CHROMIUM names one that is not on the PATH."""
+    path = os.environ.get("TIDEMILL_CHROMIUM") or program(*NAMES)
     # A container has neither the privileges of Chromium's sandbox nor much /dev/shm; the page is our own.
     arguments = ["--no-sandbox", "--disable-dev-shm-usage"]
     with sync_playwright() as playwright:

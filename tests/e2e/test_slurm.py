@@ -15,14 +15,10 @@ import pytest
 import yaml
 
 from deploy.summary import lineage, read_lines
-from tests.e2e import slurm_cluster
 from tests.e2e.slurm_cluster import cluster, jobs
 from tests.tiny import make_tiny_model
 
-pytestmark = [
-    pytest.mark.e2e,
-    pytest.mark.skipif(slurm_cluster.missing() is not None, reason=slurm_cluster.missing() or ""),
-]
+pytestmark = pytest.mark.e2e
 STEPS = 12
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import shutil
 import socket
 import ssl
 import subprocess
@@ -21,6 +20,7 @@ from broker.link import Link, answers
 from schemas.config import BrokerConfig
 from schemas.errors import ConfigError
 from tests.hops import one_group
+from tests.needs import missing, program
 
 pytestmark = pytest.mark.integration
 
@@ -34,8 +34,7 @@ def openssl(folder: Path, words: str) -> None:
 @pytest.fixture(scope="module")
 def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """ca.crt, and server.crt of 127.0.0.1 signed by it; other.crt is a CA that signed nothing."""
-    if not shutil.which("openssl"):
-        pytest.skip("no openssl command to make certificates with")
+    program("openssl")
     folder = tmp_path_factory.mktemp("certificates")
     for name in ("ca", "other"):
         openssl(folder, f"req -x509 {NEW_KEY} -keyout {name}.key -out {name}.crt -days 2 -subj /CN={name}")
@@ -69,13 +68,13 @@ class TlsServer(EmbeddedServer):
         return [*super().command(), "--tls-port", str(self.tls_port), "--tls-auth-clients", self._clients, *options]
 
     def start(self) -> str:
-        """As any server; skips the test when this one was built without TLS, which ends it at once."""
+        """As any server; without TLS in it, which ends it at once, there is only the front to test with."""
         self.prepare()
         self.process = subprocess.Popen(self.command(), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
         end = time.monotonic() + START_DEADLINE_S
         while not self.socket.exists():
             if self.process.poll() is not None:
-                pytest.skip("the server on this machine was built without TLS; the front stands in for it")
+                missing("the server on this machine was built without TLS, redis-server has it: as root, make system")
             if time.monotonic() > end:
                 pytest.fail(f"the server did not start within {START_DEADLINE_S:.0f} s")
             time.sleep(0.02)

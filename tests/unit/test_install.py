@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
+import tomllib
+from pathlib import Path
+
+from pip._vendor.packaging.requirements import Requirement
+from pip._vendor.packaging.utils import canonicalize_name
+
 from deploy.install import choose_vllm, requirements_of, wanted
+from deploy.pins import EXTRAS, OTHERS
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_vllm_fits_the_machine() -> None:
@@ -37,3 +46,18 @@ def test_an_extra_brings_what_the_extras_that_it_names_bring() -> None:
     }
     assert requirements_of(project, []) == ["redis>=8"]
     assert requirements_of(project, ["train"]) == ["redis>=8", "torch>=2", "jinja2>=3"]
+
+
+def test_images_are_built_with_versions_that_the_project_allows() -> None:
+    pins = dict(
+        line.split("==")
+        for line in (ROOT / "deploy/constraints.txt").read_text().splitlines()
+        if not line.startswith("#")
+    )
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    for line in requirements_of(project, EXTRAS):
+        requirement = Requirement(line)
+        name = canonicalize_name(requirement.name)
+        if name != "torch":
+            assert pins[name] in requirement.specifier, name
+    assert not [name for name in pins if name.startswith(OTHERS)]
