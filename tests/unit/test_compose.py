@@ -1,4 +1,4 @@
-"""docker-compose.yml and the Dockerfile, as far as no Docker engine is needed; deploy/compose-test.sh has one."""
+"""docker-compose.yml and the Dockerfile, as far as no Docker engine is needed; deploy/compose-test.sh needs one."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 from deploy.cli import app
+from tests.needs import program
 
 ROOT = Path(__file__).parents[2]
 DOCKERFILE = ROOT / "deploy" / "docker" / "Dockerfile"
@@ -26,6 +27,15 @@ def compose() -> dict[str, Any]:
     return found
 
 
+def chosen(compose: dict[str, Any], *profiles: str) -> set[str]:
+    """Services that start with these profiles."""
+    return {
+        name
+        for name, service in compose["services"].items()
+        if not service.get("profiles") or set(service["profiles"]) & set(profiles)
+    }
+
+
 def ours(compose: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return {name: service for name, service in compose["services"].items() if service["image"].startswith("tidemill-")}
 
@@ -37,8 +47,36 @@ def test_the_linter_has_nothing_to_say_about_the_dockerfile() -> None:
 
 
 def test_every_variable_has_a_default() -> None:
-    for file in (ROOT / "docker-compose.yml", ROOT / "deploy" / "docker" / "gpu.yml"):
-        assert "$" not in DEFAULT.sub("", file.read_text()), file
+    assert "$" not in DEFAULT.sub("", (ROOT / "docker-compose.yml").read_text())
+
+
+@pytest.mark.parametrize("profile", ["cpu", "gpu", "obs"])
+def test_docker_compose_accepts_the_file(profile: str) -> None:
+    command = [program("docker-compose"), "--profile", profile, "config", "--quiet"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_without_a_word_it_is_the_cpu_and_each_profile_has_one_trainer_and_generators(compose: dict[str, Any]) -> None:
+    (default,) = re.findall(r"^COMPOSE_PROFILES=(\w+)$", (ROOT / ".env").read_text(), re.MULTILINE)
+    common = {"redis", "prepare", "token", "feeder", "reward", "control"}
+    assert chosen(compose, default) == common | {"generator", "trainer"}
+    assert chosen(compose, "gpu") == common | {"generator-gpu", "trainer-gpu"}
+    assert chosen(compose, "obs") == chosen(compose, default) | {"prometheus", "grafana"}
+    trainers = [service["container_name"] for name, service in compose["services"].items() if "trainer" in name]
+    assert len(trainers) == 2
+    assert len(set(trainers)) == 1, "no engine starts both"
+
+
+def test_gpu_services_reserve_devices_and_have_cuda_images(compose: dict[str, Any]) -> None:
+    for name in ("generator-gpu", "trainer-gpu"):
+        service = compose["services"][name]
+        assert service["image"].endswith(":cuda")
+        assert service["build"]["args"]["TORCH_INDEX"] == ""
+        (device,) = service["deploy"]["resources"]["reservations"]["devices"]
+        assert device["capabilities"] == ["gpu"]
+        assert device["device_ids"]
+    assert compose["services"]["generator-gpu"]["build"]["args"]["ACCELERATOR"] == "cuda"
 
 
 def test_services_run_commands_that_exist_on_a_configuration_that_exists(compose: dict[str, Any]) -> None:
@@ -47,7 +85,7 @@ def test_services_run_commands_that_exist_on_a_configuration_that_exists(compose
         if "entrypoint" in service:
             continue
         command, config = service["command"]
-        assert command == name
+        assert command == name.removesuffix("-gpu")
         assert command in commands
         assert (ROOT / config).is_file()
 
@@ -65,7 +103,7 @@ def test_services_have_no_rights_that_they_do_not_need(compose: dict[str, Any]) 
 def test_every_service_has_a_health_check_and_time_to_end(compose: dict[str, Any]) -> None:
     for name, service in compose["services"].items():
         assert service["stop_grace_period"], name
-        if name not in ("prepare", "token") and "profiles" not in service:
+        if name not in ("prepare", "token", "prometheus", "grafana"):
             assert service["healthcheck"]["test"][0] == "CMD", name
 
 
@@ -74,7 +112,7 @@ def test_every_image_is_built_once_from_a_target_of_the_dockerfile(compose: dict
     built = {service["image"]: service["build"]["target"] for service in ours(compose).values() if "build" in service}
     assert {service["image"] for service in ours(compose).values()} == set(built)
     for image, target in built.items():
-        assert image == f"tidemill-{target}"
+        assert image.removesuffix(":cuda") == f"tidemill-{target}"
         assert target in targets
 
 
@@ -82,13 +120,6 @@ def test_every_build_argument_is_one_of_the_dockerfile(compose: dict[str, Any]) 
     arguments = set(re.findall(r"^ARG (\w+)", DOCKERFILE.read_text(), re.MULTILINE))
     for service in ours(compose).values():
         assert set(service.get("build", {}).get("args", {})) <= arguments
-
-
-def test_gpu_services_are_services_of_the_file_that_they_change(compose: dict[str, Any]) -> None:
-    gpu = yaml.safe_load(DEFAULT.sub(r"\1", (ROOT / "deploy" / "docker" / "gpu.yml").read_text()))
-    assert set(gpu["services"]) <= set(compose["services"])
-    images = {service["image"] for service in gpu["services"].values()}
-    assert images == {"tidemill-generator:cuda", "tidemill-trainer:cuda"}
 
 
 def test_every_file_that_is_mounted_exists(compose: dict[str, Any]) -> None:
