@@ -45,16 +45,16 @@ class Role:
 ROLES: Mapping[str, Role] = {
     "feeder": Role("look admit eval_open beat note", f"{_SERVICE} {_LEDGER}", "CHANGES"),
     "generator": Role(
-        "publish save eval_take fail_sample hand_back give_up beat note",
+        "publish save eval_take fail_sample hand_back give_up beat note tally",
         f"{_SERVICE} hmget hgetall xread xrange xrevrange",
         "WEIGHTS CHUNKS CHANGES ORDERS",
         only=_WORKER,
         on="TASKS EVAL_TASKS",
     ),
-    "reward": Role("score bury beat", _SERVICE, only=_WORKER, on="TRAJECTORIES"),
+    "reward": Role("score bury beat tally", _SERVICE, only=_WORKER, on="TRAJECTORIES"),
     "trainer": Role(
         "look examine begin claim recover close commit discard journal step finish weights_add weights_put beat note"
-        " keep",
+        " keep tally",
         f"{_SERVICE} {_LEDGER} hgetall xgroup|create xinfo|groups xrange xdel",
     ),
     "observer": Role("look gauge", _LOOKER, "*", ""),

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from broker.link import Link
+from broker.tally import FENCED, tally
 from schemas.errors import BrokerLost, FencedError
 
 
@@ -16,9 +18,10 @@ def incarnation(epoch: str) -> int:
     return int(digits) if digits.isdecimal() else -1
 
 
-def accepted(answer: Any, epoch: str) -> Any:
+def accepted(link: Link, answer: Any, epoch: str) -> Any:
     """A script's answer; FencedError when a newer trainer took over, BrokerLost when the broker knows of none."""
     if answer == b"fenced":
+        tally(link, {FENCED: 1})
         raise FencedError(f"trainer {epoch} was replaced by a newer one and stops")
     if answer == b"lost":
         raise BrokerLost("the broker has forgotten this trainer")

@@ -37,6 +37,7 @@ class Keys:
         self.partials = self._key("partials")
         self.orders = self._key("orders")
         self.recent = self._key("recent")
+        self.tally = self._key("tally")
 
     def _key(self, name: str) -> str:
         return f"{self.base}:{name}"

@@ -39,7 +39,7 @@ class LedgerState:
     capacity: slots there are. redo: groups waiting to be admitted again. uncommitted: steps that no checkpoint
     covers yet, every: how many there may be. lineage: changes when the broker was rebuilt.
     cause: why the run has failed. orders: what people asked for. settings: those that people
-    changed.
+    changed. tally: what was counted of mishaps (broker/tally.py).
     """
 
     state: str
@@ -71,6 +71,7 @@ class LedgerState:
     cause: str = ""
     orders: Orders = field(default_factory=Orders)
     settings: dict[str, int] = field(default_factory=dict)
+    tally: dict[str, float] = field(default_factory=dict)
 
     @property
     def balanced(self) -> bool:
@@ -193,6 +194,7 @@ class Ledger:
             started=float(control.get("started", 0)),
             orders=Orders.parse(pairs(raw[6])),
             settings=changed_settings(control),
+            tally={name: float(value) for name, value in pairs(raw[7]).items()},
         )
 
 

@@ -19,6 +19,7 @@ from broker.dead_letters import LIMIT, letter_bytes
 from broker.eval_ids import eval_version
 from broker.keys import GENERATORS, REWARD
 from broker.link import BLOCK_MS, GONE, Link, word
+from broker.tally import CLOSED, DUPLICATE, LEASES_EXPIRED, tally
 from schemas.codec import BadMessage, Message, decode, encode
 from schemas.errors import InfraError
 from schemas.messages import DeadLetter, Score, Task, Trajectory
@@ -148,6 +149,7 @@ class _Worker:
                     continue
                 self._held[stream].add(entry[0])
                 claimed.append((stream, entry, self._deliveries(stream, entry[0])))
+        tally(self._link, {f"{LEASES_EXPIRED}:{self._group}": len(claimed)})
         return claimed
 
     def _deliveries(self, stream: str, entry_id: bytes) -> int:
@@ -242,7 +244,10 @@ class TaskQueue(_Worker):
                     continue
                 args += [trajectory.sample, trajectory.loss_mask.data.count(1), body]
             calls.append(args)
-        words = [iter(answer) for answer in self._link.scripts("publish", calls)]
+        answers = self._link.scripts("publish", calls)
+        said = [answer for words in answers for answer in words]
+        tally(self._link, {f"{DUPLICATE}:publish": said.count(b"dup"), CLOSED: said.count(b"closed")})
+        words = [iter(answer) for answer in answers]
         return [
             ["failed" if (task_id, item.sample) in refused else next(answer).decode() for item in trajectories]
             for (task_id, trajectories), answer in zip(results, words, strict=True)
@@ -332,7 +337,9 @@ class ScoreQueue(_Worker):
             calls[-1].append(self._dead_score(delivery.message, sent))
         answers = self._link.scripts("score", calls) if calls else []
         self._held[self._link.keys.trajectories].difference_update(keys)
-        return [word.decode() for words in answers for word in words]
+        said = [word.decode() for words in answers for word in words]
+        tally(self._link, {f"{DUPLICATE}:score": said.count("dup")})
+        return said
 
     def _fitting(self, score: Score) -> Score:
         """The score, or a failed one when it is too large to be sent."""

@@ -18,6 +18,8 @@ from schemas.codec import BadMessage, decode, encode
 from schemas.messages import Event, Heartbeat, Task
 
 KEEP_LINES = 10_000
+FORGOTTEN_S = 600
+"""A service that was silent for so long is listed no more."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,7 @@ class Services:
         Leases are renewed by the same thread, and must not wait for it.
         """
         heartbeat.time = self._link.once("reading the broker's clock", _stamp)
-        self._link.script_once("beat", heartbeat.service, encode(heartbeat))
+        self._link.script_once("beat", heartbeat.service, encode(heartbeat), FORGOTTEN_S)
 
     def clock(self) -> float:
         """Unix seconds by the broker's clock."""

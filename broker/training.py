@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import secrets
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
@@ -23,6 +24,7 @@ from broker.ledger import changed_settings, ended_untrained, pairs
 from broker.link import BLOCK_MS, Link
 from broker.orders import Mode, Orders
 from broker.queues import AT_ONCE, Entry, ensure_group, number, of_group
+from broker.tally import COMMIT_SECONDS, COMMITS, FENCED, tally
 from schemas.codec import BadMessage, decode, encode
 from schemas.errors import BrokerDamaged, BrokerLost, ConfigError, FencedError
 from schemas.messages import BatchRecord, DeadLetter, Score, Trajectory
@@ -220,6 +222,7 @@ class Training:
             return
         if epoch is None or incarnation(epoch) < incarnation(self._epoch):
             raise BrokerLost("the broker has forgotten this trainer")
+        tally(self._link, {FENCED: 1})
         raise FencedError(f"trainer {self._epoch} was replaced by {epoch} and stops")
 
     def claim(self, count: int) -> list[Outcome]:
@@ -297,6 +300,7 @@ class Training:
 
     def commit(self, records: Sequence[BatchRecord]) -> None:
         """A durable checkpoint covers these steps: acknowledge and delete what they were trained on."""
+        began = time.monotonic()
         for record in records:
             tasks = [group.task_id for group in record.groups]
             members = [member for group in record.groups for member in group.members]
@@ -305,6 +309,7 @@ class Training:
             counts = (len(tasks), len(scored))
             self._fenced(self._link.script("commit", self._epoch, record.step, *counts, *tasks, *scored, *bodies))
             self._seen.difference_update(scored)
+        tally(self._link, {COMMITS: len(records), COMMIT_SECONDS: time.monotonic() - began if records else 0})
 
     def _recover(self, count: int) -> list[Entry]:
         entries: list[Entry] = []
@@ -356,7 +361,7 @@ class Training:
         self._fenced(self._link.script("finish", self._epoch))
 
     def _fenced(self, answer: Any) -> Any:
-        return accepted(answer, self._epoch)
+        return accepted(self._link, answer, self._epoch)
 
 
 def _runs(ids: Sequence[bytes]) -> list[tuple[bytes, bytes]]:

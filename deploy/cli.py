@@ -17,6 +17,7 @@ from deploy.cli_control import app as control_commands
 from deploy.cli_launch import ConfigFile, Overrides
 from deploy.cli_launch import app as launch_commands
 from deploy.cli_offline import app as offline_commands
+from deploy.cli_reading import app as reading_commands
 from deploy.cli_runs import app as run_commands
 from deploy.exits import CONFIG_EXIT, ERROR_EXIT, FENCED_EXIT, OK_EXIT, REFUSED_EXIT
 from schemas.errors import ConfigError, FencedError, RefusedError, TidemillError
@@ -35,6 +36,7 @@ app = typer.Typer(
 app.add_typer(launch_commands)
 app.add_typer(bench, name="bench")
 app.add_typer(control_commands)
+app.add_typer(reading_commands)
 app.add_typer(run_commands)
 app.add_typer(offline_commands)
 

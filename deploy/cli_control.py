@@ -1,4 +1,4 @@
-"""Commands over the control plane: status, pause, resume, drain, checkpoint, scale, stop, top, trajectories.
+"""Commands over the control plane: status, top, pause, resume, drain, checkpoint, stop, scale, set.
 
 Exit codes: 0 done, 4 taken but not followed by all in time, 5 refused, 1 nobody answers.
 """
@@ -97,38 +97,19 @@ def scale(
     raise typer.Exit(steering.scale(run, control, replicas, as_json))
 
 
-found = typer.Typer(help="What the model said: search, and read one in full.", no_args_is_help=True)
-app.add_typer(found, name="trajectories")
-
-
-@found.command("list")
-def list_trajectories(
+@app.command("set")
+def change(
     run: Run,
+    settings: Annotated[
+        list[str],
+        typer.Argument(metavar="NAME=VALUE...", help="staleness, batch or concurrency; =default for the file's."),
+    ],
     control: Control = None,
-    task: Annotated[int | None, typer.Option(help="Only of this task.")] = None,
-    version: Annotated[int | None, typer.Option(help="Only with tokens of this weight version.")] = None,
-    finish: Annotated[str | None, typer.Option(help="Only with this finish reason: stop, length or abort.")] = None,
-    reward_min: Annotated[float | None, typer.Option(help="Only with this reward or more.")] = None,
-    reward_max: Annotated[float | None, typer.Option(help="Only with this reward or less.")] = None,
-    limit: Annotated[int, typer.Option(min=1, max=200)] = 20,
+    url: Url = None,
+    prefix: Prefix = "tidemill",
     as_json: Json = False,
 ) -> None:
-    """List trajectories in the pipeline and recently trained ones, newest first."""
+    """Change the staleness bound, the batch, or the samples in flight of each generator, while the run goes on."""
     from deploy import steering
 
-    query = {"task_id": task, "version": version, "finish": finish, "reward_min": reward_min, "reward_max": reward_max}
-    steering.list_trajectories(run, control, query | {"limit": limit}, as_json)
-
-
-@found.command("show")
-def show_trajectory(
-    run: Run,
-    task: Annotated[int, typer.Argument(help="Its task.")],
-    sample: Annotated[int, typer.Argument(help="Its sample index.")] = 0,
-    control: Control = None,
-    as_json: Json = False,
-) -> None:
-    """Print one trajectory with what is known of each token."""
-    from deploy import steering
-
-    steering.show_trajectory(run, control, task, sample, as_json)
+    steering.change(run, control, url, prefix, settings, as_json)

@@ -1,4 +1,4 @@
-"""Looking at runs and helping them by hand: status, settings, dead letters, runs, purge."""
+"""Runs on a broker: finding one, listing and purging them, and users for the server."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import os
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import redis
 from rich.console import Console
@@ -16,16 +15,14 @@ from rich.table import Table
 from broker import acl
 from broker.client import Broker
 from broker.keys import Keys
-from broker.ledger import Setting
 from broker.link import Link, answers, mask, open_client, url_from
 from broker.runs import RunInfo, list_runs
 from schemas.config import BrokerConfig, TidemillConfig, load_config
-from schemas.errors import ConfigError, DataError
+from schemas.errors import ConfigError
 
 DEADLINE_S = 5.0
 SOCKET = "broker/broker.sock"
 RUNS = Path("runs")
-SETTINGS: dict[str, Setting] = {"staleness": "staleness", "batch": "batch", "concurrency": "concurrency"}
 
 
 def find(run: str, url: str | None, prefix: str) -> Broker:
@@ -73,75 +70,6 @@ def size(count: float) -> str:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
         count /= 1024
     return f"{count:.1f} GiB"
-
-
-def change(broker: Broker, assignments: list[str]) -> None:
-    """``staleness=2 batch=64``, or ``staleness=default``; all are checked before the first is made."""
-    changes: list[tuple[Setting, int | None]] = []
-    for assignment in assignments:
-        name, _, value = assignment.partition("=")
-        lowest = {"staleness": 0, "batch": 1, "concurrency": 1}.get(name)
-        if lowest is None:
-            raise ConfigError(
-                f"setting {name!r} cannot be changed while the run goes on; staleness, batch and concurrency can"
-            )
-        if value != "default" and not (value.isdigit() and int(value) >= lowest):
-            raise ConfigError(f"{name} {value!r} must be a number of {lowest} or more, or default")
-        changes.append((SETTINGS[name], None if value == "default" else int(value)))
-    for setting, number in changes:
-        if not broker.ledger.change(setting, number):
-            raise ConfigError("the run has no trainer yet that could follow; try again when it has begun")
-        print(f"{setting}: {'as configured, from the next start of the trainer' if number is None else number}")
-
-
-def list_letters(broker: Broker, as_json: bool) -> None:
-    """One line a letter, newest last."""
-    letters = broker.dead_letters.list()
-    if as_json:
-        print(json.dumps([_letter(filed.id, filed.letter) for filed in letters]))
-        return
-    table = Table("id", "from", "task:sample", "deliveries", "reason", box=None)
-    for filed in letters:
-        letter = filed.letter
-        where = "-" if letter.task_id < 0 else f"{letter.task_id}:{letter.sample if letter.sample >= 0 else '*'}"
-        table.add_row(filed.id, letter.source, where, str(letter.deliveries), letter.reason)
-    Console().print(table if letters else "no dead letters")
-
-
-def show_letter(broker: Broker, id: str) -> None:
-    """One letter whole, as JSON; a payload that is one of our messages is decoded."""
-    filed = broker.dead_letters.get(id)
-    print(json.dumps(_letter(filed.id, filed.letter) | {"payload": _payload(filed.letter.payload)}, indent=2))
-
-
-def requeue_letter(broker: Broker, id: str) -> None:
-    """Admit the letter's prompt group again; DataError says why it can't be."""
-    answer = broker.dead_letters.requeue(id)
-    if answer == "active":
-        raise DataError(f"the prompt group of dead letter {id} is still in the pipeline; wait until it has ended")
-    if answer == "waiting":
-        raise DataError(f"the prompt group of dead letter {id} is to be admitted again already: drop the letter")
-    if answer == "ended":
-        raise DataError(
-            f"the prompt group of dead letter {id} is no longer a failed one (it went on without this sample, or the"
-            " broker was mended since), making it again could train it twice: drop the letter"
-        )
-    print(f"requeued: prompt group of {id} is admitted next")
-
-
-def _letter(id: str, letter: Any) -> dict[str, Any]:
-    fields = ("source", "reason", "deliveries", "task_id", "sample")
-    return {"id": id} | {name: getattr(letter, name) for name in fields} | {"bytes": len(letter.payload)}
-
-
-def _payload(data: bytes) -> Any:
-    import msgspec
-
-    try:
-        found = msgspec.msgpack.decode(data)
-        return json.loads(msgspec.json.encode(found))
-    except (msgspec.MsgspecError, UnicodeDecodeError):
-        return data.hex()
 
 
 def show_runs(url: str | None, as_json: bool) -> None:

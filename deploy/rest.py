@@ -24,6 +24,16 @@ URL = "TIDEMILL_CONTROL_URL"
 ANSWER_S = 30.0
 
 
+def whoami() -> str:
+    """Who gives an order, for the timeline."""
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):
+        # A container's user may have no name.
+        user = str(os.getuid())
+    return f"{user}@{socket.gethostname()}"
+
+
 class NoControlPlane(InfraError):
     """None is known, or none answers."""
 
@@ -46,7 +56,7 @@ class Client:
         return self._ask(method, path, body, ANSWER_S + wait_s)
 
     def _ask(self, method: str, path: str, body: Mapping[str, Any] | None, timeout_s: float) -> Any:
-        headers = {"Accept": "application/json", "X-Tidemill-By": f"{getpass.getuser()}@{socket.gethostname()}"}
+        headers = {"Accept": "application/json", "X-Tidemill-By": whoami()}
         data = None
         if body is not None:
             headers["Content-Type"] = "application/json"

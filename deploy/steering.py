@@ -6,31 +6,20 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from pydantic import ValidationError
 from rich.console import Console
-from rich.table import Table
 
-from broker.api.collect import Collector, Plan
 from deploy import inspection
 from deploy.exits import ERROR_EXIT, NOT_DONE_EXIT, OK_EXIT
-from deploy.rest import Client, NoControlPlane, connect
+from deploy.rest import Client, connect
+from deploy.sources import open_source
 from schemas.errors import ConfigError
-from schemas.status import RunStatus
-
-
-def look(run: str, control: str | None, url: str | None, prefix: str) -> RunStatus:
-    """The run's status from its control plane, else from its broker."""
-    if url is None:
-        try:
-            return RunStatus.model_validate(connect(run, control).get("/v1/status"))
-        except NoControlPlane:
-            if control is not None:
-                raise
-    return Collector(inspection.find(run, url, prefix), Plan(run)).read()
+from schemas.status import RunStatus, SettingsChange
 
 
 def status(run: str, control: str | None, url: str | None, prefix: str, as_json: bool) -> int:
     """Print the state of a run; exit code 1 when its ledger leaks."""
-    found = look(run, control, url, prefix)
+    found = open_source(run, control, url, prefix).status()
     if as_json:
         print(found.model_dump_json())
     else:
@@ -111,36 +100,26 @@ def _report(answer: Mapping[str, Any], as_json: bool, taken_is_done: bool) -> in
     return OK_EXIT if answer["done"] or taken_is_done else NOT_DONE_EXIT
 
 
-def list_trajectories(run: str, control: str | None, query: Mapping[str, Any], as_json: bool) -> None:
-    """One line a trajectory."""
-    answer = connect(run, control).get("/v1/trajectories", **query)
-    if as_json:
-        print(json.dumps(answer))
-        return
-    table = Table("task", "sample", "state", "reward", "versions", "finish", "tokens", "completion", box=None)
-    for item in answer["trajectories"]:
-        versions = f"{item['oldest_version']}-{item['newest_version']}" if item["oldest_version"] is not None else "-"
-        reward = "-" if item["reward"] is None else f"{item['reward']:g}"
-        text = " ".join(item["completion"].split())[:60]
-        cells = (item["task_id"], item["sample"], item["state"], reward, versions, item["finish"], item["tokens"])
-        table.add_row(*(str(cell) for cell in cells), text)
-    Console().print(table if answer["trajectories"] else "no such trajectories", markup=False)
-
-
-def show_trajectory(run: str, control: str | None, task: int, sample: int, as_json: bool) -> None:
-    """One in full; below its text one line a generated token."""
-    answer = connect(run, control).get(f"/v1/trajectories/{task}/{sample}")
-    if as_json:
-        print(json.dumps(answer))
-        return
-    reward = "no reward" if answer["reward"] is None else f"reward {answer['reward']:g}"
-    print(f"task {task}, sample {sample}: {answer['state']}, {reward}, finish {answer['finish']}")
-    print(f"\n{answer['full_prompt']}\n---\n{answer['full_completion']}\n")
-    tokens = answer["token_table"]
-    texts = tokens["text"] or [""] * len(tokens["id"])
-    for position, own in enumerate(tokens["mask"]):
-        if own:
-            figures = (
-                f"{tokens['id'][position]:>8} {tokens['logprob'][position]:>9.4f} {tokens['version'][position]!s:>6}"
+def change(run: str, control: str | None, url: str | None, prefix: str, assignments: list[str], as_json: bool) -> None:
+    """``staleness=2 batch=64``, or ``staleness=default``; all are checked before the first is made."""
+    wanted: dict[str, int | None] = {}
+    for assignment in assignments:
+        name, _, value = assignment.partition("=")
+        lowest = {"staleness": 0, "batch": 1, "concurrency": 1}.get(name)
+        if lowest is None:
+            raise ConfigError(
+                f"setting {name!r} cannot be changed while the run goes on; staleness, batch and concurrency can"
             )
-            print(f"{position:>6} {figures}  {texts[position]!r}")
+        if value != "default" and not (value.isdigit() and int(value) >= lowest):
+            raise ConfigError(f"{name} {value!r} must be a number of {lowest} or more, or default")
+        wanted[name] = None if value == "default" else int(value)
+    try:
+        asked = SettingsChange(**wanted)
+    except ValidationError as error:
+        raise ConfigError("; ".join(f"{item['loc'][0]}: {item['msg']}" for item in error.errors())) from error
+    now = open_source(run, control, url, prefix).change(asked)
+    if as_json:
+        print(now.model_dump_json())
+        return
+    for name, number in wanted.items():
+        print(f"{name}: {'as configured, from the next start of the trainer' if number is None else number}")

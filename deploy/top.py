@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -10,60 +11,41 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from broker.api.collect import Collector, Plan
-from deploy import inspection
-from deploy.live import STATE_STYLES, clock
-from deploy.rest import NoControlPlane, connect
+from deploy.live import LEVEL_STYLES, STATE_STYLES, clock
+from deploy.sources import open_source
 from schemas.errors import InfraError
-from schemas.status import RunStatus
+from schemas.status import RunStatus, TimelineEvent
 
 EVERY_S = 1.0
+EVENTS = 6
+MIN_SERVICES = 4
+FIXED_LINES = 18
+"""Lines of the page besides services, streams and events."""
 
 
 def watch(run: str, control: str | None, url: str | None, prefix: str) -> None:
     """Until Ctrl-C; says so while nobody answers, and goes on when somebody does."""
-    source = _Source(run, control, url, prefix)
-    shown = source.read()
-    with Live(page(shown), console=Console(), screen=True, auto_refresh=False) as live:
+    source = open_source(run, control, url, prefix)
+    console = Console()
+    shown, events = source.status(), source.timeline(EVENTS).events
+    with Live(page(shown, events, console.height), console=console, screen=True, auto_refresh=False) as live:
         try:
             while True:
+                live.refresh()
                 time.sleep(EVERY_S)
                 try:
-                    shown = source.read()
-                    live.update(page(shown), refresh=True)
+                    shown, events = source.status(), source.timeline(EVENTS).events
+                    live.update(page(shown, events, console.height))
                 except InfraError as error:
-                    live.update(Group(Text(str(error), "bold red"), page(shown)), refresh=True)
+                    live.update(Group(Text(str(error), "bold red"), page(shown, events, console.height - 1)))
         except KeyboardInterrupt:
             return
 
 
-class _Source:
-    """The control plane if there is one, else the broker."""
-
-    def __init__(self, run: str, control: str | None, url: str | None, prefix: str) -> None:
-        self._client = None
-        self._collector = None
-        if url is None:
-            try:
-                self._client = connect(run, control)
-                self._client.get("/v1/status")
-                return
-            except NoControlPlane:
-                if control is not None:
-                    raise
-                self._client = None
-        self._collector = Collector(inspection.find(run, url, prefix), Plan(run))
-
-    def read(self) -> RunStatus:
-        if self._client is not None:
-            return RunStatus.model_validate(self._client.get("/v1/status"))
-        if self._collector is None:
-            raise NoControlPlane("there is neither a control plane nor a broker")
-        return self._collector.read()
-
-
-def page(s: RunStatus) -> Panel:
-    """The whole page; it fits 80 columns."""
+def page(s: RunStatus, events: Sequence[TimelineEvent], height: int) -> Panel:
+    """The whole page; it fits 80 columns, and ``height`` lines as far as that can be: many services are cut short."""
+    shown = min(len(events), EVENTS)
+    room = max(MIN_SERVICES, height - FIXED_LINES - len(s.streams) - shown)
     title = Text.assemble(
         ("tidemill ", "bold"), (s.run, "bold cyan"), "  ", (s.state, STATE_STYLES.get(s.state, "yellow"))
     )
@@ -75,8 +57,11 @@ def page(s: RunStatus) -> Panel:
         _flow(s),
         Text(),
     ]
+    parts.append(_services(s, room))
+    if shown:
+        parts += [Text(), _events(events[-shown:])]
     return Panel(
-        Group(*parts, _services(s)),
+        Group(*parts),
         title=title,
         title_align="left",
         subtitle=clock(s.elapsed_s),
@@ -107,10 +92,11 @@ def _flow(s: RunStatus) -> Table:
     return table
 
 
-def _services(s: RunStatus) -> Table:
+def _services(s: RunStatus, room: int) -> Table:
     table = Table("service", "host", "state", "version", "tokens/s", "load", box=None, header_style="dim")
-    for service in s.services:
-        state = service.state if service.live else f"silent for {service.silent_s:.0f} s"
+    services = s.services if len(s.services) <= room else s.services[: room - 1]
+    for service in services:
+        state = service.state if service.live else f"{service.state}, silent for {service.silent_s:.0f} s"
         table.add_row(
             service.name,
             service.host,
@@ -119,6 +105,21 @@ def _services(s: RunStatus) -> Table:
             f"{service.tokens_per_s:,.0f}" if service.tokens_per_s else "",
             "" if service.load is None else f"{service.load:.0%}",
         )
+    if len(services) < len(s.services):
+        table.add_row(Text(f"and {len(s.services) - len(services)} more", "dim"))
+    return table
+
+
+def _events(events: Sequence[TimelineEvent]) -> Table:
+    """What happened last, oldest first."""
+    table = Table.grid(padding=(0, 2), expand=True)
+    for _ in range(2):
+        table.add_column(no_wrap=True)
+    table.add_column(no_wrap=True, overflow="ellipsis", ratio=1)
+    for event in events:
+        at = time.strftime("%H:%M:%S", time.localtime(event.time))
+        style = LEVEL_STYLES.get(event.level, "")
+        table.add_row(Text(at, "dim"), event.service, Text(event.text or event.name, style))
     return table
 
 

@@ -70,9 +70,10 @@ KEY_NOTES = {
     "chunks": "hash: VERSION:INDEX or VERSION:delta:INDEX to one chunk of a version, with the transport `redis`",
     "events": "stream, 10,000 entries: the timeline",
     "metrics": "stream, 10,000 entries: one JSON object a step",
-    "services": "hash: the last heartbeat of each service",
+    "services": "hash: the last heartbeat of each service; one that was silent for long goes when another joins",
     "orders": "hash: what people asked for: pause, checkpoint, stop, replicas, each with its number",
     "recent": "stream, 256 entries: trained samples, kept for reading",
+    "tally": "hash: leases that expired, duplicates and zombies that were refused, commits and their seconds",
 }
 """What is behind each key of broker/keys.py; a new key without a line here fails the build."""
 

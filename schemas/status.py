@@ -51,7 +51,7 @@ class ServiceStatus(Answer):
     role: str = Field(description="feeder, generator, reward, trainer, control or supervisor.")
     host: str
     pid: int
-    state: str = Field(description="In the service's own words: loading, running, paused, stopping, ...")
+    state: str = Field(description="In the service's own words: loading, running, paused, stopping; or lost.")
     version: int | None = Field(description="Its weight version; null where it has none.")
     silent_s: float = Field(description="Since its last heartbeat; it sends one a second.")
     live: bool = Field(description="Whether it was heard of lately; a silent one is not waited for.")
@@ -154,6 +154,7 @@ class EvaluationStatus(Answer):
     failed: int
     complete: bool
     mean: float | None
+    off: int = Field(description="Samples with tokens of other weights than this version's, as none had it any more.")
     time: float | None
 
 
@@ -181,9 +182,10 @@ class SettingsChange(Answer):
 
 
 class Scaling(Answer):
-    """What a supervisor of this run can start and stop; empty without one."""
+    """What can be started and stopped by order; empty where nobody takes one."""
 
     possible: bool
+    by: Literal["supervisor", "kubernetes", "nobody"] = Field(description="Who starts and stops replicas.")
     replicas: dict[str, int] = Field(description="Replicas that are asked for, by role.")
     refusal: str = Field(description="Why it is not possible and what to do instead; empty if it is.")
 
@@ -214,6 +216,10 @@ class RunStatus(Answer):
     settings: Settings
     scaling: Scaling
     dead_letters: int
+    counters: dict[str, float] = Field(
+        description="Mishaps that were mended: leases_expired:GROUP, duplicate:STAGE, closed, fenced; and commits with"
+        " their commit_seconds."
+    )
     memory_bytes: int | None = Field(description="Of the run in the broker.")
 
 

@@ -6,9 +6,10 @@ import asyncio
 
 from fastapi import APIRouter
 
+from broker.api import answers
+from broker.api.collect import NOBODY, scale_command
 from broker.api.context import By, Context, InContext
 from broker.api.problems import Refusal
-from broker.ledger import Setting
 from broker.orders import Mode
 from schemas.status import (
     Accepted,
@@ -21,7 +22,12 @@ from schemas.status import (
 )
 
 router = APIRouter(prefix="/v1", tags=["orders"])
-SETTINGS: tuple[Setting, ...] = ("staleness", "batch", "concurrency")
+STOP_ELSEWHERE = {
+    "kubernetes": "Kubernetes keeps these services running: drain the run, then `kubectl delete -k` what started it",
+    "nobody": "no supervisor of this run is alive (it was not started with `tidemill up`): drain the run, then stop its"
+    " services where they were started",
+}
+"""Where the run is stopped when there is no supervisor here."""
 
 
 @router.post("/pause")
@@ -105,7 +111,9 @@ async def checkpoint(context: InContext, by: By, body: WaitRequest | None = None
 @router.post("/stop")
 async def stop(context: InContext, by: By) -> Accepted:
     """End the run in order, with a checkpoint; started again with the same name it goes on."""
-    _needs_supervisor(context)
+    by_whom = context.watch.latest.scaling.by
+    if by_whom != "supervisor":
+        raise Refusal(409, STOP_ELSEWHERE[by_whom])
     await asyncio.to_thread(context.broker.orders.stop, by)
     await asyncio.to_thread(context.note, "stop", "stop ordered", by)
     return Accepted(
@@ -120,11 +128,10 @@ async def stop(context: InContext, by: By) -> Accepted:
 
 @router.post("/scale")
 async def scale(context: InContext, by: By, body: ScaleRequest) -> Accepted:
-    """Ask the supervisor for so many replicas of a role."""
-    _needs_supervisor(context)
+    """Have so many replicas of a role: from the supervisor of `tidemill up`, or on Kubernetes from its Deployment."""
     if body.role == "reward" and body.replicas == 0:
         raise Refusal(409, "a run needs one reward service at least: pause it instead")
-    changed = await asyncio.to_thread(context.broker.orders.scale, body.role, body.replicas, by)
+    changed = await asyncio.to_thread(_scale, context, body, by)
     if changed:
         await asyncio.to_thread(context.note, "scale", f"{body.replicas} {body.role} services ordered", by)
     status = await asyncio.to_thread(context.watch.refresh)
@@ -134,30 +141,25 @@ async def scale(context: InContext, by: By, body: ScaleRequest) -> Accepted:
         order="scale",
         changed=changed,
         done=done,
-        waiting_for=[] if done else ["supervisor"],
+        waiting_for=[] if done else [status.scaling.by],
         state=status.state,
         text=f"{alive} of {body.replicas} {body.role} services are alive",
     )
 
 
-def _needs_supervisor(context: Context) -> None:
-    """Refusal where nobody could obey."""
-    scaling = context.watch.latest.scaling
-    if not scaling.possible:
-        raise Refusal(409, scaling.refusal)
+def _scale(context: Context, body: ScaleRequest, by: str) -> bool:
+    """Hand the order to whoever can follow it; Refusal where nobody could."""
+    by_whom = context.watch.latest.scaling.by
+    if by_whom == "kubernetes" and context.deployments is not None:
+        return context.deployments.scale(body.role, body.replicas)
+    if by_whom != "supervisor":
+        hint = context.config.control.scale_hint or ""
+        raise Refusal(409, NOBODY + scale_command(hint, body.role, str(body.replicas)))
+    return context.broker.orders.scale(body.role, body.replicas, by)
 
 
 @router.patch("/settings")
 async def settings(context: InContext, by: By, body: SettingsChange) -> Settings:
     """Change the staleness bound, the batch, or the samples in flight of each generator, while the run goes on."""
-    given = body.model_fields_set
-    if not given:
-        raise Refusal(422, f"nothing to change: give one of {', '.join(SETTINGS)}")
-    for name in SETTINGS:
-        if name in given:
-            value = getattr(body, name)
-            if not await asyncio.to_thread(context.broker.ledger.change, name, value):
-                raise Refusal(409, "the run has no trainer yet that could follow; try again when it has begun")
-            text = f"{name} set to {value}" if value is not None else f"{name} set back to the configuration's"
-            await asyncio.to_thread(context.note, "settings", text, by)
+    await asyncio.to_thread(answers.change, context.broker, body, context.name, by)
     return (await asyncio.to_thread(context.watch.refresh)).settings

@@ -1,4 +1,4 @@
-"""The control plane's application: routes, their OpenAPI document, and the page at /."""
+"""The control plane's application: routes, their OpenAPI document, and the pages at / and /docs."""
 
 from __future__ import annotations
 
@@ -62,22 +62,22 @@ def make_app(context: Context, token: str | None = None, hosts: frozenset[str] =
 
 
 def is_public(path: str) -> bool:
-    """What needs no token: probes, and the page, which holds no data."""
-    return path in PROBES or not path.startswith(("/v1", "/metrics", "/openapi", "/docs"))
+    """What needs no token: probes, and the pages, which hold no data."""
+    return path in PROBES or not path.startswith(("/v1", "/metrics", "/openapi"))
 
 
 def pages(app: FastAPI) -> None:
-    """The dashboard, if it is there."""
+    """The dashboard, and the API's description to read and try. All that they load is in this package."""
 
     @app.get("/", include_in_schema=False)
     async def index() -> Response:
-        file = PAGE / "index.html"
-        if not file.is_file():
-            return Response("The dashboard is not installed; the API is described at /openapi.json.\n", 404)
-        return FileResponse(file)
+        return FileResponse(PAGE / "index.html")
 
-    if PAGE.is_dir():
-        app.mount("/assets", StaticFiles(directory=PAGE), name="assets")
+    @app.get("/docs", include_in_schema=False)
+    async def docs() -> Response:
+        return FileResponse(PAGE / "docs.html")
+
+    app.mount("/assets", StaticFiles(directory=PAGE), name="assets")
 
 
 probes = APIRouter(tags=["probes"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -9,18 +10,19 @@ from dataclasses import dataclass
 
 from broker.api.history import HISTOGRAM, History
 from broker.api.rates import Rates
-from broker.api.state import is_live, pause_status, run_state
+from broker.api.state import LOADING, is_live, pause_status, run_state
 from broker.api.verdict import Evidence, verdict
 from broker.client import Broker
 from broker.gauges import Gauge, read_gauges
 from broker.ledger import LedgerState
 from broker.orders import Orders
-from broker.telemetry import EvalResult
+from broker.telemetry import FORGOTTEN_S, EvalResult
 from schemas.config import TidemillConfig
 from schemas.messages import Heartbeat
 from schemas.status import (
     EvaluationStatus,
     LedgerStatus,
+    RunState,
     RunStatus,
     Scaling,
     ServiceStatus,
@@ -34,9 +36,14 @@ MEMORY_EVERY_S = 10.0
 RECENT = 20
 """Steps that figures of "now" are taken from."""
 ROLES = ("supervisor", "control", "feeder", "generator", "reward", "trainer")
+OVER = ("stopped", "finished", "failed")
 SCALABLE = ("generator", "reward")
 NOT_LOAD = ("tokens_per_s",)
+LOST = "lost"
+"""The state of a service that was silent for too long."""
 METRICS_AT_ONCE = 1000
+NOBODY = "no supervisor of this run is alive (it was not started with `tidemill up`), so nobody here takes the order; "
+"""The beginning of a refusal."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +56,7 @@ class Plan:
     batch: int = 0
     max_samples: int = 0
     n: int = 1
+    scale_hint: str = ""
 
     @classmethod
     def of(cls, config: TidemillConfig) -> Plan:
@@ -60,6 +68,7 @@ class Plan:
             batch=config.trainer.batch_groups,
             max_samples=config.generator.max_samples,
             n=config.sampling.n,
+            scale_hint=config.control.scale_hint or "",
         )
 
 
@@ -84,9 +93,10 @@ class Collector:
         broker = self._broker
         ledger = broker.ledger.state()
         gauges = read_gauges(broker.link, self._surplus)
-        beats = broker.services.list()
+        known = broker.services.list()
         results = broker.evals.results()
         now = broker.services.clock()
+        beats = [beat for beat in known if now - beat.time < FORGOTTEN_S]
         self._follow_metrics()
         if time.monotonic() >= self._memory_due:
             self._memory = broker.memory()
@@ -117,7 +127,7 @@ class Collector:
         pause = pause_status(orders, beats, gauges, now)
         state, cause = run_state(ledger, pause, beats, now)
         services = [self._service(beat, orders, now) for beat in beats]
-        services.sort(key=lambda service: (_rank(service.role), service.name))
+        services.sort(key=lambda service: (_rank(service.role), natural(service.name)))
         complete = [result for result in results if result.complete and result.n]
         steps = ledger.steps or self._plan.steps
         return RunStatus(
@@ -127,7 +137,7 @@ class Collector:
             time=now,
             started=ledger.started or None,
             elapsed_s=max(0.0, now - ledger.started) if ledger.started else 0.0,
-            remaining_s=self._remaining(steps),
+            remaining_s=None if state in OVER else self._remaining(steps),
             step=ledger.step,
             steps=steps,
             version=ledger.version,
@@ -135,7 +145,7 @@ class Collector:
             reward=next(iter(history.last("reward/mean")), None),
             evaluation=evaluation(complete[-1]) if complete else None,
             pause=pause,
-            verdict=verdict(self._evidence(ledger, gauges, beats, now)),
+            verdict=verdict(self._evidence(state, cause, ledger, gauges, beats, now)),
             throughput=Throughput(
                 generated_tokens=_sum(services, "generator"),
                 trained_tokens=_sum(services, "trainer"),
@@ -155,8 +165,9 @@ class Collector:
                 concurrency=orders.concurrency,
                 changed=sorted(ledger.settings),
             ),
-            scaling=scaling(orders, beats, now),
+            scaling=scaling(orders, beats, now, self._plan.scale_hint),
             dead_letters=ledger.dead_letters,
+            counters=dict(ledger.tally),
             memory_bytes=self._memory,
         )
 
@@ -169,7 +180,7 @@ class Collector:
             role=beat.role,
             host=beat.host,
             pid=beat.pid,
-            state=beat.state,
+            state=beat.state if is_live(beat, now) else LOST,
             version=beat.version if beat.version >= 0 else None,
             silent_s=round(max(0.0, now - beat.time), 2),
             live=is_live(beat, now),
@@ -212,7 +223,13 @@ class Collector:
         return max(0, steps - done[-1]) * (walls[-1] - walls[0]) / (done[-1] - done[0])
 
     def _evidence(
-        self, ledger: LedgerState, gauges: Sequence[Gauge], beats: Sequence[Heartbeat], now: float
+        self,
+        state: RunState,
+        cause: str,
+        ledger: LedgerState,
+        gauges: Sequence[Gauge],
+        beats: Sequence[Heartbeat],
+        now: float,
     ) -> Evidence:
         history, live = self.history, [beat for beat in beats if is_live(beat, now)]
         total = sum(history.last("time/total_s", RECENT))
@@ -223,7 +240,10 @@ class Collector:
         updates = max((beat.figures.get("update_pause_s", 0.0) for beat in generators), default=0.0)
         known = len(history.last("time/total_s", RECENT))
         return Evidence(
-            paused=ledger.orders.pause != "none",
+            state=state,
+            cause=cause,
+            begun=ledger.epoch > 0,
+            loading=[beat.service for beat in live if beat.state in LOADING],
             missing=[
                 role
                 for role in ("trainer", "generator", "reward", "feeder")
@@ -252,21 +272,34 @@ def evaluation(result: EvalResult) -> EvaluationStatus:
         failed=result.failed,
         complete=result.complete,
         mean=result.mean if result.scored else None,
+        off=result.off,
         time=result.time or None,
     )
 
 
-def scaling(orders: Orders, beats: Sequence[Heartbeat], now: float) -> Scaling:
+def scaling(orders: Orders, beats: Sequence[Heartbeat], now: float, hint: str = "") -> Scaling:
     """Whether somebody starts and stops replicas of this run by order, and how many there are to be."""
     possible = any(beat.role == "supervisor" and is_live(beat, now) for beat in beats)
-    refusal = (
-        "no supervisor of this run is alive: it was not started with `tidemill up`."
-        " Change the number of replicas where its services were started, for instance"
-        " docker compose up --scale, kubectl scale, or by starting and stopping `tidemill generator`"
-    )
+    refusal = NOBODY + scale_command(hint, "generator", "N")
     alive = Counter(beat.role for beat in beats if beat.role in SCALABLE and is_live(beat, now))
     replicas = {role: alive[role] for role in SCALABLE} | dict(orders.replicas)
-    return Scaling(possible=possible, replicas=replicas if possible else {}, refusal="" if possible else refusal)
+    return Scaling(
+        possible=possible,
+        by="supervisor" if possible else "nobody",
+        replicas=replicas if possible else {},
+        refusal="" if possible else refusal,
+    )
+
+
+def scale_command(hint: str, role: str, replicas: str) -> str:
+    """How replicas are changed where nobody takes orders: by the command of the configuration, if there is one."""
+    if hint:
+        return f"run: {hint.replace('{role}', role).replace('{replicas}', replicas)}"
+    return (
+        f"change the number of replicas where its services were started: docker compose up -d --no-recreate --scale"
+        f" {role}={replicas} {role}, kubectl scale deployment {role} --replicas={replicas}, or start and stop"
+        f" `tidemill {role} CONFIG` by hand"
+    )
 
 
 def _counts(ledger: LedgerState, gauges: Sequence[Gauge]) -> dict[str, int]:
@@ -303,6 +336,11 @@ def _ledger(ledger: LedgerState) -> LedgerStatus:
 
 def _rank(role: str) -> int:
     return ROLES.index(role) if role in ROLES else len(ROLES)
+
+
+def natural(name: str) -> list[tuple[int, str]]:
+    """For sorting: generator-2 comes before generator-10."""
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"([0-9]+)", name)]
 
 
 def _sum(services: Sequence[ServiceStatus], role: str) -> float:

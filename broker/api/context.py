@@ -11,13 +11,14 @@ from typing import Annotated, Literal
 
 from fastapi import Depends, Request
 
+from broker.api import answers
+from broker.api.kubernetes import Deployments
 from broker.api.sse import Hub
 from broker.api.tokens import Decode, load_decoder
 from broker.api.watch import Watch
 from broker.client import Broker
 from schemas.config import TidemillConfig
 from schemas.errors import InfraError
-from schemas.messages import Event
 from schemas.status import RunStatus
 
 BY_HEADER = "x-tidemill-by"
@@ -27,13 +28,14 @@ LOOK_S = 0.1
 
 @dataclass
 class Context:
-    """One control plane."""
+    """One control plane. deployments: those that it scales, on Kubernetes."""
 
     config: TidemillConfig
     name: str
     broker: Broker
     watch: Watch
     hub: Hub
+    deployments: Deployments | None = None
     decoders: list[Decode | None] = field(default_factory=list)
 
     def decoder(self) -> Decode | None:
@@ -44,8 +46,7 @@ class Context:
 
     def note(self, name: str, text: str, by: str, level: Literal["info", "warning"] = "info") -> None:
         """Write into the timeline what was ordered, and by whom."""
-        event = Event(name=name, service=self.name, level=level, text=f"{text} by {by}", data={"by": by})
-        self.broker.events.emit(event)
+        answers.note(self.broker, self.name, name, text, by, level)
 
     async def until(self, reached: Callable[[RunStatus], bool], wait_s: float) -> RunStatus:
         """Look at the run until it is so, at most ``wait_s``; the last look."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from importlib.metadata import version
 from typing import get_args
 
@@ -13,9 +13,12 @@ from prometheus_client.core import (
     HistogramMetricFamily,
     InfoMetricFamily,
     Metric,
+    SummaryMetricFamily,
 )
 from prometheus_client.registry import Collector
 
+from broker.keys import GENERATORS, REWARD
+from broker.tally import CLOSED, COMMIT_SECONDS, COMMITS, DUPLICATE, FENCED, LEASES_EXPIRED
 from schemas.status import RunState, RunStatus
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -74,7 +77,7 @@ class StatusMetrics(Collector):
             for reason, count in reasons.items():
                 family.add_metric([reason], count)
             yield family
-        yield _counter("publish_total", "Training samples published", s.ledger.samples_published)
+        yield from self._mishaps()
         yield _counter("samples_trained_total", "Samples trained", s.ledger.samples_trained)
         yield _counter("tokens_generated_total", "Tokens generated", s.ledger.tokens_generated)
         yield _counter("dlq_total", "Dead letters", s.dead_letters)
@@ -97,6 +100,26 @@ class StatusMetrics(Collector):
         states = ((state, state == s.state) for state in STATES)
         yield _labelled("run_state", "1 for the state of the run", "state", states)
         yield _gauge("pause_waiting", "Services that have not followed the pause", len(s.pause.waiting_for))
+
+    def _mishaps(self) -> Iterator[Metric]:
+        told = self._status.counters
+        published = {
+            "ok": self._status.ledger.samples_published,
+            "duplicate": told.get(f"{DUPLICATE}:publish", 0),
+            "closed": told.get(CLOSED, 0),
+        }
+        yield _counters("publish_total", "Samples that generators handed over", "outcome", published)
+        stages = {stage: told.get(f"{DUPLICATE}:{stage}", 0) for stage in ("publish", "score")}
+        yield _counters("duplicate_total", "Results that were there already, and refused", "stage", stages)
+        groups = {group: told.get(f"{LEASES_EXPIRED}:{group}", 0) for group in (GENERATORS, REWARD)}
+        yield _counters("leases_expired_total", "Entries taken over from a silent worker", "group", groups)
+        yield _counter("fenced_total", "Writes of replaced trainers, refused", told.get(FENCED, 0))
+        yield SummaryMetricFamily(
+            "tidemill_commit_seconds",
+            "Acknowledging the steps that a checkpoint covers",
+            count_value=int(told.get(COMMITS, 0)),
+            sum_value=told.get(COMMIT_SECONDS, 0.0),
+        )
 
     def _histogram(self) -> Metric:
         below = [sum(count for age, count in self._ages.items() if age <= edge) for edge in AGES]
@@ -132,6 +155,13 @@ def _gauge(name: str, text: str, value: float) -> Metric:
 
 def _counter(name: str, text: str, value: float) -> Metric:
     return CounterMetricFamily(f"tidemill_{name.removesuffix('_total')}", text, value=float(value))
+
+
+def _counters(name: str, text: str, label: str, values: Mapping[str, float]) -> Metric:
+    family = CounterMetricFamily(f"tidemill_{name.removesuffix('_total')}", text, labels=[label])
+    for key, value in values.items():
+        family.add_metric([key], float(value))
+    return family
 
 
 def _labelled(name: str, text: str, label: str, values: Iterable[tuple[str, float]]) -> Metric:

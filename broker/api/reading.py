@@ -8,11 +8,10 @@ from typing import Annotated, Literal
 from fastapi import APIRouter, Header, Path, Query
 from fastapi.responses import Response, StreamingResponse
 
+from broker.api import answers
 from broker.api.collect import evaluation
 from broker.api.context import InContext
-from broker.api.problems import Refusal
-from broker.api.readers import Search, detail, head
-from broker.api.sse import timeline_event
+from broker.api.readers import Search
 from broker.telemetry import KEEP_LINES, Noted
 from schemas.status import (
     Evaluations,
@@ -28,8 +27,6 @@ from schemas.status import (
 JSON = "application/json"
 EVENT_ID = r"^[0-9]{1,19}(-[0-9]{1,19})?$"
 MAX_TASK = 2**53
-EXAMINED = 2000
-"""A search for trajectories looks through so many, the newest first."""
 
 router = APIRouter(prefix="/v1", tags=["reading"])
 Count = Annotated[int, Query(ge=1, le=1000, description="At most so many.")]
@@ -69,7 +66,7 @@ def throughput_history(context: InContext) -> Response:
 @router.get("/timeline")
 def timeline(context: InContext, limit: Count = 100) -> Timeline:
     """The newest events, oldest first."""
-    return Timeline(events=[timeline_event(noted) for noted in context.broker.events.newest(limit)])
+    return answers.timeline(context.broker, limit)
 
 
 @router.get(
@@ -117,10 +114,7 @@ def trajectories(
 ) -> Trajectories:
     """Search what is in the pipeline, and the trained samples that are kept for reading. Newest first."""
     search = Search(task_id, version, finish, state, kind, reward_min, reward_max)
-    found = context.broker.samples.search(search.wants, limit, EXAMINED, state == "trained")
-    return Trajectories(
-        trajectories=[head(seen) for seen in found.items], examined=found.examined, complete=found.complete
-    )
+    return answers.trajectories(context.broker, search, limit)
 
 
 @router.get("/trajectories/{task_id}/{sample}")
@@ -130,12 +124,7 @@ def trajectory(
     sample: Annotated[int, Path(ge=0, le=1_000_000)],
 ) -> TrajectoryDetail:
     """One in full: text, and for every token its log-probability, weight version and mask."""
-    seen = context.broker.samples.get(task_id, sample)
-    if seen is None:
-        raise Refusal(
-            404, f"sample {sample} of task {task_id} is not in the pipeline, and not among the trained ones kept"
-        )
-    return detail(seen, context.decoder())
+    return answers.trajectory(context.broker, task_id, sample, context.decoder())
 
 
 @router.get("/evaluations")

@@ -20,6 +20,7 @@ import uvicorn
 from broker.api.address import announce, withdraw
 from broker.api.app import LOOPBACK_NAMES, make_app
 from broker.api.context import Context
+from broker.api.kubernetes import Deployments
 from broker.api.sse import Hub
 from broker.api.watch import Watch
 from broker.client import Broker
@@ -44,7 +45,8 @@ def run_control(config: TidemillConfig, name: str) -> None:
     broker = Broker.connect(config)
     broker.link.deadline_s = min(broker.link.deadline_s, ANSWER_S)
     hub = Hub()
-    context = Context(config, name, broker, Watch(broker, config), hub)
+    deployments = Deployments.here(config.control.deployments.model_dump())
+    context = Context(config, name, broker, Watch(broker, config, deployments), hub, deployments)
     hosts = LOOPBACK_NAMES | {config.control.host.lower()}
     server = _Server(
         uvicorn.Config(

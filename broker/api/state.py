@@ -14,6 +14,8 @@ LIVE_S = 15.0
 """A service that was silent for longer is not waited for: generators stop by themselves before (see FENCE_S there)."""
 SAMPLERS = ("generator", "trainer")
 """Roles that a freeze stops."""
+LOADING = ("loading", "starting", "replaying")
+"""States of a service that does not work yet."""
 UNDER_WAY = ("tasks", "eval_tasks", "trajectories")
 """Streams that a drain empties; what is scored waits for a full batch."""
 
@@ -66,5 +68,5 @@ def run_state(ledger: LedgerState, pause: PauseStatus, beats: Sequence[Heartbeat
         return "finishing", "the last evaluation is under way"
     if missing:
         return "starting", cause
-    loading = [beat.service for beat in beats if beat.state in ("loading", "starting", "replaying")]
+    loading = [beat.service for beat in beats if beat.state in LOADING and is_live(beat, now)]
     return "running", f"{', '.join(loading)} still loading" if loading else ""

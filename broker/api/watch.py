@@ -10,13 +10,14 @@ import redis
 import structlog
 
 from broker.api.collect import Collector, Plan
+from broker.api.kubernetes import Deployments
 from broker.api.metrics import render
 from broker.api.pace import Pace
 from broker.client import Broker
 from broker.telemetry import Noted
 from schemas.config import TidemillConfig
 from schemas.errors import InfraError, TidemillError
-from schemas.status import MetricsHistory, RunStatus, ThroughputHistory
+from schemas.status import MetricsHistory, RunStatus, ThroughputHistory, Verdict
 
 EVERY_S = 1.0
 EVENTS_AT_ONCE = 200
@@ -31,8 +32,10 @@ class Watch:
     on_status, on_metrics and on_events are called from them with what is new. ``latest`` is the newest status.
     """
 
-    def __init__(self, broker: Broker, config: TidemillConfig) -> None:
+    def __init__(self, broker: Broker, config: TidemillConfig, deployments: Deployments | None = None) -> None:
+        """deployments: who scales, on Kubernetes."""
         self._broker = broker
+        self._deployments = deployments
         self._collector = Collector(broker, Plan.of(config))
         self._pace = Pace()
         self._lock = threading.Lock()
@@ -55,12 +58,16 @@ class Watch:
     def start(self) -> None:
         for thread in self._threads:
             thread.start()
+        if self._deployments is not None:
+            self._deployments.start()
 
     def stop(self) -> None:
         """Ends the threads; they are daemons and may hang on a broker that is gone."""
         self._stop.set()
         for thread in self._threads:
             thread.join(2.0)
+        if self._deployments is not None:
+            self._deployments.stop()
 
     @property
     def latest(self) -> RunStatus:
@@ -82,6 +89,8 @@ class Watch:
             steps = len(self._collector.history.steps)
             last = self._collector.history.steps[-1] if steps else -1
             status = self._collector.read()
+            if self._deployments is not None and not status.scaling.possible:
+                status = status.model_copy(update={"scaling": self._deployments.scaling})
             new = self._collector.history.since(last, EVENTS_AT_ONCE)
             self._pace.add(status)
             self._keep(status)
@@ -126,7 +135,10 @@ class Watch:
         self.error = " ".join(error.split())
         log.warning("cannot look at the run", error=self.error)
         if self._latest is not None:
-            self._keep(self._latest.model_copy(update={"state": "unreachable", "cause": self.error}))
+            said = Verdict(
+                limit="broker", text="The broker does not answer: what follows is the last look.", figures={}
+            )
+            self._keep(self._latest.model_copy(update={"state": "unreachable", "cause": self.error, "verdict": said}))
 
     def _follow(self) -> None:
         position: str | None = None

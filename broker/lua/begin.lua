@@ -1,5 +1,5 @@
 #!lua flags=allow-oom
--- KEYS: CTL EPOCH SLOTS COUNTS GROUPS SAMPLES TASKS EVAL_TASKS TRAJECTORIES SCORED DEAD JOURNAL EVALS CHANGES REDO FAILED WEIGHTS CHUNKS EVENTS METRICS SERVICES PARTIALS ORDERS
+-- KEYS: CTL EPOCH SLOTS COUNTS GROUPS SAMPLES TASKS EVAL_TASKS TRAJECTORIES SCORED DEAD JOURNAL EVALS CHANGES REDO FAILED WEIGHTS CHUNKS EVENTS METRICS SERVICES PARTIALS ORDERS TALLY
 -- ARGV: what the trainer knows, as JSON (broker/training.py, Known). A trainer takes the run over.
 -- What the broker knows wins as long as it can be true. It cannot when its lineage is not that of the trainer's
 -- checkpoint, when a step is missing in its journal, when its counts do not add up, or when a key of the pipeline is
@@ -15,7 +15,7 @@ local pipeline = {
 local beside = {
   {WEIGHTS, 'stream'}, {CHUNKS, 'hash'}, {DEAD, 'stream'}, {EVALS, 'hash'}, {CHANGES, 'stream'}, {FAILED, 'zset'},
   {PARTIALS, 'hash'}, {EVENTS, 'stream'}, {METRICS, 'stream'}, {SERVICES, 'hash'},
-  {ORDERS, 'hash'},
+  {ORDERS, 'hash'}, {TALLY, 'hash'},
 }
 local function drop_foreign(types)
   local dropped = false

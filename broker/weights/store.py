@@ -88,7 +88,8 @@ class WeightStore:
             tensors=tensors,
             probe=probe,
         )
-        answer = accepted(self._link.script("weights_add", epoch, version, encode(manifest, _MOST)), epoch)
+        sent = self._link.script("weights_add", epoch, version, encode(manifest, _MOST))
+        answer = accepted(self._link, sent, epoch)
         if answer == b"exists":
             self._check_own(version, epoch)
         if deltas is not None:

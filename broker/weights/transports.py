@@ -97,7 +97,7 @@ class RedisTransport:
 
     def put(self, file: Path, uri: str, epoch: str) -> None:
         for index, chunk in enumerate(chunks(file)):
-            accepted(self._link.script("weights_put", epoch, f"{_name(uri)}:{index}", chunk), epoch)
+            accepted(self._link, self._link.script("weights_put", epoch, f"{_name(uri)}:{index}", chunk), epoch)
         file.unlink()
 
     def fetch(self, payload: Payload, folder: Path) -> Path:

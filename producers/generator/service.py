@@ -126,6 +126,7 @@ class Generator:
                 "max_samples": float(self._intake.most),
                 "tokens": float(self._intake.tokens),
                 "update_pause_s": self._updates.last_load_s,
+                "evaluating": float(self._updates.evaluating),
             },
         )
 

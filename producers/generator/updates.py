@@ -42,7 +42,10 @@ log = structlog.get_logger()
 
 
 class Updates:
-    """``version`` is what the engine has; ``at_least`` and ``verified`` are what the intake waits for."""
+    """``version`` is what the engine has; ``at_least`` and ``verified`` are what the intake waits for.
+
+    evaluating: evaluation tasks in progress, which hold new weights back.
+    """
 
     def __init__(
         self, config: TidemillConfig, name: str, broker: Broker, engine: Engine, folder: Path, valve: Valve
@@ -61,7 +64,7 @@ class Updates:
         self._restoring = False
         self._refusal: tuple[float, str] | None = None
         self._closed = False
-        self._evaluating = 0
+        self.evaluating = 0
         self._every = config.eval.every if config.eval else None
         self._queue = broker.tasks(name)
         self._unreachable: set[int] = set()
@@ -93,7 +96,7 @@ class Updates:
             return newest
         now = time.monotonic()
         found = await asyncio.to_thread(self._queue.take_evaluations, self.version, 0)
-        known = Evaluations(self._every, found.pending, self._evaluating > 0, found.opened)
+        known = Evaluations(self._every, found.pending, self.evaluating > 0, found.opened)
         stored = {item.version: item for item in await asyncio.to_thread(self._broker.weights.published)}
         out = self._refused | self._unreachable
         versions = [version for version in stored if version not in out]
@@ -136,7 +139,7 @@ class Updates:
 
     def evaluation(self, change: int) -> None:
         """Count evaluation tasks in progress; new weights wait for them, so that one version answers all."""
-        self._evaluating += change
+        self.evaluating += change
 
     async def _fetch(self, manifest: Manifest, stop: StopFlag) -> Path | None:
         """A checked local file; None when it is no longer the newest version, or when asked to stop.

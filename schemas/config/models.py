@@ -364,6 +364,10 @@ class TrainerConfig(Section):
         description="Ranks over which the model is sharded (FSDP2), one a GPU, that a started trainer makes of itself;"
         " a launcher of your own (torchrun, accelerate) decides by itself.",
     )
+    rank_deadline_s: Seconds = Field(
+        1800.0,
+        description="How long a rank waits for the others within a step; pauses and waits for batches don't count.",
+    )
     activation_checkpointing: bool = Field(
         False, description="Compute activations again in backward: less memory, about a third more time."
     )
@@ -469,6 +473,13 @@ class SupervisorConfig(Section):
     grace_s: Seconds = Field(20.0, description="How long a service may take to end when asked; then it is killed.")
 
 
+class DeploymentsConfig(Section):
+    """Names of the Kubernetes Deployments that the control plane scales."""
+
+    generator: str = Field("generator", description="That of the generators.")
+    reward: str = Field("reward", description="That of the reward services.")
+
+
 class ControlConfig(Section):
     """The control plane: status, orders and the dashboard over HTTP."""
 
@@ -479,6 +490,12 @@ class ControlConfig(Section):
     )
     token_file: Path | None = Field(
         None, description="File with the token; TIDEMILL_CONTROL_TOKEN_FILE or TIDEMILL_CONTROL_TOKEN by default."
+    )
+    deployments: DeploymentsConfig = Field(default_factory=DeploymentsConfig)
+    scale_hint: str | None = Field(
+        None,
+        description="Command that changes the number of replicas where nobody takes orders, with {role} and {replicas};"
+        " a refusal names it.",
     )
 
 

@@ -15,6 +15,7 @@ import uvicorn
 
 from broker.api.app import make_app
 from broker.api.context import Context
+from broker.api.kubernetes import Deployments
 from broker.api.server import listen
 from broker.api.sse import Hub
 from broker.api.watch import Watch
@@ -33,20 +34,22 @@ DEADLINE_S = 20.0
 class Api:
     """A control plane that listens, and what one asks of it."""
 
-    def __init__(self, broker: Broker, run: str) -> None:
+    def __init__(self, broker: Broker, run: str, deployments: Deployments | None = None, **control: str) -> None:
         config = parse_config(
             {
                 "run": {"name": run},
                 "model": {"path": "nowhere"},
                 "train": {"name": "arithmetic"},
                 "reward": {"terms": [{"name": "exact"}]},
+                "control": control,
             }
         )
         self.broker = broker
         hub = Hub()
         self.socket = listen("127.0.0.1", 0, None)
         self.url = f"http://127.0.0.1:{self.socket.getsockname()[1]}"
-        app = make_app(Context(config, "control", broker, Watch(broker, config), hub))
+        watch = Watch(broker, config, deployments)
+        app = make_app(Context(config, "control", broker, watch, hub, deployments))
         self.server = uvicorn.Server(uvicorn.Config(app, log_config=None, timeout_graceful_shutdown=1))
         self.hub = hub
         self.thread = threading.Thread(target=self.server.run, args=([self.socket],), daemon=True)
@@ -132,7 +135,7 @@ def test_settings_are_checked_changed_and_logged(api: Api) -> None:
 def test_scale_and_stop_are_refused_where_nobody_could_obey(api: Api) -> None:
     status, problem = api.ask("POST", "/v1/scale", {"role": "generator", "replicas": 3})
     assert status == 409
-    assert "kubectl scale" in problem["detail"]
+    assert "kubectl scale deployment generator --replicas=3" in problem["detail"]
     assert api.ask("POST", "/v1/stop")[0] == 409
     with Presence(api.broker, "up", "supervisor", lambda: ("running", -1, {})):
         api.wait("the supervisor", lambda: api.ask("GET", "/v1/status")[1]["scaling"]["possible"])
@@ -141,6 +144,13 @@ def test_scale_and_stop_are_refused_where_nobody_could_obey(api: Api) -> None:
     orders = api.broker.orders.read()
     assert orders is not None
     assert orders.replicas == {"generator": 3}
+
+
+def test_a_refusal_names_the_command_that_scales_here(broker: Broker) -> None:
+    with Api(broker, "hint", scale_hint="docker-compose up -d --scale {role}={replicas}") as api:
+        problem = api.ask("POST", "/v1/scale", {"role": "reward", "replicas": 3})[1]
+        assert problem["detail"].endswith("run: docker-compose up -d --scale reward=3")
+        assert api.ask("GET", "/v1/status")[1]["scaling"]["refusal"].endswith("--scale generator=N")
 
 
 def test_trajectories_are_found_by_what_they_are(api: Api) -> None:

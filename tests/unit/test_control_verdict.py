@@ -20,8 +20,11 @@ from schemas.messages import Heartbeat
 from tests.trajectories import trajectory
 
 BUSY = Evidence(
-    paused=False,
+    state="running",
+    cause="",
+    begun=True,
     missing=[],
+    loading=[],
     active=20,
     capacity=20,
     wait=0.6,
@@ -47,7 +50,9 @@ BUSY = Evidence(
         ({"active": 3}, "prompts"),
         ({"load": 0.2, "unclaimed": 0}, "staleness"),
         ({"wait": None}, "nothing"),
-        ({"paused": True}, "paused"),
+        ({"state": "paused"}, "paused"),
+        ({"state": "pausing", "cause": "waiting for generator-0"}, "paused"),
+        ({"state": "failed", "missing": ["trainer"]}, "nothing"),
         ({"missing": ["generator"]}, "generation"),
         ({"missing": ["reward"]}, "reward"),
         ({"missing": ["trainer"]}, "training"),
@@ -57,6 +62,23 @@ def test_the_verdict_names_what_limits_the_run(changes: dict[str, object], limit
     found = verdict(replace(BUSY, **changes))  # type: ignore[arg-type]
     assert found.limit == limit
     assert found.text.endswith(".")
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"begun": False, "wait": None, "missing": ["trainer", "generator"]}, "Starting: no sign of the trainer and"),
+        ({"wait": None, "loading": ["generator-0"]}, "Starting: generator-0 loads."),
+        ({"wait": None}, "The first step is being made: 20 of 20 prompt groups are under way."),
+        ({"missing": ["trainer"]}, "No trainer is alive: the run stands still until there is one."),
+        ({"state": "failed", "missing": ["trainer"], "cause": "out of memory"}, "The run has failed. Mend the cause"),
+        ({"state": "finished", "missing": ["trainer"]}, "The run is finished: all steps are trained."),
+        ({"state": "pausing", "cause": "waiting for g0"}, "A pause was ordered; waiting for g0."),
+        ({"wait": 0.05}, "Training: the trainer waits for only 5% of its time; more generators would not help."),
+    ],
+)
+def test_the_verdict_says_what_a_user_would(changes: dict[str, object], text: str) -> None:
+    assert verdict(replace(BUSY, **changes)).text.startswith(text)  # type: ignore[arg-type]
 
 
 def test_the_verdict_gives_its_figures() -> None:
