@@ -67,6 +67,11 @@ class Watched:
             if one["impact"] in ("serious", "critical")
         ]
 
+    def routes(self) -> list[str]:
+        """Every method and path that the server's OpenAPI document names."""
+        document = self.page.evaluate("async () => (await fetch('openapi.json')).json()")
+        return [f"{method} {path}" for path, item in document["paths"].items() for method in item]
+
     def number(self, figure: str) -> float:
         """A figure at the top of the page."""
         text = self.page.locator(f"[data-figure={figure}] .card-value").inner_text()

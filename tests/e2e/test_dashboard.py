@@ -14,9 +14,14 @@ from typing import Any
 
 import pytest
 import yaml
+from msgspec.structs import replace
 from playwright.sync_api import Browser, expect
 
 from broker.api.address import address_of
+from broker.keys import Keys
+from broker.link import Link
+from schemas.codec import encode
+from schemas.messages import DeadLetter
 from tests.e2e.browser import PATIENCE_MS, PHONE, Watched, headless
 from tests.e2e.running import Run
 from tests.tiny import make_tiny_model
@@ -107,6 +112,22 @@ class System:
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         )
+
+    def fail_a_group(self) -> str:
+        """Give up the newest prompt group, as after too many dead generators; the id of its dead letter."""
+        generator = self.run.service("generator-0")
+        assert generator is not None
+        link = Link(generator.environ()["REDIS_URL"], Keys("tidemill", "e2e"), 10.0)
+        body = DeadLetter(source="tasks", reason="nobody could make it", deliveries=9, payload=b"")
+        for _ in range(20):
+            newest = link.client.xrevrange(link.keys.tasks, count=1)
+            assert newest, "there is no task"
+            entry, fields = newest[0]
+            letter = encode(replace(body, task_id=int(fields[b"t"])))
+            if link.script("give_up", "tasks", entry, fields[b"t"], letter) == b"ok":
+                found = link.client.xrevrange(link.keys.dead, count=20)
+                return next(id.decode() for id, fields in found if fields[b"b"] == letter)
+        raise AssertionError("every task was gone before it could be given up")
 
     def stop(self) -> None:
         self.run.process.send_signal(signal.SIGINT)
@@ -279,6 +300,61 @@ def test_a_dead_letter_is_shown_and_dropped(visit: Open, system: System) -> None
     confirm(seen, "Drop it")
     expect(page.locator(f".letter[data-key='{key}']")).to_have_count(0)
     assert seen.errors == []
+
+
+def test_a_failed_group_is_requeued_from_its_dead_letter(visit: Open, system: System) -> None:
+    seen = visit()
+    page = seen.page
+    letter = system.fail_a_group()
+    row = page.locator(f".letter[data-key='{letter}']")
+    expect(row).to_contain_text("nobody could make it", timeout=PATIENCE_MS)
+    row.get_by_role("button", name="Requeue").click()
+    confirm(seen, "Requeue")
+    expect(row).to_have_count(0)
+    expect(page.locator(".event[data-name=requeue]").first).to_contain_text("by dashboard")
+    assert seen.errors == []
+
+
+def test_a_letter_whose_group_went_on_is_refused_in_the_dialog(visit: Open) -> None:
+    seen = visit()
+    page = seen.page
+    row = page.locator(".letter", has_text="cannot be scored").first
+    expect(row).to_be_visible(timeout=PATIENCE_MS)
+    row.get_by_role("button", name="Requeue").click()
+    dialog = page.locator("dialog[open]")
+    dialog.get_by_role("button", name="Requeue", exact=True).click()
+    expect(dialog.locator(".problem")).to_contain_text("dead letter")
+    page.keyboard.press("Escape")
+    expect(dialog).to_have_count(0)
+
+
+def test_what_the_supervisor_does_is_in_the_timeline(visit: Open, system: System) -> None:
+    seen = visit()
+    reward = system.run.service("reward-0")
+    assert reward is not None
+    reward.kill()
+    events = seen.page.locator(".event[data-name=service]")
+    expect(events.filter(has_text="killed by SIGKILL").first).to_contain_text("reward-0", timeout=PATIENCE_MS)
+    expect(events.filter(has_text="started again").first).to_be_visible(timeout=PATIENCE_MS)
+    assert seen.errors == []
+
+
+def test_the_api_is_described_and_tried_without_internet(visit: Open, system: System) -> None:
+    seen = visit(f"{system.url}docs")
+    page = seen.page
+    expect(page.locator(".route")).to_have_count(len(seen.routes()), timeout=PATIENCE_MS)
+    assert seen.violations() == []
+    page.locator("#filter").fill("status")
+    page.locator("#get-v1-status summary").first.click()
+    page.locator("#get-v1-status").get_by_role("button", name="Send").click()
+    expect(page.locator("#get-v1-status .docs-answer")).to_contain_text('"verdict"', timeout=PATIENCE_MS)
+    page.locator("#filter").fill("")
+    page.locator("#post-v1-scale summary").first.click()
+    expect(page.locator("#post-v1-scale .docs-curl")).to_contain_text("-X POST")
+    assert seen.violations() == []
+    page.set_viewport_size(PHONE)
+    assert page.evaluate("document.documentElement.scrollWidth") <= PHONE["width"]
+    assert (seen.errors, seen.elsewhere()) == ([], [])
 
 
 def test_settings_change_while_it_runs(visit: Open) -> None:

@@ -124,7 +124,7 @@ export class LineChart {
     return {
       width: this.canvas.clientWidth,
       height: this.canvas.clientHeight,
-      padding: [10, 14, 0, 0],
+      padding: [10, this.axis === "clock" ? 26 : 14, 0, 0],
       legend: { show: false },
       cursor: { drag: { x: true, y: false }, points: { size: 7 }, y: false },
       scales: {
@@ -152,6 +152,7 @@ export class LineChart {
   range(low, high) {
     if (low === null || high === null) return [0, 1];
     const bottom = this.zero ? Math.min(0, low) : low;
+    if (high === 0 && bottom === 0) return [0, 1];
     const room = Math.max(high - bottom, Math.abs(high) * 0.02, 1e-6) * 0.08;
     return [bottom === 0 ? 0 : bottom - room, high + room];
   }

@@ -27,6 +27,7 @@ export function facts(status) {
   const { throughput, staleness, ledger, verdict } = status;
   const loads = live("generator").map((service) => service.load).filter((load) => load !== null);
   const load = loads.length ? loads.reduce((sum, load) => sum + load, 0) / loads.length : null;
+  const evaluating = live("generator").filter((service) => service.figures.evaluating).length;
   const wait = verdict.figures.trainer_wait_share;
   const nodes = {
     feeder: {
@@ -35,7 +36,9 @@ export function facts(status) {
     },
     generator: {
       title: "Generators", figure: short(throughput.generated_tokens), unit: "tok/s", load,
-      note: `${count(live("generator").length)} live${load === null ? "" : ` · ${percent(load)} full`}`,
+      // The bar says how full they are when there is something else to say.
+      note: [`${count(live("generator").length)} live`, evaluating ? `${count(evaluating)} evaluating`
+        : load === null ? "" : `${percent(load)} full`].filter(Boolean).join(" · "),
     },
     reward: {
       title: "Reward", figure: rate(throughput.scored_samples), unit: "samples/s",
@@ -43,13 +46,17 @@ export function facts(status) {
     },
     trainer: {
       title: "Trainer", figure: short(throughput.trained_tokens), unit: "tok/s",
-      load: wait === undefined ? null : 1 - wait,
-      note: wait === undefined ? `step ${count(status.step)}` : `waits ${percent(wait)} of its time`,
+      load: wait === undefined || !moving(status) ? null : 1 - wait,
+      note: wait === undefined || !moving(status) ? `step ${count(status.step)}` : `waits ${percent(wait)} of its time`,
     },
   };
   for (const [role, node] of Object.entries(nodes)) {
-    node.missing = !live(role).length && moving(status);
-    if (node.missing) Object.assign(node, { note: "none is alive", load: null });
+    if (live(role).length) continue;
+    // In its first seconds a run misses nobody yet.
+    const begun = status.epoch > 0;
+    node.missing = moving(status) && begun;
+    node.awaited = moving(status) && !begun;
+    Object.assign(node, { note: node.missing ? "none is alive" : node.awaited ? "not here yet" : "ended", load: null });
   }
   const age = staleness.mean === null ? "" :
     ` · staleness ${figure(staleness.mean, 1)} mean, ${staleness.max} max of ${staleness.bound}`;

@@ -80,6 +80,7 @@ function update() {
     setAttribute(drawn.bar, "width", Math.round(drawn.room * (node.load ?? 0)));
     setAttribute(drawn.track, "visibility", node.load === null || node.load === undefined ? "hidden" : "visible");
     setAttribute(drawn.group, "data-missing", node.missing ? "" : null);
+    setAttribute(drawn.group, "data-awaited", node.awaited ? "" : null);
     setAttribute(drawn.group, "data-mark", mark === name ? "" : null);
   }
   for (const [name, edge] of Object.entries(edges)) {

@@ -6,6 +6,7 @@ import { count, duration, figure, percent, plural, short, timeOfDay, bytes } fro
 import { spark } from "./spark.js";
 import { on, store } from "./store.js";
 
+const OVER = ["stopped", "finished", "failed"];
 const LINK_WORDS = { waiting: "connecting", live: "live", lost: "offline", refused: "token needed" };
 
 function showLink() {
@@ -33,7 +34,7 @@ function trouble(link, since) {
     const { by, since: paused, mode } = status.pause;
     return ["warn", `Paused (${mode}) by ${by || "someone"} since ${timeOfDay(paused)}. Nothing is lost; resume when you like.`];
   }
-  if (status.cause && status.state !== "stopped") return ["calm", `${status.state}: ${status.cause}`];
+  if (status.state === "stopping" || status.state === "finishing") return ["calm", `${status.state}: ${status.cause}`];
   if (!status.ledger.balanced) return ["bad", "The ledger does not add up: a group was lost or counted twice. Keep the logs."];
   return null;
 }
@@ -56,12 +57,15 @@ function figures(status) {
     {
       key: "step", label: "Step", value: count(status.step), unit: `of ${count(status.steps)}`,
       share: status.steps ? status.step / status.steps : 0,
-      note: status.remaining_s === null ? `running for ${duration(status.elapsed_s)}` : `${duration(status.remaining_s)} to go`,
+      note: status.remaining_s !== null ? `${duration(status.remaining_s)} to go`
+        : status.started === null ? "not begun yet" : OVER.includes(status.state) ? status.state
+          : `running for ${duration(status.elapsed_s)}`,
     },
     { key: "reward", label: "Reward", value: figure(status.reward), note: "mean of the last step", points: series("reward/mean") },
     {
       key: "accuracy", label: "Accuracy", value: figure(evaluation?.mean ?? null),
-      note: evaluation ? `of version ${evaluation.version}` : "no evaluation yet",
+      note: evaluation ? `of version ${evaluation.version}${evaluation.off ? `, ${count(evaluation.off)} of other weights` : ""}`
+        : "no evaluation yet",
       points: store.evaluations.filter((one) => one.complete && one.mean !== null).map((one) => one.mean).slice(-60),
     },
     {
@@ -116,7 +120,7 @@ function showStatus() {
     `${status.run} · trainer epoch ${status.epoch} · ${bytes(status.memory_bytes)} in the broker · ` +
       `${count(status.ledger.uncommitted_steps)} steps since the last checkpoint`);
   // Links can carry no token.
-  byId("open-links").hidden = token.get() !== null;
+  byId("open-metrics").hidden = token.get() !== null;
   showFigures();
   showLink();
 }

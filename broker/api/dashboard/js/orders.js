@@ -107,7 +107,7 @@ function menu() {
     item("Settings", "Staleness bound, batch and concurrency, while it runs.", settings, over),
     item("Checkpoint now", "After the present step.", checkpoint, over),
     item("Stop the run", "In order, with a checkpoint.", stop,
-      over || (scaling.possible ? "" : "It was not started with tidemill up: stop its services where they run."))));
+      over || (scaling.by === "supervisor" ? "" : "It was not started with tidemill up: stop its services where they run."))));
 }
 
 function showScale() {

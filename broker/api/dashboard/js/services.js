@@ -1,4 +1,5 @@
 // Every service with its state, load and speed. One that falls silent turns red, and leaves the list after a while.
+// A long list scrolls by itself; how many there are stands above it.
 
 import { byId, h, keyed, setAttribute, setText } from "./dom.js";
 import { DASH, count, duration, percent, rate, short } from "./format.js";
@@ -9,6 +10,9 @@ import { on, store } from "./store.js";
 export const RED_S = 5;
 export const LEAVES_S = 20;
 const POINTS = 90;
+/** With more services than these their number is said. */
+const FEW = 12;
+const ENDED = ["stopped", "finished", "failed"];
 const ONE_OF_A_KIND = ["feeder", "trainer"];
 
 /** live, silent (red) or gone (no longer listed). A run has one trainer and one feeder: those are missed for ever. */
@@ -41,7 +45,8 @@ function activity(service) {
 function note(service) {
   const said = [];
   if (service.version !== null) said.push(`version ${count(service.version)}`);
-  if (service.load !== null) said.push(`${percent(service.load)} full`);
+  if (service.load !== null && service.state !== "loading") said.push(`${percent(service.load)} full`);
+  if (service.figures.evaluating) said.push("evaluates");
   const failed = (service.figures.error ?? 0) + (service.figures.timeout ?? 0);
   if (failed) said.push(`${count(failed)} failed`);
   return said.join(" · ");
@@ -71,13 +76,16 @@ function update(element, service) {
 
 function show() {
   const host = byId("service-list");
-  if (!host.children.length) host.append(h("ul", { class: "services" }), h("p", { class: "empty" }));
+  if (!host.children.length) {
+    host.append(h("ul", { class: "services", tabindex: "0", "aria-label": "Services" }), h("p", { class: "empty" }));
+  }
   const shown = store.status.services.filter((service) => presence(service) !== "gone");
   const gone = store.status.services.filter((service) => presence(service) === "gone");
   keyed(host.firstChild, shown, (service) => service.name, row, update);
   setText(host.lastChild, gone.length
     ? `Left without a word: ${gone.map((service) => `${service.name} (${duration(service.silent_s)} ago)`).join(", ")}`
-    : shown.length ? "" : "No service has been heard of.");
+    : shown.length ? "" : ENDED.includes(store.status.state) ? "All services have ended." : "No service has been heard of.");
+  setText(byId("service-note"), shown.length > FEW ? `${count(shown.length)} in all` : "");
   host.lastChild.hidden = !host.lastChild.textContent;
 }
 
