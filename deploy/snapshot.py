@@ -9,10 +9,13 @@ from typing import Any
 
 from broker.client import Broker
 from broker.orders import Orders
+from deploy.notices import NAME
 from schemas.config import TidemillConfig
 
 HISTORY = 240
 """Steps of history that are shown."""
+EVENTS, SHOWN = 40, 8
+"""Events that are read, and those of them that are shown: what the supervisor did is known here anyway."""
 RATE_STEPS = 20
 """The time to go is estimated from so many of the last steps."""
 
@@ -144,8 +147,17 @@ def collect(broker: Broker, config: TidemillConfig) -> RunSnapshot:
         failed=ledger.failed,
         lags=broker.lags(),
         replicas=replicas,
-        notices=[Notice(event.service, event.text or event.name, event.level) for event in broker.events.tail(8)],
+        notices=_notices(broker),
     )
+
+
+def _notices(broker: Broker) -> list[Notice]:
+    """The newest events, without what the supervisor wrote there itself."""
+    found = [noted for noted in broker.events.newest(EVENTS) if noted.event.data.get("by") != NAME]
+    return [
+        Notice(noted.event.service, noted.event.text or noted.event.name, noted.event.level, noted.time)
+        for noted in found
+    ][-SHOWN:]
 
 
 def remaining(metrics: list[dict[str, Any]], steps: int) -> float | None:

@@ -30,6 +30,7 @@ from deploy.exits import CONFIG_EXIT, ERROR_EXIT, INTERRUPTED_EXIT, OK_EXIT
 from deploy.launchers.base import Starter
 from deploy.live import View
 from deploy.logs import configure_logging
+from deploy.notices import Notices
 from deploy.preflight import check
 from deploy.restarts import State
 from deploy.run_files import CONFIG
@@ -89,6 +90,7 @@ class _Run:
         self.file = file
         self.console = Console()
         self.notices: list[Notice] = []
+        self.timeline = Notices()
         self.phases: dict[str, float] = {}
         self.environment: dict[str, str] = {}
         self.view: View | None = None
@@ -105,7 +107,11 @@ class _Run:
         broker = Broker.connect(self.config)
         steward = Steward(supervisor, broker)
         steward.begin({"generator": self.config.generator.replicas, "reward": self.config.reward.replicas})
-        with Presence(broker, "supervisor", "supervisor", steward.describe), Watcher(broker, self.config) as watcher:
+        with (
+            self.timeline.to(broker),
+            Presence(broker, "supervisor", "supervisor", steward.describe),
+            Watcher(broker, self.config) as watcher,
+        ):
             with self._phase("training"), View(self.console) as self.view:
                 self._start_services(supervisor)
                 show = self._every(SHOW_EVERY_S, lambda: self._show(supervisor, watcher))
@@ -132,6 +138,7 @@ class _Run:
         """The supervisor did something to a service."""
         notice = Notice(change.service, change.text, change.level, time.time())
         self.notices.append(notice)
+        self.timeline.put(change)
         if self.view is not None:
             self.view.notice(notice)
         elif change.level != "info":
