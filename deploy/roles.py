@@ -15,7 +15,7 @@ ROLES = {
     "feeder": "producers.feeder:run_feeder",
     "generator": "producers.generator.service:run_generator",
     "reward": "consumers.reward.service:run_reward",
-    "trainer": "consumers.trainer.loop:run_trainer",
+    "trainer": "consumers.trainer.service:run_trainer",
 }
 """A role is a function (configuration, service name) that returns when its work is done or it was asked to end."""
 

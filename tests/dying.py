@@ -21,7 +21,7 @@ from broker.training import Training
 from broker.weights.store import WeightStore
 from consumers.trainer import checkpoints
 from consumers.trainer.crew import Crew
-from consumers.trainer.loop import run_trainer
+from consumers.trainer.service import run_trainer
 from consumers.trainer.ranks import Ranks
 from consumers.trainer.record import BatchFiles
 from consumers.trainer.runlog import RunLog
@@ -66,7 +66,7 @@ POINTS: dict[str, tuple[Any, str, str, int, Callable[..., bool] | None]] = {
     "before the tensors of the checkpoint": (checkpoints.state_dict_saver, "save", "before", 2, None),
     "half of the tensors written": (checkpoints.state_dict_saver, "save", "half", 2, None),
     "tensors written": (checkpoints.state_dict_saver, "save", "after", 2, None),
-    "state written, no marker": (checkpoints, "_complete", "before", 2, None),
+    "state written, no marker": (checkpoints, "complete", "before", 2, None),
     "marker written, not renamed": (Path, "rename", "before", 2, _named(".writing")),
     "renamed": (Path, "rename", "after", 2, _named(".writing")),
     "not committed": (Training, "commit", "before", 3, None),

@@ -11,10 +11,7 @@ that of ranks which never stopped.
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
-import random
 import re
 import shutil
 import warnings
@@ -24,16 +21,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
 from torch.distributed import is_initialized
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 
+from consumers.trainer.randomness import random_states, set_random_states
+from consumers.trainer.seal import complete, damage, write_json
 from consumers.trainer.states import put_tensors, tensors_of
 from consumers.trainer.step import TrainStep
 from schemas.errors import ConfigError, InfraError
 
-MARKER = "COMPLETE"
 _STATE = "state.json"
 _FORMAT = 1
 _ASIDE = re.compile(r"\.step-\d{8,}-e(\d{4,})\.(?:writing|removing)")
@@ -80,7 +76,7 @@ class Checkpoints:
         with train.ranks.together(failed):
             with _quiet():
                 state_dict_saver.save(tensors, checkpoint_id=aside / "tensors", no_dist=not is_initialized())
-            _write(aside / f"rng-{train.ranks.rank}.json", _rng())
+            write_json(aside / f"rng-{train.ranks.rank}.json", random_states())
         state = {
             "format": _FORMAT,
             "step": step,
@@ -91,8 +87,8 @@ class Checkpoints:
         }
         with train.ranks.together(failed):
             if main:
-                _write(aside / _STATE, state)
-                _complete(aside, path)
+                write_json(aside / _STATE, state)
+                complete(aside, path)
                 self._remove_old()
         return path
 
@@ -158,7 +154,7 @@ class Checkpoints:
         rng = path / f"rng-{train.ranks.rank}.json"
         # More ranks than there were: the new ones keep the random state they started with.
         if rng.exists():
-            _set_rng(json.loads(rng.read_text(encoding="utf-8")))
+            set_random_states(json.loads(rng.read_text(encoding="utf-8")))
         return Restored(state["step"], state["version"], state["extra"])
 
     def _all(self) -> list[Path]:
@@ -193,99 +189,9 @@ def epoch_of(path: Path) -> int:
     return int(path.name.rpartition("-e")[2])
 
 
-def damage(path: Path) -> str | None:
-    """What is wrong with a checkpoint folder, None if nothing: every file must have its size and digest."""
-    try:
-        listed: dict[str, list[Any]] = json.loads((path / MARKER).read_text(encoding="utf-8"))["files"]
-    except FileNotFoundError:
-        return f"no {MARKER} marker"
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        return f"unreadable {MARKER} marker ({error})"
-    for name, (size, digest) in listed.items():
-        file = path / name
-        if not file.is_file():
-            return f"{name} is missing"
-        if file.stat().st_size != size:
-            return f"{name} has {file.stat().st_size} bytes instead of {size}"
-        if _digest(file) != digest:
-            return f"{name} has changed since it was written"
-    return None
-
-
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Without the warning that a single process saves as a single process."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
         yield
-
-
-def _complete(aside: Path, path: Path) -> None:
-    """Flush all files, then the marker, then give the folder its name."""
-    files = sorted(p for p in aside.rglob("*") if p.is_file())
-    listed = {str(p.relative_to(aside)): [p.stat().st_size, _digest(p)] for p in files}
-    for file in files:
-        _sync(file)
-    _write(aside / MARKER, {"files": listed})
-    _sync(aside / MARKER)
-    for folder in {p.parent for p in files}:
-        _sync(folder)
-    if path.exists():
-        replaced = path.with_name(f".{path.name}.removing")
-        shutil.rmtree(replaced, ignore_errors=True)
-        path.rename(replaced)
-        aside.rename(path)
-        shutil.rmtree(replaced, ignore_errors=True)
-    else:
-        aside.rename(path)
-    _sync(path.parent)
-
-
-def _rng() -> dict[str, Any]:
-    """States of the random generators of Python, numpy and torch (all devices), as JSON."""
-    kind, numbers, gauss = random.getstate()
-    return {
-        "python": [kind, list(numbers), gauss],
-        "numpy": _plain(np.random.get_state(legacy=False)),
-        "torch": torch.get_rng_state().numpy().tobytes().hex(),
-        "cuda": [state.numpy().tobytes().hex() for state in torch.cuda.get_rng_state_all()]
-        if torch.cuda.is_available()
-        else [],
-    }
-
-
-def _set_rng(state: dict[str, Any]) -> None:
-    kind, numbers, gauss = state["python"]
-    random.setstate((kind, tuple(numbers), gauss))
-    np.random.set_state(state["numpy"])
-    torch.set_rng_state(_byte_tensor(state["torch"]))
-    if torch.cuda.is_available() and len(state["cuda"]) == torch.cuda.device_count():
-        torch.cuda.set_rng_state_all([_byte_tensor(text) for text in state["cuda"]])
-
-
-def _byte_tensor(text: str) -> torch.Tensor:
-    return torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8)
-
-
-def _plain(value: Any) -> Any:
-    """Arrays to lists, inside dictionaries too."""
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    return value.tolist() if isinstance(value, np.ndarray) else value
-
-
-def _write(file: Path, content: dict[str, Any]) -> None:
-    file.write_text(json.dumps(content, sort_keys=True) + "\n", encoding="utf-8")
-
-
-def _digest(file: Path) -> str:
-    with file.open("rb") as handle:
-        return hashlib.file_digest(handle, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -6,18 +6,13 @@ tell which prompts are in the weights or were given up, and which have to be mad
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-from broker.fence import incarnation
 from broker.orders import Mode, Orders
 from broker.training import FIRST_LINEAGE, Known, Look
 from schemas.config import TidemillConfig
-from schemas.errors import DiskError, FencedError
 from schemas.messages import BatchRecord
 
 
@@ -71,11 +66,12 @@ class Progress:
         fields = {name: value for name, value in vars(self).items() if name not in left_out}
         return fields | {"unfinished": sorted(self.unfinished)}
 
-    @classmethod
-    def restored(cls, step: int, version: int, extra: dict[str, Any]) -> Progress:
-        """From a checkpoint."""
-        known = {name: value for name, value in extra.items() if name in cls.__dataclass_fields__}
-        return cls(step=step, version=version, **(known | {"unfinished": set(known["unfinished"])}))
+    def restore(self, step: int, version: int, extra: dict[str, Any]) -> None:
+        """As it was when a checkpoint was saved."""
+        known = {name: value for name, value in extra.items() if name in self.__dataclass_fields__}
+        known |= {"step": step, "version": version, "unfinished": set(extra["unfinished"])}
+        for name, value in known.items():
+            setattr(self, name, value)
 
     def known(
         self, config: TidemillConfig, *, saved: int, epoch_floor: int, version_if_lost: int, fresh: bool
@@ -105,54 +101,3 @@ class Progress:
             pause_since=self.pause_since,
             started=self.started,
         )
-
-
-@dataclass(frozen=True)
-class Seen:
-    """The newest trainer that used this folder: its epoch, and the highest version it may have published."""
-
-    epoch: str
-    version: int
-
-    @property
-    def number(self) -> int:
-        return incarnation(self.epoch)
-
-
-class Incarnation:
-    """The file EPOCH beside the checkpoints: who the newest trainer is, also when the broker has forgotten it."""
-
-    def __init__(self, folder: Path) -> None:
-        self._file = folder / "EPOCH"
-
-    def read(self) -> Seen | None:
-        """None when there is none, or none that can be read."""
-        try:
-            found = json.loads(self._file.read_text(encoding="utf-8"))
-            return Seen(str(found["epoch"]), int(found["version"]))
-        except (OSError, ValueError, KeyError, TypeError):
-            return None
-
-    def write(self, epoch: str, version: int, durable: bool = False) -> None:
-        """Replace the file at once and whole; ``durable`` flushes it to the disk. DiskError if that is full.
-
-        FencedError, and nothing is written, if another trainer has used the folder since ``epoch`` did.
-        """
-        self.check(epoch)
-        aside = self._file.with_suffix(".writing")
-        try:
-            self._file.parent.mkdir(parents=True, exist_ok=True)
-            with aside.open("w", encoding="utf-8") as stream:
-                stream.write(json.dumps({"epoch": epoch, "version": version}))
-                if durable:
-                    stream.flush()
-                    os.fsync(stream.fileno())
-            os.replace(aside, self._file)
-        except OSError as error:
-            raise DiskError(f"cannot write {self._file}: {error}") from error
-
-    def check(self, epoch: str) -> None:
-        """FencedError if another trainer has used the folder since ``epoch`` did."""
-        seen = self.read()
-        if seen is not None and seen.epoch != epoch and seen.number >= incarnation(epoch):
-            raise FencedError(f"trainer {epoch} was replaced by {seen.epoch} and stops")

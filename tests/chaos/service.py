@@ -171,12 +171,12 @@ def _reward(evidence: Evidence, folder: Path) -> None:
 
 
 def _trainer(evidence: Evidence, folder: Path) -> None:
-    from consumers.trainer import loop
+    from consumers.trainer import service
     from consumers.trainer.checkpoints import Checkpoints
     from consumers.trainer.runlog import RunLog
     from consumers.trainer.step import TrainStep
 
-    _once(evidence, loop, "load_model", "ready")
+    _once(evidence, service, "load_model", "ready")
     last: dict[str, Any] = {"x": [], "version": -1}
 
     def saving(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -9,7 +9,7 @@ import pytest
 from broker.client import Broker
 from broker.fence import incarnation
 from broker.weights.store import make_transport
-from consumers.trainer.progress import Incarnation, Seen
+from consumers.trainer.incarnation import Incarnation, Seen
 from schemas.errors import BrokerLost, FencedError
 from tests.hops import fetch_weights, publish_weights
 from tests.takeover import begin
@@ -83,11 +83,11 @@ def test_a_broker_that_was_wiped_takes_no_weights_before_it_is_mended(broker: Br
 
 
 def test_a_replaced_trainer_leaves_the_epoch_file_as_its_successor_wrote_it(tmp_path: Path) -> None:
-    file = Incarnation(tmp_path)
-    file.write("1-aa", 4)
-    file.write("2-bb", 5)
+    old, new = Incarnation(tmp_path), Incarnation(tmp_path)
+    old.begin("1-aa", 4)
+    new.begin("2-bb", 5)
     with pytest.raises(FencedError, match="replaced by 2-bb"):
-        file.write("1-aa", 6)
-    assert file.read() == Seen("2-bb", 5)
-    file.write("2-bb", 6)
-    assert file.read() == Seen("2-bb", 6)
+        old.publishes(6)
+    assert new.read() == Seen("2-bb", 5)
+    new.publishes(6)
+    assert new.read() == Seen("2-bb", 6)

@@ -14,8 +14,9 @@ from tiny import make_tiny_model
 from trajectories import groups_of
 from transformers import PreTrainedModel
 
-from consumers.trainer.checkpoints import Checkpoints, damage
+from consumers.trainer.checkpoints import Checkpoints
 from consumers.trainer.policy import Policy, load_model
+from consumers.trainer.seal import damage
 from consumers.trainer.step import TrainStep
 from schemas.config.models import TrainerConfig
 from schemas.errors import InfraError

@@ -234,7 +234,7 @@ def test_a_checkpoint_between_replays_does_not_claim_what_is_still_to_be_replaye
 def test_training_waits_while_the_disk_is_full(
     trainer: Callable[..., Trainer], broker: Broker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, failures = checkpoints_module._complete, []
+    real, failures = checkpoints_module.complete, []
 
     def complete(*args: Path) -> None:
         if len(failures) < 2:
@@ -242,7 +242,7 @@ def test_training_waits_while_the_disk_is_full(
             raise OSError(errno.ENOSPC, "No space left on device")
         real(*args)
 
-    monkeypatch.setattr(checkpoints_module, "_complete", complete)
+    monkeypatch.setattr(checkpoints_module, "complete", complete)
     one = trainer(steps=3)
     with Rest(broker):
         run(one)

@@ -1,0 +1,47 @@
+"""The trainer as a process: the model, the ranks around it, and on rank 0 the loop."""
+
+from __future__ import annotations
+
+import structlog
+import torch
+
+from broker.client import Broker
+from broker.presence import Presence
+from consumers.trainer.crew import Crew
+from consumers.trainer.loop import Trainer
+from consumers.trainer.policy import Policy, load_model
+from consumers.trainer.ranks import Ranks
+from consumers.trainer.step import TrainStep
+from consumers.trainer.trackers import check_trackers
+from schemas.config import TidemillConfig
+from schemas.lifecycle import StopFlag
+
+
+def run_trainer(config: TidemillConfig, name: str) -> None:
+    """Train until trainer.steps are done or the process is asked to end; both leave a checkpoint.
+
+    Started as several ranks (torchrun), rank 0 is the trainer for everyone else, and the others follow it.
+    """
+    check_trackers(config.trainer.trackers)
+    stop = StopFlag().install()
+    if config.trainer.threads:
+        torch.set_num_threads(config.trainer.threads)
+    torch.manual_seed(config.run.seed)
+    ranks = Ranks(config.trainer.rank_deadline_s)
+    if ranks.world > 1:
+        structlog.contextvars.bind_contextvars(rank=ranks.rank)
+    with ranks.lifeline():
+        policy = Policy(load_model(config.model.path, "float32", config.model.trust_remote_code))
+        step = TrainStep.from_config(policy, config, ranks)
+        if not ranks.is_main:
+            # Asked to end, it goes on until rank 0 has saved, which needs all ranks.
+            Crew(config, step).follow()
+            return
+        broker = Broker.connect(config)
+        trainer = Trainer(config, name, broker, step)
+        presence = Presence(
+            broker, name, "trainer", trainer.describe, obeyed=lambda: trainer.heed.obeyed, probes=config.probes
+        )
+        trainer.heed.changed = presence.soon
+        with presence:
+            trainer.run(stop)

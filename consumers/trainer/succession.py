@@ -1,0 +1,95 @@
+"""How a process becomes the one trainer of a run: of one that begins, one that goes on, or one the broker forgot.
+
+What the trainer knows counts, from its newest checkpoint or from its own life; where the broker knows less, it is
+mended.
+"""
+
+from __future__ import annotations
+
+import structlog
+
+from broker.training import Training
+from consumers.trainer.crew import Crew
+from consumers.trainer.incarnation import Incarnation
+from consumers.trainer.patience import Patience, Tell
+from consumers.trainer.progress import Progress
+from schemas.config import TidemillConfig
+from schemas.errors import BrokerDamaged, BrokerLost
+
+log = structlog.get_logger()
+
+
+class Succession:
+    """``recover`` once, then ``take_over``; and after ``lost`` again."""
+
+    def __init__(
+        self,
+        config: TidemillConfig,
+        crew: Crew,
+        training: Training,
+        progress: Progress,
+        incarnation: Incarnation,
+        patience: Patience,
+        tell: Tell,
+    ) -> None:
+        self._config = config
+        self._crew = crew
+        self._training = training
+        self._progress = progress
+        self._incarnation = incarnation
+        self._patience = patience
+        self._tell = tell
+        self._fresh = True
+
+    def recover(self) -> int:
+        """Load the newest checkpoint, if there is one; the step up to which it goes."""
+        progress, floor = self._progress, 0
+        newest = self._crew.checkpoints.newest()
+        for refused in newest.refused:
+            log.warning("a damaged checkpoint is not used", problem=refused)
+        seen = self._incarnation.read()
+        if newest.path is not None:
+            restored = self._crew.load(newest.path)
+            progress.restore(restored.step, restored.version, restored.extra)
+            log.info("resumed from a checkpoint", step=restored.step)
+            # Without the file nobody knows what was published since.
+            floor = self._config.trainer.checkpoint.every if seen is None else 0
+        self._incarnation.floor = max(progress.version + floor, seen.version if seen else 0)
+        self._fresh = seen is None and newest.path is None
+        return progress.step
+
+    def take_over(self, saved: int) -> bool:
+        """Become the trainer; whether the broker had lost something and was mended.
+
+        saved: the step up to which checkpoints go.
+        """
+        progress, seen, floor = self._progress, self._incarnation.read(), self._incarnation.floor
+        takeover = self._training.begin(
+            progress.known(
+                self._config,
+                saved=saved,
+                epoch_floor=seen.number if seen else 0,
+                version_if_lost=progress.version if floor <= progress.version else floor + 1,
+                fresh=self._fresh,
+            )
+        )
+        self._patience("epoch", lambda: self._incarnation.begin(takeover.epoch, progress.version))
+        self._crew.checkpoints.sweep(self._incarnation.number)
+        progress.lineage, progress.started = takeover.lineage, takeover.started
+        if takeover.lost:
+            progress.version = max(progress.version, takeover.version)
+            if takeover.surplus:
+                text = f"the mended ledger counts {takeover.surplus} prompt groups twice: compare the run's log with it"
+                self._tell("ledger", "error", text)
+            text = f"the broker was mended; training goes on at step {progress.step}"
+            self._tell("broker_mended", "warning", text)
+        return takeover.lost
+
+    def lost(self, error: BrokerLost) -> None:
+        """The broker has forgotten something: take over anew. FencedError if another trainer has done that."""
+        log.warning("the broker is compared with what is in the weights", reason=str(error))
+        self._incarnation.check()
+        self._fresh = False
+        if isinstance(error, BrokerDamaged):
+            # Its lineage ends here: everything that is not in the weights is made again.
+            self._progress.lineage = ""
