@@ -92,7 +92,7 @@ class Look:
 class Known:
     """What a trainer knows when it takes the run over: from its checkpoint, or from its own life.
 
-    batch, staleness, window, steps, every (steps between checkpoints): the configuration's; settings: live
+    batch, staleness, window, steps, every (most steps that no checkpoint covers): the configuration's; settings: live
     changes of them. fresh: there was no trainer before it; the defaults are what such a one knows.
     epoch_floor: highest epoch it has heard of. lineage: names an unbroken life of the broker's data.
     version_if_lost: version of its weights if the broker lost the versions published after ``version``.

@@ -10,6 +10,7 @@ import os
 import shutil
 import signal
 import socket
+import time
 from collections.abc import Callable, Sequence
 from functools import wraps
 from multiprocessing.context import ForkServerProcess
@@ -21,10 +22,10 @@ from broker.training import Training
 from broker.weights.store import WeightStore
 from consumers.trainer import checkpoints
 from consumers.trainer.crew import Crew
-from consumers.trainer.service import run_trainer
 from consumers.trainer.ranks import Ranks
 from consumers.trainer.record import BatchFiles
 from consumers.trainer.runlog import RunLog
+from consumers.trainer.service import run_trainer
 from consumers.trainer.step import TrainStep
 from schemas.config import parse_config
 
@@ -74,7 +75,21 @@ POINTS: dict[str, tuple[Any, str, str, int, Callable[..., bool] | None]] = {
     "committed": (Training, "commit", "after", 3, None),
     "old checkpoint renamed, not removed": (shutil, "rmtree", "before", 2, _named(".removing")),
     "all trained, not finished": (Training, "finish", "before", 1, None),
+    "forward, while a checkpoint is written": (Ranks, "backward", "before", 5, None),
+    "optimizer step, while a checkpoint is written": (TrainStep, "_update", "after", 5, None),
+    "weights published, while a checkpoint is written": (WeightStore, "publish", "after", 6, None),
+    "slots returned, while a checkpoint is written": (Training, "step", "after", 5, None),
+    "slots returned, checkpoint durable but not committed": (Training, "step", "after", 5, None),
     "replayed": (TrainStep, "_update", "after", 1, None),
+}
+
+# A save that does not get further than this before the kill, so that a step is trained meanwhile.
+HELD: dict[str, tuple[Any, str, str, int, Callable[..., bool] | None]] = {
+    "forward, while a checkpoint is written": (checkpoints.state_dict_saver, "save", "before", 2, None),
+    "optimizer step, while a checkpoint is written": (checkpoints.state_dict_saver, "save", "after", 2, None),
+    "weights published, while a checkpoint is written": (checkpoints, "complete", "before", 2, None),
+    "slots returned, while a checkpoint is written": (Path, "rename", "before", 2, _named(".writing")),
+    "slots returned, checkpoint durable but not committed": (Path, "rename", "after", 2, _named(".writing")),
 }
 
 
@@ -114,10 +129,28 @@ def _rank(data: dict[str, Any], output: Path, rank: int, world: int, port: int, 
         os.environ.update({name: str(value) for name, value in names.items()}, MASTER_ADDR="127.0.0.1")
     if point is not None:
         _arm(*POINTS[point])
+        if point in HELD:
+            _arm(*HELD[point], act=_stand_still)
     run_trainer(parse_config(data), "trainer")
 
 
-def _arm(owner: Any, name: str, when: str, times: int, meant: Callable[..., bool] | None) -> None:
+def _die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _stand_still() -> None:
+    """This thread; another one kills the process."""
+    time.sleep(DEADLINE_S)
+
+
+def _arm(
+    owner: Any,
+    name: str,
+    when: str,
+    times: int,
+    meant: Callable[..., bool] | None,
+    act: Callable[[], None] = _die,
+) -> None:
     """The ``times``-th call that is ``meant`` kills this process ``before`` or ``after`` it, or with half its files."""
     real, left = getattr(owner, name), [times]
 
@@ -127,16 +160,12 @@ def _arm(owner: Any, name: str, when: str, times: int, meant: Callable[..., bool
             return real(*args, **kwargs)
         left[0] -= 1
         if left[0] == 0 and when == "before":
-            _die()
+            act()
         result = real(*args, **kwargs)
         if left[0] == 0:
             if when == "half":
                 _halve(Path(kwargs["checkpoint_id"]))
-            _die()
+            act()
         return result
 
     setattr(owner, name, dying)
-
-
-def _die() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)

@@ -15,22 +15,25 @@ FOREVER = timedelta(days=365)
 
 
 class Channel:
-    """Rank 0 tells the others what to do, and hears how it went. Every rank makes one, at the same point."""
+    """Rank 0 tells the others what to do, and hears how it went. Every rank makes one, at the same point.
+
+    group: its process group, for collectives in the same thread.
+    """
 
     def __init__(self) -> None:
-        self._group = dist.new_group(backend="gloo", timeout=FOREVER)
+        self.group = dist.new_group(backend="gloo", timeout=FOREVER)
 
     def send(self, rank: int, data: bytes) -> None:
         """To one rank; returns when it is on its way."""
-        dist.send(torch.tensor([len(data)]), rank, group=self._group)
+        dist.send(torch.tensor([len(data)]), rank, group=self.group)
         if data:
-            dist.send(torch.frombuffer(bytearray(data), dtype=torch.uint8), rank, group=self._group)
+            dist.send(torch.frombuffer(bytearray(data), dtype=torch.uint8), rank, group=self.group)
 
     def receive(self, rank: int) -> bytes:
         """The next message of ``rank``."""
         size = torch.zeros(1, dtype=torch.int64)
-        dist.recv(size, rank, group=self._group)
+        dist.recv(size, rank, group=self.group)
         data = torch.empty(int(size), dtype=torch.uint8)
         if len(data):
-            dist.recv(data, rank, group=self._group)
+            dist.recv(data, rank, group=self.group)
         return data.numpy().tobytes()

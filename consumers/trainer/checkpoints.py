@@ -3,10 +3,10 @@
 The newest is that of the highest epoch (trainer incarnation), then of the highest step: what a trainer still
 writes after it was replaced never wins.
 
-It is written aside, flushed, completed by a marker with the size and digest of every file, and then
-renamed. Model and optimizer go through torch.distributed.checkpoint, sharded or not; the rest is JSON. Every rank
-writes its part, so all of them need the same folder. Loading ends in the same state bit for bit: the next step equals
-that of ranks which never stopped.
+It is written aside, from a copy of the state while training goes on, flushed, completed by a marker with the size and
+digest of every file, and then renamed. Model and optimizer go through torch.distributed.checkpoint, sharded or not; the
+rest is JSON. Every rank writes its part, so all of them need the same folder. Loading ends in the same state bit for
+bit: the next step equals that of ranks which never stopped.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import re
 import shutil
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,9 +24,11 @@ from typing import Any
 from torch.distributed import is_initialized
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 
+from consumers.trainer.channel import Channel
 from consumers.trainer.randomness import random_states, set_random_states
+from consumers.trainer.ranks import Ranks
 from consumers.trainer.seal import complete, damage, write_json
-from consumers.trainer.states import put_tensors, tensors_of
+from consumers.trainer.states import copied, put_tensors, tensors_of
 from consumers.trainer.step import TrainStep
 from schemas.errors import ConfigError, InfraError
 
@@ -34,6 +36,18 @@ _STATE = "state.json"
 _FORMAT = 1
 _ASIDE = re.compile(r"\.step-\d{8,}-e(\d{4,})\.(?:writing|removing)")
 _NAME = re.compile(r"step-(\d{8,})-e(\d{4,})")
+
+
+@dataclass(frozen=True)
+class Taken:
+    """The state of training of one moment, on one rank, and the folder that it goes to."""
+
+    path: Path
+    tensors: dict[str, Any]
+    random: dict[str, Any]
+    state: dict[str, Any]
+    ranks: Ranks
+    channel: Channel | None
 
 
 @dataclass(frozen=True)
@@ -65,18 +79,12 @@ class Checkpoints:
 
         DiskError if the folder can't be written. A checkpoint of the same step and epoch is replaced.
         """
-        path = self.folder / f"step-{step:08d}-e{epoch:04d}"
-        aside = self.folder / f".{path.name}.writing"
-        main, failed = train.ranks.is_main, f"cannot write the checkpoint {path}"
-        with train.ranks.together(failed):
-            if main:
-                shutil.rmtree(aside, ignore_errors=True)
-                aside.mkdir(parents=True)
-        tensors = tensors_of(train)
-        with train.ranks.together(failed):
-            with _quiet():
-                state_dict_saver.save(tensors, checkpoint_id=aside / "tensors", no_dist=not is_initialized())
-            write_json(aside / f"rng-{train.ranks.rank}.json", random_states())
+        return self.write(self.take(train, step=step, version=version, epoch=epoch, extra=extra, copy=False))
+
+    def take(
+        self, train: TrainStep, *, step: int, version: int, epoch: int, extra: dict[str, Any], copy: bool = True
+    ) -> Taken:
+        """What ``save`` writes, as it is now; with ``copy`` it stays so while training goes on."""
         state = {
             "format": _FORMAT,
             "step": step,
@@ -85,9 +93,40 @@ class Checkpoints:
             "schedule": train.schedule.done,
             "extra": extra,
         }
-        with train.ranks.together(failed):
-            if main:
-                write_json(aside / _STATE, state)
+        tensors = tensors_of(train)
+        return Taken(
+            self.folder / f"step-{step:08d}-e{epoch:04d}",
+            copied(tensors) if copy else tensors,
+            random_states(),
+            state,
+            train.ranks,
+            train.ranks.aside if train.ranks.world > 1 else None,
+        )
+
+    def write(self, taken: Taken) -> Path:
+        """Make it the newest checkpoint; may be called in another thread, by all ranks in the same order."""
+        path, ranks, channel = taken.path, taken.ranks, taken.channel
+        aside = self.folder / f".{path.name}.writing"
+
+        def part() -> AbstractContextManager[None]:
+            return ranks.together(f"cannot write the checkpoint {path}", channel=channel)
+
+        with part():
+            if ranks.is_main:
+                shutil.rmtree(aside, ignore_errors=True)
+                aside.mkdir(parents=True)
+        with part():
+            with _quiet():
+                state_dict_saver.save(
+                    taken.tensors,
+                    checkpoint_id=aside / "tensors",
+                    process_group=channel.group if channel else None,
+                    no_dist=channel is None,
+                )
+            write_json(aside / f"rng-{ranks.rank}.json", taken.random)
+        with part():
+            if ranks.is_main:
+                write_json(aside / _STATE, taken.state)
                 complete(aside, path)
                 self._remove_old()
         return path

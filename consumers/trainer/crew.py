@@ -6,7 +6,9 @@ comes next; it sends each other rank a command with all that it needs, and takes
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -24,6 +26,9 @@ from consumers.trainer.snapshot import Snapshot, Snapshots
 from consumers.trainer.step import StepResult, TrainStep
 from schemas.config import TidemillConfig
 from schemas.errors import InfraError
+
+SAVE_DEADLINE_S = 3600.0
+"""How long a checkpoint may take to be written."""
 
 log = structlog.get_logger()
 
@@ -92,6 +97,9 @@ class Crew:
         self.step = step
         self.ranks = step.ranks
         self.checkpoints = Checkpoints(config.folder / "checkpoints", config.trainer.checkpoint.keep)
+        self._asynchronous = config.trainer.checkpoint.asynchronous
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._writing: Future[Path] | None = None
         self._dtype = config.model.dtype
         self._snapshots = Snapshots(step.policy, self._dtype, main=self.ranks.is_main, world=self.ranks.world)
         self._snapshot: Snapshot | None = None
@@ -119,10 +127,33 @@ class Crew:
         self._snapshot = snapshot
         return snapshot, logprobs
 
-    def save(self, *, step: int, version: int, epoch: int, extra: dict[str, Any]) -> Path:
-        """Write a checkpoint; see Checkpoints.save."""
+    def save(self, *, step: int, version: int, epoch: int, extra: dict[str, Any]) -> None:
+        """Begin a checkpoint of the state as it is now; see Checkpoints. ``saved`` has to be called before the next.
+
+        Training may go on at once: with trainer.checkpoint.asynchronous it is written meanwhile, else it is written.
+        """
         self._send_all(Save(step, version, epoch))
-        return self.checkpoints.save(self.step, step=step, version=version, epoch=epoch, extra=extra)
+        taken = self.checkpoints.take(
+            self.step, step=step, version=version, epoch=epoch, extra=extra, copy=self._asynchronous
+        )
+        self._writing = self._writer.submit(self.checkpoints.write, taken)
+        if not self._asynchronous:
+            wait([self._writing], SAVE_DEADLINE_S)
+
+    @property
+    def saving(self) -> bool:
+        """Whether a checkpoint is still being written."""
+        return self._writing is not None and not self._writing.done()
+
+    def saved(self) -> None:
+        """Wait until the checkpoint that was begun is durable; its error is raised here, once."""
+        writing, self._writing = self._writing, None
+        if writing is None:
+            return
+        try:
+            writing.result(SAVE_DEADLINE_S)
+        except TimeoutError as error:
+            raise InfraError(f"a checkpoint was not written within {SAVE_DEADLINE_S:.0f} s") from error
 
     def load(self, path: Path) -> Restored:
         """Read a checkpoint; see Checkpoints.load."""
@@ -144,18 +175,25 @@ class Crew:
     def dismiss(self) -> None:
         """Let the others end."""
         self._send_all(Dismiss())
+        self._writer.shutdown()
 
     def follow(self) -> None:
         """Do what rank 0 says, until it dismisses this rank."""
         while True:
             command = _decoder.decode(self.ranks.channel.receive(0))
             if isinstance(command, Dismiss):
+                self._writer.shutdown()
                 return
-            try:
-                self._obey(command)
-            except InfraError as error:
-                # Every rank has the same error; what comes next is for rank 0 to say.
-                log.warning("rank 0 decides", error=str(error))
+            if isinstance(command, Save) or not self.saving:
+                self._attempt(self.saved)
+            self._attempt(partial(self._obey, command))
+
+    def _attempt(self, act: Callable[[], None]) -> None:
+        try:
+            act()
+        except InfraError as error:
+            # Every rank has the same error; what comes next is for rank 0 to say.
+            log.warning("rank 0 decides", error=str(error))
 
     def _obey(self, command: Command) -> None:
         if isinstance(command, Train):

@@ -53,7 +53,6 @@ class Trainer:
             self._training,
             progress,
             incarnation,
-            self._offers,
             books,
             patience,
             self._clock,
@@ -84,17 +83,23 @@ class Trainer:
                 self._succession.lost(error)
                 # What is still under way has the old epoch; after the take-over that would be another trainer's.
                 self._offers.settle(InfraError)
+                self._saving.leave()
 
     def _take_over(self) -> list[BatchRecord]:
         """Become the one trainer; returns the steps to replay."""
         mended = self._succession.take_over(self._saving.step)
         self._books.resumed()
-        self._source = BatchSource(self._config, self._training, self.progress, self._offers.offer, self.heed)
+        self._source = BatchSource(self._config, self._training, self.progress, self._idle, self.heed)
         self._saving.begin(self._source)
         if mended:
             self._saving.save()
         self._offers.offer()
         return self._saving.resume()
+
+    def _idle(self) -> None:
+        """While no batch comes: what the others may wait for, room in the broker or weights."""
+        self._saving.look()
+        self._offers.offer()
 
     def _replay(self, records: list[BatchRecord], stop: StopFlag) -> None:
         """Train journaled steps that the weights do not have, on the same data as before."""

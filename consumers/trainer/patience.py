@@ -40,7 +40,11 @@ class Patience:
             except DiskError as error:
                 if self.stop or time.monotonic() > deadline:
                     raise
-                log.warning("waiting for room", writing=what, error=str(error))
-                self._tell(what, "error", str(error))
+                self.refused(what, error)
             self.stop.wait(wait)
             wait = min(2 * wait, LONGEST_WAIT_S)
+
+    def refused(self, what: str, error: DiskError) -> None:
+        """Say that there is no room for ``what``, which will be tried again."""
+        log.warning("waiting for room", writing=what, error=str(error))
+        self._tell(what, "error", str(error))

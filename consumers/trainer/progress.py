@@ -93,7 +93,7 @@ class Progress:
             staleness=config.flow.staleness,
             window=config.flow.window,
             steps=config.trainer.steps,
-            every=config.trainer.checkpoint.every,
+            every=config.trainer.checkpoint.most_uncovered,
             settings=self.settings,
             pause=self.pause,
             pause_id=self.pause_id,

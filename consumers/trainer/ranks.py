@@ -61,28 +61,36 @@ class Ranks:
         """For commands. Every rank must come here first at the same point."""
         return Channel()
 
+    @cached_property
+    def aside(self) -> Channel:
+        """For what the ranks do together in another thread, while they train. Used like ``channel``."""
+        return Channel()
+
     @contextmanager
-    def together(self, what: str, kind: type[InfraError] = DiskError) -> Iterator[None]:
-        """A part that every rank does: when the disk fails it on one, ``what`` is an error of this kind on all."""
+    def together(self, what: str, kind: type[InfraError] = DiskError, channel: Channel | None = None) -> Iterator[None]:
+        """A part that every rank does: when the disk fails it on one, ``what`` is an error of this kind on all.
+
+        channel: ``aside`` when this is done there.
+        """
         problem, cause = "", None
         try:
             yield
         except (OSError, CheckpointException) as error:
             problem, cause = reason(error), error
         if self.world > 1:
-            problem = self._share(problem)
+            problem = self._share(problem, channel or self.channel)
         if problem:
             raise kind(f"{what}: {problem}") from cause
 
-    def _share(self, problem: str) -> str:
+    def _share(self, problem: str, channel: Channel) -> str:
         """All ranks' problems, each once; "" when there is none."""
         if not self.is_main:
-            self.channel.send(0, problem.encode())
-            return self.channel.receive(0).decode()
-        others = [self.channel.receive(rank).decode() for rank in range(1, self.world)]
+            channel.send(0, problem.encode())
+            return channel.receive(0).decode()
+        others = [channel.receive(rank).decode() for rank in range(1, self.world)]
         shared = "; ".join(dict.fromkeys(text for text in (problem, *others) if text))
         for rank in range(1, self.world):
-            self.channel.send(rank, shared.encode())
+            channel.send(rank, shared.encode())
         return shared
 
     def prepare(self, policy: Policy, dtype: str = "float32") -> Policy:

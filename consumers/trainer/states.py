@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from consumers.trainer.step import TrainStep
@@ -17,6 +19,19 @@ def tensors_of(train: TrainStep) -> dict[str, Any]:
         model, optimizer = get_state_dict(train.critic.critic, train.critic.optimizer)
         tensors |= {"critic": model, "critic_optimizer": optimizer}
     return tensors
+
+
+def copied(tensors: dict[str, Any]) -> dict[str, Any]:
+    """The same in host memory, of sharded tensors this rank's parts, where the next step does not change them."""
+    on_gpu = torch.cuda.is_available()
+    options = StagingOptions(
+        use_pinned_memory=on_gpu, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=on_gpu
+    )
+    # A new one every time: it would keep the memory until the next.
+    stager = DefaultStager(options)
+    copy: dict[str, Any] = stager.stage(tensors)
+    stager.close()
+    return copy
 
 
 def put_tensors(train: TrainStep, tensors: dict[str, Any]) -> None:

@@ -53,7 +53,7 @@ class Succession:
             progress.restore(restored.step, restored.version, restored.extra)
             log.info("resumed from a checkpoint", step=restored.step)
             # Without the file nobody knows what was published since.
-            floor = self._config.trainer.checkpoint.every if seen is None else 0
+            floor = self._config.trainer.checkpoint.most_uncovered if seen is None else 0
         self._incarnation.floor = max(progress.version + floor, seen.version if seen else 0)
         self._fresh = seen is None and newest.path is None
         return progress.step

@@ -303,7 +303,17 @@ class CheckpointConfig(Section):
 
     every: int = Field(100, ge=1, description="Steps between two checkpoints.")
     keep: int = Field(2, ge=1, description="How many to keep.")
+    asynchronous: bool = Field(
+        True,
+        description="Go on training while a checkpoint is written, from a copy of the state in host memory. Without it,"
+        " no copy is made and training waits.",
+    )
     deadline_s: Seconds = Field(600.0, description="How long training waits for a full disk before it gives up.")
+
+    @property
+    def most_uncovered(self) -> int:
+        """Most steps that no durable checkpoint covers: while one is written, as many again are trained."""
+        return self.every * 2 if self.asynchronous else self.every
 
 
 class PublishConfig(Section):

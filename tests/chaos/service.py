@@ -13,7 +13,7 @@ Lines of evidence, by kind (x: one list for each sample or group):
   admit: t, a (answer), c (next task id) · publish?: x=[t, s, digest] before, publish: x=[t, s, digest, answer] after
   score?: x=[t, s], score: x=[t, s, status, answer] · end?: t, how, reason (and s, for one sample
   alone) before, end: the same and a after
-  loaded: step, epoch · saving, saved: step, epoch · begin: epoch, step, lost
+  loaded: step, epoch · saving (its state is copied): step, epoch · begin: epoch, step, lost
   step: step, epoch, version, x=[t, s, digest, oldest version]
 """
 
@@ -180,14 +180,11 @@ def _trainer(evidence: Evidence, folder: Path) -> None:
     last: dict[str, Any] = {"x": [], "version": -1}
 
     def saving(original: Callable[..., Any]) -> Callable[..., Any]:
-        def save(self: Checkpoints, *args: Any, **kwargs: Any) -> Any:
-            state = {"step": kwargs["step"], "epoch": kwargs["epoch"]}
-            evidence.write("saving", **state)
-            result = original(self, *args, **kwargs)
-            evidence.write("saved", **state)
-            return result
+        def take(self: Checkpoints, *args: Any, **kwargs: Any) -> Any:
+            evidence.write("saving", step=kwargs["step"], epoch=kwargs["epoch"])
+            return original(self, *args, **kwargs)
 
-        return save
+        return take
 
     def loading(original: Callable[..., Any]) -> Callable[..., Any]:
         def load(self: Checkpoints, path: Path, *args: Any) -> Any:
@@ -228,7 +225,7 @@ def _trainer(evidence: Evidence, folder: Path) -> None:
 
         return trained
 
-    _replace(Checkpoints, "save", saving)
+    _replace(Checkpoints, "take", saving)
     _replace(Checkpoints, "load", loading)
     _replace(Training, "begin", beginning)
     _replace(TrainStep, "assemble", assembling)

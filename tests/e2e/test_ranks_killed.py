@@ -59,6 +59,8 @@ def undisturbed(server: EmbeddedServer, model: Path, tmp_path_factory: pytest.Te
         ("forward", 1),
         ("optimizer step", 0),
         ("half of the tensors written", 1),
+        ("forward, while a checkpoint is written", 1),
+        ("slots returned, while a checkpoint is written", 0),
         ("marker written, not renamed", 0),
         ("renamed", 0),
         ("half committed", 0),

@@ -75,6 +75,7 @@ def lead(crew: Crew, folder: Path, first: int, last: int, sizes: list[int], dtyp
     snapshot.write(file)
     crew.save(step=last, version=last, epoch=1, extra={})
     crew.export(folder / "model")
+    crew.saved()
     crew.dismiss()
     parameters = list(crew.step.policy.parameters())
     content = {

@@ -19,7 +19,7 @@ from broker.weights.transports import FileTransport
 from consumers.trainer import checkpoints as checkpoints_module
 from consumers.trainer import patience
 from consumers.trainer import source as source_module
-from consumers.trainer.checkpoints import Checkpoints
+from consumers.trainer.checkpoints import Checkpoints, Taken
 from consumers.trainer.loop import Trainer
 from consumers.trainer.policy import Policy, load_model
 from consumers.trainer.snapshot import Snapshot
@@ -172,21 +172,21 @@ def test_a_trainer_that_dies_with_its_broker_gives_its_weights_new_numbers(
 ) -> None:
     first, stop = trainer(steps=5, checkpoint={"every": 3}), StopFlag()
     with Rest(broker):
-        real = Checkpoints.save
+        real = Checkpoints.take
         saved: list[int] = []
 
-        def save_once(self: Checkpoints, *args: Any, **kwargs: Any) -> Path:
+        def take_once(self: Checkpoints, *args: Any, **kwargs: Any) -> Taken:
             if saved:
                 raise RuntimeError("killed")
             saved.append(kwargs["step"])
             return real(self, *args, **kwargs)
 
-        Checkpoints.save = save_once  # type: ignore[method-assign]
+        Checkpoints.take = take_once  # type: ignore[method-assign]
         try:
             with pytest.raises(RuntimeError, match="killed"):
                 run(first, stop)
         finally:
-            Checkpoints.save = real  # type: ignore[method-assign]
+            Checkpoints.take = real  # type: ignore[method-assign]
         assert saved == [3]
         assert first.progress.step == 5
         published = json.loads((tmp_path / "run" / "checkpoints" / "EPOCH").read_text())["version"]
@@ -202,15 +202,15 @@ def test_a_trainer_that_dies_with_its_broker_gives_its_weights_new_numbers(
 
 def dying_at_checkpoint(monkeypatch: pytest.MonkeyPatch, before: bool) -> None:
     """The next checkpoint kills the trainer, before or after it is written."""
-    real = Checkpoints.save
+    real = Checkpoints.write
 
-    def save(self: Checkpoints, *args: Any, **kwargs: Any) -> Path:
-        monkeypatch.setattr(Checkpoints, "save", real)
+    def write(self: Checkpoints, taken: Taken) -> Path:
+        monkeypatch.setattr(Checkpoints, "write", real)
         if not before:
-            real(self, *args, **kwargs)
+            real(self, taken)
         raise RuntimeError("killed")
 
-    monkeypatch.setattr(Checkpoints, "save", save)
+    monkeypatch.setattr(Checkpoints, "write", write)
 
 
 def test_a_checkpoint_between_replays_does_not_claim_what_is_still_to_be_replayed(
@@ -219,9 +219,9 @@ def test_a_checkpoint_between_replays_does_not_claim_what_is_still_to_be_replaye
     with Rest(broker):
         dying_at_checkpoint(monkeypatch, before=True)
         with pytest.raises(RuntimeError, match="killed"):
-            run(trainer(checkpoint={"every": 4}))
+            run(trainer(checkpoint={"every": 4, "asynchronous": False}))
         dying_at_checkpoint(monkeypatch, before=False)
-        second = trainer(checkpoint={"every": 2})
+        second = trainer(checkpoint={"every": 2, "asynchronous": False})
         with pytest.raises(RuntimeError, match="killed"):
             run(second)
         assert second.progress.step == 2, "two of four journaled steps were replayed"
@@ -249,6 +249,56 @@ def test_training_waits_while_the_disk_is_full(
     assert len(failures) == 2
     assert one.progress.step == 3
     assert any(event.name == "checkpoint" and "No space" in event.text for event in broker.events.tail(10))
+
+
+def test_training_goes_on_while_a_checkpoint_is_written_and_nothing_is_forgotten_before_it_is(
+    trainer: Callable[..., Trainer], broker: Broker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, go = checkpoints_module.complete, threading.Event()
+
+    def complete(*args: Path) -> None:
+        assert go.wait(60)
+        real(*args)
+
+    monkeypatch.setattr(checkpoints_module, "complete", complete)
+    one = trainer(steps=12, checkpoint={"every": 3})
+    with Rest(broker):
+        thread, errors = in_thread(one, StopFlag())
+        until(lambda: broker.ledger.state().step == 6, "six steps")
+        # The next checkpoint waits for this one.
+        time.sleep(0.3)
+        state = broker.ledger.state()
+        assert (state.step, state.uncommitted) == (6, 6)
+        assert state.live_groups <= state.live_bound
+        assert not Checkpoints(tmp_path / "run" / "checkpoints").steps()
+        go.set()
+        thread.join(60)
+    assert not thread.is_alive()
+    assert not errors
+    assert broker.ledger.state().uncommitted == 0
+    assert Checkpoints(tmp_path / "run" / "checkpoints").steps() == [9, 12]
+
+
+def test_a_checkpoint_that_was_asked_for_is_told_of_when_it_is_durable(
+    trainer: Callable[..., Trainer], broker: Broker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, durable = checkpoints_module.complete, list[bool]()
+
+    def complete(aside: Path, path: Path) -> None:
+        durable.append(any(event.name == "checkpoint" for event in broker.events.tail(10)))
+        real(aside, path)
+
+    monkeypatch.setattr(checkpoints_module, "complete", complete)
+    one = trainer(steps=6, checkpoint={"every": 4})
+    with Rest(broker):
+        thread, errors = in_thread(one, StopFlag())
+        until(lambda: one.progress.step >= 1, "step 1")
+        assert broker.orders.checkpoint("test")
+        thread.join(60)
+    assert not thread.is_alive()
+    assert not errors
+    assert not durable[0], "not before"
+    assert any("a checkpoint covers step" in event.text for event in broker.events.tail(10))
 
 
 def test_the_batch_changes_while_the_run_goes_on(
