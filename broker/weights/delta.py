@@ -25,6 +25,8 @@ BLOCK = 1 << 18
 """Elements coded together: both states of a block of bfloat16 fit the cache, and tables cost 1 % of a block."""
 DENSE = 0.3
 """From this share of changed elements on, naming them costs more than the zeros of those that did not change."""
+MOST_CODED = 2 * 8 * BLOCK
+"""Bytes of one coded part of a block; what does not compress grows by under 1 %."""
 LEVEL = 1
 """Of zstd. Levels 3 and 9 made deltas at most 1 % smaller."""
 
@@ -72,7 +74,7 @@ def apply_delta(state: Bytes, delta: BinaryIO) -> None:
         raise InfraError("this is no delta")
     for start, count, width, changed, gaps, values in _blocks(delta):
         stop = start + count * width
-        if stop > len(state) or changed > count or count > BLOCK:
+        if stop > len(state):
             raise InfraError(f"the delta has a block of bytes [{start}, {stop}) for a state of {len(state)}")
         words = state[start:stop].view(_UNSIGNED[width])
         if gaps is None:
@@ -107,6 +109,9 @@ def _blocks(delta: BinaryIO) -> Iterator[tuple[int, int, int, int, bytes | None,
         start, count, width, changed, coded_gaps, coded_values = _BLOCK.unpack(head)
         if width not in _UNSIGNED:
             raise InfraError(f"the delta has elements of {width} bytes")
+        if not changed <= count <= BLOCK or max(coded_gaps, coded_values) > MOST_CODED:
+            # Looked at before anything of a size that the delta itself names is made.
+            raise InfraError(f"the delta is damaged: a block of {count} elements, {changed} of them changed")
         # A gap takes one byte, and one more for each 255 elements that it skips.
         gaps = _expand(delta.read(coded_gaps), changed + count // 255) if coded_gaps else None
         values = _expand(delta.read(coded_values), (count if gaps is None else changed) * width)

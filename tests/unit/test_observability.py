@@ -49,6 +49,12 @@ CASES: list[tuple[str, Series, list[Series]]] = [
     ),
     ("TidemillDeadLetters", {"tidemill_dlq_total": "0+1x120"}, [{"tidemill_dlq_total": "30x120"}]),
     ("TidemillPauseStuck", {"tidemill_pause_waiting": "1x120"}, [{"tidemill_pause_waiting": "0x120"}]),
+    ("TidemillTrainerReplaced", {"tidemill_fenced_total": "0+1x120"}, [{"tidemill_fenced_total": "3x120"}]),
+    (
+        "TidemillLeasesExpire",
+        {'tidemill_leases_expired_total{group="generators"}': "0+10x120"},
+        [{'tidemill_leases_expired_total{group="generators"}': "0+1x120"}],
+    ),
 ]
 
 

@@ -139,6 +139,9 @@ def test_what_is_no_delta_or_is_for_a_smaller_state_is_refused() -> None:
         apply_delta(old.copy(), io.BytesIO(b"PK\x03\x04" + payload))
     with pytest.raises(InfraError, match=r"block of bytes \[0, 4096\) for a state of 64"):
         apply_delta(old[:64].copy(), io.BytesIO(payload))
+    with pytest.raises(InfraError, match="a block of 4278191104 elements"):
+        # One byte of the number of elements.
+        apply_delta(old.copy(), io.BytesIO(payload[:19] + b"\xff" + payload[20:]))
     with pytest.raises(InfraError, match=r"cut short|damaged"):
         apply_delta(old.copy(), io.BytesIO(payload[:-1]))
 
