@@ -19,7 +19,7 @@ from schemas.errors import ConfigError
 def check(config: TidemillConfig) -> None:
     """ConfigError for the first thing that cannot work. Loads neither a model nor a model library."""
     check_model(config)
-    check_sampling(make_sampling(config.sampling), config.generator.allow_truncated)
+    check_sampling(make_sampling(config.sampling), config.generator.allow_truncated, config.generator.args)
     DATASETS.get(config.train.name, config.base)
     check_reward(config.reward.terms, config.base)
     if config.eval is not None:

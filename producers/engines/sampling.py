@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from schemas.errors import ConfigError, DataError
 from schemas.messages import Sampling
 
+BENDING = ("logits_processors", "reasoning_config", "watermark_config")
+"""Engine arguments under which tokens are not drawn from what the model says."""
 
-def check_sampling(sampling: Sampling, allow_truncated: bool = False) -> None:
+
+def check_sampling(sampling: Sampling, allow_truncated: bool = False, args: Mapping[str, Any] | None = None) -> None:
     """ConfigError if training on samples drawn like this would be biased; call it once at start, for training only.
 
     With top_p or top_k, engines give log-probabilities of the truncated, renormalised
     distribution, but the trainer computes those of the full one: every importance ratio
     is then wrong, by a factor that nothing in the data shows. ``allow_truncated`` accepts that.
+    args: of the engine.
     """
     if sampling.temperature == 0:
         raise ConfigError("sampling.temperature 0 is greedy: there is no distribution to train on, set it above 0")
@@ -24,7 +31,14 @@ def check_sampling(sampling: Sampling, allow_truncated: bool = False) -> None:
         if used:
             raise ConfigError(
                 f"sampling.{name} {value} cuts the distribution that is sampled from, so its log-probabilities are"
-                f" not the policy's and training on them is biased: set sampling.{name} to {off}"
+                f" not the policy's and training on them is biased: set sampling.{name} to {off}, or accept it with"
+                " generator.allow_truncated"
+            )
+    for name in BENDING:
+        if (args or {}).get(name):
+            raise ConfigError(
+                f"generator.args.{name} changes what is sampled, so that log-probabilities are not the policy's and"
+                " training on them is biased: remove it, or accept it with generator.allow_truncated"
             )
 
 

@@ -22,8 +22,10 @@ _OURS = {
     "model": "it is model.path",
     "dtype": "it is model.dtype",
     "max_model_len": "it is model.max_length",
+    "max_num_seqs": "it is generator.max_samples",
     "trust_remote_code": "it is model.trust_remote_code",
     "logprobs_mode": "training needs the log-probabilities of the distribution that was sampled from",
+    "override_generation_config": "how samples are drawn is set in sampling, and nothing else reaches them",
     "weight_transfer_config": "weights come from the trainer",
 }
 
@@ -47,24 +49,31 @@ def boot(folder: Path, settings: EngineSettings) -> AsyncLLM:
     from vllm.platforms import current_platform
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    arguments = {
-        **_defaults(settings),
-        **(_cpu_defaults(folder, settings) if current_platform.is_cpu() else {}),
-        **checked_args(settings.args, [field.name for field in fields(vllm.AsyncEngineArgs)]),
-    }
-    check_parallel(arguments, current_platform.is_cpu(), current_platform.device_count())
-    from vllm.config import WeightTransferConfig
-
+    arguments = engine_arguments(folder, settings, current_platform.is_cpu(), current_platform.device_count())
     try:
-        return AsyncLLM.from_engine_args(
-            vllm.AsyncEngineArgs(
-                model=str(folder), weight_transfer_config=WeightTransferConfig(backend=BACKEND), **arguments
-            )
-        )
+        return AsyncLLM.from_engine_args(vllm.AsyncEngineArgs(**arguments))
     except (ValueError, TypeError) as error:  # pydantic's errors are ValueErrors
         raise ConfigError(f"vllm refuses the model or generator.args: {_line(error)}") from error
     except RuntimeError as error:
         raise InfraError(f"vllm did not start: {_line(error)} (set VLLM_LOGGING_LEVEL=INFO to see why)") from error
+
+
+def engine_arguments(folder: Path, settings: EngineSettings, on_cpu: bool, devices: int) -> dict[str, Any]:
+    """Arguments of vLLM's AsyncEngineArgs: our defaults, the user's over them, and what is ours alone."""
+    from vllm import AsyncEngineArgs
+    from vllm.config import WeightTransferConfig
+
+    arguments = {
+        **_defaults(settings),
+        **(_cpu_defaults(folder, settings) if on_cpu else {}),
+        **checked_args(settings.args, [field.name for field in fields(AsyncEngineArgs)]),
+    }
+    check_parallel(arguments, on_cpu, devices)
+    return {
+        **arguments,
+        "model": str(folder),
+        "weight_transfer_config": WeightTransferConfig(backend=BACKEND),
+    }
 
 
 def _defaults(settings: EngineSettings) -> dict[str, Any]:

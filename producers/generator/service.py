@@ -29,7 +29,7 @@ log = structlog.get_logger()
 def run_generator(config: TidemillConfig, name: str) -> None:
     """Generate until the run is finished or the process is asked to end."""
     stop = StopFlag().install()
-    check_sampling(make_sampling(config.sampling), config.generator.allow_truncated)
+    check_sampling(make_sampling(config.sampling), config.generator.allow_truncated, config.generator.args)
     broker = Broker.connect(config)
     settings = EngineSettings(
         model_path=config.model.path,

@@ -53,6 +53,21 @@ class DatasetConfig(Section):
     limit: int | None = Field(None, ge=1, description="Use only the first so many examples.")
 
 
+REFUSED_SAMPLING = (
+    "min_p",
+    "typical_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "logit_bias",
+    "bad_words",
+    "allowed_token_ids",
+    "min_tokens",
+    "logits_processors",
+)
+"""Settings of other samplers under which log-probabilities are not the policy's."""
+
+
 class SamplingConfig(Section):
     """How completions are sampled."""
 
@@ -67,6 +82,17 @@ class SamplingConfig(Section):
     top_k: int = Field(-1, ge=-1, description="Keep the k likeliest tokens; -1 keeps all.")
     max_tokens: int = Field(256, ge=1, description="Longest completion, generated tokens.")
     stop: list[str] = Field(default_factory=list, description="Strings that end a completion.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _unbent(cls, data: Any) -> Any:
+        for name in REFUSED_SAMPLING if isinstance(data, dict) else ():
+            if name in data:
+                raise ValueError(
+                    f"sampling.{name} is not supported: it changes the distribution that is sampled from, so that"
+                    " log-probabilities are not the policy's and training on them is biased"
+                )
+        return data
 
 
 class WorkflowConfig(Section):
@@ -166,7 +192,9 @@ class GeneratorConfig(Section):
         " none: what a killed replica had not finished is lost.",
     )
     allow_truncated: bool = Field(
-        False, description="Train on samples drawn with top_p or top_k, whose log-probabilities are not the policy's."
+        False,
+        description="Train on samples drawn with top_p, top_k or engine arguments that change what is sampled, whose"
+        " log-probabilities are not the policy's.",
     )
     workflow: WorkflowConfig = Field(default_factory=WorkflowConfig)
 

@@ -31,6 +31,8 @@ def merged(**sections: Any) -> dict[str, Any]:
         (merged(model={"path": "m", "dtype": "fp8"}), "model.dtype: 'fp8' is not allowed"),
         ({"model": {"path": "m"}}, "train: required and missing; reward: required and missing"),
         (merged(sampling={"n": 1}), "sampling.n is 1: set sampling.n to 2 or more"),
+        (merged(sampling={"min_p": 0.1}), "sampling.min_p is not supported: it changes the distribution"),
+        (merged(sampling={"repetition_penalty": 1.1}), "sampling.repetition_penalty is not supported"),
         (merged(sampling={"temperature": 0.0}), "sampling.temperature 0 makes every sample of a group equal"),
         (merged(sampling={"max_tokens": 4096}), "leaves no room for a prompt in model.max_length 2048"),
         (merged(flow={"staleness": 0, "window": 9}), "the window may be at most 1"),

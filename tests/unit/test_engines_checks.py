@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import struct
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from producers.engines.base import EngineSettings
+from producers.engines.build import engine_name
 from producers.engines.checkpoint import check_fits, read_shapes, resolve_folder
 from producers.engines.sampling import check_sampling, room
 from schemas.errors import ConfigError, DataError
@@ -83,6 +85,14 @@ def test_truncated_sampling_is_refused_for_training_unless_accepted():
         check_sampling(Sampling(temperature=0))
 
 
+def test_engine_arguments_that_change_what_is_sampled_are_refused_unless_accepted():
+    check_sampling(Sampling(), args={"gpu_memory_utilization": 0.8, "logits_processors": None})
+    for name in ("logits_processors", "reasoning_config", "watermark_config"):
+        with pytest.raises(ConfigError, match=rf"generator\.args\.{name} changes what is sampled"):
+            check_sampling(Sampling(), args={name: ["x"]})
+        check_sampling(Sampling(), allow_truncated=True, args={name: ["x"]})
+
+
 def test_room_is_bounded_by_max_tokens_and_by_the_model():
     assert room(10, 0, Sampling(max_tokens=5), 100) == 5
     assert room(10, 3, Sampling(max_tokens=5), 100) == 2
@@ -97,12 +107,29 @@ def test_room_is_bounded_by_max_tokens_and_by_the_model():
 def test_vllm_arguments_are_checked_before_anything_starts():
     from producers.engines.vllm_boot import checked_args
 
-    known = ["max_num_seqs", "logprobs_mode"]
-    assert checked_args({"max_num_seqs": 4}, known) == {"max_num_seqs": 4}
-    with pytest.raises(ConfigError, match="did you mean max_num_seqs"):
-        checked_args({"max_num_seq": 4}, known)
-    with pytest.raises(ConfigError, match="can't be set"):
-        checked_args({"logprobs_mode": "raw_logprobs"}, known)
+    known = ["block_size", "logprobs_mode"]
+    assert checked_args({"block_size": 16}, known) == {"block_size": 16}
+    with pytest.raises(ConfigError, match="did you mean block_size"):
+        checked_args({"blocksize": 16}, known)
+    for name, reason in (
+        ("logprobs_mode", "the distribution that was sampled from"),
+        ("max_num_seqs", r"it is generator\.max_samples"),
+        ("override_generation_config", "set in sampling"),
+    ):
+        with pytest.raises(ConfigError, match=f"generator.args.{name} can't be set: .*{reason}"):
+            checked_args({name: 1}, known)
+
+
+def test_auto_is_the_best_engine_that_is_installed(monkeypatch: pytest.MonkeyPatch):
+    installed = {"vllm", "transformers"}
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name if name in installed else None)
+    assert engine_name("auto") == "vllm"
+    installed.remove("vllm")
+    assert engine_name("auto") == "transformers"
+    assert engine_name("mine.py:Engine") == "mine.py:Engine"
+    installed.clear()
+    with pytest.raises(ConfigError, match="neither vllm nor transformers is installed"):
+        engine_name("auto")
 
 
 def test_the_cpu_key_value_cache_is_no_larger_than_the_samples_in_flight_need(tmp_path: Path):
