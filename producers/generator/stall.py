@@ -1,4 +1,4 @@
-"""A hung engine ends its process, so that the supervisor restarts it and its work is taken up.
+"""A hung engine ends its process and its children, so that the supervisor restarts it and its work is taken up.
 
 From a thread of its own: a hung engine may hold up the event loop, too, while the presence
 thread renews the leases of what will never be done.
@@ -6,6 +6,7 @@ thread renews the leases of what will never be done.
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import sys
 import threading
@@ -65,8 +66,13 @@ class StallWatch:
 
 
 def end_process(reason: str) -> None:
-    """Say why, and end at once with exit code 1: nothing of a hung engine can be closed."""
+    """Say why, and end at once with exit code 1: nothing of a hung engine can be closed.
+
+    Its child processes may hang as well, too deeply to notice that they are alone; they hold the device's memory.
+    """
     log.error(reason)
+    for child in multiprocessing.active_children():
+        child.kill()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(1)
