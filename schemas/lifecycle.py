@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FrameType
 
 
@@ -13,6 +15,7 @@ class StopFlag:
 
     def __init__(self) -> None:
         self._event = threading.Event()
+        self._wakes: list[Callable[[], object]] = []
 
     def install(self) -> StopFlag:
         """Take over SIGTERM and SIGINT; only from the main thread."""
@@ -23,10 +26,23 @@ class StopFlag:
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self._event.is_set():
             os._exit(128 + number)
-        self._event.set()
+        self.set()
 
     def set(self) -> None:
         self._event.set()
+        for wake in list(self._wakes):
+            wake()
+
+    @contextmanager
+    def waking(self, wake: Callable[[], object]) -> Iterator[None]:
+        """``wake`` is called when the flag is set, at once if it is; maybe by a signal handler, so it does no more."""
+        self._wakes.append(wake)
+        try:
+            if self:
+                wake()
+            yield
+        finally:
+            self._wakes.remove(wake)
 
     def __bool__(self) -> bool:
         return self._event.is_set()

@@ -14,15 +14,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from schemas.messages import FinishReason, Sampling, Span
-
-UpdateMode = Literal["keep", "recompute", "drain"]
-"""What an update does to requests in flight: see GeneratorConfig.update."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +28,7 @@ class EngineSettings:
 
     dtype: torch's name without prefix. max_length: tokens, prompt and completion.
     max_samples: most samples in flight. args: passed through to the engine library.
+    recompute: new weights make keys and values of requests in flight anew, else these go on with what they have.
     report_every: tokens after which ``generate`` reports a growing sample to its ``progress``; None never.
     """
 
@@ -41,7 +39,7 @@ class EngineSettings:
     version: int = 0
     seed: int = 0
     trust_remote_code: bool = False
-    update: UpdateMode = "keep"
+    recompute: bool = False
     report_every: int | None = None
     args: dict[str, Any] = field(default_factory=dict)
 
@@ -66,12 +64,14 @@ class Completion:
 class Load:
     """Use of an engine's cache of keys and values.
 
-    tokens: room for so many. used: by requests in flight. waiting: samples that have no token yet.
+    tokens: room for so many. used: by requests in flight, whole blocks. waiting: samples that have no token yet.
+    block: tokens in a block, the least that a sample takes for itself.
     """
 
     tokens: int
     used: int
     waiting: int
+    block: int = 1
 
 
 Progress = Callable[[int, Completion], None]
@@ -122,11 +122,9 @@ class Engine(Protocol):
         ...
 
     async def load(self, path: Path, version: int) -> None:
-        """Replace all weights by the safetensors file at ``path``; ``settings.update`` says what requests see of it.
+        """Replace all weights by the safetensors file at ``path``, under requests in flight: ``settings.recompute``.
 
-        keep: they go on with the keys and values they have. recompute: those are made anew by the new
-        weights. drain: they are finished first, and new ones wait. No request that begins afterwards
-        uses keys and values of older weights.
+        No request that begins afterwards uses keys and values of older weights.
 
         Generation goes on by itself afterwards, unless ``pause`` was called before. After an error
         the old version is still the one in use, or InfraError says that it is not.

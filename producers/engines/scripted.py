@@ -16,7 +16,6 @@ import numpy as np
 import numpy.typing as npt
 
 from producers.engines.base import Completion, EngineSettings, Load, Progress
-from producers.engines.gate import Gate
 from producers.engines.sampling import room
 from schemas.errors import ConfigError, DataError, InfraError
 from schemas.messages import FinishReason, Sampling, Span
@@ -79,7 +78,6 @@ class ScriptedEngine:
         self._requests = 0
         self._active = 0
         self._rounds = 0
-        self._gate = Gate()
         self._closed = False
         self._running = asyncio.Event()
         self._running.set()
@@ -116,13 +114,11 @@ class ScriptedEngine:
             raise InfraError(f"scripted failure of request {self._requests}")
         samples = [self._sample(prompt_ids, prefix, sampling, index, limit) for index in range(n)]
         aborted = self._aborted
-        async with self._gate.passing() as inside:
-            if inside:
-                self._active += 1
-                try:
-                    await self._advance(samples, aborted, progress)
-                finally:
-                    self._active -= 1
+        self._active += 1
+        try:
+            await self._advance(samples, aborted, progress)
+        finally:
+            self._active -= 1
         return [_completion(sample) for sample in samples]
 
     async def _advance(self, samples: list[_Running], aborted: asyncio.Event, progress: Progress | None) -> None:
@@ -163,12 +159,9 @@ class ScriptedEngine:
                 wait.cancel()
 
     async def load(self, path: Path, version: int) -> None:
-        """Switch to ``version``, at once or after what is in flight; nothing is read."""
+        """Switch to ``version``; nothing is read."""
         self._check_open()
-        async with self._gate.shut():
-            if self._settings.update == "drain":
-                await self._gate.empty()
-            self._version = version
+        self._version = version
 
     async def logprobs(self, token_ids: Sequence[int]) -> npt.NDArray[np.float32]:
         """Zeros: there is no model whose weights a probe could check."""
@@ -187,7 +180,6 @@ class ScriptedEngine:
 
     async def abort_all(self) -> None:
         self._aborted.set()
-        await self._gate.turn_away()
         self._aborted = asyncio.Event()
 
     async def close(self) -> None:

@@ -90,7 +90,6 @@ class TransformersEngine:
         self._batch: Batch
         self._waiting: deque[_Request] = deque()
         self._active: list[_Request] = []
-        self._swaps: deque[Callable[[], None]] = deque()
         self._paused = False
         self._closing = False
         self._steps = 0
@@ -162,14 +161,7 @@ class TransformersEngine:
         shapes = self._shapes()
         check_fits(path, await asyncio.to_thread(read_shapes, path), shapes, _tied(self._model))
         tensors = await asyncio.to_thread(map_tensors, path, shapes)
-        done: Future[None] = Future()
-
-        def swap() -> None:
-            self._replace(tensors, version)
-            done.set_result(None)
-
-        await self._ask(lambda: self._swaps.append(swap))
-        await self._answer(done)
+        await self._ask(lambda: self._replace(tensors, version))
 
     async def logprobs(self, token_ids: Sequence[int]) -> npt.NDArray[np.float32]:
         if not 2 <= len(token_ids) <= self._settings.max_length:
@@ -225,7 +217,6 @@ class TransformersEngine:
             while not self._closing:
                 idle = self._paused or not (self._active or self._waiting)
                 self._obey(wait=idle)
-                self._swap_if_due()
                 if not self._paused and not self._closing:
                     self._advance()
             self._failure = "it was closed"
@@ -250,7 +241,7 @@ class TransformersEngine:
             request.stop()
             self._active.remove(request)
         self._batch.drop_finished()
-        while self._waiting and not self._swaps and self._fits(self._waiting[0]):
+        while self._waiting and self._fits(self._waiting[0]):
             request = self._waiting.popleft()
             if request.done.cancelled():
                 continue
@@ -264,16 +255,10 @@ class TransformersEngine:
             if request.finished():
                 request.answer()
                 self._active.remove(request)
-        self._swap_if_due()
 
     def _fits(self, request: _Request) -> bool:
         rows = len(self._batch.rows)
         return not rows or rows + len(request.rows) <= self._settings.max_samples
-
-    def _swap_if_due(self) -> None:
-        """Load what waits to be loaded: at once, or when all that was in flight is finished."""
-        while self._swaps and not (self._settings.update == "drain" and self._active):
-            self._swaps.popleft()()
 
     def _replace(self, tensors: Mapping[str, Tensor], version: int) -> None:
         try:
@@ -284,7 +269,7 @@ class TransformersEngine:
             self._failure = f"loading weight version {version} broke off, its weights are undefined: {error}"
             raise
         self._version = version
-        if self._settings.update == "recompute":
+        if self._settings.recompute:
             self._batch.recompute()
 
     def _score(self, ids: list[int]) -> npt.NDArray[np.float32]:

@@ -56,7 +56,8 @@ class VllmEngine:
         self._update = asyncio.Lock()
         self._gate = Gate()
         self._loads = 0
-        self._prompts = 0
+        self._shared = 0
+        """Blocks of prompts in flight, each counted once for all samples of a call."""
         self._ids = itertools.count()
         self._requests: dict[str, asyncio.Task[Any]] = {}
         self._failure: asyncio.Future[str]
@@ -74,17 +75,22 @@ class VllmEngine:
         return sum(state.detokenizer.num_output_tokens() for state in states if state.detokenizer is not None)
 
     def load_now(self) -> Load | None:
-        """From what vLLM keeps on our side of every step; a prompt counts once for all samples of a call."""
+        """From what vLLM keeps on our side of every step.
+
+        Samples of a call share the whole blocks of their prompt; the block that a sample is in is its own.
+        """
         if self._llm is None:
             return None
         cache = self._llm.vllm_config.cache_config
-        lengths = [
-            state.detokenizer.num_output_tokens()
-            for state in self._llm.output_processor.request_states.values()
-            if state.detokenizer is not None
-        ]
-        total = (cache.num_gpu_blocks or 0) * cache.block_size
-        return Load(total, self._prompts + sum(lengths), lengths.count(0)) if total else None
+        block = cache.block_size
+        own, waiting = 0, 0
+        for state in self._llm.output_processor.request_states.values():
+            if state.detokenizer is not None:
+                generated = state.detokenizer.num_output_tokens()
+                own += (state.prompt_len % block + generated) // block + 1
+                waiting += generated == 0
+        total = (cache.num_gpu_blocks or 0) * block
+        return Load(total, (self._shared + own) * block, waiting, block) if total else None
 
     async def start(self) -> None:
         self._failure = asyncio.get_running_loop().create_future()
@@ -113,19 +119,19 @@ class VllmEngine:
         max_tokens = room(len(prompt_ids), len(prefix), sampling, self._settings.max_length)
         if max_tokens == 0:
             return [_nothing("length") for _ in range(n)]
-        async with self._gate.passing() as inside:
-            if not inside:
-                return [_nothing("abort") for _ in range(n)]
-            # One request for each, as vLLM itself would make of them, but each can be heard of by itself.
-            ids = [*prompt_ids, *prefix]
-            self._prompts += len(ids)
-            samples = [asyncio.create_task(self._sample(ids, sampling, max_tokens, k, progress)) for k in range(n)]
-            try:
-                return await asyncio.gather(*samples)
-            finally:
-                self._prompts -= len(ids)
-                for sample in samples:
-                    sample.cancel()
+        if not await self._gate.enter():
+            return [_nothing("abort") for _ in range(n)]
+        # One request for each, as vLLM itself would make of them, but each can be heard of by itself.
+        ids = [*prompt_ids, *prefix]
+        shared = len(ids) // self._alive().vllm_config.cache_config.block_size
+        self._shared += shared
+        samples = [asyncio.create_task(self._sample(ids, sampling, max_tokens, k, progress)) for k in range(n)]
+        try:
+            return await asyncio.gather(*samples)
+        finally:
+            self._shared -= shared
+            for sample in samples:
+                sample.cancel()
 
     async def _sample(
         self, ids: list[int], sampling: Sampling, max_tokens: int, index: int, progress: Progress | None
@@ -165,10 +171,9 @@ class VllmEngine:
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
-        async with self._gate.passing() as inside:
-            if not inside:
-                raise InfraError("the vllm engine was asked to end before it could answer the probe")
-            output = await self._request(list(token_ids), params, None, abortable=False)
+        if not await self._gate.enter():
+            raise InfraError("the vllm engine was asked to end before it could answer the probe")
+        output = await self._request(list(token_ids), params, None, abortable=False)
         if output.prompt_logprobs is None or len(output.prompt_logprobs) != len(token_ids):
             raise InfraError("vllm returned no log-probabilities for the probe")
         given = zip(token_ids[1:], list(output.prompt_logprobs)[1:], strict=True)
@@ -178,23 +183,10 @@ class VllmEngine:
         """See Engine. A file that does not fit is refused with DataError before anything is touched."""
         llm = self._alive()
         check_fits(path, await asyncio.to_thread(read_shapes, path), self._shapes, self._tied)
-        async with self._loading, self._gate.shut():
-            if self._settings.update == "drain":
-                await self._drained()
-            async with self._update:
-                await self._swap(llm, path, version)
-                if self._paused is None:
-                    await self._rpc(llm.resume_generation())
-
-    async def _drained(self) -> None:
-        """Every request in flight has ended, or the engine has."""
-        empty = asyncio.ensure_future(self._gate.empty())
-        try:
-            ends: set[asyncio.Future[Any]] = {empty, self._failure}
-            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            empty.cancel()
-        self._alive()
+        async with self._loading, self._gate.shut(), self._update:
+            await self._swap(llm, path, version)
+            if self._paused is None:
+                await self._rpc(llm.resume_generation())
 
     async def _swap(self, llm: AsyncLLM, path: Path, version: int) -> None:
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
@@ -203,8 +195,7 @@ class VllmEngine:
         swapped = False
         try:
             # clear_cache takes the keys and values of requests in flight, too: these are computed anew.
-            clear = self._settings.update == "recompute"
-            await self._rpc(llm.pause_generation(mode="keep", clear_cache=clear))
+            await self._rpc(llm.pause_generation(mode="keep", clear_cache=self._settings.recompute))
             await self._rpc(llm.start_weight_update())
             await self._rpc(llm.update_weights(request))
             await self._rpc(llm.finish_weight_update(str(version)))
@@ -282,7 +273,7 @@ class VllmEngine:
     async def _request(
         self, ids: list[int], params: SamplingParams, hear: Hear | None, abortable: bool
     ) -> RequestOutput:
-        """Run one request to its end, or to the engine's; only who is inside of the gate."""
+        """Run one request, which has passed the gate, to its end or to the engine's."""
         llm = self._alive()
         name = f"r{next(self._ids)}"
         task = asyncio.create_task(final_output(llm, name, ids, params, str(self._loads), hear))

@@ -8,7 +8,8 @@ import time
 from broker.client import Broker
 from broker.queues import Delivery
 from producers.engines.base import Engine
-from producers.generator.capacity import Lengths, room
+from producers.generator.capacity import Lengths, need, room
+from producers.generator.ending import unless_ended
 from producers.generator.job import Job, Shop
 from producers.generator.outbox import Outbox
 from producers.generator.pinning import still_at
@@ -57,8 +58,7 @@ class Intake:
             saver=self._saver,
         )
         self._services = broker.services
-        self._evaluates = config.eval is not None
-        self._lengths = Lengths()
+        self._lengths = Lengths(min(config.sampling.max_tokens, config.model.max_length))
         self._room = asyncio.Condition()
         self._jobs: set[asyncio.Task[None]] = set()
         self.in_flight = 0
@@ -74,93 +74,79 @@ class Intake:
         self._queue.renew()
 
     async def run(self, stop: StopFlag) -> None:
-        """Until stop; then everything unfinished is handed back."""
-        lease_s = self._config.generator.lease_s
-        await self._updates_ready(stop)
+        """Until stop; then everything unfinished is handed back, while the last read may still be waiting."""
         async with asyncio.TaskGroup() as group:
-            next_claim = time.monotonic()
-            while not stop:
-                if not await self._valve.wait_open(1.0):
-                    continue
-                free = await self._free()
-                if free == 0:
-                    continue
-                count = max(1, free // self._config.sampling.n)
-                deliveries: list[Delivery[Task]] = []
-                if time.monotonic() >= next_claim:
-                    deliveries = await asyncio.to_thread(self._queue.claim_stale, lease_s, count)
-                    next_claim = time.monotonic() + lease_s / 2
-                if not deliveries:
-                    deliveries = await self._evaluations(free)
-                if not deliveries:
-                    deliveries = await asyncio.to_thread(self._queue.read, count, evaluations=not self._evaluates)
-                for delivery in deliveries:
-                    self.in_flight += delivery.message.n
-                    job = group.create_task(self._work(delivery))
-                    self._jobs.add(job)
-                    job.add_done_callback(self._jobs.discard)
-            while self._jobs:
+            pulling = group.create_task(self._pull(group, stop))
+            await unless_ended(stop, asyncio.wait({pulling}))
+            while self._jobs or not pulling.done():
                 await self._engine.abort_all()
-                await asyncio.wait(self._jobs, timeout=ABORT_AGAIN_S)
+                await asyncio.wait({pulling, *self._jobs}, timeout=ABORT_AGAIN_S)
         await self._saver.close()
 
-    async def _updates_ready(self, stop: StopFlag) -> None:
-        """No task is taken before the first weights are in and checked."""
-        while not stop:
-            try:
-                async with asyncio.timeout(1.0):
-                    await self._updates.at_least(0)
-                return
-            except TimeoutError:
+    async def _pull(self, group: asyncio.TaskGroup, stop: StopFlag) -> None:
+        """Take tasks while there is room; none before the first weights are in and checked."""
+        lease_s = self._config.generator.lease_s
+        await self._updates.ready()
+        next_claim = time.monotonic()
+        while not stop and await self._valve.wait_open():
+            count = await unless_ended(stop, self._some_room())
+            if not count:
                 continue
+            deliveries: list[Delivery[Task]] = []
+            if time.monotonic() >= next_claim:
+                deliveries = await asyncio.to_thread(self._queue.claim_stale, lease_s, count)
+                next_claim = time.monotonic() + lease_s / 2
+            if not deliveries:
+                deliveries = await self._evaluations()
+            if not deliveries:
+                deliveries = await asyncio.to_thread(self._queue.read, count, evaluations=self._config.eval is None)
+            for delivery in deliveries:
+                self.in_flight += delivery.message.n
+                job = group.create_task(self._work(delivery, stop))
+                self._jobs.add(job)
+                job.add_done_callback(self._jobs.discard)
 
-    async def _free(self) -> int:
-        """Samples there is room for; waits up to a second for some."""
+    async def _some_room(self) -> int:
+        """Groups there is room for; waits up to a second for some, because orders change ``most``."""
         try:
             async with asyncio.timeout(1.0), self._room:
-                await self._room.wait_for(lambda: self._room_now() > 0)
+                await self._room.wait_for(lambda: self._room_now(self._config.sampling.n) > 0)
         except TimeoutError:
             return 0
-        return self._room_now()
+        return self._room_now(self._config.sampling.n)
 
-    def _room_now(self) -> int:
-        return room(self.most, self.in_flight, self._engine.load_now(), self._lengths.mean)
+    def _room_now(self, n: int) -> int:
+        return room(self.most, self.in_flight, self._engine.load_now(), self._lengths.mean, n)
 
-    async def _evaluations(self, free: int) -> list[Delivery[Task]]:
+    async def _evaluations(self) -> list[Delivery[Task]]:
         """Evaluation tasks for the weights in use, or those for older ones that no generator has any more."""
-        if not self._evaluates:
+        if self._config.eval is None:
             return []
-        version = self._updates.version
-        found = await asyncio.to_thread(self._queue.take_evaluations, version, free)
+        version, count = self._updates.version, self._room_now(self._config.eval.sampling.n)
+        found = await asyncio.to_thread(self._queue.take_evaluations, version, count)
         if not found.taken and 0 <= found.pending < version:
             beats = await asyncio.to_thread(self._services.list)
             if not still_at(found.pending, beats):
-                found = await asyncio.to_thread(self._queue.take_evaluations, version, free, late=True)
+                found = await asyncio.to_thread(self._queue.take_evaluations, version, count, late=True)
         return found.taken
 
-    async def _work(self, delivery: Delivery[Task]) -> None:
+    async def _work(self, delivery: Delivery[Task], stop: StopFlag) -> None:
         task = delivery.message
-        evaluating = task.kind == "eval"
         left = task.n
 
         async def freed(sample: Sample) -> None:
             nonlocal left
             left -= 1
             self.tokens += sum(sample.loss_mask)
-            self._lengths.add(len(sample.tokens))
+            self._lengths.add(need(sample, task.n))
             await self._give_room(1)
 
         try:
-            if not await self._updates.at_least(delivery.version):
-                await asyncio.to_thread(self._queue.hand_back, delivery, task)
-                return
-            if evaluating:
-                self._updates.evaluation(+1)
-            try:
-                await Job(self._shop, delivery, freed).run()
-            finally:
-                if evaluating:
-                    self._updates.evaluation(-1)
+            async with self._updates.using(delivery.version, task.kind == "eval") as ready:
+                if ready and not stop:
+                    await Job(self._shop, delivery, freed).run()
+                else:
+                    await asyncio.to_thread(self._queue.hand_back, delivery, task)
         finally:
             self._queue.done(delivery)
             await self._give_room(left)

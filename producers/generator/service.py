@@ -38,7 +38,7 @@ def run_generator(config: TidemillConfig, name: str) -> None:
         max_samples=config.generator.max_samples,
         seed=config.run.seed + _replica(name),
         trust_remote_code=config.model.trust_remote_code,
-        update=config.generator.update,
+        recompute=config.generator.update == "recompute",
         report_every=config.generator.flush_every and max(1, config.generator.flush_every // 2),
         args=config.generator.args,
     )

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +19,7 @@ import structlog
 from broker.client import Broker
 from broker.weights.copy import WeightCopy
 from producers.engines.base import Engine
+from producers.generator.ending import unless_ended
 from producers.generator.pinning import Evaluations, next_version
 from producers.generator.valve import Valve
 from schemas.config import TidemillConfig
@@ -42,7 +44,7 @@ log = structlog.get_logger()
 
 
 class Updates:
-    """``version`` is what the engine has; ``at_least`` and ``verified`` are what the intake waits for.
+    """``version`` is what the engine has; ``ready`` is what the intake waits for, ``using`` what a task does.
 
     evaluating: evaluation tasks in progress, which hold new weights back.
     """
@@ -55,6 +57,7 @@ class Updates:
         self._name = name
         self._copy = WeightCopy(broker.weights, folder)
         self._keep_copy = config.trainer.publish.deltas
+        self._drains = config.generator.update == "drain"
         self._valve = valve
         self._tolerance = config.generator.probe_tolerance or TOLERANCE[config.model.dtype]
         self._changed = asyncio.Condition()
@@ -64,6 +67,8 @@ class Updates:
         self._restoring = False
         self._refusal: tuple[float, str] | None = None
         self._closed = False
+        self._draining = False
+        self._tasks = 0
         self.evaluating = 0
         self._every = config.eval.every if config.eval else None
         self._queue = broker.tasks(name)
@@ -78,7 +83,7 @@ class Updates:
         try:
             while not stop:
                 seen = max(self.version, *self._refused, -1)
-                manifest = await asyncio.to_thread(self._broker.weights.wait_newer, seen)
+                manifest = await unless_ended(stop, asyncio.to_thread(self._broker.weights.wait_newer, seen))
                 if manifest is not None:
                     manifest = await self._choose(manifest)
                 if manifest is not None:
@@ -111,11 +116,33 @@ class Updates:
         self._waiting_since = None
         return stored.get(chosen, newest)
 
-    async def at_least(self, version: int) -> bool:
+    async def ready(self, version: int = 0) -> bool:
         """Wait until the engine has ``version`` or a newer one, checked; False when it will not get it any more."""
         async with self._changed:
-            await self._changed.wait_for(lambda: self._closed or (self._verified and self.version >= version))
-            return self._verified and self.version >= version
+            await self._changed.wait_for(lambda: self._closed or self._has(version))
+            return not self._closed
+
+    @asynccontextmanager
+    async def using(self, version: int, evaluating: bool) -> AsyncIterator[bool]:
+        """For as long as one task takes: ``ready``, and with ``generator.update: drain`` the weights stay meanwhile.
+
+        New weights also wait for evaluations, so that one version answers all.
+        """
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._closed or (self._has(version) and not self._draining))
+            ready = not self._closed
+            self._tasks += ready
+            self.evaluating += ready and evaluating
+        try:
+            yield ready
+        finally:
+            async with self._changed:
+                self._tasks -= ready
+                self.evaluating -= ready and evaluating
+                self._changed.notify_all()
+
+    def _has(self, version: int) -> bool:
+        return self._verified and self.version >= version
 
     async def trusted(self, spans: Sequence[Span], length: int) -> int:
         """How many of a sample's first tokens are of weights that passed their probe: all ``length``, as a rule.
@@ -137,10 +164,6 @@ class Updates:
     def _good(self, span: Span) -> bool:
         return span.version <= self.version and span.version not in self._refused and not self._restoring
 
-    def evaluation(self, change: int) -> None:
-        """Count evaluation tasks in progress; new weights wait for them, so that one version answers all."""
-        self.evaluating += change
-
     async def _fetch(self, manifest: Manifest, stop: StopFlag) -> Path | None:
         """A checked local file; None when it is no longer the newest version, or when asked to stop.
 
@@ -151,7 +174,7 @@ class Updates:
         wait, tries = 0.5, 0
         while True:
             try:
-                return await asyncio.to_thread(self._copy.fetch, manifest)
+                return await unless_ended(stop, asyncio.to_thread(self._copy.fetch, manifest))
             except InfraError as error:
                 newest = await asyncio.to_thread(self._broker.weights.newest)
                 if newest is None or newest.version != manifest.version:
@@ -164,7 +187,8 @@ class Updates:
                     raise
                 log.warning("waiting for weights that cannot be fetched", version=manifest.version, error=str(error))
             tries += 1
-            if await asyncio.to_thread(stop.wait, wait):
+            await unless_ended(stop, asyncio.sleep(wait))
+            if stop:
                 return None
             wait = min(2 * wait, 10.0)
 
@@ -172,10 +196,23 @@ class Updates:
         path = await self._fetch(manifest, stop)
         if path is None:
             return
-        async with self._valve.held_open() as opened:
+        async with self._drained(), self._valve.held_open() as opened:
             # Neither loaded nor probed while the run is frozen.
             if opened:
                 await self._take(manifest, path)
+
+    @asynccontextmanager
+    async def _drained(self) -> AsyncIterator[None]:
+        """With ``generator.update: drain``, no task is in progress; a freeze need not wait for that."""
+        async with self._changed:
+            self._draining = self._drains
+            await self._changed.wait_for(lambda: not (self._draining and self._tasks))
+        try:
+            yield
+        finally:
+            async with self._changed:
+                self._draining = False
+                self._changed.notify_all()
 
     async def _take(self, manifest: Manifest, path: Path) -> None:
         try:

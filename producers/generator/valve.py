@@ -16,6 +16,7 @@ import structlog
 from broker.client import Broker
 from broker.orders import Orders
 from producers.engines.base import Engine
+from producers.generator.ending import unless_ended
 from schemas.lifecycle import StopFlag
 
 FENCE_S = 10.0
@@ -50,11 +51,13 @@ class Valve:
         try:
             while not stop:
                 reading = asyncio.ensure_future(asyncio.to_thread(self._next_orders))
-                done, _ = await asyncio.wait([reading], timeout=FENCE_S)
-                if not done:
+                await unless_ended(stop, asyncio.wait([reading], timeout=FENCE_S))
+                if not stop and not reading.done():
                     log.warning("no orders can be read, generation stands still", waited_s=FENCE_S)
                     await self._close()
-                await self.obey(await reading)
+                orders = await unless_ended(stop, reading)
+                if not stop:
+                    await self.obey(orders)
         finally:
             await self.end()
 
@@ -106,23 +109,18 @@ class Valve:
             self._ended = True
             self._turned.notify_all()
 
-    async def wait_open(self, seconds: float) -> bool:
-        """Whether the valve is open, waiting so long for that."""
-        if self._open:
-            return True
-        try:
-            async with asyncio.timeout(seconds), self._turned:
-                await self._turned.wait_for(lambda: self._open or self._ended)
-        except TimeoutError:
-            return False
-        return self._open
+    async def wait_open(self) -> bool:
+        """Wait until the valve is open; False when the generator ends instead."""
+        async with self._turned:
+            await self._turned.wait_for(lambda: self._open or self._ended)
+            return not self._ended
 
     @asynccontextmanager
     async def held_open(self) -> AsyncIterator[bool]:
         """Wait until the valve is open, and keep it from closing meanwhile; False when the generator ends instead."""
         async with self._turned:
             await self._turned.wait_for(lambda: self._open or self._ended)
-            opened = self._open
+            opened = not self._ended
             self._holders += opened
         try:
             yield opened

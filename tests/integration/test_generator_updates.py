@@ -65,7 +65,7 @@ def play(config: TidemillConfig, broker: Broker, folder: Path, scene: Scene) -> 
         following = asyncio.create_task(updates.run(stop))
         try:
             async with asyncio.timeout(30):
-                assert await updates.at_least(1)
+                assert await updates.ready(1)
                 await scene(updates, engine, training)
         finally:
             stop.set()
@@ -100,9 +100,9 @@ def test_a_version_that_is_put_right_is_loaded_after_all(
         repair = publish_damaged(broker, training, tmp_path, how)
         assert "version 2 cannot be fetched" in await alarm(broker)
         assert updates.version == 1
-        assert await updates.at_least(1), "the old version serves on"
+        assert await updates.ready(1), "the old version serves on"
         repair()
-        assert await updates.at_least(2)
+        assert await updates.ready(2)
         assert engine.versions == [1, 2]
 
     play(config, broker, tmp_path, scene)
@@ -133,7 +133,7 @@ def test_a_newer_version_replaces_one_that_cannot_be_fetched(
         publish_damaged(broker, training, tmp_path, "missing")
         await alarm(broker)
         publish_weights(broker, training.epoch, 3, tmp_path)
-        assert await updates.at_least(3)
+        assert await updates.ready(3)
         assert engine.versions == [1, 3]
 
     play(config, broker, tmp_path, scene)
@@ -147,7 +147,7 @@ def test_a_full_disk_of_the_generator_is_waited_for(config: TidemillConfig, brok
         publish_weights(broker, training.epoch, 2, tmp_path)
         assert "cannot be written" in await alarm(broker)
         folder.unlink()
-        assert await updates.at_least(2)
+        assert await updates.ready(2)
 
     play(config, broker, tmp_path, scene)
 
@@ -159,7 +159,7 @@ def test_the_process_ends_when_a_version_stays_out_of_reach(
 
     async def scene(updates: Updates, engine: Loads, training: Training) -> None:
         publish_damaged(broker, training, tmp_path, "missing")
-        assert not await updates.at_least(2), "nobody waits for it any more"
+        assert not await updates.ready(2), "nobody waits for it any more"
 
     with pytest.raises(InfraError, match="gone from the broker"):
         play(config, broker, tmp_path, scene)

@@ -139,22 +139,6 @@ def test_growth_shows_running_requests_and_nothing_else():
     asyncio.run(scenario())
 
 
-def test_drain_waits_for_what_is_in_flight_and_holds_back_the_rest():
-    async def run() -> None:
-        subject = ScriptedEngine(EngineSettings("none", "float32", 100, 8, update="drain", args=LONG))
-        first = asyncio.create_task(subject.generate([1], Sampling(max_tokens=60)))
-        await asyncio.sleep(0.01)
-        loading = asyncio.create_task(subject.load(Path("nowhere"), 7))
-        await asyncio.sleep(0)
-        second = asyncio.create_task(subject.generate([2], Sampling(max_tokens=60)))
-        await loading
-        assert first.done()
-        assert [span.version for completion in await first for span in completion.spans] == [0]
-        assert [span.version for completion in await second for span in completion.spans] == [7]
-
-    asyncio.run(run())
-
-
 def test_growing_samples_are_told_of_and_finished_ones_before_slower_ones():
     async def run() -> None:
         told: list[tuple[int, int, str]] = []
