@@ -1,31 +1,28 @@
 """The vllm engine against a Hugging Face forward pass, with real vLLM and a real tiny model.
 
-One engine serves the whole file, because it takes a quarter of a minute to start; the
-tests build on each other's weight versions through the ``versions`` fixture only.
+The tests share one engine, and set its weights through the ``weights`` fixture first.
 """
 
 from __future__ import annotations
 
 import asyncio
 import importlib.util
-import os
-import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
-from producers.engines.base import Completion, EngineSettings
+from producers.engines.base import Completion
 from producers.engines.vllm import VllmEngine
 from producers.tokenizer import HfTokenizer
-from schemas.errors import DataError, InfraError
+from schemas.errors import DataError
 from schemas.messages import Sampling, Span
+from tests.e2e.vllm_checks import EVERY, Run, alive, assert_matches, engine_cores, reference
 from tests.tiny import EOS, make_tiny_model
 
 pytestmark = [
@@ -34,58 +31,7 @@ pytestmark = [
 ]
 
 PROMPT = [5, 90, 17, 200, 33, 8, 150, 61]
-EVERY = 20  # tokens between two reports of a growing sample
 SHARED = [3 + (7 * k) % 250 for k in range(300)]  # longer than two blocks of the prefix cache
-
-Run = Callable[[Coroutine[Any, Any, Any]], Any]
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
-    """Models of one shape by seed; embeddings are tied, the harder case."""
-    base = tmp_path_factory.mktemp("models")
-    return {seed: make_tiny_model(base / str(seed), seed=seed, tied=True) for seed in (0, 7, 8)}
-
-
-@pytest.fixture(scope="module")
-def run() -> Iterator[Run]:
-    with asyncio.Runner() as runner:
-        yield runner.run
-
-
-@pytest.fixture(scope="module")
-def engine(folders: dict[int, Path], run: Run) -> Iterator[VllmEngine]:
-    engine = VllmEngine(EngineSettings(str(folders[0]), "float32", 512, 32, version=3, report_every=EVERY))
-    run(engine.start())
-    yield engine
-    run(engine.close())
-
-
-@pytest.fixture
-def weights(engine: VllmEngine, folders: dict[int, Path], run: Run) -> Callable[[int, int], None]:
-    """Load the weights of a seed as a version."""
-
-    def load(seed: int, version: int) -> None:
-        run(engine.load(folders[seed] / "model.safetensors", version))
-
-    return load
-
-
-def reference(folder: Path, tokens: Sequence[int], temperature: float = 1.0) -> np.ndarray:
-    """Log-probability of each token after the first, float32 [T-1]."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    with torch.no_grad():
-        logprobs = torch.log_softmax(model(torch.tensor([list(tokens)])).logits[0] / temperature, dim=-1)
-    return logprobs[:-1].gather(1, torch.tensor(list(tokens))[1:, None])[:, 0].numpy()
-
-
-def assert_matches(folder: Path, prompt: list[int], completion: Completion, temperature: float = 1.0) -> None:
-    assert len(completion.logprobs) == len(completion.tokens)
-    expected = reference(folder, prompt + completion.tokens, temperature)[len(prompt) - 1 :]
-    np.testing.assert_allclose(completion.logprobs, expected, atol=1e-3)
 
 
 def test_logprobs_are_those_of_the_model_after_temperature(
@@ -191,17 +137,15 @@ def test_samples_are_told_of_as_they_grow_with_their_versions_so_far(
     assert any(len(heard.spans) == 2 for _, heard in told)
 
 
-@pytest.mark.parametrize("update", ["recompute", "drain"])
-def test_what_an_update_does_to_requests_in_flight(
+def test_recompute_makes_tokens_as_if_the_new_weights_had_read_all_before_them(
     engine: VllmEngine,
     folders: dict[int, Path],
     run: Run,
     weights: Callable[[int, int], None],
     monkeypatch: pytest.MonkeyPatch,
-    update: str,
 ):
     weights(0, 26)
-    monkeypatch.setattr(engine, "_settings", replace(engine._settings, update=update))
+    monkeypatch.setattr(engine, "_settings", replace(engine._settings, recompute=True))
 
     async def scenario() -> tuple[list[Completion], list[Completion]]:
         running = asyncio.create_task(engine.generate(PROMPT, Sampling(max_tokens=400), n=16))
@@ -214,7 +158,7 @@ def test_what_an_update_does_to_requests_in_flight(
 
     running, late = run(scenario())
     versions = {tuple(span.version for span in completion.spans) for completion in running}
-    assert versions == {(26,)} if update == "drain" else (26, 27) in versions
+    assert (26, 27) in versions
     assert [span.version for span in late[0].spans] == [27]
     for completion in [*running, *late]:
         for span in completion.spans:
@@ -313,23 +257,6 @@ def test_impossible_requests_are_data_errors(engine: VllmEngine, run: Run):
         run(engine.generate([5, 100_000], Sampling(max_tokens=4)))
 
 
-def test_a_dead_engine_core_is_an_infra_error_not_a_hang(engine: VllmEngine, run: Run):
-    """Last of those that share the engine: it is gone after this."""
-
-    async def scenario() -> None:
-        running = asyncio.create_task(engine.generate(PROMPT, Sampling(max_tokens=450), n=8))
-        await engine.generate(PROMPT[:3], Sampling(max_tokens=3))
-        for pid in engine_cores(os.getpid()):
-            os.kill(pid, signal.SIGKILL)
-        with pytest.raises(InfraError):
-            async with asyncio.timeout(60):
-                await running
-        with pytest.raises(InfraError):
-            await engine.generate(PROMPT, Sampling(max_tokens=3))
-
-    run(scenario())
-
-
 BROKEN_UPDATE = """
 import asyncio, sys
 from pathlib import Path
@@ -378,26 +305,3 @@ def test_a_half_loaded_engine_never_samples_again_and_dies_with_its_owner(folder
     while any(alive(pid) for pid in cores):
         assert time.monotonic() < deadline, f"engine core {cores} outlived its owner"
         time.sleep(0.1)
-
-
-def engine_cores(owner: int) -> list[int]:
-    """Process ids of ``owner``'s children that vLLM named so."""
-    found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        fields = _stat(int(folder.name))
-        if fields and fields[1] == str(owner) and "EngineCore" in (folder / "cmdline").read_text():
-            found.append(int(folder.name))
-    return found
-
-
-def alive(pid: int) -> bool:
-    fields = _stat(pid)
-    return bool(fields) and fields[0] != "Z"
-
-
-def _stat(pid: int) -> list[str]:
-    """State and parent of a process, and what follows; empty when it is gone."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return []

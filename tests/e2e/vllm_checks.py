@@ -1,0 +1,56 @@
+"""What vLLM's answers are held against, and what its processes are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from producers.engines.base import Completion
+
+EVERY = 20
+"""Tokens between two reports of a growing sample."""
+
+Run = Callable[[Coroutine[Any, Any, Any]], Any]
+
+
+def reference(folder: Path, tokens: Sequence[int], temperature: float = 1.0) -> np.ndarray:
+    """Log-probability of each token after the first, float32 [T-1]."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.no_grad():
+        logprobs = torch.log_softmax(model(torch.tensor([list(tokens)])).logits[0] / temperature, dim=-1)
+    return logprobs[:-1].gather(1, torch.tensor(list(tokens))[1:, None])[:, 0].numpy()
+
+
+def assert_matches(folder: Path, prompt: list[int], completion: Completion, temperature: float = 1.0) -> None:
+    assert len(completion.logprobs) == len(completion.tokens)
+    expected = reference(folder, prompt + completion.tokens, temperature)[len(prompt) - 1 :]
+    np.testing.assert_allclose(completion.logprobs, expected, atol=1e-3)
+
+
+def engine_cores(owner: int) -> list[int]:
+    """Process ids of ``owner``'s children that vLLM named so."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        fields = _stat(int(folder.name))
+        if fields and fields[1] == str(owner) and "EngineCore" in (folder / "cmdline").read_text():
+            found.append(int(folder.name))
+    return found
+
+
+def alive(pid: int) -> bool:
+    fields = _stat(pid)
+    return bool(fields) and fields[0] != "Z"
+
+
+def _stat(pid: int) -> list[str]:
+    """State and parent of a process, and what follows; empty when it is gone."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return []
