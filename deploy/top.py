@@ -14,12 +14,15 @@ from rich.text import Text
 from deploy.live import LEVEL_STYLES, STATE_STYLES, clock
 from deploy.sources import open_source
 from schemas.errors import InfraError
-from schemas.status import RunStatus, TimelineEvent
+from schemas.status import RunStatus, ServiceStatus, TimelineEvent
 
 EVERY_S = 1.0
-EVENTS = 6
+EVENTS, FEW_EVENTS = 6, 3
+TALL = 34
+"""Lines from which there is room for all events."""
+CAUSE_STYLES = {"failed": "bold red", "unreachable": "bold red", "running": "dim"}
 MIN_SERVICES = 4
-FIXED_LINES = 18
+FIXED_LINES = 19
 """Lines of the page besides services, streams and events."""
 
 
@@ -44,13 +47,14 @@ def watch(run: str, control: str | None, url: str | None, prefix: str) -> None:
 
 def page(s: RunStatus, events: Sequence[TimelineEvent], height: int) -> Panel:
     """The whole page; it fits 80 columns, and ``height`` lines as far as that can be: many services are cut short."""
-    shown = min(len(events), EVENTS)
+    shown = min(len(events), EVENTS if height >= TALL else FEW_EVENTS)
     room = max(MIN_SERVICES, height - FIXED_LINES - len(s.streams) - shown)
     title = Text.assemble(
         ("tidemill ", "bold"), (s.run, "bold cyan"), "  ", (s.state, STATE_STYLES.get(s.state, "yellow"))
     )
     parts: list[RenderableType] = [
-        Text(s.cause or s.verdict.text, "yellow" if s.cause else ""),
+        Text(s.verdict.text),
+        *([Text(s.cause, CAUSE_STYLES.get(s.state, "yellow"))] if s.cause else []),
         Text(),
         _figures(s),
         Text(),
@@ -94,7 +98,7 @@ def _flow(s: RunStatus) -> Table:
 
 def _services(s: RunStatus, room: int) -> Table:
     table = Table("service", "host", "state", "version", "tokens/s", "load", box=None, header_style="dim")
-    services = s.services if len(s.services) <= room else s.services[: room - 1]
+    services = _chosen(s.services, room)
     for service in services:
         state = service.state if service.live else f"{service.state}, silent for {service.silent_s:.0f} s"
         table.add_row(
@@ -102,12 +106,22 @@ def _services(s: RunStatus, room: int) -> Table:
             service.host,
             Text(state, STATE_STYLES.get(state, "" if service.live else "bold red")),
             "" if service.version is None else str(service.version),
-            f"{service.tokens_per_s:,.0f}" if service.tokens_per_s else "",
-            "" if service.load is None else f"{service.load:.0%}",
+            f"{service.tokens_per_s:,.0f}" if service.tokens_per_s and service.live else "",
+            "" if service.load is None or not service.live else f"{service.load:.0%}",
         )
     if len(services) < len(s.services):
         table.add_row(Text(f"and {len(s.services) - len(services)} more", "dim"))
     return table
+
+
+def _chosen(services: Sequence[ServiceStatus], room: int) -> list[ServiceStatus]:
+    """All, or as many as there is room for with a line to spare: first those there is one of, or something is amiss."""
+    if len(services) <= room:
+        return list(services)
+    plain = [one for one in services if one.live and one.state == "running" and one.role in ("generator", "reward")]
+    spare = max(0, room - 1 - (len(services) - len(plain)))
+    left_out = {one.name for one in plain[spare:]}
+    return [one for one in services if one.name not in left_out][: room - 1]
 
 
 def _events(events: Sequence[TimelineEvent]) -> Table:
