@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
+from broker.api.address import address_of
+from deploy.rest import Client
 from tests.e2e.running import Run, trained_samples
 from tests.tiny import make_tiny_model
 
 pytestmark = pytest.mark.e2e
 
 GROUPS, STEPS = 4, 24
+DEADLINE_S = 20.0
+"""How long ranks wait for each other in the test of a long pause."""
 PARITY = '''
 def parity(prompt, completions, prompt_ids, completion_ids, **data):
     """Some reward that follows from the sample alone."""
@@ -83,3 +88,26 @@ def test_any_rank_may_be_killed_and_nothing_is_lost_or_trained_twice(tmp_path: P
     for line in run.lines("metrics.jsonl"):
         figures.setdefault(line["step"], set()).add(json.dumps([line["train/loss"], line["train/grad_norm"]]))
     assert all(len(seen) == 1 for seen in figures.values())
+
+
+@pytest.mark.timeout(900)
+def test_a_pause_may_be_longer_than_ranks_wait_for_each_other(tmp_path: Path) -> None:
+    settings = configuration(tmp_path)
+    settings["trainer"]["rank_deadline_s"] = DEADLINE_S
+    settings["control"] = {"port": 0}
+    run = Run(tmp_path, settings)
+    run.wait_until(lambda: run.steps() >= 4 and address_of(run.folder) is not None, "fourth step", 400)
+    control = Client(str(address_of(run.folder)), None)
+    assert control.send("POST", "/v1/pause", {"wait_s": 120}, 120)["done"]
+    ranks = [rank(run, number) for number in (0, 1)]
+    step = run.steps()
+    until = time.monotonic() + 1.5 * DEADLINE_S
+    run.wait_until(lambda: time.monotonic() > until, "the end of a long pause")
+    assert run.steps() == step
+    assert control.send("POST", "/v1/resume", {"wait_s": 60}, 60)["done"]
+    run.wait_until(lambda: run.steps() > step + 2, "steps after the pause", 300)
+    assert [rank(run, number) for number in (0, 1)] == ranks, "the ranks are those from before the pause"
+    summary = run.finish(900)
+    samples = trained_samples(run)
+    assert len(samples) == len(set(samples))
+    assert (summary["trajectories_lost"], summary["trajectories_trained_twice"]) == (0, 0)

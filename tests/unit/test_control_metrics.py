@@ -48,6 +48,31 @@ def test_everything_that_is_asked_for_is_told() -> None:
     assert 'tidemill_oldest_pending_age_seconds{stream="tasks"} 5.0' in text
 
 
+def test_mishaps_that_were_mended_are_counters() -> None:
+    told = {
+        "duplicate:publish": 3.0,
+        "duplicate:score": 2.0,
+        "closed": 1.0,
+        "fenced": 4.0,
+        "leases_expired:generators": 5.0,
+        "commits": 8.0,
+        "commit_seconds": 0.25,
+    }
+    found = status().model_copy(update={"counters": told})
+    text = render(found, True, {}, {}).decode()
+    for line in (
+        'tidemill_publish_total{outcome="duplicate"} 3.0',
+        'tidemill_publish_total{outcome="closed"} 1.0',
+        'tidemill_duplicate_total{stage="score"} 2.0',
+        'tidemill_leases_expired_total{group="generators"} 5.0',
+        'tidemill_leases_expired_total{group="reward"} 0.0',
+        "tidemill_fenced_total 4.0",
+        "tidemill_commit_seconds_count 8.0",
+        "tidemill_commit_seconds_sum 0.25",
+    ):
+        assert line in text
+
+
 def test_every_alert_says_how_bad_it_is_and_what_is_wrong() -> None:
     for rule in yaml.safe_load((FOLDER / "alerts.yaml").read_text())["groups"][0]["rules"]:
         assert rule["labels"]["severity"] in ("warning", "critical")

@@ -74,7 +74,7 @@ def test_with_the_token_it_answers(guarded: Guard) -> None:
     assert ask(guarded, authorization=f"Bearer {TOKEN}")[0] == 200
 
 
-@pytest.mark.parametrize("path", ["/livez", "/readyz", "/startupz", "/", "/assets/app.js"])
+@pytest.mark.parametrize("path", ["/livez", "/readyz", "/startupz", "/", "/docs", "/assets/app.js"])
 def test_probes_and_the_empty_page_need_no_token(guarded: Guard, path: str) -> None:
     assert ask(guarded, path=path)[0] == 200
 
