@@ -30,11 +30,11 @@ def status(
 
 
 @app.command()
-def top(run: Run, control: Control = None, url: Url = None, prefix: Prefix = "tidemill") -> None:
-    """Watch a run in the terminal, until Ctrl-C."""
-    from deploy.top import watch
+def top(run: Run, control: Control = None, url: Url = None, prefix: Prefix = "tidemill", as_json: Json = False) -> None:
+    """Watch a run in the terminal, until Ctrl-C; with --json one status a line."""
+    from deploy.top import stream, watch
 
-    watch(run, control, url, prefix)
+    (stream if as_json else watch)(run, control, url, prefix)
 
 
 @app.command()

@@ -38,11 +38,19 @@ def list_letters(
 
 
 @letters.command()
-def show(run: Run, letter: Letter, control: Control = None, url: Url = None, prefix: Prefix = "tidemill") -> None:
-    """Print one dead letter whole, as JSON."""
+def show(
+    run: Run,
+    letter: Letter,
+    control: Control = None,
+    url: Url = None,
+    prefix: Prefix = "tidemill",
+    as_json: Json = False,
+) -> None:
+    """Print one dead letter whole: indented, or with --json on one line."""
     from deploy.sources import open_source
 
-    print(open_source(run, control, url, prefix).letter(letter).model_dump_json(indent=2))
+    found = open_source(run, control, url, prefix).letter(letter)
+    print(found.model_dump_json(indent=None if as_json else 2))
 
 
 @letters.command()

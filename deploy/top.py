@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import time
 from collections.abc import Sequence
 
@@ -43,6 +45,18 @@ def watch(run: str, control: str | None, url: str | None, prefix: str) -> None:
                     live.update(Group(Text(str(error), "bold red"), page(shown, events, console.height - 1)))
         except KeyboardInterrupt:
             return
+
+
+def stream(run: str, control: str | None, url: str | None, prefix: str) -> None:
+    """One status a second, a JSON object a line, until Ctrl-C or until nobody reads; InfraError when nobody answers."""
+    source = open_source(run, control, url, prefix)
+    try:
+        while True:
+            print(source.status().model_dump_json(), flush=True)
+            time.sleep(EVERY_S)
+    except (KeyboardInterrupt, BrokenPipeError):
+        # What is left in the buffer has no reader.
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
 
 
 def page(s: RunStatus, events: Sequence[TimelineEvent], height: int) -> Panel:

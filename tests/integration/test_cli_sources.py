@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Iterator
-from subprocess import CompletedProcess
+from subprocess import PIPE, CompletedProcess, Popen
 
 import pytest
 
@@ -72,7 +72,8 @@ def test_dead_letters_are_listed_shown_refused_and_dropped(
     assert (listed["total"], [letter["reason"] for letter in listed["letters"]]) == (1, ["too long"])
     assert "too long" in tidemill("dead-letters", "list", RUN, *way).stdout
     id = listed["letters"][0]["id"]
-    assert json.loads(tidemill("dead-letters", "show", RUN, id, *way).stdout)["task_id"] == 0
+    for form in ((), ("--json",)):
+        assert json.loads(tidemill("dead-letters", "show", RUN, id, *way, *form).stdout)["task_id"] == 0
     refused = tidemill("dead-letters", "requeue", RUN, id, *way)
     assert (refused.returncode, refused.stderr.count("\n")) == (5, 1)
     assert "still in the pipeline" in refused.stderr
@@ -99,6 +100,16 @@ def test_settings_are_changed_and_logged_with_who_did_it(
     assert "@" in broker.events.tail(1)[0].data["by"]
     assert json.loads(tidemill("status", RUN, *way, "--json").stdout)["settings"]["staleness"] == 2
     assert tidemill("set", RUN, "staleness=1001", *way).returncode == 2
+
+
+def test_top_is_a_status_a_line_for_scripts(way: tuple[str, str]) -> None:
+    command = [sys.executable, "-m", "deploy.cli", "top", RUN, *way, "--json"]
+    with Popen(command, stdout=PIPE, stderr=PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert [json.loads(process.stdout.readline())["run"] for _ in range(2)] == [RUN, RUN]
+        process.stdout.close()
+        assert (process.wait(30), process.stderr.read()) == (0, "")
 
 
 def test_nobody_who_answers_is_an_error_of_its_own(tidemill: Command) -> None:
