@@ -82,11 +82,7 @@ def reward(config: ConfigFile, overrides: Overrides = None, name: Name = None) -
 def trainer(config: ConfigFile, overrides: Overrides = None, name: Name = None) -> None:
     """Run the trainer, in trainer.processes ranks unless it was started as one of several."""
     loaded = _load(config, overrides)
-    from deploy import ranks
-
-    if loaded.trainer.processes > 1 and not ranks.is_rank():
-        arguments = ["trainer", str(config), *(overrides or []), "--name", name or "trainer"]
-        raise typer.Exit(ranks.launch(loaded.trainer.processes, arguments, loaded.supervisor.grace_s))
+    _in_ranks(loaded, ["trainer", str(config), *(overrides or []), "--name", name or "trainer"])
     from deploy.roles import run_role
 
     run_role("trainer", loaded, name)
@@ -94,12 +90,16 @@ def trainer(config: ConfigFile, overrides: Overrides = None, name: Name = None) 
 
 @app.command()
 def sft(config: ConfigFile, overrides: Overrides = None) -> None:
-    """Make the model of warm_start by supervised training."""
+    """Make the model of warm_start by supervised training, in trainer.processes ranks."""
     loaded = _load(config, overrides)
     if loaded.warm_start is None:
         raise ConfigError("the configuration has no warm_start section, there is no model to make")
-    from deploy.warm_start import make_model
+    from deploy.ranks import is_rank
+    from deploy.warm_start import make_model, up_to_date
 
+    if loaded.trainer.processes > 1 and not is_rank() and up_to_date(loaded, loaded.warm_start):
+        return
+    _in_ranks(loaded, ["sft", str(config), *(overrides or [])])
     make_model(loaded, loaded.warm_start)
 
 
@@ -149,10 +149,11 @@ def ready(
 
 @app.command()
 def dpo(config: ConfigFile, overrides: Overrides = None) -> None:
-    """Train the model on preferred and rejected answers, without a broker."""
+    """Train the model on preferred and rejected answers, in trainer.processes ranks, without a broker."""
     loaded = _load(config, overrides)
     if loaded.dpo is None:
         raise ConfigError("the configuration has no dpo section, there is nothing to train on")
+    _in_ranks(loaded, ["dpo", str(config), *(overrides or [])])
     from deploy.preferences import make_dpo_model
 
     make_dpo_model(loaded, loaded.dpo)
@@ -160,10 +161,11 @@ def dpo(config: ConfigFile, overrides: Overrides = None) -> None:
 
 @app.command("reward-model")
 def reward_model(config: ConfigFile, overrides: Overrides = None) -> None:
-    """Train a reward model on preferred and rejected answers, without a broker."""
+    """Train a reward model on preferred and rejected answers, in trainer.processes ranks, without a broker."""
     loaded = _load(config, overrides)
     if loaded.reward_model is None:
         raise ConfigError("the configuration has no reward_model section, there is nothing to train on")
+    _in_ranks(loaded, ["reward-model", str(config), *(overrides or [])])
     from deploy.preferences import make_reward_model
 
     make_reward_model(loaded, loaded.reward_model)
@@ -202,6 +204,14 @@ def _serve(role: str, file: Path, overrides: list[str] | None, name: str | None)
     from deploy.roles import run_role
 
     run_role(role, loaded, name)
+
+
+def _in_ranks(config: TidemillConfig, arguments: list[str]) -> None:
+    """Do this command in trainer.processes ranks and exit; returns where there is one, or this is one of them."""
+    from deploy import ranks
+
+    if config.trainer.processes > 1 and not ranks.is_rank():
+        raise typer.Exit(ranks.launch(config.trainer.processes, arguments, config.supervisor.grace_s))
 
 
 def _load(file: Path, overrides: list[str] | None) -> TidemillConfig:

@@ -13,32 +13,44 @@ from schemas.config.models import DpoConfig, RewardModelConfig
 from schemas.errors import ConfigError
 
 if TYPE_CHECKING:
-    from consumers.trainer.pairwise import PairwiseProgress, Preference
+    from consumers.trainer.pairs import Preference
+    from consumers.trainer.pairwise import PairwiseProgress
 
 
 def make_dpo_model(config: TidemillConfig, settings: DpoConfig) -> None:
     """Train model.path on the pairs of the ``dpo`` section and write ``dpo.out``."""
     from consumers.trainer.pairwise import train_dpo
+    from consumers.trainer.ranks import Ranks
 
     configure_logging(config, "dpo", "dpo")
     pairs, heldout = (preferences(dataset, config.base) for dataset in (settings.dataset, settings.eval))
-    result = train_dpo(config.model, pairs, heldout, settings, seed=config.run.seed, progress=_show)
-    print(f"model {settings.out}: prefers the chosen answer in {result.accuracy:.3f} of {len(heldout)} held-out pairs")
+    ranks = Ranks()
+    with ranks.lifeline():
+        result = train_dpo(config.model, pairs, heldout, settings, seed=config.run.seed, progress=_show, ranks=ranks)
+    if ranks.is_main:
+        preferred = f"prefers the chosen answer in {result.accuracy:.3f} of {len(heldout)} held-out pairs"
+        print(f"model {settings.out}: {preferred}")
 
 
 def make_reward_model(config: TidemillConfig, settings: RewardModelConfig) -> None:
     """Train a reward model on the pairs of the ``reward_model`` section and write ``reward_model.out``."""
     from consumers.trainer.pairwise import train_reward_model
+    from consumers.trainer.ranks import Ranks
 
     configure_logging(config, "reward-model", "reward-model")
     pairs, heldout = (preferences(dataset, config.base) for dataset in (settings.dataset, settings.eval))
-    result = train_reward_model(config.model, pairs, heldout, settings, seed=config.run.seed, progress=_show)
-    print(f"model {settings.out}: ranks {result.accuracy:.3f} of {len(heldout)} held-out pairs right")
+    ranks = Ranks()
+    with ranks.lifeline():
+        result = train_reward_model(
+            config.model, pairs, heldout, settings, seed=config.run.seed, progress=_show, ranks=ranks
+        )
+    if ranks.is_main:
+        print(f"model {settings.out}: ranks {result.accuracy:.3f} of {len(heldout)} held-out pairs right")
 
 
 def preferences(dataset: DatasetConfig, base: Path) -> list[Preference]:
     """Every example as a pair; ConfigError when one has no plain prompt, or not both answers."""
-    from consumers.trainer.pairwise import Preference
+    from consumers.trainer.pairs import Preference
 
     examples = build_dataset(dataset, base)
     found: list[Preference] = []

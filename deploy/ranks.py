@@ -1,4 +1,4 @@
-"""The trainer as several processes of this machine, when the configuration asks for them.
+"""The trainer, and whatever else trains, as several processes of this machine, when the configuration asks for them.
 
 PyTorch's own launcher (torchrun), with exit codes that mean the same as those of one process. A rank that ends
 badly takes the others along (consumers/trainer/lifeline.py); whoever started this one starts all of them again.

@@ -6,33 +6,58 @@ import json
 import shutil
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
 from consumers.trainer.provenance import DETAILS, settings_digest
 from deploy.logs import configure_logging
+from deploy.ranks import is_rank
 from producers.datasets.build import build_dataset
 from schemas.config import DatasetConfig, TidemillConfig, WarmStartConfig
 from schemas.errors import ConfigError
 from schemas.plugins import load
 
+if TYPE_CHECKING:
+    from consumers.trainer.ranks import Ranks
+
 
 def make_model(config: TidemillConfig, settings: WarmStartConfig) -> None:
-    """Train the model of ``warm_start`` into model.path, unless it is there already; ConfigError says why not."""
+    """Train the model of ``warm_start`` into model.path, unless it is there already; ConfigError says why not.
+
+    Started as several ranks (torchrun), all of them train.
+    """
+    configure_logging(config, "sft", "sft")
+    if not is_rank() and up_to_date(config, settings):
+        return
+    from consumers.trainer.ranks import Ranks
+
+    ranks = Ranks()
+    with ranks.lifeline():
+        if ranks.agree("current" if ranks.is_main and up_to_date(config, settings) else ""):
+            return
+        if ranks.is_main:
+            _make_room(Path(config.model.path))
+        _train(config, settings, ranks)
+
+
+def up_to_date(config: TidemillConfig, settings: WarmStartConfig) -> bool:
+    """Whether there is nothing to make, which is said. Loads no model library."""
+    current = is_current(config, settings)
+    if current:
+        print(f"model {config.model.path}: up to date", file=sys.stderr)
+    return current
+
+
+def _train(config: TidemillConfig, settings: WarmStartConfig, ranks: Ranks) -> None:
     from consumers.trainer.sft import SftProgress, train_sft
 
-    configure_logging(config, "sft", "sft")
     folder = Path(config.model.path)
-    if is_current(config, settings):
-        print(f"model {folder}: up to date", file=sys.stderr)
-        return
-    _make_room(folder)
     source = load(settings.model, "warm_start.model", config.base)
     examples = pairs(settings.dataset, config.base)
     heldout = pairs(settings.eval, config.base)
-    with _bar(settings) as bar:
+    with _bar(ranks.is_main) as bar:
         task = bar.add_task("warm start", total=1.0, figures="")
 
         def show(progress: SftProgress) -> None:
@@ -51,11 +76,11 @@ def make_model(config: TidemillConfig, settings: WarmStartConfig) -> None:
             dtype=config.model.dtype,
             progress=show,
             trust_remote_code=config.model.trust_remote_code,
+            ranks=ranks,
         )
-    print(
-        f"model {folder}: accuracy {result.accuracy:.2f} after {result.steps} supervised steps, {result.seconds:.0f} s",
-        file=sys.stderr,
-    )
+    if ranks.is_main:
+        made = f"accuracy {result.accuracy:.2f} after {result.steps} supervised steps, {result.seconds:.0f} s"
+        print(f"model {folder}: {made}", file=sys.stderr)
 
 
 def is_current(config: TidemillConfig, settings: WarmStartConfig) -> bool:
@@ -102,7 +127,7 @@ def _make_room(folder: Path) -> None:
     shutil.rmtree(folder)
 
 
-def _bar(settings: WarmStartConfig) -> Progress:
+def _bar(shown: bool) -> Progress:
     console = Console(stderr=True)
     return Progress(
         TextColumn("[bold]{task.description}"),
@@ -111,5 +136,5 @@ def _bar(settings: WarmStartConfig) -> Progress:
         TextColumn("{task.fields[figures]}"),
         TimeElapsedColumn(),
         console=console,
-        disable=not console.is_terminal,
+        disable=not (shown and console.is_terminal),
     )

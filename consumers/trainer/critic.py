@@ -63,7 +63,7 @@ class CriticStep:
         self, critic: Critic, settings: CriticConfig, steps: int, ranks: Ranks, dtype: str = "float32"
     ) -> None:
         self.ranks = ranks
-        self.critic: Critic = ranks.prepare(critic, dtype)  # type: ignore[arg-type, assignment]
+        self.critic = ranks.prepare(critic, dtype)
         self.settings = settings
         self.steps = steps
         self.optimizer = build_optimizer(self.critic.parameters(), settings.optimizer)

@@ -9,15 +9,15 @@ import copy
 import json
 import math
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedModel
 
 from consumers.trainer.policy import DTYPES, Policy
 from schemas.config import ModelConfig
@@ -34,14 +34,21 @@ def weight_specs(policy: Policy, dtype: str) -> list[TensorSpec]:
 
 def save_model(policy: Policy, folder: Path, dtype: str, *, main: bool = True) -> None:
     """Write the model, ready for transformers and vLLM; every rank of a sharded one must call this."""
+    save_weights(policy.causal_lm, named_weights(policy), folder, dtype, main=main)
+
+
+def save_weights(
+    model: PreTrainedModel, weights: Iterable[tuple[str, Tensor]], folder: Path, dtype: str, *, main: bool = True
+) -> None:
+    """Write a model with these, possibly sharded, weights by their Hugging Face names; all ranks must call this."""
     state = {}
-    for name, tensor in named_weights(policy):
+    for name, tensor in weights:
         gathered = whole(tensor, DTYPES[dtype])
         if main:
             state[name] = gathered.cpu()
     if main:
-        policy.causal_lm.save_pretrained(folder, state_dict=state)
-        config = copy.deepcopy(policy.causal_lm.config)
+        model.save_pretrained(folder, state_dict=state)
+        config = copy.deepcopy(model.config)
         # Training keeps float32; what is written is what the generators had.
         config.dtype = DTYPES[dtype]
         config.save_pretrained(folder)
@@ -55,7 +62,7 @@ def reference_logprobs(policy: Policy, tokens: Sequence[int]) -> npt.NDArray[np.
     return scores.logprobs[0].float().cpu().numpy()
 
 
-def named_weights(policy: Policy) -> Iterator[tuple[str, Tensor]]:
+def named_weights(policy: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Parameters and saved floating-point buffers by Hugging Face name; a tied one appears once."""
     saved = policy.state_dict().keys()
     for name, tensor in [*policy.named_parameters(), *policy.named_buffers()]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -11,9 +11,18 @@ from transformers import DynamicCache, PreTrainedModel
 
 @torch.no_grad()
 def greedy(
-    model: PreTrainedModel, prompts: Sequence[Sequence[int]], max_tokens: int, eos: int, batch_size: int = 512
+    model: PreTrainedModel,
+    prompts: Sequence[Sequence[int]],
+    max_tokens: int,
+    eos: int,
+    batch_size: int = 512,
+    all_ended: Callable[[bool], bool] = bool,
 ) -> list[list[int]]:
-    """Most likely continuation of each prompt, at most ``max_tokens`` ids, without the end-of-sequence token."""
+    """Most likely continuation of each prompt, at most ``max_tokens`` ids, without the end-of-sequence token.
+
+    all_ended: whether all ranks of a sharded model have ended, told whether this one has. They must have equally many
+    prompts, since each takes part in every forward pass.
+    """
     out: list[list[int]] = [[] for _ in prompts]
     # By length, so that few prompts need padding.
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
@@ -21,14 +30,20 @@ def greedy(
     model.eval()
     for start in range(0, len(order), batch_size):
         rows = order[start : start + batch_size]
-        for row, ids in zip(rows, _decode(model, [prompts[r] for r in rows], max_tokens, eos).tolist(), strict=True):
+        for row, ids in zip(rows, _decode(model, [prompts[r] for r in rows], max_tokens, eos, all_ended), strict=True):
             out[row] = ids[: ids.index(eos)] if eos in ids else ids
     model.train(was_training)
     return out
 
 
-def _decode(model: PreTrainedModel, prompts: Sequence[Sequence[int]], max_tokens: int, eos: int) -> Tensor:
-    """Ids of the continuations, int64 [R, up to max_tokens]; after an end of sequence they mean nothing."""
+def _decode(
+    model: PreTrainedModel,
+    prompts: Sequence[Sequence[int]],
+    max_tokens: int,
+    eos: int,
+    all_ended: Callable[[bool], bool],
+) -> list[list[int]]:
+    """Ids of the continuations, up to max_tokens of each; after an end of sequence they mean nothing."""
     device = next(model.parameters()).device
     longest = max(len(p) for p in prompts)
     tokens = torch.full((len(prompts), longest), eos, dtype=torch.int64)
@@ -53,8 +68,9 @@ def _decode(model: PreTrainedModel, prompts: Sequence[Sequence[int]], max_tokens
         step = logits[:, -1:].argmax(-1)
         generated.append(step)
         ended |= step[:, 0] == eos
-        if bool(ended.all()):
+        if all_ended(bool(ended.all())):
             break
         attention = torch.cat([attention, attention.new_ones(len(prompts), 1)], dim=1)
         positions = positions[:, -1:] + 1
-    return torch.cat(generated, dim=1)
+    ids: list[list[int]] = torch.cat(generated, dim=1).tolist()
+    return ids

@@ -1,6 +1,7 @@
 """Training on pairs of answers, without generators: DPO and IPO of a policy, and a Bradley-Terry reward model.
 
-The model that comes out appears in its folder whole or not at all, beside what it was measured at.
+Every rank has all pairs, and computes its share of each batch. The model that comes out appears in its folder whole or
+not at all, beside what it was measured at.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -16,24 +18,18 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel
 
+from consumers.trainer.export import named_weights, save_weights
 from consumers.trainer.folder import whole_folder
 from consumers.trainer.optimizer import Schedule, build_optimizer
-from consumers.trainer.policy import DTYPES, Policy, load_model
+from consumers.trainer.pairs import PairIds, Preference, batches, encode, padded
+from consumers.trainer.policy import Policy, load_model
 from consumers.trainer.preferences import bradley_terry_loss, dpo_loss, ipo_loss, preference_margin
+from consumers.trainer.ranks import Ranks
 from schemas.config.models import DpoConfig, ModelConfig, PreferenceConfig, RewardModelConfig
-from schemas.errors import ConfigError, DataError
+from schemas.errors import ConfigError
 
 DETAILS = "preferences.json"
 """File in the model's folder with the held-out result."""
-
-
-@dataclass(frozen=True)
-class Preference:
-    """Texts of a prompt, the better and the worse answer."""
-
-    prompt: str
-    chosen: str
-    rejected: str
 
 
 @dataclass(frozen=True)
@@ -48,8 +44,7 @@ class PairwiseProgress:
 
 
 Progress = Callable[[PairwiseProgress], None]
-_Ids = tuple[list[int], list[int], list[int]]
-_Margins = Callable[[Sequence[_Ids]], Tensor]
+_Margins = Callable[[Sequence[PairIds]], Tensor]
 
 
 def train_dpo(
@@ -60,16 +55,21 @@ def train_dpo(
     *,
     seed: int = 0,
     progress: Progress | None = None,
+    ranks: Ranks | None = None,
 ) -> PairwiseProgress:
-    """Train ``model.path`` with itself as the reference and write it to ``settings.out``; the last held-out look."""
-    with whole_folder(settings.out, "dpo.out") as aside:
-        tokenizer = AutoTokenizer.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
-        policy, reference = (
-            Policy(load_model(model.path, model.dtype, model.trust_remote_code)).to(_device()) for _ in range(2)
-        )
-        reference.requires_grad_(False)
+    """Train ``model.path`` with itself as the reference and write it to ``settings.out``; the last held-out look.
 
-        def margins(batch: Sequence[_Ids]) -> Tensor:
+    ranks: all of them call this; rank 0 writes, and reports to ``progress``.
+    """
+    ranks = ranks or Ranks()
+    with _folder(settings.out, "dpo.out", ranks) as aside:
+        tokenizer = AutoTokenizer.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
+        policy = Policy(load_model(model.path, "float32", model.trust_remote_code))
+        reference = Policy(load_model(model.path, model.dtype, model.trust_remote_code))
+        policy = ranks.prepare(policy, model.dtype)
+        reference = ranks.prepare(reference.requires_grad_(False), model.dtype)
+
+        def margins(batch: Sequence[PairIds]) -> Tensor:
             with torch.no_grad():
                 known = _answer_logprobs(reference, batch)
             return preference_margin(*_answer_logprobs(policy, batch), *known)
@@ -77,9 +77,9 @@ def train_dpo(
         def loss(margin: Tensor) -> Tensor:
             return (dpo_loss if settings.loss == "sigmoid" else ipo_loss)(margin, settings.beta)
 
-        fit = _Fit(policy, tokenizer, pairs, heldout, settings, seed, model.max_length)
+        fit = _Fit(policy, tokenizer, pairs, heldout, settings, seed, model.max_length, ranks)
         result = fit.run(margins, loss, progress)
-        _save(policy.causal_lm, tokenizer, aside, result)
+        _save(policy.causal_lm, policy, model.dtype, tokenizer, aside, result)
     return result
 
 
@@ -91,16 +91,21 @@ def train_reward_model(
     *,
     seed: int = 0,
     progress: Progress | None = None,
+    ranks: Ranks | None = None,
 ) -> PairwiseProgress:
     """Train a model with one score on the body of ``model.path`` and write it to ``settings.out``.
 
     It is a Hugging Face sequence classifier with one label, whose logit is the score of prompt and answer.
+    ranks: as in train_dpo.
     """
-    with whole_folder(settings.out, "reward_model.out") as aside:
+    ranks = ranks or Ranks()
+    with _folder(settings.out, "reward_model.out", ranks) as aside:
         tokenizer = AutoTokenizer.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
-        scorer = _scorer(model, tokenizer).to(_device())
+        # Its head is new, and must be the same on every rank.
+        torch.manual_seed(seed)
+        scorer = ranks.prepare(_scorer(model, tokenizer), model.dtype)
 
-        def margins(batch: Sequence[_Ids]) -> Tensor:
+        def margins(batch: Sequence[PairIds]) -> Tensor:
             rows = [prompt + answer for prompt, *answers in batch for answer in answers]
             chosen, rejected = _scores(scorer, rows).view(-1, 2).unbind(1)
             return chosen - rejected
@@ -108,9 +113,9 @@ def train_reward_model(
         def loss(margin: Tensor) -> Tensor:
             return bradley_terry_loss(margin, torch.zeros_like(margin))
 
-        fit = _Fit(scorer, tokenizer, pairs, heldout, settings, seed, model.max_length)
+        fit = _Fit(scorer, tokenizer, pairs, heldout, settings, seed, model.max_length, ranks)
         result = fit.run(margins, loss, progress)
-        _save(scorer, tokenizer, aside, result)
+        _save(scorer, scorer, model.dtype, tokenizer, aside, result)
     return result
 
 
@@ -126,77 +131,59 @@ class _Fit:
         settings: PreferenceConfig,
         seed: int,
         max_length: int,
+        ranks: Ranks,
     ) -> None:
         if not pairs or not heldout:
             raise ConfigError(f"preferences are needed in both sets, there are {len(pairs)} and {len(heldout)}")
         self.model = model
         self.settings = settings
-        self.seed = seed
-        self.pairs, self.heldout = ([_encode(tokenizer, pair, max_length) for pair in p] for p in (pairs, heldout))
+        self.ranks = ranks
+        self.heldout = [encode(tokenizer, pair, max_length) for pair in heldout]
+        self.batches = batches([encode(tokenizer, pair, max_length) for pair in pairs], settings.batch_size, seed)
         self.optimizer = build_optimizer(model.parameters(), settings.optimizer)
         self.schedule = Schedule(self.optimizer, settings.optimizer, settings.steps)
 
     def run(self, margins: _Margins, loss: Callable[[Tensor], Tensor], progress: Progress | None) -> PairwiseProgress:
         """``margins`` of pairs, positive where the chosen answer is ahead, and the ``loss`` of these."""
         started = time.perf_counter()
-        batches = self._batches()
         for step in range(1, self.settings.steps + 1):
-            value = loss(margins(next(batches))).mean()
-            value.backward()  # type: ignore[no-untyped-call]
-            norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.settings.optimizer.max_grad_norm)
+            batch = next(self.batches)
+            own, weights = self.ranks.share(batch)
+            losses = loss(margins(own))
+            self.ranks.backward((losses * losses.new_tensor(weights)).sum() / len(batch))
+            norm = self.ranks.clip_grad_norm(self.model.parameters(), self.settings.optimizer.max_grad_norm)
             self.schedule.apply()
-            if bool(torch.isfinite(norm)):
+            if norm < float("inf"):
                 self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
             self.schedule.advance()
-            if progress and step % self.settings.eval_every == 0 and step < self.settings.steps:
-                progress(self._look(step, margins, loss, started))
+            if step % self.settings.eval_every == 0 and step < self.settings.steps:
+                self._report(self._look(step, margins, loss, started), progress)
         last = self._look(self.settings.steps, margins, loss, started)
-        if progress:
-            progress(last)
+        self._report(last, progress)
         return last
+
+    def _report(self, look: PairwiseProgress, progress: Progress | None) -> None:
+        if progress and self.ranks.is_main:
+            progress(look)
 
     @torch.no_grad()
     def _look(self, step: int, margins: _Margins, loss: Callable[[Tensor], Tensor], started: float) -> PairwiseProgress:
-        size = self.settings.batch_size
-        found = torch.cat([margins(self.heldout[i : i + size]) for i in range(0, len(self.heldout), size)])
-        return PairwiseProgress(
-            step=step,
-            loss=float(loss(found).mean()),
-            accuracy=float((found > 0).float().mean()),
-            margin=float(found.mean()),
-            seconds=round(time.perf_counter() - started, 2),
-        )
-
-    def _batches(self) -> Iterator[list[_Ids]]:
-        """Endless batches, every epoch in a new order; the last of an epoch may be smaller."""
-        generator, size = torch.Generator().manual_seed(self.seed), self.settings.batch_size
-        while True:
-            order = torch.randperm(len(self.pairs), generator=generator).tolist()
-            for start in range(0, len(order), size):
-                yield [self.pairs[i] for i in order[start : start + size]]
+        size, count = self.settings.batch_size, len(self.heldout)
+        sums = torch.zeros(3, dtype=torch.float64)
+        for start in range(0, count, size):
+            own, weights = self.ranks.share(self.heldout[start : start + size])
+            found = margins(own)
+            figures = torch.stack([loss(found), (found > 0).to(found.dtype), found]).double().cpu()
+            sums += (figures * torch.tensor(weights, dtype=torch.float64)).sum(-1)
+        mean_loss, accuracy, margin = (total / count for total in self.ranks.add(sums.tolist()))
+        return PairwiseProgress(step, mean_loss, accuracy, margin, round(time.perf_counter() - started, 2))
 
 
-def _encode(tokenizer: Any, pair: Preference, max_length: int) -> _Ids:
-    """Ids of the prompt and of both answers, these with the end of sequence."""
-    prompt, chosen, rejected = (
-        list(tokenizer(text, add_special_tokens=False).input_ids) for text in (pair.prompt, pair.chosen, pair.rejected)
-    )
-    if not prompt:
-        raise DataError(f"preference {pair!r} has an empty prompt")
-    answers = [*chosen, tokenizer.eos_token_id], [*rejected, tokenizer.eos_token_id]
-    longest = len(prompt) + max(map(len, answers))
-    if longest > max_length:
-        raise DataError(
-            f"the preference of prompt {pair.prompt[:40]!r} has {longest} tokens, model.max_length {max_length}"
-        )
-    return prompt, *answers
-
-
-def _answer_logprobs(policy: Policy, batch: Sequence[_Ids]) -> tuple[Tensor, Tensor]:
+def _answer_logprobs(policy: Policy, batch: Sequence[PairIds]) -> tuple[Tensor, Tensor]:
     """Sums of log-probabilities of the chosen and of the rejected answers, [P] each."""
     rows = [(prompt, answer) for prompt, *answers in batch for answer in answers]
-    tokens, lengths = _padded([prompt + answer for prompt, answer in rows], 0, policy.device)
+    tokens, lengths = padded([prompt + answer for prompt, answer in rows], 0, policy.device)
     starts = torch.tensor([len(prompt) for prompt, _ in rows], device=policy.device)
     positions = torch.arange(1, tokens.shape[1], device=policy.device)
     mask = (positions >= starts[:, None]) & (positions < lengths[:, None])
@@ -206,19 +193,10 @@ def _answer_logprobs(policy: Policy, batch: Sequence[_Ids]) -> tuple[Tensor, Ten
 
 def _scores(scorer: PreTrainedModel, rows: Sequence[list[int]]) -> Tensor:
     """The score of each row, [R] float32."""
-    tokens, lengths = _padded(rows, scorer.config.get_text_config().pad_token_id, scorer.device)
+    tokens, lengths = padded(rows, scorer.config.get_text_config().pad_token_id, scorer.device)
     attention = torch.arange(tokens.shape[1], device=tokens.device) < lengths[:, None]
     scores: Tensor = scorer(input_ids=tokens, attention_mask=attention.long(), use_cache=False).logits[:, 0].float()
     return scores
-
-
-def _padded(rows: Sequence[list[int]], pad: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Right-padded ids int64 [R, T], and lengths [R]."""
-    lengths = torch.tensor([len(row) for row in rows])
-    tokens = torch.full((len(rows), int(lengths.max())), pad, dtype=torch.int64)
-    for number, row in enumerate(rows):
-        tokens[number, : len(row)] = torch.tensor(row)
-    return tokens.to(device), lengths.to(device)
 
 
 def _scorer(model: ModelConfig, tokenizer: Any) -> PreTrainedModel:
@@ -230,7 +208,7 @@ def _scorer(model: ModelConfig, tokenizer: Any) -> PreTrainedModel:
         )
     try:
         scorer = AutoModelForSequenceClassification.from_pretrained(
-            model.path, num_labels=1, dtype=DTYPES[model.dtype], trust_remote_code=model.trust_remote_code
+            model.path, num_labels=1, dtype=torch.float32, trust_remote_code=model.trust_remote_code
         )
     except (OSError, ValueError) as error:
         raise ConfigError(f"model.path {model.path!r} cannot be loaded: {str(error).splitlines()[0]}") from error
@@ -241,11 +219,26 @@ def _scorer(model: ModelConfig, tokenizer: Any) -> PreTrainedModel:
     return scorer.train()  # type: ignore[no-any-return]
 
 
-def _device() -> str:
-    return "cuda" if torch.cuda.is_available() else "cpu"
+@contextmanager
+def _folder(out: Path, setting: str, ranks: Ranks) -> Iterator[Path | None]:
+    """``whole_folder`` on rank 0; None on the others, which write nothing."""
+    if not ranks.is_main:
+        yield None
+        return
+    with whole_folder(out, setting) as aside:
+        yield aside
 
 
-def _save(model: PreTrainedModel, tokenizer: Any, folder: Path, result: PairwiseProgress) -> None:
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    (folder / DETAILS).write_text(json.dumps(asdict(result), indent=2) + "\n", encoding="utf-8")
+def _save(
+    model: PreTrainedModel,
+    trained: nn.Module,
+    dtype: str,
+    tokenizer: Any,
+    folder: Path | None,
+    result: PairwiseProgress,
+) -> None:
+    """``trained``: the module that holds the weights, which all ranks gather."""
+    save_weights(model, named_weights(trained), folder or Path(), dtype, main=folder is not None)
+    if folder is not None:
+        tokenizer.save_pretrained(folder)
+        (folder / DETAILS).write_text(json.dumps(asdict(result), indent=2) + "\n", encoding="utf-8")

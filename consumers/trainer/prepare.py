@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 
 from consumers.trainer.batches import MicroBatch
 from consumers.trainer.critic import CriticStep
@@ -77,6 +78,9 @@ class Preparation:
         batch = [Prepared(micro) for micro in micro_batches]
         if self.reference is not None:
             batch = [replace(part, reference_logprobs=self._score(self.reference, part.micro)) for part in batch]
+            if isinstance(self.reference, FSDPModule):
+                # A pass without a gradient leaves the gathered embeddings and head behind.
+                self.reference.reshard()
         if self.critic is not None:
             batch = [replace(part, values=self.critic.values(part.micro)) for part in batch]
         batch = self._with_advantages(batch, add)

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from functools import cached_property
-from typing import cast
+from typing import TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -28,8 +28,11 @@ from torch.distributed.tensor import DTensor
 
 from consumers.trainer.channel import Channel
 from consumers.trainer.lifeline import Lifeline
-from consumers.trainer.policy import DTYPES, Policy
+from consumers.trainer.policy import DTYPES
 from schemas.errors import DiskError, InfraError
+
+M = TypeVar("M", bound=nn.Module)
+T = TypeVar("T")
 
 RANK_DEADLINE_S = 1800.0
 """How long a rank waits in a collective of a step for the others, which do the same amount of work."""
@@ -93,28 +96,44 @@ class Ranks:
             channel.send(rank, shared.encode())
         return shared
 
-    def prepare(self, policy: Policy, dtype: str = "float32") -> Policy:
-        """Move the policy to its device, sharded layer by layer over the ranks, computing in ``dtype``.
+    def agree(self, text: str = "") -> str:
+        """What rank 0 says, on every rank."""
+        if not self.is_main:
+            return self.channel.receive(0).decode()
+        for rank in range(1, self.world):
+            self.channel.send(rank, text.encode())
+        return text
+
+    def share(self, rows: Sequence[T]) -> tuple[list[T], list[float]]:
+        """This rank's part of what all ranks have, and its weights. All parts are of the same length.
+
+        What is missing for that is the first row again, with weight 0: every rank has as much to compute.
+        """
+        places = range(self.rank, -(-len(rows) // self.world) * self.world, self.world)
+        return [rows[i] if i < len(rows) else rows[0] for i in places], [float(i < len(rows)) for i in places]
+
+    def prepare(self, model: M, dtype: str = "float32") -> M:
+        """Move a model to its device, sharded layer by layer over the ranks, computing in ``dtype``.
 
         Its parameters stay in the type they have; gradients are reduced in float32. A single rank shards over
         itself when it computes in another type, so that it computes what several do.
         """
         if self.world == 1 and dtype == "float32":
-            return cast(Policy, self.accelerator.prepare(policy))
+            return cast(M, self.accelerator.prepare(model))
         if not dist.is_initialized():
             backend = "nccl" if self.accelerator.device.type == "cuda" else "gloo"
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
         # PyTorch's own call and not accelerate's: that takes the optimizer too, and on the CPU it picks
         # plain data parallelism whatever plugin it is given.
-        policy = policy.to(self.accelerator.device)
+        model = model.to(self.accelerator.device)
         mesh = init_device_mesh(self.accelerator.device.type, (self.world,))
         precision = MixedPrecisionPolicy(param_dtype=DTYPES[dtype], reduce_dtype=torch.float32)
-        layers = set(policy.causal_lm._no_split_modules or ())
-        for module in policy.modules():
-            if type(module).__name__ in layers:
+        layers = {name for module in model.modules() for name in getattr(module, "_no_split_modules", None) or ()}
+        for module in model.modules():
+            if module is not model and type(module).__name__ in layers:
                 fully_shard(module, mesh=mesh, mp_policy=precision)
-        fully_shard(policy, mesh=mesh, mp_policy=precision)
-        return policy
+        fully_shard(model, mesh=mesh, mp_policy=precision)
+        return model
 
     def backward(self, loss: Tensor) -> None:
         """Backward of this rank's part of a sum over ranks: sharding averages gradients, so undo that."""

@@ -103,6 +103,7 @@ class TrainStep:
     @classmethod
     def from_config(cls, policy: Policy, config: TidemillConfig, ranks: Ranks | None = None) -> TrainStep:
         """The step that a run's configuration describes."""
+        ranks = ranks or Ranks()
         return cls(
             policy,
             config.trainer,
@@ -111,7 +112,7 @@ class TrainStep:
             dtype=config.model.dtype,
             base=config.base,
             ranks=ranks,
-            reference=reference_policy(config),
+            reference=reference_policy(config, ranks),
             critic=critic_of(config),
         )
 
@@ -208,11 +209,16 @@ def critic_of(config: TidemillConfig) -> Critic | None:
     return Critic(load_model(settings.model or model.path, "float32", model.trust_remote_code))
 
 
-def reference_policy(config: TidemillConfig) -> Policy | None:
-    """The policy that ``trainer.kl`` compares with: frozen, on its device; None without a penalty."""
+def reference_policy(config: TidemillConfig, ranks: Ranks) -> Policy | None:
+    """The policy that ``trainer.kl`` compares with, frozen; None without a penalty.
+
+    Beside the policy it is sharded over the ranks like that; in main memory every rank has a whole one.
+    """
     settings, model = config.trainer.kl, config.model
     if not settings.coef:
         return None
     policy = Policy(load_model(settings.model or model.path, model.dtype, model.trust_remote_code))
-    on_gpu = torch.cuda.is_available() and settings.device == "same"
-    return policy.requires_grad_(False).to("cuda" if on_gpu else "cpu")
+    policy.requires_grad_(False)
+    if settings.device == "cpu":
+        return policy
+    return ranks.prepare(policy, model.dtype) if ranks.world > 1 else policy.to(ranks.accelerator.device)

@@ -20,6 +20,7 @@ from consumers.trainer.batches import Group
 from consumers.trainer.losses import LOSSES
 from consumers.trainer.policy import Policy, load_model
 from consumers.trainer.prepare import Prepared
+from consumers.trainer.ranks import Ranks
 from consumers.trainer.step import StepResult, TrainStep, reference_policy
 from schemas.config import parse_config
 from schemas.config.models import TrainerConfig
@@ -240,7 +241,7 @@ def test_the_reference_is_loaded_when_there_is_a_penalty(tmp_path: Path) -> None
         "train": {"name": "arithmetic"},
         "reward": {"terms": [{"name": "exact"}]},
     }
-    assert reference_policy(parse_config(smallest)) is None
-    loaded = reference_policy(parse_config({**smallest, "trainer": {"kl": {"coef": 0.1}}}))
+    assert reference_policy(parse_config(smallest), Ranks()) is None
+    loaded = reference_policy(parse_config({**smallest, "trainer": {"kl": {"coef": 0.1}}}), Ranks())
     assert loaded is not None
     assert not any(p.requires_grad for p in loaded.parameters())

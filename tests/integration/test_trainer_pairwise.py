@@ -14,7 +14,8 @@ from trajectories import trajectory
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from consumers.reward.scorer import check_reward
-from consumers.trainer.pairwise import Preference, train_dpo, train_reward_model
+from consumers.trainer.pairs import Preference
+from consumers.trainer.pairwise import train_dpo, train_reward_model
 from consumers.trainer.policy import Policy, load_model
 from deploy.cli import app
 from schemas.config.models import DpoConfig, ModelConfig, RewardModelConfig, RewardTerm
