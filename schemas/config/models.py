@@ -248,7 +248,8 @@ class KlConfig(Section):
         None, description="Folder or hub id of the reference model; by default model.path, where the run starts."
     )
     device: Literal["same", "cpu"] = Field(
-        "same", description="Where the reference model is: beside the policy and sharded like it, or whole in main memory."
+        "same",
+        description="Where the reference model is: beside the policy and sharded like it, or whole in main memory.",
     )
 
 
