@@ -29,7 +29,7 @@ SHOWN = 10
 def examine(chaos: Chaos) -> dict[str, Any]:
     """Judge a finished run; the dictionary that ``--json`` writes."""
     plan, logs = chaos.plan, chaos.logs()
-    bound = (settings.STALENESS + 1 + settings.CHECKPOINT_EVERY) * settings.GROUPS
+    bound = (settings.STALENESS + 1 + 2 * settings.CHECKPOINT_EVERY) * settings.GROUPS
     rules = Rules(chaos.cursor, settings.SAMPLES, settings.STALENESS)
     judgement = judge(logs, rules, chaos.losses)
     watched = peaks(_looks(chaos), settings.SAMPLES, [hit.at for hit in chaos.hits if hit.kind.startswith("poison")])
