@@ -6,18 +6,22 @@ from dataclasses import replace
 
 import pytest
 
+from broker.api.collect import natural
 from broker.api.history import History
 from broker.api.rates import Rates
 from broker.api.state import LIVE_S, pause_status, run_state
 from broker.api.tokens import pieces
 from broker.api.verdict import Evidence, verdict
+from broker.api.watch import Watch
 from broker.gauges import Gauge
 from broker.ledger import LedgerState
 from broker.orders import Orders
 from broker.samples import choose
 from producers.generator.valve import FENCE_S
+from schemas.config import parse_config
 from schemas.messages import Heartbeat
 from tests.trajectories import trajectory
+from tests.unit.test_control_metrics import status
 
 BUSY = Evidence(
     state="running",
@@ -193,3 +197,18 @@ def test_kept_samples_are_few_and_different() -> None:
     kept = choose(trained, step=2)
     assert [reward for _, reward in kept] == [5.0, 0.0, 2.0]
     assert choose([], 3) == []
+
+
+def test_a_broker_that_is_gone_is_the_limit_and_the_last_look_stays() -> None:
+    config = parse_config(
+        {"model": {"path": "m"}, "train": {"name": "arithmetic"}, "reward": {"terms": [{"name": "exact"}]}}
+    )
+    watch = Watch(None, config)  # type: ignore[arg-type]
+    watch._keep(status())
+    watch._lost("no answer\nfor 5 s")
+    assert (watch.latest.state, watch.latest.cause, watch.latest.step) == ("unreachable", "no answer for 5 s", 3)
+    assert (watch.latest.verdict.limit, watch.error) == ("broker", "no answer for 5 s")
+
+
+def test_names_are_sorted_as_people_count() -> None:
+    assert sorted(["g-10", "g-2", "g", "g-2b"], key=natural) == ["g", "g-2", "g-2b", "g-10"]
