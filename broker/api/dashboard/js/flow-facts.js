@@ -28,6 +28,7 @@ export function facts(status) {
   const loads = live("generator").map((service) => service.load).filter((load) => load !== null);
   const load = loads.length ? loads.reduce((sum, load) => sum + load, 0) / loads.length : null;
   const evaluating = live("generator").filter((service) => service.figures.evaluating).length;
+  const loading = live("generator").filter((service) => ["loading", "starting"].includes(service.state)).length;
   const wait = verdict.figures.trainer_wait_share;
   const nodes = {
     feeder: {
@@ -37,8 +38,9 @@ export function facts(status) {
     generator: {
       title: "Generators", figure: short(throughput.generated_tokens), unit: "tok/s", load,
       // The bar says how full they are when there is something else to say.
-      note: [`${count(live("generator").length)} live`, evaluating ? `${count(evaluating)} evaluating`
-        : load === null ? "" : `${percent(load)} full`].filter(Boolean).join(" · "),
+      note: loading && loading === live("generator").length ? `${count(loading)} loading` : [
+        `${count(live("generator").length)} live`, evaluating ? `${count(evaluating)} evaluating`
+          : load === null ? "" : `${percent(load)} full`].filter(Boolean).join(" · "),
     },
     reward: {
       title: "Reward", figure: rate(throughput.scored_samples), unit: "samples/s",
