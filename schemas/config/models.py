@@ -5,9 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, model_validator
 
 Seconds = Annotated[float, Field(gt=0)]
+
+
+def _switch(value: Any) -> Any:
+    """YAML reads a plain on or off as true or false."""
+    return {True: "on", False: "off"}.get(value, value) if isinstance(value, bool) else value
 
 
 class Section(BaseModel):
@@ -356,7 +361,7 @@ class PublishConfig(Section):
         description="Folder of the file transport, shared by all services of this run, and by no other; "
         "weights/ in the run's folder by default.",
     )
-    delta: Literal["auto", "on", "off"] = Field(
+    delta: Annotated[Literal["auto", "on", "off"], BeforeValidator(_switch)] = Field(
         "auto",
         description="Publish what changed since the version before, where that is at most half of the weights. "
         "auto: with the transport redis; a file is read as fast as a delta is applied.",

@@ -104,3 +104,10 @@ def test_what_is_in_effect_is_saved_and_means_the_same_elsewhere(tmp_path: Path)
     assert (again.trainer.steps, again.flow.staleness) == (7, 3)
     assert again.model_copy(update={"run": config.run}) == config
     assert saved.stat().st_mode & 0o077 == 0
+
+
+@pytest.mark.parametrize("word", ["on", "off", "auto"])
+def test_a_switch_may_be_written_as_yaml_reads_it(tmp_path: Path, word: str) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text(yaml.safe_dump(MINIMAL))
+    assert load_config(file, [f"trainer.publish.delta={word}"], {}).trainer.publish.delta == word
