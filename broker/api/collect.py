@@ -340,7 +340,9 @@ def _rank(role: str) -> int:
 
 def natural(name: str) -> list[tuple[int, str]]:
     """For sorting: generator-2 comes before generator-10."""
-    return [(int(part), "") if part.isascii() and part.isdigit() else (-1, part) for part in re.split(r"([0-9]+)", name)]
+    return [
+        (int(part), "") if part.isascii() and part.isdigit() else (-1, part) for part in re.split(r"([0-9]+)", name)
+    ]
 
 
 def _sum(services: Sequence[ServiceStatus], role: str) -> float:
