@@ -19,6 +19,7 @@ def export(
     run: Run,
     step: Annotated[int | None, typer.Option(help="The checkpoint of this step; the newest whole one.")] = None,
     to: Annotated[Path | None, typer.Option(help="A new folder; exports/CHECKPOINT in the run's folder.")] = None,
+    adapter: Annotated[bool, typer.Option("--adapter", help="Only the adapter of trainer.lora, for peft.")] = False,
 ) -> None:
     """Write a checkpoint as a Hugging Face model with its tokenizer, for transformers and vLLM."""
     from deploy.run_files import config_of
@@ -26,7 +27,7 @@ def export(
     config = config_of(run)
     from deploy.exporting import export_model
 
-    export_model(config, step, to)
+    export_model(config, step, to, adapter)
 
 
 @app.command()

@@ -161,6 +161,7 @@ def check_model(config: TidemillConfig) -> Finding:
         return Finding("model", "ok", f"{config.model.path} is not there yet, warm_start makes it")
     from transformers import AutoTokenizer
 
+    from consumers.trainer.lora import targets
     from consumers.trainer.policy import load_model
 
     try:
@@ -170,7 +171,10 @@ def check_model(config: TidemillConfig) -> Finding:
         text = " ".join(str(error).split())
         return Finding("model", "fail", text, "set model.path to a folder of a Hugging Face model, or a hub id")
     size = sum(parameter.numel() for parameter in model.parameters()) / 1e6
-    return Finding("model", "ok", f"{config.model.path}: {size:,.1f}M parameters, {len(tokenizer):,} tokens")
+    text = f"{config.model.path}: {size:,.1f}M parameters, {len(tokenizer):,} tokens"
+    if config.trainer.lora is not None:
+        text += f", an adapter of {', '.join(targets(model, config.trainer.lora.targets))}"
+    return Finding("model", "ok", text)
 
 
 def check_rewards(config: TidemillConfig) -> Finding:

@@ -12,7 +12,7 @@ from deploy.logs import configure_logging
 from schemas.config import TidemillConfig
 
 
-def export_model(config: TidemillConfig, step: int | None, to: Path | None) -> None:
+def export_model(config: TidemillConfig, step: int | None, to: Path | None, adapter: bool = False) -> None:
     """Export and print one line; what is done meanwhile goes to stderr."""
     configure_logging(config, "export", "export")
     console = Console(stderr=True)
@@ -24,6 +24,6 @@ def export_model(config: TidemillConfig, step: int | None, to: Path | None) -> N
             if not console.is_terminal:
                 console.print(f"export: {text}", highlight=False, soft_wrap=True)
 
-        path, folder = export_checkpoint(config, step, to, stage)
+        path, folder = export_checkpoint(config, step, to, stage, adapter)
     size = sum(file.stat().st_size for file in folder.iterdir()) / 1e6
     print(f"{folder}: {path.name} in {config.model.dtype}, {size:.1f} MB, {time.monotonic() - began:.0f} s")

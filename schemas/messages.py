@@ -269,12 +269,25 @@ class Delta(msgspec.Struct, frozen=True, array_like=True, gc=False):
     payload: Payload
 
 
+class Adapter(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """A low-rank adapter: W + alpha / rank * B A for the linear layers that end in one of ``targets``.
+
+    base: digest of the model that it belongs to (broker/weights/base_model.py).
+    """
+
+    rank: int
+    alpha: float
+    targets: list[str]
+    base: str
+
+
 class Manifest(Message, kw_only=True, tag="manifest"):
     """One published weight version: where its bytes are and how to check them.
 
     state: the safetensors file of the whole version. whole: whether that was published as it is.
     delta: the same version as a difference to the one before; one of the two is there, or both.
-    epoch: the trainer incarnation that made it.
+    epoch: the trainer incarnation that made it. adapter: what the tensors are, if not all of a model's weights; they
+    have peft's names.
     """
 
     version: int
@@ -285,6 +298,7 @@ class Manifest(Message, kw_only=True, tag="manifest"):
     delta: Delta | None = None
     tensors: list[TensorSpec]
     probe: Probe | None = None
+    adapter: Adapter | None = None
 
     def __post_init__(self) -> None:
         if not self.whole and self.delta is None:

@@ -9,7 +9,7 @@ from broker.client import Broker
 from broker.training import Training
 from broker.weights.copy import WeightCopy
 from broker.weights.store import make_transport
-from schemas.messages import Event, Heartbeat, Manifest, Score
+from schemas.messages import Adapter, Event, Heartbeat, Manifest, Score
 from tests.integration.test_broker_flow import record_of, task, trajectory
 from tests.takeover import begin
 
@@ -56,13 +56,14 @@ def publish_weights(
     keep: int = 1,
     kind: str = "redis",
     content: bytes = WEIGHTS,
+    adapter: Adapter | None = None,
 ) -> None:
     """The weights of the trainer with this epoch, by default through the broker itself."""
     file = folder / "new.safetensors"
     file.write_bytes(content)
     transport = make_transport(broker.link, kind, folder)
     broker.weights.publish(
-        transport, file, version=version, step=version, epoch=epoch, tensors=[], probe=None, keep=keep
+        transport, file, version=version, step=version, epoch=epoch, tensors=[], probe=None, keep=keep, adapter=adapter
     )
 
 

@@ -19,7 +19,7 @@ from broker.weights.maker import DeltaMaker
 from broker.weights.transports import FileTransport, RedisTransport, Transport
 from schemas.codec import decode, encode
 from schemas.errors import FencedError, InfraError
-from schemas.messages import Delta, Manifest, Payload, Probe, TensorSpec
+from schemas.messages import Adapter, Delta, Manifest, Payload, Probe, TensorSpec
 
 log = structlog.get_logger()
 _MOST = 1 << 28
@@ -51,13 +51,14 @@ class WeightStore:
         keep: int,
         deltas: DeltaMaker | None = None,
         digests: list[str] | None = None,
+        adapter: Adapter | None = None,
     ) -> None:
         """Make the safetensors ``file`` (it is consumed) version ``version``; doing it twice changes nothing.
 
         Where its manifest is still there and its bytes are gone, they are put back.
         epoch: the trainer's own. FencedError once another one took over, or if another one has published that version.
         deltas: makes it a delta against the version before, where that is possible and pays.
-        digests: of the file's chunks, where they are known.
+        digests: of the file's chunks, where they are known. adapter: what the file holds, if not a whole model.
         """
         published = self.published()
         if epoch != self._cleared:
@@ -87,6 +88,7 @@ class WeightStore:
             delta=delta,
             tensors=tensors,
             probe=probe,
+            adapter=adapter,
         )
         sent = self._link.script("weights_add", epoch, version, encode(manifest, _MOST))
         answer = accepted(self._link, sent, epoch)

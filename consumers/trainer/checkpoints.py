@@ -25,6 +25,7 @@ from torch.distributed import is_initialized
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 
 from consumers.trainer.channel import Channel
+from consumers.trainer.lora import check_same, described
 from consumers.trainer.randomness import random_states, set_random_states
 from consumers.trainer.ranks import Ranks
 from consumers.trainer.seal import complete, damage, write_json
@@ -91,6 +92,7 @@ class Checkpoints:
             "version": version,
             "world": train.ranks.world,
             "schedule": train.schedule.done,
+            "adapter": described(train.policy.adapter),
             "extra": extra,
         }
         tensors = tensors_of(train)
@@ -185,7 +187,8 @@ class Checkpoints:
             problem = damage(path) if train.ranks.is_main else None
             if problem is not None:
                 raise OSError(problem)
-        state = json.loads((path / _STATE).read_text(encoding="utf-8"))
+        state = read_state(path)
+        check_same(path.name, state.get("adapter"), train.policy.adapter)
         tensors = tensors_of(train)
         load_tensors(path, tensors)
         put_tensors(train, tensors)
@@ -210,6 +213,12 @@ class Checkpoints:
             shutil.rmtree(gone, ignore_errors=True)
             path.rename(gone)
             shutil.rmtree(gone, ignore_errors=True)
+
+
+def read_state(path: Path) -> dict[str, Any]:
+    """What a whole checkpoint holds beside tensors and random state."""
+    state: dict[str, Any] = json.loads((path / _STATE).read_text(encoding="utf-8"))
+    return state
 
 
 def load_tensors(path: Path, into: dict[str, Any]) -> None:

@@ -1,6 +1,7 @@
 """What leaves the policy: its weights by their Hugging Face names, the probe's reference, the model as a folder.
 
-The head of a safetensors file is made here; vLLM's ``load_weights`` takes the file as it is.
+A policy with an adapter publishes that alone, by peft's names; in a model folder it is merged into the weights. The
+head of a safetensors file is made here; vLLM's ``load_weights`` takes the file as it is.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+import re
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -15,26 +17,31 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import AutoTokenizer, PreTrainedModel
 
+from consumers.trainer.lora import NAME, peft_config
 from consumers.trainer.policy import DTYPES, Policy
 from schemas.config import ModelConfig
 from schemas.messages import TensorSpec
 
 _SAFETENSORS = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 _PREFIX = "causal_lm."
+_ADAPTER = re.compile(rf"{re.escape(_PREFIX)}(.+)\.lora_([AB])\.{NAME}\.weight")
+_UNDER = ".base_layer."
+"""Where peft puts a layer that it adapts."""
 
 
 def weight_specs(policy: Policy, dtype: str) -> list[TensorSpec]:
     """Names, dtypes and shapes of the file, in its order. Tied weights appear once."""
-    return [TensorSpec(name, dtype, list(tensor.shape)) for name, tensor in named_weights(policy)]
+    return [TensorSpec(name, dtype, list(tensor.shape)) for name, tensor in wire_weights(policy)]
 
 
 def save_model(policy: Policy, folder: Path, dtype: str, *, main: bool = True) -> None:
     """Write the model, ready for transformers and vLLM; every rank of a sharded one must call this."""
-    save_weights(policy.causal_lm, named_weights(policy), folder, dtype, main=main)
+    save_weights(policy.causal_lm, _merged(policy, DTYPES[dtype]), folder, dtype, main=main)
 
 
 def save_weights(
@@ -54,6 +61,15 @@ def save_weights(
         config.save_pretrained(folder)
 
 
+def save_adapter(policy: Policy, folder: Path, dtype: str, path: str) -> None:
+    """Write the adapter alone, for peft and vLLM; path: the model that it belongs to. One process only."""
+    if policy.adapter is None:
+        raise ValueError("this policy has no adapter")
+    state = {name: whole(tensor, DTYPES[dtype]).cpu() for name, tensor in wire_weights(policy)}
+    save_file(state, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    peft_config(policy.adapter, path).save_pretrained(str(folder))
+
+
 @torch.no_grad()
 def reference_logprobs(policy: Policy, tokens: Sequence[int]) -> npt.NDArray[np.float32]:
     """Log-probability of each token after the first at temperature 1, float32 [T-1], by the model's own forward."""
@@ -62,12 +78,38 @@ def reference_logprobs(policy: Policy, tokens: Sequence[int]) -> npt.NDArray[np.
     return scores.logprobs[0].float().cpu().numpy()
 
 
+def wire_weights(policy: Policy) -> Iterator[tuple[str, Tensor]]:
+    """What is published: the adapter by peft's names where there is one, otherwise all of ``named_weights``."""
+    if policy.adapter is None:
+        yield from named_weights(policy)
+        return
+    for name, tensor in policy.named_parameters():
+        if found := _ADAPTER.fullmatch(name):
+            yield f"base_model.model.{found[1]}.lora_{found[2]}.weight", tensor.detach()
+
+
 def named_weights(policy: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Parameters and saved floating-point buffers by Hugging Face name; a tied one appears once."""
+    """Parameters and saved floating-point buffers by Hugging Face name, without an adapter; a tied one appears once."""
     saved = policy.state_dict().keys()
     for name, tensor in [*policy.named_parameters(), *policy.named_buffers()]:
-        if name in saved and tensor.is_floating_point():
-            yield name.removeprefix(_PREFIX), tensor.detach()
+        if name in saved and tensor.is_floating_point() and not _ADAPTER.fullmatch(name):
+            yield name.removeprefix(_PREFIX).replace(_UNDER, "."), tensor.detach()
+
+
+def _merged(policy: Policy, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    """All weights, whole, with the adapter added in float32 before they are rounded to ``dtype``."""
+    if policy.adapter is None:
+        yield from ((name, whole(tensor, dtype)) for name, tensor in named_weights(policy))
+        return
+    parts, scale = dict(wire_weights(policy)), policy.adapter.alpha / policy.adapter.rank
+    for name, tensor in named_weights(policy):
+        layer = f"base_model.model.{name.removesuffix('.weight')}"
+        down, up = parts.get(f"{layer}.lora_A.weight"), parts.get(f"{layer}.lora_B.weight")
+        if down is None or up is None:
+            yield name, whole(tensor, dtype)
+        else:
+            change = scale * (whole(up, torch.float32) @ whole(down, torch.float32))
+            yield name, (whole(tensor, torch.float32) + change).to(dtype)
 
 
 def whole(tensor: Tensor, dtype: torch.dtype) -> Tensor:

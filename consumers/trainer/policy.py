@@ -19,6 +19,7 @@ from consumers.trainer.balance import Cost
 from consumers.trainer.head import score
 from consumers.trainer.packing import pack, switch_to_packing
 from schemas.errors import ConfigError
+from schemas.messages import Adapter
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -41,8 +42,10 @@ class Policy(nn.Module):
         (scores.logprobs * weights).sum().neg().backward()
     """
 
-    def __init__(self, causal_lm: PreTrainedModel) -> None:
+    def __init__(self, causal_lm: PreTrainedModel, adapter: Adapter | None = None) -> None:
+        """adapter: what is trained of the model (lora.py), if not all of it."""
         super().__init__()
+        self.adapter = adapter
         self.causal_lm = causal_lm
         self.chunked = _head_is_plain(causal_lm)
         self.packed = self.chunked and switch_to_packing(causal_lm)

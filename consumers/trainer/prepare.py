@@ -7,6 +7,7 @@ whole step. Nothing of it costs a forward pass unless the configuration asks for
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 from consumers.trainer.batches import MicroBatch
 from consumers.trainer.critic import CriticStep
 from consumers.trainer.kl import kl_reward
+from consumers.trainer.lora import adapter_off
 from consumers.trainer.losses import LossInputs
 from consumers.trainer.objective import Objective
 from consumers.trainer.policy import Policy
@@ -58,11 +60,15 @@ def sequences(micro: MicroBatch) -> Tensor:
 
 @dataclass(frozen=True)
 class Preparation:
-    """The passes before the gradient; ``token_advantage`` is one of returns.py, arguments bound."""
+    """The passes before the gradient; ``token_advantage`` is one of returns.py, arguments bound.
+
+    lora_off: the reference is the policy without its adapter, and no second model.
+    """
 
     objective: Objective
     temperature: float
     reference: Policy | None = None
+    lora_off: bool = False
     kl_in_reward: float = 0.0
     token_advantage: Any = None
     critic: CriticStep | None = None
@@ -76,8 +82,10 @@ class Preparation:
     ) -> list[Prepared]:
         """All micro-batches of this rank's part of the step, on the policy's device; ``add`` sums over ranks."""
         batch = [Prepared(micro) for micro in micro_batches]
-        if self.reference is not None:
-            batch = [replace(part, reference_logprobs=self._score(self.reference, part.micro)) for part in batch]
+        if self.reference is not None or self.lora_off:
+            with adapter_off(policy) if self.lora_off else nullcontext():
+                reference = self.reference or policy
+                batch = [replace(part, reference_logprobs=self._score(reference, part.micro)) for part in batch]
             if isinstance(self.reference, FSDPModule):
                 # A pass without a gradient leaves the gathered embeddings and head behind.
                 self.reference.reshard()

@@ -58,6 +58,7 @@ class Publisher:
             raise DiskError(f"cannot write weights version {version} to {file}: {error}") from error
         snapshot, logprobs = crew.gather(self._probe)
         probe = Probe(tokens=Array.of(self._probe, "i4"), logprobs=Array.of(logprobs, "f4"))
+        adapter = crew.step.policy.adapter
 
         def send() -> None:
             snapshot.fill()
@@ -74,6 +75,7 @@ class Publisher:
                     probe=probe,
                     keep=self._keep,
                     deltas=self._deltas,
+                    adapter=adapter,
                 )
             except OSError as error:
                 raise DiskError(f"cannot publish weights version {version} from {file}: {error}") from error

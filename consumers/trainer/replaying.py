@@ -15,7 +15,7 @@ from consumers.trainer.batches import Group
 from consumers.trainer.checkpoints import Checkpoints, epoch_of, step_of
 from consumers.trainer.comparison import Comparison
 from consumers.trainer.crew import Crew
-from consumers.trainer.policy import Policy, load_model
+from consumers.trainer.lora import make_policy
 from consumers.trainer.ranks import Ranks
 from consumers.trainer.record import BatchFiles
 from consumers.trainer.step import TrainStep
@@ -79,8 +79,7 @@ def run_replay(config: TidemillConfig, plan: Plan, did: Callable[[int], None]) -
     torch.manual_seed(config.run.seed)
     ranks, batches = Ranks(), BatchFiles(config.folder)
     with ranks.lifeline():
-        policy = Policy(load_model(config.model.path, "float32", config.model.trust_remote_code))
-        crew = Crew(config, TrainStep.from_config(policy, config, ranks))
+        crew = Crew(config, TrainStep.from_config(make_policy(config), config, ranks))
         if not ranks.is_main:
             crew.follow()
             return None

@@ -9,7 +9,7 @@ from broker.client import Broker
 from broker.presence import Presence
 from consumers.trainer.crew import Crew
 from consumers.trainer.loop import Trainer
-from consumers.trainer.policy import Policy, load_model
+from consumers.trainer.lora import make_policy
 from consumers.trainer.ranks import Ranks
 from consumers.trainer.step import TrainStep
 from consumers.trainer.trackers import check_trackers
@@ -31,8 +31,7 @@ def run_trainer(config: TidemillConfig, name: str) -> None:
     if ranks.world > 1:
         structlog.contextvars.bind_contextvars(rank=ranks.rank)
     with ranks.lifeline():
-        policy = Policy(load_model(config.model.path, "float32", config.model.trust_remote_code))
-        step = TrainStep.from_config(policy, config, ranks)
+        step = TrainStep.from_config(make_policy(config), config, ranks)
         if not ranks.is_main:
             # Asked to end, it goes on until rank 0 has saved, which needs all ranks.
             Crew(config, step).follow()

@@ -1,4 +1,4 @@
-"""The policy's weights of one moment, on their way out: copied to host memory while the next step computes.
+"""What is published of a policy in one moment, on its way out: copied to host memory while the next step computes.
 
 Parameters are copied one by one, in the wire dtype, into one buffer that is the safetensors file to be: held are that
 buffer, used again for every version, and on the device at most the largest parameter in the wire dtype.
@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from broker.weights.digests import CHUNK_BYTES, digest
-from consumers.trainer.export import header, named_weights, weight_specs, whole
+from consumers.trainer.export import header, weight_specs, whole, wire_weights
 from consumers.trainer.policy import DTYPES, Policy
 from schemas.errors import InfraError
 from schemas.messages import TensorSpec
@@ -118,7 +118,7 @@ class Snapshots:
                 # A forward without backward leaves gathered parameters behind, which the next step would free.
                 module.reshard()
         specs = weight_specs(self._policy, self._dtype)
-        weights = [tensor for _, tensor in named_weights(self._policy)]
+        weights = [tensor for _, tensor in wire_weights(self._policy)]
         if self._world == 1:
             image = self._buffer(specs)
             # A module's parameter is replaced by its gathered form while the step computes; its one part stays.
@@ -152,7 +152,7 @@ class Snapshots:
 
 
 def write_weights(policy: Policy, path: Path, dtype: str) -> list[TensorSpec]:
-    """Write all floating-point weights of a policy in this process to ``path``; what is in it."""
+    """Write what is published of a policy in this process to ``path``; what is in it."""
     snapshot = Snapshots(policy, dtype).take()
     snapshot.fill()
     snapshot.write(path)

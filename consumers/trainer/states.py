@@ -1,4 +1,7 @@
-"""All that a checkpoint holds in tensors: the policy and the critic, each with its optimizer, sharded or not."""
+"""All that a checkpoint holds in tensors: the policy and the critic, each with its optimizer, sharded or not.
+
+Of a policy with an adapter that is the adapter: the rest never changes.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +9,22 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_state_dict,
+)
 
+from consumers.trainer.policy import Policy
 from consumers.trainer.step import TrainStep
 
 
 def tensors_of(train: TrainStep) -> dict[str, Any]:
     """State dictionaries by name; also what a checkpoint is loaded into."""
-    model, optimizer = get_state_dict(train.policy, train.optimizer)
-    tensors = {"model": model, "optimizer": optimizer}
+    model, optimizer = get_state_dict(train.policy, train.optimizer, options=_options(train.policy))
+    tensors = {"model": _trained(train.policy, model), "optimizer": optimizer}
     if train.critic is not None:
         model, optimizer = get_state_dict(train.critic.critic, train.critic.optimizer)
         tensors |= {"critic": model, "critic_optimizer": optimizer}
@@ -37,7 +47,11 @@ def copied(tensors: dict[str, Any]) -> dict[str, Any]:
 def put_tensors(train: TrainStep, tensors: dict[str, Any]) -> None:
     """Make ``tensors`` the state of training."""
     set_state_dict(
-        train.policy, train.optimizer, model_state_dict=tensors["model"], optim_state_dict=tensors["optimizer"]
+        train.policy,
+        train.optimizer,
+        model_state_dict=tensors["model"],
+        optim_state_dict=tensors["optimizer"],
+        options=_options(train.policy),
     )
     if train.critic is not None:
         set_state_dict(
@@ -46,3 +60,27 @@ def put_tensors(train: TrainStep, tensors: dict[str, Any]) -> None:
             model_state_dict=tensors["critic"],
             optim_state_dict=tensors["critic_optimizer"],
         )
+
+
+def model_tensors(policy: Policy) -> dict[str, Any]:
+    """The part ``model`` of a checkpoint alone, of a policy without an optimizer."""
+    return _trained(policy, get_model_state_dict(policy, options=_options(policy)))
+
+
+def put_model_tensors(policy: Policy, tensors: dict[str, Any]) -> None:
+    """Make ``tensors`` the weights of the policy."""
+    set_model_state_dict(policy, tensors, options=_options(policy))
+
+
+def _trained(policy: Policy, model: dict[str, Any]) -> dict[str, Any]:
+    """Without the second name of a frozen tied weight, and buffers, which are frozen too."""
+    if policy.adapter is None:
+        return model
+    names = {name for name, parameter in policy.named_parameters() if parameter.requires_grad}
+    return {name: tensor for name, tensor in model.items() if name in names}
+
+
+def _options(policy: Policy) -> StateDictOptions:
+    frozen = policy.adapter is not None
+    # A file that lacks a tensor was refused when it was read.
+    return StateDictOptions(ignore_frozen_params=frozen, strict=not frozen)

@@ -92,6 +92,7 @@ class TrainStep:
             self._objective,
             temperature,
             reference=reference,
+            lora_off=settings.lora_off,
             kl_in_reward=settings.kl.coef if settings.kl.place == "reward" else 0.0,
             token_advantage=advantage if by_token else None,
             critic=self.critic,
@@ -210,12 +211,12 @@ def critic_of(config: TidemillConfig) -> Critic | None:
 
 
 def reference_policy(config: TidemillConfig, ranks: Ranks) -> Policy | None:
-    """The policy that ``trainer.kl`` compares with, frozen; None without a penalty.
+    """A second model that ``trainer.kl`` compares with, frozen; None where none is needed.
 
     Beside the policy it is sharded over the ranks like that; in main memory every rank has a whole one.
     """
     settings, model = config.trainer.kl, config.model
-    if not settings.coef:
+    if not settings.coef or config.trainer.lora_off:
         return None
     policy = Policy(load_model(settings.model or model.path, model.dtype, model.trust_remote_code))
     policy.requires_grad_(False)

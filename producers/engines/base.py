@@ -19,6 +19,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from schemas.config import LoraConfig
 from schemas.messages import FinishReason, Sampling, Span
 
 
@@ -30,6 +31,7 @@ class EngineSettings:
     max_samples: most samples in flight. args: passed through to the engine library.
     recompute: new weights make keys and values of requests in flight anew, else these go on with what they have.
     report_every: tokens after which ``generate`` reports a growing sample to its ``progress``; None never.
+    lora: where files that are loaded hold an adapter of the model and not the model; none at first.
     """
 
     model_path: str
@@ -42,6 +44,7 @@ class EngineSettings:
     recompute: bool = False
     report_every: int | None = None
     args: dict[str, Any] = field(default_factory=dict)
+    lora: LoraConfig | None = None
 
 
 @dataclass(frozen=True)
@@ -122,7 +125,7 @@ class Engine(Protocol):
         ...
 
     async def load(self, path: Path, version: int) -> None:
-        """Replace all weights by the safetensors file at ``path``, under requests in flight: ``settings.recompute``.
+        """Replace all weights, or the adapter, by a safetensors file, under requests in flight: ``settings.recompute``.
 
         No request that begins afterwards uses keys and values of older weights.
 

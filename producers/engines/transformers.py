@@ -28,6 +28,7 @@ from producers.engines.base import Completion, EngineSettings, Load, Progress
 from producers.engines.batch import Batch, Row
 from producers.engines.checkpoint import check_fits, read_shapes, resolve_folder
 from producers.engines.mapped import map_tensors
+from producers.engines.peft_adapter import PeftAdapter
 from producers.engines.sample import Draw
 from producers.engines.sampling import room
 from producers.tokenizer import HfTokenizer
@@ -88,6 +89,7 @@ class TransformersEngine:
         # From here on only the thread's.
         self._model: PreTrainedModel
         self._batch: Batch
+        self._adapter: PeftAdapter | None = None
         self._waiting: deque[_Request] = deque()
         self._active: list[_Request] = []
         self._paused = False
@@ -132,9 +134,12 @@ class TransformersEngine:
             )
         torch.manual_seed(settings.seed)
         self._model = model.eval().requires_grad_(False).to(_device())
-        for parameter in self._model.parameters():
-            # Views of the file, of which the first load would copy page after page while requests wait.
-            parameter.data = parameter.data.clone()
+        if settings.lora is not None:
+            self._adapter = PeftAdapter(self._model, settings.lora)
+        else:
+            for parameter in self._model.parameters():
+                # Views of the file, of which the first load would copy page after page while requests wait.
+                parameter.data = parameter.data.clone()
         tokenizer = HfTokenizer(str(folder), settings.trust_remote_code)
         self._batch = Batch(self._model, _eos(model), tokenizer.decode)
 
@@ -158,10 +163,15 @@ class TransformersEngine:
 
     async def load(self, path: Path, version: int) -> None:
         """See Engine. A file that does not fit is refused with DataError before anything is touched."""
-        shapes = self._shapes()
-        check_fits(path, await asyncio.to_thread(read_shapes, path), shapes, _tied(self._model))
-        tensors = await asyncio.to_thread(map_tensors, path, shapes)
+        tensors = await asyncio.to_thread(self._read, path)
         await self._ask(lambda: self._replace(tensors, version))
+
+    def _read(self, path: Path) -> dict[str, Tensor]:
+        if self._adapter is not None:
+            return self._adapter.read(path)
+        shapes = {name: tuple(parameter.shape) for name, parameter in self._model.named_parameters()}
+        check_fits(path, read_shapes(path), shapes, _tied(self._model))
+        return map_tensors(path, shapes)
 
     async def logprobs(self, token_ids: Sequence[int]) -> npt.NDArray[np.float32]:
         if not 2 <= len(token_ids) <= self._settings.max_length:
@@ -262,9 +272,12 @@ class TransformersEngine:
 
     def _replace(self, tensors: Mapping[str, Tensor], version: int) -> None:
         try:
-            with torch.no_grad():
-                for name, parameter in self._model.named_parameters():
-                    parameter.copy_(tensors[name])
+            if self._adapter is not None:
+                self._adapter.replace(tensors)
+            else:
+                with torch.no_grad():
+                    for name, parameter in self._model.named_parameters():
+                        parameter.copy_(tensors[name])
         except Exception as error:
             self._failure = f"loading weight version {version} broke off, its weights are undefined: {error}"
             raise
@@ -292,9 +305,6 @@ class TransformersEngine:
     def _close(self) -> None:
         self._abort()
         self._closing = True
-
-    def _shapes(self) -> dict[str, tuple[int, ...]]:
-        return {name: tuple(parameter.shape) for name, parameter in self._model.named_parameters()}
 
 
 def _completion(row: Row) -> Completion:

@@ -1,7 +1,7 @@
 """vLLM in this process's event loop, its engine core in a child process.
 
 Weights change under way through vLLM's own update protocol and our file transport
-(vllm_weights.py); version spans are stamped inside the engine, token by token.
+(vllm_weights.py), adapters in place (vllm_lora.py); version spans are stamped inside the engine, token by token.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from producers.engines.checkpoint import Shapes, check_fits, read_shapes, resolv
 from producers.engines.gate import Gate
 from producers.engines.sampling import room
 from producers.engines.vllm_boot import boot
+from producers.engines.vllm_lora import VllmAdapter
 from producers.engines.vllm_request import Growing, Hear, final_output, sampling_params
 from schemas.errors import ConfigError, DataError, InfraError
 from schemas.messages import FinishReason, Sampling
@@ -51,6 +52,7 @@ class VllmEngine:
         self._llm: AsyncLLM | None = None
         self._shapes: Shapes = {}
         self._tied = False
+        self._adapter: VllmAdapter | None = None
         self._paused: AsyncExitStack | None = None
         self._loading = asyncio.Lock()
         self._update = asyncio.Lock()
@@ -106,6 +108,8 @@ class VllmEngine:
             raise ConfigError(f"model.path {folder}: {error}") from error
         self._llm = boot(folder, self._settings)
         self._tied = bool(getattr(self._llm.model_config.hf_text_config, "tie_word_embeddings", False))
+        if self._settings.lora is not None:
+            self._adapter = VllmAdapter(self._settings.lora, self._shapes)
 
     async def generate(
         self,
@@ -182,23 +186,26 @@ class VllmEngine:
     async def load(self, path: Path, version: int) -> None:
         """See Engine. A file that does not fit is refused with DataError before anything is touched."""
         llm = self._alive()
-        check_fits(path, await asyncio.to_thread(read_shapes, path), self._shapes, self._tied)
-        async with self._loading, self._gate.shut(), self._update:
-            await self._swap(llm, path, version)
-            if self._paused is None:
-                await self._rpc(llm.resume_generation())
+        shapes = await asyncio.to_thread(read_shapes, path)
+        if self._adapter is not None:
+            self._adapter.check(path, shapes)
+        else:
+            check_fits(path, shapes, self._shapes, self._tied)
+        async with self._loading, self._gate.shut():
+            if self._adapter is not None and self._adapter.request is None:
+                # What began without any adapter would go on without one, and its spans would not say so.
+                await self.abort_all()
+            async with self._update:
+                await self._swap(llm, path, version)
+                if self._paused is None:
+                    await self._rpc(llm.resume_generation())
 
     async def _swap(self, llm: AsyncLLM, path: Path, version: int) -> None:
-        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
-
-        request = WeightTransferUpdateRequest(update_info={"path": str(path.resolve())})
         swapped = False
         try:
             # clear_cache takes the keys and values of requests in flight, too: these are computed anew.
             await self._rpc(llm.pause_generation(mode="keep", clear_cache=self._settings.recompute))
-            await self._rpc(llm.start_weight_update())
-            await self._rpc(llm.update_weights(request))
-            await self._rpc(llm.finish_weight_update(str(version)))
+            await self._replace(llm, path, version)
             self._version = version
             self._loads += 1
             swapped = True
@@ -206,6 +213,17 @@ class VllmEngine:
             # Also when cancelled: the model may be half old, half new, and must not sample again.
             if not swapped:
                 self._fail(f"loading weight version {version} broke off, its weights are undefined: restart it")
+
+    async def _replace(self, llm: AsyncLLM, path: Path, version: int) -> None:
+        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
+        if self._adapter is not None:
+            await self._rpc(self._adapter.put(llm, path, version))
+            return
+        request = WeightTransferUpdateRequest(update_info={"path": str(path.resolve())})
+        await self._rpc(llm.start_weight_update())
+        await self._rpc(llm.update_weights(request))
+        await self._rpc(llm.finish_weight_update(str(version)))
 
     async def pause(self) -> None:
         async with self._update:
@@ -276,7 +294,8 @@ class VllmEngine:
         """Run one request, which has passed the gate, to its end or to the engine's."""
         llm = self._alive()
         name = f"r{next(self._ids)}"
-        task = asyncio.create_task(final_output(llm, name, ids, params, str(self._loads), hear))
+        adapter = self._adapter.request if self._adapter is not None else None
+        task = asyncio.create_task(final_output(llm, name, ids, params, str(self._loads), hear, adapter))
         if abortable:
             self._requests[name] = task
         try:

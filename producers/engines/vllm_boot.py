@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from producers.engines.base import EngineSettings
+from producers.engines.vllm_lora import lora_arguments
 from producers.engines.vllm_weights import BACKEND, OWNER_VARIABLE
 from schemas.errors import ConfigError, InfraError
 
@@ -27,6 +28,9 @@ _OURS = {
     "logprobs_mode": "training needs the log-probabilities of the distribution that was sampled from",
     "override_generation_config": "how samples are drawn is set in sampling, and nothing else reaches them",
     "weight_transfer_config": "weights come from the trainer",
+    "enable_lora": "trainer.lora says so",
+    "max_loras": "one version is in use at a time",
+    "max_lora_rank": "it follows from trainer.lora.rank",
 }
 
 
@@ -66,6 +70,7 @@ def engine_arguments(folder: Path, settings: EngineSettings, on_cpu: bool, devic
     arguments = {
         **_defaults(settings),
         **(_cpu_defaults(folder, settings) if on_cpu else {}),
+        **lora_arguments(settings.lora),
         **checked_args(settings.args, [field.name for field in fields(AsyncEngineArgs)]),
     }
     check_parallel(arguments, on_cpu, devices)

@@ -13,6 +13,7 @@ from schemas.errors import InfraError
 from schemas.messages import FinishReason, Sampling, Span
 
 if TYPE_CHECKING:
+    from vllm.lora.request import LoRARequest
     from vllm.outputs import CompletionOutput, RequestOutput
     from vllm.sampling_params import SamplingParams
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -24,12 +25,19 @@ _FINISH: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort":
 
 
 async def final_output(
-    llm: AsyncLLM, name: str, ids: list[int], params: SamplingParams, salt: str, hear: Hear | None
+    llm: AsyncLLM,
+    name: str,
+    ids: list[int],
+    params: SamplingParams,
+    salt: str,
+    hear: Hear | None,
+    adapter: LoRARequest | None,
 ) -> RequestOutput:
+    """Run a request under ``adapter`` to its end; ``hear`` is told of each output. Nothing is cached across salts."""
     from vllm.inputs.engine import tokens_input
 
     final: RequestOutput | None = None
-    async for output in llm.generate(tokens_input(ids, cache_salt=salt), params, name):
+    async for output in llm.generate(tokens_input(ids, cache_salt=salt), params, name, lora_request=adapter):
         if hear is not None:
             hear(name, output)
         final = output

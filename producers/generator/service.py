@@ -41,6 +41,7 @@ def run_generator(config: TidemillConfig, name: str) -> None:
         recompute=config.generator.update == "recompute",
         report_every=config.generator.flush_every and max(1, config.generator.flush_every // 2),
         args=config.generator.args,
+        lora=config.trainer.lora,
     )
     engine = make_engine(config.generator.engine, settings, config.base)
     asyncio.run(Generator(config, name, broker, engine).run(stop))

@@ -19,6 +19,7 @@ import structlog
 from broker.client import Broker
 from broker.weights.copy import WeightCopy
 from producers.engines.base import Engine
+from producers.generator.belongs import Belongs
 from producers.generator.ending import unless_ended
 from producers.generator.pinning import Evaluations, next_version
 from producers.generator.valve import Valve
@@ -56,6 +57,7 @@ class Updates:
         self._engine = engine
         self._name = name
         self._copy = WeightCopy(broker.weights, folder)
+        self._belongs = Belongs(config)
         self._keep_copy = config.trainer.publish.deltas
         self._drains = config.generator.update == "drain"
         self._valve = valve
@@ -193,6 +195,11 @@ class Updates:
             wait = min(2 * wait, 10.0)
 
     async def _update(self, manifest: Manifest, stop: StopFlag) -> None:
+        problem = await asyncio.to_thread(self._belongs.problem, manifest.adapter)
+        if problem is not None:
+            text = f"weights version {manifest.version} is not for this generator: {problem}"
+            await self._in_use(await self._refuse(manifest, text))
+            return
         path = await self._fetch(manifest, stop)
         if path is None:
             return

@@ -241,6 +241,34 @@ class LossConfig(Section):
     )
 
 
+class LoraConfig(Section):
+    """Train a low-rank adapter of linear layers, W + alpha / rank * B A, and leave the model's own weights as they are.
+
+    Only the adapter is trained, checkpointed and published.
+    """
+
+    rank: int = Field(16, ge=1, description="Rank of A and B; vLLM takes up to 512.")
+    alpha: float = Field(32.0, gt=0, description="The adapter counts alpha / rank times.")
+    targets: list[str] | None = Field(
+        None,
+        min_length=1,
+        description="Last names of the linear layers that are adapted, for example [q_proj, v_proj]; by default all but"
+        " the output layer.",
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_dropout(cls, data: Any) -> Any:
+        if isinstance(data, dict) and "dropout" in data:
+            data = dict(data)
+            if data.pop("dropout") != 0:
+                raise ValueError(
+                    "trainer.lora.dropout is always 0: with dropout the trainer's log-probabilities would differ from"
+                    " the generators'"
+                )
+        return data
+
+
 class KlConfig(Section):
     """A penalty on the distance to a reference policy: coef times KL(policy || reference)."""
 
@@ -248,6 +276,11 @@ class KlConfig(Section):
     estimator: str = Field("k3", description="k1, k2, k3, or your own as module:name.")
     place: Literal["loss", "reward"] = Field(
         "loss", description="loss: a term of each token's loss. reward: off the reward at each token."
+    )
+    reference: Literal["auto", "model", "lora_off"] = Field(
+        "auto",
+        description="model: a second model. lora_off: the policy itself without its adapter, which takes no memory."
+        " auto: lora_off with trainer.lora unless model names another, else model.",
     )
     model: str | None = Field(
         None, description="Folder or hub id of the reference model; by default model.path, where the run starts."
@@ -390,6 +423,7 @@ class TrainerConfig(Section):
     loss: LossConfig = Field(default_factory=LossConfig)
     advantage: AdvantageConfig = Field(default_factory=AdvantageConfig)
     critic: CriticConfig | None = None
+    lora: LoraConfig | None = None
     kl: KlConfig = Field(default_factory=KlConfig)
     rejection: list[RejectionConfig] = Field(
         default_factory=list, description="Rules on the mismatch of trainer and rollout policy; none by default."
@@ -446,6 +480,25 @@ class TrainerConfig(Section):
         if advantage and isinstance(given, dict):
             completed["advantage"] = {"name": advantage, **given}
         return completed
+
+    @property
+    def lora_off(self) -> bool:
+        """Whether the reference policy is the policy without its adapter."""
+        kl = self.kl
+        return bool(kl.coef) and self.lora is not None and kl.model is None and kl.reference != "model"
+
+    @model_validator(mode="after")
+    def _check_reference(self) -> TrainerConfig:
+        if self.kl.reference == "lora_off" and self.lora is None:
+            raise ValueError(
+                "trainer.kl.reference lora_off is the policy without its adapter, and there is no trainer.lora: add it,"
+                " or set reference to model"
+            )
+        if self.kl.reference == "lora_off" and self.kl.model is not None:
+            raise ValueError(
+                f"trainer.kl.reference lora_off and trainer.kl.model {self.kl.model!r} are two references: keep one"
+            )
+        return self
 
     @model_validator(mode="after")
     def _check_critic(self) -> TrainerConfig:

@@ -17,13 +17,14 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from trajectories import groups_of
 
 from consumers.trainer.crew import Crew
-from consumers.trainer.policy import Policy, load_model
+from consumers.trainer.export import wire_weights
+from consumers.trainer.lora import make_policy
 from consumers.trainer.ranks import Ranks
 from consumers.trainer.step import TrainStep
 from schemas.config import parse_config
 
 
-def main(model: str, folder: str, first: str, last: str, sizes: str, dtype: str) -> None:
+def main(model: str, folder: str, first: str, last: str, sizes: str, dtype: str, lora: str) -> None:
     config = parse_config(
         {
             "run": {"folder": folder},
@@ -31,12 +32,12 @@ def main(model: str, folder: str, first: str, last: str, sizes: str, dtype: str)
             "train": {"name": "arithmetic"},
             "reward": {"terms": [{"name": "exact"}]},
             "sampling": {"max_tokens": 8},
-            "trainer": {"steps": 9, "micro_batch_tokens": 60, "optimizer": {"lr": 1e-3}},
+            "trainer": {"steps": 9, "micro_batch_tokens": 60, "optimizer": {"lr": 1e-3}, **json.loads(lora)},
         }
     )
     ranks = Ranks(deadline_s=100.0)
     with ranks.lifeline():
-        step = TrainStep.from_config(Policy(load_model(model, "float32")), config, ranks)
+        step = TrainStep.from_config(make_policy(config), config, ranks)
         crew = Crew(config, step)
         if ranks.is_main:
             lead(crew, Path(folder), int(first), int(last), [int(size) for size in sizes.split(",")], dtype)
@@ -60,10 +61,8 @@ def lead(crew: Crew, folder: Path, first: int, last: int, sizes: list[int], dtyp
     for version in range(first, last):
         crew.gather([5, 6])
         snapshot, _ = crew.gather([5, 6])
-        before = crew.step.policy.state_dict() if crew.ranks.world == 1 else {}
-        before = {
-            name.removeprefix("causal_lm."): local(tensor).to(getattr(torch, dtype)) for name, tensor in before.items()
-        }
+        weights = wire_weights(crew.step.policy) if crew.ranks.world == 1 else ()
+        before = {name: local(tensor).to(getattr(torch, dtype)) for name, tensor in weights}
         # As late as can be: when the optimizer is about to change the weights.
         snapshot.wait = snapshot.fill  # type: ignore[method-assign]
         results.append(crew.train(groups_of(sizes, seed=version), version))

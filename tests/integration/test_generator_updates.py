@@ -11,6 +11,7 @@ import pytest
 
 from broker.client import Broker
 from broker.training import Training
+from broker.weights.base_model import base_digest
 from producers.engines.base import Engine
 from producers.generator import updates as updates_module
 from producers.generator.updates import Updates
@@ -19,9 +20,10 @@ from schemas.codec import decode
 from schemas.config import TidemillConfig, parse_config
 from schemas.errors import InfraError
 from schemas.lifecycle import StopFlag
-from schemas.messages import Event
+from schemas.messages import Adapter, Event
 from tests.hops import publish_weights
 from tests.takeover import begin
+from tests.tiny import make_tiny_model
 
 pytestmark = pytest.mark.integration
 
@@ -53,10 +55,10 @@ def config(tmp_path: Path) -> TidemillConfig:
 Scene = Callable[[Updates, Loads, Training], Awaitable[None]]
 
 
-def play(config: TidemillConfig, broker: Broker, folder: Path, scene: Scene) -> None:
+def play(config: TidemillConfig, broker: Broker, folder: Path, scene: Scene, adapter: Adapter | None = None) -> None:
     """Run ``scene`` beside the updates of one generator, which starts with version 1 in use."""
     training, engine, stop = begin(broker), Loads(), StopFlag()
-    publish_weights(broker, training.epoch, 1, folder)
+    publish_weights(broker, training.epoch, 1, folder, adapter=adapter)
     valve = Valve(broker, cast(Engine, engine))
     updates = Updates(config, "g", broker, cast(Engine, engine), folder / "cache", valve)
 
@@ -163,3 +165,62 @@ def test_the_process_ends_when_a_version_stays_out_of_reach(
 
     with pytest.raises(InfraError, match="gone from the broker"):
         play(config, broker, tmp_path, scene)
+
+
+def adapter_of(model: Path, rank: int = 16, alpha: float = 32.0) -> Adapter:
+    return Adapter(rank=rank, alpha=alpha, targets=["q_proj"], base=base_digest(model))
+
+
+def with_lora(config: TidemillConfig, model: Path) -> TidemillConfig:
+    return parse_config(
+        {
+            **config.model_dump(exclude_unset=True),
+            "model": {"path": str(model), "dtype": "float32", "max_length": 64},
+            "trainer": {"lora": {}},
+        }
+    )
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return make_tiny_model(tmp_path / "model", hidden=32, layers=1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        ("whole", "it is a whole model, and this generator is configured with trainer.lora"),
+        ("rank", "it is an adapter of rank 8, and this generator's trainer.lora.rank is 16"),
+        ("alpha", "it is an adapter of alpha 16, and this generator's trainer.lora.alpha is 32"),
+        ("base", "it is an adapter of another model than this generator's model.path"),
+    ],
+)
+def test_weights_that_are_not_for_this_generator_are_refused_and_the_old_ones_stay(
+    config: TidemillConfig, broker: Broker, tmp_path: Path, model: Path, kind: str, reason: str
+) -> None:
+    other = make_tiny_model(tmp_path / "other", seed=1, hidden=32, layers=1)
+    wrong = {
+        "whole": None,
+        "rank": adapter_of(model, rank=8),
+        "alpha": adapter_of(model, alpha=16.0),
+        "base": adapter_of(other),
+    }[kind]
+
+    async def scene(updates: Updates, engine: Loads, training: Training) -> None:
+        publish_weights(broker, training.epoch, 2, tmp_path, keep=2, adapter=wrong)
+        assert f"weights version 2 is not for this generator: {reason}" in await alarm(broker)
+        publish_weights(broker, training.epoch, 3, tmp_path, keep=2, adapter=adapter_of(model))
+        assert await updates.at_least(3)
+        assert engine.versions == [1, 3]
+
+    play(with_lora(config, model), broker, tmp_path, scene, adapter_of(model))
+
+
+def test_a_generator_without_lora_ends_when_there_is_nothing_but_an_adapter(
+    config: TidemillConfig, broker: Broker, tmp_path: Path, model: Path
+) -> None:
+    async def scene(updates: Updates, engine: Loads, training: Training) -> None:
+        raise AssertionError("version 1 is in use")
+
+    with pytest.raises(InfraError, match="configured without"):
+        play(config, broker, tmp_path, scene, adapter_of(model))

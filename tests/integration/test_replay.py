@@ -17,6 +17,7 @@ from broker.embedded import EmbeddedServer
 from broker.keys import Keys
 from broker.link import Link
 from consumers.trainer.loop import Trainer
+from consumers.trainer.lora import make_policy
 from consumers.trainer.policy import Policy, load_model
 from consumers.trainer.record import FOLDER, BatchFiles
 from consumers.trainer.replaying import plan_replay
@@ -164,3 +165,16 @@ def test_the_command_says_so_in_one_line_and_in_its_exit_code(finished: Tidemill
     assert "replay: step 4, up to 4" in done.stderr
     done = subprocess.run([*command, "--to", "4"], capture_output=True, text=True, timeout=200, check=False)
     assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
+
+
+def test_recorded_steps_of_an_adapter_come_out_equal(
+    make_broker: Callable[..., Broker], finished: TidemillConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    broker = make_broker()
+    settings = {"record": True, "checkpoint": {"every": EVERY, "keep": 9}, "lora": {"rank": 4}}
+    config = parse_config(configuration(tmp_path / "run", Path(finished.model.path), broker, **settings))
+    with Pipeline(broker):
+        Trainer(config, "trainer", broker, TrainStep.from_config(make_policy(config), config)).run(StopFlag())
+    for first in (0, EVERY):
+        assert replay_steps(config, "", first, None) == 0
+        assert "to the bit" in capsys.readouterr().out

@@ -20,7 +20,7 @@ from broker.keys import Keys
 from broker.link import Link
 from consumers.trainer.checkpoints import Checkpoints
 from consumers.trainer.comparison import compare
-from consumers.trainer.policy import Policy, load_model
+from consumers.trainer.lora import make_policy
 from consumers.trainer.step import TrainStep
 from deploy.summary import lineage, read_lines
 from schemas.config import BrokerConfig, parse_config
@@ -37,13 +37,17 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def undisturbed(server: EmbeddedServer, model: Path, tmp_path_factory: pytest.TempPathFactory) -> TrainStep:
+    return end_of_run("undisturbed", server, model, tmp_path_factory.mktemp("undisturbed"))
+
+
+def end_of_run(name: str, server: EmbeddedServer, model: Path, folder: Path, **trainer: Any) -> TrainStep:
     """The state of training at the end of a run that nothing happened to."""
-    folder = tmp_path_factory.mktemp("undisturbed")
-    broker = Broker(Link(server.url, Keys("tidemill", "undisturbed"), 30), BrokerConfig())
-    data = configuration(folder / "run", model, broker, record=True)
+    broker = Broker(Link(server.url, Keys("tidemill", name), 30), BrokerConfig())
+    data = configuration(folder / "run", model, broker, record=True, **trainer)
     with Pipeline(broker):
         assert train(data, folder) == [0]
-    step = TrainStep.from_config(Policy(load_model(model, "float32")), parse_config(data))
+    config = parse_config(data)
+    step = TrainStep.from_config(make_policy(config), config)
     checkpoints = Checkpoints(folder / "run/checkpoints")
     assert checkpoints.load(checkpoints.at(), step).step == STEPS
     return step
@@ -88,3 +92,20 @@ def test_after_kills_of_every_incarnation_too(
             assert codes == [-signal.SIGKILL], (point, (tmp_path / "output.txt").read_text()[-3000:])
         assert train(data, tmp_path) == [0]
     assert_as_undisturbed(tmp_path, undisturbed)
+
+
+def test_an_adapter_too(
+    server: EmbeddedServer, model: Path, make_broker: Callable[..., Broker], tmp_path: Path
+) -> None:
+    lora: dict[str, Any] = {"lora": {"rank": 4, "alpha": 8.0}, "kl": {"coef": 0.1, "reference": "lora_off"}}
+    for name in ("undisturbed", "killed"):
+        (tmp_path / name).mkdir()
+    undisturbed = end_of_run("adapter", server, model, tmp_path / "undisturbed", **lora)
+    broker = make_broker()
+    data = configuration(tmp_path / "killed/run", model, broker, record=True, **lora)
+    with Pipeline(broker):
+        for point in ("optimizer step", "replayed", "tensors written", "weights published"):
+            codes = train(data, tmp_path / "killed", point)
+            assert codes == [-signal.SIGKILL], (point, (tmp_path / "killed/output.txt").read_text()[-3000:])
+        assert train(data, tmp_path / "killed") == [0]
+    assert_as_undisturbed(tmp_path / "killed", undisturbed)

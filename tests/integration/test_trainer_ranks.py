@@ -29,10 +29,17 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def launch(
-    world: int, model: Path, folder: Path, first: int, last: int, sizes: str = "4,1,5,2,3", dtype: str = "float32"
+    world: int,
+    model: Path,
+    folder: Path,
+    first: int,
+    last: int,
+    sizes: str = "4,1,5,2,3",
+    dtype: str = "float32",
+    **trainer: Any,
 ) -> dict[str, Any]:
     """Train steps ``first`` to ``last`` on ``world`` ranks; what rank 0 reported."""
-    arguments = (str(model), str(folder), str(first), str(last), sizes, dtype)
+    arguments = (str(model), str(folder), str(first), str(last), sizes, dtype, json.dumps(trainer))
     if world == 1 and dtype == "float32":
         ranks_script.main(*arguments)
     else:
@@ -129,3 +136,31 @@ def test_a_checkpoint_goes_on_with_another_number_of_ranks(
     folder = folders / f"{before}-{after}"
     shutil.copytree(folders / before, folder)
     same(launch(after, model, folder, 2, 3), whole)
+
+
+LORA = {"lora": {"rank": 4, "alpha": 8.0}, "kl": {"coef": 0.1, "reference": "lora_off"}}
+
+
+def test_an_adapter_is_sharded_and_trained_like_on_one_rank(model: Path, folders: Path) -> None:
+    """Its reference is the sharded policy with the adapter off; a checkpoint of two ranks goes on with one."""
+    alone, both = (launch(world, model, folders / f"lora-{world}", 0, 2, **LORA) for world in (1, 2))
+    same(both, alone)
+    assert both["sharded"]
+    assert both["bytes"] == pytest.approx(alone["bytes"] / 2, rel=0.02)
+    for a, b in zip(alone["metrics"], both["metrics"], strict=True):
+        assert b["reference_kl"] == pytest.approx(a["reference_kl"], rel=1e-4, abs=1e-7)
+    assert alone["metrics"][1]["reference_kl"] > 0
+    shutil.copytree(folders / "lora-2", folders / "lora-2-1")
+    same(launch(1, model, folders / "lora-2-1", 2, 3, **LORA), launch(1, model, folders / "lora-1", 2, 3, **LORA))
+
+
+def test_an_adapter_in_half_precision_stays_float32_over_a_model_that_is_not(model: Path, folders: Path) -> None:
+    both = launch(2, model, folders / "lora-half", 0, 2, dtype="bfloat16", **LORA)
+    alone = launch(1, model, folders / "lora-half-1", 0, 2, dtype="bfloat16", **LORA)
+    for found in (alone, both):
+        assert found["dtypes"] == ["torch.bfloat16", "torch.float32"]
+        assert found["sharded"]
+    assert alone["late"] == [True, True]
+    for a, b in zip(alone["metrics"], both["metrics"], strict=True):
+        assert b["entropy"] == pytest.approx(a["entropy"], rel=0.01)
+    assert both["logprobs"] == pytest.approx(alone["logprobs"], abs=0.05)

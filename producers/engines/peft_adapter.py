@@ -1,0 +1,64 @@
+"""An adapter on a Hugging Face model, by peft: the same arithmetic as in the trainer.
+
+Not merged into the weights: in a 16-bit type most of what a step changes would be rounded away.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from producers.engines.adapter import adapted_layers
+from producers.engines.checkpoint import Shapes, read_shapes
+from producers.engines.mapped import map_tensors
+from schemas.config import LoraConfig
+from schemas.errors import ConfigError, DataError
+
+
+class PeftAdapter:
+    """Put on the model with the first version, replaced in place by each other one."""
+
+    def __init__(self, model: PreTrainedModel, lora: LoraConfig) -> None:
+        try:
+            import peft  # noqa: F401
+        except ImportError as error:
+            raise ConfigError(f"trainer.lora needs the package peft: pip install peft ({error})") from error
+        self._model = model
+        self._lora = lora
+        self._shapes: Shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+        self._layers: list[str] | None = None
+
+    def read(self, path: Path) -> dict[str, Tensor]:
+        """The file's tensors, mapped. DataError if it does not fit."""
+        shapes = read_shapes(path)
+        layers = adapted_layers(path, shapes, self._shapes, self._lora.rank)
+        if self._layers not in (None, layers):
+            raise DataError(f"the adapter {path} is of other layers than the version before: trainer.lora.targets")
+        return map_tensors(path, shapes)
+
+    @torch.no_grad()
+    def replace(self, tensors: Mapping[str, Tensor]) -> None:
+        """Make the tensors that ``read`` gave the adapter."""
+        if self._layers is None:
+            self._layers = sorted({name.removeprefix("base_model.model.").rpartition(".lora_")[0] for name in tensors})
+            self._put_on(self._layers)
+        for name, parameter in self._model.named_parameters():
+            if ".lora_" in name:
+                parameter.copy_(tensors["base_model.model." + name.replace(".default.weight", ".weight")])
+
+    def _put_on(self, layers: list[str]) -> None:
+        from peft import LoraConfig as PeftConfig
+        from peft import inject_adapter_in_model
+
+        config = PeftConfig(
+            r=self._lora.rank,
+            lora_alpha=self._lora.alpha,
+            target_modules=layers,
+            lora_dropout=0.0,  # type: ignore[arg-type]
+        )
+        inject_adapter_in_model(config, self._model)
+        self._model.eval().requires_grad_(False)
