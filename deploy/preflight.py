@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 
 from consumers.reward.scorer import check_reward
@@ -26,6 +27,8 @@ def check(config: TidemillConfig) -> None:
         DATASETS.get(config.eval.dataset.name, config.base)
         check_reward(config.eval.terms or config.reward.terms, config.base)
     check_trackers(config.trainer.trackers)
+    if config.trainer.lora is not None and importlib.util.find_spec("peft") is None:
+        raise ConfigError("trainer.lora needs the package peft: pip install peft")
     WORKFLOWS.get(config.generator.workflow.name, config.base)
     engine = engine_name(config.generator.engine)
     if engine not in ENGINES.names:

@@ -87,6 +87,18 @@ def test_the_frozen_model_is_held_in_its_own_type_and_the_adapter_in_float32(mod
     }
 
 
+def test_activations_computed_again_give_the_same_adapter(model: Path, tmp_path: Path) -> None:
+    """The input of the first layer wants no gradient, as no embedding is trained."""
+    files = []
+    for again in (False, True):
+        files.append(tmp_path / str(again))
+        step = trained(configuration(tmp_path, model, activation_checkpointing=again))
+        write_weights(step.policy, files[-1], "float32")
+    ends = [load_file(file) for file in files]
+    for name, tensor in ends[0].items():
+        assert torch.allclose(tensor, ends[1][name], atol=1e-6), name
+
+
 def test_the_same_seed_gives_the_same_adapter_whatever_was_drawn_before(model: Path, tmp_path: Path) -> None:
     files = []
     for name in ("one", "two"):
