@@ -7,9 +7,9 @@ import asyncio
 from fastapi import APIRouter
 
 from broker.api import answers
-from broker.api.collect import NOBODY, scale_command
 from broker.api.context import By, Context, InContext
 from broker.api.problems import Refusal
+from broker.api.scaling import NOBODY, scale_command
 from broker.orders import Mode
 from schemas.status import (
     Accepted,

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from broker.api.history import HISTOGRAM, History
 from broker.api.rates import Rates
+from broker.api.scaling import scaling
 from broker.api.state import LOADING, is_live, pause_status, run_state
 from broker.api.verdict import Evidence, verdict
 from broker.client import Broker
@@ -24,7 +25,6 @@ from schemas.status import (
     LedgerStatus,
     RunState,
     RunStatus,
-    Scaling,
     ServiceStatus,
     Settings,
     Staleness,
@@ -37,13 +37,10 @@ RECENT = 20
 """Steps that figures of "now" are taken from."""
 ROLES = ("supervisor", "control", "feeder", "generator", "reward", "trainer")
 OVER = ("stopped", "finished", "failed")
-SCALABLE = ("generator", "reward")
 NOT_LOAD = ("tokens_per_s",)
 LOST = "lost"
 """The state of a service that was silent for too long."""
 METRICS_AT_ONCE = 1000
-NOBODY = "no supervisor of this run is alive (it was not started with `tidemill up`), so nobody here takes the order; "
-"""The beginning of a refusal."""
 
 
 @dataclass(frozen=True)
@@ -84,6 +81,8 @@ class Collector:
         self._memory_due = 0.0
         self._metrics_id = "0-0"
         self._lineage = ""
+        self._versions: dict[str, int] = {}
+        self._loads: deque[float] = deque(maxlen=RECENT)
         self.history = History()
         self.ages: Counter[int] = Counter()
         """Loss tokens by age, of all steps that were read."""
@@ -102,7 +101,15 @@ class Collector:
             self._memory = broker.memory()
             self._memory_due = time.monotonic() + MEMORY_EVERY_S
         self._rates.add(now, _counts(ledger, gauges))
+        self._follow_loads(beats)
         return self._status(ledger, gauges, beats, results, now)
+
+    def _follow_loads(self, beats: Sequence[Heartbeat]) -> None:
+        """How long generators stood still for the last versions that they loaded: a single slow one says little."""
+        for beat in beats:
+            if beat.role == "generator" and beat.version > self._versions.get(beat.service, beat.version):
+                self._loads.append(beat.figures.get("update_pause_s", 0.0))
+        self._versions = {beat.service: beat.version for beat in beats}
 
     def _follow_metrics(self) -> None:
         while True:
@@ -237,7 +244,7 @@ class Collector:
         generators = [beat for beat in live if beat.role == "generator"]
         places = len(generators) * (ledger.orders.concurrency or self._plan.max_samples)
         taken = sum(beat.figures.get("samples_in_flight", 0.0) for beat in generators)
-        updates = max((beat.figures.get("update_pause_s", 0.0) for beat in generators), default=0.0)
+        pause = sum(self._loads) / len(self._loads) if self._loads else 0.0
         known = len(history.last("time/total_s", RECENT))
         return Evidence(
             state=state,
@@ -253,7 +260,7 @@ class Collector:
             capacity=ledger.capacity,
             wait=sum(history.last("time/wait_s", RECENT)) / total if total else None,
             publish=sum(history.last("time/publish_s", RECENT)) / total if total else None,
-            update=min(1.0, updates * known / total) if total else None,
+            update=min(1.0, pause * known / total) if total else None,
             unscored=stream["trajectories"].waiting + stream["trajectories"].pending,
             unclaimed=stream["tasks"].waiting,
             step_samples=(ledger.batch or 1) * self._plan.n,
@@ -274,31 +281,6 @@ def evaluation(result: EvalResult) -> EvaluationStatus:
         mean=result.mean if result.scored else None,
         off=result.off,
         time=result.time or None,
-    )
-
-
-def scaling(orders: Orders, beats: Sequence[Heartbeat], now: float, hint: str = "") -> Scaling:
-    """Whether somebody starts and stops replicas of this run by order, and how many there are to be."""
-    possible = any(beat.role == "supervisor" and is_live(beat, now) for beat in beats)
-    refusal = NOBODY + scale_command(hint, "generator", "N")
-    alive = Counter(beat.role for beat in beats if beat.role in SCALABLE and is_live(beat, now))
-    replicas = {role: alive[role] for role in SCALABLE} | dict(orders.replicas)
-    return Scaling(
-        possible=possible,
-        by="supervisor" if possible else "nobody",
-        replicas=replicas if possible else {},
-        refusal="" if possible else refusal,
-    )
-
-
-def scale_command(hint: str, role: str, replicas: str) -> str:
-    """How replicas are changed where nobody takes orders: by the command of the configuration, if there is one."""
-    if hint:
-        return f"run: {hint.replace('{role}', role).replace('{replicas}', replicas)}"
-    return (
-        f"change the number of replicas where its services were started: docker compose up -d --no-recreate --scale"
-        f" {role}={replicas} {role}, kubectl scale deployment {role} --replicas={replicas}, or start and stop"
-        f" `tidemill {role} CONFIG` by hand"
     )
 
 

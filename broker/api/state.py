@@ -66,7 +66,9 @@ def run_state(ledger: LedgerState, pause: PauseStatus, beats: Sequence[Heartbeat
         return "starting", cause or "the trainer has not begun"
     if "trainer" in live and live["trainer"].state == "finishing":
         return "finishing", "the last evaluation is under way"
-    if missing:
+    if "trainer" not in live:
         return "starting", cause
+    if missing:
+        return "running", cause
     loading = [beat.service for beat in beats if beat.state in LOADING and is_live(beat, now)]
     return "running", f"{', '.join(loading)} still loading" if loading else ""

@@ -136,6 +136,7 @@ ALL = [beat(role, role) for role in ("feeder", "generator", "reward", "trainer")
     [
         (LEDGER, ALL, Orders(), "running"),
         (LEDGER, ALL[:3], Orders(), "starting"),
+        (LEDGER, ALL[2:], Orders(), "running"),
         (replace(LEDGER, epoch=0), ALL, Orders(), "starting"),
         (LEDGER, ALL, FREEZE, "pausing"),
         (LEDGER, ALL, replace(FREEZE, pause="drain"), "draining"),

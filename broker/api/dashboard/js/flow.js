@@ -19,9 +19,11 @@ function drawNode(name, [x, y, width, height]) {
   const note = text("node-note", 80);
   const bar = s("rect", { class: "node-load", x: x + 16, y: y + height - 16, width: 0, height: 4, rx: 2 });
   const track = s("rect", { class: "node-track", x: x + 16, y: y + height - 16, width: width - 32, height: 4, rx: 2 });
+  // In a column an arrow comes from above: the tag makes room for it.
+  const middle = layout.gap ? x + width / 2 : x + width - 58;
   const tag = s("g", { class: "tag" },
-    s("rect", { x: x + width / 2 - 48, y: y - 12, width: 96, height: 23, rx: 11.5 }),
-    s("text", { x: x + width / 2, y: y + 4, "text-anchor": "middle" }, "Bottleneck"));
+    s("rect", { x: middle - 48, y: y - 12, width: 96, height: 23, rx: 11.5 }),
+    s("text", { x: middle, y: y + 4, "text-anchor": "middle" }, "Bottleneck"));
   const group = s("g", { class: "node", "data-node": name },
     s("rect", { class: "node-box", x, y, width, height, rx: 12 }), title, line, note, track, bar, tag);
   return { group, title, figure, unit, note, bar, track, room: width - 32 };
