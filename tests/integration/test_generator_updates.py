@@ -210,7 +210,7 @@ def test_weights_that_are_not_for_this_generator_are_refused_and_the_old_ones_st
         publish_weights(broker, training.epoch, 2, tmp_path, keep=2, adapter=wrong)
         assert f"weights version 2 is not for this generator: {reason}" in await alarm(broker)
         publish_weights(broker, training.epoch, 3, tmp_path, keep=2, adapter=adapter_of(model))
-        assert await updates.at_least(3)
+        assert await updates.ready(3)
         assert engine.versions == [1, 3]
 
     play(with_lora(config, model), broker, tmp_path, scene, adapter_of(model))
