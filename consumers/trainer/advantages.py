@@ -32,9 +32,17 @@ ADVANTAGES = Registry(
 )
 
 
-def has_signal(rewards: Sequence[float]) -> bool:
-    """False when all rewards of a group are equal: every group-relative advantage is then zero."""
-    return len(rewards) > 0 and max(rewards) > min(rewards)
+def has_signal(rewards: Sequence[float], least_std: float = 0.0) -> bool:
+    """False when all rewards of a group are equal: every group-relative advantage is then zero.
+
+    Also when their standard deviation (of the group itself, over n) is not above ``least_std``.
+    """
+    return len(rewards) > 0 and max(rewards) > min(rewards) and float(np.std(rewards)) > least_std
+
+
+def within(rewards: Sequence[float], bounds: tuple[float, float] | None) -> bool:
+    """Whether the mean reward of a group is above the first and below the second bound (DAPO, arXiv:2503.14476)."""
+    return bounds is None or bounds[0] < float(np.mean(rewards)) < bounds[1]
 
 
 def raw(rewards: Floats, groups: Groups) -> Floats:
@@ -60,7 +68,7 @@ def grpo(rewards: Floats, groups: Groups, eps: float = 1e-6) -> Floats:
 def rloo(rewards: Floats, groups: Groups) -> Floats:
     """A = R - mean of the others in the group (arXiv:2402.14740)."""
     mean, size = _group_mean(rewards, groups)
-    return (rewards - mean) * size / np.maximum(size - 1, 1)
+    return np.asarray((rewards - mean) * size / np.maximum(size - 1, 1))
 
 
 def lite_ppo(rewards: Floats, groups: Groups, eps: float = 1e-6) -> Floats:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import structlog
 
 from broker.training import Outcome, Training
-from consumers.trainer.advantages import has_signal
+from consumers.trainer.advantages import has_signal, within
 from consumers.trainer.assembly import Assembly
 from consumers.trainer.batches import Group
 from consumers.trainer.heed import Heed
@@ -187,8 +187,10 @@ class BatchSource:
             self._end(task_id, outcomes, "no_reward", "failed")
         elif settings.partial_groups == "drop" and len(rewards) < outcomes[0].group_size:
             self._end(task_id, outcomes, "partial")
-        elif settings.drops_zero_variance and not has_signal(rewards):
+        elif settings.drops_zero_variance and not has_signal(rewards, settings.least_std):
             self._end(task_id, outcomes, "zero_variance")
+        elif not within(rewards, settings.mean_between):
+            self._end(task_id, outcomes, "mean_reward")
         else:
             for outcome in outcomes:
                 self._assembly.add(outcome)

@@ -338,9 +338,26 @@ class AdvantageConfig(Section):
         description="Train groups whose rewards are all equal; by default dropped and refilled where advantages"
         " compare a group's samples, and kept otherwise.",
     )
+    least_std: float = Field(
+        0.0,
+        ge=0,
+        description="Where groups without a spread of rewards are dropped: the standard deviation up to which a group"
+        " counts as one. For rewards that are not just right or wrong.",
+    )
+    mean_between: tuple[float, float] | None = Field(
+        None,
+        description="Drop and refill groups whose mean reward is not above the first and below the second number;"
+        " DAPO's filter for rewards of 0 and 1 is [0, 1].",
+    )
     partial_groups: Literal["train", "drop"] = Field(
         "train", description="What happens to a group that lost samples to errors."
     )
+
+    @model_validator(mode="after")
+    def _bounds_leave_room(self) -> AdvantageConfig:
+        if self.mean_between is not None and not self.mean_between[0] < self.mean_between[1]:
+            raise ValueError("mean_between needs a smaller and a larger number, such as [0, 1]")
+        return self
 
     @property
     def compares_groups(self) -> bool:

@@ -301,6 +301,25 @@ def test_a_checkpoint_that_was_asked_for_is_told_of_when_it_is_durable(
     assert any("a checkpoint covers step" in event.text for event in broker.events.tail(10))
 
 
+@pytest.mark.parametrize(
+    ("settings", "reason"), [({"least_std": 0.5}, "zero_variance"), ({"mean_between": [0.5, 1.0]}, "mean_reward")]
+)
+def test_a_group_that_teaches_too_little_gives_its_slot_back(
+    trainer: Callable[..., Trainer], broker: Broker, settings: dict[str, Any], reason: str
+) -> None:
+    """Every group has the rewards 0 and 1 here."""
+    one, stop = trainer(advantage={"name": "grpo", **settings}), StopFlag()
+    with Rest(broker):
+        thread, errors = in_thread(one, stop)
+        # More than there are slots: new prompts take their places.
+        until(lambda: broker.ledger.state().dropped.get(reason, 0) > 60, "groups that are dropped")
+        stop.set()
+        thread.join(60)
+    assert not errors
+    assert one.progress.step == 0
+    assert broker.ledger.state().balanced
+
+
 def test_the_batch_changes_while_the_run_goes_on(
     trainer: Callable[..., Trainer], broker: Broker, tmp_path: Path
 ) -> None:

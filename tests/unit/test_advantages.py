@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from consumers.trainer.advantages import ADVANTAGES, has_signal
+from consumers.trainer.advantages import ADVANTAGES, has_signal, within
 from schemas.errors import ConfigError
 
 RAGGED = ([1.0, 0.0, 1.0, 0.5, 0.25, 0.0, 1.0, 0.7], [0, 0, 0, 1, 2, 2, 2, 2])
@@ -101,7 +101,18 @@ def test_signal_is_a_difference_between_rewards() -> None:
     assert not has_signal([1.0, 1.0])
     assert not has_signal([0.5])
     assert not has_signal([])
+    assert has_signal([0.0, 0.2], least_std=0.09)
+    assert not has_signal([0.0, 0.2], least_std=0.1), "0.1 is their standard deviation"
     assert math.isclose(sum(compute("centered", [0.0, 1.0], [0, 0])), 0.0)
+
+
+def test_the_mean_of_a_group_has_to_be_between_the_bounds() -> None:
+    assert within([1.0, 1.0], None)
+    assert within([0.0, 1.0], (0.0, 1.0))
+    assert not within([1.0, 1.0], (0.0, 1.0))
+    assert not within([0.0, 0.0], (0.0, 1.0))
+    assert within([-0.2, 0.5], (0.1, 0.9))
+    assert not within([-0.2, 0.2], (0.1, 0.9))
 
 
 def test_unknown_name_lists_the_choices() -> None:
