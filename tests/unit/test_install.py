@@ -8,8 +8,8 @@ from pathlib import Path
 from pip._vendor.packaging.requirements import Requirement
 from pip._vendor.packaging.utils import canonicalize_name
 
-from deploy.install import choose_vllm, requirements_of, wanted
-from deploy.pins import EXTRAS, OTHERS
+from deploy.install import VLLM_CPU, choose_vllm, requirements_of, wanted
+from deploy.pins import CPU_ONLY, EXTRAS, OTHERS
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -61,3 +61,9 @@ def test_images_are_built_with_versions_that_the_project_allows() -> None:
         if name != "torch":
             assert pins[name] in requirement.specifier, name
     assert not [name for name in pins if name.startswith(OTHERS)]
+    assert VLLM_CPU == f"vllm-cpu=={pins['vllm']}", "both builds of vLLM have one version"
+
+
+def test_the_dockerfile_cuts_the_versions_where_those_of_the_cpu_begin() -> None:
+    assert f"/^{CPU_ONLY}/" in (ROOT / "deploy/docker/Dockerfile").read_text()
+    assert CPU_ONLY in (ROOT / "deploy/constraints.txt").read_text().splitlines()
