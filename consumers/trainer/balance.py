@@ -40,6 +40,7 @@ def shares(
     bins = (
         _packed(costs, lengths, world, room) if packed else list(_padded(lengths, min(room, -(-sum(lengths) // world))))
     )
+    bins = [items for items in bins if items] or [[]]
     bins += [[]] * (-len(bins) % world)
     total = [sum(costs[item] for item in items) for items in bins]
     order = sorted(range(len(bins)), key=lambda b: (-total[b], b))

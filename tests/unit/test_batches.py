@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from trajectories import groups_of, trajectory
 
@@ -63,6 +63,7 @@ def test_everything_per_token_is_about_the_same_token() -> None:
 
 @settings(deadline=None)
 @given(sizes=st.lists(st.integers(1, 5), min_size=1, max_size=6), seed=st.integers(0, 99), budget=st.integers(8, 200))
+@example(sizes=[2, 5, 5, 5], seed=0, budget=8)
 def test_every_sample_is_in_one_micro_batch_within_the_budget(sizes: list[int], seed: int, budget: int) -> None:
     groups = groups_of(sizes, seed)
     samples = [t for group in groups for t, _ in group.samples]
