@@ -21,16 +21,18 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from statistics import median, quantiles
+from types import TracebackType
 from typing import Any
 from urllib.request import urlopen
+
+import redis
 
 from broker.api.address import address_of
 from broker.client import Broker
 from deploy.bench.load import Flow, open_broker
 from deploy.bench.server import describe, serving
 from deploy.bench.transport import Bench
-from schemas.codec import encode
-from schemas.errors import InfraError
+from schemas.errors import InfraError, TidemillError
 from schemas.messages import Event, Heartbeat
 
 START_S = 60.0
@@ -138,6 +140,7 @@ class Crowd:
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._started = 0.0
+        self._error: Exception | None = None
         self.sent = 0
 
     @property
@@ -149,12 +152,22 @@ class Crowd:
         self._thread.start()
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._stop.set()
         self._thread.join(10)
+        if self._error is not None and error is None:
+            raise InfraError(f"the benchmark's services fell silent: {self._error}") from self._error
 
     def _run(self) -> None:
-        link, roles = self._broker.link, ("generator", "reward")
+        try:
+            self._send()
+        except (TidemillError, redis.RedisError) as error:
+            self._error = error
+
+    def _send(self) -> None:
+        roles = ("generator", "reward")
         while not self._stop.wait(max(0.0, self._started + self.sent / self._events - time.monotonic())):
             if self.sent % max(1, int(self._events)) == 0:
                 now = self._broker.services.clock()
@@ -171,7 +184,7 @@ class Crowd:
                     )
                     for index in range(self._services)
                 ]
-                link.scripts("beat", [(beat.service, encode(beat)) for beat in beats])
+                self._broker.services.beat_all(beats)
             self._broker.events.emit(Event(name="bench", service="service-0", text=f"event {self.sent}"))
             self.sent += 1
 

@@ -113,5 +113,7 @@ def test_the_control_plane_is_measured_beside_a_pipeline() -> None:
     assert row["requests"] > 2
     assert row["status_bytes"] > 1000
     assert row["page_bytes_per_s"] > 0
-    assert all(row[key] > 0 for key in ("rss_mb", "trajectories_per_s_with", "trajectories_per_s_without"))
+    assert all(
+        row[key] > 0 for key in ("events_per_s", "rss_mb", "trajectories_per_s_with", "trajectories_per_s_without")
+    )
     assert sum(told) == 3

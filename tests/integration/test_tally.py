@@ -59,6 +59,17 @@ def test_counting_harms_nothing_when_its_key_is_something_else(broker: Broker) -
     assert queue.publish(0, [trajectory(0, 0)]) == ["dup"]
 
 
+def test_many_services_beat_in_one_call(broker: Broker) -> None:
+    now = broker.services.clock()
+    beats = [
+        Heartbeat(service=f"g-{number}", role="generator", host="h", pid=1, state="running", time=now)
+        for number in range(30)
+    ]
+    for _ in range(2):
+        broker.services.beat_all(beats)
+    assert len(broker.services.list()) == 30
+
+
 def test_whoever_joins_clears_away_what_left_long_ago_without_a_word(broker: Broker) -> None:
     now = broker.services.clock()
 

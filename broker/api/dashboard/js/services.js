@@ -45,8 +45,8 @@ function activity(service) {
 function note(service) {
   const said = [];
   if (service.version !== null) said.push(`version ${count(service.version)}`);
-  if (service.load !== null && service.state !== "loading") said.push(`${percent(service.load)} full`);
   if (service.figures.evaluating) said.push("evaluates");
+  if (service.load !== null && service.state !== "loading") said.push(`${percent(service.load)} full`);
   const failed = (service.figures.error ?? 0) + (service.figures.timeout ?? 0);
   if (failed) said.push(`${count(failed)} failed`);
   return said.join(" · ");
