@@ -84,11 +84,10 @@ class Intake:
         await self._saver.close()
 
     async def _pull(self, group: asyncio.TaskGroup, stop: StopFlag) -> None:
-        """Take tasks while there is room; none before the first weights are in and checked."""
+        """Take tasks while there is room, and weights to begin with."""
         lease_s = self._config.generator.lease_s
-        await self._updates.ready()
         next_claim = time.monotonic()
-        while not stop and await self._valve.wait_open():
+        while not stop and await self._updates.ready() and await self._valve.wait_open():
             count = await unless_ended(stop, self._some_room())
             if not count:
                 continue

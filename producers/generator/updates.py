@@ -119,9 +119,16 @@ class Updates:
         return stored.get(chosen, newest)
 
     async def ready(self, version: int = 0) -> bool:
-        """Wait until the engine has ``version`` or a newer one, checked; False when it will not get it any more."""
+        """Wait until a task may begin that needs ``version`` or a newer one; False when it never may any more.
+
+        The engine has these weights then, they are checked, and it does not drain for newer ones.
+        """
+
+        def may_begin() -> bool:
+            return self._verified and self.version >= version and not self._draining
+
         async with self._changed:
-            await self._changed.wait_for(lambda: self._closed or self._has(version))
+            await self._changed.wait_for(lambda: self._closed or may_begin())
             return not self._closed
 
     @asynccontextmanager
@@ -130,11 +137,9 @@ class Updates:
 
         New weights also wait for evaluations, so that one version answers all.
         """
-        async with self._changed:
-            await self._changed.wait_for(lambda: self._closed or (self._has(version) and not self._draining))
-            ready = not self._closed
-            self._tasks += ready
-            self.evaluating += ready and evaluating
+        ready = await self.ready(version)
+        self._tasks += ready
+        self.evaluating += ready and evaluating
         try:
             yield ready
         finally:
@@ -142,9 +147,6 @@ class Updates:
                 self._tasks -= ready
                 self.evaluating -= ready and evaluating
                 self._changed.notify_all()
-
-    def _has(self, version: int) -> bool:
-        return self._verified and self.version >= version
 
     async def trusted(self, spans: Sequence[Span], length: int) -> int:
         """How many of a sample's first tokens are of weights that passed their probe: all ``length``, as a rule.
