@@ -1,21 +1,20 @@
 """Sequences one after the other instead of side by side: a micro-batch without padding, and its attention.
 
-The attention is registered with transformers, so any model that takes its attention from there can pack. On a GPU in
-a 16-bit type it is PyTorch's variable-length kernel; elsewhere one causal call a sequence, which on a CPU is by far
-the fastest exact way: a block-diagonal mask computes every pair, and flex attention has no backward there.
+The attention is registered with transformers, so any model that takes its attention from there can pack. Which kernel
+computes it is in attention.py.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface, PreTrainedModel
+
+from consumers.trainer.attention import KERNELS, choose
 
 ATTENTION = "tidemill_packed"
 _PLAIN_LAYERS = {"full_attention"}
@@ -83,29 +82,8 @@ def attend(
             query, key, value, attention_mask, is_causal=attention_mask is None, scale=scaling, enable_gqa=grouped
         )
         return out.transpose(1, 2), None
-    if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
-        flat = [tensor[0].transpose(0, 1) for tensor in (query, key, value)]
-        packed = varlen_attn(
-            *flat,
-            cu_seq_lens_q,
-            cu_seq_lens_q,
-            max_length_q,
-            max_length_q,
-            scale=scaling,
-            window_size=(-1, 0),
-            enable_gqa=grouped,
-        )
-        return packed[None], None
-    lengths = [end - start for start, end in pairwise(cu_seq_lens_q.tolist())]
-    parts = zip(query.split(lengths, 2), key.split(lengths, 2), value.split(lengths, 2), strict=True)
-    out = torch.cat(
-        [
-            F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=grouped)
-            for q, k, v in parts
-        ],
-        dim=2,
-    )
-    return out.transpose(1, 2), None
+    kernel = KERNELS[choose(query.device, query.dtype)]
+    return kernel(query, key, value, cu_seq_lens_q, max_length_q, scaling), None
 
 
 AttentionInterface.register(ATTENTION, attend)
@@ -121,7 +99,7 @@ def switch_to_packing(model: PreTrainedModel) -> bool:
     config = model.config.get_text_config()
     kinds = set(getattr(config, "layer_types", None) or _PLAIN_LAYERS)
     windowed = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
-    device = model.get_input_embeddings().weight.device
+    device = model.device
     if device.type == "meta" or not kinds <= _PLAIN_LAYERS or (windowed and not getattr(config, "layer_types", None)):
         return False
     tokens = torch.arange(1, 17, device=device).reshape(2, 8) % config.vocab_size

@@ -18,6 +18,7 @@ from consumers.trainer.advantages import ADVANTAGES, raw
 from consumers.trainer.aggregation import AGGREGATIONS
 from consumers.trainer.batches import Group, Sample, StepBatch, StepPlan, collate, plan
 from consumers.trainer.clock import Clock
+from consumers.trainer.compiling import compile_layers
 from consumers.trainer.critic import Critic, CriticStep
 from consumers.trainer.metrics import StepMeter, sample_metrics
 from consumers.trainer.objective import Objective
@@ -76,6 +77,8 @@ class TrainStep:
         self._cost = policy.cost
         if settings.activation_checkpointing:
             policy.causal_lm.gradient_checkpointing_enable({"use_reentrant": False})
+        if settings.compile:
+            compile_layers(policy, self.ranks.accelerator.device.type)
         self.policy = self.ranks.prepare(policy, dtype)
         self.settings = settings
         self.temperature = temperature

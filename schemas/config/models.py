@@ -466,6 +466,9 @@ class TrainerConfig(Section):
     activation_checkpointing: bool = Field(
         False, description="Compute activations again in backward: less memory, about a third more time."
     )
+    compile: bool = Field(
+        False, description="Compile the model's layers (torch.compile); the first steps take longer, the others less."
+    )
     profile_steps: list[int] = Field(
         default_factory=list, description="Steps, from 0, of which each rank writes a profile into profiles/."
     )
