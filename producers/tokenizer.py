@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from producers.engines.checkpoint import resolve_folder
 from schemas.errors import ConfigError, DataError
@@ -72,8 +72,9 @@ def _load(folder: Path, trust_remote_code: bool) -> PreTrainedTokenizerBase:
     generic = (folder / "tokenizer.json").is_file() and _config(folder).get("tokenizer_class") in _GENERIC
     try:
         if generic:
-            return PreTrainedTokenizerFast.from_pretrained(folder)
-        return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+            return cast("PreTrainedTokenizerBase", PreTrainedTokenizerFast.from_pretrained(folder))
+        found = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        return cast("PreTrainedTokenizerBase", found)
     except (OSError, ValueError, KeyError) as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ConfigError(f"no usable tokenizer in {folder}: {reason}") from error

@@ -37,7 +37,7 @@ class Assembly:
     def complete(self, task_id: int) -> bool:
         """Whether every sample of the group has an outcome."""
         group = self._groups.get(task_id)
-        return bool(group) and len(group) >= next(iter(group.values())).group_size
+        return group is not None and len(group) >= next(iter(group.values())).group_size
 
     def choose(self, active: Sequence[Slot]) -> Slot | None:
         """The next group to take, given the slots held, in admission order; None to wait."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -164,7 +165,7 @@ def collate(samples: Sequence[Sample]) -> MicroBatch:
     shape = (max(1, len(samples)), max(2, longest))
 
     def filled(read: Callable[[Trajectory], npt.NDArray[np.generic]], empty: int, dtype: type) -> Tensor:
-        out = np.full(shape, empty, dtype=dtype)
+        out: npt.NDArray[Any] = np.full(shape, empty, dtype=dtype)
         for row, sample in enumerate(samples):
             out[row, : len(sample.trajectory.tokens)] = read(sample.trajectory)
         return torch.from_numpy(out)

@@ -75,7 +75,8 @@ def reference_logprobs(policy: Policy, tokens: Sequence[int]) -> npt.NDArray[np.
     """Log-probability of each token after the first at temperature 1, float32 [T-1], by the model's own forward."""
     ids = torch.tensor([list(tokens)], device=policy.device)
     scores = policy(ids, ids[:, 1:], torch.ones_like(ids[:, 1:], dtype=torch.bool))
-    return scores.logprobs[0].float().cpu().numpy()
+    found: npt.NDArray[np.float32] = scores.logprobs[0].float().cpu().numpy()
+    return found
 
 
 def wire_weights(policy: Policy) -> Iterator[tuple[str, Tensor]]:

@@ -31,7 +31,9 @@ def score(
     features: [M, H]. weight: [V, H], bias: [V] of the output layer. targets: int64 [M]. Logits are computed in the
     type of the layer, everything after in float32. Without ``entropy_gradient`` the entropy has none.
     """
-    logprobs, entropy = _Score.apply(features, weight, bias, targets, temperature, entropy_gradient)
+    logprobs, entropy = _Score.apply(  # type: ignore[no-untyped-call]
+        features, weight, bias, targets, temperature, entropy_gradient
+    )
     return logprobs, entropy if entropy_gradient else entropy.detach()
 
 

@@ -144,9 +144,9 @@ class Lifeline:
                 connection, _ = server.accept()
                 connection.settimeout(max(0.01, deadline - time.monotonic()))
                 with connection.makefile("rb") as stream:
-                    said, _, rank = stream.readline(LINE).decode(errors="replace").strip().partition(" ")
+                    said, _, who = stream.readline(LINE).decode(errors="replace").strip().partition(" ")
                 if secrets.compare_digest(said.encode(), secret.encode()):
-                    self._connections[int(rank)] = connection
+                    self._connections[int(who)] = connection
                 else:
                     connection.close()
 

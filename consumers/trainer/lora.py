@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.utils import cached_file
+from transformers.utils.hub import cached_file
 
 from broker.weights.base_model import base_digest
 from consumers.trainer.policy import Policy, load_model
@@ -84,7 +84,7 @@ def peft_config(adapter: Adapter, path: str | None = None) -> Any:
     alpha = int(adapter.alpha) if adapter.alpha == int(adapter.alpha) else adapter.alpha
     return PeftConfig(
         r=adapter.rank,
-        lora_alpha=alpha,
+        lora_alpha=alpha,  # type: ignore[arg-type]
         target_modules=list(adapter.targets),
         lora_dropout=0.0,
         task_type="CAUSAL_LM",

@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -59,7 +60,8 @@ class Policy(nn.Module):
         """Floating-point operations of a sample's forward pass, for dealing samples to ranks."""
         config = self.causal_lm.config.get_text_config()
         embeddings, head = self.causal_lm.get_input_embeddings(), self.causal_lm.get_output_embeddings()
-        apart = {id(module.weight): module.weight.numel() for module in (embeddings, head) if module is not None}
+        weights = [cast(Tensor, module.weight) for module in (embeddings, head) if module is not None]
+        apart = {id(weight): weight.numel() for weight in weights}
         body = sum(p.numel() for p in self.causal_lm.parameters() if p.ndim >= 2 and id(p) not in apart)
         return Cost(
             token=2.0 * body,

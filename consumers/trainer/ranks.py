@@ -21,7 +21,7 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import InitProcessGroupKwargs
 from torch import Tensor, nn
-from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -44,8 +44,8 @@ class Ranks:
     def __init__(self, deadline_s: float = RANK_DEADLINE_S) -> None:
         patience = InitProcessGroupKwargs(timeout=timedelta(seconds=deadline_s))
         self.accelerator = Accelerator(cpu=not torch.cuda.is_available(), kwargs_handlers=[patience])
-        self.world = self.accelerator.num_processes
-        self.rank = self.accelerator.process_index
+        self.world: int = self.accelerator.num_processes
+        self.rank: int = self.accelerator.process_index
 
     @property
     def is_main(self) -> bool:
@@ -122,7 +122,7 @@ class Ranks:
             return cast(M, self.accelerator.prepare(model))
         if not dist.is_initialized():
             backend = "nccl" if self.accelerator.device.type == "cuda" else "gloo"
-            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
         # PyTorch's own call and not accelerate's: that takes the optimizer too, and on the CPU it picks
         # plain data parallelism whatever plugin it is given.
         model = model.to(self.accelerator.device)

@@ -79,7 +79,7 @@ class Snapshot:
 
     def write(self, path: Path) -> list[str]:
         """Write the file, whole or not at all; the digest of each of its chunks. OSError if it can't be written."""
-        image = memoryview(self._image.numpy())
+        image = memoryview(self._image.numpy().data)
         chunks = [image[start : start + CHUNK_BYTES] for start in range(0, len(image), CHUNK_BYTES)]
         try:
             # Both leave the interpreter free: a chunk is hashed while another is written.

@@ -59,7 +59,7 @@ def build(folder: Path, max_length: int) -> int:
     from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
     from transformers.utils import logging
 
-    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    logging.disable_progress_bar()
     vocabulary = {token: index for index, token in enumerate(["<pad>", "<eos>", *pre_tokenizers.ByteLevel.alphabet()])}
     tokenizer = Tokenizer(models.BPE(vocabulary, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -79,9 +79,9 @@ def build(folder: Path, max_length: int) -> int:
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model = Qwen2ForCausalLM(config)  # type: ignore[no-untyped-call]
+        model = Qwen2ForCausalLM(config)
     model.save_pretrained(folder)
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>")  # type: ignore[no-untyped-call]
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>")
     fast.save_pretrained(folder)
     return int(sum(parameter.numel() for parameter in model.parameters()))
 

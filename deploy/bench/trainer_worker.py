@@ -54,11 +54,11 @@ def make_model(folder: Path) -> Path:
         pad_token_id=0,
     )
     torch.manual_seed(0)
-    Qwen2ForCausalLM(config).save_pretrained(folder)  # type: ignore[no-untyped-call]
+    Qwen2ForCausalLM(config).save_pretrained(folder)
     words = {f"<{index}>": index for index in range(VOCABULARY)}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="<3>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<0>", eos_token="<2>")  # type: ignore[no-untyped-call]
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<0>", eos_token="<2>")
     fast.save_pretrained(folder)
     return folder
 
@@ -118,13 +118,13 @@ def limit(folder: Path, groups: list[Group], micro_batch_tokens: int) -> Callabl
         model.zero_grad(set_to_none=True)
         for tokens, targets in packed:
             logits = model(**tokens.arguments(), use_cache=False).logits[0]
-            F.cross_entropy(logits.float(), targets).backward()  # type: ignore[no-untyped-call]
+            F.cross_entropy(logits.float(), targets).backward()
 
     return run
 
 
 def trl(folder: Path, groups: list[Group], micro_batch_tokens: int) -> Callable[[], None]:
-    import datasets  # type: ignore[import-untyped]
+    import datasets
     import trl  # type: ignore[import-not-found,unused-ignore]
 
     library: Any = trl  # it comes with few types

@@ -117,7 +117,8 @@ class Batch:
             use_cache=True,
             logits_to_keep=1,
         )
-        return output.logits[:, -1].float(), [(layer.keys, layer.values) for layer in past.layers]
+        grown = [(layer.keys, layer.values) for layer in past.layers]  # type: ignore[union-attr]
+        return output.logits[:, -1].float(), grown  # type: ignore[return-value]
 
     def _sample(self, rows: list[Row], logits: Tensor, version: int) -> None:
         tokens, logprobs = draw(logits, [row.draw for row in rows])

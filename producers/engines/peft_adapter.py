@@ -56,9 +56,9 @@ class PeftAdapter:
 
         config = PeftConfig(
             r=self._lora.rank,
-            lora_alpha=self._lora.alpha,
+            lora_alpha=self._lora.alpha,  # type: ignore[arg-type]
             target_modules=layers,
-            lora_dropout=0.0,  # type: ignore[arg-type]
+            lora_dropout=0.0,
         )
         inject_adapter_in_model(config, self._model)
         self._model.eval().requires_grad_(False)

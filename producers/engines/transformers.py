@@ -14,7 +14,6 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -156,7 +155,13 @@ class TransformersEngine:
         if max_tokens == 0:
             return [Completion([], np.zeros(0, np.float32), [], "length") for _ in range(n)]
         rows = [Row(_draw(sampling, index), max_tokens, sampling.stop) for index in range(n)]
-        tell = None if progress is None else partial(asyncio.get_running_loop().call_soon_threadsafe, progress)
+        tell: Progress | None = None
+        if progress is not None:
+            loop, told = asyncio.get_running_loop(), progress
+
+            def tell(index: int, sample: Completion) -> None:
+                loop.call_soon_threadsafe(told, index, sample)
+
         request = _Request([*prompt_ids, *prefix], rows, tell)
         await self._ask(lambda: self._waiting.append(request))
         return await self._answer(request.done)

@@ -44,7 +44,7 @@ class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo
         initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: FileUpdateInfo) -> None:
-        self.model.load_weights(_tensors(update_info.path))
+        self.model.load_weights(_tensors(update_info.path))  # type: ignore[operator]
 
     def finish_weight_update(self) -> None:
         finalize_layerwise_reload(self.model, self.model_config)
