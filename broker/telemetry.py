@@ -98,10 +98,7 @@ class Events:
 
     def tail(self, count: int) -> list[Event]:
         """The newest ``count`` events, oldest first."""
-        found: Any = self._link.run(
-            "reading events", lambda client: client.xrevrange(self._link.keys.events, count=count)
-        )
-        return [decode(fields[b"b"], Event) for _, fields in reversed(found)]
+        return [noted.event for noted in self.newest(count)]
 
     def newest(self, count: int) -> list[Noted]:
         """The newest ``count`` events with their ids, oldest first."""
