@@ -117,7 +117,9 @@ def test_one_buffer_serves_all_versions(crew: Crew, wire: str) -> None:
 def test_a_checkpoint_is_not_loaded_over_weights_that_are_still_to_be_copied(
     crew: Crew, wire: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    saved = crew.save(step=0, version=0, epoch=1, extra={})
+    crew.save(step=0, version=0, epoch=1, extra={})
+    crew.saved()
+    saved = crew.checkpoints.at()
     crew.train(groups_of([4, 3], seed=1), 0)
     before = weights(crew, wire)
     snapshot, _ = crew.gather(PROBE)
