@@ -85,7 +85,8 @@ class _Header(msgspec.Struct):
 
 M = TypeVar("M", bound=Message)
 _encoder = msgspec.msgpack.Encoder()
-_decoders: dict[type, msgspec.msgpack.Decoder[Any]] = {}
+_decoders: dict[type, tuple[msgspec.msgpack.Decoder[Any], bytes]] = {}
+"""For each kind of message, and what ``encode`` begins it with after one or three bytes: type and schema."""
 
 
 def encode(message: Message, max_bytes: int = DEFAULT_MAX_BYTES) -> bytes:
@@ -98,16 +99,23 @@ def encode(message: Message, max_bytes: int = DEFAULT_MAX_BYTES) -> bytes:
 def decode(data: bytes, cls: type[M], max_bytes: int = DEFAULT_MAX_BYTES) -> M:
     """Parse and validate one message of type ``cls``; BadMessage says what is wrong with it."""
     _check_size(data, max_bytes)
-    decoder = _decoders.get(cls)
-    if decoder is None:
-        decoder = _decoders[cls] = msgspec.msgpack.Decoder(cls)
+    decoder, head = _decoders.get(cls) or _learn(cls)
     try:
+        if not data.startswith(head, 1) and not data.startswith(head, 3):
+            # Written by somebody else, in another order, or nothing of ours: an empty map would be a whole Score.
+            msgspec.msgpack.decode(data, type=_Header)
         message: M = decoder.decode(data)
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise BadMessage(_explain(data, cls, error)) from error
     if message.schema != SCHEMA_VERSION:
         raise BadMessage(_version_text(message.schema))
     return message
+
+
+def _learn(cls: type[Message]) -> tuple[msgspec.msgpack.Decoder[Any], bytes]:
+    head = _encoder.encode({"type": cls.__struct_config__.tag, "schema": SCHEMA_VERSION})[1:]
+    _decoders[cls] = msgspec.msgpack.Decoder(cls), head
+    return _decoders[cls]
 
 
 def _check_size(data: bytes, max_bytes: int) -> None:

@@ -7,7 +7,7 @@ import random
 import msgpack
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from schemas.codec import Array, BadMessage, decode, encode
@@ -110,7 +110,18 @@ def test_size_version_and_type_are_named() -> None:
         decode(encode(trajectory())[:-3], Trajectory)
 
 
+@pytest.mark.parametrize("missing", ["type", "schema"])
+def test_what_does_not_say_what_it_is_is_no_message(missing: str) -> None:
+    fields = msgpack.unpackb(encode(Score(reward=1.0)))
+    turned = dict(reversed(fields.items()))
+    assert decode(msgpack.packb(turned), Score) == Score(reward=1.0)
+    del fields[missing]
+    with pytest.raises(BadMessage, match=missing):
+        decode(msgpack.packb(fields), Score)
+
+
 @given(st.binary(max_size=200))
+@example(b"\x80")  # an empty map: every field of a score has a default
 def test_arbitrary_bytes_never_do_more_than_be_refused(data: bytes) -> None:
     for cls in (Task, Trajectory, Score):
         with pytest.raises(BadMessage):
