@@ -17,10 +17,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from producers.engines.base import Completion
+from producers.engines.base import Completion, EngineSettings
 from producers.engines.vllm import VllmEngine
+from producers.engines.vllm_boot import engine_arguments
 from producers.tokenizer import HfTokenizer
-from schemas.errors import DataError
+from schemas.errors import ConfigError, DataError
 from schemas.messages import Sampling, Span
 from tests.e2e.vllm_checks import EVERY, Run, alive, assert_matches, engine_cores, reference
 from tests.tiny import EOS, make_tiny_model
@@ -32,6 +33,26 @@ pytestmark = [
 
 PROMPT = [5, 90, 17, 200, 33, 8, 150, 61]
 SHARED = [3 + (7 * k) % 250 for k in range(300)]  # longer than two blocks of the prefix cache
+
+
+def test_engine_arguments_reach_vllm_as_they_are(folders: dict[int, Path]):
+    from vllm import AsyncEngineArgs
+
+    parallel = {"tensor_parallel_size": 2, "pipeline_parallel_size": 2, "data_parallel_size": 2}
+    settings = EngineSettings(str(folders[0]), "bfloat16", 512, 64, args={**parallel, "gpu_memory_utilization": 0.8})
+    found = AsyncEngineArgs(**engine_arguments(folders[0], settings, on_cpu=False, devices=8))
+    assert {name: getattr(found, name) for name in parallel} == parallel
+    assert (found.gpu_memory_utilization, found.dtype, found.max_model_len, found.max_num_seqs) == (
+        0.8,
+        "bfloat16",
+        512,
+        64,
+    )
+    assert found.logprobs_mode == "processed_logprobs"
+    assert not found.enforce_eager, "what only a CPU needs is left out"
+    wrong = replace(settings, args={"tensor_paralel_size": 2})
+    with pytest.raises(ConfigError, match="did you mean tensor_parallel_size"):
+        engine_arguments(folders[0], wrong, on_cpu=False, devices=8)
 
 
 def test_logprobs_are_those_of_the_model_after_temperature(
