@@ -20,9 +20,10 @@ from broker.ledger import Ledger
 from broker.link import Link, check_server, url_from
 from broker.orders import OrderBook
 from broker.partials import Partials
-from broker.queues import ScoreQueue, TaskQueue
 from broker.runs import memory_of
 from broker.samples import Samples
+from broker.scores import ScoreQueue
+from broker.tasks import TaskQueue
 from broker.telemetry import Evals, Events, Metrics, Services
 from broker.training import Training
 from broker.weights.store import WeightStore

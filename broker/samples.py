@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from broker.link import Link
-from broker.queues import number
+from broker.worker import number
 from schemas.codec import BadMessage, decode, encode
 from schemas.messages import Score, Trajectory
 

@@ -6,7 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 from broker.client import Broker
-from broker.training import Known, Takeover, Training
+from broker.pipeline import Known, Takeover
+from broker.training import Training
 
 FIRST = Known(batch=1, staleness=7, window=1, steps=100, every=10)
 """What the first trainer of a run knows: one group a step, 8 slots, 100 steps."""

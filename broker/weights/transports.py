@@ -15,8 +15,8 @@ import redis
 
 from broker.fence import accepted, incarnation
 from broker.link import Link
-from broker.queues import number
 from broker.weights.digests import chunk_digests, chunks, digest, verify
+from broker.worker import number
 from schemas.errors import DiskError, InfraError
 from schemas.messages import Manifest, Payload
 

@@ -11,7 +11,8 @@ import structlog
 from broker.client import Broker
 from broker.link import BLOCK_MS
 from broker.presence import Presence
-from broker.queues import Delivery, ScoreQueue
+from broker.scores import ScoreQueue
+from broker.worker import Delivery
 from consumers.reward.scorer import Scorer
 from schemas.config import RewardTerm, TidemillConfig
 from schemas.lifecycle import StopFlag

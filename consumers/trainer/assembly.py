@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from broker.training import Outcome, Slot
+from broker.pipeline import Outcome, Slot
 
 
 class Assembly:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from broker.orders import Mode, Orders
-from broker.training import FIRST_LINEAGE, Known, Look
+from broker.pipeline import FIRST_LINEAGE, Known, Look
 from schemas.config import TidemillConfig
 from schemas.messages import BatchRecord
 

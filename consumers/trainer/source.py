@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 import structlog
 
-from broker.training import Outcome, Training
+from broker.pipeline import Outcome
+from broker.training import Training
 from consumers.trainer.advantages import has_signal, within
 from consumers.trainer.assembly import Assembly
 from consumers.trainer.batches import Group

@@ -170,7 +170,7 @@ class Bench:
 
     def _begin(self, groups: int) -> None:
         """A trainer that has published version 0 and has room for all groups."""
-        from broker.training import Known
+        from broker.pipeline import Known
 
         training: Training = self._broker.training()
         epoch = training.begin(Known(batch=groups, staleness=0, window=1, steps=ENDLESS, every=1)).epoch

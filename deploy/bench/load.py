@@ -11,7 +11,8 @@ import numpy.typing as npt
 from broker.client import Broker
 from broker.keys import Keys
 from broker.link import Link
-from broker.training import Known, Training
+from broker.pipeline import Known
+from broker.training import Training
 from schemas.codec import Array
 from schemas.config import BrokerConfig
 from schemas.messages import Sampling, Score, Span, Task, Trajectory

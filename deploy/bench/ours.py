@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from broker.queues import Delivery
-from broker.training import Outcome
+from broker.pipeline import Outcome
+from broker.worker import Delivery
 from consumers.trainer.assembly import Assembly
 from deploy.bench.load import Flow, Pool, begin, open_broker
 from schemas.errors import InfraError

@@ -15,7 +15,7 @@ import redis
 
 from broker.keys import Keys
 from broker.link import BLOCK_MS, open_client
-from broker.queues import number
+from broker.worker import number
 from deploy.bench.load import Flow, Pool
 from deploy.bench.ours import GROUPS_AT_ONCE, REWARDS_AT_ONCE
 from schemas.codec import encode

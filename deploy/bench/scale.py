@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from broker.training import Outcome
+from broker.pipeline import Outcome
 from consumers.trainer.assembly import Assembly
 from deploy.bench.crew import Crew, Member
 from deploy.bench.load import Flow, Pool, begin, open_broker

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from broker.link import open_client
-from broker.training import Known
+from broker.pipeline import Known
 from broker.weights.copy import WeightCopy
 from broker.weights.digests import CHUNK_BYTES
 from broker.weights.maker import DeltaMaker

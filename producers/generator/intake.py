@@ -6,7 +6,7 @@ import asyncio
 import time
 
 from broker.client import Broker
-from broker.queues import Delivery
+from broker.worker import Delivery
 from producers.engines.base import Engine
 from producers.generator.capacity import Lengths, need, room
 from producers.generator.ending import unless_ended

@@ -11,7 +11,8 @@ import msgspec
 import structlog
 
 from broker.partials import Partials
-from broker.queues import Delivery, TaskQueue
+from broker.tasks import TaskQueue
+from broker.worker import Delivery
 from producers.engines.base import Engine
 from producers.generator.outbox import Outbox
 from producers.generator.saver import Saver

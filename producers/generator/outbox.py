@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from broker.queues import TaskQueue
+from broker.tasks import TaskQueue
 from schemas.errors import TidemillError
 from schemas.messages import Trajectory
 

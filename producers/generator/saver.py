@@ -12,7 +12,7 @@ import numpy as np
 import structlog
 
 from broker.partials import Partials, piece_of
-from broker.queues import Delivery
+from broker.worker import Delivery
 from schemas.codec import BadMessage
 from schemas.errors import TidemillError
 from schemas.messages import Partial, Piece, Task

@@ -29,8 +29,10 @@ from typing import Any
 
 from broker.ledger import Ledger
 from broker.link import Link
-from broker.queues import ScoreQueue, TaskQueue
-from broker.training import Known, Training
+from broker.pipeline import Known
+from broker.scores import ScoreQueue
+from broker.tasks import TaskQueue
+from broker.training import Training
 from deploy import cli, guard
 from schemas.messages import Task
 from tests.chaos.evidence import Evidence, digest
@@ -176,7 +178,7 @@ def _trainer(evidence: Evidence, folder: Path) -> None:
     from consumers.trainer.runlog import RunLog
     from consumers.trainer.step import TrainStep
 
-    _once(evidence, service, "load_model", "ready")
+    _once(evidence, service, "make_policy", "ready")
     last: dict[str, Any] = {"x": [], "version": -1}
 
     def saving(original: Callable[..., Any]) -> Callable[..., Any]:

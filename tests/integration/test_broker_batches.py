@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from broker.client import Broker
-from broker.queues import AT_ONCE
 from broker.training import _runs
+from broker.worker import AT_ONCE
 from deploy.bench.load import Flow, Pool, begin
 from schemas.messages import Score
 

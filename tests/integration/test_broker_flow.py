@@ -8,7 +8,8 @@ import pytest
 
 from broker.client import Broker
 from broker.eval_ids import eval_task_id
-from broker.training import Outcome, Training
+from broker.pipeline import Outcome
+from broker.training import Training
 from schemas.codec import Array
 from schemas.errors import FencedError
 from schemas.messages import BatchRecord, GroupRef, Member, Sampling, Score, Span, Task, Trajectory

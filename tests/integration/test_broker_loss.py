@@ -15,7 +15,8 @@ from broker.client import Broker
 from broker.embedded import EmbeddedServer
 from broker.keys import Keys
 from broker.link import Link
-from broker.training import Known, Training
+from broker.pipeline import Known
+from broker.training import Training
 from schemas.codec import encode
 from schemas.config import BrokerConfig
 from schemas.errors import BrokerLost, ConfigError, FencedError
@@ -370,7 +371,7 @@ def test_a_group_that_is_deleted_while_leases_are_dated_is_made_again(
     monkeypatch.setattr(client, "xpending_range", xpending_range)
     monkeypatch.setattr(client, "xclaim", xclaim)
     for now in (0.0, 100.0):
-        monkeypatch.setattr("broker.queues.time", SimpleNamespace(monotonic=lambda now=now: now))
+        monkeypatch.setattr("broker.worker.time", SimpleNamespace(monotonic=lambda now=now: now))
         assert alive.claim_stale(lease_s=50.0, count=10) == []
     assert deleted == [1]
     monkeypatch.undo()

@@ -10,7 +10,7 @@ import pytest
 
 from broker.client import Broker
 from broker.keys import GENERATORS
-from broker.queues import TaskQueue
+from broker.tasks import TaskQueue
 from tests.generating import Engine, configuration, engine_of, live, publish, task, until
 from tests.takeover import begin
 from tests.tiny import make_tiny_model

@@ -7,7 +7,7 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from broker.training import Outcome, Slot
+from broker.pipeline import Outcome, Slot
 from consumers.trainer.assembly import Assembly
 from schemas.messages import Score
 
