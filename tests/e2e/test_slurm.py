@@ -14,12 +14,13 @@ from pathlib import Path
 import pytest
 import yaml
 
+from broker.api.address import ADDRESS
 from deploy.summary import lineage, read_lines
 from tests.e2e.slurm_cluster import cluster, jobs
 from tests.tiny import make_tiny_model
 
 pytestmark = pytest.mark.e2e
-STEPS = 12
+STEPS = 24
 
 
 @pytest.fixture
@@ -76,7 +77,7 @@ def test_a_run_of_slurm_jobs_outlives_a_preempted_generator_and_clears_the_queue
     def steps() -> int:
         return len({line["step"] for line in read_lines(run / "trained.jsonl") if "step" in line})
 
-    wait_until(lambda: steps() >= 3, "steps", scripts)
+    wait_until(lambda: steps() >= 3 and (run / ADDRESS).is_file(), "steps and control plane", scripts)
     # From any node: the run's folder tells where its control plane is.
     token = {"TIDEMILL_CONTROL_TOKEN_FILE": str(scripts / "control_token")}
     command = [str(program), "status", str(file), "--json"]
