@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import setuptools  # noqa: F401  imported by two threads at once, as torch and vLLM do, it breaks for the whole process
 import structlog
 
 from broker.client import Broker
