@@ -45,13 +45,3 @@ class Keys:
     def named(self, names: Sequence[str]) -> list[str]:
         """Keys by the names that scripts declare: ``CTL`` is ``ctl``."""
         return [str(getattr(self, name.lower())) for name in names]
-
-    @property
-    def groups_of_streams(self) -> list[tuple[str, str]]:
-        """Every stream with its consumer group."""
-        return [
-            (self.tasks, GENERATORS),
-            (self.eval_tasks, GENERATORS),
-            (self.trajectories, REWARD),
-            (self.scored, TRAINER),
-        ]

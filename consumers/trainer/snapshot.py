@@ -149,11 +149,3 @@ class Snapshots:
             end = start + shape.numel() * dtype.itemsize
             yield image[start:end].view(dtype).view(shape)
             start = end
-
-
-def write_weights(policy: Policy, path: Path, dtype: str) -> list[TensorSpec]:
-    """Write what is published of a policy in this process to ``path``; what is in it."""
-    snapshot = Snapshots(policy, dtype).take()
-    snapshot.fill()
-    snapshot.write(path)
-    return snapshot.specs

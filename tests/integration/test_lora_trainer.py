@@ -23,11 +23,11 @@ from consumers.trainer.export import reference_logprobs, weight_specs
 from consumers.trainer.lora import make_policy
 from consumers.trainer.policy import Policy, load_model
 from consumers.trainer.ranks import Ranks
-from consumers.trainer.snapshot import write_weights
 from consumers.trainer.step import TrainStep, reference_policy
 from schemas.config import TidemillConfig, parse_config
 from schemas.errors import ConfigError
 from tests.adapters import logprobs, merged
+from tests.published import write_weights
 from tests.trajectories import groups_of
 
 pytestmark = pytest.mark.integration

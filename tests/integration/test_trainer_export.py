@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from consumers.trainer.export import reference_logprobs, weight_specs
 from consumers.trainer.policy import Policy, load_model
-from consumers.trainer.snapshot import write_weights
+from tests.published import write_weights
 
 pytestmark = pytest.mark.integration
 

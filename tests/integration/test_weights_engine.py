@@ -15,7 +15,6 @@ from broker.weights.maker import DeltaMaker
 from broker.weights.store import make_transport
 from consumers.trainer.export import reference_logprobs
 from consumers.trainer.policy import Policy, load_model
-from consumers.trainer.snapshot import write_weights
 from producers.engines.base import EngineSettings
 from producers.engines.transformers import TransformersEngine
 from producers.generator.updates import Updates
@@ -24,6 +23,7 @@ from schemas.codec import Array
 from schemas.config import TidemillConfig, parse_config
 from schemas.lifecycle import StopFlag
 from schemas.messages import Manifest, Probe
+from tests.published import write_weights
 from tests.takeover import begin
 from tests.tiny import make_tiny_model
 

@@ -12,7 +12,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from broker.keys import Keys
+from broker.keys import GENERATORS, REWARD, Keys
 from deploy.cli import app
 from schemas.config import load_config
 from tests.needs import program
@@ -97,7 +97,8 @@ def test_services_are_started_with_commands_that_exist_and_the_configuration_tha
 
 def test_the_configuration_is_valid_and_scaling_names_its_streams() -> None:
     config = load_config(FOLDER / "run" / "config.yaml", environment={})
-    groups = dict(Keys(config.broker.prefix, config.run.name).groups_of_streams)
+    keys = Keys(config.broker.prefix, config.run.name)
+    groups = {keys.tasks: GENERATORS, keys.trajectories: REWARD}
     triggers = [
         trigger["metadata"]
         for document in documents("keda")
