@@ -12,7 +12,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.masking_utils import sdpa_mask
 
 from consumers.trainer.attention import KERNELS, choose
 
@@ -79,14 +80,30 @@ def attend(
     grouped = key.shape[1] != query.shape[1]
     if cu_seq_lens_q is None:
         out = F.scaled_dot_product_attention(
-            query, key, value, attention_mask, is_causal=attention_mask is None, scale=scaling, enable_gqa=grouped
+            query,
+            key,
+            value,
+            attention_mask,
+            # One query after a cache sees all of it.
+            is_causal=attention_mask is None and query.shape[2] > 1,
+            scale=scaling,
+            enable_gqa=grouped,
         )
         return out.transpose(1, 2), None
     kernel = KERNELS[choose(query.device, query.dtype)]
     return kernel(query, key, value, cu_seq_lens_q, max_length_q, scaling), None
 
 
+def mask_of(*, q_length: int, kv_length: int, attention_mask: Tensor | None = None, **others: Any) -> Tensor | None:
+    """The mask where there is padding or a cache, as for generating; for training, which has neither, none is made."""
+    if attention_mask is None and q_length == kv_length:
+        return None
+    mask: Tensor | None = sdpa_mask(q_length=q_length, kv_length=kv_length, attention_mask=attention_mask, **others)
+    return mask
+
+
 AttentionInterface.register(ATTENTION, attend)
+AttentionMaskInterface.register(ATTENTION, mask_of)
 
 
 @torch.no_grad()

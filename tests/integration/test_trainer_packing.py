@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM, PreTrainedModel
 
 from consumers.trainer import head
+from consumers.trainer.greedy import greedy
 from consumers.trainer.packing import ATTENTION, pack
 from consumers.trainer.policy import Policy, TokenScores, load_model
 
@@ -58,6 +60,16 @@ def test_a_sequence_sees_nothing_of_its_neighbours(policy: Policy) -> None:
     before = policy(tokens, tokens[:, 1:], mask, lengths).logprobs[1]
     tokens[0], tokens[2] = tokens[0].flip(0), tokens[2].flip(0)
     assert torch.equal(policy(tokens, tokens[:, 1:], mask, lengths).logprobs[1], before)
+
+
+def test_a_model_that_packs_still_generates(policy: Policy, tmp_path: Path) -> None:
+    """With padding on the left and a cache, which training never has."""
+    plain = load_model(make_tiny_model(tmp_path), "float32")
+    prompts = [[5, 6, 7, 8, 9, 10], [11, 12], [13], [200, 3, 77]]
+    assert policy.causal_lm.config._attn_implementation == ATTENTION != plain.config._attn_implementation
+    expected = greedy(plain, prompts, max_tokens=12, eos=1)
+    assert greedy(policy.causal_lm, prompts, max_tokens=12, eos=1) == expected
+    assert [greedy(policy.causal_lm, [prompt], max_tokens=12, eos=1)[0] for prompt in prompts] == expected
 
 
 def test_packing_leaves_no_padding() -> None:
