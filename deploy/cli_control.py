@@ -91,7 +91,7 @@ def scale(
     control: Control = None,
     as_json: Json = False,
 ) -> None:
-    """Start or stop generators and reward services of `tidemill up`."""
+    """Start or stop generators and reward services, under `tidemill up` or on Kubernetes."""
     from deploy import steering
 
     raise typer.Exit(steering.scale(run, control, replicas, as_json))
