@@ -30,11 +30,11 @@ help: ## List the targets
 
 setup: $(STAMP) ## Set up .venv, once
 
-$(STAMP): pyproject.toml deploy/install.py
+$(STAMP): pyproject.toml deploy/machine/install.py
 	@test -n '$(PYTHON)' || { echo 'Tidemill needs Python 3.11 or 3.12, none was found: install one, or give it: make PYTHON=/path/to/python3.11' >&2; exit 1; }
 	@$(PYTHON) -c '$(SUPPORTED)' || { echo 'Tidemill needs Python 3.11 or 3.12, $(PYTHON) is another version or does not run' >&2; exit 1; }
 	@$(PYTHON) -m venv $(VENV) || { echo '$(PYTHON) cannot make virtual environments: install its venv module (Debian: python3-venv)' >&2; exit 1; }
-	@$(BIN)/python deploy/install.py --vllm '$(VLLM)' --torch-index '$(TORCH_INDEX)'
+	@$(BIN)/python deploy/machine/install.py --vllm '$(VLLM)' --torch-index '$(TORCH_INDEX)'
 	@touch $@
 
 demo: $(STAMP) ## A small model learns arithmetic on this machine: an embedded Redis and real vLLM
@@ -61,7 +61,7 @@ docs: $(STAMP) ## Build the documentation into site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 pins: $(STAMP) ## Write down the versions of .venv, which images are built with
-	$(BIN)/python -m deploy.pins >deploy/constraints.txt.new && mv deploy/constraints.txt.new deploy/constraints.txt
+	$(BIN)/python -m deploy.machine.pins >deploy/constraints.txt.new && mv deploy/constraints.txt.new deploy/constraints.txt
 
 clean: ## Remove .venv and everything that was built; runs/ stays
 	rm -rf $(VENV) site dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

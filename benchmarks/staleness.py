@@ -22,11 +22,11 @@ import torch
 from transformers import AutoTokenizer
 
 from benchmarks.rollout import as_trajectory, sample
-from consumers.trainer.batches import Group
-from consumers.trainer.greedy import greedy
-from consumers.trainer.policy import Policy, load_model
-from consumers.trainer.step import TrainStep
-from deploy.warm_start import make_model
+from consumers.offline.greedy import greedy
+from consumers.trainer.data.microbatches import Group
+from consumers.trainer.model.policy import Policy, load_model
+from consumers.trainer.step.train_step import TrainStep
+from deploy.offline.warm_start import make_model
 from producers.datasets.arithmetic import Arithmetic
 from schemas.config import TidemillConfig, load_config
 

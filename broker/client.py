@@ -14,18 +14,28 @@ from typing import Any
 import redis
 import structlog
 
-from broker.dead_letters import DeadLetters
-from broker.keys import GENERATORS, REWARD, TRAINER, Keys
-from broker.ledger import Ledger
-from broker.link import Link, check_server, url_from
-from broker.orders import OrderBook
-from broker.partials import Partials
-from broker.runs import memory_of
-from broker.samples import Samples
-from broker.scores import ScoreQueue
-from broker.tasks import TaskQueue
-from broker.telemetry import Evals, Events, Metrics, Services
-from broker.training import Training
+from broker.connection.connection import Link, check_server, url_from
+from broker.connection.keys import (
+    GENERATORS,
+    REWARD,
+    TRAINER,
+    Keys,
+)
+from broker.connection.runs import memory_of
+from broker.flow.ledger import Ledger
+from broker.flow.run_control import OrderBook
+from broker.flow.trainer_session import Training
+from broker.queues.dead_letters import DeadLetters
+from broker.queues.partials import Partials
+from broker.queues.scores import ScoreQueue
+from broker.queues.tasks import TaskQueue
+from broker.telemetry.streams import (
+    Evals,
+    Events,
+    Metrics,
+    Services,
+)
+from broker.telemetry.trajectories import Samples
 from broker.weights.store import WeightStore
 from schemas.config import BrokerConfig, TidemillConfig
 from schemas.errors import ConfigError

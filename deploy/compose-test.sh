@@ -124,7 +124,7 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-from deploy.summary import lineage, read_lines
+from deploy.run.summary import lineage, read_lines
 
 lines = lineage(read_lines(Path("runs") / sys.argv[1] / "trained.jsonl"))
 uses = Counter(tuple(sample) for line in lines for sample in line["samples"])

@@ -19,13 +19,13 @@ import msgspec
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from broker.keys import Keys
-from broker.scripts import source
-from consumers.reward import REWARDS
-from consumers.trainer.advantages import ADVANTAGES
-from consumers.trainer.aggregation import AGGREGATIONS
-from consumers.trainer.kl import KL_ESTIMATORS
-from consumers.trainer.losses import LOSSES
+from broker.connection.keys import Keys
+from broker.connection.scripts import source
+from consumers.reward.rewards import REWARDS
+from consumers.trainer.algorithms.advantages import ADVANTAGES
+from consumers.trainer.algorithms.aggregation import AGGREGATIONS
+from consumers.trainer.algorithms.kl import KL_ESTIMATORS
+from consumers.trainer.algorithms.losses import LOSSES
 from deploy.launchers import LAUNCHERS
 from producers.datasets import DATASETS
 from producers.engines import ENGINES
@@ -75,7 +75,7 @@ KEY_NOTES = {
     "recent": "stream, 256 entries: trained samples, kept for reading",
     "tally": "hash: leases that expired, duplicates and zombies that were refused, commits and their seconds",
 }
-"""What is behind each key of broker/keys.py; a new key without a line here fails the build."""
+"""What is behind each key of broker/connection/keys.py; a new key without a line here fails the build."""
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import structlog
 
 from broker.client import Broker
-from broker.eval_ids import eval_task_id
-from broker.ledger import LedgerState
+from broker.flow.ledger import LedgerState
 from broker.presence import Presence
+from broker.queues.tasks import eval_task_id
 from producers.datasets.base import Dataset, Example
-from producers.datasets.build import build_dataset
-from producers.datasets.order import PromptOrder
+from producers.datasets.loading import build_dataset
+from producers.datasets.prompt_order import PromptOrder
 from schemas.config import SamplingConfig, TidemillConfig
 from schemas.lifecycle import StopFlag
 from schemas.messages import Event, Kind, Sampling, Task

@@ -1,13 +1,19 @@
-"""How a service ends when asked: SIGTERM or Ctrl-C set a flag, a second one ends it at once."""
+"""How a service ends when asked: SIGTERM or Ctrl-C set a flag, a second one ends it at once.
+
+A wait that ends when the process is asked to: a machine that is taken away leaves little time.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import FrameType
+from typing import TypeVar
 
 
 class StopFlag:
@@ -50,3 +56,22 @@ class StopFlag:
     def wait(self, seconds: float) -> bool:
         """Wait until the flag is set, at most so long; returns whether it is."""
         return self._event.wait(seconds)
+
+
+T = TypeVar("T")
+
+
+async def unless_ended(stop: StopFlag, work: Awaitable[T]) -> T | None:
+    """What ``work`` gives; None as soon as ``stop`` is set, and then it is cancelled.
+
+    A thread can't be: nobody hears what it still finds, so it must be nothing that would be missed.
+    """
+    asked = asyncio.Event()
+    doing, ending = asyncio.ensure_future(work), asyncio.ensure_future(asked.wait())
+    with stop.waking(partial(asyncio.get_running_loop().call_soon_threadsafe, asked.set)):
+        try:
+            await asyncio.wait({doing, ending}, return_when=asyncio.FIRST_COMPLETED)
+            return doing.result() if doing.done() else None
+        finally:
+            doing.cancel()
+            ending.cancel()

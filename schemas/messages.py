@@ -2,6 +2,8 @@
 
 Shapes: a trajectory has T tokens, prompt and completion together. Everything that is
 per token (mask, log-probabilities) has length T and refers to the same position.
+
+What a step was trained on, whole: enough to train it again without a broker.
 """
 
 from __future__ import annotations
@@ -272,7 +274,7 @@ class Delta(msgspec.Struct, frozen=True, array_like=True, gc=False):
 class Adapter(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """A low-rank adapter: W + alpha / rank * B A for the linear layers that end in one of ``targets``.
 
-    base: digest of the model that it belongs to (broker/weights/base_model.py).
+    base: digest of the model that it belongs to (broker/weights/digests.py).
     """
 
     rank: int
@@ -308,7 +310,7 @@ class Manifest(Message, kw_only=True, tag="manifest"):
 class Heartbeat(Message, kw_only=True, tag="heartbeat"):
     """One sign of life of a service. The free-form figures are for people.
 
-    obeyed: number of the newest order of each kind that it has followed (broker/orders.py).
+    obeyed: number of the newest order of each kind that it has followed (broker/flow/run_control.py).
     """
 
     service: str
@@ -341,3 +343,33 @@ class DeadLetter(Message, kw_only=True, tag="dead_letter"):
     payload: bytes
     task_id: int = -1
     sample: int = -1
+
+
+class RecordedGroup(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """One prompt group in the order it was trained in; a reward for each sample."""
+
+    task_id: int
+    samples: list[Trajectory]
+    rewards: list[float]
+
+    def __post_init__(self) -> None:
+        if len(self.samples) != len(self.rewards):
+            raise ValueError(
+                f"prompt group {self.task_id} has {len(self.samples)} samples, {len(self.rewards)} rewards"
+            )
+
+
+class StepRecord(Message, kw_only=True, tag="step_record"):
+    """One optimizer step: ``step`` steps were done before it, ``version`` names the weights before it.
+
+    epoch: number of the trainer incarnation that trained it. world, threads, torch: ranks, CPU threads of each, and
+    PyTorch's version, on which the last bits of a sum depend.
+    """
+
+    step: int
+    version: int
+    epoch: int
+    world: int
+    threads: int
+    torch: str
+    groups: list[RecordedGroup]

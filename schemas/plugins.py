@@ -3,13 +3,17 @@
 ``exact`` is looked up in the registry; ``mypackage.rewards:brevity`` and
 ``rewards.py:brevity`` (relative to the configuration's folder) are imported.
 Built-ins are registered as paths too, so listing them imports nothing.
+
+Losses and advantages from the configuration: arguments bound, and what they say of themselves still readable.
 """
 
 from __future__ import annotations
 
 import difflib
+import functools
 import importlib
 import importlib.util
+import inspect
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -72,3 +76,18 @@ def _load_file(source: str, base: Path | None) -> ModuleType:
         del sys.modules[name]
         raise
     return module
+
+
+def bind(kind: str, function: Any, args: dict[str, Any]) -> Any:
+    """``function`` with keyword arguments from the configuration, a class built with them; ConfigError if not taken."""
+    try:
+        inspect.signature(function).bind_partial(**args)
+    except TypeError as error:
+        raise ConfigError(f"{kind}.args {args}: {error}") from error
+    return function(**args) if inspect.isclass(function) else functools.partial(function, **args)
+
+
+def trait(function: Any, name: str, default: Any) -> Any:
+    """An attribute of what was bound, such as ``needs_proximal``."""
+    inner = function.func if isinstance(function, functools.partial) else function
+    return getattr(inner, name, default)

@@ -11,9 +11,9 @@ import setuptools  # noqa: F401  imported by two threads at once, as torch and v
 import structlog
 
 from broker.client import Broker
-from broker.embedded import EmbeddedServer
-from broker.keys import Keys
-from broker.link import Link
+from broker.connection.connection import Link
+from broker.connection.embedded import EmbeddedServer
+from broker.connection.keys import Keys
 from schemas.config import BrokerConfig
 
 _runs = itertools.count()

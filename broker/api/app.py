@@ -14,12 +14,13 @@ from fastapi.openapi.utils import get_openapi
 from fastapi.responses import FileResponse, Response
 from starlette.staticfiles import StaticFiles
 
-from broker.api import acting, letters, problems, reading
-from broker.api.context import Context, InContext
-from broker.api.metrics import CONTENT_TYPE
-from broker.api.problems import KINDS, MEDIA_TYPE
-from broker.api.security import PROBES, Guard
-from schemas.status import Health, Problem
+from broker.api.routes import control, dead_letters, reads
+from broker.api.routes.context import Context, InContext
+from broker.api.status.prometheus import CONTENT_TYPE
+from broker.api.web import problems
+from broker.api.web.problems import KINDS, MEDIA_TYPE
+from broker.api.web.security import PROBES, Guard
+from schemas.control_api import Health, Problem
 
 PAGE = Path(__file__).parent / "dashboard"
 LOOP_S = 30.0
@@ -54,7 +55,7 @@ def make_app(context: Context, token: str | None = None, hosts: frozenset[str] =
     )
     app.state.context = context
     problems.install(app)
-    for router in (reading.router, acting.router, letters.router, probes):
+    for router in (reads.router, control.router, dead_letters.router, probes):
         app.include_router(router)
     pages(app)
     app.openapi = lambda: document(app)  # type: ignore[method-assign]

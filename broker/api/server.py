@@ -1,4 +1,6 @@
-"""The control service: listens, says where, and ends in order.
+"""Where a run's control plane listens: a file in the run's folder, for those on the same machine.
+
+The control service: listens, says where, and ends in order.
 
 It refuses to listen beyond this machine without a token. On loopback a port that is taken is replaced by a free one.
 """
@@ -7,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
+import json
 import os
 import signal
 import socket
@@ -17,24 +20,53 @@ from types import FrameType
 import structlog
 import uvicorn
 
-from broker.api.address import announce, withdraw
 from broker.api.app import LOOPBACK_NAMES, make_app
-from broker.api.context import Context
-from broker.api.kubernetes import Deployments
-from broker.api.sse import Hub
-from broker.api.watch import Watch
+from broker.api.routes.context import Context
+from broker.api.status.kubernetes import Deployments
+from broker.api.status.poller import Watch
+from broker.api.web.sse import Hub
 from broker.client import Broker
 from broker.presence import Presence
 from schemas.config import TidemillConfig
 from schemas.errors import ConfigError
+
+ADDRESS = "control.json"
+
+log = structlog.get_logger()
+
+
+def announce(folder: Path, url: str) -> None:
+    """Say it; whoever may not write the folder just leaves no such file."""
+    file = folder / ADDRESS
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        aside = file.with_suffix(".writing")
+        aside.write_text(json.dumps({"url": url, "pid": os.getpid()}), encoding="utf-8")
+        aside.replace(file)
+    except OSError as error:
+        log.warning("cannot say where the control plane listens", file=str(file), error=str(error))
+
+
+def address_of(folder: Path) -> str | None:
+    """The URL, with a slash at its end; None when nobody has said one."""
+    try:
+        found = json.loads((folder / ADDRESS).read_text(encoding="utf-8"))
+        return str(found["url"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def withdraw(folder: Path, url: str) -> None:
+    """It listens no more; another one's address stays."""
+    if address_of(folder) == url:
+        (folder / ADDRESS).unlink(missing_ok=True)
+
 
 TOKEN = "TIDEMILL_CONTROL_TOKEN"
 ANSWER_S = 5.0
 """How long a request waits for the broker."""
 GRACE_S = 3
 MIN_TOKEN = 16
-
-log = structlog.get_logger()
 
 
 def run_control(config: TidemillConfig, name: str) -> None:

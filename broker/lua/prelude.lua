@@ -1,4 +1,4 @@
--- Shared by every script: what it declares in its KEYS line are locals here, under the names of broker/keys.py;
+-- Shared by every script: what it declares in its KEYS line are locals here, under the names of broker/connection/keys.py;
 -- any other key is out of its reach. Then the ways a group's data ends.
 -- A refused write (out of memory) does not undo earlier ones, so in every script the first write is one
 -- that memory limits refuse, and acknowledgements come last.

@@ -10,13 +10,12 @@ from typing import Any
 
 import structlog
 
-from broker.fence import accepted, incarnation
-from broker.link import BLOCK_MS, Link
-from broker.weights.chain import find_route, split
+from broker.connection.connection import BLOCK_MS, Link
+from broker.flow.fencing import accepted, incarnation
+from broker.weights.delta_writer import DeltaMaker
 from broker.weights.digests import chunk_digests, state_digest
-from broker.weights.leftovers import clear_leftovers
-from broker.weights.maker import DeltaMaker
 from broker.weights.transports import FileTransport, RedisTransport, Transport
+from broker.weights.versions import clear_leftovers, find_route, split
 from schemas.codec import decode, encode
 from schemas.errors import FencedError, InfraError
 from schemas.messages import Adapter, Delta, Manifest, Payload, Probe, TensorSpec

@@ -13,10 +13,10 @@ from typing import Any, Literal, Protocol
 
 import redis
 
-from broker.fence import accepted, incarnation
-from broker.link import Link
+from broker.connection.connection import Link
+from broker.flow.fencing import accepted, incarnation
+from broker.queues.consumer_group import number
 from broker.weights.digests import chunk_digests, chunks, digest, verify
-from broker.worker import number
 from schemas.errors import DiskError, InfraError
 from schemas.messages import Manifest, Payload
 

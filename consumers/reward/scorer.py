@@ -13,8 +13,8 @@ from pathlib import Path
 
 import numpy as np
 
-from consumers.reward.pool import WorkerPool
-from consumers.reward.terms import Outcome, Sample, resolve
+from consumers.reward.rewards.terms import Outcome, Sample, resolve
+from consumers.reward.workers.pool import WorkerPool
 from schemas.config import RewardTerm
 from schemas.errors import InfraError
 from schemas.messages import Score, Trajectory

@@ -9,10 +9,10 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 import structlog
 
 from broker.client import Broker
-from broker.link import BLOCK_MS
+from broker.connection.connection import BLOCK_MS
 from broker.presence import Presence
-from broker.scores import ScoreQueue
-from broker.worker import Delivery
+from broker.queues.consumer_group import Delivery
+from broker.queues.scores import ScoreQueue
 from consumers.reward.scorer import Scorer
 from schemas.config import RewardTerm, TidemillConfig
 from schemas.lifecycle import StopFlag

@@ -12,19 +12,18 @@ from typing import Literal
 import structlog
 
 from broker.client import Broker
-from consumers.trainer.books import Books
-from consumers.trainer.clock import Clock
-from consumers.trainer.crew import Crew
-from consumers.trainer.ending import wait_for_evaluation, write_model
-from consumers.trainer.heed import Heed
-from consumers.trainer.incarnation import Incarnation
-from consumers.trainer.offers import Offers
-from consumers.trainer.patience import Patience
+from consumers.trainer.batch_source import Batch, BatchSource
+from consumers.trainer.checkpointing import Saving
+from consumers.trainer.disk_retry import Patience
+from consumers.trainer.finish import wait_for_evaluation, write_model
+from consumers.trainer.leadership import Incarnation, Succession
+from consumers.trainer.metrics.timing import Clock
+from consumers.trainer.pause import Heed
 from consumers.trainer.progress import Progress
-from consumers.trainer.saving import Saving
-from consumers.trainer.source import Batch, BatchSource
-from consumers.trainer.step import TrainStep
-from consumers.trainer.succession import Succession
+from consumers.trainer.publishing import Offers
+from consumers.trainer.rank_group import Crew
+from consumers.trainer.step.train_step import TrainStep
+from consumers.trainer.step_log import Books
 from schemas.config import TidemillConfig
 from schemas.errors import BrokerLost, DiskError, InfraError
 from schemas.lifecycle import StopFlag

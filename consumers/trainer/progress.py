@@ -10,8 +10,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from broker.orders import Mode, Orders
-from broker.pipeline import FIRST_LINEAGE, Known, Look
+from broker.flow.pipeline import FIRST_LINEAGE, Known, Look
+from broker.flow.run_control import Mode, Orders
 from schemas.config import TidemillConfig
 from schemas.messages import BatchRecord
 

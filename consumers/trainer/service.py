@@ -7,12 +7,12 @@ import torch
 
 from broker.client import Broker
 from broker.presence import Presence
-from consumers.trainer.crew import Crew
+from consumers.trainer.distributed.ranks import Ranks
 from consumers.trainer.loop import Trainer
-from consumers.trainer.lora import make_policy
-from consumers.trainer.ranks import Ranks
-from consumers.trainer.step import TrainStep
-from consumers.trainer.trackers import check_trackers
+from consumers.trainer.metrics.trackers import check_trackers
+from consumers.trainer.model.lora import make_policy
+from consumers.trainer.rank_group import Crew
+from consumers.trainer.step.train_step import TrainStep
 from schemas.config import TidemillConfig
 from schemas.lifecycle import StopFlag
 

@@ -41,8 +41,8 @@ def transport(
 ) -> None:
     """Trajectories a second through every hop with all guarantees, beside the raw server's limit in the same run."""
     from deploy.bench import report
-    from deploy.bench.load import Flow
     from deploy.bench.transport import measure, measure_behind
+    from deploy.bench.workload import Flow
 
     lengths, modes = _numbers(tokens, "--tokens"), _modes(aof, url)
     if million:

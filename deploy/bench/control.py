@@ -27,11 +27,11 @@ from urllib.request import urlopen
 
 import redis
 
-from broker.api.address import address_of
+from broker.api.server import address_of
 from broker.client import Broker
-from deploy.bench.load import Flow, open_broker
 from deploy.bench.server import describe, serving
 from deploy.bench.transport import Bench
+from deploy.bench.workload import Flow, open_broker
 from schemas.errors import InfraError, TidemillError
 from schemas.messages import Event, Heartbeat
 

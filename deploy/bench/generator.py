@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, Any
 
 from broker.client import Broker
 from broker.weights.store import make_transport
-from deploy.bench.load import ENDLESS
 from deploy.bench.server import describe, serving
+from deploy.bench.workload import ENDLESS
 from producers.engines.base import EngineSettings
-from producers.engines.vllm import VllmEngine
+from producers.engines.vllm.engine import VllmEngine
 from producers.generator.service import Generator
 from schemas.config import parse_config
 from schemas.errors import ConfigError, InfraError
@@ -30,7 +30,7 @@ from schemas.lifecycle import StopFlag
 from schemas.messages import Sampling, Task
 
 if TYPE_CHECKING:
-    from broker.training import Training
+    from broker.flow.trainer_session import Training
 
 PROMPT = 16
 """Tokens of a prompt."""
@@ -170,7 +170,7 @@ class Bench:
 
     def _begin(self, groups: int) -> None:
         """A trainer that has published version 0 and has room for all groups."""
-        from broker.pipeline import Known
+        from broker.flow.pipeline import Known
 
         training: Training = self._broker.training()
         epoch = training.begin(Known(batch=groups, staleness=0, window=1, steps=ENDLESS, every=1)).epoch

@@ -18,12 +18,22 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from broker.pipeline import Outcome
-from consumers.trainer.assembly import Assembly
-from deploy.bench.crew import Crew, Member
-from deploy.bench.load import Flow, Pool, begin, open_broker
-from deploy.bench.ours import CLAIM, GROUPS_AT_ONCE, REWARDS_AT_ONCE, reference
+from broker.flow.pipeline import Outcome
+from consumers.trainer.batch_source import Assembly
+from deploy.bench.pipeline_tidemill import (
+    CLAIM,
+    GROUPS_AT_ONCE,
+    REWARDS_AT_ONCE,
+    reference,
+)
+from deploy.bench.processes import Crew, Member
 from deploy.bench.server import Usage, describe, serving
+from deploy.bench.workload import (
+    Flow,
+    Pool,
+    begin,
+    open_broker,
+)
 from schemas.errors import InfraError
 from schemas.messages import BatchRecord
 

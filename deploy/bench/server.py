@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from broker.embedded import EmbeddedServer
-from broker.link import open_client
+from broker.connection.connection import open_client
+from broker.connection.embedded import EmbeddedServer
 
 AOF_MODES = ("off", "everysec", "always")
 

@@ -22,10 +22,10 @@ import torch.nn.functional as F
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
-from consumers.trainer.batches import Group
-from consumers.trainer.packing import pack
-from consumers.trainer.policy import Policy, load_model
-from consumers.trainer.step import TrainStep
+from consumers.trainer.data.microbatches import Group
+from consumers.trainer.model.packing import pack
+from consumers.trainer.model.policy import Policy, load_model
+from consumers.trainer.step.train_step import TrainStep
 from schemas.codec import Array
 from schemas.config.models import TrainerConfig
 from schemas.messages import Span, Trajectory

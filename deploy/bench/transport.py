@@ -13,11 +13,11 @@ from functools import partial
 from statistics import median
 from typing import Any
 
-from broker.link import open_client
-from deploy.bench import ours, raw
-from deploy.bench.crew import Crew, Member, Share
-from deploy.bench.load import Flow, Pool, open_broker
+from broker.connection.connection import open_client
+from deploy.bench import pipeline_redis, pipeline_tidemill
+from deploy.bench.processes import Crew, Member, Share
 from deploy.bench.server import Usage, describe, serving
+from deploy.bench.workload import Flow, Pool, open_broker
 from schemas.codec import encode
 from schemas.errors import InfraError
 
@@ -35,9 +35,9 @@ class Both:
     def __init__(self, role: str, url: str, run: str, tokens: int, flow: Flow) -> None:
         pool = Pool(tokens)
         members: dict[str, Any] = {
-            "producer": (ours.Producer, raw.Producer),
-            "reward": (ours.Rewarder, raw.Rewarder),
-            "assembler": (ours.Assembler, raw.Assembler),
+            "producer": (pipeline_tidemill.Producer, pipeline_redis.Producer),
+            "reward": (pipeline_tidemill.Rewarder, pipeline_redis.Rewarder),
+            "assembler": (pipeline_tidemill.Assembler, pipeline_redis.Assembler),
         }
         own, limit = members[role]
         self._jobs = {"ours": own(url, run, pool, flow), "raw": limit(url, run, pool, flow)}

@@ -16,17 +16,17 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from broker.link import open_client
-from broker.pipeline import Known
-from broker.weights.copy import WeightCopy
+from broker.connection.connection import open_client
+from broker.flow.pipeline import Known
+from broker.weights.delta_writer import DeltaMaker
 from broker.weights.digests import CHUNK_BYTES
-from broker.weights.maker import DeltaMaker
+from broker.weights.local_copy import WeightCopy
 from broker.weights.store import make_transport
-from consumers.trainer.snapshot import Snapshot
-from deploy.bench.load import open_broker
+from consumers.trainer.model.snapshot import Snapshot
 from deploy.bench.server import Usage, describe, serving
 from deploy.bench.weights_load import load_times
 from deploy.bench.weights_model import WIRE, Subject
+from deploy.bench.workload import open_broker
 from schemas.errors import InfraError
 from schemas.messages import Manifest, TensorSpec
 

@@ -13,7 +13,7 @@ from safetensors import safe_open
 
 from deploy.bench.weights_model import WIRE
 from producers.engines.base import Completion, Engine, EngineSettings
-from producers.engines.build import make_engine
+from producers.engines.factory import make_engine
 from schemas.messages import Sampling
 
 REQUESTS = 4

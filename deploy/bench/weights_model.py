@@ -10,10 +10,10 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
-from consumers.trainer.export import reference_logprobs
-from consumers.trainer.optimizer import build_optimizer
-from consumers.trainer.policy import Policy
-from consumers.trainer.snapshot import Snapshot, Snapshots
+from consumers.trainer.model.hf_weights import reference_logprobs
+from consumers.trainer.model.policy import Policy
+from consumers.trainer.model.snapshot import Snapshot, Snapshots
+from consumers.trainer.step.optimizer import build_optimizer
 from schemas.config import OptimizerConfig
 from schemas.errors import ConfigError
 

@@ -6,9 +6,8 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from deploy.launchers.processes import Processes
-from deploy.process import Process
-from deploy.up import run_up
+from deploy.run.up import run_up
+from deploy.supervisor.process import Process, Processes
 from schemas.config import TidemillConfig
 from schemas.errors import ConfigError
 

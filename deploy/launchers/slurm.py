@@ -15,10 +15,9 @@ from importlib.resources import files
 from pathlib import Path
 from string import Template
 
-from deploy.exits import OK_EXIT
 from deploy.run_files import CONFIG
 from schemas.config import TidemillConfig, save_config
-from schemas.errors import ConfigError
+from schemas.errors import OK_EXIT, ConfigError
 
 SCRIPTS = ("job.sh", "services.sbatch", "trainer.sbatch", "generators.sbatch", "submit.sh")
 PREPARE = "prepare.sbatch"

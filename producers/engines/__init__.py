@@ -5,8 +5,8 @@ from schemas.plugins import Registry
 ENGINES = Registry(
     "generator.engine",
     {
-        "vllm": "producers.engines.vllm:VllmEngine",
-        "transformers": "producers.engines.transformers:TransformersEngine",
+        "vllm": "producers.engines.vllm.engine:VllmEngine",
+        "transformers": "producers.engines.transformers.engine:TransformersEngine",
         "scripted": "producers.engines.scripted:ScriptedEngine",
     },
 )

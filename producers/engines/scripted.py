@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from producers.engines.base import Completion, EngineSettings, Load, Progress
-from producers.engines.sampling import room
+from producers.engines.factory import room
 from schemas.errors import ConfigError, DataError, InfraError
 from schemas.messages import FinishReason, Sampling, Span
 

@@ -1,12 +1,24 @@
-"""Finished samples on their way out: what is ready at one time leaves in one call."""
+"""Finished samples on their way out: what is ready at one time leaves in one call.
+
+Saves samples as they grow: only what is new of each, and only the newest state while a call is under way.
+
+Saving is a help for others and never in the way: what can't be saved is left out, and said.
+"""
 
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass
 
-from broker.tasks import TaskQueue
+import numpy as np
+import structlog
+
+from broker.queues.consumer_group import Delivery
+from broker.queues.partials import Partials, piece_of
+from broker.queues.tasks import TaskQueue
+from schemas.codec import BadMessage
 from schemas.errors import TidemillError
-from schemas.messages import Trajectory
+from schemas.messages import Partial, Piece, Task, Trajectory
 
 
 class Outbox:
@@ -52,3 +64,76 @@ def _end(done: asyncio.Future[None], error: TidemillError | None = None) -> None
         done.set_result(None)
     else:
         done.set_exception(error)
+
+
+log = structlog.get_logger()
+
+
+@dataclass
+class Saved:
+    """What the broker has of one sample."""
+
+    partial: Partial
+    pieces: int
+
+
+def next_piece(saved: Saved | None, partial: Partial) -> tuple[int, Piece] | None:
+    """Number and content of the piece that brings the broker up to date; None when it is.
+
+    A sample that is not a continuation of what is saved begins anew, with piece 0.
+    """
+    if saved is None:
+        return 0, piece_of(partial, 0)
+    length = len(saved.partial.tokens)
+    if not np.array_equal(partial.tokens.numpy()[:length], saved.partial.tokens.numpy()):
+        return 0, piece_of(partial, 0)
+    if len(partial.tokens) == length:
+        return None
+    return saved.pieces, piece_of(partial, length)
+
+
+class Saver:
+    """``grown`` returns at once; ``close`` waits for what is under way."""
+
+    def __init__(self, partials: Partials) -> None:
+        self._partials = partials
+        self._news: dict[tuple[int, int], tuple[Delivery[Task], Partial]] = {}
+        self._saved: dict[tuple[int, int], Saved] = {}
+        self._saving: asyncio.Task[None] | None = None
+
+    def grown(self, delivery: Delivery[Task], partial: Partial) -> None:
+        """Have this state of a sample saved, soon."""
+        self._news[delivery.message.task_id, partial.sample] = delivery, partial
+        if self._saving is None or self._saving.done():
+            self._saving = asyncio.create_task(self._save())
+
+    def forget(self, task: Task) -> None:
+        """The task is no longer this generator's."""
+        for sample in range(task.n):
+            self._news.pop((task.task_id, sample), None)
+            self._saved.pop((task.task_id, sample), None)
+
+    async def close(self) -> None:
+        """What is under way is saved; nothing more is."""
+        self._news.clear()
+        if self._saving is not None:
+            await self._saving
+
+    async def _save(self) -> None:
+        while self._news:
+            news, self._news = self._news, {}
+            by_task: dict[tuple[int, bytes], list[tuple[int, Piece]]] = {}
+            state: dict[tuple[int, int], Saved] = {}
+            for key, (delivery, partial) in news.items():
+                piece = next_piece(self._saved.get(key), partial)
+                if piece is not None:
+                    by_task.setdefault((key[0], delivery.entry_id), []).append(piece)
+                    state[key] = Saved(partial, piece[0] + 1)
+            growth = [(task_id, entry, pieces) for (task_id, entry), pieces in by_task.items()]
+            try:
+                accepted = await asyncio.to_thread(self._partials.save, growth)
+            except (TidemillError, BadMessage) as error:
+                log.warning("growing samples could not be saved", reason=str(error))
+                continue
+            kept = {task_id for (task_id, _, _), ok in zip(growth, accepted, strict=True) if ok}
+            self._saved.update((key, saved) for key, saved in state.items() if key[0] in kept)

@@ -11,14 +11,13 @@ import structlog
 from broker.client import Broker
 from broker.presence import Presence
 from producers.engines.base import Engine, EngineSettings
-from producers.engines.build import make_engine
-from producers.engines.sampling import check_sampling
+from producers.engines.factory import check_sampling, make_engine
 from producers.feeder import make_sampling
-from producers.generator.intake import Intake
-from producers.generator.stall import StallWatch, end_process
-from producers.generator.updates import Updates
-from producers.generator.valve import Valve
-from producers.tokenizer import HfTokenizer
+from producers.generator.hang_watchdog import StallWatch, end_process
+from producers.generator.pause import Valve
+from producers.generator.task_loop import Intake
+from producers.generator.weight_updates import Updates
+from producers.rendering.tokenizer import HfTokenizer
 from producers.workflows import WORKFLOWS
 from schemas.config import TidemillConfig
 from schemas.lifecycle import StopFlag

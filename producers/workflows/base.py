@@ -35,7 +35,7 @@ class Sample:
 
 
 class Tokenizer(Protocol):
-    """The part of a Hugging Face tokenizer that workflows use, see producers/tokenizer.py."""
+    """The part of a Hugging Face tokenizer that workflows use, see producers/rendering/tokenizer.py."""
 
     def prompt_ids(self, task: Task) -> list[int]:
         """Token ids of a task's prompt; messages go through the chat template."""

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from deploy.exits import FENCED_EXIT, OK_EXIT
-from deploy.process import Process
+from deploy.supervisor.process import Process
+from schemas.errors import FENCED_EXIT, OK_EXIT
 
 STOP_GRACE_S = 30.0
 RESTART_PAUSE_S = 0.2

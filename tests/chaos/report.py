@@ -14,7 +14,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from broker.embedded import find_server
+from broker.connection.embedded import find_server
 from tests.chaos import recovery, settings
 from tests.chaos.evidence import Line, read_lines
 from tests.chaos.lineage import lineage, trained_log

@@ -5,7 +5,7 @@ from __future__ import annotations
 import zlib
 from typing import Any
 
-from consumers.reward.spec import reward
+from consumers.reward.rewards.terms import reward
 
 
 @reward(inline=True)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from broker.keys import Keys
+from broker.connection.keys import Keys
 from tests.chaos import faults, faults_broker, faults_network, faults_poison, settings
 from tests.chaos.evidence import Evidence, Log, read_logs
 from tests.chaos.lineage import lineage

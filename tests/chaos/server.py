@@ -14,8 +14,8 @@ from pathlib import Path
 
 import redis
 
-from broker.embedded import EmbeddedServer, wait_ready
-from deploy.process import Process
+from broker.connection.embedded import EmbeddedServer, wait_ready
+from deploy.supervisor.process import Process
 
 KEPT_SIZES = 200
 

@@ -27,13 +27,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from broker.ledger import Ledger
-from broker.link import Link
-from broker.pipeline import Known
-from broker.scores import ScoreQueue
-from broker.tasks import TaskQueue
-from broker.training import Training
-from deploy import cli, guard
+from broker.connection.connection import Link
+from broker.flow.ledger import Ledger
+from broker.flow.pipeline import Known
+from broker.flow.trainer_session import Training
+from broker.queues.scores import ScoreQueue
+from broker.queues.tasks import TaskQueue
+from deploy.cli import app
+from deploy.supervisor import guard
 from schemas.messages import Task
 from tests.chaos.evidence import Evidence, digest
 
@@ -51,7 +52,7 @@ def main(arguments: Sequence[str]) -> None:
     _watch_ends(evidence)
     {"feeder": _feeder, "generator": _generator, "reward": _reward, "trainer": _trainer}[role](evidence, folder)
     sys.argv = ["tidemill", role, config, *arguments[6:], "--name", name]
-    cli.main()
+    app.main()
 
 
 def _replace(owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
@@ -174,9 +175,9 @@ def _reward(evidence: Evidence, folder: Path) -> None:
 
 def _trainer(evidence: Evidence, folder: Path) -> None:
     from consumers.trainer import service
-    from consumers.trainer.checkpoints import Checkpoints
-    from consumers.trainer.runlog import RunLog
-    from consumers.trainer.step import TrainStep
+    from consumers.trainer.checkpoint.store import Checkpoints
+    from consumers.trainer.step.train_step import TrainStep
+    from consumers.trainer.step_log import RunLog
 
     _once(evidence, service, "make_policy", "ready")
     last: dict[str, Any] = {"x": [], "version": -1}
@@ -254,7 +255,7 @@ def _fill_disk(flag: Path) -> None:
 
 
 class ByteTokenizer:
-    """One token for each byte, as tests/tiny.py's model has them, without importing transformers."""
+    """One token for each byte, as tests/support/tiny_model.py's model has them, without importing transformers."""
 
     def __init__(self, path: str, trust_remote_code: bool = False) -> None:
         del path, trust_remote_code

@@ -12,9 +12,9 @@ from pathlib import Path
 import redis
 import structlog
 
-from broker.keys import Keys
-from broker.ledger import Ledger
-from broker.link import Link
+from broker.connection.connection import Link
+from broker.connection.keys import Keys
+from broker.flow.ledger import Ledger
 from schemas.errors import TidemillError
 from tests.chaos.evidence import Evidence, Line
 from tests.chaos.server import Server

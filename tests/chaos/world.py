@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
-from broker.keys import Keys
+from broker.connection.keys import Keys
 from tests.chaos.processes import Fleet, Member
 from tests.chaos.proxy import Proxy
 from tests.chaos.server import Server

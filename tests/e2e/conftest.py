@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from broker.embedded import EmbeddedServer
+from broker.connection.embedded import EmbeddedServer
 from producers.engines.base import EngineSettings
-from producers.engines.vllm import VllmEngine
-from tests.e2e.vllm_checks import EVERY, Run
-from tests.tiny import make_tiny_model
+from producers.engines.vllm.engine import VllmEngine
+from tests.support.tiny_model import make_tiny_model
+from tests.support.vllm_checks import EVERY, Run
 
 BLOCKS = 72
 """Of 128 tokens: enough for 16 long samples, too few for what ``generator.max_samples`` allows."""

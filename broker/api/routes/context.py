@@ -1,0 +1,76 @@
+"""What the routes share: the broker, the watch, the open pages, and who is asking."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+from fastapi import Depends, Request
+
+from broker.api.routes import views
+from broker.api.routes.views import Decode, load_decoder
+from broker.api.status.kubernetes import Deployments
+from broker.api.status.poller import Watch
+from broker.api.web.sse import Hub
+from broker.client import Broker
+from schemas.config import TidemillConfig
+from schemas.control_api import RunStatus
+from schemas.errors import InfraError
+
+BY_HEADER = "x-tidemill-by"
+LOOK_S = 0.1
+"""While somebody waits for an order, the run is looked at this often."""
+
+
+@dataclass
+class Context:
+    """One control plane. deployments: those that it scales, on Kubernetes."""
+
+    config: TidemillConfig
+    name: str
+    broker: Broker
+    watch: Watch
+    hub: Hub
+    deployments: Deployments | None = None
+    decoders: list[Decode | None] = field(default_factory=list)
+
+    def decoder(self) -> Decode | None:
+        """Decoder of the model's tokenizer, loaded at its first use."""
+        if not self.decoders:
+            self.decoders.append(load_decoder(self.config.model.path))
+        return self.decoders[0]
+
+    def note(self, name: str, text: str, by: str, level: Literal["info", "warning"] = "info") -> None:
+        """Write into the timeline what was ordered, and by whom."""
+        views.note(self.broker, self.name, name, text, by, level)
+
+    async def until(self, reached: Callable[[RunStatus], bool], wait_s: float) -> RunStatus:
+        """Look at the run until it is so, at most ``wait_s``; the last look."""
+        end = time.monotonic() + wait_s
+        while True:
+            status = await asyncio.to_thread(self.watch.refresh)
+            if reached(status) or time.monotonic() >= end:
+                return status
+            await asyncio.sleep(min(LOOK_S, max(0.0, end - time.monotonic())))
+
+
+def context_of(request: Request) -> Context:
+    """The control plane that this request is for."""
+    context = request.app.state.context
+    if not isinstance(context, Context):
+        raise InfraError("the control plane is starting")
+    return context
+
+
+def asked_by(request: Request) -> str:
+    """Who asks, for the timeline: what they say of themselves, else their address."""
+    said = re.sub(r"[^\w@.:+ -]", "", request.headers.get(BY_HEADER, ""), flags=re.ASCII).strip()
+    return said[:64] or (request.client.host if request.client else "unknown")
+
+
+InContext = Annotated[Context, Depends(context_of)]
+By = Annotated[str, Depends(asked_by)]

@@ -1,0 +1,41 @@
+"""Routes for dead letters: list, show, admit again, drop."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from fastapi import APIRouter, Path, Query
+
+from broker.api.routes import views
+from broker.api.routes.context import By, InContext
+from broker.queues.dead_letters import KEPT
+from schemas.control_api import Accepted, DeadLetters, LetterDetail
+
+router = APIRouter(prefix="/v1/dead-letters", tags=["dead letters"])
+Letter = Annotated[str, Path(pattern=r"^[0-9]{1,19}-[0-9]{1,19}$", description="Id of the letter, from the list.")]
+
+
+@router.get("")
+def list_letters(context: InContext, limit: Annotated[int, Query(ge=1, le=KEPT)] = 100) -> DeadLetters:
+    """The newest messages that could not be processed, newest first."""
+    return views.letters(context.broker, limit)
+
+
+@router.get("/{id}")
+def show_letter(context: InContext, id: Letter) -> LetterDetail:
+    """One whole, with what it carried."""
+    return views.letter(context.broker, id)
+
+
+@router.post("/{id}/requeue")
+def requeue_letter(context: InContext, by: By, id: Letter) -> Accepted:
+    """Admit the letter's prompt group again, before all others."""
+    changed = views.requeue(context.broker, id, context.name, by)
+    return views.requeued(changed, context.watch.latest.state)
+
+
+@router.delete("/{id}")
+def drop_letter(context: InContext, by: By, id: Letter) -> Accepted:
+    """Delete one."""
+    views.drop(context.broker, id, context.name, by)
+    return views.dropped(context.watch.latest.state)

@@ -1,0 +1,303 @@
+"""The text of each token of a trajectory, so that a page can colour them; needs the model's tokenizer.json at hand.
+
+What the routes and the command line answer alike, straight from a broker: dead letters, trajectories, settings.
+
+Every change is noted in the timeline with who asked for it. Refusal says why something is not done.
+
+Trajectories and dead letters as the API tells them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+import structlog
+
+from broker.api.web.problems import Refusal
+from broker.api.web.sse import timeline_event
+from broker.client import Broker
+from broker.flow.ledger import Setting
+from broker.queues.dead_letters import Filed
+from broker.queues.tasks import EVAL_BASE
+from broker.telemetry.trajectories import Seen
+from schemas.control_api import (
+    Accepted,
+    DeadLetters,
+    LetterDetail,
+    LetterHead,
+    RunState,
+    SettingsChange,
+    Timeline,
+    TokenTable,
+    Trajectories,
+    TrajectoryDetail,
+    TrajectoryHead,
+    Turn,
+)
+from schemas.messages import Event
+
+BROKEN = "\ufffd"
+"""What a decoder gives for half a character."""
+
+log = structlog.get_logger()
+Decode = Callable[[Sequence[int]], str]
+
+
+def pieces(decode: Decode, ids: Sequence[int]) -> list[str]:
+    """Text that each token adds. A character made of several tokens is in the last of them, the others are empty.
+
+    A token is decoded beside the one before it: alone, some tokenizers would lose the space between words.
+    """
+    texts: list[str] = []
+    start = read = 0
+    for end in range(1, len(ids) + 1):
+        before, now = decode(ids[start:read]), decode(ids[start:end])
+        if now.endswith(BROKEN) and end < len(ids):
+            texts.append("")
+            continue
+        texts.append(now[len(before) :])
+        start, read = read, end
+    return texts
+
+
+def load_decoder(model_path: str) -> Decode | None:
+    """Decoder of the model's folder; None where there is no tokenizer.json or no ``tokenizers`` package."""
+    file = Path(model_path) / "tokenizer.json"
+    if not file.is_file():
+        return None
+    try:
+        from tokenizers import Tokenizer
+    except ImportError:
+        return None
+    tokenizer: Any = Tokenizer.from_file(str(file))
+
+    def decode(ids: Sequence[int]) -> str:
+        return str(tokenizer.decode(list(ids), skip_special_tokens=False))
+
+    return decode
+
+
+SETTINGS: tuple[Setting, ...] = ("staleness", "batch", "concurrency")
+EXAMINED = 2000
+"""A search for trajectories looks through so many, the newest first."""
+
+
+def note(
+    broker: Broker, service: str, name: str, text: str, by: str, level: Literal["info", "warning"] = "info"
+) -> None:
+    """Write into the timeline what was ordered, and by whom. service: the one that took the order."""
+    broker.events.emit(Event(name=name, service=service, level=level, text=f"{text} by {by}", data={"by": by}))
+
+
+def timeline(broker: Broker, limit: int) -> Timeline:
+    """The newest events, oldest first."""
+    return Timeline(events=[timeline_event(noted) for noted in broker.events.newest(limit)])
+
+
+def letters(broker: Broker, limit: int) -> DeadLetters:
+    """The newest messages that could not be processed, newest first."""
+    found = [letter_head(filed) for filed in reversed(broker.dead_letters.list(limit))]
+    return DeadLetters(letters=found, total=broker.ledger.state().dead_letters)
+
+
+def letter(broker: Broker, id: str) -> LetterDetail:
+    """One whole; DataError when it is not there."""
+    return letter_detail(broker.dead_letters.get(id))
+
+
+def requeue(broker: Broker, id: str, service: str, by: str) -> bool:
+    """Admit the letter's prompt group again, before all others; False if it was to be so already."""
+    task_id = broker.dead_letters.get(id).letter.task_id
+    if not 0 <= task_id < EVAL_BASE:
+        raise Refusal(409, f"dead letter {id} belongs to no training prompt, it can only be dropped")
+    answer = broker.dead_letters.requeue(id)
+    if answer == "active":
+        raise Refusal(409, f"the prompt group of dead letter {id} is still in the pipeline; wait until it has ended")
+    if answer == "ended":
+        raise Refusal(
+            409,
+            f"the prompt group of dead letter {id} is no longer a failed one (it went on without this sample, or the"
+            " broker was mended since), making it again could train it twice: drop the letter",
+        )
+    if answer == "ok":
+        note(broker, service, "requeue", f"the prompt group of dead letter {id} is admitted again, ordered", by)
+    return answer == "ok"
+
+
+def drop(broker: Broker, id: str, service: str, by: str) -> None:
+    """Delete a letter; DataError when it is not there."""
+    broker.dead_letters.drop(id)
+    note(broker, service, "drop", f"dead letter {id} deleted", by)
+
+
+def requeued(changed: bool, state: RunState) -> Accepted:
+    """What is said of a letter that was requeued."""
+    text = "its prompt group is admitted next"
+    return Accepted(order="requeue", changed=changed, done=True, waiting_for=[], state=state, text=text)
+
+
+def dropped(state: RunState) -> Accepted:
+    """What is said of a letter that was dropped."""
+    return Accepted(order="drop", changed=True, done=True, waiting_for=[], state=state, text="deleted")
+
+
+def trajectories(broker: Broker, search: Search, limit: int) -> Trajectories:
+    """Search what is in the pipeline, and the trained samples that are kept for reading; newest first."""
+    found = broker.samples.search(search.wants, limit, EXAMINED, search.state == "trained")
+    return Trajectories(
+        trajectories=[head(seen) for seen in found.items], examined=found.examined, complete=found.complete
+    )
+
+
+def trajectory(broker: Broker, task_id: int, sample: int, decode: Decode | None) -> TrajectoryDetail:
+    """One in full; Refusal when it is gone."""
+    seen = broker.samples.get(task_id, sample)
+    if seen is None:
+        raise Refusal(
+            404, f"sample {sample} of task {task_id} is not in the pipeline, and not among the trained ones kept"
+        )
+    return detail(seen, decode)
+
+
+def change(broker: Broker, wanted: SettingsChange, service: str, by: str) -> None:
+    """Change what is given of the staleness bound, the batch and the samples in flight of each generator."""
+    given = wanted.model_fields_set
+    if not given:
+        raise Refusal(422, f"nothing to change: give one of {', '.join(SETTINGS)}")
+    for name in SETTINGS:
+        if name in given:
+            value = getattr(wanted, name)
+            if not broker.ledger.change(name, value):
+                raise Refusal(409, "the run has no trainer yet that could follow; try again when it has begun")
+            text = f"{name} set to {value}" if value is not None else f"{name} set back to the configuration's"
+            note(broker, service, "settings", text, by)
+
+
+HEAD_CHARACTERS = 200
+
+
+@dataclass(frozen=True)
+class Search:
+    """What a search for trajectories asks for; None asks for nothing. version: one that sampled any of its tokens."""
+
+    task_id: int | None = None
+    version: int | None = None
+    finish: str | None = None
+    state: str | None = None
+    kind: str | None = None
+    reward_min: float | None = None
+    reward_max: float | None = None
+
+    def wants(self, seen: Seen) -> bool:
+        """Whether a trajectory fits."""
+        body, score = seen.trajectory, seen.score
+        if self.reward_min is not None or self.reward_max is not None:
+            if score is None or score.status != "ok":
+                return False
+            if self.reward_min is not None and score.reward < self.reward_min:
+                return False
+            if self.reward_max is not None and score.reward > self.reward_max:
+                return False
+        return (
+            self.task_id in (None, body.task_id)
+            and self.finish in (None, body.finish)
+            and self.state in (None, seen.state)
+            and self.kind in (None, body.kind)
+            and (self.version is None or any(span.version == self.version for span in body.spans))
+        )
+
+
+def head(seen: Seen) -> TrajectoryHead:
+    """One line of a list."""
+    return TrajectoryHead.model_validate(_head(seen))
+
+
+def _head(seen: Seen) -> dict[str, Any]:
+    body, score = seen.trajectory, seen.score
+    versions = [span.version for span in body.spans]
+    return {
+        "task_id": body.task_id,
+        "sample": body.sample,
+        "kind": body.kind,
+        "state": seen.state,
+        "step": seen.step,
+        "reward": score.reward if score and score.status == "ok" else None,
+        "score_status": score.status if score else None,
+        "oldest_version": min(versions, default=None),
+        "newest_version": max(versions, default=None),
+        "finish": body.finish,
+        "tokens": body.loss_mask.data.count(1),
+        "generator": body.generator,
+        "time": seen.time,
+        "prompt": body.prompt[:HEAD_CHARACTERS],
+        "completion": body.completion[:HEAD_CHARACTERS],
+    }
+
+
+def detail(seen: Seen, decode: Decode | None) -> TrajectoryDetail:
+    """One in full, with what is known of each token."""
+    body, score = seen.trajectory, seen.score
+    ids, mask = body.tokens.numpy().tolist(), body.loss_mask.numpy().tolist()
+    versions, logprobs = body.versions().tolist(), body.logprobs.numpy().tolist()
+    table = TokenTable(
+        id=ids,
+        text=None if decode is None else pieces(decode, ids),
+        logprob=[value if own else None for value, own in zip(logprobs, mask, strict=True)],
+        version=[value if own else None for value, own in zip(versions, mask, strict=True)],
+        mask=mask,
+    )
+    return TrajectoryDetail.model_validate(
+        _head(seen)
+        | {
+            "full_prompt": body.prompt,
+            "full_completion": body.completion,
+            "seconds": body.seconds,
+            "components": dict(score.components) if score else {},
+            "score_reason": score.reason if score else "",
+            "turns": [Turn(role=turn.role, start=turn.start, end=turn.end) for turn in body.turns],
+            "token_table": table,
+            "data": plain(body.data),
+        }
+    )
+
+
+def letter_head(filed: Filed) -> LetterHead:
+    """One line of the list of dead letters."""
+    return LetterHead.model_validate(_letter(filed))
+
+
+def letter_detail(filed: Filed) -> LetterDetail:
+    """One dead letter whole."""
+    return LetterDetail.model_validate(_letter(filed) | {"payload": payload(filed.letter.payload)})
+
+
+def _letter(filed: Filed) -> dict[str, Any]:
+    letter = filed.letter
+    return {
+        "id": filed.id,
+        "time": int(filed.id.partition("-")[0]) / 1000,
+        "source": letter.source,
+        "reason": letter.reason,
+        "deliveries": letter.deliveries,
+        "task_id": letter.task_id if letter.task_id >= 0 else None,
+        "sample": letter.sample if letter.sample >= 0 else None,
+        "bytes": len(letter.payload),
+    }
+
+
+def payload(data: bytes) -> Any:
+    """MessagePack as JSON would have it, anything else as hexadecimal digits."""
+    try:
+        return plain(msgspec.msgpack.decode(data))
+    except (msgspec.MsgspecError, UnicodeDecodeError, ValueError):
+        return data.hex()
+
+
+def plain(value: Any) -> Any:
+    """As JSON can hold it: bytes in base64, no NaN."""
+    return json.loads(msgspec.json.encode(value))

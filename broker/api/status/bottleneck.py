@@ -1,0 +1,141 @@
+"""What limits a run now, in words, with the figures that say so: a pure function.
+
+The trainer's own clock decides first: a trainer that hardly ever waits is the limit itself. One that waits is short
+of scored groups, and the queues before it tell who keeps them back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from schemas.control_api import RunState, Verdict
+
+BUSY = 0.2
+"""A trainer that waits for less than this share of a step is the limit."""
+MUCH = 0.3
+"""A share of the time that is worth naming."""
+
+
+ENDED = {
+    "finished": "The run is finished: all steps are trained.",
+    "stopped": "The run was stopped. Started again under the same name, it goes on.",
+    "stopping": "The services are being stopped, in order.",
+    "finishing": "All steps are trained; the last evaluation is under way.",
+}
+"""What is said of a run that is over, or nearly."""
+FAILED = (
+    "The run has failed. Mend the cause and start it again under the same name: it goes on from its last checkpoint."
+)
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What is known at one moment; shares are 0 to 1 of the last steps' time, None before there is a step.
+
+    state, cause: of the run. begun: whether its trainer ever began. missing: roles without a live service. loading:
+    services that load their model or recover. unscored, unclaimed: samples and tasks that wait for a reward service
+    and for a generator. step_samples: those of one step. load: share of the generators' places that are taken, None
+    without generators. update: share of the time that generators stand still for new weights.
+    """
+
+    state: RunState
+    cause: str
+    begun: bool
+    missing: Sequence[str]
+    loading: Sequence[str]
+    active: int
+    capacity: int
+    wait: float | None
+    publish: float | None
+    update: float | None
+    unscored: int
+    unclaimed: int
+    step_samples: int
+    load: float | None
+    generated_per_s: float
+    trained_per_s: float
+
+
+def verdict(seen: Evidence) -> Verdict:
+    """The one thing that limits the run most."""
+    figures = {
+        name: round(float(value), 4)
+        for name, value in (
+            ("trainer_wait_share", seen.wait),
+            ("publish_share", seen.publish),
+            ("weight_update_share", seen.update),
+            ("slots_used", seen.active / seen.capacity if seen.capacity else None),
+            ("generator_load", seen.load),
+            ("samples_without_reward", seen.unscored),
+            ("tasks_waiting", seen.unclaimed),
+            ("generated_tokens_per_s", seen.generated_per_s),
+            ("trained_tokens_per_s", seen.trained_per_s),
+        )
+        if value is not None
+    }
+    limit, text = _standing(seen) or _limit(seen)
+    return Verdict.model_validate({"limit": limit, "text": text, "figures": figures})
+
+
+def _standing(seen: Evidence) -> tuple[str, str] | None:
+    """What is said of a run that does not train now; None of one that does."""
+    if seen.state == "failed":
+        return "nothing", FAILED
+    if seen.state in ENDED:
+        return "nothing", ENDED[seen.state]
+    if seen.state == "paused":
+        return "paused", "The run is paused: nothing is generated or trained until it is resumed."
+    if seen.state in ("pausing", "draining"):
+        what = "A pause was ordered" if seen.state == "pausing" else "The run is being drained"
+        return "paused", f"{what}; {seen.cause or 'waiting for its services'}."
+    if seen.missing and (not seen.begun or seen.wait is None):
+        return "nothing", f"Starting: no sign of the {_and(seen.missing)} yet."
+    if seen.missing:
+        names = _and(seen.missing)
+        return _of_role(seen.missing[0]), f"No {names} is alive: the run stands still until there is one."
+    if seen.wait is None:
+        if seen.loading:
+            return "nothing", f"Starting: {_and(seen.loading)} {'loads' if len(seen.loading) == 1 else 'load'}."
+        return "nothing", (
+            f"The first step is being made: {seen.active} of {seen.capacity} prompt groups are under way."
+        )
+    return None
+
+
+def _limit(seen: Evidence) -> tuple[str, str]:
+    """What limits a run that trains."""
+    wait = seen.wait or 0.0
+    if wait < BUSY:
+        if seen.publish is not None and seen.publish > MUCH:
+            return "weights", f"Weights: publishing them takes {seen.publish:.0%} of each step."
+        return (
+            "training",
+            f"Training: the trainer waits for only {wait:.0%} of its time; more generators would not help.",
+        )
+    waits = f"the trainer waits for {wait:.0%} of its time"
+    if seen.unscored >= max(seen.step_samples // 2, 8) and seen.unscored > 2 * seen.unclaimed:
+        return (
+            "reward",
+            f"Rewards: {waits}, and {seen.unscored:,} samples wait for theirs. More reward services would help.",
+        )
+    if seen.update is not None and seen.update > MUCH:
+        return "weights", f"Weights: generators stand still for {seen.update:.0%} of the time to load them."
+    if seen.active < seen.capacity // 2:
+        return "prompts", f"Prompts: only {seen.active} of {seen.capacity} slots are in use; look at the feeder."
+    if seen.load is not None and seen.load < 0.5 and not seen.unclaimed:
+        return "staleness", (
+            f"The staleness bound: {waits}, all slots are taken, and generators are only {seen.load:.0%} full."
+            " A larger staleness or a larger window would use them."
+        )
+    full = "" if seen.load is None else f"; generators are {seen.load:.0%} full"
+    return "generation", f"Generation: {waits}{full}. More generators would help."
+
+
+def _and(names: Sequence[str]) -> str:
+    return f"{', '.join(names[:-1])} and {names[-1]}" if len(names) > 1 else names[0]
+
+
+def _of_role(role: str) -> str:
+    names: Mapping[str, str] = {"generator": "generation", "reward": "reward", "trainer": "training"}
+    return names.get(role, "prompts")

@@ -1,0 +1,335 @@
+"""One look at a run: everything that GET /v1/status says, from four round trips to the broker."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from broker.api.status.bottleneck import Evidence, verdict
+from broker.api.status.run_state import (
+    LOADING,
+    is_live,
+    pause_status,
+    run_state,
+)
+from broker.api.status.scaling import scaling
+from broker.api.status.series import HISTOGRAM, History, Rates
+from broker.client import Broker
+from broker.flow.ledger import LedgerState
+from broker.flow.run_control import Orders
+from broker.telemetry.stream_lag import Gauge, read_gauges
+from broker.telemetry.streams import FORGOTTEN_S, EvalResult
+from schemas.config import TidemillConfig
+from schemas.control_api import (
+    EvaluationStatus,
+    LedgerStatus,
+    RunState,
+    RunStatus,
+    ServiceStatus,
+    Settings,
+    Staleness,
+    StreamStatus,
+    Throughput,
+)
+from schemas.messages import Heartbeat
+
+MEMORY_EVERY_S = 10.0
+RECENT = 20
+"""Steps that figures of "now" are taken from."""
+ROLES = ("supervisor", "control", "feeder", "generator", "reward", "trainer")
+OVER = ("stopped", "finished", "failed")
+NOT_LOAD = ("tokens_per_s",)
+LOST = "lost"
+"""The state of a service that was silent for too long."""
+METRICS_AT_ONCE = 1000
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What the configuration says of a run, as far as a look at it needs that; 0 where it is not known."""
+
+    run: str
+    steps: int = 0
+    staleness: int = 0
+    batch: int = 0
+    max_samples: int = 0
+    n: int = 1
+    scale_hint: str = ""
+
+    @classmethod
+    def of(cls, config: TidemillConfig) -> Plan:
+        """From the configuration."""
+        return cls(
+            run=config.run.name,
+            steps=config.trainer.steps,
+            staleness=config.flow.staleness,
+            batch=config.trainer.batch_groups,
+            max_samples=config.generator.max_samples,
+            n=config.sampling.n,
+            scale_hint=config.control.scale_hint or "",
+        )
+
+
+class Collector:
+    """Reads the run again and again; keeps the metrics that it has read. Used by one thread."""
+
+    def __init__(self, broker: Broker, plan: Plan) -> None:
+        self._broker = broker
+        self._plan = plan
+        self._rates = Rates()
+        self._surplus: dict[str, int] = {}
+        self._memory: int | None = None
+        self._memory_due = 0.0
+        self._metrics_id = "0-0"
+        self._lineage = ""
+        self._versions: dict[str, int] = {}
+        self._loads: deque[float] = deque(maxlen=RECENT)
+        self.history = History()
+        self.ages: Counter[int] = Counter()
+        """Loss tokens by age, of all steps that were read."""
+
+    def read(self) -> RunStatus:
+        """The run now; InfraError when the broker does not answer."""
+        broker = self._broker
+        ledger = broker.ledger.state()
+        gauges = read_gauges(broker.link, self._surplus)
+        known = broker.services.list()
+        results = broker.evals.results()
+        now = broker.services.clock()
+        beats = [beat for beat in known if now - beat.time < FORGOTTEN_S]
+        self._follow_metrics()
+        if time.monotonic() >= self._memory_due:
+            self._memory = broker.memory()
+            self._memory_due = time.monotonic() + MEMORY_EVERY_S
+        self._rates.add(now, _counts(ledger, gauges))
+        self._follow_loads(beats)
+        return self._status(ledger, gauges, beats, results, now)
+
+    def _follow_loads(self, beats: Sequence[Heartbeat]) -> None:
+        """How long generators stood still for the last versions that they loaded: a single slow one says little."""
+        for beat in beats:
+            if beat.role == "generator" and beat.version > self._versions.get(beat.service, beat.version):
+                self._loads.append(beat.figures.get("update_pause_s", 0.0))
+        self._versions = {beat.service: beat.version for beat in beats}
+
+    def _follow_metrics(self) -> None:
+        while True:
+            self._metrics_id, lines = self._broker.metrics.after(self._metrics_id, METRICS_AT_ONCE)
+            for line in lines:
+                self.history.add(line)
+                counts = line.get(HISTOGRAM)
+                if isinstance(counts, dict):
+                    self.ages.update({int(age): int(count) for age, count in counts.items()})
+            if len(lines) < METRICS_AT_ONCE:
+                return
+
+    def _status(
+        self,
+        ledger: LedgerState,
+        gauges: Sequence[Gauge],
+        beats: Sequence[Heartbeat],
+        results: Sequence[EvalResult],
+        now: float,
+    ) -> RunStatus:
+        orders, history, rates = ledger.orders, self.history, self._rates
+        pause = pause_status(orders, beats, gauges, now)
+        state, cause = run_state(ledger, pause, beats, now)
+        services = [self._service(beat, orders, now) for beat in beats]
+        services.sort(key=lambda service: (_rank(service.role), natural(service.name)))
+        complete = [result for result in results if result.complete and result.n]
+        steps = ledger.steps or self._plan.steps
+        return RunStatus(
+            run=self._plan.run,
+            state=state,
+            cause=cause,
+            time=now,
+            started=ledger.started or None,
+            elapsed_s=max(0.0, now - ledger.started) if ledger.started else 0.0,
+            remaining_s=None if state in OVER else self._remaining(steps),
+            step=ledger.step,
+            steps=steps,
+            version=ledger.version,
+            epoch=ledger.epoch,
+            reward=next(iter(history.last("reward/mean")), None),
+            evaluation=evaluation(complete[-1]) if complete else None,
+            pause=pause,
+            verdict=verdict(self._evidence(state, cause, ledger, gauges, beats, now)),
+            throughput=Throughput(
+                generated_tokens=_sum(services, "generator"),
+                trained_tokens=_sum(services, "trainer"),
+                admitted_groups=rates.of("admitted"),
+                published_samples=rates.of("published"),
+                scored_samples=rates.of("scored"),
+                trained_samples=rates.of("samples_trained"),
+                steps_per_minute=None if (rate := rates.of("step")) is None else rate * 60,
+            ),
+            staleness=self._staleness(ledger),
+            ledger=_ledger(ledger),
+            streams=[self._stream(gauge, now) for gauge in gauges],
+            services=services,
+            settings=Settings(
+                staleness=ledger.staleness if ledger.epoch else self._plan.staleness,
+                batch=ledger.batch or self._plan.batch,
+                concurrency=orders.concurrency,
+                changed=sorted(ledger.settings),
+            ),
+            scaling=scaling(orders, beats, now, self._plan.scale_hint),
+            dead_letters=ledger.dead_letters,
+            counters=dict(ledger.tally),
+            memory_bytes=self._memory,
+        )
+
+    def _service(self, beat: Heartbeat, orders: Orders, now: float) -> ServiceStatus:
+        figures = {name: value for name, value in beat.figures.items() if name not in NOT_LOAD}
+        in_flight = beat.figures.get("samples_in_flight")
+        most = beat.figures.get("max_samples") or self._plan.max_samples
+        return ServiceStatus(
+            name=beat.service,
+            role=beat.role,
+            host=beat.host,
+            pid=beat.pid,
+            state=beat.state if is_live(beat, now) else LOST,
+            version=beat.version if beat.version >= 0 else None,
+            silent_s=round(max(0.0, now - beat.time), 2),
+            live=is_live(beat, now),
+            paused=orders.pause != "none" and beat.obeyed.get("pause") == orders.pause_id,
+            tokens_per_s=round(beat.figures.get("tokens_per_s", 0.0), 1),
+            load=None if in_flight is None or not most else min(1.0, in_flight / most),
+            obeyed=dict(beat.obeyed),
+            figures=figures,
+        )
+
+    def _stream(self, gauge: Gauge, now: float) -> StreamStatus:
+        return StreamStatus.model_validate(
+            {
+                "name": gauge.name,
+                "length": gauge.length,
+                "waiting": gauge.waiting,
+                "pending": gauge.pending,
+                "oldest_s": None if gauge.oldest is None else round(max(0.0, now - gauge.oldest), 2),
+                "rate": self._rates.of(gauge.name),
+            }
+        )
+
+    def _staleness(self, ledger: LedgerState) -> Staleness:
+        means, most = self.history.last("staleness/mean", RECENT), self.history.last("staleness/max", RECENT)
+        histogram: Counter[str] = Counter()
+        for counts in self.history.histograms[-RECENT:]:
+            histogram.update(counts)
+        return Staleness(
+            bound=ledger.staleness if ledger.epoch else self._plan.staleness,
+            mean=sum(means) / len(means) if means else None,
+            max=int(max(most)) if most else None,
+            histogram=dict(sorted(histogram.items(), key=lambda pair: int(pair[0]))),
+            steps=len(means),
+        )
+
+    def _remaining(self, steps: int) -> float | None:
+        done, walls = self.history.steps[-RECENT:], self.history.last("wall_s", RECENT)
+        if len(done) < 2 or len(walls) != len(done) or walls[-1] < walls[0]:
+            return None
+        return max(0, steps - done[-1]) * (walls[-1] - walls[0]) / (done[-1] - done[0])
+
+    def _evidence(
+        self,
+        state: RunState,
+        cause: str,
+        ledger: LedgerState,
+        gauges: Sequence[Gauge],
+        beats: Sequence[Heartbeat],
+        now: float,
+    ) -> Evidence:
+        history, live = self.history, [beat for beat in beats if is_live(beat, now)]
+        total = sum(history.last("time/total_s", RECENT))
+        stream = {gauge.name: gauge for gauge in gauges}
+        generators = [beat for beat in live if beat.role == "generator"]
+        places = len(generators) * (ledger.orders.concurrency or self._plan.max_samples)
+        taken = sum(beat.figures.get("samples_in_flight", 0.0) for beat in generators)
+        pause = sum(self._loads) / len(self._loads) if self._loads else 0.0
+        known = len(history.last("time/total_s", RECENT))
+        return Evidence(
+            state=state,
+            cause=cause,
+            begun=ledger.epoch > 0,
+            loading=[beat.service for beat in live if beat.state in LOADING],
+            missing=[
+                role
+                for role in ("trainer", "generator", "reward", "feeder")
+                if not any(beat.role == role for beat in live)
+            ],
+            active=ledger.active,
+            capacity=ledger.capacity,
+            wait=sum(history.last("time/wait_s", RECENT)) / total if total else None,
+            publish=sum(history.last("time/publish_s", RECENT)) / total if total else None,
+            update=min(1.0, pause * known / total) if total else None,
+            unscored=stream["trajectories"].waiting + stream["trajectories"].pending,
+            unclaimed=stream["tasks"].waiting,
+            step_samples=(ledger.batch or 1) * self._plan.n,
+            load=min(1.0, taken / places) if places else None,
+            generated_per_s=sum(beat.figures.get("tokens_per_s", 0.0) for beat in generators),
+            trained_per_s=sum(beat.figures.get("tokens_per_s", 0.0) for beat in live if beat.role == "trainer"),
+        )
+
+
+def evaluation(result: EvalResult) -> EvaluationStatus:
+    """One evaluation as the API tells it."""
+    return EvaluationStatus(
+        version=result.version,
+        n=result.n,
+        scored=result.scored,
+        failed=result.failed,
+        complete=result.complete,
+        mean=result.mean if result.scored else None,
+        off=result.off,
+        time=result.time or None,
+    )
+
+
+def _counts(ledger: LedgerState, gauges: Sequence[Gauge]) -> dict[str, int]:
+    counts = {gauge.name: gauge.entered for gauge in gauges}
+    return counts | {
+        "admitted": ledger.admitted,
+        "published": ledger.samples_published,
+        "samples_trained": ledger.samples_trained,
+        "step": ledger.step,
+    }
+
+
+def _ledger(ledger: LedgerState) -> LedgerStatus:
+    return LedgerStatus(
+        balanced=ledger.balanced,
+        admitted=ledger.admitted,
+        active=ledger.active,
+        capacity=ledger.capacity,
+        trained=ledger.trained,
+        dropped=ledger.dropped,
+        failed=ledger.failed,
+        redo=ledger.redo,
+        cursor=ledger.cursor,
+        live_groups=ledger.live_groups,
+        live_bound=ledger.live_bound,
+        uncommitted_steps=ledger.uncommitted,
+        samples_published=ledger.samples_published,
+        samples_trained=ledger.samples_trained,
+        samples_dropped=ledger.samples_dropped,
+        samples_failed=ledger.samples_failed,
+        tokens_generated=ledger.tokens_generated,
+    )
+
+
+def _rank(role: str) -> int:
+    return ROLES.index(role) if role in ROLES else len(ROLES)
+
+
+def natural(name: str) -> list[tuple[int, str]]:
+    """For sorting: generator-2 comes before generator-10."""
+    return [
+        (int(part), "") if part.isascii() and part.isdigit() else (-1, part) for part in re.split(r"([0-9]+)", name)
+    ]
+
+
+def _sum(services: Sequence[ServiceStatus], role: str) -> float:
+    return round(sum(service.tokens_per_s for service in services if service.role == role and service.live), 1)

@@ -1,0 +1,162 @@
+"""Looks at the run once a second for all who ask: answers come from here, whatever the number of open pages."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+import redis
+import structlog
+
+from broker.api.status.collector import Collector, Plan
+from broker.api.status.kubernetes import Deployments
+from broker.api.status.prometheus import render
+from broker.api.status.series import Pace
+from broker.client import Broker
+from broker.telemetry.streams import Noted
+from schemas.config import TidemillConfig
+from schemas.control_api import (
+    MetricsHistory,
+    RunStatus,
+    ThroughputHistory,
+    Verdict,
+)
+from schemas.errors import InfraError, TidemillError
+
+EVERY_S = 1.0
+EVENTS_AT_ONCE = 200
+BLOCK_MS = 1000
+
+log = structlog.get_logger()
+
+
+class Watch:
+    """Two threads: one reads the status, one follows the timeline.
+
+    on_status, on_metrics and on_events are called from them with what is new. ``latest`` is the newest status.
+    """
+
+    def __init__(self, broker: Broker, config: TidemillConfig, deployments: Deployments | None = None) -> None:
+        """deployments: who scales, on Kubernetes."""
+        self._broker = broker
+        self._deployments = deployments
+        self._collector = Collector(broker, Plan.of(config))
+        self._pace = Pace()
+        self._lock = threading.Lock()
+        self._stop = threading.Event()
+        self._latest: RunStatus | None = None
+        self._answer = b""
+        self.error = "the broker has not been asked yet"
+        self.started = False
+        """Whether the broker has ever answered."""
+        self.ticked = time.monotonic()
+        """When the reading thread last came round, for the probe of life."""
+        self.on_status: Callable[[bytes], None] = lambda body: None
+        self.on_metrics: Callable[[MetricsHistory], None] = lambda lines: None
+        self.on_events: Callable[[list[Noted]], None] = lambda events: None
+        self._threads = [
+            threading.Thread(target=self._read, name="status", daemon=True),
+            threading.Thread(target=self._follow, name="timeline", daemon=True),
+        ]
+
+    def start(self) -> None:
+        for thread in self._threads:
+            thread.start()
+        if self._deployments is not None:
+            self._deployments.start()
+
+    def stop(self) -> None:
+        """Ends the threads; they are daemons and may hang on a broker that is gone."""
+        self._stop.set()
+        for thread in self._threads:
+            thread.join(2.0)
+        if self._deployments is not None:
+            self._deployments.stop()
+
+    @property
+    def latest(self) -> RunStatus:
+        """The newest look at the run; InfraError before the first."""
+        if self._latest is None:
+            raise InfraError(self.error)
+        return self._latest
+
+    @property
+    def answer(self) -> bytes:
+        """``latest`` as JSON."""
+        if not self._answer:
+            raise InfraError(self.error)
+        return self._answer
+
+    def refresh(self) -> RunStatus:
+        """Look now, from any thread; InfraError when the broker does not answer."""
+        with self._lock:
+            steps = len(self._collector.history.steps)
+            last = self._collector.history.steps[-1] if steps else -1
+            status = self._collector.read()
+            if self._deployments is not None and not status.scaling.possible:
+                status = status.model_copy(update={"scaling": self._deployments.scaling})
+            new = self._collector.history.since(last, EVENTS_AT_ONCE)
+            self._pace.add(status)
+            self._keep(status)
+            self.error, self.started = "", True
+        if new.step:
+            self.on_metrics(new)
+        return status
+
+    def history(self, after: int, limit: int, names: set[str] | None) -> MetricsHistory:
+        """Step metrics as columns."""
+        with self._lock:
+            return self._collector.history.since(after, limit, names)
+
+    def throughput(self) -> ThroughputHistory:
+        """Tokens a second of the last minutes."""
+        with self._lock:
+            return self._pace.history()
+
+    def metrics(self) -> bytes:
+        """The run for Prometheus; InfraError before the first look."""
+        with self._lock:
+            history = self._collector.history
+            names = ("wait", "publish", "total")
+            times = {name: values[0] for name in names if (values := history.last(f"time/{name}_s"))}
+            return render(self.latest, not self.error, dict(self._collector.ages), times)
+
+    def _keep(self, status: RunStatus) -> None:
+        self._latest = status
+        self._answer = status.model_dump_json().encode()
+        self.on_status(self._answer)
+
+    def _read(self) -> None:
+        while not self._stop.is_set():
+            self.ticked = time.monotonic()
+            try:
+                self.refresh()
+            except (TidemillError, redis.RedisError) as error:
+                self._lost(str(error))
+            self._stop.wait(EVERY_S)
+
+    def _lost(self, error: str) -> None:
+        self.error = " ".join(error.split())
+        log.warning("cannot look at the run", error=self.error)
+        if self._latest is not None:
+            said = Verdict(
+                limit="broker", text="The broker does not answer: what follows is the last look.", figures={}
+            )
+            self._keep(self._latest.model_copy(update={"state": "unreachable", "cause": self.error, "verdict": said}))
+
+    def _follow(self) -> None:
+        position: str | None = None
+        while not self._stop.is_set():
+            try:
+                if position is None:
+                    newest = self._broker.events.newest(1)
+                    position = newest[-1].id if newest else "0-0"
+                events = self._broker.events.after(position, EVENTS_AT_ONCE, BLOCK_MS)
+            except (TidemillError, redis.RedisError) as error:
+                log.warning("cannot follow the timeline", error=str(error))
+                self._stop.wait(1.0)
+                continue
+            if events:
+                position = events[-1].id
+                self.on_events(events)

@@ -1,0 +1,178 @@
+"""GET /metrics in Prometheus' text format: base units, no label that grows with the run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from importlib.metadata import version
+from typing import get_args
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    InfoMetricFamily,
+    Metric,
+    SummaryMetricFamily,
+)
+from prometheus_client.registry import Collector
+
+from broker.connection.counters import (
+    CLOSED,
+    COMMIT_SECONDS,
+    COMMITS,
+    DUPLICATE,
+    FENCED,
+    LEASES_EXPIRED,
+)
+from broker.connection.keys import GENERATORS, REWARD
+from schemas.control_api import RunState, RunStatus
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+STATES = get_args(RunState)
+AGES = (0, 1, 2, 3, 4, 6, 8, 12, 16, 32, 64)
+
+
+class StatusMetrics(Collector):
+    """One status as metrics. ages: loss tokens by their age in versions, counted since this process started."""
+
+    def __init__(self, status: RunStatus, answers: bool, ages: dict[int, int], times: dict[str, float]) -> None:
+        self._status = status
+        self._answers = answers
+        self._ages = ages
+        self._times = times
+
+    def collect(self) -> Iterator[Metric]:
+        """All families."""
+        yield from self._flow()
+        yield from self._ends()
+        yield from self._services()
+
+    def _flow(self) -> Iterator[Metric]:
+        s = self._status
+        streams = s.streams
+        yield _labelled(
+            "stream_lag_entries", "Entries nobody has read", "stream", ((x.name, x.waiting) for x in streams)
+        )
+        yield _labelled(
+            "stream_pending_entries", "Entries read and not done", "stream", ((x.name, x.pending) for x in streams)
+        )
+        yield _labelled(
+            "stream_length_entries", "Entries in the stream", "stream", ((x.name, x.length) for x in streams)
+        )
+        yield _labelled(
+            "oldest_pending_age_seconds",
+            "Age of the oldest entry that waits or is pending",
+            "stream",
+            ((x.name, x.oldest_s or 0.0) for x in streams),
+        )
+        yield _gauge("admission_outstanding", "Prompt groups that hold a slot", s.ledger.active)
+        yield _gauge("admission_capacity", "Slots there are", s.ledger.capacity)
+        yield _gauge("ledger_balanced", "Whether every admitted group is accounted for", s.ledger.balanced)
+        yield _gauge("uncommitted_steps", "Steps that no checkpoint covers", s.ledger.uncommitted_steps)
+        if s.memory_bytes is not None:
+            yield _gauge("broker_memory_bytes", "Memory of the run in the broker", s.memory_bytes)
+        yield _gauge("broker_up", "Whether the broker answers", self._answers)
+
+    def _ends(self) -> Iterator[Metric]:
+        s = self._status
+        yield _counter("steps_total", "Optimizer steps", s.step)
+        yield _counter("groups_admitted_total", "Prompt groups admitted", s.ledger.admitted)
+        yield _counter("groups_trained_total", "Prompt groups trained", s.ledger.trained)
+        for name, reasons in (("dropped", s.ledger.dropped), ("failed", s.ledger.failed)):
+            family = CounterMetricFamily(f"tidemill_groups_{name}", f"Prompt groups {name}", labels=["reason"])
+            for reason, count in reasons.items():
+                family.add_metric([reason], count)
+            yield family
+        yield from self._mishaps()
+        yield _counter("samples_trained_total", "Samples trained", s.ledger.samples_trained)
+        yield _counter("tokens_generated_total", "Tokens generated", s.ledger.tokens_generated)
+        yield _counter("dlq_total", "Dead letters", s.dead_letters)
+        yield _gauge("policy_version", "Weight version in training", s.version)
+        yield _gauge("epoch", "Trainers that took over", s.epoch)
+        yield _gauge("staleness_bound_versions", "Bound on the age of a trained token", s.staleness.bound)
+        if s.reward is not None:
+            yield _gauge("reward_mean", "Mean reward of the last step", s.reward)
+        if s.evaluation is not None and s.evaluation.mean is not None:
+            yield _gauge("evaluation_mean", "Mean reward of the newest evaluation", s.evaluation.mean)
+        for name, text in (
+            ("wait", "the trainer waited for a batch"),
+            ("publish", "publishing weights took"),
+            ("total", "the step took"),
+        ):
+            label = "weights_publish_seconds" if name == "publish" else f"step_{name}_seconds"
+            if (value := self._times.get(name)) is not None:
+                yield _gauge(label, f"How long {text}, last step", value)
+        yield self._histogram()
+        states = ((state, state == s.state) for state in STATES)
+        yield _labelled("run_state", "1 for the state of the run", "state", states)
+        yield _gauge("pause_waiting", "Services that have not followed the pause", len(s.pause.waiting_for))
+
+    def _mishaps(self) -> Iterator[Metric]:
+        told = self._status.counters
+        published = {
+            "ok": self._status.ledger.samples_published,
+            "duplicate": told.get(f"{DUPLICATE}:publish", 0),
+            "closed": told.get(CLOSED, 0),
+        }
+        yield _counters("publish_total", "Samples that generators handed over", "outcome", published)
+        stages = {stage: told.get(f"{DUPLICATE}:{stage}", 0) for stage in ("publish", "score")}
+        yield _counters("duplicate_total", "Results that were there already, and refused", "stage", stages)
+        groups = {group: told.get(f"{LEASES_EXPIRED}:{group}", 0) for group in (GENERATORS, REWARD)}
+        yield _counters("leases_expired_total", "Entries taken over from a silent worker", "group", groups)
+        yield _counter("fenced_total", "Writes of replaced trainers, refused", told.get(FENCED, 0))
+        yield SummaryMetricFamily(
+            "tidemill_commit_seconds",
+            "Acknowledging the steps that a checkpoint covers",
+            count_value=int(told.get(COMMITS, 0)),
+            sum_value=told.get(COMMIT_SECONDS, 0.0),
+        )
+
+    def _histogram(self) -> Metric:
+        below = [sum(count for age, count in self._ages.items() if age <= edge) for edge in AGES]
+        total = sum(self._ages.values())
+        buckets = [(str(float(edge)), float(count)) for edge, count in zip(AGES, below, strict=True)]
+        return HistogramMetricFamily(
+            "tidemill_staleness_versions",
+            "Age of trained tokens in weight versions",
+            buckets=[*buckets, ("+Inf", float(total))],
+            sum_value=float(sum(age * count for age, count in self._ages.items())),
+        )
+
+    def _services(self) -> Iterator[Metric]:
+        live = [service for service in self._status.services if service.live]
+        roles = sorted({service.role for service in live} | {"feeder", "generator", "reward", "trainer"})
+        counts = ((role, sum(service.role == role for service in live)) for role in roles)
+        yield _labelled("services_live", "Services heard of lately", "role", counts)
+        tokens = ((role, sum(x.tokens_per_s for x in live if x.role == role)) for role in ("generator", "trainer"))
+        yield _labelled("tokens_per_second", "Tokens generated and trained a second", "role", tokens)
+        yield InfoMetricFamily("tidemill_build", "This release", {"version": version("tidemill")})
+
+
+def render(status: RunStatus, answers: bool, ages: dict[int, int], times: dict[str, float]) -> bytes:
+    """The page that Prometheus reads."""
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(StatusMetrics(status, answers, ages, times))
+    return generate_latest(registry)
+
+
+def _gauge(name: str, text: str, value: float) -> Metric:
+    return GaugeMetricFamily(f"tidemill_{name}", text, value=float(value))
+
+
+def _counter(name: str, text: str, value: float) -> Metric:
+    return CounterMetricFamily(f"tidemill_{name.removesuffix('_total')}", text, value=float(value))
+
+
+def _counters(name: str, text: str, label: str, values: Mapping[str, float]) -> Metric:
+    family = CounterMetricFamily(f"tidemill_{name.removesuffix('_total')}", text, labels=[label])
+    for key, value in values.items():
+        family.add_metric([key], float(value))
+    return family
+
+
+def _labelled(name: str, text: str, label: str, values: Iterable[tuple[str, float]]) -> Metric:
+    family = GaugeMetricFamily(f"tidemill_{name}", text, labels=[label])
+    for key, value in values:
+        family.add_metric([key], float(value))
+    return family

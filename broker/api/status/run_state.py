@@ -1,0 +1,74 @@
+"""What state a run is in and how far a pause is: pure functions of what the broker and the services say."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from broker.flow.ledger import LedgerState
+from broker.flow.run_control import Orders
+from broker.telemetry.stream_lag import Gauge
+from schemas.control_api import PauseStatus, RunState
+from schemas.messages import Heartbeat
+
+LIVE_S = 15.0
+"""A service that was silent for longer is not waited for: generators stop by themselves before (see FENCE_S there)."""
+SAMPLERS = ("generator", "trainer")
+"""Roles that a freeze stops."""
+LOADING = ("loading", "starting", "replaying")
+"""States of a service that does not work yet."""
+UNDER_WAY = ("tasks", "eval_tasks", "trajectories")
+"""Streams that a drain empties; what is scored waits for a full batch."""
+
+
+def is_live(beat: Heartbeat, now: float) -> bool:
+    """Whether a service was heard of lately; ``now`` is the broker's clock, Unix seconds."""
+    return now - beat.time < LIVE_S
+
+
+def pause_status(orders: Orders, beats: Sequence[Heartbeat], gauges: Sequence[Gauge], now: float) -> PauseStatus:
+    """How far the present pause is."""
+    live = [beat for beat in beats if beat.role in SAMPLERS and is_live(beat, now)]
+    missing: list[str] = []
+    if orders.pause != "none":
+        missing = [beat.service for beat in live if beat.obeyed.get("pause") != orders.pause_id]
+    if orders.pause == "drain":
+        missing = [name for name in missing if name not in _names(live, "generator")]
+        missing += [gauge.name for gauge in gauges if gauge.name in UNDER_WAY and gauge.waiting + gauge.pending]
+    return PauseStatus(
+        mode=orders.pause,
+        id=orders.pause_id,
+        by=orders.by,
+        since=orders.since or None,
+        done=orders.pause != "none" and not missing,
+        waiting_for=missing,
+    )
+
+
+def _names(beats: Sequence[Heartbeat], role: str) -> set[str]:
+    return {beat.service for beat in beats if beat.role == role}
+
+
+def run_state(ledger: LedgerState, pause: PauseStatus, beats: Sequence[Heartbeat], now: float) -> tuple[RunState, str]:
+    """The state of the run, and what it waits for or why it failed."""
+    live = {beat.role: beat for beat in beats if is_live(beat, now)}
+    if ledger.state in ("finished", "stopped", "failed"):
+        return ledger.state, ledger.cause  # type: ignore[return-value]
+    if "supervisor" in live and live["supervisor"].state == "stopping":
+        return "stopping", "services are being stopped in order"
+    if pause.mode != "none":
+        if pause.done:
+            return "paused", ""
+        waiting = ", ".join(pause.waiting_for)
+        return ("draining" if pause.mode == "drain" else "pausing"), f"waiting for {waiting}"
+    missing = [role for role in ("trainer", "generator", "reward", "feeder") if role not in live]
+    cause = f"no sign of life of any {' or '.join(missing)}" if missing else ""
+    if not ledger.epoch:
+        return "starting", cause or "the trainer has not begun"
+    if "trainer" in live and live["trainer"].state == "finishing":
+        return "finishing", "the last evaluation is under way"
+    if "trainer" not in live:
+        return "starting", cause
+    if missing:
+        return "running", cause
+    loading = [beat.service for beat in beats if beat.state in LOADING and is_live(beat, now)]
+    return "running", f"{', '.join(loading)} still loading" if loading else ""

@@ -1,0 +1,133 @@
+"""Step metrics as columns, read once and kept: charts ask for them again and again.
+
+Rates of counts that only grow, over the last seconds.
+
+Tokens a second of the last minutes, one point a second, so that a page that is opened shows what came before.
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections import deque
+from collections.abc import Mapping
+from typing import Any
+
+from schemas.control_api import MetricsHistory, RunStatus, ThroughputHistory
+
+STEPS_KEPT = 10_000
+"""Newest steps that are kept, as many as the broker keeps."""
+HISTOGRAM = "staleness/histogram"
+
+
+class History:
+    """Columns of the same length; NaN where a step has no such figure. 8 bytes a figure."""
+
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+        self.histograms: list[dict[str, int]] = []
+        self._columns: dict[str, array[float]] = {}
+
+    def add(self, line: dict[str, Any]) -> None:
+        """One line of the trainer. A step that is trained again replaces itself and everything after it."""
+        step = line.get("step")
+        if not isinstance(step, int):
+            return
+        while self.steps and self.steps[-1] >= step:
+            self._drop(-1)
+        if len(self.steps) >= STEPS_KEPT:
+            self._drop(0)
+        self.steps.append(step)
+        histogram = line.get(HISTOGRAM)
+        self.histograms.append(dict(histogram) if isinstance(histogram, dict) else {})
+        for name, value in line.items():
+            if name != "step" and isinstance(value, int | float) and name not in self._columns:
+                self._columns[name] = array("d", [math.nan]) * (len(self.steps) - 1)
+        for name, column in self._columns.items():
+            value = line.get(name)
+            column.append(float(value) if isinstance(value, int | float) else math.nan)
+
+    def _drop(self, index: int) -> None:
+        self.steps.pop(index)
+        self.histograms.pop(index)
+        for column in self._columns.values():
+            column.pop(index)
+
+    @property
+    def names(self) -> list[str]:
+        return sorted(self._columns)
+
+    def last(self, name: str, count: int = 1) -> list[float]:
+        """The newest values of one series, oldest first, without those that are missing."""
+        column = self._columns.get(name)
+        return [value for value in column[-count:] if math.isfinite(value)] if column else []
+
+    def since(self, after: int, limit: int, names: set[str] | None = None) -> MetricsHistory:
+        """The newest ``limit`` steps after step ``after``; all series, or those of ``names``."""
+        first = next((i for i, step in enumerate(self.steps) if step > after), len(self.steps))
+        first = max(first, len(self.steps) - limit)
+        return MetricsHistory(
+            step=self.steps[first:],
+            series={
+                name: [value if math.isfinite(value) else None for value in column[first:]]
+                for name, column in sorted(self._columns.items())
+                if names is None or name in names
+            },
+            staleness=self.histograms[first:],
+            names=self.names,
+        )
+
+
+WINDOW_S = 10.0
+
+
+class Rates:
+    """``add`` counts as they are read; ``of`` tells how fast one grows."""
+
+    def __init__(self, window_s: float = WINDOW_S) -> None:
+        self._window_s = window_s
+        self._points: deque[tuple[float, Mapping[str, int]]] = deque()
+
+    def add(self, now: float, counts: Mapping[str, int]) -> None:
+        """Counts at ``now``, seconds of any clock."""
+        if self._points and any(counts.get(name, 0) < value for name, value in self._points[-1][1].items()):
+            # The broker was rebuilt, and counts anew.
+            self._points.clear()
+        self._points.append((now, counts))
+        while len(self._points) > 2 and now - self._points[0][0] > self._window_s:
+            self._points.popleft()
+
+    def of(self, name: str) -> float | None:
+        """Growth a second; None before two readings."""
+        if len(self._points) < 2:
+            return None
+        (then, before), (now, after) = self._points[0], self._points[-1]
+        return round((after.get(name, 0) - before.get(name, 0)) / (now - then), 3) if now > then else None
+
+
+POINTS_KEPT = 900
+"""Points that are kept: a quarter of an hour."""
+APART_S = 0.9
+"""The run is looked at more often while somebody waits for an order."""
+
+
+class Pace:
+    """``add`` each look at a run; ``history`` has them as columns."""
+
+    def __init__(self) -> None:
+        self._points: deque[tuple[float, float, float]] = deque(maxlen=POINTS_KEPT)
+
+    def add(self, status: RunStatus) -> None:
+        """One look; ignored when it comes too soon after the one before."""
+        if not self._points or status.time - self._points[-1][0] >= APART_S:
+            rates = status.throughput
+            self._points.append((status.time, rates.generated_tokens, rates.trained_tokens))
+
+    def history(self) -> ThroughputHistory:
+        """Oldest first."""
+        points = list(self._points)
+        return ThroughputHistory(
+            time=[point[0] for point in points],
+            generated_tokens=[point[1] for point in points],
+            trained_tokens=[point[2] for point in points],
+        )

@@ -1,0 +1,1 @@
+"""What every answer goes through: tokens and origins, problem documents, event streams."""

@@ -1,0 +1,134 @@
+"""Redis ACL users, one a role: each can run its own scripts and commands on its own keys of one run, and nothing else.
+
+Redis takes every key given to EVALSHA as read and written, to EVALSHA_RO as read, and checks the commands inside of
+a script like any others. So keys and commands of a role follow from the scripts that it runs, and from what its
+code asks directly.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from broker.connection.keys import Keys
+from broker.connection.scripts import (
+    body,
+    declared,
+    reads_only,
+    source,
+)
+
+_CALL = re.compile(r"redis\.p?call\('([A-Z]+)'(?:, '([A-Z]+)')?")
+_CONTAINERS = ("XGROUP", "XINFO")
+"""Commands of scripts that are granted by their subcommand."""
+_CONNECTION = "ping select info exists"
+"""Of every user. EXISTS asks a cluster for the run's node. INFO is the only @dangerous command that anybody gets."""
+_SERVICE = f"{_CONNECTION} evalsha script|load time hdel hget"
+_WORKER = "xgroup|create xreadgroup xclaim xautoclaim xpending xinfo|groups"
+_LEDGER = "evalsha_ro script|load xread xrevrange"
+_LOOKER = f"{_CONNECTION} {_LEDGER} hgetall hmget zrange xrange xlen xinfo|groups scan type memory|usage"
+
+
+@dataclass(frozen=True)
+class Role:
+    """scripts: those it runs. commands: those it sends itself. reads, writes: keys these need beside the scripts'.
+
+    only, on: commands that it may send on these keys alone.
+    """
+
+    scripts: str
+    commands: str
+    reads: str = ""
+    writes: str = "SERVICES"
+    only: str = ""
+    on: str = ""
+
+
+ROLES: Mapping[str, Role] = {
+    "feeder": Role("look admit eval_open beat note", f"{_SERVICE} {_LEDGER}", "CHANGES"),
+    "generator": Role(
+        "publish save eval_take fail_sample hand_back give_up beat note tally",
+        f"{_SERVICE} hmget hgetall xread xrange xrevrange",
+        "WEIGHTS CHUNKS CHANGES ORDERS",
+        only=_WORKER,
+        on="TASKS EVAL_TASKS",
+    ),
+    "reward": Role("score bury beat tally", _SERVICE, only=_WORKER, on="TRAJECTORIES"),
+    "trainer": Role(
+        "look examine begin claim recover close commit discard journal step finish weights_add weights_put beat note"
+        " keep tally",
+        f"{_SERVICE} {_LEDGER} hgetall xgroup|create xinfo|groups xrange xdel",
+    ),
+    "observer": Role("look gauge", _LOOKER, "*", ""),
+    "operator": Role(
+        "look gauge settings control requeue orders beat note",
+        f"{_LOOKER} evalsha xdel hdel time",
+        "*",
+        "",
+        "unlink",
+        "*",
+    ),
+}
+"""observer: `tidemill status` and dashboards. operator: whoever pauses, changes settings, requeues and purges."""
+
+
+def rules(role: str, keys: Keys) -> list[str]:
+    """What follows ``ACL SETUSER name`` to make a user of this role, but for its password.
+
+    KeyError for an unknown role.
+    """
+    found = ROLES[role]
+    scripts = found.scripts.split()
+    written = {key for name in scripts if not reads_only(name) for key in declared(name)} | set(found.writes.split())
+    read = {key for name in scripts if reads_only(name) for key in declared(name)} | set(found.reads.split())
+    # A selector allows its commands to scripts as well.
+    of_scripts = {command for name in scripts for command in _commands(name)} - set(found.only.split())
+    commands = set(found.commands.split()) | of_scripts
+    only = " ".join([*_granted(found.only), *_patterns("~", found.on.split(), keys)])
+    return [
+        *("reset", "on", "resetchannels", "-@all"),
+        *_granted(" ".join(commands)),
+        *_patterns("~", sorted(written), keys),
+        *_patterns("%R~", ["*"] if "*" in read else sorted(read - written), keys),
+        *(f"({only})".split() if only else []),
+    ]
+
+
+def _granted(commands: str) -> list[str]:
+    return [f"+{command}" for command in sorted(commands.split())]
+
+
+def _patterns(access: str, names: list[str], keys: Keys) -> list[str]:
+    """Whole names of keys; ``*`` is every key of the run."""
+    return [f"{access}{key}" for key in ([f"{keys.base}:*"] if names == ["*"] else keys.named(names))]
+
+
+def _commands(script: str) -> set[str]:
+    calls = _CALL.findall(body(script) if reads_only(script) else source(script))
+    return {f"{name}|{sub}".lower() if name in _CONTAINERS else name.lower() for name, sub in calls}
+
+
+def user(role: str, keys: Keys) -> str:
+    """``tidemill-arithmetic-trainer``: a user is of one run."""
+    return f"{keys.base.strip('{}').replace(':', '-')}-{role}"
+
+
+def new_passwords() -> dict[str, str]:
+    """One for every role, 192 random bits each, safe in a URL."""
+    return {role: secrets.token_urlsafe(24) for role in ROLES}
+
+
+def acl_lines(keys: Keys, passwords: Mapping[str, str]) -> list[str]:
+    """``ACL SETUSER`` lines for redis-cli, one for every role in ``passwords``; they hold only the passwords' SHA-256.
+
+    With ``user`` in the place of ``ACL SETUSER`` they are lines of an aclfile.
+    """
+    return [
+        " ".join(
+            ["ACL SETUSER", user(role, keys), *rules(role, keys), f"#{hashlib.sha256(password.encode()).hexdigest()}"]
+        )
+        for role, password in passwords.items()
+    ]

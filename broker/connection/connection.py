@@ -1,0 +1,267 @@
+"""The connection to the server, and the one place where a lost one is tried again.
+
+redis-py's own retries repeat writes blindly, so they are off: every operation of the
+broker is idempotent and is repeated here, with backoff, until a deadline.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import redis
+import structlog
+from redis.backoff import NoBackoff
+from redis.retry import Retry
+
+from broker.connection import failures
+from broker.connection.failures import MOVING, redirected
+from broker.connection.keys import Keys
+from broker.connection.scripts import Script
+from schemas.errors import BrokerLost, ConfigError, InfraError
+
+T = TypeVar("T")
+SOCKET_TIMEOUT_S = 10.0
+"""No single command may take longer; blocking reads wait at most BLOCK_MS."""
+BLOCK_MS = 1000
+MIN_VERSION = (7, 0)
+
+log = structlog.get_logger()
+
+ELSEWHERE = (redis.AuthenticationError, redis.exceptions.NoPermissionError)
+"""Kinds of lost connection that no wait mends."""
+
+FORBIDDEN = ("user executing the script", "ACL failure in script", "SELECT is not allowed", "DB index is out of range")
+"""What such refusals say when redis-py has no kind for them."""
+
+WAITABLE = frozenset({"OOM", "MISCONF", "LOADING", "READONLY", "NOREPLICAS", "BUSY", "NOSCRIPT"})
+"""First words of refusals that pass: memory or disk is full, the server starts, another becomes primary, a script of
+somebody runs long, or scripts were flushed or the server replaced between our loading one and calling it."""
+
+GONE = frozenset({"NOGROUP", "UNBLOCKED"})
+"""First words of the answer to a reader whose stream or group was deleted."""
+
+
+def open_client(url: str, connected: Callable[[], None] | None = None) -> redis.Redis:
+    """A client without hidden retries; ConfigError when the URL is wrong.
+
+    connected: called whenever a connection was made, also where the client mends one silently.
+    """
+    failures.check_files(url)
+
+    def on_connect(connection: Any) -> None:
+        connection.on_connect()
+        if connected is not None:
+            connected()
+
+    try:
+        return redis.Redis.from_url(
+            url,
+            redis_connect_func=on_connect,
+            socket_timeout=SOCKET_TIMEOUT_S,
+            socket_connect_timeout=5.0,
+            retry=Retry(NoBackoff(), 0),
+            health_check_interval=0,
+        )
+    except ValueError as error:
+        raise ConfigError(f"broker.url {mask(url)!r} is wrong: {error}") from error
+
+
+def mask(url: str) -> str:
+    """The URL without its password, for messages."""
+    head, at, tail = url.rpartition("@")
+    return f"{head.split('://')[0]}://***@{tail}" if at else url
+
+
+def check_server(client: redis.Redis, url: str) -> list[str]:
+    """Refuse a server that would lose work (ConfigError); return warnings about its persistence."""
+    server: dict[str, Any] = client.info("server")
+    memory: dict[str, Any] = client.info("memory")
+    persistence: dict[str, Any] = client.info("persistence")
+    version = str(server.get("valkey_version") or server["redis_version"])
+    if tuple(int(part) for part in version.split(".")[:2]) < MIN_VERSION:
+        raise ConfigError(f"the broker at {mask(url)} is version {version}, 7.0 or newer is needed")
+    policy = memory.get("maxmemory_policy")
+    if policy != "noeviction":
+        raise ConfigError(
+            f"the broker at {mask(url)} has maxmemory-policy {policy}, which deletes work under pressure;"
+            " set maxmemory-policy noeviction"
+        )
+    if not int(persistence.get("aof_enabled", 0)):
+        return [f"the broker at {mask(url)} has no append-only file: a restart of it loses what is in flight"]
+    return []
+
+
+def answers(url: str) -> list[str]:
+    """``check_server`` without patience: ConfigError at once when nobody answers; for people who wait."""
+    try:
+        return check_server(open_client(url), url)
+    except redis.RedisError as error:
+        if why := failures.refusal(error):
+            raise ConfigError(f"cannot use the broker at {mask(url)}: {why}") from error
+        raise ConfigError(
+            f"cannot use the broker at {mask(url)}: {error}; start a Redis or Valkey 7.0+,"
+            " or leave broker.url and REDIS_URL unset for the embedded one"
+        ) from error
+
+
+def word(error: redis.RedisError) -> str:
+    """The first word of a server's refusal, which tells its kind; redis-py takes some of them off."""
+    if isinstance(error, redis.exceptions.OutOfMemoryError):
+        return "OOM"
+    if isinstance(error, redis.exceptions.BusyLoadingError):
+        return "LOADING"
+    if isinstance(error, redis.exceptions.ReadOnlyError):
+        return "READONLY"
+    if isinstance(error, redis.exceptions.NoScriptError):
+        return "NOSCRIPT"
+    return str(error).rpartition(" of pipeline caused error: ")[2].partition(" ")[0]
+
+
+class Link:
+    """One process's way to the broker: commands and scripts, repeated until ``deadline_s``."""
+
+    def __init__(self, url: str, keys: Keys, deadline_s: float) -> None:
+        self.url = url
+        self.keys = keys
+        self.deadline_s = deadline_s
+        self._nodes = [url]
+        """Where the run's keys may be, the likeliest first: another node than the URL's in a cluster."""
+        self._settled = False
+        self.client = open_client(url, self._connected)
+        self.connections = 0
+        """How many connections were made; another server may answer on a new one."""
+        self.losses = 0
+        """How often an answer was lost; readers look at their own pending entries when it changes."""
+        self.authority = False
+        """Whether this process mends a damaged broker itself (the trainer); the others wait for that."""
+        self._scripts: dict[str, Script] = {}
+        self._lock = threading.Lock()
+
+    def _connected(self) -> None:
+        self.connections += 1
+
+    def run(self, what: str, operation: Callable[..., T], *args: Any) -> T:
+        """Do an idempotent ``operation(client, *args)``; InfraError after the deadline says what could not be done.
+
+        BrokerLost, to the authority only, when a key is not what it should be.
+        """
+        start = time.monotonic()
+        wait = 0.05
+        while True:
+            try:
+                return self._try(operation, args)
+            except redis.RedisError as error:
+                self._check(what, error)
+                waited = time.monotonic() - start
+                if waited > self.deadline_s:
+                    raise InfraError(
+                        f"the broker at {mask(self.url)} did not answer for {waited:.0f} s while {what}: {error}"
+                    ) from error
+                if not isinstance(error, redis.exceptions.MovedError):
+                    log.warning("waiting for the broker", doing=what, waited_s=round(waited, 1), error=str(error))
+            threading.Event().wait(wait)
+            wait = min(wait * 2, 2.0)
+
+    def once(self, what: str, operation: Callable[..., T], *args: Any) -> T:
+        """Like ``run``, but tried a single time: for what comes again by itself, and must hold nothing up."""
+        try:
+            return self._try(operation, args)
+        except redis.RedisError as error:
+            self._check(what, error)
+            raise InfraError(f"the broker at {mask(self.url)} did not answer while {what}: {error}") from error
+
+    def _try(self, operation: Callable[..., T], args: tuple[Any, ...]) -> T:
+        if not self._settled:
+            # A node that has not the run's keys refuses this, but would answer about itself.
+            self.client.exists(self.keys.services)
+            self._settled = True
+        return operation(self.client, *args)
+
+    def _check(self, what: str, error: redis.RedisError) -> None:
+        """Return if the operation may be tried again."""
+        if isinstance(error, ELSEWHERE) or any(text in str(error) for text in FORBIDDEN):
+            raise ConfigError(f"the broker at {mask(self.url)} refuses {what}: {error}") from error
+        if isinstance(error, redis.ConnectionError | redis.TimeoutError):
+            if why := failures.refusal(error):
+                raise ConfigError(f"cannot use the broker at {mask(self.url)}: {why}") from error
+            self.losses += 1
+            self._go([*self._nodes[1:], self._nodes[0]])
+            return
+        if isinstance(error, redis.exceptions.MovedError):
+            self._go([redirected(self.url, error), self.url])
+            return
+        if isinstance(error, MOVING):
+            return
+        if word(error) == "WRONGTYPE" or "WRONGTYPE" in str(error):
+            if self.authority:
+                raise BrokerLost(f"a key of the run was replaced while {what}: {error}") from error
+            return
+        if word(error) not in WAITABLE:
+            raise error
+
+    def _go(self, nodes: list[str]) -> None:
+        """Ask the first of these from now on."""
+        if nodes[0] != self._nodes[0]:
+            self.client = open_client(nodes[0], self._connected)
+        self._nodes = nodes
+        self._settled = False
+
+    def script(self, name: str, *args: str | bytes | int | float) -> Any:
+        """Run one of lua/*.lua on the keys it declares, retried like any operation."""
+        return self.run(name, self._evaluate, name, args)
+
+    def script_once(self, name: str, *args: str | bytes | int | float) -> Any:
+        """``script``, tried a single time."""
+        return self.once(name, self._evaluate, name, args)
+
+    def scripts(self, name: str, calls: Sequence[Sequence[str | bytes | int | float]]) -> list[Any]:
+        """Run one script several times in one round trip; each call is as atomic as alone."""
+        return self.run(name, self._evaluate_all, name, calls)
+
+    def _evaluate(self, client: redis.Redis, name: str, args: tuple[Any, ...]) -> Any:
+        return self._script(name).call(client, args)
+
+    def _evaluate_all(self, client: redis.Redis, name: str, calls: Sequence[Sequence[Any]]) -> list[Any]:
+        script = self._script(name)
+
+        def run() -> list[Any]:
+            pipe = client.pipeline(transaction=False)
+            for args in calls:
+                script.send(pipe, args)
+            return list(pipe.execute())
+
+        try:
+            return run()
+        except redis.exceptions.NoScriptError:
+            client.script_load(script.text)
+            return run()
+
+    def _script(self, name: str) -> Script:
+        with self._lock:
+            if name not in self._scripts:
+                self._scripts[name] = Script.named(name, self.keys)
+            return self._scripts[name]
+
+
+def url_from(configured: str | None) -> str | None:
+    """The server to use: the configuration's, else REDIS_URL's, else that in the file which REDIS_URL_FILE names.
+
+    None asks for an embedded one. ConfigError when the file can't be read or is empty.
+    """
+    if url := configured or os.environ.get("REDIS_URL"):
+        return url
+    file = os.environ.get("REDIS_URL_FILE")
+    if not file:
+        return None
+    try:
+        url = Path(file).read_text(encoding="utf-8").strip()
+    except OSError as error:
+        raise ConfigError(f"cannot read REDIS_URL_FILE {file}: {error.strerror}") from error
+    if not url:
+        raise ConfigError(f"REDIS_URL_FILE {file} is empty: it must hold a redis:// or rediss:// URL")
+    return url

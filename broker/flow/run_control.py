@@ -1,0 +1,88 @@
+"""What people ask of a running system: pause, resume, checkpoint, stop, replicas. The broker keeps it.
+
+An order has a number that only grows. A service says in its heartbeat which numbers it has obeyed, so "done" is what
+the services say of themselves, and an order outlives restarts of all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from broker.connection.connection import Link
+
+Mode = Literal["none", "freeze", "drain"]
+MODES: tuple[Mode, ...] = ("none", "freeze", "drain")
+
+
+@dataclass(frozen=True)
+class Orders:
+    """All that is asked for now.
+
+    pause: freeze stops every token and step at once, drain admits nothing new. pause_id: number of the last pause or
+    resume; checkpoint, stop: numbers of the last such order, 0 for none. by, since: who paused or resumed, and when
+    (Unix seconds). replicas: wanted, by role. concurrency: samples in flight in one generator, None for its own.
+    """
+
+    pause: Mode = "none"
+    pause_id: int = 0
+    by: str = ""
+    since: float = 0.0
+    checkpoint: int = 0
+    stop: int = 0
+    replicas: Mapping[str, int] = field(default_factory=dict)
+    concurrency: int | None = None
+
+    @classmethod
+    def parse(cls, fields: Mapping[str, str]) -> Orders:
+        """From the hash in the broker."""
+        mode = fields.get("pause", "none")
+        concurrency = fields.get("concurrency", "")
+        return cls(
+            pause=next((known for known in MODES if known == mode), "none"),
+            pause_id=int(fields.get("pause_id", 0)),
+            by=fields.get("by", ""),
+            since=float(fields.get("since", 0)),
+            checkpoint=int(fields.get("checkpoint", 0)),
+            stop=int(fields.get("stop", 0)),
+            replicas={
+                name.removeprefix("replicas:"): int(value)
+                for name, value in fields.items()
+                if name.startswith("replicas:")
+            },
+            concurrency=int(concurrency) if concurrency.isdigit() else None,
+        )
+
+
+class OrderBook:
+    """Giving and reading orders."""
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+
+    def read(self) -> Orders | None:
+        """All orders; None when the broker holds none (a new run, or one that was wiped and is not rebuilt yet)."""
+        found = self._link.run("reading orders", lambda client: client.hgetall(self._link.keys.orders))
+        if not found:
+            return None
+        return Orders.parse({name.decode(): value.decode() for name, value in dict(found).items()})
+
+    def pause(self, mode: Mode, by: str) -> bool:
+        """Pause, or resume with ``none``; False if it was so already."""
+        return self._give("pause", mode, by)
+
+    def checkpoint(self, by: str) -> int:
+        """Ask the trainer for a checkpoint as soon as its step is done; the order's number."""
+        return int(self._link.script("orders", "checkpoint", "", by))
+
+    def stop(self, by: str) -> int:
+        """Ask the supervisor to end the run in order; the order's number."""
+        return int(self._link.script("orders", "stop", "", by))
+
+    def scale(self, role: str, replicas: int, by: str) -> bool:
+        """Ask the supervisor for so many replicas; False if that many were asked for already."""
+        return self._give(f"replicas:{role}", replicas, by)
+
+    def _give(self, order: str, value: str | int, by: str) -> bool:
+        return bool(self._link.script("orders", order, value, by) == b"ok")

@@ -1,0 +1,288 @@
+"""The trainer's end of the broker: claim, journal, step, commit, all fenced by its epoch.
+
+Exactly once: what a step trains on is fixed in the journal before it; slots return at
+the step; entries are acknowledged only when a durable checkpoint covers them. After a
+crash the next trainer finds the same entries and the same records. A broker that lost
+what it knew is mended by the next ``begin``, from what the trainer knows.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any, Literal
+
+import redis
+
+from broker.connection.connection import BLOCK_MS, Link
+from broker.connection.counters import (
+    COMMIT_SECONDS,
+    COMMITS,
+    FENCED,
+    tally,
+)
+from broker.connection.keys import TRAINER
+from broker.flow.fencing import accepted, incarnation
+from broker.flow.ledger import changed_settings, pairs
+from broker.flow.pipeline import (
+    Known,
+    Look,
+    Outcome,
+    Slot,
+    Takeover,
+)
+from broker.flow.run_control import Orders
+from broker.queues.consumer_group import (
+    AT_ONCE,
+    Entry,
+    ensure_group,
+    number,
+    of_group,
+)
+from schemas.codec import BadMessage, decode, encode
+from schemas.errors import BrokerDamaged, BrokerLost, ConfigError, FencedError
+from schemas.messages import BatchRecord, DeadLetter, Score, Trajectory
+
+
+class Training:
+    """Used by one trainer process.
+
+    FencedError everywhere once a newer one took over; BrokerLost when the broker went back in time.
+    """
+
+    def __init__(self, link: Link, max_bytes: int) -> None:
+        self._link = link
+        self._max_bytes = max_bytes
+        self._epoch = ""
+        self._server = ""
+        self._connections = 0
+        self._losses = -1
+        self._seen: set[bytes] = set()
+
+    def begin(self, known: Known) -> Takeover:
+        """Take the run over, mending the broker where it knows less than this trainer."""
+        self._link.authority = True
+        self._seen.clear()
+        self._losses = -1
+        told = {name: value for name, value in asdict(known).items() if value is not None}
+        told["nonce"] = secrets.token_hex(4)
+        self._server = self._server_id()
+        self._connections = self._link.connections
+        reply = self._link.script("begin", json.dumps(told))
+        if reply == b"foreign":
+            raise ConfigError(
+                "the broker holds a run of this name whose checkpoints are not in this run's folder:"
+                " restore the folder, give the run another run.name, or delete what is left with `tidemill purge`"
+            )
+        answer = [part.decode() for part in reply]
+        epoch, step, version, lineage, started, lost, surplus = answer
+        self._epoch = epoch
+        return Takeover(epoch, int(step), int(version), lineage, started, lost == "1", int(surplus))
+
+    @property
+    def epoch(self) -> str:
+        """This trainer's, once it has begun."""
+        return self._epoch
+
+    def _server_id(self) -> str:
+        info: Any = self._link.run("looking at the server", lambda client: client.info("server"))
+        return str(info["run_id"])
+
+    def look(self) -> Look:
+        """The pipeline at this moment; also the place where a server that was restarted is noticed."""
+        raw = self._link.script("look")
+        control, counts = pairs(raw[1]), {name: int(value) for name, value in pairs(raw[2]).items()}
+        self._current(raw[0].decode() if raw[0] and "step" in control else None)
+        if self._connections != self._link.connections:
+            self._connections = self._link.connections
+            if self._server_id() != self._server:
+                raise BrokerLost("the broker was started anew; what it still knows has to be compared")
+        look = Look(
+            step=int(control["step"]),
+            cursor=int(control["cursor"]),
+            slots=[Slot(int(task_id), int(order)) for task_id, order in zip(raw[3][::2], raw[3][1::2], strict=True)],
+            redo=[int(task_id) for task_id in raw[4]],
+            counts=counts,
+            batch=int(control["batch"]),
+            staleness=int(control["staleness"]),
+            settings=changed_settings(control),
+            paused=control.get("paused") == "1",
+            orders=Orders.parse(pairs(raw[6])),
+        )
+        if not look.balanced:
+            raise BrokerDamaged("the broker's ledger does not add up: a part of it is gone")
+        return look
+
+    def examine(self, task_id: int) -> Literal["waiting", "complete"]:
+        """What a group with a slot waits for: generators and scores, or this trainer; BrokerDamaged if for nothing."""
+        answer: bytes = self._link.script("examine", task_id)
+        if answer == b"damaged":
+            raise BrokerDamaged(f"the broker has lost a part of prompt group {task_id}")
+        return "complete" if answer == b"complete" else "waiting"
+
+    def _current(self, epoch: str | None) -> None:
+        if epoch == self._epoch:
+            return
+        if epoch is None or incarnation(epoch) < incarnation(self._epoch):
+            raise BrokerLost("the broker has forgotten this trainer")
+        tally(self._link, {FENCED: 1})
+        raise FencedError(f"trainer {self._epoch} was replaced by {epoch} and stops")
+
+    def claim(self, count: int) -> list[Outcome]:
+        """Outcomes that this trainer has not seen yet, without waiting. First all that is left from before."""
+        if self._losses != self._link.losses:
+            self._losses = self._link.losses
+            recovered = self._recover(count)
+            if recovered:
+                return self._parse(recovered)
+        entries = self._of_group("claim", count)
+        return self._parse([entry for entry in entries if entry[0] not in self._seen])
+
+    def _of_group(self, script: str, *args: str | bytes | int) -> Any:
+        """A script that reads as a member of the group, which is made again when somebody deleted it."""
+        return of_group(
+            self._link,
+            lambda: ensure_group(self._link, self._link.keys.scored, TRAINER),
+            lambda: self._fenced(self._link.script(script, self._epoch, *args)),
+        )
+
+    def wait(self, timeout_ms: int = BLOCK_MS) -> None:
+        """Return when a new outcome may be there, at the latest after the timeout."""
+        keys = self._link.keys
+
+        def last_delivered(client: redis.Redis) -> bytes:
+            info: Any = client.xinfo_groups(keys.scored) if client.exists(keys.scored) else []
+            for group in info:
+                if group["name"] == TRAINER.encode():
+                    return bytes(group["last-delivered-id"])
+            return b"$"
+
+        position = self._link.run("looking at scores", last_delivered)
+        self._link.run("waiting for scores", lambda client: client.xread({keys.scored: position}, 1, timeout_ms))
+
+    def fetch(self, ids: Sequence[bytes]) -> list[Trajectory | None]:
+        """Bodies of trajectory entries; None where one is gone or unreadable."""
+
+        bodies: dict[bytes, Trajectory | None] = {}
+        for first in range(0, len(ids), AT_ONCE):
+            bodies |= self._link.run("fetching trajectories", self._fetch, ids[first : first + AT_ONCE])
+        return [bodies.get(entry_id) for entry_id in ids]
+
+    def _fetch(self, client: redis.Redis, ids: Sequence[bytes]) -> dict[bytes, Trajectory | None]:
+        pipe = client.pipeline(transaction=False)
+        for first, last in _runs(ids):
+            pipe.xrange(self._link.keys.trajectories, first, last)
+        return {entry: self._body(fields.get(b"b", b"")) for found in pipe.execute() for entry, fields in found}
+
+    def _body(self, body: bytes) -> Trajectory | None:
+        try:
+            return decode(body, Trajectory, self._max_bytes)
+        except BadMessage:
+            return None
+
+    def drop(self, task_id: int, reason: str, scored_ids: Sequence[bytes], outcome: str = "dropped") -> bool:
+        """End a group without training it; its slot returns. False if it held none."""
+        answer = self._fenced(self._link.script("close", task_id, outcome, reason, self._epoch, *scored_ids))
+        self._seen.difference_update(scored_ids)
+        return bool(answer == b"ok")
+
+    def journal(self, record: BatchRecord) -> None:
+        """Fix what a step trains on."""
+        self._fenced(self._link.script("journal", self._epoch, record.step, encode(record, 1 << 30)))
+
+    def records(self) -> dict[int, BatchRecord]:
+        """Journaled steps that no checkpoint covers yet, by step."""
+        found: Any = self._link.run("reading the journal", lambda client: client.hgetall(self._link.keys.journal))
+        return {int(step): decode(body, BatchRecord, 1 << 30) for step, body in found.items()}
+
+    def step(self, record: BatchRecord) -> None:
+        """The record's step is done: its slots return, the version that it makes is the newest."""
+        samples = sum(bool(member.trajectory_id) for group in record.groups for member in group.members)
+        tasks = [group.task_id for group in record.groups]
+        self._fenced(self._link.script("step", self._epoch, record.step + 1, record.makes, samples, *tasks))
+
+    def commit(self, records: Sequence[BatchRecord]) -> None:
+        """A durable checkpoint covers these steps: acknowledge and delete what they were trained on."""
+        began = time.monotonic()
+        for record in records:
+            tasks = [group.task_id for group in record.groups]
+            members = [member for group in record.groups for member in group.members]
+            scored = [member.scored_id for member in members]
+            bodies = [member.trajectory_id for member in members if member.trajectory_id]
+            counts = (len(tasks), len(scored))
+            self._fenced(self._link.script("commit", self._epoch, record.step, *counts, *tasks, *scored, *bodies))
+            self._seen.difference_update(scored)
+        tally(self._link, {COMMITS: len(records), COMMIT_SECONDS: time.monotonic() - began if records else 0})
+
+    def _recover(self, count: int) -> list[Entry]:
+        entries: list[Entry] = []
+        cursor: bytes = b"0-0"
+        while True:
+            cursor, batch = self._of_group("recover", cursor, count)
+            entries += [entry for entry in batch if entry and entry[0] not in self._seen]
+            if cursor == b"0-0":
+                return entries
+
+    def _parse(self, entries: list[Any]) -> list[Outcome]:
+        outcomes = []
+        for entry_id, raw in entries:
+            fields = raw if isinstance(raw, dict) else dict(zip(raw[::2], raw[1::2], strict=True)) if raw else {}
+            self._seen.add(entry_id)
+            try:
+                score = decode(fields.get(b"b", b""), Score, self._max_bytes)
+            except BadMessage as error:
+                score = Score(status="error", reason=str(error), scorer="trainer")
+            body = fields.get(b"e", b"-")
+            outcomes.append(
+                Outcome(
+                    scored_id=entry_id,
+                    task_id=number(fields.get(b"t")),
+                    sample=number(fields.get(b"s")),
+                    group_size=number(fields.get(b"n")),
+                    trajectory_id=None if body == b"-" or score.status != "ok" else body,
+                    score=score,
+                    excluded=body != b"-" and score.status != "ok",
+                )
+            )
+        return outcomes
+
+    def discard(self, outcomes: Sequence[Outcome]) -> None:
+        """Remove outcomes of groups that ended before; what no task can be read from becomes a dead letter."""
+        if not outcomes:
+            return
+        args: list[bytes] = []
+        for outcome in outcomes:
+            letter = DeadLetter(
+                source="scored", reason=outcome.score.reason or "not an outcome", deliveries=1, payload=b""
+            )
+            args += [outcome.scored_id, encode(letter) if outcome.task_id < 0 else b""]
+        self._fenced(self._link.script("discard", self._epoch, *args))
+        self._seen.difference_update(outcome.scored_id for outcome in outcomes)
+
+    def finish(self) -> None:
+        """All steps are done: every service may end."""
+        self._fenced(self._link.script("finish", self._epoch))
+
+    def _fenced(self, answer: Any) -> Any:
+        return accepted(self._link, answer, self._epoch)
+
+
+def _runs(ids: Sequence[bytes]) -> list[tuple[bytes, bytes]]:
+    """First and last of each stretch of entries that follow one another without a gap, as one script call adds them.
+
+    Reading a stretch costs the server and us little more than reading one entry.
+    """
+    runs: list[tuple[bytes, bytes]] = []
+    after = None
+    for entry_id in ids:
+        moment, _, number = entry_id.partition(b"-")
+        place = (moment, int(number))
+        if runs and place == after:
+            runs[-1] = (runs[-1][0], entry_id)
+        else:
+            runs.append((entry_id, entry_id))
+        after = (moment, place[1] + 1)
+    return runs

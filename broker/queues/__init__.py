@@ -1,0 +1,1 @@
+"""The queues between services: tasks, scores, partial samples, dead letters."""

@@ -1,0 +1,204 @@
+"""Working as one of a group that shares streams: reading, leases, and taking over from who fell silent.
+
+At-least-once: an entry stays pending until its result is published in the same atomic step; work of a silent worker
+is claimed by another after the lease.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
+
+import msgspec
+import redis
+
+from broker.connection.connection import GONE, Link, word
+from broker.connection.counters import LEASES_EXPIRED, tally
+from schemas.codec import Message
+from schemas.errors import InfraError
+
+M = TypeVar("M", bound=Message)
+T = TypeVar("T")
+AT_ONCE = 64
+"""Samples in one call of a script: the server does nothing else meanwhile."""
+Entry = tuple[bytes, dict[bytes, bytes]]
+
+
+class Delivery(msgspec.Struct, Generic[M], frozen=True, gc=False):
+    """One entry handed to one worker.
+
+    version: the least weight version to work with (tasks). again: another worker may have done a part.
+    """
+
+    entry_id: bytes
+    stream: str
+    message: M
+    version: int = 0
+    again: bool = False
+
+
+class Worker:
+    """Reading as one consumer of a group: new entries, own pending ones after a lost reply, stale ones of others."""
+
+    def __init__(self, link: Link, streams: list[str], group: str, consumer: str, max_deliveries: int) -> None:
+        self._link = link
+        self._streams = streams
+        self._group = group
+        self._consumer = consumer
+        self._max_deliveries = max_deliveries
+        self._held: dict[str, set[bytes]] = {stream: set() for stream in streams}
+        self._losses = -1
+        self._undated: dict[str, dict[bytes, float]] = {stream: {} for stream in streams}
+        self._ensure_groups()
+
+    def _ensure_groups(self) -> None:
+        for stream in self._streams:
+            ensure_group(self._link, stream, self._group)
+
+    def _read(self, count: int, block_ms: int, streams: list[str] | None = None) -> list[tuple[str, Entry, int]]:
+        if self._losses != self._link.losses:
+            # A reply may have been lost after the server gave us entries: look at what is pending for us.
+            self._losses = self._link.losses
+            self._ensure_groups()
+            stranded = self._fetch("0", count=10_000, block_ms=None)
+            fresh = [(stream, entry) for stream, entry in stranded if entry[0] not in self._held[stream]]
+            if fresh:
+                # Of a dead worker of this name, or of a lost answer: a part may be done. Negative says so.
+                return [(stream, entry, -self._deliveries(stream, entry[0])) for stream, entry in self._take(fresh)]
+        return [(stream, entry, 1) for stream, entry in self._take(self._fetch(">", count, block_ms, streams))]
+
+    def _fetch(
+        self, position: str, count: int, block_ms: int | None, streams: list[str] | None = None
+    ) -> list[tuple[str, Entry]]:
+        reply: Any = self._of_group(
+            f"reading {self._group}",
+            lambda client: client.xreadgroup(
+                self._group,
+                self._consumer,
+                dict.fromkeys(streams or self._streams, position),
+                count=count,
+                block=block_ms,
+            ),
+        )
+        pairs = reply.items() if isinstance(reply, dict) else reply or []
+        found: list[tuple[str, Entry]] = []
+        for stream, entries in pairs:
+            batch = entries[0] if entries and isinstance(entries[0], list) else entries
+            found += [(stream.decode(), entry) for entry in batch]
+        return found
+
+    def _of_group(self, what: str, operation: Callable[..., Any], *args: Any) -> Any:
+        """An operation on groups, which are made again when somebody deleted them or their streams."""
+        return of_group(self._link, self._ensure_groups, lambda: self._link.run(what, operation, *args))
+
+    def _take(self, entries: list[tuple[str, Entry]]) -> list[tuple[str, Entry]]:
+        for stream, entry in entries:
+            self._held[stream].add(entry[0])
+        return entries
+
+    def _release(self, stream: str, entry_id: bytes) -> None:
+        self._held[stream].discard(entry_id)
+
+    def renew(self) -> None:
+        """Tell the server that this worker is alive and still at all it holds. Call from a thread of its own."""
+        for stream, held in self._held.items():
+            ids = list(held.copy())
+            if ids:
+                self._claim_for_ourselves(stream, ids)
+
+    def _claim_for_ourselves(self, stream: str, ids: list[bytes]) -> None:
+        self._of_group(
+            "renewing leases",
+            lambda client: client.xclaim(
+                stream, self._group, self._consumer, min_idle_time=0, message_ids=ids, justid=True
+            ),
+        )
+
+    def _claim_stale(self, lease_s: float, count: int) -> list[tuple[str, Entry, int]]:
+        claimed: list[tuple[str, Entry, int]] = []
+        for stream in self._streams:
+            self._undate(stream, lease_s)
+            reply: Any = self._of_group(
+                "claiming stale work",
+                lambda client, stream: client.xautoclaim(
+                    stream, self._group, self._consumer, min_idle_time=int(lease_s * 1000), count=count
+                ),
+                stream,
+            )
+            for entry in reply[1]:
+                if entry[0] in self._held[stream]:
+                    continue
+                self._held[stream].add(entry[0])
+                claimed.append((stream, entry, self._deliveries(stream, entry[0])))
+        tally(self._link, {f"{LEASES_EXPIRED}:{self._group}": len(claimed)})
+        return claimed
+
+    def _deliveries(self, stream: str, entry_id: bytes) -> int:
+        """How often the server has handed an entry out."""
+        details: Any = self._of_group(
+            "counting deliveries",
+            lambda client: client.xpending_range(stream, self._group, entry_id, entry_id, 1),
+        )
+        return int(details[0]["times_delivered"]) if details else 1
+
+    def _undate(self, stream: str, lease_s: float) -> None:
+        """Leases count by the server's clock. After it was set back, work of the dead looks as if just delivered.
+
+        What looks so for a whole lease, by our own clock, gets a date again and expires as usual.
+        """
+        pending: Any = self._of_group(
+            "looking at leases", lambda client: client.xpending_range(stream, self._group, "-", "+", 1000)
+        )
+        now = time.monotonic()
+        # A worker that renews its lease is seen within the same millisecond now and then, but not every time.
+        fresh = {item["message_id"] for item in pending if item["time_since_delivered"] == 0}
+        since = self._undated[stream]
+        self._undated[stream] = {entry: since.get(entry, now) for entry in fresh}
+        for item in pending:
+            entry = item["message_id"]
+            if entry in fresh and now - since.get(entry, now) > lease_s:
+                self._of_group(
+                    "dating leases",
+                    lambda client, entry, owner: client.xclaim(
+                        stream, self._group, owner, min_idle_time=0, message_ids=[entry], idle=0, justid=True
+                    ),
+                    entry,
+                    item["consumer"],
+                )
+
+
+def number(text: bytes | None) -> int:
+    """A non-negative integer field, or -1."""
+    return int(text) if text is not None and text.isdigit() else -1
+
+
+def of_group(link: Link, ensure: Callable[[], None], operation: Callable[[], T]) -> T:
+    """An operation that needs consumer groups; when they are gone they are made again, until the deadline."""
+    end = time.monotonic() + link.deadline_s
+    while True:
+        try:
+            return operation()
+        except redis.ResponseError as error:
+            if word(error) not in GONE:
+                raise
+            if time.monotonic() > end:
+                raise InfraError(f"consumer groups vanish as fast as they are made: {error}") from error
+        ensure()
+
+
+def ensure_group(link: Link, stream: str, group: str) -> None:
+    """Make stream and group, from the first entry on, if they are not there."""
+
+    def create(client: redis.Redis) -> None:
+        # Looked at first: making one is refused when memory is full, also one that is there.
+        known: Any = client.xinfo_groups(stream) if client.exists(stream) else []
+        if any(info["name"] == group.encode() for info in known):
+            return
+        try:
+            client.xgroup_create(stream, group, id="0", mkstream=True)
+        except redis.ResponseError as error:
+            if not str(error).startswith("BUSYGROUP"):
+                raise
+
+    link.run(f"creating group {group}", create)

@@ -1,0 +1,111 @@
+"""What unfinished samples have grown by, saved piece by piece, so that a killed generator's work is not lost.
+
+A piece is accepted only from the generator that the task is pending for, and it is gone with the sample's
+publication or its group's end: the broker holds partial samples of groups in progress and of no others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import structlog
+
+from broker.connection.connection import Link
+from schemas.codec import Array, BadMessage, decode, encode
+from schemas.messages import Partial, Piece, Span
+
+log = structlog.get_logger()
+
+
+class Partials:
+    """``save`` for the generator that has a task, ``load`` for one that goes on with it."""
+
+    def __init__(self, link: Link, generator: str, max_bytes: int) -> None:
+        self._link = link
+        self._generator = generator
+        self._max_bytes = max_bytes
+
+    def save(self, growth: Sequence[tuple[int, bytes, Sequence[tuple[int, Piece]]]]) -> list[bool]:
+        """Keep pieces of several tasks: task id, its entry, then number and piece of some samples of it.
+
+        Number 0 begins a sample anew. False for a task that is no longer this generator's.
+        """
+        calls: list[list[int | bytes | str]] = []
+        for task_id, entry, pieces in growth:
+            call: list[int | bytes | str] = [task_id, entry, self._generator]
+            for number, piece in pieces:
+                call += [piece.partial.sample, number, encode(piece, self._max_bytes)]
+            calls.append(call)
+        return [word == b"ok" for word in self._link.scripts("save", calls)]
+
+    def load(self, task_id: int, samples: Sequence[int]) -> list[Partial]:
+        """All that is saved of these samples; of damaged pieces, what comes before them."""
+        key = self._link.keys.partials
+        counts = self._read(key, [f"{task_id}:{sample}" for sample in samples])
+        wanted = [(sample, int(count)) for sample, count in zip(samples, counts, strict=True) if count]
+        fields = [f"{task_id}:{sample}:{piece}" for sample, count in wanted for piece in range(count)]
+        bodies = iter(self._read(key, fields))
+        return [
+            joined for sample, count in wanted if (joined := self._join(sample, [next(bodies) for _ in range(count)]))
+        ]
+
+    def _read(self, key: str, fields: list[str]) -> list[bytes | None]:
+        found: list[bytes | None] = []
+        for first in range(0, len(fields), 1000):
+            part = fields[first : first + 1000]
+            answer: Any = self._link.run("reading saved samples", lambda client, part: client.hmget(key, part), part)
+            found += answer
+        return found
+
+    def _join(self, sample: int, bodies: Sequence[bytes | None]) -> Partial | None:
+        pieces: list[Piece] = []
+        length = 0
+        for body in bodies:
+            try:
+                piece = decode(body or b"", Piece, self._max_bytes)
+            except BadMessage as error:
+                log.warning("a saved piece of a sample can't be read", sample=sample, reason=str(error))
+                break
+            if piece.start != length or piece.partial.sample != sample:
+                break
+            pieces.append(piece)
+            length += len(piece.partial.tokens)
+        return joined(sample, pieces) if length else None
+
+
+def joined(sample: int, pieces: Sequence[Piece]) -> Partial:
+    """One partial sample of pieces that follow one another."""
+    spans: list[Span] = []
+    for piece in pieces:
+        for span in piece.partial.spans:
+            last = spans[-1] if spans else None
+            start, end = span.start + piece.start, span.end + piece.start
+            if last is not None and last.version == span.version and last.end == start:
+                spans[-1] = Span(span.version, last.start, end)
+            else:
+                spans.append(Span(span.version, start, end))
+    return Partial(
+        sample=sample,
+        tokens=Array.of(np.concatenate([piece.partial.tokens.numpy() for piece in pieces]), "i4"),
+        logprobs=Array.of(np.concatenate([piece.partial.logprobs.numpy() for piece in pieces]), "f4"),
+        spans=spans,
+    )
+
+
+def piece_of(partial: Partial, start: int) -> Piece:
+    """What ``partial`` holds from its token number ``start`` on."""
+    return Piece(
+        start=start,
+        partial=Partial(
+            sample=partial.sample,
+            tokens=Array.of(partial.tokens.numpy()[start:], "i4"),
+            logprobs=Array.of(partial.logprobs.numpy()[start:], "f4"),
+            spans=[
+                Span(span.version, max(span.start, start) - start, span.end - start)
+                for span in partial.spans
+                if span.end > start
+            ],
+        ),
+    )

@@ -1,0 +1,120 @@
+"""Trajectories for reward services, and the scores that they make of them.
+
+A trajectory that nobody can read, or that killed its reward service too often, goes to the dead letters, and its
+sample is excluded: it is never scored 0 for that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from broker.connection.connection import BLOCK_MS, Link
+from broker.connection.counters import DUPLICATE, tally
+from broker.connection.keys import REWARD
+from broker.queues.consumer_group import (
+    AT_ONCE,
+    Delivery,
+    Entry,
+    Worker,
+    number,
+)
+from broker.queues.dead_letters import LIMIT, letter_bytes
+from schemas.codec import BadMessage, decode, encode
+from schemas.messages import DeadLetter, Score, Trajectory
+
+
+class ScoreQueue(Worker):
+    """Trajectories for one reward service."""
+
+    def __init__(self, link: Link, consumer: str, max_deliveries: int, max_bytes: int) -> None:
+        super().__init__(link, [link.keys.trajectories], REWARD, consumer, max_deliveries)
+        self._max_bytes = max_bytes
+
+    def read(self, count: int, block_ms: int = BLOCK_MS) -> list[Delivery[Trajectory]]:
+        """Up to ``count`` trajectories; empty after ``block_ms`` without any."""
+        return self._decode(self._read(count, block_ms))
+
+    def claim_stale(self, lease_s: float, count: int) -> list[Delivery[Trajectory]]:
+        """Trajectories of reward services that were silent for longer than the lease."""
+        return self._decode(self._claim_stale(lease_s, count))
+
+    def publish(self, results: Sequence[tuple[Delivery[Trajectory], Score]]) -> list[str]:
+        """Hand over scores; a failed one excludes its sample and leaves a dead letter, never a reward of 0."""
+        keys: list[bytes] = []
+        calls: list[list[Any]] = []
+        for index, (delivery, score) in enumerate(results):
+            if index % AT_ONCE == 0:
+                calls.append([])
+            keys.append(delivery.entry_id)
+            sent = self._fitting(score)
+            calls[-1] += _scored(delivery.entry_id, delivery.message.task_id, delivery.message.sample, sent)
+            calls[-1].append(self._dead_score(delivery.message, sent))
+        answers = self._link.scripts("score", calls) if calls else []
+        self._held[self._link.keys.trajectories].difference_update(keys)
+        said = [word.decode() for words in answers for word in words]
+        tally(self._link, {f"{DUPLICATE}:score": said.count("dup")})
+        return said
+
+    def _fitting(self, score: Score) -> Score:
+        """The score, or a failed one when it is too large to be sent."""
+        try:
+            encode(score, self._max_bytes)
+        except BadMessage as error:
+            return Score(status="error", reason=str(error), scorer="reward")
+        return score
+
+    def _dead_score(self, trajectory: Trajectory, score: Score) -> bytes:
+        """What is kept of a sample whose reward failed; nothing otherwise."""
+        if score.status == "ok":
+            return b""
+        letter = DeadLetter(
+            source="reward",
+            reason=f"{score.status}: {score.reason}",
+            deliveries=1,
+            payload=encode(trajectory, LIMIT),
+            task_id=trajectory.task_id,
+            sample=trajectory.sample,
+        )
+        return letter_bytes(letter, self._max_bytes)
+
+    def _decode(self, entries: list[tuple[str, Entry, int]]) -> list[Delivery[Trajectory]]:
+        deliveries = []
+        for stream, (entry_id, fields), times in entries:
+            if not fields:
+                self._release(stream, entry_id)
+                continue
+            task_id, sample = number(fields.get(b"t")), number(fields.get(b"s"))
+            try:
+                if abs(times) > self._max_deliveries:
+                    raise BadMessage(f"delivered {abs(times)} times, its reward services died or stalled each time")
+                trajectory = decode(fields.get(b"b", b""), Trajectory, self._max_bytes)
+                if (trajectory.task_id, trajectory.sample) != (task_id, sample):
+                    raise BadMessage(
+                        f"is sample {trajectory.task_id}:{trajectory.sample}, its entry says {task_id}:{sample}"
+                    )
+            except BadMessage as error:
+                letter = DeadLetter(
+                    source="trajectories",
+                    reason=str(error),
+                    deliveries=abs(times),
+                    payload=fields.get(b"b", b""),
+                    task_id=task_id,
+                    sample=sample,
+                )
+                filed = letter_bytes(letter, self._max_bytes)
+                if task_id >= 0 and sample >= 0:
+                    score = Score(status="error", reason=str(error), scorer="reward")
+                    self._link.script("score", *_scored(entry_id, task_id, sample, score), filed)
+                    self._release(stream, entry_id)
+                else:
+                    self._link.script("bury", entry_id, filed)
+                    self._release(stream, entry_id)
+                continue
+            deliveries.append(Delivery(entry_id, stream, trajectory))
+        return deliveries
+
+
+def _scored(entry_id: bytes, task_id: int, sample: int, score: Score) -> tuple[bytes | int | str, ...]:
+    """A result as the script takes it, but for the dead letter."""
+    return entry_id, task_id, sample, encode(score), repr(score.reward) if score.status == "ok" else ""

@@ -1,0 +1,185 @@
+"""The ids of evaluation tasks, which say what version they are for.
+
+Tasks for generators, and what becomes of them: finished samples, failed ones, parts for the next generator.
+
+A task that nobody can read, or that killed its generator too often, goes to the dead letters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import structlog
+
+from broker.connection.connection import BLOCK_MS, Link
+from broker.connection.counters import CLOSED, DUPLICATE, tally
+from broker.connection.keys import GENERATORS
+from broker.queues.consumer_group import (
+    Delivery,
+    Entry,
+    Worker,
+    number,
+)
+from broker.queues.dead_letters import letter_bytes
+from schemas.codec import BadMessage, decode, encode
+from schemas.messages import DeadLetter, Score, Task, Trajectory
+
+EVAL_BASE = 1 << 32
+"""Evaluation tasks are numbered (version + 1) * EVAL_BASE + index: never like a training task."""
+
+
+def eval_task_id(version: int, index: int) -> int:
+    """Id of the task of one held-out prompt in the evaluation of ``version``."""
+    return (version + 1) * EVAL_BASE + index
+
+
+def eval_version(task_id: int) -> int:
+    """The version that an evaluation task is for."""
+    return task_id // EVAL_BASE - 1
+
+
+log = structlog.get_logger()
+
+
+class Evaluations(msgspec.Struct, frozen=True, gc=False):
+    """What there is to evaluate.
+
+    pending: version of the next task that nobody took, -1: none. opened: whether one's own version's was asked for.
+    """
+
+    pending: int
+    opened: bool
+    taken: list[Delivery[Task]]
+
+
+class TaskQueue(Worker):
+    """Tasks for one generator."""
+
+    def __init__(self, link: Link, consumer: str, max_deliveries: int, max_bytes: int) -> None:
+        keys = link.keys
+        super().__init__(link, [keys.eval_tasks, keys.tasks], GENERATORS, consumer, max_deliveries)
+        self._max_bytes = max_bytes
+
+    def read(self, count: int, block_ms: int = BLOCK_MS, evaluations: bool = True) -> list[Delivery[Task]]:
+        """Up to ``count`` tasks of each kind; empty after ``block_ms`` without any.
+
+        Without ``evaluations`` new ones of training only; what was this generator's before comes all the same.
+        """
+        return self._decode(self._read(count, block_ms, None if evaluations else [self._link.keys.tasks]))
+
+    def take_evaluations(self, version: int, count: int, late: bool = False) -> Evaluations:
+        """Up to ``count`` evaluation tasks for exactly ``version``, with ``late`` for older ones, too; no waiting."""
+        stream = self._link.keys.eval_tasks
+        pending, opened, entries = self._link.script("eval_take", self._consumer, count, version, int(late))
+        pairs = [(entry, dict(zip(fields[::2], fields[1::2], strict=True))) for entry, fields in entries]
+        taken = self._take([(stream, pair) for pair in pairs])
+        return Evaluations(int(pending), bool(opened), self._decode([(stream, entry, 1) for stream, entry in taken]))
+
+    def claim_stale(self, lease_s: float, count: int) -> list[Delivery[Task]]:
+        """Tasks of generators that were silent for longer than the lease."""
+        return self._decode(self._claim_stale(lease_s, count))
+
+    def missing(self, task: Task) -> list[int]:
+        """Sample indices of the task that nobody has published yet."""
+        fields = [f"{task.task_id}:{sample}" for sample in range(task.n)]
+        present: Any = self._link.run(
+            "looking for missing samples", lambda client: client.hmget(self._link.keys.samples, fields)
+        )
+        return [sample for sample, entry in enumerate(present) if entry is None]
+
+    def publish(self, task_id: int, trajectories: Sequence[Trajectory]) -> list[str]:
+        """Hand over finished samples of one task; ok, dup, closed or failed for each. With the last, the task is done.
+
+        One that is over broker.max_message_bytes failed: dead letter, and its group goes on without it.
+        """
+        return self.publish_all([(task_id, trajectories)])[0]
+
+    def publish_all(self, results: Sequence[tuple[int, Sequence[Trajectory]]]) -> list[list[str]]:
+        """``publish`` for several tasks in one round trip."""
+        calls: list[list[int | bytes | str]] = []
+        refused: set[tuple[int, int]] = set()
+        for task_id, trajectories in results:
+            off = [item.sample for item in trajectories if off_version(item)]
+            args: list[int | bytes | str] = [task_id, f",{','.join(map(str, off))}," if off else ""]
+            for trajectory in trajectories:
+                try:
+                    body = encode(trajectory, self._max_bytes)
+                except BadMessage as error:
+                    self.fail_sample(task_id, trajectory.sample, str(error))
+                    refused.add((task_id, trajectory.sample))
+                    continue
+                args += [trajectory.sample, trajectory.loss_mask.data.count(1), body]
+            calls.append(args)
+        answers = self._link.scripts("publish", calls)
+        said = [answer for words in answers for answer in words]
+        tally(self._link, {f"{DUPLICATE}:publish": said.count(b"dup"), CLOSED: said.count(b"closed")})
+        words = [iter(answer) for answer in answers]
+        return [
+            ["failed" if (task_id, item.sample) in refused else next(answer).decode() for item in trajectories]
+            for (task_id, trajectories), answer in zip(results, words, strict=True)
+        ]
+
+    def fail_sample(self, task_id: int, sample: int, reason: str, payload: bytes = b"") -> None:
+        """A sample that can't be made: dead letter, and its group goes on without it."""
+        letter = DeadLetter(
+            source="generator", reason=reason, deliveries=1, payload=payload, task_id=task_id, sample=sample
+        )
+        score = Score(status="error", reason=reason, scorer="generator")
+        self._link.script("fail_sample", task_id, sample, letter_bytes(letter, self._max_bytes), encode(score))
+
+    def hand_back(self, delivery: Delivery[Task], task: Task) -> bool:
+        """Give an unfinished task to another generator at once; ``task`` carries the partial samples.
+
+        It goes as it was delivered when the partial samples would make it too large.
+        """
+        try:
+            body = encode(task, self._max_bytes)
+        except BadMessage as error:
+            log.warning("partial samples are lost", task_id=task.task_id, reason=str(error))
+            body = encode(delivery.message, self._max_bytes)
+        answer = self._link.script("hand_back", task.task_id, delivery.entry_id, body)
+        self._release(delivery.stream, delivery.entry_id)
+        return bool(answer == b"ok")
+
+    def done(self, delivery: Delivery[Task]) -> None:
+        """This worker is through with the task: its lease is no longer renewed."""
+        self._release(delivery.stream, delivery.entry_id)
+
+    def _decode(self, entries: list[tuple[str, Entry, int]]) -> list[Delivery[Task]]:
+        deliveries = []
+        for stream, (entry_id, fields), times in entries:
+            if not fields:
+                self._release(stream, entry_id)
+                continue
+            try:
+                if abs(times) > self._max_deliveries:
+                    raise BadMessage(f"delivered {abs(times)} times, its generators died or stalled each time")
+                task = decode(fields.get(b"b", b""), Task, self._max_bytes)
+                version = number(fields.get(b"v"))
+                if version < 0:
+                    raise BadMessage(f"its weight version {fields.get(b'v')!r} must be a number of 0 or more")
+            except BadMessage as error:
+                self._dead_task(stream, entry_id, fields, times, str(error))
+                continue
+            again = times != 1 or bool(task.partials)
+            deliveries.append(Delivery(entry_id, stream, task, version, again))
+        return deliveries
+
+    def _dead_task(self, stream: str, entry_id: bytes, fields: dict[bytes, bytes], times: int, reason: str) -> None:
+        task_id = number(fields.get(b"t"))
+        letter = DeadLetter(
+            source="tasks", reason=reason, deliveries=abs(times), payload=fields.get(b"b", b""), task_id=task_id
+        )
+        task = "" if task_id < 0 else task_id
+        self._link.script("give_up", stream.rpartition(":")[2], entry_id, task, letter_bytes(letter, self._max_bytes))
+        self._release(stream, entry_id)
+
+
+def off_version(trajectory: Trajectory) -> bool:
+    """Whether it belongs to an evaluation and has tokens of another version than is evaluated."""
+    if trajectory.kind != "eval":
+        return False
+    version = eval_version(trajectory.task_id)
+    return any(span.version != version for span in trajectory.spans)

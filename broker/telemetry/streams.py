@@ -1,0 +1,205 @@
+"""What people look at: heartbeats, events, step metrics, evaluations.
+
+Losing a line of it harms no training, and a line may come twice after a lost answer.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import redis
+
+from broker.connection.connection import Link
+from broker.queues.dead_letters import body_or_letter
+from schemas.codec import BadMessage, decode, encode
+from schemas.messages import Event, Heartbeat, Task
+
+KEEP_LINES = 10_000
+FORGOTTEN_S = 600
+"""A service that was silent for so long is listed no more."""
+
+
+@dataclass(frozen=True)
+class EvalResult:
+    """One evaluation. mean: of the scored samples' rewards; time: of the last score, Unix seconds.
+
+    off: samples with tokens of another weight version, which happens only when no generator has this one any more.
+    """
+
+    version: int
+    n: int
+    scored: int
+    failed: int
+    mean: float
+    time: float
+    off: int = 0
+
+    @property
+    def complete(self) -> bool:
+        return self.scored + self.failed >= self.n
+
+
+def _stamp(client: redis.Redis) -> float:
+    seconds, micros = client.time()
+    return float(seconds) + micros / 1e6
+
+
+class Services:
+    """Signs of life. A service silent for long is shown as such; nothing depends on it."""
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+
+    def beat(self, heartbeat: Heartbeat) -> None:
+        """Say that the service is alive, stamped with the broker's clock. Tried once: the next one comes soon.
+
+        Leases are renewed by the same thread, and must not wait for it.
+        """
+        heartbeat.time = self._link.once("reading the broker's clock", _stamp)
+        self._link.script_once("beat", heartbeat.service, encode(heartbeat), FORGOTTEN_S)
+
+    def beat_all(self, heartbeats: Sequence[Heartbeat]) -> None:
+        """``beat`` for many services in one round trip; who sends it has stamped them."""
+        calls = [(beat.service, encode(beat), FORGOTTEN_S) for beat in heartbeats]
+        self._link.scripts("beat", calls)
+
+    def clock(self) -> float:
+        """Unix seconds by the broker's clock."""
+        return self._link.run("reading the broker's clock", _stamp)
+
+    def leave(self, service: str) -> None:
+        """The service ended on purpose. Tried once: an end waits for nothing."""
+        self._link.once("leaving", lambda client: client.hdel(self._link.keys.services, service))
+
+    def age_s(self, service: str) -> float | None:
+        """Seconds since the last heartbeat of a service, by the broker's clock; None if there is none."""
+        body: Any = self._link.run("reading a heartbeat", lambda c: c.hget(self._link.keys.services, service))
+        if body is None:
+            return None
+        return max(0.0, self._link.run("reading the broker's clock", _stamp) - decode(body, Heartbeat).time)
+
+    def list(self) -> list[Heartbeat]:
+        """The last heartbeat of every service, by name."""
+        found: Any = self._link.run("listing services", lambda client: client.hgetall(self._link.keys.services))
+        return sorted((decode(body, Heartbeat) for body in found.values()), key=lambda beat: beat.service)
+
+
+class Events:
+    """The timeline of a run."""
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+
+    def emit(self, event: Event) -> None:
+        self._link.script("note", "events", "b", encode(event), KEEP_LINES)
+
+    def tail(self, count: int) -> list[Event]:
+        """The newest ``count`` events, oldest first."""
+        return [noted.event for noted in self.newest(count)]
+
+    def newest(self, count: int) -> list[Noted]:
+        """The newest ``count`` events with their ids, oldest first."""
+        found: Any = self._link.run(
+            "reading events", lambda client: client.xrevrange(self._link.keys.events, count=count)
+        )
+        return _noted(reversed(found))
+
+    def after(self, id: str, count: int, block_ms: int | None = None) -> list[Noted]:
+        """Up to ``count`` events after ``id``, oldest first; waits up to ``block_ms`` for one if given."""
+        key = self._link.keys.events
+        found: Any = self._link.run("following events", lambda client: client.xread({key: id}, count, block_ms))
+        streams = found.values() if isinstance(found, dict) else [entries for _, entries in found or []]
+        return _noted(entry for entries in streams for entry in _flat(entries))
+
+
+@dataclass(frozen=True)
+class Noted:
+    """An event with its id in the stream, which holds the time of the broker's clock (Unix seconds)."""
+
+    id: str
+    time: float
+    event: Event
+
+
+def _noted(entries: Iterable[tuple[bytes, dict[bytes, bytes]]]) -> list[Noted]:
+    """Entries of the stream; what is no event is in nobody's timeline."""
+    found = []
+    for entry_id, fields in entries:
+        try:
+            event = decode(fields.get(b"b", b""), Event)
+        except BadMessage:
+            continue
+        id = entry_id.decode()
+        found.append(Noted(id, int(id.partition("-")[0]) / 1000, event))
+    return found
+
+
+def _flat(entries: Any) -> Any:
+    """Entries of one stream; one version of the protocol puts them into a list more."""
+    return entries[0] if entries and isinstance(entries[0], list) else entries
+
+
+class Metrics:
+    """One JSON object a step; the trainer's metrics.jsonl holds them all."""
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+
+    def append(self, line: dict[str, Any]) -> None:
+        self._link.script("note", "metrics", "j", json.dumps(line), KEEP_LINES)
+
+    def tail(self, count: int) -> list[dict[str, Any]]:
+        """The newest ``count`` lines, oldest first."""
+        found: Any = self._link.run(
+            "reading metrics", lambda client: client.xrevrange(self._link.keys.metrics, count=count)
+        )
+        return [json.loads(fields[b"j"]) for _, fields in reversed(found)]
+
+    def after(self, id: str, count: int) -> tuple[str, list[dict[str, Any]]]:
+        """Up to ``count`` lines after the entry ``id``, and the id to go on from."""
+        found: Any = self._link.run(
+            "following metrics", lambda client: client.xrange(self._link.keys.metrics, f"({id}", "+", count)
+        )
+        last = found[-1][0].decode() if found else id
+        return last, [json.loads(fields[b"j"]) for _, fields in found]
+
+
+class Evals:
+    """Evaluations on held-out prompts, each opened once and counted as scores arrive."""
+
+    def __init__(self, link: Link, max_bytes: int) -> None:
+        self._link = link
+        self._max_bytes = max_bytes
+
+    def open(self, version: int, tasks: Sequence[Task]) -> bool:
+        """Queue the tasks of one evaluation; False if this version's was opened before.
+
+        Samples of a task over broker.max_message_bytes count as failed, with a dead letter.
+        """
+        args: list[int | bytes] = [version, tasks[0].n]
+        for task in tasks:
+            args += [task.task_id, *body_or_letter(task, self._max_bytes)]
+        return bool(self._link.script("eval_open", *args))
+
+    def results(self) -> list[EvalResult]:
+        """All evaluations, by version, also those that are still under way."""
+        found: Any = self._link.run("reading evaluations", lambda client: client.hgetall(self._link.keys.evals))
+        versions: dict[int, dict[str, float]] = {}
+        for key, value in found.items():
+            version, _, name = key.decode().partition(":")
+            versions.setdefault(int(version), {})[name] = float(value)
+        return [
+            EvalResult(
+                version=version,
+                n=int(fields.get("n", 0)),
+                scored=int(fields.get("scored", 0)),
+                failed=int(fields.get("failed", 0)),
+                mean=fields.get("sum", 0.0) / max(fields.get("scored", 0.0), 1.0),
+                time=fields.get("time", 0.0),
+                off=int(fields.get("off", 0)),
+            )
+            for version, fields in sorted(versions.items())
+        ]

@@ -1,0 +1,174 @@
+"""Trajectories for reading: those in the pipeline with their scores, and a few trained ones that are kept.
+
+Looking is read-only and bounded. Keeping is bounded too: KEEP samples of at most KEEP_BYTES, a few of each step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from broker.connection.connection import Link
+from broker.queues.consumer_group import number
+from schemas.codec import BadMessage, decode, encode
+from schemas.messages import Score, Trajectory
+
+KEEP = 256
+KEEP_BYTES = 128 * 1024
+"""A longer trajectory is not kept: KEEP * KEEP_BYTES bounds the memory, 32 MiB."""
+PER_STEP = 4
+PAGE = 50
+SCORES = 5000
+"""Scores that a search looks through."""
+
+
+@dataclass(frozen=True)
+class Seen:
+    """One trajectory. time: Unix seconds when it was published, or trained. step: that trained it, None before."""
+
+    trajectory: Trajectory
+    score: Score | None
+    state: Literal["generated", "scored", "trained"]
+    time: float
+    step: int | None = None
+
+
+@dataclass(frozen=True)
+class Found:
+    """Newest first. examined: trajectories looked at; complete: whether those were all that are kept."""
+
+    items: list[Seen]
+    examined: int
+    complete: bool
+
+
+class Samples:
+    """Search and reading for people, and keeping by the trainer."""
+
+    def __init__(self, link: Link, max_bytes: int) -> None:
+        self._link = link
+        self._max_bytes = max_bytes
+
+    def keep(self, step: int, trained: Sequence[tuple[Trajectory, float]]) -> None:
+        """Keep some samples of a step: the best, the worst, the longest and one more, each with its reward."""
+        args: list[str | bytes | int] = [step, KEEP]
+        for trajectory, reward in choose(trained, step):
+            body = encode(trajectory, self._max_bytes)
+            if len(body) <= KEEP_BYTES:
+                args += [trajectory.task_id, trajectory.sample, encode(Score(reward=reward)), body]
+        if len(args) > 2:
+            self._link.script("keep", *args)
+
+    def search(self, wanted: Callable[[Seen], bool], limit: int, examine: int, only_trained: bool = False) -> Found:
+        """Up to ``limit`` trajectories that are ``wanted``, newest first, from the newest ``examine``.
+
+        only_trained: look among the trained ones that are kept; the pipeline may hold more than ``examine`` others.
+        """
+        items: list[Seen] = []
+        examined = 0
+        for seen in self._kept() if only_trained else self._all(self._scores()):
+            if examined >= examine:
+                return Found(items, examined, False)
+            examined += 1
+            if wanted(seen):
+                items.append(seen)
+                if len(items) >= limit:
+                    return Found(items, examined, False)
+        return Found(items, examined, True)
+
+    def get(self, task_id: int, sample: int) -> Seen | None:
+        """One of them; None when it is neither in the pipeline nor kept. A trained one stays in both for a while."""
+        for seen in self._kept():
+            if (seen.trajectory.task_id, seen.trajectory.sample) == (task_id, sample):
+                return seen
+        keys = self._link.keys
+        entry: Any = self._link.run(
+            "looking for a sample", lambda client: client.hget(keys.samples, f"{task_id}:{sample}")
+        )
+        if entry and entry != b"-":
+            id = entry.removeprefix(b"=")
+            found: Any = self._link.run("reading a trajectory", lambda client: client.xrange(keys.trajectories, id, id))
+            for entry_id, fields in found:
+                live = self._live(entry_id, fields, self._scores())
+                if live is not None:
+                    return live
+        return None
+
+    def _all(self, scores: dict[tuple[int, int], Score]) -> Iterator[Seen]:
+        known: set[tuple[int, int]] = set()
+        for entry_id, fields in self._pages(self._link.keys.trajectories):
+            live = self._live(entry_id, fields, scores)
+            if live is not None:
+                known.add((live.trajectory.task_id, live.trajectory.sample))
+                yield live
+        for seen in self._kept():
+            if (seen.trajectory.task_id, seen.trajectory.sample) not in known:
+                yield seen
+
+    def _pages(self, stream: str) -> Iterator[tuple[bytes, dict[bytes, bytes]]]:
+        """A stream from its newest entry backwards, a few at a time: bodies are large."""
+        last = "+"
+        while True:
+            page: Any = self._link.run(
+                "reading trajectories", lambda client, last: client.xrevrange(stream, last, "-", PAGE), last
+            )
+            yield from page
+            if len(page) < PAGE:
+                return
+            last = f"({page[-1][0].decode()}"
+
+    def _scores(self) -> dict[tuple[int, int], Score]:
+        found: Any = self._link.run(
+            "reading scores", lambda client: client.xrevrange(self._link.keys.scored, count=SCORES)
+        )
+        scores: dict[tuple[int, int], Score] = {}
+        for _, fields in found:
+            score = _score(fields.get(b"b", b""))
+            if score is not None:
+                scores[number(fields.get(b"t")), number(fields.get(b"s"))] = score
+        return scores
+
+    def _live(self, id: bytes, fields: dict[bytes, bytes], scores: dict[tuple[int, int], Score]) -> Seen | None:
+        trajectory = self._body(fields.get(b"b", b""))
+        if trajectory is None:
+            return None
+        score = scores.get((trajectory.task_id, trajectory.sample))
+        return Seen(trajectory, score, "scored" if score else "generated", _time(id))
+
+    def _kept(self) -> Iterator[Seen]:
+        for id, fields in self._pages(self._link.keys.recent):
+            trajectory = self._body(fields.get(b"b", b""))
+            if trajectory is not None:
+                yield Seen(trajectory, _score(fields.get(b"r", b"")), "trained", _time(id), number(fields.get(b"p")))
+
+    def _body(self, body: bytes) -> Trajectory | None:
+        try:
+            return decode(body, Trajectory, self._max_bytes)
+        except BadMessage:
+            return None
+
+
+def choose(trained: Sequence[tuple[Trajectory, float]], step: int) -> list[tuple[Trajectory, float]]:
+    """At most PER_STEP samples of a step, all different: highest and lowest reward, longest, and one by turns."""
+    if not trained:
+        return []
+    indices = range(len(trained))
+    picks = (
+        max(indices, key=lambda i: trained[i][1]),
+        min(indices, key=lambda i: trained[i][1]),
+        max(indices, key=lambda i: len(trained[i][0].tokens)),
+        step % len(trained),
+    )
+    return [trained[i] for i in dict.fromkeys(picks)][:PER_STEP]
+
+
+def _score(body: bytes) -> Score | None:
+    try:
+        return decode(body, Score)
+    except BadMessage:
+        return None
+
+
+def _time(id: bytes) -> float:
+    return int(id.partition(b"-")[0]) / 1000

@@ -1,0 +1,120 @@
+"""The trainer's memory of what it published last, from which it makes the next version's delta.
+
+The last state stays as one file beside the new one; both are mapped, and compared block by block.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+
+from broker.flow.fencing import incarnation
+from broker.weights.delta import Extent, write_delta
+from broker.weights.digests import state_digest
+from broker.weights.versions import links
+from schemas.messages import Manifest, TensorSpec
+
+PAYS = 0.5
+"""A delta over this share of the state is not worth it: a reader also spends time to apply and check it."""
+WIDTHS = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}
+"""Bytes of an element."""
+
+
+class DeltaMaker:
+    """One per trainer process. ``make`` for each new file, ``keep`` before it is consumed, ``confirm`` once published.
+
+    max_chain: deltas that a newcomer applies at most after a whole version.
+    """
+
+    def __init__(self, folder: Path, max_chain: int) -> None:
+        self._folder = folder
+        self._max_chain = max_chain
+        self._rests = 0
+        """Versions for which none is tried, after one that did not pay."""
+        self._digest: str | None = None
+        self._epoch = -1
+
+    def make(
+        self, file: Path, tensors: Sequence[TensorSpec], published: Sequence[Manifest], epoch: str
+    ) -> tuple[Path, Manifest] | None:
+        """A delta file from the newest version to ``file``, and that version; None where it must travel whole."""
+        self._settle(incarnation(epoch))
+        if self._rests:
+            self._rests -= 1
+            return None
+        base = published[-1] if published else None
+        if base is None or self._digest is None or state_digest(base.state.chunks) != self._digest:
+            return None
+        out = self._file("delta")
+        if self._write(file, tensors, out):
+            return out, base
+        out.unlink(missing_ok=True)
+        self._rests = self._max_chain
+        return None
+
+    def due(self, published: Sequence[Manifest]) -> bool:
+        """Whether a version after these must also be there as a whole, so that the chain stays short."""
+        return links(published) >= self._max_chain
+
+    def keep(self, file: Path) -> None:
+        """Have ``file`` under a second name, if the next version may be a delta against it."""
+        copy = self._file("next")
+        copy.unlink(missing_ok=True)
+        if self._rests:
+            return
+        try:
+            os.link(file, copy)
+        except OSError:
+            # Not every file system has links.
+            shutil.copyfile(file, copy)
+
+    def confirm(self, chunk_digests: Sequence[str]) -> None:
+        """What ``keep`` got is the newest version now."""
+        if self._rests:
+            self._file("base").unlink(missing_ok=True)
+            self._digest = None
+        else:
+            os.replace(self._file("next"), self._file("base"))
+            self._digest = state_digest(chunk_digests)
+
+    def _file(self, name: str) -> Path:
+        # A trainer that was replaced and goes on for a moment must not touch its successor's.
+        return self._folder / f"{name}-e{self._epoch}"
+
+    def _settle(self, epoch: int) -> None:
+        """Start over as another incarnation."""
+        if epoch != self._epoch:
+            self._epoch, self._digest, self._rests = epoch, None, 0
+
+    def _write(self, file: Path, tensors: Sequence[TensorSpec], out: Path) -> bool:
+        base = self._file("base")
+        if base.stat().st_size != file.stat().st_size:
+            return False
+        old, new = (np.memmap(path, np.uint8, mode="r") for path in (base, file))
+        head = 8 + int.from_bytes(new[:8].tobytes(), "little")
+        extents = extents_of(tensors, head)
+        if extents is None or extents[-1].stop != len(new) or not np.array_equal(old[:head], new[:head]):
+            return False
+        with out.open("wb") as stream:
+            return write_delta(old, new, extents, stream, limit=int(PAYS * len(new))) is not None
+
+
+def extents_of(tensors: Sequence[TensorSpec], head: int) -> list[Extent] | None:
+    """Where the tensors lie in a safetensors file that has them in this order after ``head`` bytes.
+
+    None if there are none, or if one has a dtype whose width is not known here.
+    """
+    if not tensors or any(spec.dtype not in WIDTHS for spec in tensors):
+        return None
+    ends = [head]
+    for spec in tensors:
+        ends.append(ends[-1] + math.prod(spec.shape) * WIDTHS[spec.dtype])
+    return [
+        Extent(start, stop, WIDTHS[spec.dtype]) for (start, stop), spec in zip(pairwise(ends), tensors, strict=True)
+    ]

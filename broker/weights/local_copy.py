@@ -1,0 +1,128 @@
+"""A generator's own copy of the weights: brought to a version by the cheapest way, and checked whole.
+
+A copy that went wrong in any way is dropped, and the version is fetched again from a whole one.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import numpy as np
+import structlog
+
+from broker.weights.delta import apply_delta
+from broker.weights.digests import chunk_digests, state_digest, verify
+from broker.weights.store import WeightStore
+from broker.weights.versions import Held, Route, find_route
+from schemas.errors import DiskError, InfraError
+from schemas.messages import Manifest
+
+log = structlog.get_logger()
+
+
+class WeightCopy:
+    """``fetch`` gives a safetensors file of a version, which stays as it is until the next ``fetch``::
+
+    copy = WeightCopy(broker.weights, folder)
+    await engine.load(copy.fetch(manifest), manifest.version)
+
+    folder: of this reader alone; it holds one state at most, and while one is fetched a second.
+    """
+
+    def __init__(self, store: WeightStore, folder: Path) -> None:
+        self._store = store
+        self._folder = folder
+        self._state = folder / "state.safetensors"
+        self._links = folder / "shared"
+        self._held: Held | None = None
+        self._path = self._state
+        shutil.rmtree(self._links, ignore_errors=True)
+
+    def fetch(self, manifest: Manifest) -> Path:
+        """A verified file of this version. InfraError when there is no way to it, DiskError when it is the disk."""
+        published = self._store.published()
+        errors: list[InfraError] = []
+        for route in self._routes(manifest, published):
+            try:
+                return self._follow(route, manifest)
+            except InfraError as error:
+                errors.append(error)
+            except OSError as error:
+                errors.append(DiskError(f"weights cannot be copied to {self._folder}: {error}"))
+            log.warning("a way to new weights is closed", version=manifest.version, error=str(errors[-1]))
+        raise errors[0] if errors else InfraError(f"a part of weights version {manifest.version} is gone")
+
+    def _routes(self, manifest: Manifest, published: list[Manifest]) -> list[Route]:
+        """From the cheapest to the last resort, which is a whole state that was put back where a chain was lost."""
+        found = [find_route(published, manifest)]
+        if self._held is not None:
+            found.append(find_route(published, manifest, self._held))
+        routes = sorted((route for route in found if route is not None), key=lambda route: route.size)
+        direct = Route(manifest, ())
+        if direct not in routes and self._store.has(manifest.state):
+            routes.append(direct)
+        return routes
+
+    def _follow(self, route: Route, target: Manifest) -> Path:
+        if route.start is not None:
+            path = self._hold(self._store.fetch(route.start.state, self._folder))
+            if path != self._path:
+                self.drop()
+            self._path = path
+        elif self._held is None:
+            raise InfraError("the copy of the version before went wrong")
+        self._held = None
+        if route.deltas:
+            self._own()
+            for manifest in route.deltas:
+                self._apply(manifest)
+            verify("the state after its deltas", chunk_digests(self._path), target.state.chunks)
+        self._held = Held(target.version, state_digest(target.state.chunks))
+        return self._path
+
+    def drop(self) -> None:
+        """Free the disk; the next version comes from a whole one."""
+        self._held = None
+        if self._path.is_relative_to(self._folder):
+            self._path.unlink(missing_ok=True)
+
+    def _hold(self, path: Path) -> Path:
+        """A link of our own to a shared file, which the trainer frees when newer versions are there."""
+        if path.parent == self._folder:
+            return path
+        link = self._links / path.name
+        self._links.mkdir(parents=True, exist_ok=True)
+        link.unlink(missing_ok=True)
+        try:
+            os.link(path, link)
+        except FileNotFoundError as error:
+            raise InfraError(f"{path} was freed while it was fetched") from error
+        except OSError:
+            # Another file system, or one without links: whoever loads it has to be faster than the trainer.
+            return path
+        return link
+
+    def _own(self) -> None:
+        """Have the state where it can be changed: a shared file is for everyone."""
+        if self._path == self._state:
+            return
+        self._folder.mkdir(parents=True, exist_ok=True)
+        if self._path.parent == self._folder:
+            os.replace(self._path, self._state)
+        else:
+            aside = self._state.with_suffix(".part")
+            shutil.copyfile(self._path, aside)
+            os.replace(aside, self._state)
+        self._path = self._state
+
+    def _apply(self, manifest: Manifest) -> None:
+        if manifest.delta is None:
+            raise InfraError(f"version {manifest.version} has no delta")
+        file = self._store.fetch(manifest.delta.payload, self._folder)
+        state = np.memmap(self._path, np.uint8, mode="r+")
+        with file.open("rb") as stream:
+            apply_delta(state, stream)
+        if file.parent == self._folder:
+            file.unlink()

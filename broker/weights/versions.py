@@ -1,0 +1,97 @@
+"""Which published versions lead to one: the whole state it starts from, and the deltas after it. Pure.
+
+Versions are in the order of their publication, oldest first; a delta is always against the one before.
+
+Files in the trainer's folder that a dead trainer left: half-written, or published without a manifest.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from broker.weights.digests import state_digest
+from schemas.messages import Manifest, Payload
+
+
+@dataclass(frozen=True)
+class Held:
+    """The state that a reader has already."""
+
+    version: int
+    digest: str
+
+
+@dataclass(frozen=True)
+class Route:
+    """A way to a version: from the whole ``start``, or from what is held where that is None, over ``deltas``."""
+
+    start: Manifest | None
+    deltas: tuple[Manifest, ...]
+
+    @property
+    def size(self) -> int:
+        """Bytes that travel."""
+        return (self.start.state.size if self.start else 0) + sum(payload.size for payload in self._differences())
+
+    @property
+    def payloads(self) -> list[Payload]:
+        """All that has to be fetched."""
+        return [*([self.start.state] if self.start else []), *self._differences()]
+
+    def _differences(self) -> list[Payload]:
+        return [manifest.delta.payload for manifest in self.deltas if manifest.delta is not None]
+
+
+def find_route(published: Sequence[Manifest], target: Manifest, held: Held | None = None) -> Route | None:
+    """The way from ``held`` (without it: from the nearest whole version) to ``target``; None if there is none."""
+    known = {manifest.version: manifest for manifest in published} | {target.version: target}
+    deltas: list[Manifest] = []
+    at = target
+    while True:
+        if held is None:
+            if at.whole:
+                return Route(at, tuple(reversed(deltas)))
+        elif (at.version, state_digest(at.state.chunks)) == (held.version, held.digest):
+            return Route(None, tuple(reversed(deltas)))
+        base = known.get(at.delta.base) if at.delta else None
+        if at.delta is None or base is None or base.version >= at.version:
+            return None
+        if state_digest(base.state.chunks) != at.delta.base_digest:
+            return None
+        deltas.append(at)
+        at = base
+
+
+def links(published: Sequence[Manifest]) -> int:
+    """How many deltas a newcomer applies to have the newest version."""
+    count = 0
+    for manifest in reversed(published):
+        if manifest.whole:
+            break
+        count += 1
+    return count
+
+
+def split(published: Sequence[Manifest], keep: int) -> tuple[list[Manifest], list[Manifest]]:
+    """Versions to free, and those that stay: the newest ``keep``, and what the oldest of them is a delta of."""
+    first = max(0, len(published) - keep)
+    while first > 0 and not published[first].whole:
+        first -= 1
+    return list(published[:first]), list(published[first:])
+
+
+_OWN = re.compile(r"\.?(?:base|next|delta|part-\d+)-e(\d+)(?:\.\d+)?")
+_PUBLISHED = re.compile(r"v\d+-e(\d+)\.(?:safetensors|delta)")
+
+
+def clear_leftovers(folder: Path, incarnation: int, published: Sequence[Manifest]) -> None:
+    """Delete what trainers before this incarnation made and no manifest names; the folder is of one run alone."""
+    named = {manifest.state.uri for manifest in published}
+    named |= {manifest.delta.payload.uri for manifest in published if manifest.delta is not None}
+    for path in folder.glob("*-e*"):
+        found = _OWN.fullmatch(path.name) or _PUBLISHED.fullmatch(path.name)
+        if found and int(found[1]) < incarnation and f"file:{path}" not in named:
+            path.unlink(missing_ok=True)

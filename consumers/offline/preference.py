@@ -1,0 +1,253 @@
+"""Training on pairs of answers, without generators: DPO and IPO of a policy, and a Bradley-Terry reward model.
+
+Every rank has all pairs, and computes its share of each batch. The model that comes out appears in its folder whole or
+not at all, beside what it was measured at.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel
+
+from consumers.offline.pairs import (
+    PairIds,
+    Preference,
+    batches,
+    bradley_terry_loss,
+    dpo_loss,
+    encode,
+    ipo_loss,
+    padded,
+    preference_margin,
+)
+from consumers.trainer.checkpoint.files import whole_folder
+from consumers.trainer.distributed.ranks import Ranks
+from consumers.trainer.model.hf_weights import named_weights, save_weights
+from consumers.trainer.model.policy import Policy, load_model
+from consumers.trainer.step.optimizer import Schedule, build_optimizer
+from schemas.config.models import DpoConfig, ModelConfig, PreferenceConfig, RewardModelConfig
+from schemas.errors import ConfigError
+
+DETAILS = "preferences.json"
+"""File in the model's folder with the held-out result."""
+
+
+@dataclass(frozen=True)
+class PairwiseProgress:
+    """Of held-out pairs: loss is the mean, accuracy the share with the chosen answer ahead, margin how far (mean)."""
+
+    step: int
+    loss: float
+    accuracy: float
+    margin: float
+    seconds: float
+
+
+Progress = Callable[[PairwiseProgress], None]
+_Margins = Callable[[Sequence[PairIds]], Tensor]
+
+
+def train_dpo(
+    model: ModelConfig,
+    pairs: Sequence[Preference],
+    heldout: Sequence[Preference],
+    settings: DpoConfig,
+    *,
+    seed: int = 0,
+    progress: Progress | None = None,
+    ranks: Ranks | None = None,
+) -> PairwiseProgress:
+    """Train ``model.path`` with itself as the reference and write it to ``settings.out``; the last held-out look.
+
+    ranks: all of them call this; rank 0 writes, and reports to ``progress``.
+    """
+    ranks = ranks or Ranks()
+    with _folder(settings.out, "dpo.out", ranks) as aside:
+        tokenizer = AutoTokenizer.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
+        policy = Policy(load_model(model.path, "float32", model.trust_remote_code))
+        reference = Policy(load_model(model.path, model.dtype, model.trust_remote_code))
+        policy = ranks.prepare(policy, model.dtype)
+        reference = ranks.prepare(reference.requires_grad_(False), model.dtype)
+
+        def margins(batch: Sequence[PairIds]) -> Tensor:
+            with torch.no_grad():
+                known = _answer_logprobs(reference, batch)
+            return preference_margin(*_answer_logprobs(policy, batch), *known)
+
+        def loss(margin: Tensor) -> Tensor:
+            return (dpo_loss if settings.loss == "sigmoid" else ipo_loss)(margin, settings.beta)
+
+        fit = _Fit(policy, tokenizer, pairs, heldout, settings, seed, model.max_length, ranks)
+        result = fit.run(margins, loss, progress)
+        _save(policy.causal_lm, policy, model.dtype, tokenizer, aside, result)
+    return result
+
+
+def train_reward_model(
+    model: ModelConfig,
+    pairs: Sequence[Preference],
+    heldout: Sequence[Preference],
+    settings: RewardModelConfig,
+    *,
+    seed: int = 0,
+    progress: Progress | None = None,
+    ranks: Ranks | None = None,
+) -> PairwiseProgress:
+    """Train a model with one score on the body of ``model.path`` and write it to ``settings.out``.
+
+    It is a Hugging Face sequence classifier with one label, whose logit is the score of prompt and answer.
+    ranks: as in train_dpo.
+    """
+    ranks = ranks or Ranks()
+    with _folder(settings.out, "reward_model.out", ranks) as aside:
+        tokenizer = AutoTokenizer.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
+        # Its head is new, and must be the same on every rank.
+        torch.manual_seed(seed)
+        scorer = ranks.prepare(_scorer(model, tokenizer), model.dtype)
+
+        def margins(batch: Sequence[PairIds]) -> Tensor:
+            rows = [prompt + answer for prompt, *answers in batch for answer in answers]
+            chosen, rejected = _scores(scorer, rows).view(-1, 2).unbind(1)
+            return chosen - rejected
+
+        def loss(margin: Tensor) -> Tensor:
+            return bradley_terry_loss(margin, torch.zeros_like(margin))
+
+        fit = _Fit(scorer, tokenizer, pairs, heldout, settings, seed, model.max_length, ranks)
+        result = fit.run(margins, loss, progress)
+        _save(scorer, scorer, model.dtype, tokenizer, aside, result)
+    return result
+
+
+class _Fit:
+    """Batches, optimizer, looks at the held-out pairs: what both trainers share."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        tokenizer: Any,
+        pairs: Sequence[Preference],
+        heldout: Sequence[Preference],
+        settings: PreferenceConfig,
+        seed: int,
+        max_length: int,
+        ranks: Ranks,
+    ) -> None:
+        if not pairs or not heldout:
+            raise ConfigError(f"preferences are needed in both sets, there are {len(pairs)} and {len(heldout)}")
+        self.model = model
+        self.settings = settings
+        self.ranks = ranks
+        self.heldout = [encode(tokenizer, pair, max_length) for pair in heldout]
+        self.batches = batches([encode(tokenizer, pair, max_length) for pair in pairs], settings.batch_size, seed)
+        self.optimizer = build_optimizer(model.parameters(), settings.optimizer)
+        self.schedule = Schedule(self.optimizer, settings.optimizer, settings.steps)
+
+    def run(self, margins: _Margins, loss: Callable[[Tensor], Tensor], progress: Progress | None) -> PairwiseProgress:
+        """``margins`` of pairs, positive where the chosen answer is ahead, and the ``loss`` of these."""
+        started = time.perf_counter()
+        for step in range(1, self.settings.steps + 1):
+            batch = next(self.batches)
+            own, weights = self.ranks.share(batch)
+            losses = loss(margins(own))
+            self.ranks.backward((losses * losses.new_tensor(weights)).sum() / len(batch))
+            norm = self.ranks.clip_grad_norm(self.model.parameters(), self.settings.optimizer.max_grad_norm)
+            self.schedule.apply()
+            if norm < float("inf"):
+                self.optimizer.step()
+            self.optimizer.zero_grad(set_to_none=True)
+            self.schedule.advance()
+            if step % self.settings.eval_every == 0 and step < self.settings.steps:
+                self._report(self._look(step, margins, loss, started), progress)
+        last = self._look(self.settings.steps, margins, loss, started)
+        self._report(last, progress)
+        return last
+
+    def _report(self, look: PairwiseProgress, progress: Progress | None) -> None:
+        if progress and self.ranks.is_main:
+            progress(look)
+
+    @torch.no_grad()
+    def _look(self, step: int, margins: _Margins, loss: Callable[[Tensor], Tensor], started: float) -> PairwiseProgress:
+        size, count = self.settings.batch_size, len(self.heldout)
+        sums = torch.zeros(3, dtype=torch.float64)
+        for start in range(0, count, size):
+            own, weights = self.ranks.share(self.heldout[start : start + size])
+            found = margins(own)
+            figures = torch.stack([loss(found), (found > 0).to(found.dtype), found]).double().cpu()
+            sums += (figures * torch.tensor(weights, dtype=torch.float64)).sum(-1)
+        mean_loss, accuracy, margin = (total / count for total in self.ranks.add(sums.tolist()))
+        return PairwiseProgress(step, mean_loss, accuracy, margin, round(time.perf_counter() - started, 2))
+
+
+def _answer_logprobs(policy: Policy, batch: Sequence[PairIds]) -> tuple[Tensor, Tensor]:
+    """Sums of log-probabilities of the chosen and of the rejected answers, [P] each."""
+    rows = [(prompt, answer) for prompt, *answers in batch for answer in answers]
+    tokens, lengths = padded([prompt + answer for prompt, answer in rows], 0, policy.device)
+    starts = torch.tensor([len(prompt) for prompt, _ in rows], device=policy.device)
+    positions = torch.arange(1, tokens.shape[1], device=policy.device)
+    mask = (positions >= starts[:, None]) & (positions < lengths[:, None])
+    sums = policy(tokens, tokens[:, 1:].contiguous(), mask).logprobs.sum(-1).view(-1, 2)
+    return sums[:, 0], sums[:, 1]
+
+
+def _scores(scorer: PreTrainedModel, rows: Sequence[list[int]]) -> Tensor:
+    """The score of each row, [R] float32."""
+    tokens, lengths = padded(rows, scorer.config.get_text_config().pad_token_id, scorer.device)
+    attention = torch.arange(tokens.shape[1], device=tokens.device) < lengths[:, None]
+    scores: Tensor = scorer(input_ids=tokens, attention_mask=attention.long(), use_cache=False).logits[:, 0].float()
+    return scores
+
+
+def _scorer(model: ModelConfig, tokenizer: Any) -> PreTrainedModel:
+    """The body of ``model.path`` with a new head for one score; ConfigError says what is wrong."""
+    if tokenizer.pad_token_id is None or tokenizer.pad_token_id == tokenizer.eos_token_id:
+        raise ConfigError(
+            f"the tokenizer of model.path {model.path!r} needs a padding token of its own: a reward model reads its"
+            " score at the last token that is not padding"
+        )
+    try:
+        scorer = AutoModelForSequenceClassification.from_pretrained(
+            model.path, num_labels=1, dtype=torch.float32, trust_remote_code=model.trust_remote_code
+        )
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"model.path {model.path!r} cannot be loaded: {str(error).splitlines()[0]}") from error
+    scorer.config.get_text_config().pad_token_id = tokenizer.pad_token_id
+    for module in scorer.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    return scorer.train()  # type: ignore[no-any-return]
+
+
+@contextmanager
+def _folder(out: Path, setting: str, ranks: Ranks) -> Iterator[Path | None]:
+    """``whole_folder`` on rank 0; None on the others, which write nothing."""
+    if not ranks.is_main:
+        yield None
+        return
+    with whole_folder(out, setting) as aside:
+        yield aside
+
+
+def _save(
+    model: PreTrainedModel,
+    trained: nn.Module,
+    dtype: str,
+    tokenizer: Any,
+    folder: Path | None,
+    result: PairwiseProgress,
+) -> None:
+    """``trained``: the module that holds the weights, which all ranks gather."""
+    save_weights(model, named_weights(trained), folder or Path(), dtype, main=folder is not None)
+    if folder is not None:
+        tokenizer.save_pretrained(folder)
+        (folder / DETAILS).write_text(json.dumps(asdict(result), indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,16 @@
+"""Rewards: the functions, the killable workers they run in, and the service around them."""
+
+from schemas.plugins import Registry
+
+REWARDS = Registry(
+    "reward",
+    {
+        "exact": "consumers.reward.rewards.functions:exact",
+        "format": "consumers.reward.rewards.functions:format",
+        "gsm8k": "consumers.reward.rewards.functions:gsm8k",
+        "length": "consumers.reward.rewards.functions:length",
+        "math": "consumers.reward.rewards.functions:math",
+        "model": "consumers.reward.rewards.functions:model",
+        "reasoning_gym": "consumers.reward.rewards.functions:reasoning_gym",
+    },
+)

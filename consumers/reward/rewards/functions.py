@@ -1,0 +1,177 @@
+"""The built-in reward functions, each with the signature that users' own have.
+
+``(prompt, completions, prompt_ids, completion_ids, **data) -> float`` for one sample: two texts,
+two lists of token ids, and the data of the task as keywords. Wrong reference data raises
+ValueError: such a sample is excluded. A wrong completion is an ordinary reward of 0.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import lru_cache
+from typing import Any
+
+from consumers.reward.rewards import grading, reward_model
+from consumers.reward.rewards.grading import final_number, gold_number
+from consumers.reward.rewards.terms import reward
+
+
+@reward(inline=True)
+def exact(
+    prompt: str, completions: str, prompt_ids: list[int], completion_ids: list[int], *, answer: Any, **data: Any
+) -> float:
+    """1 if the completion equals ``answer``, both without surrounding white space."""
+    return float(completions.strip() == str(answer).strip())
+
+
+@reward(inline=True)
+def gsm8k(
+    prompt: str,
+    completions: str,
+    prompt_ids: list[int],
+    completion_ids: list[int],
+    *,
+    answer: Any,
+    last_number: bool = False,
+    **data: Any,
+) -> float:
+    """1 if the final number of the completion equals that of ``answer``, compared as numbers.
+
+    The final number follows the last ``####``, else stands in the last ``\\boxed{}``, else, with
+    ``last_number``, is the last one in the text. ``answer`` is a number or a published GSM8K solution.
+    """
+    gold = gold_number(answer)
+    found = final_number(completions, last_number=last_number)
+    return float(found is not None and found == gold)
+
+
+def _check_length(max_tokens: int, overlong_buffer: int, factor: float = 1.0) -> None:
+    for name, value in (("max_tokens", max_tokens), ("overlong_buffer", overlong_buffer), ("factor", factor)):
+        if isinstance(value, bool) or not isinstance(value, int if name != "factor" else (int, float)) or value <= 0:
+            raise ValueError(f"{name} {value!r} must be a number above 0")
+    if overlong_buffer > max_tokens:
+        raise ValueError(f"overlong_buffer {overlong_buffer} is larger than max_tokens {max_tokens}")
+
+
+@reward(inline=True, check=_check_length)
+def length(
+    prompt: str,
+    completions: str,
+    prompt_ids: list[int],
+    completion_ids: list[int],
+    *,
+    max_tokens: int,
+    overlong_buffer: int,
+    factor: float = 1.0,
+    **data: Any,
+) -> float:
+    """Soft overlong penalty: 0 up to ``max_tokens - overlong_buffer`` tokens, then down to ``-factor``.
+
+    min(-(len - (L - o)) / o * f, 0), never below -f (Yu et al. 2025, DAPO, arXiv 2503.14476, equation 13).
+    """
+    over = len(completion_ids) - (max_tokens - overlong_buffer)
+    return float(max(-factor, min(-over / overlong_buffer * factor, 0.0)))
+
+
+def _check_format(regex: str | None = None, tags: list[str] | None = None) -> None:
+    if regex is not None:
+        if tags is not None:
+            raise ValueError("give regex or tags, not both")
+        try:
+            re.compile(regex)
+        except (re.error, TypeError) as error:
+            raise ValueError(f"regex {regex!r} is wrong: {error}") from error
+    elif tags is not None and (not isinstance(tags, list) or not tags or not all(isinstance(t, str) for t in tags)):
+        raise ValueError(f"tags {tags!r} must be a list of names such as [think, answer]")
+
+
+# A user's regular expression may backtrack for ever; only tags are bounded.
+@reward(inline=lambda regex=None, tags=None: regex is None, check=_check_format)
+def format(
+    prompt: str,
+    completions: str,
+    prompt_ids: list[int],
+    completion_ids: list[int],
+    *,
+    regex: str | None = None,
+    tags: list[str] | None = None,
+    **data: Any,
+) -> float:
+    """1 if the completion has the wanted form.
+
+    With ``regex``: it is found in the completion (``.`` matches line ends too). Else the completion
+    is ``<think>…</think><answer>…</answer>``, with the names in ``tags``: each tag once, in this
+    order, nothing but white space around them.
+    """
+    if regex is not None:
+        return float(_compiled(regex).search(completions) is not None)
+    return float(_has_tags(completions, tags or ["think", "answer"]))
+
+
+@lru_cache(maxsize=64)
+def _compiled(regex: str) -> re.Pattern[str]:
+    return re.compile(regex, re.DOTALL)
+
+
+def _has_tags(text: str, tags: list[str]) -> bool:
+    rest = text.strip()
+    for tag in tags:
+        opening, closing = f"<{tag}>", f"</{tag}>"
+        if text.count(opening) != 1 or text.count(closing) != 1 or not rest.startswith(opening):
+            return False
+        _, found, rest = rest.partition(closing)
+        if not found:
+            return False
+        rest = rest.lstrip()
+    return not rest
+
+
+@reward(needs=("math_verify", "reward"))
+def math(
+    prompt: str,
+    completions: str,
+    prompt_ids: list[int],
+    completion_ids: list[int],
+    *,
+    answer: Any,
+    boxed_only: bool = False,
+    **data: Any,
+) -> float:
+    """1 if the completion's final expression is mathematically equal to ``answer`` (math-verify).
+
+    That is the last ``\\boxed{}``; without one, the last expression in the text, or none with
+    ``boxed_only``. ``answer`` is LaTeX with or without dollars, or a number.
+    """
+    return float(grading.equal(str(answer), completions, boxed_only))
+
+
+@reward(needs=("reasoning_gym", "reward"))
+def reasoning_gym(
+    prompt: str,
+    completions: str,
+    prompt_ids: list[int],
+    completion_ids: list[int],
+    *,
+    reasoning_gym: dict[str, Any],
+    require_tags: bool = False,
+    **data: Any,
+) -> float:
+    """The score, 0 to 1, that the task of reasoning-gym itself gives.
+
+    The answer stands in the last ``<answer>…</answer>``; without one, the whole completion is the
+    answer, or nothing is with ``require_tags``. ``reasoning_gym`` comes with the dataset of that name.
+    """
+    from consumers.reward.rewards.reasoning_gym import score
+
+    return score(reasoning_gym, completions, require_tags)
+
+
+@reward(needs=("torch", "train"))
+def model(
+    prompt: str, completions: str, prompt_ids: list[int], completion_ids: list[int], *, path: str, **data: Any
+) -> float:
+    """The score of a reward model in the folder ``path``, a sequence classifier with one label.
+
+    `tidemill reward-model` trains one. Each worker loads it at its first call, which ``reward.timeout_s`` has to allow.
+    """
+    return reward_model.score(path, prompt, completions)

@@ -1,0 +1,88 @@
+"""The final number of a solution, as GSM8K and its users write it. Linear in the length of the text.
+
+Mathematical equality of answers written in LaTeX or plain text, by math-verify.
+
+Its own time limits turn a slow comparison into "wrong"; they are off, the worker's deadline counts.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from decimal import Decimal
+from functools import lru_cache
+from typing import Any
+
+_NUMBER = re.compile(r"[-+]?(?:[0-9][0-9,]*(?:\.[0-9]+)?|\.[0-9]+)")
+_CURRENCY = " \t$€£*\\"
+_MAX_CHARS = 200
+
+
+def gold_number(answer: Any) -> Decimal:
+    """The reference as a number: ``42``, ``"1,234"``, or a solution that ends in ``#### 42``. ValueError if none."""
+    _, _, text = str(answer).rpartition("####")
+    number = _leading(text)
+    if number is None:
+        raise ValueError(f"reference answer {str(answer)[-60:]!r} is not a number")
+    return number
+
+
+def final_number(text: str, *, last_number: bool = False) -> Decimal | None:
+    """The number after the last ``####``, else in the last ``\\boxed{}``, else perhaps the last one; None if none."""
+    _, marker, tail = text.rpartition("####")
+    if marker:
+        return _leading(tail)
+    _, marker, tail = text.rpartition("\\boxed{")
+    if marker:
+        return _leading(tail)
+    if last_number:
+        last = None
+        for match in _NUMBER.finditer(text):
+            last = match
+        return None if last is None else _decimal(last)
+    return None
+
+
+def _leading(text: str) -> Decimal | None:
+    """The number that ``text`` starts with, after white space, a sign and a currency sign."""
+    line = text[:_MAX_CHARS].lstrip()
+    negative = line.startswith("-")
+    line = line.removeprefix("-").lstrip(_CURRENCY)
+    match = _NUMBER.match(line)
+    if match is None:
+        return None
+    number = _decimal(match)
+    return -number if negative else number
+
+
+def _decimal(match: re.Match[str]) -> Decimal:
+    return Decimal(match.group().replace(",", ""))
+
+
+def equal(gold: str, completion: str, boxed_only: bool) -> bool:
+    """Whether the completion's answer equals ``gold``. ValueError if ``gold`` is no mathematics."""
+    from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
+
+    parsed_gold = _parse_gold(gold)
+    # Of several boxes the last one counts; math-verify would join them to a set.
+    box = completion.rfind("\\boxed")
+    if box < 0 and boxed_only:
+        return False
+    text = completion[box:] if box >= 0 else completion
+    # Priority 0 puts the box before everything after it.
+    configs = [LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig()]
+    found = parse(text, configs, parsing_timeout=None)
+    return bool(verify(parsed_gold, found, timeout_seconds=None))
+
+
+@lru_cache(maxsize=1024)
+def _parse_gold(gold: str) -> Any:
+    from math_verify import parse
+
+    for name in ("math_verify.parser", "math_verify.grader"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    marked = "$" in gold or "\\boxed" in gold or "\\(" in gold or "\\[" in gold
+    parsed = parse(gold if marked else f"\\boxed{{{gold}}}", parsing_timeout=None)
+    if not parsed:
+        raise ValueError(f"reference answer {gold[:60]!r} is not an expression that math-verify reads")
+    return parsed

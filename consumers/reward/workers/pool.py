@@ -1,0 +1,273 @@
+"""Killable worker processes for reward functions that may block, hang or crash.
+
+A call past its deadline costs its worker, which is killed with everything it started and replaced;
+calls that wait are neither failed nor charged for it. Nothing is pickled.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from consumers.reward.rewards.terms import Outcome, Sample
+from consumers.reward.workers.worker import (
+    PREFIX,
+    Call,
+    Ready,
+    Setup,
+)
+from schemas.config import RewardTerm
+from schemas.errors import InfraError
+
+START_TIMEOUT_S = 60.0
+_CLOSE_TIMEOUT_S = 10.0
+
+
+class WorkerEnded(Exception):
+    """The worker process is gone; the text says how it ended."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """Terms (by index) to call one after the other on one sample, until one of them fails."""
+
+    terms: list[int]
+    sample: Sample
+    future: Future[list[Outcome]]
+
+
+class WorkerPool:
+    """``size`` workers, each with a thread that feeds it. Thread-safe::
+
+    pool = WorkerPool(terms, base, size=2, timeout_s=15.0)
+    outcomes = pool.submit([0, 2], sample).result(pool.longest_wait_s())
+    pool.close()
+    """
+
+    def __init__(
+        self,
+        terms: list[RewardTerm],
+        base: Path,
+        size: int,
+        timeout_s: float,
+        start_timeout_s: float = START_TIMEOUT_S,
+    ) -> None:
+        if size < 1:
+            raise ValueError(f"a pool needs 1 worker or more, has {size}")
+        self._timeout_s = timeout_s
+        self._start_timeout_s = start_timeout_s
+        self._term_count = len(terms)
+        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._closing = threading.Event()
+        setup = Setup([term.model_dump() for term in terms], str(base.resolve()), list(sys.path), os.getpid())
+        self._workers = [Worker(setup, start_timeout_s) for _ in range(size)]
+        # The thread that starts a process must outlive it: Linux ties "die with the parent" to the thread.
+        self._threads = [
+            threading.Thread(target=self._serve, args=(worker,), name=f"reward-worker-{i}", daemon=True)
+            for i, worker in enumerate(self._workers)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def submit(self, terms: list[int], sample: Sample) -> Future[list[Outcome]]:
+        """Outcomes in the order of ``terms``, ending at the first that is not ok; InfraError if no worker starts."""
+        if self._closing.is_set():
+            raise InfraError("the reward workers are closed")
+        future: Future[list[Outcome]] = Future()
+        self._jobs.put(Job(terms, sample, future))
+        return future
+
+    def longest_wait_s(self) -> float:
+        """A bound on the time until everything submitted so far is done, seconds."""
+        per_job = self._term_count * self._timeout_s + 3 * self._start_timeout_s
+        return (self._jobs.qsize() + len(self._workers)) * per_job
+
+    def close(self) -> None:
+        """Kill the workers; calls that wait get InfraError."""
+        self._closing.set()
+        for worker in self._workers:
+            worker.close()
+        for _ in self._threads:
+            self._jobs.put(None)
+        for thread in self._threads:
+            thread.join(_CLOSE_TIMEOUT_S)
+        while True:
+            try:
+                job = self._jobs.get_nowait()
+            except queue.Empty:
+                break
+            if job is not None:
+                job.future.set_exception(InfraError("the reward workers were closed"))
+
+    def _serve(self, worker: Worker) -> None:
+        self._try_start(worker)
+        while not self._closing.is_set():
+            job = self._jobs.get()
+            if job is None:
+                break
+            if job.future.set_running_or_notify_cancel():
+                try:
+                    job.future.set_result(self._run(worker, job))
+                except InfraError as error:
+                    job.future.set_exception(error)
+            if not self._closing.is_set():
+                self._try_start(worker)
+        worker.kill()
+
+    def _run(self, worker: Worker, job: Job) -> list[Outcome]:
+        outcomes: list[Outcome] = []
+        for term in job.terms:
+            worker.start()
+            outcomes.append(self._call(worker, term, job.sample))
+            if outcomes[-1].status != "ok":
+                break
+        return outcomes
+
+    def _call(self, worker: Worker, term: int, sample: Sample) -> Outcome:
+        started = time.perf_counter()
+        try:
+            return worker.call(Call(term, sample), self._timeout_s)
+        except TimeoutError:
+            worker.kill()
+            reason = f"no result within {self._timeout_s:g} s, its worker was killed"
+            return Outcome(status="timeout", reason=reason, seconds=time.perf_counter() - started)
+        except WorkerEnded as error:
+            if self._closing.is_set():
+                raise InfraError("the reward workers were closed") from error
+            return Outcome(status="error", reason=str(error), seconds=time.perf_counter() - started)
+
+    def _try_start(self, worker: Worker) -> None:
+        # Ahead of the next call, so that none waits for it; a failure is told to the call that needs the worker.
+        try:
+            worker.start()
+        except InfraError:
+            return
+
+
+class Worker:
+    """One worker process. All methods but ``close`` belong to one thread."""
+
+    def __init__(self, setup: Setup, start_timeout_s: float) -> None:
+        self._setup = setup
+        self._start_timeout_s = start_timeout_s
+        self._lock = threading.Lock()
+        self._closed = False
+        self._process: subprocess.Popen[bytes] | None = None
+        self._connection: socket.socket | None = None
+
+    def start(self) -> None:
+        """Start the process unless it runs; InfraError when it is not ready in time."""
+        if self._connection is not None:
+            return
+        ours, theirs = socket.socketpair()
+        with self._lock, theirs:
+            if self._closed:
+                ours.close()
+                raise InfraError("the reward workers are closed")
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "consumers.reward.workers.worker"],
+                stdin=theirs.fileno(),
+                stdout=theirs.fileno(),
+                env={**os.environ, "PYTHONHASHSEED": "0"},
+                start_new_session=True,
+            )
+            self._connection = ours
+        try:
+            reply = self._exchange(self._setup, self._start_timeout_s)
+        except TimeoutError:
+            self.kill()
+            raise InfraError(f"a reward worker did not start within {self._start_timeout_s:g} s") from None
+        except WorkerEnded as error:
+            raise InfraError(f"a reward worker did not start: {error}") from error
+        error_text = msgspec.msgpack.decode(reply, type=Ready).error
+        if error_text:
+            self.kill()
+            raise InfraError(f"a reward worker cannot start: {error_text}")
+
+    def call(self, call: Call, timeout_s: float) -> Outcome:
+        """TimeoutError past the deadline (kill it then), WorkerEnded when it died."""
+        return msgspec.msgpack.decode(self._exchange(call, timeout_s), type=Outcome)
+
+    def kill(self) -> str:
+        """Kill the process with all that it started; returns how it ended."""
+        with self._lock:
+            process, self._process = self._process, None
+            connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.close()
+        if process is None:
+            return "it is gone"
+        return _kill_group(process)
+
+    def close(self) -> None:
+        """Kill the process and start no other; from any thread."""
+        with self._lock:
+            self._closed = True
+            if self._process is not None:
+                # The worker's own thread sees the end of the connection and reaps it.
+                _signal_group(self._process)
+
+    def _exchange(self, message: Any, timeout_s: float) -> bytes:
+        connection = self._connection
+        if connection is None:
+            raise WorkerEnded("the worker is not running")
+        deadline = time.monotonic() + timeout_s
+        data = msgspec.msgpack.encode(message)
+        try:
+            connection.settimeout(timeout_s)
+            connection.sendall(PREFIX.pack(len(data)) + data)
+            (size,) = PREFIX.unpack(_receive(connection, PREFIX.size, deadline))
+            return _receive(connection, size, deadline)
+        except TimeoutError:
+            raise
+        except OSError:
+            raise WorkerEnded(f"the worker process died: {self.kill()}") from None
+
+
+def _receive(connection: socket.socket, size: int, deadline: float) -> bytes:
+    parts = bytearray()
+    while len(parts) < size:
+        left = deadline - time.monotonic()
+        if left <= 0:
+            raise TimeoutError
+        connection.settimeout(left)
+        part = connection.recv(size - len(parts))
+        if not part:
+            raise ConnectionResetError
+        parts += part
+    return bytes(parts)
+
+
+def _kill_group(process: subprocess.Popen[bytes]) -> str:
+    try:
+        # A process that ended by itself has closed its connection just before: its own exit code is the reason.
+        code = process.wait(timeout=0.2)
+    except subprocess.TimeoutExpired:
+        code = None
+    _signal_group(process)
+    try:
+        process.wait(timeout=_CLOSE_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        return f"process {process.pid} does not end"
+    if code is None:
+        return "it was killed"
+    return f"exit code {code}" if code >= 0 else signal.Signals(-code).name
+
+
+def _signal_group(process: subprocess.Popen[bytes]) -> None:
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except (ProcessLookupError, PermissionError):
+        return  # the whole group has ended already

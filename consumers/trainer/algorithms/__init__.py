@@ -1,0 +1,1 @@
+"""The RL maths: losses, advantages, aggregation, KL and rejection."""

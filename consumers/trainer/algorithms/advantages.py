@@ -1,0 +1,209 @@
+"""From rewards to advantages: pure functions over a batch, grouped by index, never by stride.
+
+Every function has the signature ``(rewards, groups) -> advantages``: float64 [S], int64 [S]
+with the group of each sample, float64 [S]. Groups may differ in size, a group of one gets zero
+(``raw`` excepted: it compares nothing). A user's own function is named as ``module:name``. Advantages
+that differ from token to token are in returns.py.
+
+Advantages that differ from token to token: discounted returns, with KL in the reward, or with a critic.
+
+Each function has the signature ``(batch, add, **arguments) -> list of TokenAdvantages``: all micro-batches of the step
+on this rank, and a function that sums numbers over ranks, for what is normalised over the whole step. ``per_token``
+on a function tells it from those of advantages.py. Time runs over loss tokens only: what a tool or a
+user said between two turns is no step of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from consumers.trainer.algorithms.segments import Segments
+from schemas.errors import ConfigError
+from schemas.plugins import Registry
+
+Floats: TypeAlias = npt.NDArray[np.float64]
+Groups: TypeAlias = npt.NDArray[np.int64]
+Advantage: TypeAlias = Callable[[Floats, Groups], Floats]
+
+ADVANTAGES = Registry(
+    "trainer.advantage.name",
+    {
+        **{
+            name: f"consumers.trainer.algorithms.advantages:{name}"
+            for name in ("centered", "grpo", "rloo", "lite_ppo", "max_rl", "raw")
+        },
+        **{name: f"consumers.trainer.algorithms.advantages:{name}" for name in ("reinforce_pp", "gae")},
+    },
+)
+
+
+def has_signal(rewards: Sequence[float], least_std: float = 0.0) -> bool:
+    """False when all rewards of a group are equal: every group-relative advantage is then zero.
+
+    Also when their standard deviation (of the group itself, over n) is not above ``least_std``.
+    """
+    return len(rewards) > 0 and max(rewards) > min(rewards) and float(np.std(rewards)) > least_std
+
+
+def within(rewards: Sequence[float], bounds: tuple[float, float] | None) -> bool:
+    """Whether the mean reward of a group is above the first and below the second bound (DAPO, arXiv:2503.14476)."""
+    return bounds is None or bounds[0] < float(np.mean(rewards)) < bounds[1]
+
+
+def raw(rewards: Floats, groups: Groups) -> Floats:
+    """A = R, as in REINFORCE without a baseline."""
+    return np.asarray(rewards, dtype=np.float64).copy()
+
+
+def centered(rewards: Floats, groups: Groups) -> Floats:
+    """A = R - mean of the group (Dr. GRPO, arXiv:2503.20783)."""
+    mean, _ = _group_mean(rewards, groups)
+    return np.asarray(rewards - mean)
+
+
+def grpo(rewards: Floats, groups: Groups, eps: float = 1e-6) -> Floats:
+    """A = (R - mean) / (std + eps) within the group, sample std with n-1 (arXiv:2402.03300)."""
+    mean, size = _group_mean(rewards, groups)
+    deviation = rewards - mean
+    square_sum = _group_sum(deviation**2, groups)
+    std = np.sqrt(square_sum / np.maximum(size - 1, 1))
+    return np.asarray(deviation / (std + eps))
+
+
+def rloo(rewards: Floats, groups: Groups) -> Floats:
+    """A = R - mean of the others in the group (arXiv:2402.14740)."""
+    mean, size = _group_mean(rewards, groups)
+    return np.asarray((rewards - mean) * size / np.maximum(size - 1, 1))
+
+
+def lite_ppo(rewards: Floats, groups: Groups, eps: float = 1e-6) -> Floats:
+    """A = (R - group mean) / (std of the whole batch + eps) (arXiv:2508.08221).
+
+    The std is that of the rewards over every sample of the batch, with n-1.
+    """
+    mean, _ = _group_mean(rewards, groups)
+    std = float(np.std(rewards, ddof=1)) if rewards.size > 1 else 0.0
+    return (rewards - mean) / (std + eps)
+
+
+def max_rl(rewards: Floats, groups: Groups) -> Floats:
+    """A = (R - mean) / mean within the group; zero where the mean is not positive. For rewards of 0 or more."""
+    mean, size = _group_mean(rewards, groups)
+    usable = (mean > 0) & (size > 1)
+    return np.where(usable, (rewards - mean) / np.where(usable, mean, 1.0), 0.0)
+
+
+def _group_sum(values: Floats, groups: Groups) -> Floats:
+    """Sum over each sample's group, given back at every sample [S]."""
+    _, index = np.unique(groups, return_inverse=True)
+    return np.bincount(index, weights=values)[index].astype(np.float64) if values.size else np.zeros(0)
+
+
+def _group_mean(rewards: Floats, groups: Groups) -> tuple[Floats, Floats]:
+    """Mean and size of each sample's group, both [S]. A group of one has its own reward as mean."""
+    size = _group_sum(np.ones_like(rewards), groups)
+    return _group_sum(rewards, groups) / np.maximum(size, 1), size
+
+
+Add: TypeAlias = Callable[[list[float]], list[float]]
+_F = TypeVar("_F", bound=Callable[..., object])
+
+
+@dataclass(frozen=True)
+class TokenRewards:
+    """What a micro-batch was rewarded with; float32 [R, T], zero at masked positions.
+
+    rewards: at every token, KL penalty included; the sample's own reward stands at its last loss token.
+    values: the critic's, of the state before the token; None without a critic.
+    """
+
+    rewards: Tensor
+    segments: Segments
+    values: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class TokenAdvantages:
+    """advantages: float32 [R, T]. returns: what a critic should have said, same shape."""
+
+    advantages: Tensor
+    returns: Tensor
+
+
+def per_token(function: _F) -> _F:
+    """Mark an advantage of this module's signature."""
+    function.per_token = True  # type: ignore[attr-defined]
+    return function
+
+
+@per_token
+def reinforce_pp(batch: Sequence[TokenRewards], add: Add, *, gamma: float = 1.0) -> list[TokenAdvantages]:
+    """Discounted sum of a token's rewards and later ones, normalised over all loss tokens of the step.
+
+    A_t = (G_t - mean) / std with G_t = r_t + gamma * G_(t+1), r_t = -kl_t and the reward at the last token
+    (REINFORCE++, arXiv:2501.03262). The sum runs along the sequence; std is the population's.
+    """
+    returns = [discounted(part.rewards, part.segments, gamma) for part in batch]
+    normalised = whiten(returns, [part.segments for part in batch], add)
+    return [TokenAdvantages(a, r) for a, r in zip(normalised, returns, strict=True)]
+
+
+@per_token
+def gae(
+    batch: Sequence[TokenRewards], add: Add, *, gamma: float = 1.0, lam: float = 0.95, normalise: bool = True
+) -> list[TokenAdvantages]:
+    """A_t = sum of (gamma*lam)^k * delta_(t+k), delta_t = r_t + gamma*V_(t+1) - V_t (arXiv:1506.02438); needs a critic.
+
+    V is 0 after the last token. Returns for the critic are A + V, before advantages are normalised over all
+    loss tokens of the step (``normalise``).
+    """
+    found: list[TokenAdvantages] = []
+    for part in batch:
+        if part.values is None:
+            raise ConfigError("trainer.advantage.name gae needs the values of a critic: add a trainer.critic section")
+        values = part.segments.rows(part.values)
+        following = torch.cat([values[:, 1:], torch.zeros_like(values[:, :1])], dim=1) if values.numel() else values
+        deltas = part.segments.rows(part.rewards) + gamma * following - values
+        advantages = part.segments.unrow(_sum_backwards(deltas, gamma * lam))
+        found.append(TokenAdvantages(advantages, torch.where(part.segments.mask, advantages + part.values, 0.0)))
+    if not normalise:
+        return found
+    normalised = whiten([part.advantages for part in found], [part.segments for part in batch], add)
+    return [TokenAdvantages(a, part.returns) for a, part in zip(normalised, found, strict=True)]
+
+
+def discounted(rewards: Tensor, segments: Segments, gamma: float) -> Tensor:
+    """G_t = r_t + gamma * G_(t+1) along each sequence's loss tokens, [R, T], zero at masked positions."""
+    return segments.unrow(_sum_backwards(segments.rows(rewards), gamma))
+
+
+def whiten(values: Sequence[Tensor], segments: Sequence[Segments], add: Add, eps: float = 1e-8) -> list[Tensor]:
+    """(values - mean) / sqrt(variance + eps) over the loss tokens of all micro-batches and ranks, each [R, T].
+
+    The population's variance, in two passes. A step of a single loss token gives zero.
+    """
+    masks = [part.mask for part in segments]
+    chosen = [value[mask].double() for value, mask in zip(values, masks, strict=True)]
+    total, tokens = add([sum(float(c.sum()) for c in chosen), float(sum(c.numel() for c in chosen))])
+    mean = total / max(tokens, 1.0)
+    (squares,) = add([sum(float((c - mean).square().sum()) for c in chosen)])
+    scale = (squares / max(tokens, 1.0) + eps) ** -0.5
+    return [
+        torch.where(mask, (value.double() - mean) * scale, 0.0).to(value.dtype)
+        for value, mask in zip(values, masks, strict=True)
+    ]
+
+
+def _sum_backwards(rows: Tensor, factor: float) -> Tensor:
+    """out_t = rows_t + factor * out_(t+1), [S, L]."""
+    out = rows.clone()
+    for place in range(rows.shape[1] - 2, -1, -1):
+        out[:, place] += factor * out[:, place + 1]
+    return out

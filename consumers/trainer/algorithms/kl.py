@@ -1,0 +1,69 @@
+"""Estimators of KL(policy || reference) from sampled tokens, as a penalty in the loss or in the reward.
+
+With d = log policy - log reference at a sampled token (http://joschu.net/blog/kl-approx.html):
+k1 = d, k2 = d^2/2, k3 = exp(-d) - 1 + d. These are about tokens of the policy itself, and ours are the rollout
+policy's: in the loss they are weighed by policy / rollout policy, in the reward the policy loss does that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from consumers.trainer.algorithms.losses import LOG_RATIO_LIMIT
+from schemas.plugins import Registry
+
+Estimator: TypeAlias = Callable[[Tensor], Tensor]
+
+KL_ESTIMATORS = Registry(
+    "trainer.kl.estimator", {name: f"consumers.trainer.algorithms.kl:{name}" for name in ("k1", "k2", "k3")}
+)
+
+
+def k1(difference: Tensor) -> Tensor:
+    """log policy - log reference: unbiased, of high variance, negative at times."""
+    return difference
+
+
+def k2(difference: Tensor) -> Tensor:
+    """Half the square of log policy - log reference: biased, never negative."""
+    return 0.5 * difference.square()
+
+
+def k3(difference: Tensor) -> Tensor:
+    """reference / policy - 1 - log(reference / policy): unbiased and never negative (as in GRPO, arXiv:2402.03300)."""
+    return torch.expm1(-difference) + difference
+
+
+def difference(logprobs: Tensor, reference_logprobs: Tensor, mask: Tensor) -> Tensor:
+    """log policy - log reference, [R, T], clamped to +-20 and zero at masked positions."""
+    return torch.where(mask, logprobs - reference_logprobs, 0.0).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+
+
+def kl_loss(
+    estimator: Estimator,
+    logprobs: Tensor,
+    reference_logprobs: Tensor,
+    rollout_logprobs: Tensor,
+    mask: Tensor,
+    weight_limit: float = 2.0,
+) -> Tensor:
+    """w * estimate of each token, [R, T], with the gradient w * d * grad log policy; w = sg[min(r, weight_limit)].
+
+    The gradient is the same for every estimator, that of KL(policy || reference) itself: for tokens of the
+    policy E[d * grad log policy] is exactly it, and r * k3 has this very gradient. An estimator's own
+    derivative is something else: for k1 it is zero on average, for k3 that of KL(reference || policy).
+    """
+    gap = difference(logprobs.detach(), reference_logprobs, mask)
+    log_r = torch.where(mask, logprobs.detach() - rollout_logprobs, 0.0)
+    weight = log_r.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp().clamp(max=weight_limit)
+    carrier = torch.where(mask, logprobs - logprobs.detach(), 0.0)  # zero, with the gradient of log policy
+    return weight * (estimator(gap) + gap * carrier)
+
+
+def kl_reward(estimator: Estimator, logprobs: Tensor, reference_logprobs: Tensor, mask: Tensor) -> Tensor:
+    """The estimate at each token, [R, T], without gradient, zero at masked positions: what a reward is reduced by."""
+    return estimator(difference(logprobs, reference_logprobs, mask)).detach()

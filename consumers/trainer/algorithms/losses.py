@@ -1,0 +1,315 @@
+"""Policy losses of single tokens: pure functions of one dataclass, from log-probabilities to a loss for every token.
+
+A loss says nothing about averaging (see aggregation.py) and returns values at masked positions too:
+the step weighs them by zero. ``log_ratio`` is clamped before exp, so one extreme token gives a large but
+finite loss. Formulas: r = policy / rollout policy, A the advantage, sg stops the gradient.
+
+The decoupled PPO loss, and where its proximal policy comes from.
+
+The proximal policy is what the update is clipped around, while the rollout policy only weighs the data.
+
+Losses that look further than one token: at the whole sequence (gspo), or at the whole step (m2po).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, TypeAlias, TypeVar
+
+import torch
+from torch import Tensor
+
+from consumers.trainer.algorithms.segments import Segments
+from schemas.errors import ConfigError
+from schemas.plugins import Registry
+
+LOG_RATIO_LIMIT = 20.0
+"""|log r| is clamped to this before exp: e^20 still squares within float32."""
+
+
+@dataclass(frozen=True)
+class LossInputs:
+    """Everything a loss may look at; float32 [R, T] unless said otherwise, padded or packed.
+
+    logprobs: of the policy in training, with gradient. rollout_logprobs: of the policy that sampled.
+    mask: bool, true at loss tokens. versions: int64, weight version of each token, -1 where there is none.
+    proximal_logprobs, reference_logprobs: of further policies, when the run has them, without gradient.
+    sequence: int64, id of the sequence that a token belongs to; without it each row is one sequence.
+    keep: bool, what a loss's own ``select`` left of the step's tokens; without it all.
+    """
+
+    logprobs: Tensor
+    rollout_logprobs: Tensor
+    advantages: Tensor
+    mask: Tensor
+    versions: Tensor | None = None
+    proximal_logprobs: Tensor | None = None
+    reference_logprobs: Tensor | None = None
+    sequence: Tensor | None = None
+    keep: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class LossOutput:
+    """loss: [R, T] with gradient. metrics: [R, T] each, without; the step averages them over its loss tokens.
+
+    ``clipped`` marks tokens whose gradient the clip took, ``masked`` those that the loss left out.
+    """
+
+    loss: Tensor
+    metrics: dict[str, Tensor] = field(default_factory=dict)
+
+
+Loss: TypeAlias = Callable[..., LossOutput]
+"""A function of LossInputs and keyword arguments, or a class that is built with these and called with LossInputs.
+
+``needs_proximal = True`` on it asks for proximal log-probabilities. A loss that has to see the whole step before
+its first gradient is a class with ``select(batch, add) -> list of bool [R, T]``, see ``losses_batch.py``.
+"""
+
+LOSSES = Registry(
+    "trainer.loss.name",
+    {
+        **{
+            name: f"consumers.trainer.algorithms.losses:{name}"
+            for name in ("reinforce", "ppo", "dapo", "dr_grpo", "cispo", "dppo", "sapo")
+        },
+        "decoupled_ppo": "consumers.trainer.algorithms.losses:decoupled_ppo",
+        "gspo": "consumers.trainer.algorithms.losses:gspo",
+        "m2po": "consumers.trainer.algorithms.losses:M2po",
+    },
+)
+
+_F = TypeVar("_F", bound=Loss)
+
+
+def needs_proximal(function: _F) -> _F:
+    """Mark a loss that uses proximal log-probabilities; the step then provides them (``trainer.loss.proximal``)."""
+    function.needs_proximal = True  # type: ignore[attr-defined]
+    return function
+
+
+def log_ratio(inputs: LossInputs) -> Tensor:
+    """log(policy / rollout policy), [R, T], clamped to +-20 and zero at masked positions."""
+    return bounded_difference(inputs.logprobs, inputs.rollout_logprobs, inputs.mask)
+
+
+def bounded_difference(logprobs: Tensor, others: Tensor, mask: Tensor) -> Tensor:
+    """logprobs - others, [R, T], clamped to +-20 and zero at masked positions."""
+    return torch.where(mask, logprobs - others, 0.0).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+
+
+def clipped_surrogate(
+    ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float, dual_clip: float | None
+) -> tuple[Tensor, Tensor]:
+    """PPO's term for any ratio [R, T], and where its gradient is zero (bool [R, T]).
+
+    max(-A*r, -A*clip(r, 1-clip_low, 1+clip_high)), at most -A*dual_clip where A < 0.
+    """
+    plain = -advantages * ratio
+    bounded = -advantages * ratio.clamp(1 - clip_low, 1 + clip_high)
+    loss = torch.maximum(plain, bounded)
+    clipped = bounded > plain
+    if dual_clip is not None:
+        ceiling = -advantages * dual_clip
+        over = (advantages < 0) & (loss > ceiling)
+        loss = torch.where(over, ceiling, loss)
+        clipped = clipped | over
+    return loss, clipped
+
+
+def reinforce(inputs: LossInputs, *, truncate: float = 2.0) -> LossOutput:
+    """-A * sg[min(r, truncate)] * log policy: policy gradient with a truncated importance weight (IMPALA)."""
+    ratio = log_ratio(inputs).detach().exp()
+    loss = -inputs.advantages * ratio.clamp(max=truncate) * inputs.logprobs
+    return LossOutput(loss, {"clipped": ratio > truncate})
+
+
+def ppo(
+    inputs: LossInputs, *, clip_low: float = 0.2, clip_high: float = 0.28, dual_clip: float | None = 3.0
+) -> LossOutput:
+    """max(-A*r, -A*clip(r, 1-clip_low, 1+clip_high)), at most -A*dual_clip where A < 0.
+
+    Clipping as in arXiv:1707.06347, the asymmetric bounds of DAPO (arXiv:2503.14476), the dual
+    clip of arXiv:1912.09729 (``dual_clip`` over 1, or null to leave it out).
+    """
+    loss, clipped = clipped_surrogate(log_ratio(inputs).exp(), inputs.advantages, clip_low, clip_high, dual_clip)
+    return LossOutput(loss, {"clipped": clipped})
+
+
+def dapo(inputs: LossInputs, *, clip_low: float = 0.2, clip_high: float = 0.28) -> LossOutput:
+    """max(-A*r, -A*clip(r, 0.8, 1.28)) with the advantage ``grpo`` and token mean (DAPO, arXiv:2503.14476).
+
+    Its dynamic sampling is what ``trainer.advantage.keep_zero_variance: false`` does, its overlong
+    penalty the reward ``length``.
+    """
+    loss, clipped = clipped_surrogate(log_ratio(inputs).exp(), inputs.advantages, clip_low, clip_high, None)
+    return LossOutput(loss, {"clipped": clipped})
+
+
+def dr_grpo(inputs: LossInputs, *, clip_low: float = 0.2, clip_high: float = 0.2) -> LossOutput:
+    """PPO's term with the advantage ``centered`` and the aggregation ``constant`` (Dr. GRPO, arXiv:2503.20783).
+
+    Neither the length of a sequence nor the spread of its group's rewards is in the denominator.
+    """
+    loss, clipped = clipped_surrogate(log_ratio(inputs).exp(), inputs.advantages, clip_low, clip_high, None)
+    return LossOutput(loss, {"clipped": clipped})
+
+
+def cispo(inputs: LossInputs, *, clip_high: float = 0.28) -> LossOutput:
+    """-A * sg[min(r, 1+clip_high)] * log policy: clips the weight, keeps every gradient (arXiv:2506.13585)."""
+    ratio = log_ratio(inputs).detach().exp()
+    loss = -inputs.advantages * ratio.clamp(max=1 + clip_high) * inputs.logprobs
+    return LossOutput(loss, {"clipped": ratio > 1 + clip_high})
+
+
+def dppo(inputs: LossInputs, *, delta: float = 0.2, tau: float = 1e-3) -> LossOutput:
+    """-m*r*A + tau*log(r)^2, with m = 0 where a probability already moved by more than delta.
+
+    m = 0 where A > 0 and p - q > delta, or A < 0 and q - p > delta; p, q the probabilities of the
+    token under the policy and the rollout policy. The quadratic term stays on at every loss token.
+    """
+    log_r = log_ratio(inputs)
+    moved = inputs.logprobs.detach().exp() - inputs.rollout_logprobs.exp()
+    left_out = ((inputs.advantages > 0) & (moved > delta)) | ((inputs.advantages < 0) & (-moved > delta))
+    surrogate = torch.where(left_out, 0.0, -log_r.exp() * inputs.advantages)
+    return LossOutput(surrogate + tau * log_r.square(), {"masked": left_out})
+
+
+def sapo(inputs: LossInputs, *, tau_positive: float = 1.0, tau_negative: float = 1.05) -> LossOutput:
+    """-A * (4/tau) * sigmoid(tau*(r-1)): a soft gate in place of the clip (SAPO, arXiv:2511.20347).
+
+    tau is ``tau_positive`` where A > 0, else ``tau_negative``. The gradient's weight is r * 4s(1-s), s the
+    sigmoid: 1 at r = 1, and falling to both sides. Nothing is cut off, so there is no ``clipped``.
+    """
+    ratio = log_ratio(inputs).exp()
+    tau = torch.where(inputs.advantages > 0, ratio.new_tensor(tau_positive), ratio.new_tensor(tau_negative))
+    gate = torch.sigmoid(tau * (ratio - 1))
+    return LossOutput(-inputs.advantages * 4 / tau * gate, {"gate": (4 * gate * (1 - gate)).detach()})
+
+
+def interpolated(logprobs: Tensor, rollout_logprobs: Tensor, versions: Tensor, version: int) -> Tensor:
+    """Proximal log-probabilities between rollout policy and trained policy, without a forward pass.
+
+    alpha * log rollout + (1 - alpha) * sg[log policy], alpha = 1/age for tokens of age 1 or more, 0 for the
+    newest (A-3PO, arXiv:2512.06547): at age 1 that is the rollout policy, far back it is nearly the policy of now.
+    versions: int64 [R, T]; version: that of the weights before the step.
+    """
+    age = version - versions
+    alpha = torch.where(age >= 1, 1.0 / age.clamp(min=1), 0.0).to(logprobs.dtype)
+    return alpha * rollout_logprobs + (1 - alpha) * logprobs.detach()
+
+
+@needs_proximal
+def decoupled_ppo(
+    inputs: LossInputs,
+    *,
+    clip_low: float = 0.2,
+    clip_high: float = 0.28,
+    dual_clip: float | None = 3.0,
+    weight_limit: float = 5.0,
+    weight_action: Literal["mask", "clamp"] = "mask",
+) -> LossOutput:
+    """w * ppo(r), r = policy / proximal policy, w = sg[proximal policy / rollout policy] (AReaL, arXiv:2505.24298).
+
+    A token with w over ``weight_limit`` is left out (``mask``), or gets the limit as its weight (``clamp``).
+    """
+    if inputs.proximal_logprobs is None:
+        raise ConfigError("decoupled_ppo needs proximal log-probabilities, and the caller gave none")
+    if weight_action not in ("mask", "clamp"):
+        raise ConfigError(f"decoupled_ppo: weight_action {weight_action!r} must be mask or clamp")
+    proximal = inputs.proximal_logprobs.detach()
+    ratio = bounded_difference(inputs.logprobs, proximal, inputs.mask).exp()
+    weight = bounded_difference(proximal, inputs.rollout_logprobs, inputs.mask).exp()
+    over = weight > weight_limit
+    weight = torch.where(over, 0.0 if weight_action == "mask" else weight_limit, weight)
+    loss, clipped = clipped_surrogate(ratio, inputs.advantages, clip_low, clip_high, dual_clip)
+    left_out = over if weight_action == "mask" else torch.zeros_like(over)
+    return LossOutput(weight * loss, {"clipped": clipped & ~left_out, "masked": left_out, "weight": weight})
+
+
+_HALVINGS = 64
+
+
+def gspo(inputs: LossInputs, *, clip_low: float = 3e-4, clip_high: float = 4e-4) -> LossOutput:
+    """max(-A*s, -A*clip(s, 1-clip_low, 1+clip_high)), s = exp(mean of log r of the sequence) (GSPO, arXiv:2507.18071).
+
+    Every token of a sequence holds the sequence's loss, so the aggregation ``sequence_mean`` gives the paper's
+    objective. The defaults are the paper's, made for long answers and fresh data: s of a short or stale
+    sequence leaves them at once.
+    """
+    segments = Segments(inputs.sequence, inputs.mask)
+    mean_log_ratio = segments.mean(log_ratio(inputs))
+    loss, clipped = clipped_surrogate(mean_log_ratio.exp(), inputs.advantages, clip_low, clip_high, None)
+    return LossOutput(loss, {"clipped": clipped})
+
+
+class M2po:
+    """PPO without the tokens of largest (log rollout - log proximal)^2: so many that the others' mean is below 0.04.
+
+    The mean is over the whole optimizer step, all micro-batches and ranks (M2PO, arXiv:2510.01161). The proximal
+    policy is that of the step's start. What is left is clipped as in ``ppo``.
+    """
+
+    needs_proximal = True
+    recomputes = True
+    """What it measures is how far the policy has really moved, whatever ``trainer.loss.proximal`` says."""
+
+    def __init__(
+        self,
+        *,
+        second_moment: float = 0.04,
+        clip_low: float = 0.2,
+        clip_high: float = 0.28,
+        dual_clip: float | None = 3.0,
+    ) -> None:
+        if not second_moment > 0:
+            raise ConfigError(f"m2po: second_moment {second_moment} must be above 0")
+        self.second_moment = second_moment
+        self.clip = (clip_low, clip_high, dual_clip)
+
+    def select(self, batch: Sequence[LossInputs], add: Callable[[list[float]], list[float]]) -> list[Tensor]:
+        """The tokens to keep in each micro-batch, bool [R, T]. ``add`` sums a list of numbers over ranks."""
+        moments = [_squares(inputs) for inputs in batch]
+        kept = [moment[inputs.mask] for moment, inputs in zip(moments, batch, strict=True)]
+        limit = largest_kept(torch.cat(kept) if kept else torch.zeros(0), self.second_moment, add)
+        return [inputs.mask & (moment.double() <= limit) for moment, inputs in zip(moments, batch, strict=True)]
+
+    def __call__(self, inputs: LossInputs) -> LossOutput:
+        """The loss of one micro-batch, zero at the tokens that ``select`` left out."""
+        if inputs.keep is None:
+            raise ConfigError("m2po has to see the whole step before, and its select was not called")
+        loss, clipped = clipped_surrogate(log_ratio(inputs).exp(), inputs.advantages, *self.clip)
+        left_out = inputs.mask & ~inputs.keep
+        return LossOutput(torch.where(inputs.keep, loss, 0.0), {"clipped": clipped & inputs.keep, "masked": left_out})
+
+
+def largest_kept(values: Tensor, limit: float, add: Callable[[list[float]], list[float]]) -> float:
+    """The highest bound under which the mean of the values that are not above it is below ``limit``.
+
+    values: [M] of this rank, 0 or more. Found by halving, so that ranks only ever exchange a sum and a count;
+    equal values stay or go together.
+    """
+    ordered = values.detach().double().sort().values.cpu()
+    sums = torch.cat([ordered.new_zeros(1), ordered.cumsum(0)])
+
+    def acceptable(bound: float) -> bool:
+        count = int(torch.searchsorted(ordered, bound, right=True))
+        total, tokens = add([float(sums[count]), float(count)])
+        return tokens == 0 or total / tokens < limit
+
+    low, high = 0.0, 4.0 * 20.0**2
+    if acceptable(high):
+        return high
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        low, high = (middle, high) if acceptable(middle) else (low, middle)
+    return low
+
+
+def _squares(inputs: LossInputs) -> Tensor:
+    """(log rollout - log proximal)^2, [R, T], zero at masked positions."""
+    if inputs.proximal_logprobs is None:
+        raise ConfigError("m2po needs proximal log-probabilities, and the caller gave none")
+    return bounded_difference(inputs.proximal_logprobs, inputs.rollout_logprobs, inputs.mask).detach().square()

@@ -1,0 +1,147 @@
+"""What is done with tokens on which trainer and rollout policy disagree too much: pure rules over their log ratio.
+
+A rule has a measure (the ratio, or an estimate of KL), a level (token, or mean over the sequence) and
+an action (mask: no gradient; clamp: the ratio counts as the bound). The step's denominators still count what a
+rule takes out: that is one of the two conventions, and dividing by the kept tokens gives another loss.
+
+From scores to the loss of every token: the policy loss with its rejection rules, KL penalty and entropy bonus.
+
+Pure: the step knows nothing of what is in it, and what is in it knows nothing of averaging or of models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from consumers.trainer.algorithms.kl import (
+    KL_ESTIMATORS,
+    Estimator,
+    difference,
+    kl_loss,
+)
+from consumers.trainer.algorithms.losses import (
+    LOSSES,
+    Loss,
+    LossInputs,
+    LossOutput,
+    bounded_difference,
+    interpolated,
+)
+from consumers.trainer.algorithms.segments import Segments
+from schemas.config.models import RejectionConfig, TrainerConfig
+from schemas.plugins import bind, trait
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A ``trainer.rejection`` entry with its measure looked up; ``estimator`` is None for the ratio."""
+
+    settings: RejectionConfig
+    estimator: Estimator | None
+
+    @classmethod
+    def of(cls, settings: RejectionConfig, base: Path | None = None) -> Rule:
+        """ConfigError if there is no such measure."""
+        known = settings.measure == "ratio"
+        return cls(settings, None if known else KL_ESTIMATORS.get(settings.measure, base))
+
+    def factor(self, log_ratio: Tensor, segments: Segments) -> Tensor:
+        """What each token's loss is multiplied by, [R, T], 1 where the rule has no objection.
+
+        log_ratio: log(policy / rollout policy) [R, T] without gradient, zero at masked positions. At level sequence
+        the ratio is exp of its mean over the sequence, KL the mean of the estimates.
+        """
+        settings = self.settings
+        # KL(rollout || policy), since the tokens are the rollout policy's.
+        measured = log_ratio if self.estimator is None else self.estimator(-log_ratio)
+        if settings.level == "sequence":
+            measured = segments.mean(measured)
+        if self.estimator is None:
+            measured = measured.exp()
+        bounded = measured.clamp(settings.lower, settings.upper)
+        if settings.action == "clamp":
+            return bounded / measured
+        return (bounded == measured).to(measured.dtype)
+
+
+def reject(rules: Sequence[Rule], log_ratio: Tensor, segments: Segments) -> tuple[Tensor, Tensor]:
+    """Product of all rules' factors [R, T], and the tokens that one of them masks (bool [R, T])."""
+    factor = torch.ones_like(log_ratio)
+    for rule in rules:
+        factor = factor * rule.factor(log_ratio, segments)
+    return factor, (factor == 0) & segments.mask
+
+
+@dataclass(frozen=True)
+class Objective:
+    """What is minimised, as the configuration says::
+
+    objective = Objective.from_config(settings)
+    output = objective(inputs, entropy, version=7)
+    """
+
+    loss: Loss
+    rules: tuple[Rule, ...]
+    kl_coef: float
+    estimator: Estimator
+    entropy_coef: float
+    interpolate: bool
+
+    @classmethod
+    def from_config(cls, settings: TrainerConfig, base: Path | None = None) -> Objective:
+        """ConfigError if something that is named does not exist, or does not take its arguments."""
+        loss, kl = settings.loss, settings.kl
+        return cls(
+            loss=bind("trainer.loss", LOSSES.get(loss.name, base), loss.args),
+            rules=tuple(Rule.of(rule, base) for rule in settings.rejection),
+            kl_coef=kl.coef if kl.place == "loss" else 0.0,
+            estimator=KL_ESTIMATORS.get(kl.estimator, base),
+            entropy_coef=loss.entropy_coef,
+            interpolate=loss.proximal == "interpolate",
+        )
+
+    @property
+    def select(self) -> Any:
+        """The loss's own choice among the tokens of the whole step, None if it makes none."""
+        return trait(self.loss, "select", None)
+
+    def with_proximal(self, inputs: LossInputs, version: int) -> LossInputs:
+        """The inputs with proximal log-probabilities, if the loss uses them and they are not there yet.
+
+        A step makes one update, so the weights it starts with are those of its own forward pass.
+        """
+        if inputs.proximal_logprobs is not None or not trait(self.loss, "needs_proximal", False):
+            return inputs
+        proximal = inputs.logprobs.detach()
+        interpolate = self.interpolate and not trait(self.loss, "recomputes", False)
+        if interpolate and inputs.versions is not None:
+            proximal = interpolated(inputs.logprobs, inputs.rollout_logprobs, inputs.versions, version)
+        return replace(inputs, proximal_logprobs=proximal)
+
+    def __call__(self, inputs: LossInputs, entropy: Tensor, version: int) -> LossOutput:
+        """Loss [R, T] of every token; entropy float32 [R, T]; version: that of the weights before the step."""
+        output = self.loss(self.with_proximal(inputs, version))
+        loss, metrics = output.loss, dict(output.metrics)
+        if self.rules:
+            segments = Segments(inputs.sequence, inputs.mask)
+            mismatch = bounded_difference(inputs.logprobs, inputs.rollout_logprobs, inputs.mask).detach()
+            factor, rejected = reject(self.rules, mismatch, segments)
+            # A rejected token may hold an infinite loss, which a factor of zero would turn into NaN.
+            loss = torch.where(rejected, 0.0, loss * factor)
+            metrics["rejected"] = rejected
+        if inputs.reference_logprobs is not None:
+            gap = difference(inputs.logprobs.detach(), inputs.reference_logprobs, inputs.mask)
+            metrics["reference_kl"] = self.estimator(gap)
+        if self.kl_coef and inputs.reference_logprobs is not None:
+            loss = loss + self.kl_coef * kl_loss(
+                self.estimator, inputs.logprobs, inputs.reference_logprobs, inputs.rollout_logprobs, inputs.mask
+            )
+        if self.entropy_coef:
+            loss = loss - self.entropy_coef * entropy
+        return LossOutput(loss, metrics)

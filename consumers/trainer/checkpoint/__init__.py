@@ -1,0 +1,1 @@
+"""Checkpoints and recorded batches as folders of files."""

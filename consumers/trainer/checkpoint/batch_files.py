@@ -1,0 +1,118 @@
+"""The batches of a run on disk, a file a step, for ``tidemill replay``; written with ``trainer.record``.
+
+A step's file is flushed before a checkpoint covers the step, since the broker forgets the samples then. Texts are left
+out. Files of steps before the oldest checkpoint are of no use any more, and are removed once there are as many
+checkpoints as are kept.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+import msgspec
+import torch
+import zstandard
+
+from consumers.trainer.batch_source import Batch
+from consumers.trainer.checkpoint.store import Checkpoints
+from schemas.codec import BadMessage, decode, encode
+from schemas.errors import ConfigError, DiskError
+from schemas.messages import RecordedGroup, StepRecord, Trajectory
+
+FOLDER = "batches"
+LARGEST = 1 << 32
+"""Bytes of one step; far above what its samples may have in the broker."""
+_NAME = re.compile(r"step-(\d{8,})-e(\d{4,})\.msgpack\.zst")
+
+
+class BatchFiles:
+    """The files in one folder. Of a step that was trained by several incarnations the last one's counts."""
+
+    def __init__(self, run: Path) -> None:
+        self.folder = run / FOLDER
+
+    def write(self, record: StepRecord) -> None:
+        """Durably and whole; DiskError when there is no room."""
+        file = self.folder / f"step-{record.step:08d}-e{record.epoch:04d}.msgpack.zst"
+        aside = file.with_name(f".{file.name}")
+        content = zstandard.ZstdCompressor(write_checksum=True).compress(encode(record, LARGEST))
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with aside.open("wb") as stream:
+                stream.write(content)
+                stream.flush()
+                os.fsync(stream.fileno())
+            aside.replace(file)
+        except OSError as error:
+            raise DiskError(f"cannot write the batch of step {record.step} to {file}: {error}") from error
+
+    def read(self, step: int) -> StepRecord:
+        """The record of a step; ConfigError when there is none, or it is damaged."""
+        file = self._newest().get(step)
+        if file is None:
+            raise ConfigError(f"the batch of step {step} is not in {self.folder}")
+        try:
+            content = zstandard.ZstdDecompressor().decompress(file.read_bytes())
+            return decode(content, StepRecord, LARGEST)
+        except (OSError, zstandard.ZstdError, BadMessage) as error:
+            raise ConfigError(f"the batch of step {step} in {file} is damaged: {error}") from error
+
+    def steps(self) -> set[int]:
+        """Steps that are recorded."""
+        return set(self._newest())
+
+    def remove_before(self, step: int) -> None:
+        """Remove what is of earlier steps."""
+        for number, _, file in self._all():
+            if number < step:
+                file.unlink(missing_ok=True)
+
+    def _newest(self) -> dict[int, Path]:
+        return {step: file for step, _, file in sorted(self._all(), key=lambda found: found[:2])}
+
+    def _all(self) -> list[tuple[int, int, Path]]:
+        """Step, epoch and file."""
+        if not self.folder.is_dir():
+            return []
+        found = [(match, file) for file in self.folder.iterdir() if (match := _NAME.fullmatch(file.name))]
+        return [(int(match[1]), int(match[2]), file) for match, file in found]
+
+
+class Recorder:
+    """The trainer's side: ``trained`` with every step, ``covered`` after every checkpoint."""
+
+    def __init__(self, run: Path, checkpoints: Checkpoints, world: int) -> None:
+        self._files = BatchFiles(run)
+        self._checkpoints = checkpoints
+        self._world = world
+
+    def trained(self, batch: Batch, version: int, epoch: int) -> None:
+        """``batch`` was trained on weights ``version``; DiskError when there is no room."""
+        groups = [
+            RecordedGroup(
+                group.task_id, [_bare(sample) for sample, _ in group.samples], [reward for _, reward in group.samples]
+            )
+            for group in batch.groups
+        ]
+        self._files.write(
+            StepRecord(
+                step=batch.record.step,
+                version=version,
+                epoch=epoch,
+                world=self._world,
+                threads=torch.get_num_threads(),
+                torch=str(torch.__version__),
+                groups=groups,
+            )
+        )
+
+    def covered(self) -> None:
+        """A checkpoint was written: what no kept one leads to is removed."""
+        self._files.remove_before(self._checkpoints.oldest_step())
+
+
+def _bare(sample: Trajectory) -> Trajectory:
+    """Without what training does not read."""
+    return msgspec.structs.replace(sample, prompt="", completion="", data={})

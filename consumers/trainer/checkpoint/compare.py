@@ -1,0 +1,73 @@
+"""Whether training came out as a checkpoint has it, tensor by tensor and to the last bit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from consumers.trainer.checkpoint.state import tensors_of
+from consumers.trainer.checkpoint.store import load_tensors
+from consumers.trainer.step.train_step import TrainStep
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """tensors: how many were compared. differs: the largest difference in each that is not equal to the bit."""
+
+    tensors: int
+    differs: dict[str, float]
+
+    @property
+    def equal(self) -> bool:
+        return not self.differs
+
+
+def compare(train: TrainStep, path: Path) -> Comparison:
+    """Hold weights and optimizer state against those of a whole checkpoint; every rank must call this.
+
+    One part at a time is read, so memory grows by the largest of policy, critic and their optimizers.
+    """
+    compared = 0
+    differs: dict[str, float] = {}
+    for part, ours in tensors_of(train).items():
+        theirs: dict[str, Any] = {part: _room_for(ours)}
+        load_tensors(path, theirs)
+        pairs = list(zip(_tensors(ours, part), _tensors(theirs[part], part), strict=True))
+        unequal = train.ranks.most([float(not _same_bits(a, b)) for (_, a), (_, b) in pairs])
+        gaps = train.ranks.most([_gap(a, b) for (_, a), (_, b) in pairs])
+        compared += len(pairs)
+        differs |= {name: gap for ((name, _), _), bad, gap in zip(pairs, unequal, gaps, strict=True) if bad}
+    return Comparison(compared, differs)
+
+
+def _room_for(tree: Any) -> Any:
+    """The same tensors without their values, and nothing else."""
+    if isinstance(tree, Tensor):
+        return torch.empty_like(tree)
+    return {name: _room_for(inner) for name, inner in tree.items() if isinstance(inner, Tensor | dict)}
+
+
+def _tensors(tree: Any, name: str) -> Iterator[tuple[str, Tensor]]:
+    """All tensors by dotted name, of a sharded one this rank's part."""
+    if isinstance(tree, DTensor):
+        yield name, tree.to_local()
+    elif isinstance(tree, Tensor):
+        yield name, tree
+    elif isinstance(tree, dict):
+        for key, inner in tree.items():
+            yield from _tensors(inner, f"{name}.{key}")
+
+
+def _same_bits(a: Tensor, b: Tensor) -> bool:
+    return torch.equal(*(tensor.detach().contiguous().reshape(-1).view(torch.uint8) for tensor in (a, b)))
+
+
+def _gap(a: Tensor, b: Tensor) -> float:
+    """Largest absolute difference."""
+    return float((a.detach().double() - b.detach().double()).abs().max()) if a.numel() else 0.0

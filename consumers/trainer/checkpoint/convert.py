@@ -1,0 +1,55 @@
+"""A checkpoint as a Hugging Face model with its tokenizer, in one process, whatever number of ranks wrote it.
+
+Only the policy's weights are read: neither the optimizer nor a critic takes memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from torch.distributed.checkpoint.api import CheckpointException
+
+from consumers.trainer.checkpoint.files import whole_folder
+from consumers.trainer.checkpoint.state import model_tensors, put_model_tensors
+from consumers.trainer.checkpoint.store import Checkpoints, load_tensors, read_state
+from consumers.trainer.distributed.ranks import reason
+from consumers.trainer.model.hf_weights import copy_tokenizer, save_adapter, save_model
+from consumers.trainer.model.lora import check_same, make_policy
+from schemas.config import TidemillConfig
+from schemas.errors import ConfigError
+
+
+def export_checkpoint(
+    config: TidemillConfig, step: int | None, out: Path | None, stage: Callable[[str], None], adapter: bool = False
+) -> tuple[Path, Path]:
+    """Write the model of the checkpoint of ``step``, the newest by default; that checkpoint, and the model's folder.
+
+    out: a folder that is not there yet, ``exports/`` of the run with the checkpoint's name by default. It appears
+    whole or not at all. stage: told what is done now. adapter: write that alone, in peft's format, instead of a model
+    with the adapter in its weights. ConfigError when there is no such checkpoint or it is damaged.
+    """
+    if adapter and config.trainer.lora is None:
+        raise ConfigError("this run has no trainer.lora, so there is no adapter to export: leave --adapter out")
+    stage("checking the checkpoint")
+    path = Checkpoints(config.folder / "checkpoints").at(step)
+    out = out or config.folder / "exports" / (f"{path.name}-adapter" if adapter else path.name)
+    with whole_folder(out, "folder with --to") as aside:
+        stage(f"loading {path.name}")
+        policy = make_policy(config)
+        check_same(path.name, read_state(path).get("adapter"), policy.adapter)
+        tensors = {"model": model_tensors(policy)}
+        try:
+            load_tensors(path, tensors)
+        except CheckpointException as error:
+            raise ConfigError(
+                f"checkpoint {path.name} is not one of model.path {config.model.path!r}: {reason(error)}"
+            ) from error
+        put_model_tensors(policy, tensors["model"])
+        stage(f"writing {out}")
+        if adapter:
+            save_adapter(policy, aside, config.model.dtype, config.model.path)
+        else:
+            save_model(policy, aside, config.model.dtype)
+        copy_tokenizer(config.model, aside)
+    return path, out

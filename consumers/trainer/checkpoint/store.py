@@ -1,0 +1,244 @@
+"""Durable checkpoints: a folder ``step-00000100-e0003`` appears whole, and is checked before it is trusted.
+
+The newest is that of the highest epoch (trainer incarnation), then of the highest step: what a trainer still
+writes after it was replaced never wins.
+
+It is written aside, from a copy of the state while training goes on, flushed, completed by a marker with the size and
+digest of every file, and then renamed. Model and optimizer go through torch.distributed.checkpoint, sharded or not; the
+rest is JSON. Every rank writes its part, so all of them need the same folder. Loading ends in the same state bit for
+bit: the next step equals that of ranks which never stopped.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import warnings
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch.distributed import is_initialized
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+
+from consumers.trainer.checkpoint.files import complete, damage, write_json
+from consumers.trainer.checkpoint.state import copied, put_tensors, random_states, set_random_states, tensors_of
+from consumers.trainer.distributed.channel import Channel
+from consumers.trainer.distributed.ranks import Ranks
+from consumers.trainer.model.lora import check_same, described
+from consumers.trainer.step.train_step import TrainStep
+from schemas.errors import ConfigError, InfraError
+
+_STATE = "state.json"
+_FORMAT = 1
+_ASIDE = re.compile(r"\.step-\d{8,}-e(\d{4,})\.(?:writing|removing)")
+_NAME = re.compile(r"step-(\d{8,})-e(\d{4,})")
+
+
+@dataclass(frozen=True)
+class Taken:
+    """The state of training of one moment, on one rank, and the folder that it goes to."""
+
+    path: Path
+    tensors: dict[str, Any]
+    random: dict[str, Any]
+    state: dict[str, Any]
+    ranks: Ranks
+    channel: Channel | None
+
+
+@dataclass(frozen=True)
+class Restored:
+    """What a checkpoint holds beside the training state. extra: as given to ``save``."""
+
+    step: int
+    version: int
+    extra: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Newest:
+    """path: newest checkpoint that is whole, None without one. refused: why newer ones are not, a line each."""
+
+    path: Path | None
+    refused: list[str]
+
+
+class Checkpoints:
+    """The checkpoints of one run in one folder; keeps the last ``keep``. Every rank makes the same calls."""
+
+    def __init__(self, folder: Path, keep: int = 2) -> None:
+        self.folder = folder
+        self.keep = keep
+
+    def save(self, train: TrainStep, *, step: int, version: int, epoch: int, extra: dict[str, Any]) -> Path:
+        """Write everything that the next step depends on, and ``extra`` (JSON), as the newest checkpoint.
+
+        DiskError if the folder can't be written. A checkpoint of the same step and epoch is replaced.
+        """
+        return self.write(self.take(train, step=step, version=version, epoch=epoch, extra=extra, copy=False))
+
+    def take(
+        self, train: TrainStep, *, step: int, version: int, epoch: int, extra: dict[str, Any], copy: bool = True
+    ) -> Taken:
+        """What ``save`` writes, as it is now; with ``copy`` it stays so while training goes on."""
+        state = {
+            "format": _FORMAT,
+            "step": step,
+            "version": version,
+            "world": train.ranks.world,
+            "schedule": train.schedule.done,
+            "adapter": described(train.policy.adapter),
+            "extra": extra,
+        }
+        tensors = tensors_of(train)
+        return Taken(
+            self.folder / f"step-{step:08d}-e{epoch:04d}",
+            copied(tensors) if copy else tensors,
+            random_states(),
+            state,
+            train.ranks,
+            train.ranks.aside if train.ranks.world > 1 else None,
+        )
+
+    def write(self, taken: Taken) -> Path:
+        """Make it the newest checkpoint; may be called in another thread, by all ranks in the same order."""
+        path, ranks, channel = taken.path, taken.ranks, taken.channel
+        aside = self.folder / f".{path.name}.writing"
+
+        def part() -> AbstractContextManager[None]:
+            return ranks.together(f"cannot write the checkpoint {path}", channel=channel)
+
+        with part():
+            if ranks.is_main:
+                shutil.rmtree(aside, ignore_errors=True)
+                aside.mkdir(parents=True)
+        with part():
+            with _quiet():
+                state_dict_saver.save(
+                    taken.tensors,
+                    checkpoint_id=aside / "tensors",
+                    process_group=channel.group if channel else None,
+                    no_dist=channel is None,
+                )
+            write_json(aside / f"rng-{ranks.rank}.json", taken.random)
+        with part():
+            if ranks.is_main:
+                write_json(aside / _STATE, taken.state)
+                complete(aside, path)
+                self._remove_old()
+        return path
+
+    def newest(self) -> Newest:
+        """The newest checkpoint whose files are all as they were written; damaged ones are named with the reason."""
+        refused: list[str] = []
+        for path in self._all():
+            problem = damage(path)
+            if problem is None:
+                return Newest(path, refused)
+            refused.append(f"{path.name}: {problem}")
+        return Newest(None, refused)
+
+    def at(self, step: int | None = None) -> Path:
+        """The checkpoint of a step, the newest whole one by default; ConfigError says what there is instead.
+
+        A step may have one of several epochs: the last of them counts, and when it is damaged no other one.
+        """
+        if step is None:
+            newest = self.newest()
+            if newest.path is None:
+                raise ConfigError(
+                    f"no whole checkpoint in {self.folder}{''.join(f'; {line}' for line in newest.refused)}"
+                )
+            return newest.path
+        path = next((path for path in self._all() if step_of(path) == step), None)
+        if path is None:
+            there = ", ".join(str(number) for number in self.steps()) or "none"
+            raise ConfigError(f"no checkpoint of step {step} in {self.folder}; there is {there}")
+        problem = damage(path)
+        if problem is not None:
+            raise ConfigError(f"checkpoint {path.name} is damaged: {problem}")
+        return path
+
+    def sweep(self, epoch: int) -> None:
+        """Remove what saves of incarnations up to ``epoch`` have left half done; for the one that takes over."""
+        for path in self.folder.iterdir() if self.folder.is_dir() else ():
+            match = _ASIDE.fullmatch(path.name)
+            if match and int(match[1]) <= epoch:
+                shutil.rmtree(path, ignore_errors=True)
+
+    def steps(self) -> list[int]:
+        """Steps of which there is a checkpoint, in order, damaged or not."""
+        return sorted({step_of(path) for path in self._all()})
+
+    def oldest_step(self) -> int:
+        """The step of the oldest checkpoint that is kept; 0 while none was removed."""
+        steps = [step_of(path) for path in self._all()]
+        return min(steps) if len(steps) >= self.keep else 0
+
+    def load(self, path: Path, train: TrainStep) -> Restored:
+        """Put the state in ``path`` into ``train``, on as many ranks as there are now; InfraError if it is damaged."""
+        with train.ranks.together(f"checkpoint {path} is damaged", InfraError):
+            # Every file is read whole for that: once is enough.
+            problem = damage(path) if train.ranks.is_main else None
+            if problem is not None:
+                raise OSError(problem)
+        state = read_state(path)
+        check_same(path.name, state.get("adapter"), train.policy.adapter)
+        tensors = tensors_of(train)
+        load_tensors(path, tensors)
+        put_tensors(train, tensors)
+        train.schedule.done = state["schedule"]
+        rng = path / f"rng-{train.ranks.rank}.json"
+        # More ranks than there were: the new ones keep the random state they started with.
+        if rng.exists():
+            set_random_states(json.loads(rng.read_text(encoding="utf-8")))
+        return Restored(state["step"], state["version"], state["extra"])
+
+    def _all(self) -> list[Path]:
+        """Finished folders, newest first; those being written have another name."""
+        if not self.folder.is_dir():
+            return []
+        found = [(match, path) for path in self.folder.iterdir() if (match := _NAME.fullmatch(path.name))]
+        return [path for _, path in sorted(found, key=lambda pair: (int(pair[0][2]), int(pair[0][1])), reverse=True)]
+
+    def _remove_old(self) -> None:
+        for path in self._all()[self.keep :]:
+            # Renamed first: a half-removed folder must not look like a checkpoint.
+            gone = path.with_name(f".{path.name}.removing")
+            shutil.rmtree(gone, ignore_errors=True)
+            path.rename(gone)
+            shutil.rmtree(gone, ignore_errors=True)
+
+
+def read_state(path: Path) -> dict[str, Any]:
+    """What a whole checkpoint holds beside tensors and random state."""
+    state: dict[str, Any] = json.loads((path / _STATE).read_text(encoding="utf-8"))
+    return state
+
+
+def load_tensors(path: Path, into: dict[str, Any]) -> None:
+    """Fill these tensors, a part of what ``tensors_of`` names, from a whole checkpoint of any number of ranks."""
+    with _quiet():
+        state_dict_loader.load(into, checkpoint_id=path / "tensors", no_dist=not is_initialized())
+
+
+def step_of(path: Path) -> int:
+    """How many steps are in a finished checkpoint, by its name."""
+    return int(path.name.split("-")[1])
+
+
+def epoch_of(path: Path) -> int:
+    """Which trainer incarnation wrote a finished checkpoint, by its name."""
+    return int(path.name.rpartition("-e")[2])
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without the warning that a single process saves as a single process."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
+        yield

@@ -1,0 +1,1 @@
+"""From trajectories to micro-batches of equal work."""

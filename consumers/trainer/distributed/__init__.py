@@ -1,0 +1,1 @@
+"""Several trainer processes: collectives, the command channel, the watchdog."""

@@ -1,0 +1,206 @@
+"""No rank outlives another: a thread on each notices a dead peer and ends the process with a clear line.
+
+A killed process is noticed at once, since its connection closes; a machine that fell silent after ``SILENT_S``.
+Ending is like being killed, which is safe at any point: the checkpoint and the journal have all that counts.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import selectors
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+import structlog
+
+from consumers.trainer.distributed.channel import Channel
+from schemas.errors import InfraError
+
+BEAT_S = 2.0
+SILENT_S = 30.0
+"""A peer from which nothing came for so long counts as dead."""
+LEAVE_S = 20.0
+"""How long a rank may take to end after rank 0 did."""
+JOIN_S = 60.0
+SETTLE_S = 5.0
+"""An error that may be the echo of a peer's death waits so long for the thread to name it."""
+LINE = 2048
+
+log = structlog.get_logger()
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Why this rank ends, and with which exit code."""
+
+    text: str
+    code: int
+
+
+class Peers:
+    """What is known of the peers of ``rank``: a pure state machine over what they say and the clock."""
+
+    def __init__(self, rank: int, peers: Iterable[int], now: float) -> None:
+        self._rank = rank
+        self._heard = dict.fromkeys(peers, now)
+        self._left: dict[int, float] = {}
+        self._lost: tuple[int, str] | None = None
+
+    def said(self, peer: int, line: str, now: float) -> None:
+        """A line came: ``here``, ``ended``, or ``failed`` with the reason."""
+        self._heard[peer] = now
+        if line == "ended":
+            self._left[peer] = now
+        elif line.startswith("failed"):
+            self._lose(peer, line)
+
+    def closed(self, peer: int) -> None:
+        """The connection is gone; that is how a process ends that was killed."""
+        if peer not in self._left:
+            self._lose(peer, "was killed or its machine is gone")
+
+    def verdict(self, now: float) -> Verdict | None:
+        """Why to end now; None to go on."""
+        for peer, heard in self._heard.items():
+            if peer not in self._left and now - heard > SILENT_S:
+                self._lose(peer, f"has been silent for {SILENT_S:.0f} s")
+        if self._lost is not None:
+            peer, how = self._lost
+            # What rank 0 failed of is for itself to say, with its own exit code; the others only go.
+            quiet = peer == 0 and how.startswith("failed")
+            return Verdict(f"rank {peer} of the trainer {how}; all ranks end", 0 if quiet else 1)
+        if self._rank and 0 in self._left and now - self._left[0] > LEAVE_S:
+            return Verdict(f"rank {self._rank} of the trainer did not end within {LEAVE_S:.0f} s of rank 0", 1)
+        return None
+
+    def _lose(self, peer: int, how: str) -> None:
+        if self._lost is None:
+            self._lost = (peer, how)
+
+
+def end_process(verdict: Verdict) -> None:
+    """End at once, whatever the other threads wait for."""
+    if verdict.code:
+        log.critical(verdict.text)
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(verdict.code)
+
+
+class Lifeline:
+    """A context around all that the ranks do together: each other rank has a connection to rank 0.
+
+    host: where rank 0 can be reached, and where it listens. end: what to do with a verdict.
+    """
+
+    def __init__(
+        self, rank: int, world: int, channel: Channel, host: str, end: Callable[[Verdict], None] = end_process
+    ) -> None:
+        self._rank, self._world, self._channel, self._host, self._end = rank, world, channel, host, end
+        self._connections: dict[int, socket.socket] = {}
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="lifeline", daemon=True)
+
+    def __enter__(self) -> Self:
+        """Connect; InfraError when a rank can't within a minute."""
+        try:
+            if self._rank == 0:
+                self._accept()
+            else:
+                self._join()
+        except OSError as error:
+            raise InfraError(f"the ranks of the trainer cannot meet at {self._host}: {error}") from error
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if isinstance(error, RuntimeError):
+            # A collective fails when a peer is gone; the thread knows better whose fault it is.
+            self._thread.join(SETTLE_S)
+        self._closing.set()
+        self._thread.join(2 * BEAT_S)
+        for connection in self._connections.values():
+            _tell(connection, "ended" if error is None else f"failed with {type(error).__name__}: {error}")
+            connection.close()
+
+    def _accept(self) -> None:
+        secret = secrets.token_hex(16)
+        with socket.create_server((self._host, 0)) as server:
+            host, port = server.getsockname()
+            for rank in range(1, self._world):
+                self._channel.send(rank, f"{host} {port} {secret}".encode())
+            deadline = time.monotonic() + JOIN_S
+            while len(self._connections) < self._world - 1:
+                server.settimeout(max(0.01, deadline - time.monotonic()))
+                connection, _ = server.accept()
+                connection.settimeout(max(0.01, deadline - time.monotonic()))
+                with connection.makefile("rb") as stream:
+                    said, _, who = stream.readline(LINE).decode(errors="replace").strip().partition(" ")
+                if secrets.compare_digest(said.encode(), secret.encode()):
+                    self._connections[int(who)] = connection
+                else:
+                    connection.close()
+
+    def _join(self) -> None:
+        host, port, secret = self._channel.receive(0).decode().split()
+        connection = socket.create_connection((host, int(port)), timeout=JOIN_S)
+        _tell(connection, f"{secret} {self._rank}")
+        self._connections[0] = connection
+
+    def _watch(self) -> None:
+        peers = Peers(self._rank, self._connections, time.monotonic())
+        pending = dict.fromkeys(self._connections, b"")
+        beat_at = 0.0
+        with selectors.DefaultSelector() as selector:
+            for rank, connection in self._connections.items():
+                connection.settimeout(BEAT_S)
+                selector.register(connection, selectors.EVENT_READ, rank)
+            while not self._closing.is_set():
+                if time.monotonic() >= beat_at:
+                    beat_at = time.monotonic() + BEAT_S
+                    for connection in self._connections.values():
+                        _tell(connection, "here")
+                for key, _ in selector.select(BEAT_S / 4):
+                    data = _read(self._connections[key.data])
+                    if not data:
+                        selector.unregister(key.fileobj)
+                        peers.closed(key.data)
+                    *lines, pending[key.data] = (pending[key.data] + data)[-LINE:].split(b"\n")
+                    for line in lines:
+                        peers.said(key.data, line.decode(errors="replace"), time.monotonic())
+                verdict = peers.verdict(time.monotonic())
+                if verdict is not None and not self._closing.is_set():
+                    self._pass_on(verdict)
+                    self._end(verdict)
+                    return
+
+    def _pass_on(self, verdict: Verdict) -> None:
+        """The others only see that rank 0 ends, so it tells them of whom."""
+        if self._rank == 0:
+            for connection in self._connections.values():
+                _tell(connection, f"failed: {verdict.text}")
+
+
+def _tell(connection: socket.socket, word: str) -> None:
+    try:
+        connection.sendall(" ".join(word.split()).encode()[: LINE - 1] + b"\n")
+    except OSError:
+        # Reading from it will say that it is gone.
+        return
+
+
+def _read(connection: socket.socket) -> bytes:
+    """What came; nothing at the end of the connection."""
+    try:
+        return connection.recv(LINE)
+    except OSError:
+        return b""

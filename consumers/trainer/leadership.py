@@ -1,0 +1,172 @@
+"""Who the newest trainer of a run is, in the file EPOCH beside the checkpoints: also when the broker has forgotten it.
+
+And the highest version it may have published: a number that named weights names no others, even when they are lost.
+
+How a process becomes the one trainer of a run: of one that begins, one that goes on, or one the broker forgot.
+
+What the trainer knows counts, from its newest checkpoint or from its own life; where the broker knows less, it is
+mended.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import structlog
+
+from broker.flow.fencing import incarnation
+from broker.flow.trainer_session import Training
+from consumers.trainer.disk_retry import Patience, Tell
+from consumers.trainer.progress import Progress
+from consumers.trainer.rank_group import Crew
+from schemas.config import TidemillConfig
+from schemas.errors import BrokerDamaged, BrokerLost, DiskError, FencedError
+
+
+@dataclass(frozen=True)
+class Seen:
+    """The newest trainer that used this folder: its epoch, and the highest version it may have published."""
+
+    epoch: str
+    version: int
+
+    @property
+    def number(self) -> int:
+        return incarnation(self.epoch)
+
+
+class Incarnation:
+    """This trainer's ``epoch``, and ``floor``: the highest version that it or one before it may have published."""
+
+    def __init__(self, folder: Path) -> None:
+        self._file = folder / "EPOCH"
+        self.epoch = "0-none"
+        self.floor = 0
+
+    @property
+    def number(self) -> int:
+        """Which trainer of the run this is."""
+        return incarnation(self.epoch)
+
+    def read(self) -> Seen | None:
+        """What the file says; None when there is none, or none that can be read."""
+        try:
+            found = json.loads(self._file.read_text(encoding="utf-8"))
+            return Seen(str(found["epoch"]), int(found["version"]))
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+
+    def begin(self, epoch: str, version: int) -> None:
+        """From now on this trainer is ``epoch``; durable. Errors as of ``publishes``."""
+        self.epoch = epoch
+        self._raise(version, durable=True)
+
+    def publishes(self, version: int) -> None:
+        """Before a version may be seen by anybody. DiskError if the disk is full.
+
+        FencedError, and nothing is written, if another trainer has used the folder since this one began.
+        """
+        self._raise(version, durable=False)
+
+    def check(self) -> None:
+        """FencedError if another trainer has used the folder since this one began."""
+        seen = self.read()
+        if seen is not None and seen.epoch != self.epoch and seen.number >= self.number:
+            raise FencedError(f"trainer {self.epoch} was replaced by {seen.epoch} and stops")
+
+    def _raise(self, version: int, durable: bool) -> None:
+        self.check()
+        self.floor = max(self.floor, version)
+        aside = self._file.with_suffix(".writing")
+        try:
+            self._file.parent.mkdir(parents=True, exist_ok=True)
+            with aside.open("w", encoding="utf-8") as stream:
+                stream.write(json.dumps({"epoch": self.epoch, "version": self.floor}))
+                if durable:
+                    stream.flush()
+                    os.fsync(stream.fileno())
+            os.replace(aside, self._file)
+        except OSError as error:
+            raise DiskError(f"cannot write {self._file}: {error}") from error
+
+
+log = structlog.get_logger()
+
+
+class Succession:
+    """``recover`` once, then ``take_over``; and after ``lost`` again."""
+
+    def __init__(
+        self,
+        config: TidemillConfig,
+        crew: Crew,
+        training: Training,
+        progress: Progress,
+        incarnation: Incarnation,
+        patience: Patience,
+        tell: Tell,
+    ) -> None:
+        self._config = config
+        self._crew = crew
+        self._training = training
+        self._progress = progress
+        self._incarnation = incarnation
+        self._patience = patience
+        self._tell = tell
+        self._fresh = True
+
+    def recover(self) -> int:
+        """Load the newest checkpoint, if there is one; the step up to which it goes."""
+        progress, floor = self._progress, 0
+        newest = self._crew.checkpoints.newest()
+        for refused in newest.refused:
+            log.warning("a damaged checkpoint is not used", problem=refused)
+        seen = self._incarnation.read()
+        if newest.path is not None:
+            restored = self._crew.load(newest.path)
+            progress.restore(restored.step, restored.version, restored.extra)
+            log.info("resumed from a checkpoint", step=restored.step)
+            # Without the file nobody knows what was published since.
+            floor = self._config.trainer.checkpoint.most_uncovered if seen is None else 0
+        self._incarnation.floor = max(progress.version + floor, seen.version if seen else 0)
+        self._fresh = seen is None and newest.path is None
+        return progress.step
+
+    def take_over(self, saved: int) -> bool:
+        """Become the trainer; whether the broker had lost something and was mended.
+
+        saved: the step up to which checkpoints go.
+        """
+        progress, seen, floor = self._progress, self._incarnation.read(), self._incarnation.floor
+        takeover = self._training.begin(
+            progress.known(
+                self._config,
+                saved=saved,
+                epoch_floor=seen.number if seen else 0,
+                version_if_lost=progress.version if floor <= progress.version else floor + 1,
+                fresh=self._fresh,
+            )
+        )
+        self._patience("epoch", lambda: self._incarnation.begin(takeover.epoch, progress.version))
+        self._crew.checkpoints.sweep(self._incarnation.number)
+        progress.lineage, progress.started = takeover.lineage, takeover.started
+        if takeover.lost:
+            progress.version = max(progress.version, takeover.version)
+            if takeover.surplus:
+                text = f"the mended ledger counts {takeover.surplus} prompt groups twice: compare the run's log with it"
+                self._tell("ledger", "error", text)
+            text = f"the broker was mended; training goes on at step {progress.step}"
+            self._tell("broker_mended", "warning", text)
+        return takeover.lost
+
+    def lost(self, error: BrokerLost) -> None:
+        """The broker has forgotten something: take over anew. FencedError if another trainer has done that."""
+        log.warning("the broker is compared with what is in the weights", reason=str(error))
+        self._incarnation.check()
+        self._fresh = False
+        if isinstance(error, BrokerDamaged):
+            # Its lineage ends here: everything that is not in the weights is made again.
+            self._progress.lineage = ""

@@ -1,0 +1,1 @@
+"""What a step tells of itself: metrics, timing, trackers."""

@@ -1,0 +1,60 @@
+"""Where a step's wall time goes: phases that never overlap, and what is left over by name.
+
+PyTorch's profiler around single steps, for ``trainer.profile_steps``: open the files in https://ui.perfetto.dev.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+
+class Clock:
+    """Adds up phases from one ``lap`` to the next; ``now`` gives seconds."""
+
+    def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
+        self._now = now
+        self._began = now()
+        self._spent: defaultdict[str, float] = defaultdict(float)
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """What happens inside counts for ``name``; phases are not nested."""
+        began = self._now()
+        try:
+            yield
+        finally:
+            self._spent[name] += self._now() - began
+
+    def split(self, name: str, parts: Mapping[str, float]) -> None:
+        """Part of the phase ``name``, in seconds, was for these."""
+        for part, seconds in parts.items():
+            self._spent[part] += seconds
+            self._spent[name] -= seconds
+
+    def lap(self) -> dict[str, float]:
+        """Seconds of each phase since the last lap, ``other`` for what was in none, and ``total``: their sum."""
+        now = self._now()
+        total, spent = now - self._began, dict(self._spent)
+        self._began = now
+        self._spent.clear()
+        return spent | {"other": total - sum(spent.values()), "total": total}
+
+
+@contextmanager
+def traced(file: Path | None) -> Iterator[None]:
+    """Write what happens inside to ``file``, a Chrome trace; nothing without one."""
+    if file is None:
+        yield
+        return
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
+    with profile(activities=activities, record_shapes=True) as profiler:
+        yield
+    file.parent.mkdir(parents=True, exist_ok=True)
+    profiler.export_chrome_trace(str(file))

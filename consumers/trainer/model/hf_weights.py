@@ -1,0 +1,143 @@
+"""What leaves the policy: its weights by their Hugging Face names, the probe's reference, the model as a folder.
+
+A policy with an adapter publishes that alone, by peft's names; in a model folder it is merged into the weights. The
+head of a safetensors file is made here; vLLM's ``load_weights`` takes the file as it is.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import re
+import shutil
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from transformers import AutoTokenizer, PreTrainedModel
+
+from consumers.trainer.model.lora import NAME, peft_config
+from consumers.trainer.model.policy import DTYPES, Policy
+from schemas.config import ModelConfig
+from schemas.messages import TensorSpec
+
+_SAFETENSORS = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+_PREFIX = "causal_lm."
+_ADAPTER = re.compile(rf"{re.escape(_PREFIX)}(.+)\.lora_([AB])\.{NAME}\.weight")
+_UNDER = ".base_layer."
+"""Where peft puts a layer that it adapts."""
+
+
+def weight_specs(policy: Policy, dtype: str) -> list[TensorSpec]:
+    """Names, dtypes and shapes of the file, in its order. Tied weights appear once."""
+    return [TensorSpec(name, dtype, list(tensor.shape)) for name, tensor in wire_weights(policy)]
+
+
+def save_model(policy: Policy, folder: Path, dtype: str, *, main: bool = True) -> None:
+    """Write the model, ready for transformers and vLLM; every rank of a sharded one must call this."""
+    save_weights(policy.causal_lm, _merged(policy, DTYPES[dtype]), folder, dtype, main=main)
+
+
+def save_weights(
+    model: PreTrainedModel, weights: Iterable[tuple[str, Tensor]], folder: Path, dtype: str, *, main: bool = True
+) -> None:
+    """Write a model with these, possibly sharded, weights by their Hugging Face names; all ranks must call this."""
+    state = {}
+    for name, tensor in weights:
+        gathered = whole(tensor, DTYPES[dtype])
+        if main:
+            state[name] = gathered.cpu()
+    if main:
+        model.save_pretrained(folder, state_dict=state)
+        config = copy.deepcopy(model.config)
+        # Training keeps float32; what is written is what the generators had.
+        config.dtype = DTYPES[dtype]
+        config.save_pretrained(folder)
+
+
+def save_adapter(policy: Policy, folder: Path, dtype: str, path: str) -> None:
+    """Write the adapter alone, for peft and vLLM; path: the model that it belongs to. One process only."""
+    if policy.adapter is None:
+        raise ValueError("this policy has no adapter")
+    state = {name: whole(tensor, DTYPES[dtype]).cpu() for name, tensor in wire_weights(policy)}
+    save_file(state, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    peft_config(policy.adapter, path).save_pretrained(str(folder))
+
+
+@torch.no_grad()
+def reference_logprobs(policy: Policy, tokens: Sequence[int]) -> npt.NDArray[np.float32]:
+    """Log-probability of each token after the first at temperature 1, float32 [T-1], by the model's own forward."""
+    ids = torch.tensor([list(tokens)], device=policy.device)
+    scores = policy(ids, ids[:, 1:], torch.ones_like(ids[:, 1:], dtype=torch.bool))
+    found: npt.NDArray[np.float32] = scores.logprobs[0].float().cpu().numpy()
+    return found
+
+
+def wire_weights(policy: Policy) -> Iterator[tuple[str, Tensor]]:
+    """What is published: the adapter by peft's names where there is one, otherwise all of ``named_weights``."""
+    if policy.adapter is None:
+        yield from named_weights(policy)
+        return
+    for name, tensor in policy.named_parameters():
+        if found := _ADAPTER.fullmatch(name):
+            yield f"base_model.model.{found[1]}.lora_{found[2]}.weight", tensor.detach()
+
+
+def named_weights(policy: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Parameters and saved floating-point buffers by Hugging Face name, without an adapter; a tied one appears once."""
+    saved = policy.state_dict().keys()
+    for name, tensor in [*policy.named_parameters(), *policy.named_buffers()]:
+        if name in saved and tensor.is_floating_point() and not _ADAPTER.fullmatch(name):
+            yield name.removeprefix(_PREFIX).replace(_UNDER, "."), tensor.detach()
+
+
+def _merged(policy: Policy, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    """All weights, whole, with the adapter added in float32 before they are rounded to ``dtype``."""
+    if policy.adapter is None:
+        yield from ((name, whole(tensor, dtype)) for name, tensor in named_weights(policy))
+        return
+    parts, scale = dict(wire_weights(policy)), policy.adapter.alpha / policy.adapter.rank
+    for name, tensor in named_weights(policy):
+        layer = f"base_model.model.{name.removesuffix('.weight')}"
+        down, up = parts.get(f"{layer}.lora_A.weight"), parts.get(f"{layer}.lora_B.weight")
+        if down is None or up is None:
+            yield name, whole(tensor, dtype)
+        else:
+            change = scale * (whole(up, torch.float32) @ whole(down, torch.float32))
+            yield name, (whole(tensor, torch.float32) + change).to(dtype)
+
+
+def whole(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """All of a possibly sharded tensor, in ``dtype``."""
+    tensor = tensor.to(dtype)
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def header(specs: Sequence[TensorSpec]) -> bytes:
+    """Head of a safetensors file: its length as uint64, then JSON, padded to 8 bytes."""
+    entries: dict[str, dict[str, object]] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for spec in specs:
+        end = offset + math.prod(spec.shape) * DTYPES[spec.dtype].itemsize
+        entries[spec.name] = {"dtype": _SAFETENSORS[spec.dtype], "shape": spec.shape, "data_offsets": [offset, end]}
+        offset = end
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def copy_tokenizer(model: ModelConfig, folder: Path) -> None:
+    """Put the model's tokenizer beside its new weights. A local one is copied as it is, file by file."""
+    source = Path(model.path)
+    if not source.is_dir():
+        AutoTokenizer.from_pretrained(model.path, trust_remote_code=model.trust_remote_code).save_pretrained(folder)
+        return
+    for file in source.iterdir():
+        if file.suffix in (".json", ".txt", ".jinja", ".model") and not (folder / file.name).exists():
+            shutil.copy2(file, folder / file.name)

@@ -1,0 +1,136 @@
+"""The policy of a run before its first step: all of a model in training, or a low-rank adapter of it, by peft.
+
+LoRA (arXiv 2106.09685): W + alpha / rank * B A with W frozen, B zero at first. W stays in model.dtype: no update ever
+needs more digits of it, and every forward pass would cast them away. A and B are float32, like all that is trained.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.utils.hub import cached_file
+
+from broker.weights.digests import base_digest
+from consumers.trainer.model.policy import Policy, load_model
+from schemas.config import LoraConfig, TidemillConfig
+from schemas.errors import ConfigError, DataError
+from schemas.messages import Adapter
+
+NAME = "default"
+"""What peft calls an adapter when there is one."""
+
+
+def make_policy(config: TidemillConfig) -> Policy:
+    """What a run trains, before its first step. ConfigError says what is wrong with model.path or trainer.lora."""
+    model, settings = config.model, config.trainer.lora
+    if settings is None:
+        return Policy(load_model(model.path, "float32", model.trust_remote_code))
+    causal_lm = load_model(model.path, model.dtype, model.trust_remote_code)
+    adapter = adapt(causal_lm, settings, _base(model.path), config.run.seed)
+    return Policy(causal_lm, adapter)
+
+
+def adapt(model: PreTrainedModel, settings: LoraConfig, base: str, seed: int) -> Adapter:
+    """Freeze ``model`` and put an adapter that changes nothing yet on its layers; what generators are told of it.
+
+    base: digest of the model. The same ``seed`` gives the same adapter, whatever was drawn before.
+    """
+    try:
+        from peft import inject_adapter_in_model
+    except ImportError as error:
+        raise ConfigError(f"trainer.lora needs the package peft: pip install peft ({error})") from error
+    adapter = Adapter(rank=settings.rank, alpha=settings.alpha, targets=targets(model, settings.targets), base=base)
+    model.requires_grad_(False)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        inject_adapter_in_model(peft_config(adapter), model, NAME)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            # peft makes them in the type of the layer.
+            parameter.data = parameter.data.float()
+    return adapter
+
+
+def targets(model: PreTrainedModel, wanted: list[str] | None) -> list[str]:
+    """Last names of the layers to adapt, sorted; ConfigError names what the model has where one matches nothing."""
+    output = model.get_output_embeddings()
+    linear = {
+        name.rpartition(".")[2]
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and module is not output
+    }
+    there = ", ".join(sorted(linear)) or "no linear layers"
+    if not linear:
+        raise ConfigError(f"trainer.lora: {type(model).__name__} has {there} to adapt")
+    for name in wanted or ():
+        if name not in linear:
+            raise ConfigError(
+                f"trainer.lora.targets: {name!r} is no linear layer of {type(model).__name__} that can be adapted,"
+                f" there is {there}"
+            )
+    return sorted(set(wanted or linear))
+
+
+def peft_config(adapter: Adapter, path: str | None = None) -> Any:
+    """peft's own description of it; path: the model that it belongs to."""
+    from peft import LoraConfig as PeftConfig
+
+    alpha = int(adapter.alpha) if adapter.alpha == int(adapter.alpha) else adapter.alpha
+    return PeftConfig(
+        r=adapter.rank,
+        lora_alpha=alpha,  # type: ignore[arg-type]
+        target_modules=list(adapter.targets),
+        lora_dropout=0.0,
+        task_type="CAUSAL_LM",
+        base_model_name_or_path=path,
+    )
+
+
+@contextmanager
+def adapter_off(policy: Policy) -> Iterator[None]:
+    """Without its adapter the policy is the model that it was put on; to the bit, since what is added is zero."""
+    from peft.tuners.lora import LoraLayer
+
+    layers = [module for module in policy.modules() if isinstance(module, LoraLayer)]
+    # Not peft's enable_adapters: that takes the gradient off parameters, which FSDP2 notes once and for all.
+    for layer in layers:
+        layer.set_scale(NAME, 0.0)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.set_scale(NAME, 1.0)
+
+
+def described(adapter: Adapter | None) -> dict[str, Any] | None:
+    """As JSON, for a checkpoint."""
+    return None if adapter is None else {name: getattr(adapter, name) for name in adapter.__struct_fields__}
+
+
+def check_same(checkpoint: str, saved: dict[str, Any] | None, adapter: Adapter | None) -> None:
+    """ConfigError unless the checkpoint of this name is of such an adapter, or of a whole model where that is None."""
+    ours = described(adapter)
+    if saved == ours:
+        return
+    if saved is None or ours is None:
+        kinds = [f"an adapter (rank {kind['rank']})" if kind else "a whole model" for kind in (saved, ours)]
+        raise ConfigError(f"checkpoint {checkpoint} is of {kinds[0]}, and trainer.lora makes this run train {kinds[1]}")
+    for name, value in saved.items():
+        if value != ours.get(name):
+            what = "model.path is another model" if name == "base" else f"trainer.lora.{name} is {ours.get(name)}"
+            held = "" if name == "base" else f", the checkpoint's {value}"
+            raise ConfigError(f"checkpoint {checkpoint} is of another adapter: {what}{held}")
+
+
+def _base(path: str) -> str:
+    try:
+        folder = Path(path) if Path(path).is_dir() else Path(str(cached_file(path, "config.json"))).parent
+        return base_digest(folder)
+    except (DataError, OSError) as error:
+        raise ConfigError(f"trainer.lora: model.path {path}: {error}") from error

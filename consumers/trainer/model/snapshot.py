@@ -1,0 +1,156 @@
+"""What is published of a policy in one moment, on its way out: copied to host memory while the next step computes.
+
+Parameters are copied one by one, in the wire dtype, into one buffer that is the safetensors file to be: held are that
+buffer, used again for every version, and on the device at most the largest parameter in the wire dtype.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from broker.weights.digests import CHUNK_BYTES, digest
+from consumers.trainer.model.hf_weights import (
+    header,
+    weight_specs,
+    whole,
+    wire_weights,
+)
+from consumers.trainer.model.policy import DTYPES, Policy
+from schemas.errors import InfraError
+from schemas.messages import TensorSpec
+
+COPY_DEADLINE_S = 600.0
+"""How long the optimizer waits for the copy of the weights that it is about to change."""
+
+
+class Snapshot:
+    """Weights of one moment. ``fill`` and ``write`` may run in another thread than ``wait``::
+
+        snapshot = snapshots.take()
+        thread.submit(lambda: (snapshot.fill(), snapshot.write(path)))
+        ...                     # forward and backward
+        snapshot.wait()         # now the weights may change
+
+    specs: names, dtypes and shapes, in the order of the file.
+    """
+
+    def __init__(self, specs: list[TensorSpec], image: Tensor, copies: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """image: uint8 [bytes of the file]. copies: pairs of a view of it, and what has still to be copied there."""
+        self.specs = specs
+        self._image = image
+        self._copies = copies
+        self._copied = threading.Event()
+        if not copies:
+            self._copied.set()
+        source = copies[0][1] if copies else image
+        self._device = source.device
+        self._ready = torch.cuda.Event() if source.is_cuda else None
+        if self._ready is not None:
+            # What the step's kernels have still to do comes before the copy.
+            self._ready.record(torch.cuda.current_stream(self._device))
+
+    @torch.no_grad()
+    def fill(self) -> None:
+        """Copy what is not copied yet. Whoever waits is let go also when this fails."""
+        try:
+            if self._ready is None:
+                self._copy()
+            else:
+                stream = torch.cuda.Stream(self._device)
+                with torch.cuda.stream(stream):
+                    stream.wait_event(self._ready)
+                    self._copy()
+                stream.synchronize()
+        finally:
+            self._copies = ()
+            self._copied.set()
+
+    def _copy(self) -> None:
+        for target, source in self._copies:
+            target.copy_(source, non_blocking=True)
+
+    def wait(self) -> None:
+        """Until the weights may change; InfraError after the deadline."""
+        if not self._copied.wait(COPY_DEADLINE_S):
+            raise InfraError(f"the weights were not copied to host memory within {COPY_DEADLINE_S:.0f} s")
+
+    def write(self, path: Path) -> list[str]:
+        """Write the file, whole or not at all; the digest of each of its chunks. OSError if it can't be written."""
+        image = memoryview(self._image.numpy().data)
+        chunks = [image[start : start + CHUNK_BYTES] for start in range(0, len(image), CHUNK_BYTES)]
+        try:
+            # Both leave the interpreter free: a chunk is hashed while another is written.
+            with ThreadPoolExecutor(1, thread_name_prefix="digests") as hashing, path.open("wb") as file:
+                digests = hashing.map(digest, chunks)
+                for chunk in chunks:
+                    file.write(chunk)
+                return list(digests)
+        except OSError:
+            path.unlink(missing_ok=True)
+            raise
+
+
+class Snapshots:
+    """Takes snapshots of a policy, one at a time: a new one overwrites the last.
+
+    main: whether this rank keeps what is gathered. world: ranks that share the policy; all of them must call ``take``.
+    """
+
+    def __init__(self, policy: Policy, dtype: str, *, main: bool = True, world: int = 1) -> None:
+        self._policy = policy
+        self._dtype = dtype
+        self._main = main
+        self._world = world
+        self._image: Tensor | None = None
+
+    @torch.no_grad()
+    def take(self) -> Snapshot:
+        """The weights as they are now.
+
+        Of a single process nothing is copied yet, that is for ``Snapshot.fill``. Parts on several ranks are gathered
+        here, one parameter at a time.
+        """
+        for module in self._policy.modules():
+            if isinstance(module, FSDPModule):
+                # A forward without backward leaves gathered parameters behind, which the next step would free.
+                module.reshard()
+        specs = weight_specs(self._policy, self._dtype)
+        weights = [tensor for _, tensor in wire_weights(self._policy)]
+        if self._world == 1:
+            image = self._buffer(specs)
+            # A module's parameter is replaced by its gathered form while the step computes; its one part stays.
+            parts = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in weights]
+            return Snapshot(specs, image, list(zip(self._views(image, specs), parts, strict=True)))
+        image = self._buffer(specs) if self._main else torch.empty(0, dtype=torch.uint8)
+        views = self._views(image, specs) if self._main else iter(())
+        for tensor in weights:
+            gathered = whole(tensor, DTYPES[self._dtype])
+            if self._main:
+                next(views).copy_(gathered)
+        return Snapshot(specs, image, ())
+
+    def _buffer(self, specs: Sequence[TensorSpec]) -> Tensor:
+        """The file to be, with its head: uint8 [bytes], pinned where weights are on a GPU."""
+        head = header(specs)
+        size = len(head) + sum(torch.Size(spec.shape).numel() * DTYPES[spec.dtype].itemsize for spec in specs)
+        if self._image is None or len(self._image) != size:
+            self._image = torch.empty(size, dtype=torch.uint8, pin_memory=self._policy.device.type == "cuda")
+        self._image[: len(head)] = torch.frombuffer(bytearray(head), dtype=torch.uint8)
+        return self._image
+
+    def _views(self, image: Tensor, specs: Sequence[TensorSpec]) -> Iterator[Tensor]:
+        """Each tensor's place in the image."""
+        start = len(header(specs))
+        for spec in specs:
+            dtype, shape = DTYPES[spec.dtype], torch.Size(spec.shape)
+            end = start + shape.numel() * dtype.itemsize
+            yield image[start:end].view(dtype).view(shape)
+            start = end

@@ -1,0 +1,229 @@
+"""What all ranks do together: rank 0 calls, the others follow.
+
+A sharded model computes, is gathered, saved and loaded by all ranks at once. Rank 0 alone knows the broker and what
+comes next; it sends each other rank a command with all that it needs, and takes part itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import structlog
+
+from consumers.trainer.checkpoint.compare import Comparison, compare
+from consumers.trainer.checkpoint.store import Checkpoints, Restored
+from consumers.trainer.data.microbatches import Group, Sample, StepBatch
+from consumers.trainer.metrics.timing import traced
+from consumers.trainer.model.hf_weights import reference_logprobs, save_model
+from consumers.trainer.model.snapshot import Snapshot, Snapshots
+from consumers.trainer.step.train_step import StepResult, TrainStep
+from schemas.config import TidemillConfig
+from schemas.errors import InfraError
+
+SAVE_DEADLINE_S = 3600.0
+"""How long a checkpoint may take to be written."""
+
+log = structlog.get_logger()
+
+
+class Train(msgspec.Struct, tag="train"):
+    """One optimizer step over this rank's micro-batches; trace: folder for a profile of it, or nothing."""
+
+    version: int
+    micro_batches: list[list[Sample]]
+    trace: str
+
+
+class Gather(msgspec.Struct, tag="gather"):
+    """Gather the weights, and score the probe's tokens with them."""
+
+    tokens: list[int]
+
+
+class Save(msgspec.Struct, tag="save"):
+    """Write a checkpoint."""
+
+    step: int
+    version: int
+    epoch: int
+
+
+class Load(msgspec.Struct, tag="load"):
+    """Read a checkpoint that rank 0 has found whole."""
+
+    path: str
+
+
+class Export(msgspec.Struct, tag="export"):
+    """Write the model for transformers and vLLM."""
+
+    folder: str
+
+
+class Compare(msgspec.Struct, tag="compare"):
+    """Hold the state of training against a checkpoint that rank 0 has found whole."""
+
+    path: str
+
+
+class Dismiss(msgspec.Struct, tag="dismiss"):
+    """The training is over."""
+
+
+Command: TypeAlias = Train | Gather | Save | Load | Export | Compare | Dismiss
+_encoder = msgspec.msgpack.Encoder()
+_decoder: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)
+
+
+class Crew:
+    """All ranks of one trainer. In a single process the calls are what they are called::
+
+    crew = Crew(config, step)
+    if crew.ranks.is_main:
+        result = crew.train(groups, version=7)
+        crew.dismiss()
+    else:
+        crew.follow()
+    """
+
+    def __init__(self, config: TidemillConfig, step: TrainStep) -> None:
+        self.step = step
+        self.ranks = step.ranks
+        self.checkpoints = Checkpoints(config.folder / "checkpoints", config.trainer.checkpoint.keep)
+        self._asynchronous = config.trainer.checkpoint.asynchronous
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._writing: Future[Path] | None = None
+        self._dtype = config.model.dtype
+        self._snapshots = Snapshots(step.policy, self._dtype, main=self.ranks.is_main, world=self.ranks.world)
+        self._snapshot: Snapshot | None = None
+        step.optimizer.register_step_pre_hook(lambda *_: self._settle())
+
+    def train(self, groups: Sequence[Group], version: int, trace: Path | None = None) -> StepResult:
+        """One optimizer step over these groups, dealt to the ranks; ``version`` is that of the weights before.
+
+        trace: folder in which every rank writes a profile of it.
+        """
+        batch = self.step.assemble(groups)
+        if batch.plan is not None:
+            for rank in range(1, self.ranks.world):
+                self._send(rank, Train(version, batch.plan.share(rank), str(trace or "")))
+        return self._run(batch, version, trace)
+
+    def gather(self, tokens: Sequence[int]) -> tuple[Snapshot, npt.NDArray[np.float32]]:
+        """The weights as they are now, in the wire dtype, and log-probabilities of all ``tokens`` but the first.
+
+        In a single process they have still to be copied, by ``Snapshot.fill``: the next optimizer step waits for that.
+        """
+        self._send_all(Gather(list(tokens)))
+        snapshot = self._snapshots.take()
+        logprobs = reference_logprobs(self.step.policy, tokens)
+        self._snapshot = snapshot
+        return snapshot, logprobs
+
+    def save(self, *, step: int, version: int, epoch: int, extra: dict[str, Any]) -> None:
+        """Begin a checkpoint of the state as it is now; see Checkpoints. ``saved`` has to be called before the next.
+
+        Training may go on at once: with trainer.checkpoint.asynchronous it is written meanwhile, else it is written.
+        """
+        self._send_all(Save(step, version, epoch))
+        taken = self.checkpoints.take(
+            self.step, step=step, version=version, epoch=epoch, extra=extra, copy=self._asynchronous
+        )
+        self._writing = self._writer.submit(self.checkpoints.write, taken)
+        if not self._asynchronous:
+            wait([self._writing], SAVE_DEADLINE_S)
+
+    @property
+    def saving(self) -> bool:
+        """Whether a checkpoint is still being written."""
+        return self._writing is not None and not self._writing.done()
+
+    def saved(self) -> None:
+        """Wait until the checkpoint that was begun is durable; its error is raised here, once."""
+        writing, self._writing = self._writing, None
+        if writing is None:
+            return
+        try:
+            writing.result(SAVE_DEADLINE_S)
+        except TimeoutError as error:
+            raise InfraError(f"a checkpoint was not written within {SAVE_DEADLINE_S:.0f} s") from error
+
+    def load(self, path: Path) -> Restored:
+        """Read a checkpoint; see Checkpoints.load."""
+        self._send_all(Load(str(path)))
+        self._settle()
+        return self.checkpoints.load(path, self.step)
+
+    def export(self, folder: Path) -> None:
+        """Write the model for transformers and vLLM."""
+        self._send_all(Export(str(folder)))
+        with self.ranks.together(f"cannot write the model {folder}"):
+            save_model(self.step.policy, folder, self._dtype, main=self.ranks.is_main)
+
+    def compare(self, path: Path) -> Comparison:
+        """Hold the state of training against a checkpoint; see comparison.compare."""
+        self._send_all(Compare(str(path)))
+        return compare(self.step, path)
+
+    def dismiss(self) -> None:
+        """Let the others end."""
+        self._send_all(Dismiss())
+        self._writer.shutdown()
+
+    def follow(self) -> None:
+        """Do what rank 0 says, until it dismisses this rank."""
+        while True:
+            command = _decoder.decode(self.ranks.channel.receive(0))
+            if isinstance(command, Dismiss):
+                self._writer.shutdown()
+                return
+            if isinstance(command, Save) or not self.saving:
+                self._attempt(self.saved)
+            self._attempt(partial(self._obey, command))
+
+    def _attempt(self, act: Callable[[], None]) -> None:
+        try:
+            act()
+        except InfraError as error:
+            # Every rank has the same error; what comes next is for rank 0 to say.
+            log.warning("rank 0 decides", error=str(error))
+
+    def _obey(self, command: Command) -> None:
+        if isinstance(command, Train):
+            trace = Path(command.trace) if command.trace else None
+            self._run(self.step.batch(command.micro_batches), command.version, trace)
+        elif isinstance(command, Gather):
+            self.gather(command.tokens)
+        elif isinstance(command, Save):
+            self.save(step=command.step, version=command.version, epoch=command.epoch, extra={})
+        elif isinstance(command, Load):
+            self.load(Path(command.path))
+        elif isinstance(command, Export):
+            self.export(Path(command.folder))
+        elif isinstance(command, Compare):
+            self.compare(Path(command.path))
+
+    def _settle(self) -> None:
+        """Wait until the weights are copied; they change now."""
+        snapshot, self._snapshot = self._snapshot, None
+        if snapshot is not None:
+            snapshot.wait()
+
+    def _run(self, batch: StepBatch, version: int, trace: Path | None) -> StepResult:
+        with traced(trace / f"rank-{self.ranks.rank}.json" if trace else None):
+            return self.step.run(batch, version=version)
+
+    def _send_all(self, command: Command) -> None:
+        for rank in range(1, self.ranks.world):
+            self._send(rank, command)
+
+    def _send(self, rank: int, command: Command) -> None:
+        if self.ranks.is_main:
+            self.ranks.channel.send(rank, _encoder.encode(command))

@@ -1,0 +1,97 @@
+"""Trains recorded batches again, without a broker, and holds the outcome against a later checkpoint.
+
+It writes nothing. Ranks and threads are those of the run, since sums depend on them in their last bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from consumers.trainer.checkpoint.batch_files import BatchFiles
+from consumers.trainer.checkpoint.compare import Comparison
+from consumers.trainer.checkpoint.store import Checkpoints, epoch_of, step_of
+from consumers.trainer.data.microbatches import Group
+from consumers.trainer.distributed.ranks import Ranks
+from consumers.trainer.model.lora import make_policy
+from consumers.trainer.rank_group import Crew
+from consumers.trainer.step.train_step import TrainStep
+from schemas.config import TidemillConfig
+from schemas.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Plan:
+    """From ``start`` (None: where the run began) to ``goal``, both checkpoints, over the steps [first, last)."""
+
+    start: Path | None
+    goal: Path
+    first: int
+    last: int
+    world: int
+    threads: int
+    torch: str
+
+
+def plan_replay(config: TidemillConfig, first: int, last: int | None) -> Plan:
+    """What has to be done; ConfigError when checkpoints or batches for it are missing or damaged.
+
+    last: the step of the checkpoint to compare with, the newest by default.
+    """
+    checkpoints, batches = Checkpoints(config.folder / "checkpoints"), BatchFiles(config.folder)
+    goal = checkpoints.at(last)
+    last = step_of(goal)
+    if not 0 <= first < last:
+        raise ConfigError(f"--from {first} must be 0 or more and before step {last}, which {goal.name} is of")
+    # Before its first step a run has no checkpoint; it began with model.path.
+    start = checkpoints.at(first) if first or 0 in checkpoints.steps() else None
+    missing = sorted(set(range(first, last)) - batches.steps())
+    if missing:
+        raise ConfigError(
+            f"the batches of {len(missing)} of the steps {first} to {last - 1} are not in {batches.folder}, the first"
+            f" is {missing[0]}: they are kept with trainer.record: true, as long as the checkpoint before them"
+        )
+    ways = []
+    for step in range(first, last):
+        record = batches.read(step)
+        if record.epoch > epoch_of(goal):
+            raise ConfigError(
+                f"{goal.name} is of weights that were given up: a later trainer trained step {step} again"
+            )
+        ways.append((record.world, record.threads, record.torch))
+        if ways[0] != ways[-1]:
+            raise ConfigError(
+                f"other ranks, threads or another PyTorch trained from step {step} on: replay up to a checkpoint before"
+                " it, or from one after it"
+            )
+    return Plan(start, goal, first, last, *ways[0])
+
+
+def run_replay(config: TidemillConfig, plan: Plan, did: Callable[[int], None]) -> Comparison | None:
+    """Train and compare; every rank of ``plan.world`` calls this, and rank 0 has the answer, others None.
+
+    did: told the number of each step that was trained.
+    """
+    torch.set_num_threads(plan.threads)
+    torch.manual_seed(config.run.seed)
+    ranks, batches = Ranks(), BatchFiles(config.folder)
+    with ranks.lifeline():
+        crew = Crew(config, TrainStep.from_config(make_policy(config), config, ranks))
+        if not ranks.is_main:
+            crew.follow()
+            return None
+        if plan.start is not None:
+            crew.load(plan.start)
+        for step in range(plan.first, plan.last):
+            record = batches.read(step)
+            groups = [
+                Group(group.task_id, list(zip(group.samples, group.rewards, strict=True))) for group in record.groups
+            ]
+            crew.train(groups, record.version)
+            did(step)
+        answer = crew.compare(plan.goal)
+        crew.dismiss()
+    return answer

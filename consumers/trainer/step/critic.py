@@ -1,0 +1,109 @@
+"""The critic: a language model with a value head, which learns by its own optimizer what a token leads to.
+
+It gives the values that ``gae`` needs, before the step's first gradient, and is trained on the same step's returns.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from consumers.trainer.data.microbatches import MicroBatch
+from consumers.trainer.distributed.ranks import Ranks
+from consumers.trainer.model.packing import pack, switch_to_packing
+from consumers.trainer.step.optimizer import build_optimizer, lr_factor
+from schemas.config.models import CriticConfig
+
+
+class Critic(nn.Module):
+    """The body of a causal language model and a value for the state before each token; at first it says 0."""
+
+    def __init__(self, causal_lm: PreTrainedModel) -> None:
+        super().__init__()
+        hidden = causal_lm.config.get_text_config().hidden_size
+        head = nn.Linear(hidden, 1, bias=False, dtype=causal_lm.dtype)
+        nn.init.zeros_(head.weight)
+        # In the place of the vocabulary, so that nothing of it is kept, sharded or saved.
+        causal_lm.set_output_embeddings(head)
+        self.causal_lm = causal_lm
+        self.packed = switch_to_packing(causal_lm)
+
+    def forward(self, tokens: Tensor, mask: Tensor, lengths: Tensor) -> Tensor:
+        """tokens: int64 [R, T], right-padded; mask: bool [R, T-1], lengths: int64 [R] as in MicroBatch.
+
+        Returns float32 [R, T-1], 0 where the mask is not set.
+        """
+        if self.packed:
+            packed = pack(tokens[:, :-1], lengths)
+            hidden = self.causal_lm.base_model(**packed.arguments(), use_cache=False).last_hidden_state[0]
+            hidden = hidden[mask[packed.rows]]
+        else:
+            hidden = self.causal_lm.base_model(input_ids=tokens[:, :-1], use_cache=False).last_hidden_state[mask]
+        values = self.causal_lm.get_output_embeddings()(hidden).squeeze(-1).float()
+        return torch.zeros(mask.shape, device=mask.device).masked_scatter(mask, values)
+
+
+def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float | None) -> Tensor:
+    """max((V - R)^2, (clip(V) - R)^2) / 2 of each token, V clipped to ``clip`` around the values before the step.
+
+    As PPO's implementations have it (arXiv:1707.06347); without clip the plain square. All [R, T].
+    """
+    loss = (values - returns).square()
+    if clip is not None:
+        near = old_values + (values - old_values).clamp(-clip, clip)
+        loss = torch.maximum(loss, (near - returns).square())
+    return 0.5 * loss
+
+
+class CriticStep:
+    """The critic's side of an optimizer step: ``values``, then ``accumulate`` for each micro-batch, then ``update``."""
+
+    def __init__(
+        self, critic: Critic, settings: CriticConfig, steps: int, ranks: Ranks, dtype: str = "float32"
+    ) -> None:
+        self.ranks = ranks
+        self.critic = ranks.prepare(critic, dtype)
+        self.settings = settings
+        self.steps = steps
+        self.optimizer = build_optimizer(self.critic.parameters(), settings.optimizer)
+        self._sums = [0.0, 0.0, 0.0]
+
+    @torch.no_grad()
+    def values(self, micro: MicroBatch) -> Tensor:
+        """Values before the step, float32 [R, T-1]."""
+        found: Tensor = self.critic(micro.tokens, micro.mask, micro.lengths)
+        return found
+
+    def accumulate(self, micro: MicroBatch, old_values: Tensor, returns: Tensor, tokens: float) -> None:
+        """Backward of this micro-batch's part of the mean over the ``tokens`` loss tokens of the whole step."""
+        values = self.critic(micro.tokens, micro.mask, micro.lengths)
+        loss = value_loss(values, old_values, returns, self.settings.clip)
+        total = torch.where(micro.mask, loss, 0.0).sum() / max(tokens, 1.0)
+        self.ranks.backward(total)
+        mask = micro.mask
+        self._sums[0] += float(total.detach())
+        self._sums[1] += float((returns - old_values)[mask].double().square().sum())
+        self._sums[2] += float(returns[mask].double().square().sum())
+
+    def update(self, done: int) -> dict[str, float]:
+        """One update, unless something is not finite; ``done``: steps before this one. Metrics of all ranks.
+
+        critic_error: root mean square of return - value over that of the returns, 1 for a critic that says 0.
+        """
+        loss, error, scale = self.ranks.add(self._sums)
+        self._sums = [0.0, 0.0, 0.0]
+        optimizer = self.settings.optimizer
+        norm = self.ranks.clip_grad_norm(self.critic.parameters(), optimizer.max_grad_norm)
+        lr = optimizer.lr * lr_factor(done, optimizer, self.steps)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        if norm < float("inf") and abs(loss) < float("inf"):
+            self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return {
+            "critic_loss": loss,
+            "critic_error": (error / scale) ** 0.5 if scale else 0.0,
+            "critic_grad_norm": norm,
+            "critic_lr": lr,
+        }

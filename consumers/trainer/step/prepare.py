@@ -1,0 +1,147 @@
+"""What a step finds out about its data before the first gradient, without one.
+
+The reference policy's log-probabilities, advantages of single tokens, and what a loss chooses among the tokens of the
+whole step. Nothing of it costs a forward pass unless the configuration asks for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+
+from consumers.trainer.algorithms.advantages import TokenRewards, discounted
+from consumers.trainer.algorithms.kl import kl_reward
+from consumers.trainer.algorithms.losses import LossInputs
+from consumers.trainer.algorithms.objective import Objective
+from consumers.trainer.algorithms.segments import Segments
+from consumers.trainer.data.microbatches import MicroBatch
+from consumers.trainer.model.lora import adapter_off
+from consumers.trainer.model.policy import Policy
+from consumers.trainer.step.critic import CriticStep
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A micro-batch with what is known of it before its gradient; [R, T] as in LossInputs."""
+
+    micro: MicroBatch
+    proximal_logprobs: Tensor | None = None
+    reference_logprobs: Tensor | None = None
+    keep: Tensor | None = None
+    values: Tensor | None = None
+    returns: Tensor | None = None
+
+    def inputs(self, logprobs: Tensor) -> LossInputs:
+        """What the loss sees."""
+        micro = self.micro
+        return LossInputs(
+            logprobs=logprobs,
+            rollout_logprobs=micro.rollout_logprobs,
+            advantages=micro.advantages,
+            mask=micro.mask,
+            versions=micro.versions,
+            proximal_logprobs=self.proximal_logprobs,
+            reference_logprobs=self.reference_logprobs,
+            sequence=sequences(micro),
+            keep=self.keep,
+        )
+
+
+def sequences(micro: MicroBatch) -> Tensor:
+    """Id of the sequence at each token, int64 [R, T]."""
+    return micro.sequence[:, None].expand(micro.mask.shape)
+
+
+@dataclass(frozen=True)
+class Preparation:
+    """The passes before the gradient; ``token_advantage`` is one of returns.py, arguments bound.
+
+    lora_off: the reference is the policy without its adapter, and no second model.
+    """
+
+    objective: Objective
+    temperature: float
+    reference: Policy | None = None
+    lora_off: bool = False
+    kl_in_reward: float = 0.0
+    token_advantage: Any = None
+    critic: CriticStep | None = None
+
+    def run(
+        self,
+        policy: Policy,
+        micro_batches: Sequence[MicroBatch],
+        version: int,
+        add: Callable[[list[float]], list[float]],
+    ) -> list[Prepared]:
+        """All micro-batches of this rank's part of the step, on the policy's device; ``add`` sums over ranks."""
+        batch = [Prepared(micro) for micro in micro_batches]
+        if self.reference is not None or self.lora_off:
+            with adapter_off(policy) if self.lora_off else nullcontext():
+                reference = self.reference or policy
+                batch = [replace(part, reference_logprobs=self._score(reference, part.micro)) for part in batch]
+            if isinstance(self.reference, FSDPModule):
+                # A pass without a gradient leaves the gathered embeddings and head behind.
+                self.reference.reshard()
+        if self.critic is not None:
+            batch = [replace(part, values=self.critic.values(part.micro)) for part in batch]
+        batch = self._with_advantages(batch, add)
+        if self.objective.select is None:
+            return batch
+        inputs = [self.objective.with_proximal(part.inputs(self._score(policy, part.micro)), version) for part in batch]
+        return [
+            replace(part, proximal_logprobs=seen.proximal_logprobs, keep=keep)
+            for part, seen, keep in zip(batch, inputs, self.objective.select(inputs, add), strict=True)
+        ]
+
+    def _with_advantages(self, batch: list[Prepared], add: Callable[[list[float]], list[float]]) -> list[Prepared]:
+        """Advantages of single tokens, and the KL penalty taken off what comes after each token."""
+        if self.token_advantage is None and not self.kl_in_reward:
+            return batch
+        rewards = [self._rewards(part) for part in batch]
+        if self.token_advantage is not None:
+            return [
+                replace(part, micro=replace(part.micro, advantages=found.advantages), returns=found.returns)
+                for part, found in zip(batch, self.token_advantage(rewards, add), strict=True)
+            ]
+        # The samples' advantages are there already; the penalty only adds its own, without a baseline.
+        return [
+            replace(
+                part,
+                micro=replace(
+                    part.micro, advantages=part.micro.advantages + discounted(reward.rewards, reward.segments, 1.0)
+                ),
+            )
+            for part, reward in zip(batch, rewards, strict=True)
+        ]
+
+    def _rewards(self, part: Prepared) -> TokenRewards:
+        micro = part.micro
+        segments = Segments(sequences(micro), micro.mask)
+        rewards = torch.zeros_like(micro.advantages)
+        if self.token_advantage is not None:
+            rewards = torch.where(segments.last(), micro.advantages, 0.0)
+        if self.kl_in_reward and part.reference_logprobs is not None:
+            penalty = kl_reward(self.objective.estimator, micro.rollout_logprobs, part.reference_logprobs, micro.mask)
+            rewards = rewards - self.kl_in_reward * penalty
+        return TokenRewards(rewards, segments, part.values)
+
+    @torch.no_grad()
+    def _score(self, policy: Policy, micro: MicroBatch) -> Tensor:
+        """Log-probabilities under another policy, by the same temperature."""
+        device = policy.device
+        scores = policy(
+            micro.tokens.to(device),
+            micro.targets.to(device),
+            micro.mask.to(device),
+            micro.lengths.to(device),
+            temperature=self.temperature,
+        )
+        logprobs: Tensor = scores.logprobs.to(micro.mask.device)
+        return logprobs

@@ -1,0 +1,259 @@
+"""The ``tidemill`` command.
+
+Promises: a wrong configuration is one line on stderr and exit code 2; whatever is heavy is
+imported by the command that needs it, so that ``tidemill --help`` answers at once.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from deploy.bench.cli import app as bench
+from deploy.cli.control import app as control_commands
+from deploy.cli.inspect import app as reading_commands
+from deploy.cli.launch import ConfigFile, Overrides
+from deploy.cli.launch import app as launch_commands
+from deploy.cli.offline import app as offline_commands
+from deploy.cli.runs import app as run_commands
+from schemas.errors import (
+    CONFIG_EXIT,
+    ERROR_EXIT,
+    FENCED_EXIT,
+    OK_EXIT,
+    REFUSED_EXIT,
+    ConfigError,
+    FencedError,
+    RefusedError,
+    TidemillError,
+)
+
+if TYPE_CHECKING:
+    from schemas.config import TidemillConfig
+
+app = typer.Typer(
+    name="tidemill",
+    help="Asynchronous reinforcement learning of language models over a message broker.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+app.add_typer(launch_commands)
+app.add_typer(bench, name="bench")
+app.add_typer(control_commands)
+app.add_typer(reading_commands)
+app.add_typer(run_commands)
+app.add_typer(offline_commands)
+
+Name = Annotated[str | None, typer.Option(help="Name of this service; must differ from replica to replica.")]
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        typer.echo(f"tidemill {version('tidemill')}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Asynchronous reinforcement learning of language models over a message broker."""
+
+
+@app.command()
+def feeder(config: ConfigFile, overrides: Overrides = None, name: Name = None) -> None:
+    """Run the service that admits prompts."""
+    _serve("feeder", config, overrides, name)
+
+
+@app.command()
+def generator(config: ConfigFile, overrides: Overrides = None, name: Name = None) -> None:
+    """Run one generator; start as many as there are machines."""
+    _serve("generator", config, overrides, name)
+
+
+@app.command()
+def reward(config: ConfigFile, overrides: Overrides = None, name: Name = None) -> None:
+    """Run the service that scores trajectories."""
+    _serve("reward", config, overrides, name)
+
+
+@app.command()
+def trainer(config: ConfigFile, overrides: Overrides = None, name: Name = None) -> None:
+    """Run the trainer, in trainer.processes ranks unless it was started as one of several."""
+    loaded = _load(config, overrides)
+    _in_ranks(loaded, ["trainer", str(config), *(overrides or []), "--name", name or "trainer"])
+    from deploy.services.main import run_role
+
+    run_role("trainer", loaded, name)
+
+
+@app.command()
+def sft(config: ConfigFile, overrides: Overrides = None) -> None:
+    """Make the model of warm_start by supervised training, in trainer.processes ranks."""
+    loaded = _load(config, overrides)
+    if loaded.warm_start is None:
+        raise ConfigError("the configuration has no warm_start section, there is no model to make")
+    from deploy.offline.warm_start import make_model, up_to_date
+    from deploy.services.torchrun import is_rank
+
+    if loaded.trainer.processes > 1 and not is_rank() and up_to_date(loaded, loaded.warm_start):
+        return
+    _in_ranks(loaded, ["sft", str(config), *(overrides or [])])
+    make_model(loaded, loaded.warm_start)
+
+
+@app.command()
+def control(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    name: Name = None,
+    host: Annotated[str | None, typer.Option(help="Address to listen on, instead of control.host.")] = None,
+    port: Annotated[int | None, typer.Option(help="Port to listen on, instead of control.port.")] = None,
+) -> None:
+    """Run the control plane: status, orders and the dashboard over HTTP."""
+    given = [f"control.{key}={value}" for key, value in (("host", host), ("port", port)) if value is not None]
+    _serve("control", config, [*(overrides or []), *given], name)
+
+
+@app.command()
+def prepare(config: ConfigFile, overrides: Overrides = None) -> None:
+    """Check the configuration and its model, and make that of warm_start if there is one: before services start."""
+    loaded = _load(config, overrides)
+    from deploy.run.preflight import check_model
+
+    check_model(loaded)
+    if loaded.warm_start is not None:
+        from deploy.offline.warm_start import make_model
+
+        make_model(loaded, loaded.warm_start)
+
+
+@app.command()
+def ready(
+    config: ConfigFile,
+    role: Annotated[str, typer.Argument(help="feeder, generator, reward or trainer.")],
+    overrides: Overrides = None,
+    name: Name = None,
+) -> None:
+    """Exit with 0 if this machine's service of a role is up: the health check of its container."""
+    loaded = _load(config, overrides)
+    from deploy.services.main import problem, service_name
+
+    found = problem(loaded, service_name(role, name))
+    if found is not None:
+        print(f"tidemill: {found}", file=sys.stderr)
+        raise typer.Exit(ERROR_EXIT)
+
+
+@app.command()
+def dpo(config: ConfigFile, overrides: Overrides = None) -> None:
+    """Train the model on preferred and rejected answers, in trainer.processes ranks, without a broker."""
+    loaded = _load(config, overrides)
+    if loaded.dpo is None:
+        raise ConfigError("the configuration has no dpo section, there is nothing to train on")
+    _in_ranks(loaded, ["dpo", str(config), *(overrides or [])])
+    from deploy.offline.preference import make_dpo_model
+
+    make_dpo_model(loaded, loaded.dpo)
+
+
+@app.command("reward-model")
+def reward_model(config: ConfigFile, overrides: Overrides = None) -> None:
+    """Train a reward model on preferred and rejected answers, in trainer.processes ranks, without a broker."""
+    loaded = _load(config, overrides)
+    if loaded.reward_model is None:
+        raise ConfigError("the configuration has no reward_model section, there is nothing to train on")
+    _in_ranks(loaded, ["reward-model", str(config), *(overrides or [])])
+    from deploy.offline.preference import make_reward_model
+
+    make_reward_model(loaded, loaded.reward_model)
+
+
+@app.command("eval")
+def evaluate(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    model: Annotated[Path | None, typer.Option(help="Folder of the model; model.path by default.")] = None,
+) -> None:
+    """Answer the held-out prompts with a model, without a broker, and print its accuracy."""
+    loaded = _load(config, overrides)
+    if loaded.eval is None:
+        raise ConfigError("the configuration has no eval section, there are no held-out prompts")
+    from deploy.offline.evaluate import evaluate_model
+
+    evaluate_model(loaded, loaded.eval, model)
+
+
+@app.command()
+def doctor(
+    config: Annotated[Path | None, typer.Argument(metavar="[CONFIG]", help="The YAML configuration.")] = None,
+    overrides: Overrides = None,
+) -> None:
+    """Check this machine, and the configuration if one is given."""
+    from deploy.machine.doctor import examine, print_findings
+
+    findings = examine(config, overrides or [])
+    print_findings(findings)
+    raise typer.Exit(ERROR_EXIT if any(finding.level == "fail" for finding in findings) else OK_EXIT)
+
+
+def _serve(role: str, file: Path, overrides: list[str] | None, name: str | None) -> None:
+    loaded = _load(file, overrides)
+    from deploy.services.main import run_role
+
+    run_role(role, loaded, name)
+
+
+def _in_ranks(config: TidemillConfig, arguments: list[str]) -> None:
+    """Do this command in trainer.processes ranks and exit; returns where there is one, or this is one of them."""
+    from deploy.services import torchrun
+
+    if config.trainer.processes > 1 and not torchrun.is_rank():
+        raise typer.Exit(torchrun.launch(config.trainer.processes, arguments, config.supervisor.grace_s))
+
+
+def _load(file: Path, overrides: list[str] | None) -> TidemillConfig:
+    """The configuration, before anything heavier is imported."""
+    from schemas.config import load_config
+
+    return load_config(file, overrides or [])
+
+
+def main() -> None:
+    """Entry point. Exit code 2: wrong configuration or usage; 3: another trainer took over; 5: the control
+    plane refuses; 1: another error."""
+    try:
+        app()
+    except TidemillError as error:
+        sys.exit(_complain(error))
+    except ExceptionGroup as group:
+        # What went wrong in a task group; anything that is not ours is a bug and keeps its traceback.
+        ours, others = group.split(TidemillError)
+        if ours is None or others is not None:
+            raise
+        sys.exit(_complain(_first(ours)))
+
+
+def _complain(error: TidemillError) -> int:
+    """One line on stderr; returns the exit code."""
+    print(f"tidemill: {' '.join(str(error).split())}", file=sys.stderr)
+    if isinstance(error, ConfigError):
+        return CONFIG_EXIT
+    if isinstance(error, RefusedError):
+        return REFUSED_EXIT
+    return FENCED_EXIT if isinstance(error, FencedError) else ERROR_EXIT
+
+
+def _first(group: ExceptionGroup[TidemillError]) -> TidemillError:
+    error = group.exceptions[0]
+    return _first(error) if isinstance(error, ExceptionGroup) else error

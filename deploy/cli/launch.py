@@ -1,0 +1,111 @@
+"""Commands that start a run: up, slurm and ray, which are launchers, and the broker of several machines."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+app = typer.Typer()
+ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="The YAML configuration.")]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[a.b=c]...", help="Settings that win over the file, e.g. trainer.steps=50."),
+]
+Fresh = Annotated[bool, typer.Option("--fresh", help="Delete what an earlier run left, and start anew.")]
+
+
+@app.command()
+def up(config: ConfigFile, overrides: Overrides = None, fresh: Fresh = False) -> None:
+    """Run everything until the training is done, here or on what launcher.name says; goes on with a stopped run."""
+    from schemas.config import load_config
+
+    loaded = load_config(config, overrides or [])
+    from deploy.launchers.factory import build_launcher
+
+    raise typer.Exit(build_launcher(loaded).launch(loaded, fresh))
+
+
+@app.command()
+def slurm(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    folder: Annotated[Path | None, typer.Option(help="Where the scripts go; slurm/ in the run's folder.")] = None,
+    generators: Annotated[int | None, typer.Option(help="Size of the array; generator.replicas.")] = None,
+    generator_gpus: Annotated[int, typer.Option(help="GPUs of one generator.")] = 0,
+    trainer_nodes: Annotated[int, typer.Option(help="Nodes of the trainer.")] = 1,
+    trainer_gpus: Annotated[int, typer.Option(help="GPUs of one trainer node, a rank each.")] = 0,
+    time: Annotated[str, typer.Option(help="Time limit of each job; what needs longer is requeued.")] = "24:00:00",
+    partition: Annotated[str | None, typer.Option(help="Partition of all jobs.")] = None,
+    account: Annotated[str | None, typer.Option(help="Account of all jobs.")] = None,
+    setup: Annotated[
+        str | None, typer.Option(help="Shell line that makes tidemill known; activates this environment.")
+    ] = None,
+    container: Annotated[
+        str | None, typer.Option(help="Command that runs another one in the image of {role}, such as apptainer exec.")
+    ] = None,
+    sbatch: Annotated[list[str] | None, typer.Option(help="Another #SBATCH option of all jobs; repeatable.")] = None,
+    broker: Annotated[bool, typer.Option(help="Start a broker in a job, or use the REDIS_URL of the user.")] = True,
+) -> None:
+    """Write the scripts that run everything as Slurm jobs; look at them, then run the last one."""
+    from schemas.config import load_config
+
+    loaded = load_config(config, overrides or [])
+    from deploy.launchers.slurm import Slurm
+
+    launcher = Slurm(
+        generators=generators,
+        generator_gpus=generator_gpus,
+        trainer_nodes=trainer_nodes,
+        trainer_gpus=trainer_gpus,
+        time=time,
+        partition=partition,
+        account=account,
+        setup=setup,
+        container=container,
+        sbatch=tuple(sbatch or ()),
+        own_broker=broker,
+        folder=folder,
+    )
+    raise typer.Exit(launcher.launch(loaded))
+
+
+@app.command()
+def ray(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    address: Annotated[str, typer.Option(help="The cluster; auto finds it, local starts one here.")] = "auto",
+    generators: Annotated[int | None, typer.Option(help="Fewest generators; generator.replicas.")] = None,
+    max_generators: Annotated[int | None, typer.Option(help="Most generators; as many as the fewest.")] = None,
+    generator_gpus: Annotated[float, typer.Option(help="GPUs of one generator.")] = 0.0,
+    trainer_gpus: Annotated[float, typer.Option(help="GPUs of the trainer.")] = 0.0,
+    generator_cpus: Annotated[float, typer.Option(help="CPUs of one generator.")] = 1.0,
+    trainer_cpus: Annotated[float, typer.Option(help="CPUs of the trainer.")] = 1.0,
+    fresh: Fresh = False,
+) -> None:
+    """Run everything on a Ray cluster until the training is done; goes on with a run that was stopped."""
+    from schemas.config import load_config
+
+    loaded = load_config(config, overrides or [])
+    from deploy.launchers.ray import Ray
+
+    launcher = Ray(address, trainer_cpus, trainer_gpus, generator_cpus, generator_gpus, generators, max_generators)
+    raise typer.Exit(launcher.launch(loaded, fresh))
+
+
+@app.command()
+def broker(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    host: Annotated[str | None, typer.Option(help="Name of this machine for the others; its own by default.")] = None,
+    port: Annotated[int, typer.Option(help="Port to listen on.")] = 6379,
+    url_file: Annotated[Path | None, typer.Option(help="Where its URL goes; redis_url in the run's folder.")] = None,
+) -> None:
+    """Run a Redis or Valkey server with a password for the services of a run on several machines."""
+    from schemas.config import load_config
+
+    loaded = load_config(config, overrides or [])
+    from deploy.run.broker_server import run_broker
+
+    raise typer.Exit(run_broker(loaded, host, port, url_file))

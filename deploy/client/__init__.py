@@ -1,0 +1,1 @@
+"""Clients of a running system: over REST, or straight from its broker."""

@@ -1,0 +1,253 @@
+"""The control plane's client for the command line: where it is, what it answers, and why it refuses.
+
+Where the command line asks about a run: its control plane, else its broker; one set of answers for both.
+
+``--url`` names a broker and asks that; ``--control`` names a control plane and asks nothing else. A control plane that
+answers is always preferred: it knows rates, which one look at a broker can't tell.
+"""
+
+from __future__ import annotations
+
+import getpass
+import json
+import os
+import socket
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from http.client import HTTPException
+from pathlib import Path
+from typing import Any, Protocol
+from urllib.error import HTTPError, URLError
+from urllib.parse import urlencode
+from urllib.request import ProxyHandler, Request, build_opener
+
+from broker.api.routes import views
+from broker.api.routes.views import Search
+from broker.api.server import address_of, read_token
+from broker.api.status.collector import Collector, Plan
+from broker.api.web.problems import Refusal
+from broker.client import Broker
+from deploy.client import find
+from deploy.client.find import RUNS
+from schemas.config import TidemillConfig, load_config
+from schemas.control_api import (
+    Accepted,
+    DeadLetters,
+    LetterDetail,
+    RunStatus,
+    Settings,
+    SettingsChange,
+    Timeline,
+    Trajectories,
+    TrajectoryDetail,
+)
+from schemas.errors import DataError, InfraError, RefusedError, TidemillError
+
+URL = "TIDEMILL_CONTROL_URL"
+ANSWER_S = 30.0
+
+
+def whoami() -> str:
+    """Who gives an order, for the timeline."""
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):
+        # A container's user may have no name.
+        user = str(os.getuid())
+    return f"{user}@{socket.gethostname()}"
+
+
+class NoControlPlane(InfraError):
+    """None is known, or none answers."""
+
+
+class Client:
+    """One control plane. ``get`` and ``send`` return what it answers, decoded."""
+
+    def __init__(self, url: str, token: str | None) -> None:
+        self.url = url.rstrip("/")
+        self._token = token
+        self._opener = build_opener(ProxyHandler({}))
+
+    def get(self, path: str, **query: Any) -> Any:
+        """RefusedError says why not; NoControlPlane when nobody answers."""
+        given = {name: value for name, value in query.items() if value is not None}
+        return self._ask("GET", f"{path}?{urlencode(given)}" if given else path, None, ANSWER_S)
+
+    def send(self, method: str, path: str, body: Mapping[str, Any] | None = None, wait_s: float = 0.0) -> Any:
+        """``get`` for orders; wait_s: how long the answer may take longer."""
+        return self._ask(method, path, body, ANSWER_S + wait_s)
+
+    def _ask(self, method: str, path: str, body: Mapping[str, Any] | None, timeout_s: float) -> Any:
+        headers = {"Accept": "application/json", "X-Tidemill-By": whoami()}
+        data = None
+        if body is not None:
+            headers["Content-Type"] = "application/json"
+            data = json.dumps(body).encode()
+        if self._token:
+            headers["Authorization"] = f"Bearer {self._token}"
+        request = Request(self.url + path, data, headers, method=method)
+        try:
+            with self._opener.open(request, timeout=timeout_s) as answer:
+                return json.loads(answer.read())
+        except HTTPError as error:
+            raise _refusal(error) from error
+        except (URLError, OSError, HTTPException, ValueError) as error:
+            reason = getattr(error, "reason", error)
+            raise NoControlPlane(f"the control plane at {self.url} does not answer: {reason}") from error
+
+
+def _refusal(error: HTTPError) -> TidemillError:
+    try:
+        problem = json.loads(error.read())
+        detail = str(problem["detail"])
+    except (ValueError, KeyError, TypeError, OSError):
+        detail = f"{error.code} {error.reason}"
+    if error.code == 401:
+        detail += "; the command line takes it from TIDEMILL_CONTROL_TOKEN or TIDEMILL_CONTROL_TOKEN_FILE"
+    return InfraError(detail) if error.code >= 500 else RefusedError(detail)
+
+
+def connect(run: str, url: str | None) -> Client:
+    """The control plane of a run, by ``url``, TIDEMILL_CONTROL_URL, or the file it leaves in the run's folder."""
+    config: TidemillConfig | None = None
+    if run.endswith((".yaml", ".yml")):
+        config = load_config(run)
+    folder = config.folder if config else RUNS / run
+    found = url or os.environ.get(URL) or address_of(folder)
+    if found is None:
+        raise NoControlPlane(
+            f"no control plane of run {run!r} is known: none has left its address in {folder}{os.sep}; give --control,"
+            f" set {URL}, or start one with `tidemill control CONFIG`"
+        )
+    return Client(found, read_token(_token_file(config), os.environ))
+
+
+def _token_file(config: TidemillConfig | None) -> Path | None:
+    return config.control.token_file if config else None
+
+
+class Source(Protocol):
+    """What can be asked. RefusedError says why something is not done; InfraError that nobody answers."""
+
+    def status(self) -> RunStatus: ...
+
+    def timeline(self, limit: int) -> Timeline: ...
+
+    def letters(self, limit: int) -> DeadLetters: ...
+
+    def letter(self, id: str) -> LetterDetail: ...
+
+    def requeue(self, id: str) -> Accepted: ...
+
+    def drop(self, id: str) -> Accepted: ...
+
+    def trajectories(self, wanted: Mapping[str, Any]) -> Trajectories: ...
+
+    def trajectory(self, task: int, sample: int) -> TrajectoryDetail: ...
+
+    def change(self, wanted: SettingsChange) -> Settings: ...
+
+
+def open_source(run: str, control: str | None, url: str | None, prefix: str) -> Source:
+    """The run's control plane if there is one that answers, else its broker; ConfigError when there is neither."""
+    if url is None:
+        try:
+            client = connect(run, control)
+            client.get("/v1/services")
+            return ControlPlane(client)
+        except NoControlPlane:
+            if control is not None:
+                raise
+    return Direct(find.find(run, url, prefix), run)
+
+
+class ControlPlane:
+    """Over REST."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+
+    def status(self) -> RunStatus:
+        return RunStatus.model_validate(self._client.get("/v1/status"))
+
+    def timeline(self, limit: int) -> Timeline:
+        return Timeline.model_validate(self._client.get("/v1/timeline", limit=limit))
+
+    def letters(self, limit: int) -> DeadLetters:
+        return DeadLetters.model_validate(self._client.get("/v1/dead-letters", limit=limit))
+
+    def letter(self, id: str) -> LetterDetail:
+        return LetterDetail.model_validate(self._client.get(f"/v1/dead-letters/{id}"))
+
+    def requeue(self, id: str) -> Accepted:
+        return Accepted.model_validate(self._client.send("POST", f"/v1/dead-letters/{id}/requeue"))
+
+    def drop(self, id: str) -> Accepted:
+        return Accepted.model_validate(self._client.send("DELETE", f"/v1/dead-letters/{id}"))
+
+    def trajectories(self, wanted: Mapping[str, Any]) -> Trajectories:
+        return Trajectories.model_validate(self._client.get("/v1/trajectories", **wanted))
+
+    def trajectory(self, task: int, sample: int) -> TrajectoryDetail:
+        return TrajectoryDetail.model_validate(self._client.get(f"/v1/trajectories/{task}/{sample}"))
+
+    def change(self, wanted: SettingsChange) -> Settings:
+        body = wanted.model_dump(exclude_unset=True)
+        return Settings.model_validate(self._client.send("PATCH", "/v1/settings", body))
+
+
+class Direct:
+    """From the broker itself, as the control plane would answer."""
+
+    NAME = "command line"
+
+    def __init__(self, broker: Broker, run: str) -> None:
+        self._broker = broker
+        self._collector = Collector(broker, Plan(run))
+
+    def status(self) -> RunStatus:
+        return self._collector.read()
+
+    def timeline(self, limit: int) -> Timeline:
+        return views.timeline(self._broker, limit)
+
+    def letters(self, limit: int) -> DeadLetters:
+        return views.letters(self._broker, limit)
+
+    def letter(self, id: str) -> LetterDetail:
+        with _refusals():
+            return views.letter(self._broker, id)
+
+    def requeue(self, id: str) -> Accepted:
+        with _refusals():
+            changed = views.requeue(self._broker, id, self.NAME, whoami())
+        return views.requeued(changed, self.status().state)
+
+    def drop(self, id: str) -> Accepted:
+        with _refusals():
+            views.drop(self._broker, id, self.NAME, whoami())
+        return views.dropped(self.status().state)
+
+    def trajectories(self, wanted: Mapping[str, Any]) -> Trajectories:
+        search = dict(wanted)
+        limit = int(search.pop("limit"))
+        return views.trajectories(self._broker, Search(**search), limit)
+
+    def trajectory(self, task: int, sample: int) -> TrajectoryDetail:
+        with _refusals():
+            return views.trajectory(self._broker, task, sample, None)
+
+    def change(self, wanted: SettingsChange) -> Settings:
+        with _refusals():
+            views.change(self._broker, wanted, self.NAME, whoami())
+        return self.status().settings
+
+
+@contextmanager
+def _refusals() -> Iterator[None]:
+    """What the control plane would answer with a problem is a RefusedError here as there."""
+    try:
+        yield
+    except (Refusal, DataError) as error:
+        raise RefusedError(str(error)) from error

@@ -1,0 +1,123 @@
+"""What the commands over the control plane do and print."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import ValidationError
+from rich.console import Console
+
+from deploy.client import find
+from deploy.client.client import Client, connect, open_source
+from schemas.control_api import RunStatus, SettingsChange
+from schemas.errors import ERROR_EXIT, NOT_DONE_EXIT, OK_EXIT, ConfigError
+
+
+def status(run: str, control: str | None, url: str | None, prefix: str, as_json: bool) -> int:
+    """Print the state of a run; exit code 1 when its ledger leaks."""
+    found = open_source(run, control, url, prefix).status()
+    if as_json:
+        print(found.model_dump_json())
+    else:
+        console = Console()
+        for name, value in rows(found):
+            console.print(f"{name:<16} {value}", highlight=False, soft_wrap=True)
+    return OK_EXIT if found.ledger.balanced else ERROR_EXIT
+
+
+def rows(s: RunStatus) -> list[tuple[str, str]]:
+    """The status for people, line by line."""
+    ledger = s.ledger
+    dropped, failed = sum(ledger.dropped.values()), sum(ledger.failed.values())
+    total = (
+        f"{ledger.admitted} admitted = {ledger.active} active + {ledger.trained} trained"
+        f" + {dropped} dropped + {failed} failed"
+    )
+    balance = "balanced" if ledger.balanced else "[bold red]NOT BALANCED: slots leak[/]"
+    ended = [f"{count} dropped: {reason}" for reason, count in ledger.dropped.items()]
+    ended += [f"{count} failed: {reason}" for reason, count in ledger.failed.items()]
+    memory = "unknown memory" if s.memory_bytes is None else find.size(s.memory_bytes)
+    lines = [
+        ("state", f"{s.state}{': ' + s.cause if s.cause else ''}"),
+        ("limited by", s.verdict.text),
+        ("step", f"{s.step} of {s.steps}, weights version {s.version}, trainer epoch {s.epoch}"),
+        ("prompt groups", f"{total}: {balance}"),
+        ("ended untrained", ", ".join(ended) or "none"),
+        ("to admit again", str(ledger.redo)),
+        (
+            "slots",
+            f"{ledger.active} of {ledger.capacity} (staleness bound {s.settings.staleness}, batch {s.settings.batch})",
+        ),
+        ("live groups", f"{ledger.live_groups} of at most {ledger.live_bound}, {memory} in the broker"),
+        ("waiting", ", ".join(f"{stream.name} {stream.waiting + stream.pending}" for stream in s.streams)),
+        ("dead letters", str(s.dead_letters)),
+        ("services", ", ".join(_service(service) for service in s.services) or "none"),
+    ]
+    if s.pause.mode != "none":
+        done = "done" if s.pause.done else f"waiting for {', '.join(s.pause.waiting_for)}"
+        lines.insert(1, ("pause", f"{s.pause.mode} by {s.pause.by}: {done}"))
+    return lines
+
+
+def _service(service: Any) -> str:
+    silent = "" if service.live else f", silent for {service.silent_s:.0f} s"
+    return f"{service.name} {service.state}{silent}"
+
+
+def order(
+    run: str, control: str | None, verb: str, body: Mapping[str, Any], as_json: bool, taken_is_done: bool = False
+) -> int:
+    """Give one order and print the answer; exit code 4 when it was not followed by all in time."""
+    client = connect(run, control)
+    return _report(client.send("POST", f"/v1/{verb}", body or None, body.get("wait_s", 0.0)), as_json, taken_is_done)
+
+
+def scale(run: str, control: str | None, replicas: list[str], as_json: bool) -> int:
+    """``generator=3 reward=2``; all are checked before the first is ordered."""
+    wanted = {}
+    for assignment in replicas:
+        role, _, count = assignment.partition("=")
+        if role not in ("generator", "reward") or not count.isdigit():
+            raise ConfigError(f"{assignment!r} must look like generator=3 or reward=2")
+        wanted[role] = int(count)
+    client: Client = connect(run, control)
+    codes = [
+        _report(client.send("POST", "/v1/scale", {"role": role, "replicas": count}), as_json, True)
+        for role, count in wanted.items()
+    ]
+    return max(codes)
+
+
+def _report(answer: Mapping[str, Any], as_json: bool, taken_is_done: bool) -> int:
+    if as_json:
+        print(json.dumps(answer))
+    else:
+        print(f"{answer['order']}: {answer['text']}")
+    return OK_EXIT if answer["done"] or taken_is_done else NOT_DONE_EXIT
+
+
+def change(run: str, control: str | None, url: str | None, prefix: str, assignments: list[str], as_json: bool) -> None:
+    """``staleness=2 batch=64``, or ``staleness=default``; all are checked before the first is made."""
+    wanted: dict[str, int | None] = {}
+    for assignment in assignments:
+        name, _, value = assignment.partition("=")
+        lowest = {"staleness": 0, "batch": 1, "concurrency": 1}.get(name)
+        if lowest is None:
+            raise ConfigError(
+                f"setting {name!r} cannot be changed while the run goes on; staleness, batch and concurrency can"
+            )
+        if value != "default" and not (value.isdigit() and int(value) >= lowest):
+            raise ConfigError(f"{name} {value!r} must be a number of {lowest} or more, or default")
+        wanted[name] = None if value == "default" else int(value)
+    try:
+        asked = SettingsChange(**wanted)
+    except ValidationError as error:
+        raise ConfigError("; ".join(f"{item['loc'][0]}: {item['msg']}" for item in error.errors())) from error
+    now = open_source(run, control, url, prefix).change(asked)
+    if as_json:
+        print(now.model_dump_json())
+        return
+    for name, number in wanted.items():
+        print(f"{name}: {'as configured, from the next start of the trainer' if number is None else number}")

@@ -1,0 +1,1 @@
+"""This machine: what it has, and what is installed on it."""

@@ -1,0 +1,1 @@
+"""Commands that need no broker: warm start, preference training, evaluation, export, replay."""

@@ -1,0 +1,85 @@
+"""``tidemill export``: a checkpoint of a run as a model folder for transformers and vLLM, with its progress.
+
+``tidemill replay``: says whether recorded batches, trained again, give the weights that the run has.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import Progress
+
+from consumers.trainer.checkpoint.compare import Comparison
+from consumers.trainer.checkpoint.convert import export_checkpoint
+from consumers.trainer.replay import Plan, plan_replay, run_replay
+from deploy.logs import configure_logging
+from deploy.services import torchrun
+from schemas.config import TidemillConfig
+from schemas.errors import ERROR_EXIT, OK_EXIT
+
+
+def export_model(config: TidemillConfig, step: int | None, to: Path | None, adapter: bool = False) -> None:
+    """Export and print one line; what is done meanwhile goes to stderr."""
+    configure_logging(config, "export", "export")
+    console = Console(stderr=True)
+    began = time.monotonic()
+    with console.status("export") as status:
+
+        def stage(text: str) -> None:
+            status.update(text)
+            if not console.is_terminal:
+                console.print(f"export: {text}", highlight=False, soft_wrap=True)
+
+        path, folder = export_checkpoint(config, step, to, stage, adapter)
+    size = sum(file.stat().st_size for file in folder.iterdir()) / 1e6
+    print(f"{folder}: {path.name} in {config.model.dtype}, {size:.1f} MB, {time.monotonic() - began:.0f} s")
+
+
+def replay_steps(config: TidemillConfig, run: str, first: int, last: int | None) -> int:
+    """Replay and print one line; the exit code: 0 when all is equal to the bit, 1 when not.
+
+    run: as it was given, for the ranks that are started when the run had several.
+    """
+    configure_logging(config, "replay", "replay")
+    plan = plan_replay(config, first, last)
+    if plan.world > 1 and not torchrun.is_rank():
+        os.environ["OMP_NUM_THREADS"] = str(plan.threads)
+        arguments = ["replay", run, "--from", str(first), "--to", str(plan.last)]
+        return torchrun.launch(plan.world, arguments, config.supervisor.grace_s)
+    answer = _replay(config, plan)
+    if answer is None:
+        return OK_EXIT
+    print(_verdict(config, plan, answer))
+    return OK_EXIT if answer.equal else ERROR_EXIT
+
+
+def _replay(config: TidemillConfig, plan: Plan) -> Comparison | None:
+    console = Console(stderr=True)
+    with Progress(console=console, disable=not console.is_terminal) as bar:
+        shown = bar.add_task("replay", total=plan.last - plan.first)
+
+        def did(step: int) -> None:
+            bar.advance(shown)
+            if not console.is_terminal:
+                print(f"replay: step {step}, up to {plan.last - 1}", file=sys.stderr)
+
+        return run_replay(config, plan, did)
+
+
+def _verdict(config: TidemillConfig, plan: Plan, answer: Comparison) -> str:
+    start = plan.start.name if plan.start else config.model.path
+    steps = f"steps {plan.first} to {plan.last - 1} of run {config.run.name}, trained again from {start},"
+    if answer.equal:
+        return f"equal: {steps} give {plan.goal.name} to the bit, {answer.tensors} tensors"
+    name, gap = max(answer.differs.items(), key=lambda found: found[1])
+    import torch
+
+    elsewhere = "" if plan.torch == torch.__version__ else f"; PyTorch was {plan.torch} and is {torch.__version__}"
+    return (
+        f"NOT EQUAL: {steps} do not give {plan.goal.name}: {len(answer.differs)} of {answer.tensors} tensors differ,"
+        f" most {name} by {gap:.3g}{elsewhere}"
+    )

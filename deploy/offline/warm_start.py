@@ -1,0 +1,140 @@
+"""Makes the model that a run starts from, when the configuration has a warm_start; behind ``tidemill sft``."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+
+from consumers.offline.sft import DETAILS, settings_digest
+from deploy.logs import configure_logging
+from deploy.services.torchrun import is_rank
+from producers.datasets.loading import build_dataset
+from schemas.config import DatasetConfig, TidemillConfig, WarmStartConfig
+from schemas.errors import ConfigError
+from schemas.plugins import load
+
+if TYPE_CHECKING:
+    from consumers.trainer.distributed.ranks import Ranks
+
+
+def make_model(config: TidemillConfig, settings: WarmStartConfig) -> None:
+    """Train the model of ``warm_start`` into model.path, unless it is there already; ConfigError says why not.
+
+    Started as several ranks (torchrun), all of them train.
+    """
+    configure_logging(config, "sft", "sft")
+    if not is_rank() and up_to_date(config, settings):
+        return
+    from consumers.trainer.distributed.ranks import Ranks
+
+    ranks = Ranks()
+    with ranks.lifeline():
+        if ranks.agree("current" if ranks.is_main and up_to_date(config, settings) else ""):
+            return
+        if ranks.is_main:
+            _make_room(Path(config.model.path))
+        _train(config, settings, ranks)
+
+
+def up_to_date(config: TidemillConfig, settings: WarmStartConfig) -> bool:
+    """Whether there is nothing to make, which is said. Loads no model library."""
+    current = is_current(config, settings)
+    if current:
+        print(f"model {config.model.path}: up to date", file=sys.stderr)
+    return current
+
+
+def _train(config: TidemillConfig, settings: WarmStartConfig, ranks: Ranks) -> None:
+    from consumers.offline.sft import SftProgress, train_sft
+
+    folder = Path(config.model.path)
+    source = load(settings.model, "warm_start.model", config.base)
+    examples = pairs(settings.dataset, config.base)
+    heldout = pairs(settings.eval, config.base)
+    with _bar(ranks.is_main) as bar:
+        task = bar.add_task("warm start", total=1.0, figures="")
+
+        def show(progress: SftProgress) -> None:
+            figures = f"accuracy {progress.accuracy:.2f} of {settings.stop_accuracy:g}, step {progress.step}"
+            bar.update(task, completed=min(1.0, progress.accuracy / settings.stop_accuracy), figures=figures)
+            if not bar.console.is_terminal:
+                bar.console.print(f"warm start: {figures}", highlight=False)
+
+        result = train_sft(
+            folder,
+            source,
+            examples,
+            heldout,
+            settings,
+            seed=config.run.seed,
+            dtype=config.model.dtype,
+            progress=show,
+            trust_remote_code=config.model.trust_remote_code,
+            ranks=ranks,
+        )
+    if ranks.is_main:
+        made = f"accuracy {result.accuracy:.2f} after {result.steps} supervised steps, {result.seconds:.0f} s"
+        print(f"model {folder}: {made}", file=sys.stderr)
+
+
+def is_current(config: TidemillConfig, settings: WarmStartConfig) -> bool:
+    """Whether model.path holds a complete model made with these settings."""
+    folder = Path(config.model.path)
+    details = _details(folder)
+    digest = settings_digest(settings, config.run.seed, config.model.dtype)
+    return (folder / "config.json").is_file() and details.get("settings") == digest
+
+
+def pairs(dataset: DatasetConfig, base: Path) -> list[tuple[str, str]]:
+    """Prompt and answer of every example; ConfigError when an example has no plain prompt or no answer."""
+    examples = build_dataset(dataset, base)
+    found: list[tuple[str, str]] = []
+    for index in range(len(examples)):
+        example = examples[index]
+        answer = example.data.get("answer")
+        if example.text is None or answer is None:
+            raise ConfigError(
+                f"warm_start: example {index} of dataset {dataset.name!r} needs a text prompt and data['answer']"
+            )
+        found.append((example.text, str(answer)))
+    return found
+
+
+def _details(folder: Path) -> dict[str, Any]:
+    try:
+        details = json.loads((folder / DETAILS).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return details if isinstance(details, dict) else {}
+
+
+def _make_room(folder: Path) -> None:
+    """Remove a model that an earlier warm start made; anything else that is there stays, and is an error."""
+    if not folder.exists():
+        return
+    if not _details(folder):
+        raise ConfigError(
+            f"model.path {folder} exists and was not made by warm_start: remove the warm_start section to"
+            " train that model, or name another folder"
+        )
+    print(f"model {folder}: made with other settings, made again", file=sys.stderr)
+    shutil.rmtree(folder)
+
+
+def _bar(shown: bool) -> Progress:
+    console = Console(stderr=True)
+    return Progress(
+        TextColumn("[bold]{task.description}"),
+        BarColumn(),
+        TaskProgressColumn(),
+        TextColumn("{task.fields[figures]}"),
+        TimeElapsedColumn(),
+        console=console,
+        disable=not (shown and console.is_terminal),
+    )

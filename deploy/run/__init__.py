@@ -1,0 +1,1 @@
+"""``tidemill up``: a whole run on this machine."""

@@ -1,0 +1,136 @@
+"""``tidemill broker``: a server for services on several machines, with a password, its data in the run's folder.
+
+Promises: who reads the file with its URL finds a server that answers; the password is the same after a restart and on
+no command line; nothing is left behind when this process ends.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import secrets
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import redis
+
+from broker.connection.connection import open_client
+from broker.connection.embedded import EmbeddedServer, find_server
+from deploy.supervisor.process import Process
+from schemas.config import TidemillConfig
+from schemas.errors import OK_EXIT, ConfigError, InfraError
+from schemas.lifecycle import StopFlag
+
+START_DEADLINE_S = 300.0
+"""How long it may read what it wrote before."""
+STOP_DEADLINE_S = 60.0
+LOOK_S = 0.1
+
+
+def run_broker(config: TidemillConfig, host: str | None, port: int, url_file: Path | None) -> int:
+    """Serve until SIGTERM or Ctrl-C. host: name of this machine for the others, its own by default.
+
+    url_file: where the URL goes once the server answers, ``redis_url`` in the run's folder by default. ConfigError if
+    the run's data is in use; InfraError if the server ends by itself.
+    """
+    stop = StopFlag().install()
+    folder = config.folder / "broker"
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    url_file = url_file or config.folder / "redis_url"
+    with _sole_user(folder):
+        password = _password(folder / "password")
+        settings = folder / "broker.conf"
+        _write(settings, _settings(folder, port, password, config.broker.fsync))
+        process = Process([find_server(), str(settings)], "broker")
+        try:
+            _wait_until_it_answers(process, f"redis://:{password}@127.0.0.1:{port}/0", stop)
+            name = host or socket.gethostname()
+            _write(url_file, f"redis://:{password}@{name}:{port}/0\n")
+            print(
+                f"the broker listens at {name}:{port}; for the services: export REDIS_URL_FILE={url_file}", flush=True
+            )
+            while not stop.wait(LOOK_S):
+                _check(process)
+            process.terminate()
+            _wait_until_it_ended(process)
+        finally:
+            process.kill()
+            _wait_until_it_ended(process)
+    return OK_EXIT
+
+
+def _settings(folder: Path, port: int, password: str, fsync: str) -> str:
+    settings = {
+        "port": str(port),
+        "bind": "* -::*",
+        "requirepass": password,
+        "dir": f'"{folder}"',
+        "appendonly": "yes",
+        "appendfsync": fsync,
+        "save": '""',
+        "maxmemory-policy": "noeviction",
+    }
+    return "".join(f"{key} {value}\n" for key, value in settings.items())
+
+
+def _password(file: Path) -> str:
+    if not file.is_file():
+        _write(file, secrets.token_urlsafe(24))
+    return file.read_text(encoding="utf-8").strip()
+
+
+def _write(file: Path, text: str) -> None:
+    """Whole or not at all, and readable by its owner only."""
+    aside = file.with_name(f"{file.name}.writing")
+    aside.unlink(missing_ok=True)
+    aside.touch(mode=0o600)
+    aside.write_text(text, encoding="utf-8")
+    aside.replace(file)
+
+
+def _wait_until_it_answers(process: Process, url: str, stop: StopFlag) -> None:
+    client = open_client(url)
+    deadline = time.monotonic() + START_DEADLINE_S
+    while not stop:
+        _check(process)
+        try:
+            client.ping()
+            return
+        except redis.RedisError as error:
+            if time.monotonic() > deadline:
+                raise InfraError(f"the broker did not answer within {START_DEADLINE_S:.0f} s: {error}") from error
+        stop.wait(LOOK_S)
+
+
+def _wait_until_it_ended(process: Process) -> None:
+    deadline = time.monotonic() + STOP_DEADLINE_S
+    while process.poll() is None and time.monotonic() < deadline:
+        time.sleep(LOOK_S)
+
+
+def _check(process: Process) -> None:
+    ended = process.poll()
+    if ended is not None:
+        raise InfraError(f"the broker's server ended ({ended}); it has said why above")
+
+
+@contextmanager
+def _sole_user(folder: Path) -> Iterator[None]:
+    """Two servers on one append-only file would destroy it."""
+    embedded = EmbeddedServer(folder)
+    try:
+        open_client(embedded.url).ping()
+    except redis.RedisError:
+        pass
+    else:
+        raise ConfigError(f"`tidemill up` has a broker in {folder}: stop it first")
+    with (folder / "lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise ConfigError(f"another `tidemill broker` uses {folder}: stop it first") from None
+        os.set_inheritable(lock.fileno(), False)
+        yield

@@ -1,0 +1,321 @@
+"""A supervised run, as ``tidemill up`` and ``tidemill ray`` start it: from the first model to the summary.
+
+The order: the model, if the configuration says how to make it; the broker; the services; the
+live view until the trainer is done; then the services stop, the broker last, and the run is summed up.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import redis
+from rich.console import Console
+
+from broker.api.server import ADDRESS, address_of
+from broker.client import Broker
+from broker.connection.connection import answers, open_client, url_from
+from broker.connection.embedded import EmbeddedServer
+from broker.presence import Presence
+from deploy.logs import configure_logging
+from deploy.offline.warm_start import is_current
+from deploy.run.preflight import check
+from deploy.run.summary import Ending, finish
+from deploy.run_files import CONFIG
+from deploy.supervisor.events import Notices
+from deploy.supervisor.restart_policy import State
+from deploy.supervisor.scale_commands import Steward
+from deploy.supervisor.services import Starter
+from deploy.supervisor.supervisor import (
+    Change,
+    Outcome,
+    ServiceSpec,
+    Supervisor,
+)
+from deploy.terminal.live import View
+from deploy.terminal.snapshot import (
+    Notice,
+    Replica,
+    RunSnapshot,
+    Watcher,
+    empty,
+)
+from schemas.config import ProbesConfig, TidemillConfig, save_config
+from schemas.errors import (
+    CONFIG_EXIT,
+    ERROR_EXIT,
+    INTERRUPTED_EXIT,
+    OK_EXIT,
+    ConfigError,
+    InfraError,
+)
+
+BROKER_DEADLINE_S = 30.0
+STOP_ORDER = {"feeder": 0, "generator": 1, "reward": 2, "trainer": 3, "control": 4, "broker": 9}
+EXIT_CODES = {"finished": OK_EXIT, "failed": ERROR_EXIT, "stopped": INTERRUPTED_EXIT}
+SHOW_EVERY_S = 0.25
+LOCK = "up.lock"
+
+
+def run_up(config: TidemillConfig, starter: Starter, fresh: bool = False) -> int:
+    """Run until the training is done, has failed, or is interrupted; returns the exit code.
+
+    starter: where services run. fresh: first delete the files of an earlier run of this name, and what it left in
+    the broker.
+    """
+    check(config)
+    folder = config.folder
+    folder.mkdir(parents=True, exist_ok=True)
+    with ExitStack() as stack:
+        stack.enter_context(_sole_user(folder))
+        if fresh:
+            _forget(config)
+        elif (folder / "summary.json").is_file() and _finished(folder, config.trainer.steps):
+            raise ConfigError(
+                f"run {config.run.name!r} in {folder} is finished: give it more trainer.steps, add --fresh to delete"
+                " it and start anew, or give another run.name"
+            )
+        (folder / "logs").mkdir(exist_ok=True)
+        # The view has the terminal; what this process logs goes to a file beside those of the services.
+        own_log = stack.enter_context((folder / "logs" / "up.log").open("a", encoding="utf-8"))
+        configure_logging(config, "up", "up", own_log)
+        # Services read this one: the file may be edited while they run, and is read again when they restart.
+        file = folder / CONFIG
+        # They share this machine, and one port can have one owner.
+        save_config(config.model_copy(update={"probes": ProbesConfig()}), file)
+        run = _Run(config, file, starter)
+        outcome = run.warm_start()
+        if outcome is not None:
+            return run.report(outcome, None)
+        supervisor = stack.enter_context(Supervisor(config.supervisor, folder / "logs", run.on_change, starter))
+        return run.run(supervisor)
+
+
+class _Run:
+    def __init__(self, config: TidemillConfig, file: Path, starter: Starter) -> None:
+        self.config = config
+        self.starter = starter
+        self.file = file
+        self.console = Console()
+        self.notices: list[Notice] = []
+        self.timeline = Notices()
+        self.phases: dict[str, float] = {}
+        self.environment: dict[str, str] = {}
+        self.view: View | None = None
+        self.address: str | None = None
+        self.ordered = False
+        """Whether somebody ordered the end, rather than interrupting this process."""
+
+    def run(self, supervisor: Supervisor) -> int:
+        """All but the warm start, phase by phase."""
+        with self._phase("broker"):
+            early = self._start_broker(supervisor)
+        if early is not None:
+            return self.report(early, None)
+        broker = Broker.connect(self.config)
+        steward = Steward(supervisor, broker)
+        steward.begin({"generator": self.config.generator.replicas, "reward": self.config.reward.replicas})
+        with (
+            self.timeline.to(broker),
+            Presence(broker, "supervisor", "supervisor", steward.describe),
+            Watcher(broker, self.config) as watcher,
+        ):
+            with self._phase("training"), View(self.console) as self.view:
+                self._start_services(supervisor)
+                show = self._every(SHOW_EVERY_S, lambda: self._show(supervisor, watcher))
+
+                def tick() -> None:
+                    show()
+                    if watcher.latest is not None:
+                        steward.obey(watcher.latest.orders)
+
+                outcome = supervisor.run(tick)
+            steward.stopping = True
+            self.ordered = steward.ordered
+            self.view = None
+            if outcome.reason == "stopped":
+                self.console.print("stopping the services; once more to kill them")
+            with self._phase("stopping"):
+                supervisor.stop(keep=["broker"])
+            steward.record(outcome)
+        ending = finish(self.config, outcome, self.phases)
+        supervisor.stop()
+        return self.report(outcome, ending)
+
+    def on_change(self, change: Change) -> None:
+        """The supervisor did something to a service."""
+        notice = Notice(change.service, change.text, change.level, time.time())
+        self.notices.append(notice)
+        self.timeline.put(change)
+        if self.view is not None:
+            self.view.notice(notice)
+        elif change.level != "info":
+            self.console.print(f"{change.service}: {change.text}", soft_wrap=True, highlight=False, markup=False)
+
+    def warm_start(self) -> Outcome | None:
+        """Make the model first, in a process of its own; an outcome only when that ended the run."""
+        settings = self.config.warm_start
+        if settings is None or is_current(self.config, settings):
+            return None
+        once = self.config.supervisor.model_copy(update={"max_restarts": 0})
+        with self._phase("warm_start"), Supervisor(once, self.config.folder / "logs") as supervisor:
+            supervisor.add(replace(self._spec("sft"), finishes=True, shared_output=True))
+            outcome = supervisor.run()
+            supervisor.stop()
+        return None if outcome.reason == "finished" else outcome
+
+    def _start_broker(self, supervisor: Supervisor) -> Outcome | None:
+        """An embedded server, unless there is one to use; an outcome only when it can't be started."""
+        url = url_from(self.config.broker.url)
+        if url is not None:
+            for warning in answers(url):
+                self.console.print(warning, soft_wrap=True, highlight=False)
+            return None
+        server = EmbeddedServer(self.config.folder / "broker", self.config.broker.fsync)
+        server.prepare()
+        # Logging to its output puts its log beside the others; options given last win.
+        argv = [*server.command(), "--logfile", ""]
+        supervisor.add(ServiceSpec("broker", argv, role="broker", stop_order=STOP_ORDER["broker"]))
+        # The services and this process find it like any other server.
+        self.environment["REDIS_URL"] = os.environ["REDIS_URL"] = server.url
+        client = open_client(server.url)
+        deadline = time.monotonic() + BROKER_DEADLINE_S
+        while True:
+            outcome = supervisor.poll()
+            if outcome is not None or supervisor.interrupts:
+                return outcome or Outcome("stopped")
+            try:
+                client.ping()
+                return None
+            except redis.RedisError as error:
+                if time.monotonic() > deadline:
+                    log = self.config.folder / "logs" / "broker.log"
+                    raise InfraError(
+                        f"the embedded broker did not answer within {BROKER_DEADLINE_S:.0f} s: {error} [log: {log}]"
+                    ) from error
+            time.sleep(0.02)
+
+    def _start_services(self, supervisor: Supervisor) -> None:
+        config = self.config
+        for role, count in (("generator", config.generator.replicas), ("reward", config.reward.replicas)):
+            supervisor.add_role(role, self._replica(role), count)
+        supervisor.add(replace(self._spec("trainer"), finishes=True))
+        supervisor.add(self._spec("feeder"))
+        if config.control.enabled:
+            (config.folder / ADDRESS).unlink(missing_ok=True)
+            supervisor.add(replace(self._spec("control"), optional=True))
+
+    def _replica(self, role: str) -> Callable[[int], ServiceSpec]:
+        return lambda index: replace(self._spec(role, f"{role}-{index}"), essential=False)
+
+    def _spec(self, role: str, name: str | None = None) -> ServiceSpec:
+        argv = [sys.executable, "-m", "deploy.cli", role, str(self.file)]
+        if role != "sft":
+            argv += ["--name", name or role]
+        return ServiceSpec(
+            name or role,
+            argv,
+            role=role,
+            environment=self.environment,
+            stop_order=STOP_ORDER.get(role, 0),
+        )
+
+    def _show(self, supervisor: Supervisor, watcher: Watcher) -> None:
+        self._tell_address()
+        self.starter.tick(supervisor, watcher.latest)
+        if self.view is not None:
+            self.view.show(self._merge(supervisor, watcher.latest or empty(self.config)), time.monotonic())
+
+    def _tell_address(self) -> None:
+        """Say where the control plane listens, once for each address."""
+        url = address_of(self.config.folder)
+        if url is not None and url != self.address:
+            self.address = url
+            self.on_change(Change("control", f"listens at {url}"))
+
+    def _merge(self, supervisor: Supervisor, snapshot: RunSnapshot) -> RunSnapshot:
+        """What the broker knows of the services and what the supervisor knows of their processes."""
+        beats = {replica.name: replica for replica in snapshot.replicas}
+        replicas = []
+        for service in supervisor.services:
+            alive = service.state is State.RUNNING
+            beat = beats.pop(service.name, None) if alive else None
+            own_state = "starting" if alive and service.role != "broker" else str(service.state)
+            replica = beat or Replica(service.name, service.role, own_state)
+            replicas.append(replace(replica, restarts=service.restarts))
+        known = {service.name for service in supervisor.services}
+        # The rest were started elsewhere and joined this run.
+        replicas += [beat for name, beat in beats.items() if name not in known]
+        notices = sorted([*snapshot.notices, *self.notices[-8:]], key=lambda notice: notice.time)
+        return replace(snapshot, replicas=replicas, notices=notices)
+
+    def report(self, outcome: Outcome, ending: Ending | None) -> int:
+        """Tell how it ended; returns the exit code."""
+        if ending is not None:
+            ending.print(self.console)
+        if outcome.cause is not None:
+            print(f"tidemill: {outcome.cause}", file=sys.stderr)
+            if outcome.cause.exit.code == CONFIG_EXIT:
+                return CONFIG_EXIT
+        if outcome.reason == "stopped" and self.ordered:
+            return OK_EXIT
+        return EXIT_CODES[outcome.reason]
+
+    @contextmanager
+    def _phase(self, name: str) -> Iterator[None]:
+        began = time.monotonic()
+        yield
+        self.phases[name] = time.monotonic() - began
+
+    @staticmethod
+    def _every(seconds: float, call: Callable[[], None]) -> Callable[[], None]:
+        due = 0.0
+
+        def tick() -> None:
+            nonlocal due
+            if time.monotonic() >= due:
+                due = time.monotonic() + seconds
+                call()
+
+        return tick
+
+
+@contextmanager
+def _sole_user(folder: Path) -> Iterator[None]:
+    """Only one ``tidemill up`` may use a run's folder; the lock goes with the process, however it ends."""
+    with (folder / LOCK).open("a+", encoding="utf-8") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(
+                f"another `tidemill up` uses the folder {folder}: stop it, or give this run another run.name"
+            ) from None
+        yield
+
+
+def _finished(folder: Path, steps: int) -> bool:
+    """Whether the run has ended with all these optimizer steps behind it."""
+    try:
+        summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+    except ValueError:
+        return False
+    return bool(summary.get("exit_reason") == "finished" and summary.get("steps", 0) >= steps)
+
+
+def _forget(config: TidemillConfig) -> None:
+    """Delete the run's files, except the lock that is held, and its keys in a broker that outlives it."""
+    for path in config.folder.iterdir():
+        if path.is_dir():
+            shutil.rmtree(path)
+        elif path.name != LOCK:
+            path.unlink()
+    if url_from(config.broker.url) is not None:
+        Broker.connect(config).purge()

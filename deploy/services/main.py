@@ -1,0 +1,63 @@
+"""Whether one service works: its heartbeat in the broker is fresh. What health checks of containers ask.
+
+A service that waits for a broker which went away has no fresh heartbeat and is well: use the answer to tell when a
+service has come up, not to restart it. Services end by themselves when they can't go on.
+
+One service in this process, as the supervisor, compose, Kubernetes and Slurm start it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import socket
+from collections.abc import Callable
+
+from broker.client import Broker
+from deploy.logs import configure_logging
+from schemas.config import TidemillConfig
+from schemas.errors import ConfigError
+
+FRESH_S = 15.0
+DEADLINE_S = 5.0
+
+
+def problem(config: TidemillConfig, name: str) -> str | None:
+    """What is wrong with the service called ``name``, in a few words; None when it is ready. InfraError: no broker."""
+    settings = config.broker.model_copy(update={"deadline_s": DEADLINE_S})
+    services = Broker.connect(config.model_copy(update={"broker": settings})).services
+    age_s = services.age_s(name)
+    if age_s is None:
+        return f"{name} has not come up"
+    return None if age_s <= FRESH_S else f"{name} has been silent for {age_s:.0f} s"
+
+
+ROLES = {
+    "control": "broker.api.server:run_control",
+    "feeder": "producers.feeder:run_feeder",
+    "generator": "producers.generator.service:run_generator",
+    "reward": "consumers.reward.service:run_reward",
+    "trainer": "consumers.trainer.service:run_trainer",
+}
+"""A role is a function (configuration, service name) that returns when its work is done or it was asked to end."""
+
+SINGLE = frozenset({"control", "feeder", "trainer"})
+"""Roles with one member; their service is named like the role."""
+
+
+def run_role(role: str, config: TidemillConfig, name: str | None) -> None:
+    """Run until it ends; the errors of schemas/errors.py say why when it fails."""
+    name = service_name(role, name)
+    configure_logging(config, role, name)
+    module, _, function = ROLES[role].partition(":")
+    run: Callable[[TidemillConfig, str], None] = getattr(importlib.import_module(module), function)
+    run(config, name)
+
+
+def service_name(role: str, name: str | None = None) -> str:
+    """The name of this machine's service of a role: stable over restarts, different on each machine.
+
+    ConfigError for an unknown role.
+    """
+    if role not in ROLES:
+        raise ConfigError(f"unknown role {role!r}: one of {', '.join(sorted(ROLES))}")
+    return name or (role if role in SINGLE else f"{role}-{socket.gethostname().split('.')[0]}")

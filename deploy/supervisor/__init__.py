@@ -1,0 +1,1 @@
+"""The supervisor: it starts services, restarts them, scales them and ends them."""

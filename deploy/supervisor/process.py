@@ -1,0 +1,222 @@
+"""One guarded child process, and the promise that nothing it starts is left behind.
+
+Three nets: a guardian per child (deploy/supervisor/guard.py) that kills everything below it when the
+child ends or this process dies; the kernel's parent-death signal should the guardian itself
+be killed; and ``sweep``, with which this process then finds the grandchildren.
+
+Services as processes of this machine.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from deploy.supervisor import guard
+from schemas.errors import InfraError
+
+if TYPE_CHECKING:
+    from deploy.supervisor.supervisor import Supervisor
+    from deploy.terminal.snapshot import RunSnapshot
+
+
+MARK = "TIDEMILL_SUPERVISOR"
+"""Environment variable that tells this supervisor's processes, at any depth, from all others."""
+
+
+@dataclass(frozen=True)
+class Exit:
+    """How a process ended: its exit code, negative for a signal."""
+
+    code: int
+
+    def __str__(self) -> str:
+        if self.code >= 0:
+            return f"exit code {self.code}"
+        try:
+            name = signal.Signals(-self.code).name
+        except ValueError:
+            name = f"signal {-self.code}"
+        return f"killed by {name}"
+
+
+class Process:
+    """A child in a session of its own.
+
+    Life cycle::
+
+        process = Process(["sleep", "5"], "sleep", log=Path("sleep.log"))
+        process.poll()        # None while it runs
+        process.terminate()   # SIGTERM to the child alone
+        process.kill()        # SIGKILL to it and to everything below it
+        process.poll()        # Exit(...) once nothing of it is left
+    """
+
+    def __init__(
+        self,
+        argv: Sequence[str],
+        name: str,
+        log: Path | None = None,
+        environment: Mapping[str, str] | None = None,
+        folder: Path | None = None,
+        mark: str = "",
+    ) -> None:
+        """Start at once; InfraError if the system can't.
+
+        Output is appended to ``log``, or shares this process's own when that is None.
+        """
+        ours, theirs = socket.socketpair()
+        output = None
+        try:
+            output = log.open("ab", buffering=0) if log else None
+            ours.sendall(json.dumps(list(argv)).encode() + b"\n")
+            self._process = subprocess.Popen(
+                [sys.executable, "-I", "-S", guard.__file__, str(theirs.fileno()), name],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT if output else None,
+                cwd=folder,
+                env={**os.environ, **(environment or {}), **({MARK: mark} if mark else {})},
+                pass_fds=(theirs.fileno(),),
+                start_new_session=True,
+            )
+        except OSError as error:
+            ours.close()
+            raise InfraError(f"cannot start {name}: {error.strerror}") from error
+        finally:
+            theirs.close()
+            if output:
+                output.close()
+        ours.setblocking(False)
+        self._control = ours
+        self._heard = ""
+        self._exit: Exit | None = None
+
+    @property
+    def orphaned(self) -> bool:
+        """Whether it ended because its guardian was killed, so that something may be left for ``sweep``."""
+        return self._exit is not None and self._told("exit") is None
+
+    @property
+    def guard_pid(self) -> int:
+        """Process id of the guardian."""
+        return self._process.pid
+
+    @property
+    def pid(self) -> int | None:
+        """Process id of the child itself, None until the guardian has told it."""
+        self._listen()
+        return self._told("pid")
+
+    def poll(self) -> Exit | None:
+        """How it ended, or None while anything of it runs."""
+        if self._exit is None:
+            code = self._process.poll()
+            if code is not None:
+                self._listen()
+                told = self._told("exit")
+                # Without a last word the guardian itself was killed, and its child with it.
+                self._exit = Exit(code if told is None else told)
+                self._control.close()
+        return self._exit
+
+    def terminate(self) -> None:
+        """Ask the child to end."""
+        self._send(b"T")
+
+    def kill(self) -> None:
+        """Kill the child and everything below it."""
+        self._send(b"K")
+
+    def _send(self, command: bytes) -> None:
+        if self._exit is None:
+            try:
+                self._control.send(command)
+            except OSError:
+                # The guardian is ending; poll says how.
+                return
+
+    def _listen(self) -> None:
+        while self._exit is None:
+            try:
+                data = self._control.recv(256)
+            except OSError:
+                return
+            if not data:
+                return
+            self._heard += data.decode()
+
+    def _told(self, word: str) -> int | None:
+        for line in self._heard.splitlines():
+            name, _, value = line.partition(" ")
+            if name == word:
+                return int(value)
+        return None
+
+
+def become_subreaper() -> bool:
+    """Let orphans of killed guardians come to this process instead of init; False where the system can't."""
+    return guard.prctl(guard.PR_SET_CHILD_SUBREAPER, 1)
+
+
+class Strays:
+    """What killed guardians left: found among this process's adopted children, killed and collected.
+
+    ``mark`` goes into the environment of every process that is started.
+    """
+
+    def __init__(self) -> None:
+        self.mark = uuid.uuid4().hex
+        self._sessions: set[int] = set()
+        self._killed: set[int] = set()
+
+    def orphaned(self, guard_pid: int) -> None:
+        """This guardian was killed; its session's processes come here."""
+        self._sessions.add(guard_pid)
+
+    def sweep(self, guards: set[int]) -> list[int]:
+        """Kill and collect what there is besides ``guards``; call it again until it returns nothing."""
+        if not self._sessions:
+            return []
+        parent_of = guard.parents()
+        children = [pid for pid, parent in parent_of.items() if parent == os.getpid() and pid not in guards]
+        strays = [pid for pid in children if pid in self._killed or self._is_ours(pid)]
+        for stray in strays:
+            below = guard.descendants(stray, parent_of)
+            guard.kill([stray, *below])
+            self._killed.update((stray, *below))
+            try:
+                os.waitpid(stray, os.WNOHANG)
+            except ChildProcessError:
+                continue
+        return strays
+
+    def _is_ours(self, pid: int) -> bool:
+        try:
+            # A process that is dead already has no environment any more, but still its session.
+            if os.getsid(pid) in self._sessions:
+                return True
+            return f"{MARK}={self.mark}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        except OSError:
+            return False
+
+
+class Processes:
+    """The starter of ``tidemill up``, and one to build others on: what ``start`` runs may be a way to elsewhere."""
+
+    def start(
+        self, argv: Sequence[str], name: str, role: str, log: Path | None, environment: Mapping[str, str], mark: str
+    ) -> Process:
+        return Process(argv, name, log=log, environment=environment, mark=mark)
+
+    def tick(self, supervisor: Supervisor, snapshot: RunSnapshot | None) -> None:
+        """One machine has what it has."""

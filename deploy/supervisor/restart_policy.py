@@ -1,0 +1,101 @@
+"""When a dead service is started again: a pure state machine, time comes in as an argument.
+
+Promises: at most ``max_restarts`` within any ``window_s``, waits that double from
+``backoff_s`` to 15 s, and no restart after an exit that a restart cannot mend.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from schemas.config import SupervisorConfig
+from schemas.errors import HOPELESS, OK_EXIT
+
+MAX_BACKOFF_S = 15.0
+RETURN_S = 5.0
+"""Wait before a service comes back that ended well without being asked: perhaps the run is just over."""
+SETTLED_S = 10.0
+"""A service that ran this long after a restart has recovered: what fails later is another matter."""
+
+
+class State(StrEnum):
+    """Where a service is in its life."""
+
+    RUNNING = "running"
+    WAITING = "waiting"
+    """Dead, to be started again."""
+    STOPPING = "stopping"
+    """Asked to end."""
+    STOPPED = "stopped"
+    """Ended when asked."""
+    LEFT = "left"
+    """Ended on its own with exit code 0, which its kind may."""
+    FINISHED = "finished"
+    """Ended with exit code 0, and with it the run."""
+    FAILED = "failed"
+    """Dead for good."""
+
+
+@dataclass
+class Life:
+    """One service's life, from its starts and exits. ``finishes``, ``may_leave``: what its exit code 0 means."""
+
+    policy: SupervisorConfig
+    finishes: bool = False
+    may_leave: bool = False
+    state: State = State.WAITING
+    restarts: int = 0
+    """All restarts ever."""
+    due: float = 0.0
+    """When it is to be started, while waiting."""
+    failing_since: float | None = None
+    """Time of the first failure that it has not recovered from."""
+    _started: float = 0.0
+    _recent: deque[float] = field(default_factory=deque)
+
+    def started(self, now: float) -> None:
+        """It was started."""
+        self.state = State.RUNNING
+        self._started = now
+
+    def asked(self) -> None:
+        """It was asked to end."""
+        if self.state is State.RUNNING:
+            self.state = State.STOPPING
+        elif self.state is State.WAITING:
+            self.state = State.STOPPED
+
+    def exited(self, code: int, now: float) -> State:
+        """It ended; the new state says what to do, ``due`` when."""
+        if self.state is State.STOPPING:
+            self.state = State.STOPPED
+        elif code == OK_EXIT and self.finishes:
+            self.state = State.FINISHED
+        elif code == OK_EXIT and self.may_leave:
+            self.state = State.LEFT
+        elif code == OK_EXIT:
+            self.state = State.WAITING
+            self.due = now + RETURN_S
+            self.restarts += 1
+        else:
+            self._failed(code, now)
+        return self.state
+
+    def healthy(self, now: float) -> bool:
+        """Whether it runs and has recovered from what it failed on."""
+        return self.state is State.RUNNING and (self.failing_since is None or now - self._started >= SETTLED_S)
+
+    def _failed(self, code: int, now: float) -> None:
+        if self.failing_since is None or now - self._started >= SETTLED_S:
+            self.failing_since = now
+        while self._recent and now - self._recent[0] > self.policy.window_s:
+            self._recent.popleft()
+        if code in HOPELESS or len(self._recent) >= self.policy.max_restarts:
+            self.state = State.FAILED
+            return
+        self.state = State.WAITING
+        self.due = now + min(self.policy.backoff_s * 2 ** len(self._recent), MAX_BACKOFF_S)
+        self._recent.append(now)
+        self.restarts += 1

@@ -1,0 +1,73 @@
+"""Follows what people order of the local supervisor: so many replicas, and the end of the run.
+
+The wanted numbers of replicas are in the broker; this only makes it so. At its start it writes those of the
+configuration there, and takes no order from before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import redis
+import structlog
+
+from broker.client import Broker
+from broker.flow.run_control import Orders
+from deploy.supervisor.supervisor import Outcome, Supervisor
+from schemas.errors import ConfigError, TidemillError
+
+BY = "tidemill up"
+
+log = structlog.get_logger()
+
+
+class Steward:
+    """``obey`` is called at every tick of the supervisor, ``describe`` goes into its heartbeat."""
+
+    def __init__(self, supervisor: Supervisor, broker: Broker) -> None:
+        self._supervisor = supervisor
+        self._broker = broker
+        self._stop_seen = 0
+        self._done: dict[str, int] = {}
+        self.stopping = False
+        self.ordered = False
+
+    def begin(self, replicas: Mapping[str, int]) -> None:
+        """Say how many replicas there are to be at first, and look which orders are old."""
+        orders = self._broker.orders.read() or Orders()
+        self._stop_seen = orders.stop
+        self._done = dict(replicas)
+        for role, count in replicas.items():
+            self._broker.orders.scale(role, count, BY)
+
+    def describe(self) -> tuple[str, int, dict[str, float]]:
+        return "stopping" if self.stopping else "running", -1, {}
+
+    def obey(self, orders: Orders | None) -> None:
+        """Do what is new. Called often; what was done once is not done again."""
+        if orders is None or self.stopping:
+            return
+        if orders.stop > self._stop_seen:
+            self.ordered = True
+            self._supervisor.end()
+            return
+        for role, replicas in orders.replicas.items():
+            if self._done.get(role) == replicas:
+                continue
+            try:
+                self._supervisor.scale(role, replicas)
+            except ConfigError as error:
+                log.warning("cannot scale", role=role, replicas=replicas, error=str(error))
+            self._done[role] = replicas
+
+    def record(self, outcome: Outcome) -> None:
+        """Leave word in the broker how the run ended, unless the trainer has said that it is finished."""
+        if outcome.reason == "finished":
+            return
+        try:
+            self._broker.link.deadline_s = 2.0
+            self._broker.ledger.set("state", outcome.reason)
+            self._broker.ledger.set("cause", str(outcome.cause) if outcome.cause else "")
+        except (TidemillError, redis.RedisError) as error:
+            # It may have ended because of the broker.
+            log.warning("cannot say how the run ended", error=str(error))

@@ -1,0 +1,379 @@
+"""Keeps the services of one machine running, and stops them in order; behind ``tidemill up``.
+
+A service that dies is started again (deploy/supervisor/restart_policy.py says when). When that is hopeless the
+run is given up with its root cause. Nothing is left behind, however this process ends
+(deploy/supervisor/process.py). One thread: everything happens in ``poll``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Literal, Self
+
+from deploy.supervisor.failures import Failure, last_error, root_cause
+from deploy.supervisor.process import Exit, Processes, Strays, become_subreaper
+from deploy.supervisor.restart_policy import Life, State
+from deploy.supervisor.services import Running, Starter
+from schemas.config import SupervisorConfig
+from schemas.errors import HOPELESS, OK_EXIT, ConfigError, InfraError
+
+TICK_S = 0.1
+SWEEP_S = 3.0
+"""How long to look for what a killed guardian left."""
+KILL_DEADLINE_S = 15.0
+
+
+@dataclass(frozen=True)
+class ServiceSpec:
+    """One service.
+
+    essential: the run is over when it fails for good; else when the last replica of its role does.
+    optional: the run goes on without it. finishes: its exit code 0 means that the run is done.
+    stop_order: lower ones are stopped earlier, higher ones are started earlier.
+    shared_output: it writes to this process's own output, not to a log.
+    """
+
+    name: str
+    argv: Sequence[str]
+    role: str = ""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    essential: bool = True
+    optional: bool = False
+    finishes: bool = False
+    stop_order: int = 0
+    shared_output: bool = False
+
+
+@dataclass(frozen=True)
+class Change:
+    """Something that happened to a service, for people."""
+
+    service: str
+    text: str
+    level: Literal["info", "warning", "error"] = "info"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How the run ended."""
+
+    reason: Literal["finished", "stopped", "failed"]
+    cause: Failure | None = None
+
+
+@dataclass(frozen=True)
+class ServiceView:
+    """One service as it is now, for people."""
+
+    name: str
+    role: str
+    state: State
+    restarts: int
+    pid: int | None
+
+
+class _Service:
+    def __init__(self, spec: ServiceSpec, life: Life, log: Path, rank: int) -> None:
+        self.spec = spec
+        self.life = life
+        self.log = log
+        self.rank = rank
+        self.process: Running | None = None
+        self.log_start = 0
+        self.failure: Failure | None = None
+        self.kill_at: float | None = None
+        self.overdue = False
+
+
+class Supervisor:
+    """Services with restarts, scaling and an orderly end.
+
+    Life cycle::
+
+        with Supervisor(config.supervisor, folder / "logs") as supervisor:
+            supervisor.add(ServiceSpec("trainer", argv, finishes=True))
+            supervisor.add_role("generator", lambda index: ServiceSpec(...), count=2)
+            outcome = supervisor.run(show)
+            supervisor.stop()
+    """
+
+    def __init__(
+        self,
+        policy: SupervisorConfig,
+        logs: Path,
+        on_change: Callable[[Change], None] = lambda change: None,
+        starter: Starter | None = None,
+    ) -> None:
+        """starter: where services run; on this machine by default."""
+        self._starter = starter or Processes()
+        self._policy = policy
+        self._logs = logs
+        self._on_change = on_change
+        self._services: dict[str, _Service] = {}
+        self._factories: dict[str, Callable[[int], ServiceSpec]] = {}
+        self._strays = Strays()
+        self._started = 0
+        self._interrupts = 0
+        self._stopping = False
+        self._asked_to_end = False
+        self._kept: frozenset[str] = frozenset()
+        self._sweep_until = 0.0
+        self._wake = -1
+        self._cleanup = contextlib.ExitStack()
+        logs.mkdir(parents=True, exist_ok=True)
+        become_subreaper()
+
+    def __enter__(self) -> Self:
+        self._wake = self._cleanup.enter_context(self._signals())
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with self._cleanup:
+            self.kill()
+
+    def end(self) -> None:
+        """Let ``run`` return as if it had been interrupted."""
+        self._asked_to_end = True
+
+    @property
+    def interrupts(self) -> int:
+        """How many SIGINT, SIGTERM and SIGHUP have arrived."""
+        return self._interrupts
+
+    @property
+    def services(self) -> list[ServiceView]:
+        """All services that are or were, in the order of their first start."""
+        return [
+            ServiceView(s.spec.name, s.spec.role, s.life.state, s.life.restarts, s.process.pid if s.process else None)
+            for s in self._services.values()
+        ]
+
+    def add(self, spec: ServiceSpec) -> None:
+        """Start a service now."""
+        old = self._services.get(spec.name)
+        if old is not None and old.process is not None:
+            raise ConfigError(f"service {spec.name!r} is already running")
+        life = Life(self._policy, finishes=spec.finishes, may_leave=not spec.essential)
+        self._started += 1
+        service = _Service(spec, life, self._logs / f"{spec.name}.log", self._started)
+        self._services[spec.name] = service
+        self._start(service, time.monotonic())
+
+    def add_role(self, role: str, factory: Callable[[int], ServiceSpec], count: int) -> None:
+        """Start ``count`` replicas; ``factory`` makes the spec of replica 0, 1, ... ``scale`` changes the count."""
+        self._factories[role] = factory
+        self.scale(role, count)
+
+    def scale(self, role: str, count: int) -> None:
+        """Start or stop replicas of a role until ``count`` of them live; stopping ones end on their own time."""
+        factory = self._factories.get(role)
+        if factory is None:
+            roles = ", ".join(sorted(self._factories)) or "none"
+            raise ConfigError(f"role {role!r} cannot be scaled, these can: {roles}")
+        if count < 0:
+            raise ConfigError(f"cannot scale {role} to {count}: it must be 0 or more")
+        live = [s for s in self._services.values() if s.spec.role == role and _lives(s)]
+        for service in live[count:]:
+            self._ask(service)
+        index = 0
+        while len(live) < count:
+            spec = factory(index)
+            index += 1
+            old = self._services.get(spec.name)
+            if old is None or (old.process is None and not _lives(old)):
+                self.add(spec)
+                live.append(self._services[spec.name])
+
+    def replicas(self, role: str) -> int:
+        """How many of a role live, or are about to be started again."""
+        return sum(s.spec.role == role and _lives(s) for s in self._services.values())
+
+    def run(self, on_tick: Callable[[], None] = lambda: None) -> Outcome:
+        """Supervise until the run is finished, given up, or SIGINT, SIGTERM or SIGHUP arrives.
+
+        All services but the finished or failed one still run then: ``stop`` them.
+        """
+        while True:
+            outcome = self.poll()
+            if outcome is not None:
+                return outcome
+            if self._interrupts or self._asked_to_end:
+                return Outcome("stopped")
+            on_tick()
+            self._pause()
+
+    def poll(self, now: float | None = None) -> Outcome | None:
+        """Do what is due; the outcome when the run is over."""
+        now = time.monotonic() if now is None else now
+        for service in list(self._services.values()):
+            self._collect(service, now)
+            if service.kill_at is not None and now >= service.kill_at:
+                service.overdue = True
+                self._kill(service)
+            may_start = not self._stopping or service.spec.name in self._kept
+            if service.life.state is State.WAITING and now >= service.life.due and may_start:
+                self._start(service, now)
+        if now < self._sweep_until:
+            self._strays.sweep(self._guards())
+        if any(s.life.state is State.FINISHED for s in self._services.values()):
+            return Outcome("finished")
+        if any(s.life.state is State.FAILED and self._is_fatal(s) for s in self._services.values()):
+            return Outcome("failed", self._cause(now))
+        return None
+
+    def stop(self, keep: Sequence[str] = ()) -> None:
+        """Stop all services but those named in ``keep``, in their order, each with the grace it has.
+
+        SIGTERM, then SIGKILL to all of it after ``grace_s``; a further interrupt kills at once.
+        """
+        # Nobody but the kept may come back while the others are being stopped.
+        self._stopping, self._kept = True, frozenset(keep)
+        # The first interrupt asked for this stop. A second one may have come since: it must not be swallowed.
+        already = min(self._interrupts, 1)
+        mine = [s for s in self._services.values() if s.spec.name not in self._kept]
+        for order in sorted({s.spec.stop_order for s in mine}):
+            stage = [s for s in mine if s.spec.stop_order == order]
+            for service in stage:
+                self._ask(service)
+            while any(s.process for s in stage):
+                if self._interrupts > already:
+                    for service in self._services.values():
+                        self._kill(service)
+                self.poll()
+                self._pause()
+
+    def kill(self) -> None:
+        """Kill everything that is left, at once, and wait until it is gone."""
+        for service in self._services.values():
+            self._kill(service)
+        deadline = time.monotonic() + KILL_DEADLINE_S
+        while any(s.process for s in self._services.values()) or self._strays.sweep(self._guards()):
+            for service in self._services.values():
+                self._collect(service, time.monotonic())
+            if time.monotonic() > deadline:
+                names = ", ".join(s.spec.name for s in self._services.values() if s.process)
+                raise InfraError(f"still there {KILL_DEADLINE_S:.0f} s after SIGKILL: {names or 'strays of the run'}")
+            time.sleep(0.01)
+
+    def _start(self, service: _Service, now: float) -> None:
+        service.log_start = service.log.stat().st_size if service.log.exists() else 0
+        service.kill_at, service.overdue = None, False
+        service.process = self._starter.start(
+            service.spec.argv,
+            service.spec.name,
+            service.spec.role,
+            None if service.spec.shared_output else service.log,
+            service.spec.environment,
+            self._strays.mark,
+        )
+        again = service.life.restarts > 0
+        service.life.started(now)
+        self._on_change(Change(service.spec.name, "started again" if again else "started"))
+
+    def _collect(self, service: _Service, now: float) -> None:
+        ended = service.process.poll() if service.process else None
+        if ended is None:
+            return
+        if service.process and service.process.orphaned:
+            # Its children come to this process a moment later.
+            self._strays.orphaned(service.process.guard_pid)
+            self._sweep_until = now + SWEEP_S
+        service.process = None
+        asked = service.life.state is State.STOPPING
+        state = service.life.exited(ended.code, now)
+        if state is State.WAITING and ended.code == OK_EXIT:
+            text = f"ended, started again in {service.life.due - now:.0f} s"
+            self._on_change(Change(service.spec.name, text))
+        elif state in (State.WAITING, State.FAILED):
+            self._note_failure(service, ended, now)
+        elif asked and service.overdue:
+            text = f"did not end within {self._policy.grace_s:g} s, killed"
+            self._on_change(Change(service.spec.name, text, "warning"))
+        else:
+            self._on_change(Change(service.spec.name, str(state)))
+
+    def _note_failure(self, service: _Service, ended: Exit, now: float) -> None:
+        life = service.life
+        line = last_error(service.log, service.log_start)
+        failure = Failure(service.spec.name, ended, now, service.rank, line, service.log)
+        if life.failing_since == now or service.failure is None:
+            service.failure = failure
+        reason = f": {line}" if line else ""
+        if life.state is State.WAITING:
+            text = f"{ended}{reason}; restart {life.restarts} in {life.due - now:.1f} s"
+            self._on_change(Change(service.spec.name, text, "warning"))
+            return
+        why = "" if ended.code in HOPELESS else f" after {life.restarts} restarts"
+        self._on_change(Change(service.spec.name, f"{ended}{reason}; given up{why}", "error"))
+
+    def _cause(self, now: float) -> Failure | None:
+        unrecovered = [s.failure for s in self._services.values() if s.failure and not s.life.healthy(now)]
+        return root_cause(unrecovered)
+
+    def _is_fatal(self, service: _Service) -> bool:
+        if service.spec.optional:
+            return False
+        if service.spec.essential:
+            return True
+        # All replicas read one configuration: if it is wrong for one it is wrong for all.
+        hopeless = service.failure is not None and service.failure.exit.code in HOPELESS
+        return hopeless or not any(
+            _lives(other) for other in self._services.values() if other.spec.role == service.spec.role
+        )
+
+    def _ask(self, service: _Service) -> None:
+        asked_before = service.life.state is State.STOPPING
+        service.life.asked()
+        if service.process and not asked_before:
+            service.process.terminate()
+            service.kill_at = time.monotonic() + self._policy.grace_s
+
+    def _kill(self, service: _Service) -> None:
+        service.life.asked()
+        service.kill_at = None
+        if service.process:
+            service.process.kill()
+
+    def _pause(self) -> None:
+        ready, _, _ = select.select([self._wake] if self._wake >= 0 else [], [], [], TICK_S)
+        if ready:
+            with contextlib.suppress(BlockingIOError):
+                os.read(self._wake, 64)
+
+    def _guards(self) -> set[int]:
+        return {s.process.guard_pid for s in self._services.values() if s.process}
+
+    @contextlib.contextmanager
+    def _signals(self) -> Iterator[int]:
+        """Count interrupts instead of dying of them; yields a descriptor that becomes readable with each."""
+
+        def count(signum: int, frame: FrameType | None) -> None:
+            self._interrupts += 1
+
+        read, write = os.pipe()
+        os.set_blocking(read, False)
+        os.set_blocking(write, False)
+        old_fd = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+        old = {s: signal.signal(s, count) for s in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+        try:
+            yield read
+        finally:
+            for signum, handler in old.items():
+                signal.signal(signum, handler)
+            signal.set_wakeup_fd(old_fd)
+            os.close(read)
+            os.close(write)
+
+
+def _lives(service: _Service) -> bool:
+    return service.life.state in (State.RUNNING, State.WAITING)

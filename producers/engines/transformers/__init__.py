@@ -1,0 +1,1 @@
+"""The engine on Hugging Face transformers: any model, no GPU needed."""

@@ -1,0 +1,337 @@
+"""A Hugging Face model as an engine: no vLLM needed, right before fast. For macOS, Windows and small machines.
+
+One thread owns the model and the batch; everything else asks it through a queue and is
+answered between two tokens. Requests in flight keep their keys and values across an update.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from producers.engines.base import Completion, EngineSettings, Load, Progress
+from producers.engines.factory import room
+from producers.engines.transformers.batching import Batch, Draw, Row
+from producers.engines.transformers.weights import PeftAdapter, map_tensors
+from producers.engines.weight_files import check_fits, read_shapes, resolve_folder
+from producers.rendering.tokenizer import HfTokenizer
+from schemas.errors import ConfigError, DataError, InfraError
+from schemas.messages import Sampling
+
+T = TypeVar("T")
+
+_ATTENTION = {"full_attention", "sliding_attention"}
+
+
+@dataclass
+class _Request:
+    prompt: list[int]
+    rows: list[Row]
+    tell: Progress | None = None
+    done: Future[list[Completion]] = field(default_factory=Future)
+    told: dict[int, int] = field(default_factory=dict)
+
+    def report(self, every: int | None) -> None:
+        """Tell of rows that have finished or grown by ``every`` tokens since they were told of."""
+        if self.tell is None:
+            return
+        for index, row in enumerate(self.rows):
+            known = self.told.get(index, 0)
+            if known >= 0 and (row.finish or (every and len(row.tokens) - known >= every)):
+                self.told[index] = -1 if row.finish else len(row.tokens)
+                self.tell(index, _completion(row))
+
+    def finished(self) -> bool:
+        return all(row.finish is not None for row in self.rows)
+
+    def answer(self) -> None:
+        """Deliver what there is."""
+        self.stop()
+        with suppress(InvalidStateError):  # its caller may have gone at this very moment
+            self.done.set_result([_completion(row) for row in self.rows])
+
+    def stop(self) -> None:
+        """Rows that still run are aborted."""
+        for row in self.rows:
+            row.finish = row.finish or "abort"
+
+
+class TransformersEngine:
+    """The ``transformers`` engine. ``settings.args`` go to ``AutoModelForCausalLM.from_pretrained``.
+
+    At temperature 0 log-probabilities are those at temperature 1. While paused, ``generate``
+    waits and ``logprobs`` works.
+    """
+
+    def __init__(self, settings: EngineSettings) -> None:
+        self._settings = settings
+        self._version = settings.version
+        self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._failure: str | None = "it was not started"
+        # From here on only the thread's.
+        self._model: PreTrainedModel
+        self._batch: Batch
+        self._adapter: PeftAdapter | None = None
+        self._waiting: deque[_Request] = deque()
+        self._active: list[_Request] = []
+        self._paused = False
+        self._closing = False
+        self._steps = 0
+
+    @property
+    def version(self) -> int:
+        return self._version
+
+    def growth(self) -> int | None:
+        """Tokens sampled for each row in flight so far."""
+        running = not self._paused and self._failure is None and (self._active or self._waiting)
+        return self._steps if running else None
+
+    def load_now(self) -> Load | None:
+        """No limit: the cache grows as rows do."""
+        return None
+
+    async def start(self) -> None:
+        await asyncio.to_thread(self._load_model)
+        self._failure = None
+        self._thread = threading.Thread(target=self._run, name="transformers-engine", daemon=True)
+        self._thread.start()
+
+    def _load_model(self) -> None:
+        settings = self._settings
+        folder = resolve_folder(settings.model_path)
+        try:
+            model = AutoModelForCausalLM.from_pretrained(
+                folder,
+                **{"dtype": settings.dtype, "trust_remote_code": settings.trust_remote_code, **settings.args},
+            )
+        except (OSError, ValueError, TypeError) as error:
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise ConfigError(f"transformers can't load {folder}: {reason}") from error
+        kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or ()) - _ATTENTION
+        if kinds:
+            raise ConfigError(
+                f"the transformers engine knows attention layers only, this model has {', '.join(sorted(kinds))}:"
+                " set generator.engine to vllm"
+            )
+        torch.manual_seed(settings.seed)
+        self._model = model.eval().requires_grad_(False).to(_device())
+        if settings.lora is not None:
+            self._adapter = PeftAdapter(self._model, settings.lora)
+        else:
+            for parameter in self._model.parameters():
+                # Views of the file, of which the first load would copy page after page while requests wait.
+                parameter.data = parameter.data.clone()
+        tokenizer = HfTokenizer(str(folder), settings.trust_remote_code)
+        self._batch = Batch(self._model, _eos(model), tokenizer.decode)
+
+    async def generate(
+        self,
+        prompt_ids: Sequence[int],
+        sampling: Sampling,
+        n: int = 1,
+        prefix: Sequence[int] = (),
+        progress: Progress | None = None,
+    ) -> list[Completion]:
+        """See Engine; ``prefix`` counts towards ``sampling.max_tokens``."""
+        max_tokens = room(len(prompt_ids), len(prefix), sampling, self._settings.max_length)
+        if max_tokens == 0:
+            return [Completion([], np.zeros(0, np.float32), [], "length") for _ in range(n)]
+        rows = [Row(_draw(sampling, index), max_tokens, sampling.stop) for index in range(n)]
+        tell: Progress | None = None
+        if progress is not None:
+            loop, told = asyncio.get_running_loop(), progress
+
+            def tell(index: int, sample: Completion) -> None:
+                loop.call_soon_threadsafe(told, index, sample)
+
+        request = _Request([*prompt_ids, *prefix], rows, tell)
+        await self._ask(lambda: self._waiting.append(request))
+        return await self._answer(request.done)
+
+    async def load(self, path: Path, version: int) -> None:
+        """See Engine. A file that does not fit is refused with DataError before anything is touched."""
+        tensors = await asyncio.to_thread(self._read, path)
+        await self._ask(lambda: self._replace(tensors, version))
+
+    def _read(self, path: Path) -> dict[str, Tensor]:
+        if self._adapter is not None:
+            return self._adapter.read(path)
+        shapes = {name: tuple(parameter.shape) for name, parameter in self._model.named_parameters()}
+        check_fits(path, read_shapes(path), shapes, _tied(self._model))
+        return map_tensors(path, shapes)
+
+    async def logprobs(self, token_ids: Sequence[int]) -> npt.NDArray[np.float32]:
+        if not 2 <= len(token_ids) <= self._settings.max_length:
+            raise DataError(f"a probe of {len(token_ids)} tokens: must be 2 to max_length {self._settings.max_length}")
+        return await self._ask(lambda: self._score(list(token_ids)))
+
+    async def pause(self) -> None:
+        await self._ask(lambda: self._set_paused(True))
+
+    async def resume(self) -> None:
+        await self._ask(lambda: self._set_paused(False))
+
+    async def abort_all(self) -> None:
+        await self._ask(self._abort)
+
+    async def close(self) -> None:
+        thread, self._thread = self._thread, None
+        if thread is None:
+            return
+        with suppress(InfraError):
+            await self._ask(self._close)
+        await asyncio.to_thread(thread.join)
+
+    async def _ask(self, action: Callable[[], T]) -> T:
+        """Run ``action`` in the engine's thread, between two tokens."""
+        done: Future[T] = Future()
+
+        def command() -> None:
+            try:
+                done.set_result(action())
+            except (InfraError, DataError) as error:
+                done.set_exception(error)
+
+        if self._failure is None:
+            self._commands.put(command)
+        return await self._answer(done)
+
+    async def _answer(self, done: Future[T]) -> T:
+        """Wait for ``done``, or for the engine's thread to end, which can answer nothing more."""
+        answer = asyncio.wrap_future(done)
+        while True:
+            if self._failure is not None and not done.done():
+                answer.cancel()
+                raise InfraError(f"the transformers engine can't be used: {self._failure}")
+            finished, _ = await asyncio.wait({answer}, timeout=1.0)
+            if finished:
+                return answer.result()
+
+    # The engine's thread.
+
+    def _run(self) -> None:
+        try:
+            while not self._closing:
+                idle = self._paused or not (self._active or self._waiting)
+                self._obey(wait=idle)
+                if not self._paused and not self._closing:
+                    self._advance()
+            self._failure = "it was closed"
+        except Exception as error:
+            self._failure = self._failure or (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise
+        finally:
+            for request in [*self._active, *self._waiting]:
+                with suppress(InvalidStateError):
+                    request.done.set_exception(InfraError(f"the transformers engine ended: {self._failure}"))
+
+    def _obey(self, wait: bool) -> None:
+        """Run the commands that are there; with ``wait``, at least one."""
+        if wait:
+            self._commands.get()()
+        while not self._commands.empty():
+            self._commands.get()()
+
+    def _advance(self) -> None:
+        """One token for all rows in flight, after new requests have joined."""
+        for request in [request for request in self._active if request.done.cancelled()]:
+            request.stop()
+            self._active.remove(request)
+        self._batch.drop_finished()
+        while self._waiting and self._fits(self._waiting[0]):
+            request = self._waiting.popleft()
+            if request.done.cancelled():
+                continue
+            self._active.append(request)
+            self._batch.join(request.prompt, request.rows, self._version)
+        if self._batch.rows:
+            self._batch.step(self._version)
+            self._steps += 1
+        for request in list(self._active):
+            request.report(self._settings.report_every)
+            if request.finished():
+                request.answer()
+                self._active.remove(request)
+
+    def _fits(self, request: _Request) -> bool:
+        rows = len(self._batch.rows)
+        return not rows or rows + len(request.rows) <= self._settings.max_samples
+
+    def _replace(self, tensors: Mapping[str, Tensor], version: int) -> None:
+        try:
+            if self._adapter is not None:
+                self._adapter.replace(tensors)
+            else:
+                with torch.no_grad():
+                    for name, parameter in self._model.named_parameters():
+                        parameter.copy_(tensors[name])
+        except Exception as error:
+            self._failure = f"loading weight version {version} broke off, its weights are undefined: {error}"
+            raise
+        self._version = version
+        if self._settings.recompute:
+            self._batch.recompute()
+
+    def _score(self, ids: list[int]) -> npt.NDArray[np.float32]:
+        tokens = torch.tensor([ids], device=self._model.device)
+        with torch.no_grad():
+            logits = self._model(input_ids=tokens).logits[0, :-1].float()
+        scores = torch.log_softmax(logits, dim=-1).gather(1, tokens[0, 1:, None])[:, 0]
+        return scores.cpu().numpy()
+
+    def _set_paused(self, paused: bool) -> None:
+        self._paused = paused
+
+    def _abort(self) -> None:
+        for request in [*self._active, *self._waiting]:
+            request.answer()
+        self._active.clear()
+        self._waiting.clear()
+        self._batch.clear()
+
+    def _close(self) -> None:
+        self._abort()
+        self._closing = True
+
+
+def _completion(row: Row) -> Completion:
+    return Completion(list(row.tokens), np.asarray(row.logprobs, dtype=np.float32), row.spans(), row.finish or "abort")
+
+
+def _draw(sampling: Sampling, index: int) -> Draw:
+    generator = None if sampling.seed is None else torch.Generator().manual_seed(sampling.seed + index)
+    return Draw(sampling.temperature, sampling.top_p, sampling.top_k, generator)
+
+
+def _device() -> str:
+    if torch.cuda.is_available():
+        return "cuda"
+    return "mps" if torch.backends.mps.is_available() else "cpu"
+
+
+def _eos(model: Any) -> set[int]:
+    ids: set[int] = set()
+    for config in (model.generation_config, model.config.get_text_config()):
+        value = getattr(config, "eos_token_id", None)
+        ids |= set(value) if isinstance(value, list) else {value} if value is not None else set()
+    return ids
+
+
+def _tied(model: PreTrainedModel) -> bool:
+    return bool(getattr(model.config.get_text_config(), "tie_word_embeddings", False))

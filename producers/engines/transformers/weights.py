@@ -1,0 +1,81 @@
+"""A file of weights in memory without a copy: what can be done before an engine has to stand still for a load.
+
+An adapter on a Hugging Face model, by peft: the same arithmetic as in the trainer.
+
+Not merged into the weights: in a 16-bit type most of what a step changes would be rounded away.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from producers.engines.weight_files import Shapes, adapted_layers, read_shapes
+from schemas.config import LoraConfig
+from schemas.errors import ConfigError, DataError
+
+PAGE = 4096
+"""Bytes; where pages are larger, some are touched more than once."""
+
+
+def map_tensors(path: Path, names: Iterable[str]) -> dict[str, Tensor]:
+    """Tensors of a safetensors file, as views of it, with all their pages read and mapped.
+
+    They stay as they are when the file is deleted. OSError if it can't be opened.
+    """
+    with safe_open(path, framework="pt", device="cpu") as file:
+        tensors = {name: file.get_tensor(name) for name in names}
+    for tensor in tensors.values():
+        # The copy that follows would stop at each page that this process has not touched.
+        tensor.reshape(-1).view(torch.uint8)[::PAGE].sum()
+    return tensors
+
+
+class PeftAdapter:
+    """Put on the model with the first version, replaced in place by each other one."""
+
+    def __init__(self, model: PreTrainedModel, lora: LoraConfig) -> None:
+        try:
+            import peft  # noqa: F401
+        except ImportError as error:
+            raise ConfigError(f"trainer.lora needs the package peft: pip install peft ({error})") from error
+        self._model = model
+        self._lora = lora
+        self._shapes: Shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+        self._layers: list[str] | None = None
+
+    def read(self, path: Path) -> dict[str, Tensor]:
+        """The file's tensors, mapped. DataError if it does not fit."""
+        shapes = read_shapes(path)
+        layers = adapted_layers(path, shapes, self._shapes, self._lora.rank)
+        if self._layers not in (None, layers):
+            raise DataError(f"the adapter {path} is of other layers than the version before: trainer.lora.targets")
+        return map_tensors(path, shapes)
+
+    @torch.no_grad()
+    def replace(self, tensors: Mapping[str, Tensor]) -> None:
+        """Make the tensors that ``read`` gave the adapter."""
+        if self._layers is None:
+            self._layers = sorted({name.removeprefix("base_model.model.").rpartition(".lora_")[0] for name in tensors})
+            self._put_on(self._layers)
+        for name, parameter in self._model.named_parameters():
+            if ".lora_" in name:
+                parameter.copy_(tensors["base_model.model." + name.replace(".default.weight", ".weight")])
+
+    def _put_on(self, layers: list[str]) -> None:
+        from peft import LoraConfig as PeftConfig
+        from peft import inject_adapter_in_model
+
+        config = PeftConfig(
+            r=self._lora.rank,
+            lora_alpha=self._lora.alpha,  # type: ignore[arg-type]
+            target_modules=layers,
+            lora_dropout=0.0,
+        )
+        inject_adapter_in_model(config, self._model)
+        self._model.eval().requires_grad_(False)

@@ -1,0 +1,168 @@
+"""How vLLM is started: our defaults, what users may override, and what a CPU needs."""
+
+from __future__ import annotations
+
+import difflib
+import math
+import os
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from producers.engines.base import EngineSettings
+from producers.engines.vllm.lora import lora_arguments
+from producers.engines.vllm.plugin import BACKEND, OWNER_VARIABLE
+from schemas.errors import ConfigError, InfraError
+
+if TYPE_CHECKING:
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+_GIB = 2**30
+_PARALLEL = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
+_OURS = {
+    "model": "it is model.path",
+    "dtype": "it is model.dtype",
+    "max_model_len": "it is model.max_length",
+    "max_num_seqs": "it is generator.max_samples",
+    "trust_remote_code": "it is model.trust_remote_code",
+    "logprobs_mode": "training needs the log-probabilities of the distribution that was sampled from",
+    "override_generation_config": "how samples are drawn is set in sampling, and nothing else reaches them",
+    "weight_transfer_config": "weights come from the trainer",
+    "enable_lora": "trainer.lora says so",
+    "max_loras": "one version is in use at a time",
+    "max_lora_rank": "it follows from trainer.lora.rank",
+}
+
+
+def boot(folder: Path, settings: EngineSettings) -> AsyncLLM:
+    """Load the model and start vLLM's engine core process; blocks until it can generate.
+
+    Sets environment variables that vLLM and its child processes read, unless they are set
+    already. ConfigError names a wrong argument; InfraError says why the start failed.
+    """
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    os.environ[OWNER_VARIABLE] = str(os.getpid())
+    try:
+        import vllm
+    except ImportError as error:
+        raise ConfigError(
+            f"generator.engine vllm: {error}: install vLLM, or set generator.engine to transformers"
+        ) from error
+    from vllm.platforms import current_platform
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    arguments = engine_arguments(folder, settings, current_platform.is_cpu(), current_platform.device_count())
+    try:
+        return AsyncLLM.from_engine_args(vllm.AsyncEngineArgs(**arguments))
+    except (ValueError, TypeError) as error:  # pydantic's errors are ValueErrors
+        raise ConfigError(f"vllm refuses the model or generator.args: {_line(error)}") from error
+    except RuntimeError as error:
+        raise InfraError(f"vllm did not start: {_line(error)} (set VLLM_LOGGING_LEVEL=INFO to see why)") from error
+
+
+def engine_arguments(folder: Path, settings: EngineSettings, on_cpu: bool, devices: int) -> dict[str, Any]:
+    """Arguments of vLLM's AsyncEngineArgs: our defaults, the user's over them, and what is ours alone."""
+    from vllm import AsyncEngineArgs
+    from vllm.config import WeightTransferConfig
+
+    arguments = {
+        **_defaults(settings),
+        **(_cpu_defaults(folder, settings) if on_cpu else {}),
+        **lora_arguments(settings.lora),
+        **checked_args(settings.args, [field.name for field in fields(AsyncEngineArgs)]),
+    }
+    check_parallel(arguments, on_cpu, devices)
+    return {
+        **arguments,
+        "model": str(folder),
+        "weight_transfer_config": WeightTransferConfig(backend=BACKEND),
+    }
+
+
+def _defaults(settings: EngineSettings) -> dict[str, Any]:
+    return {
+        "dtype": settings.dtype,
+        "max_model_len": settings.max_length,
+        "max_num_seqs": settings.max_samples,
+        "seed": settings.seed,
+        "trust_remote_code": settings.trust_remote_code,
+        "logprobs_mode": "processed_logprobs",
+        "disable_log_stats": True,
+        "use_tqdm_on_load": False,
+    }
+
+
+def _cpu_defaults(folder: Path, settings: EngineSettings) -> dict[str, Any]:
+    """Eager, without compilation, the model in the engine core's own process, no more KV cache than needed.
+
+    vLLM would give the worker a process of its own and bind its threads to cores. One
+    process less starts 5 to 10 s sooner, and threads that are not bound can share cores with a
+    trainer. One thread by default where there are few cores: OpenMP threads that spin
+    for a core that another process has are 20 times slower than none.
+    """
+    from vllm.v1.executor.uniproc_executor import UniProcExecutor
+
+    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // 2)))
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    # What vLLM says at every start on a CPU (no Triton, no tcmalloc, NUMA) helps nobody.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    os.environ.setdefault("PYTHONWARNINGS", "ignore::FutureWarning")
+    return {
+        "enforce_eager": True,
+        "distributed_executor_backend": UniProcExecutor,
+        "kv_cache_memory_bytes": kv_cache_bytes(folder, settings),
+    }
+
+
+def check_parallel(arguments: dict[str, Any], on_cpu: bool, devices: int) -> None:
+    """ConfigError when tensor, pipeline and data parallel settings ask for more than this machine has."""
+    sizes = {name: int(arguments.get(name) or 1) for name in _PARALLEL}
+    asked = ", ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
+    if asked and on_cpu:
+        raise ConfigError(f"generator.args: {asked}: vLLM on a CPU runs in one process; start more generators instead")
+    needed = math.prod(sizes.values())
+    if asked and needed > devices and not arguments.get("distributed_executor_backend"):
+        raise ConfigError(
+            f"generator.args: {asked} need {needed} GPUs, this machine shows {devices}: lower them, or set"
+            " distributed_executor_backend for several machines"
+        )
+
+
+def kv_cache_bytes(folder: Path, settings: EngineSettings) -> int:
+    """Bytes of keys and values of ``max_samples`` full sequences, at most 1 GiB.
+
+    vLLM clears all of it at start, which takes 3 s a GiB. ``VLLM_CPU_KVCACHE_SPACE``
+    (GiB) or ``generator.args.kv_cache_memory_bytes`` overrule it.
+    """
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=settings.trust_remote_code).get_text_config()
+    heads = getattr(config, "num_key_value_heads", None) or getattr(config, "num_attention_heads", None)
+    layers, hidden = getattr(config, "num_hidden_layers", None), getattr(config, "hidden_size", None)
+    if not (heads and layers and hidden):
+        return _GIB
+    head = getattr(config, "head_dim", None) or hidden // config.num_attention_heads
+    token = 2 * layers * heads * head * (4 if settings.dtype == "float32" else 2)
+    blocks = settings.max_samples * (settings.max_length // 128 + 1) + 8
+    return int(min(_GIB, max(blocks * 128 * token, 16 * 2**20)))
+
+
+def checked_args(args: dict[str, Any], known: list[str]) -> dict[str, Any]:
+    """The user's arguments; ConfigError names one that vLLM does not know or that is ours to set."""
+    for name in args:
+        if name in _OURS:
+            raise ConfigError(f"generator.args.{name} can't be set: {_OURS[name]}")
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
+            hint = f", did you mean {close[0]}?" if close else ""
+            raise ConfigError(f"generator.args.{name} is not an argument of vLLM's AsyncEngineArgs{hint}")
+    return args
+
+
+def _line(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).strip().splitlines() if line.strip()]
+    return " ".join(lines[:3])[:400] if lines else type(error).__name__

@@ -1,0 +1,64 @@
+"""LoRA in vLLM: one adapter, replaced in place by each version, under that version's name.
+
+All requests use the same adapter id. vLLM puts a new version into the place of the old one, so that requests in flight
+go on under it as they do with full weights, the version that is stamped on a token is the one that made it, and memory
+holds one adapter. The name of the version is in the hash of every cached block.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, get_args
+
+from producers.engines.weight_files import Shapes, adapted_layers, read_shapes, write_folder
+from schemas.config import LoraConfig
+from schemas.errors import ConfigError, InfraError
+
+if TYPE_CHECKING:
+    from vllm.lora.request import LoRARequest
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+_ID = 1
+
+
+def lora_arguments(lora: LoraConfig | None) -> dict[str, Any]:
+    """vLLM's arguments for one adapter of this rank; ConfigError when it is over what vLLM takes."""
+    if lora is None:
+        return {}
+    from vllm.config.lora import MaxLoRARanks
+
+    sizes = sorted(get_args(MaxLoRARanks))
+    size = next((size for size in sizes if size >= lora.rank), None)
+    if size is None:
+        raise ConfigError(f"trainer.lora.rank {lora.rank}: vLLM takes at most {sizes[-1]}; lower it")
+    return {"enable_lora": True, "max_loras": 1, "max_lora_rank": size}
+
+
+class VllmAdapter:
+    """The adapter of one vLLM engine. ``request`` is what requests that begin now are sent with; none at first."""
+
+    def __init__(self, lora: LoraConfig, model: Shapes) -> None:
+        self._lora = lora
+        self._model = model
+        self.request: LoRARequest | None = None
+
+    def check(self, path: Path, shapes: Shapes) -> None:
+        """DataError if a file with tensors of these shapes does not fit the model."""
+        adapted_layers(path, shapes, self._model, self._lora.rank)
+
+    async def put(self, llm: AsyncLLM, file: Path, version: int) -> None:
+        """Put ``file`` into the place of what is there; nothing may be sampled meanwhile."""
+        from vllm.lora.request import LoRARequest
+
+        layers = adapted_layers(file, read_shapes(file), self._model, self._lora.rank)
+        name = f"version-{version}"
+        # vLLM reads it once: one that is in use is never read again.
+        with tempfile.TemporaryDirectory(prefix="tidemill-adapter-") as parent:
+            folder = Path(parent) / name
+            write_folder(folder, self._lora, layers, file)
+            if not await llm.add_lora(LoRARequest(name, _ID, str(folder), load_inplace=True)):
+                raise InfraError(f"vllm did not take the adapter {name}")
+            # Not in place again: that is for the engine to do once, and not at every step of a request.
+            self.request = LoRARequest(name, _ID, str(folder))
+        await llm.update_weight_version(str(version))

@@ -1,0 +1,138 @@
+"""What weights a model folder or a safetensors file holds, read from the headers alone.
+
+Engines compare a new file with the model before they touch anything: loaders of both
+vLLM and transformers go on silently with whatever a file lacks.
+
+A published adapter on the generator's side: whether its file fits the model, and the folder that vLLM loads.
+
+The file has peft's names: ``base_model.model.LAYER.lora_A.weight`` [rank, in] and ``...lora_B.weight`` [out, rank].
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+
+from schemas.config import LoraConfig
+from schemas.errors import ConfigError, DataError
+
+Shapes = dict[str, tuple[int, ...]]
+"""Shape of each tensor by its name."""
+
+_MAX_HEADER = 100_000_000
+_DERIVED = (".rotary_emb.inv_freq",)
+
+
+def resolve_folder(path: str, hub: bool = True) -> Path:
+    """The model's folder: ``path`` itself, or where the hub's snapshot of that id is (downloaded if need be)."""
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        return folder
+    if not hub or path.startswith((".", "/", "~")) or path.count("/") > 1:
+        raise ConfigError(f"model.path {path}: no such folder")
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    patterns = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model", "*.py"]
+    try:
+        return Path(snapshot_download(path, allow_patterns=patterns))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ConfigError(f"model.path {path}: no such folder, and the model hub says: {reason}") from error
+
+
+def read_shapes(path: Path) -> Shapes:
+    """Names and shapes in a safetensors file, or in all safetensors files of a folder. DataError if it is neither."""
+    files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
+    if not files:
+        raise DataError(f"{path} holds no safetensors file")
+    shapes: Shapes = {}
+    for file in files:
+        shapes.update(_read_header(file))
+    return shapes
+
+
+def _read_header(file: Path) -> Shapes:
+    try:
+        with file.open("rb") as stream:
+            size = struct.unpack("<Q", stream.read(8))[0]
+            if size > _MAX_HEADER:
+                raise DataError(f"{file} is not a safetensors file: header of {size} bytes")
+            header = json.loads(stream.read(size))
+            end = max((entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"), default=0)
+            shapes = {name: tuple(entry["shape"]) for name, entry in header.items() if name != "__metadata__"}
+        if file.stat().st_size != 8 + size + end:
+            raise DataError(f"{file} is cut short: {file.stat().st_size} of {8 + size + end} bytes")
+    except OSError as error:
+        raise DataError(f"{file} can't be read: {error.strerror}") from error
+    except (ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
+        raise DataError(f"{file} is not a safetensors file: {error}") from error
+    return shapes
+
+
+def check_fits(
+    path: Path, new: Mapping[str, tuple[int, ...]], model: Mapping[str, tuple[int, ...]], tied: bool
+) -> None:
+    """DataError unless ``new`` (read from ``path``) has exactly the tensors of ``model``.
+
+    With tied embeddings ``lm_head.weight`` may be there or not. Buffers that code derives don't count.
+    """
+
+    def counted(names: Mapping[str, tuple[int, ...]]) -> set[str]:
+        return {n for n in names if not n.endswith(_DERIVED) and not (tied and n == "lm_head.weight")}
+
+    missing, unknown = counted(model) - counted(new), counted(new) - counted(model)
+    for what, names in (("lacks", missing), ("has unknown", unknown)):
+        if names:
+            shown = ", ".join(sorted(names)[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+            raise DataError(f"weights at {path} don't fit this model: the file {what} {shown}")
+    for name in counted(model):
+        if tuple(new[name]) != tuple(model[name]):
+            raise DataError(
+                f"weights at {path} don't fit this model: {name} has shape {list(new[name])}, not {list(model[name])}"
+            )
+
+
+_NAME = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
+
+
+def adapted_layers(path: Path, new: Shapes, model: Shapes, rank: int) -> list[str]:
+    """The layers that the adapter ``new``, read from ``path``, is of; DataError unless all of it fits ``model``."""
+    parts: dict[str, dict[str, tuple[int, ...]]] = {}
+    for name, shape in new.items():
+        found = _NAME.fullmatch(name)
+        if found is None:
+            raise DataError(f"{path} is no adapter: it has a tensor {name}")
+        parts.setdefault(found[1], {})[found[2]] = shape
+    if not parts:
+        raise DataError(f"{path} is no adapter: it is empty")
+    for layer, shapes in parts.items():
+        weight = model.get(f"{layer}.weight", ())
+        if len(weight) != 2:
+            raise DataError(f"the adapter {path} doesn't fit this model, which has no linear layer {layer}")
+        wanted = {"A": (rank, weight[1]), "B": (weight[0], rank)}
+        for part, shape in wanted.items():
+            if shapes.get(part) != shape:
+                there = list(shapes[part]) if part in shapes else "missing"
+                raise DataError(
+                    f"the adapter {path} doesn't fit this model: lora_{part} of {layer} is {there}, not {list(shape)}"
+                )
+    return sorted(parts)
+
+
+def write_folder(folder: Path, lora: LoraConfig, layers: list[str], file: Path) -> None:
+    """Make of an adapter's ``file``, which stays where it is, a folder as peft writes it."""
+    folder.mkdir(parents=True)
+    (folder / "adapter_model.safetensors").symlink_to(file.resolve())
+    described = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "bias": "none",
+        "target_modules": sorted({layer.rpartition(".")[2] for layer in layers}),
+    }
+    (folder / "adapter_config.json").write_text(json.dumps(described), encoding="utf-8")

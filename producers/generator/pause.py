@@ -1,0 +1,129 @@
+"""The valve of one generator: whether anything may be sampled. People's orders open and close it.
+
+Nothing is sampled from the moment that ``obeyed`` says so until the valve opens again; requests stay in the engine.
+It is closed until the orders have been read once, and it closes by itself when they can't be read for FENCE_S: the
+control plane does not wait for a generator that it has not heard of for longer than that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+import structlog
+
+from broker.client import Broker
+from broker.flow.run_control import Orders
+from producers.engines.base import Engine
+from schemas.lifecycle import StopFlag, unless_ended
+
+FENCE_S = 10.0
+"""Shorter than the silence after which a service is not waited for (broker/api/status/run_state.py, LIVE_S)."""
+
+log = structlog.get_logger()
+
+
+class Valve:
+    """``orders`` are the newest known; ``obeyed`` goes into the heartbeat, ``changed`` is called when it does."""
+
+    def __init__(self, broker: Broker, engine: Engine, changed: Callable[[], None] = lambda: None) -> None:
+        self._broker = broker
+        self._engine = engine
+        self._changed = changed
+        self._turned = asyncio.Condition()
+        self._open = False
+        self._ended = False
+        self._holders = 0
+        self._engine_runs = False
+        self._engine_paused = False
+        self._position = b""
+        self.orders = Orders()
+        self.obeyed: dict[str, int] = {}
+
+    @property
+    def open(self) -> bool:
+        return self._open
+
+    async def run(self, stop: StopFlag) -> None:
+        """Follow the orders until stop. While the broker is silent the valve closes, and opens with its next answer."""
+        try:
+            while not stop:
+                reading = asyncio.ensure_future(asyncio.to_thread(self._next_orders))
+                await unless_ended(stop, asyncio.wait([reading], timeout=FENCE_S))
+                if not stop and not reading.done():
+                    log.warning("no orders can be read, generation stands still", waited_s=FENCE_S)
+                    await self._close()
+                orders = await unless_ended(stop, reading)
+                if not stop:
+                    await self.obey(orders)
+        finally:
+            await self.end()
+
+    def _next_orders(self) -> Orders | None:
+        """The orders as soon as something has changed, after a second at the latest."""
+        if self._position:
+            self._broker.ledger.wait_change(self._position)
+        self._position = self._broker.ledger.change_position()
+        return self._broker.orders.read()
+
+    async def obey(self, orders: Orders | None) -> None:
+        """Follow these orders; None is a broker that knows none."""
+        # A broker that was wiped holds no orders until the trainer has rebuilt it: the last ones stand.
+        orders = self.orders if orders is None else orders
+        self.orders = orders
+        if orders.pause == "freeze":
+            await self._close()
+        else:
+            await self._let_go()
+        if self.obeyed.get("pause") != orders.pause_id:
+            self.obeyed["pause"] = orders.pause_id
+            self._changed()
+
+    async def engine_started(self) -> None:
+        """From now on the engine itself has to be paused."""
+        async with self._turned:
+            self._engine_runs = True
+
+    async def _close(self) -> None:
+        async with self._turned:
+            self._open = False
+            await self._turned.wait_for(lambda: not self._holders)
+        if self._engine_runs and not self._engine_paused:
+            await self._engine.pause()
+            self._engine_paused = True
+
+    async def _let_go(self) -> None:
+        if self._engine_paused:
+            await self._engine.resume()
+            self._engine_paused = False
+        if not self._open:
+            async with self._turned:
+                self._open = True
+                self._turned.notify_all()
+
+    async def end(self) -> None:
+        """Nobody waits at the valve any more, open or not: the generator ends."""
+        async with self._turned:
+            self._ended = True
+            self._turned.notify_all()
+
+    async def wait_open(self) -> bool:
+        """Wait until the valve is open; False when the generator ends instead."""
+        async with self._turned:
+            await self._turned.wait_for(lambda: self._open or self._ended)
+            return not self._ended
+
+    @asynccontextmanager
+    async def held_open(self) -> AsyncIterator[bool]:
+        """Wait until the valve is open, and keep it from closing meanwhile; False when the generator ends instead."""
+        async with self._turned:
+            await self._turned.wait_for(lambda: self._open or self._ended)
+            opened = not self._ended
+            self._holders += opened
+        try:
+            yield opened
+        finally:
+            async with self._turned:
+                self._holders -= opened
+                self._turned.notify_all()

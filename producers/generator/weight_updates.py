@@ -1,0 +1,338 @@
+"""Whether published weights are for this generator: an adapter of its model, or a whole model, as it is configured.
+
+Weights of one generator: pull the newest version, load it in flight, check the probe.
+
+No trajectory leaves between a load and its passed probe. A version that can't be fetched is reported and tried
+again, with the old one in use. One that does not fit or fails its probe is reported and never used; the old one is
+put back, and a newer one waited for. Without either the process ends, and comes back on the newest version.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import numpy as np
+import structlog
+
+from broker.client import Broker
+from broker.weights.digests import base_digest
+from broker.weights.local_copy import WeightCopy
+from producers.engines.base import Engine
+from producers.engines.weight_files import resolve_folder
+from producers.generator.eval_versions import Evaluations, next_version
+from producers.generator.pause import Valve
+from schemas.config import TidemillConfig
+from schemas.errors import ConfigError, DataError, InfraError
+from schemas.lifecycle import StopFlag, unless_ended
+from schemas.messages import Adapter, Event, Manifest, Span
+
+
+class Belongs:
+    """Asked of each version before anything of it is fetched."""
+
+    def __init__(self, config: TidemillConfig) -> None:
+        self._path = config.model.path
+        self._lora = config.trainer.lora
+        self._base: str | None = None
+
+    def problem(self, adapter: Adapter | None) -> str | None:
+        """Why weights of this kind can't be used here; None if they can. Looks into model.path the first time."""
+        if adapter is None:
+            if self._lora is None:
+                return None
+            return "it is a whole model, and this generator is configured with trainer.lora: start it without"
+        if self._lora is None:
+            return "it is an adapter, and this generator is configured without trainer.lora: start it with the run's"
+        for name in ("rank", "alpha"):
+            theirs, ours = getattr(adapter, name), getattr(self._lora, name)
+            if theirs != ours:
+                return f"it is an adapter of {name} {theirs:g}, and this generator's trainer.lora.{name} is {ours:g}"
+        try:
+            self._base = self._base or base_digest(resolve_folder(self._path))
+        except (ConfigError, DataError) as error:
+            return f"it is an adapter, and the model that it belongs to can't be compared: {error}"
+        if self._base != adapter.base:
+            return f"it is an adapter of another model than this generator's model.path {self._path}"
+        return None
+
+
+EVAL_DEADLINE_S = 60.0
+"""An evaluation may hold back new weights for so long."""
+OPEN_DEADLINE_S = 2.0
+"""A version that is to be evaluated stays in use for so long until its evaluation is opened."""
+LOOK_S = 0.05
+"""How often to look whether an evaluation is over."""
+FETCH_DEADLINE_S = 300.0
+"""A version that is the newest all the time and can't be fetched ends the process after so long."""
+REFUSED_DEADLINE_S = 15.0
+"""A version that was refused ends the process when no newer one follows it for so long."""
+TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.1}
+"""Largest probe difference in nats, by dtype."""
+
+log = structlog.get_logger()
+
+
+class Updates:
+    """``version`` is what the engine has; ``ready`` is what the intake waits for, ``using`` what a task does.
+
+    evaluating: evaluation tasks in progress, which hold new weights back.
+    """
+
+    def __init__(
+        self, config: TidemillConfig, name: str, broker: Broker, engine: Engine, folder: Path, valve: Valve
+    ) -> None:
+        self._broker = broker
+        self._engine = engine
+        self._name = name
+        self._copy = WeightCopy(broker.weights, folder)
+        self._belongs = Belongs(config)
+        self._keep_copy = config.trainer.publish.deltas
+        self._drains = config.generator.update == "drain"
+        self._valve = valve
+        self._tolerance = config.generator.probe_tolerance or TOLERANCE[config.model.dtype]
+        self._changed = asyncio.Condition()
+        self._verified = False
+        self._manifest: Manifest | None = None
+        self._refused: set[int] = set()
+        self._restoring = False
+        self._refusal: tuple[float, str] | None = None
+        self._closed = False
+        self._draining = False
+        self._tasks = 0
+        self.evaluating = 0
+        self._every = config.eval.every if config.eval else None
+        self._queue = broker.tasks(name)
+        self._unreachable: set[int] = set()
+        self._loaded = time.monotonic()
+        self._waiting_since: float | None = None
+        self.version = -1
+        self.last_load_s = 0.0
+
+    async def run(self, stop: StopFlag) -> None:
+        """Follow the published versions until stop."""
+        try:
+            while not stop:
+                seen = max(self.version, *self._refused, -1)
+                manifest = await unless_ended(stop, asyncio.to_thread(self._broker.weights.wait_newer, seen))
+                if manifest is not None:
+                    manifest = await self._choose(manifest)
+                if manifest is not None:
+                    await self._update(manifest, stop)
+                elif self._refusal is not None and time.monotonic() > self._refusal[0]:
+                    raise InfraError(self._refusal[1])
+        finally:
+            async with self._changed:
+                self._closed = True
+                self._changed.notify_all()
+
+    async def _choose(self, newest: Manifest) -> Manifest | None:
+        """The version to load next, which evaluations have a say in; None, after a moment, to stay for now."""
+        if self._every is None:
+            return newest
+        now = time.monotonic()
+        found = await asyncio.to_thread(self._queue.take_evaluations, self.version, 0)
+        known = Evaluations(self._every, found.pending, self.evaluating > 0, found.opened)
+        stored = {item.version: item for item in await asyncio.to_thread(self._broker.weights.published)}
+        out = self._refused | self._unreachable
+        versions = [version for version in stored if version not in out]
+        chosen = next_version(self.version, versions, known, now - self._loaded < OPEN_DEADLINE_S)
+        if chosen is None:
+            self._waiting_since = self._waiting_since or now
+            if now - self._waiting_since < EVAL_DEADLINE_S:
+                await asyncio.sleep(LOOK_S)
+                return None
+            log.warning("an evaluation takes long; new weights are loaded under it", waited_s=EVAL_DEADLINE_S)
+            chosen = newest.version
+        self._waiting_since = None
+        return stored.get(chosen, newest)
+
+    async def ready(self, version: int = 0) -> bool:
+        """Wait until a task may begin that needs ``version`` or a newer one; False when it never may any more.
+
+        The engine has these weights then, they are checked, and it does not drain for newer ones.
+        """
+
+        def may_begin() -> bool:
+            return self._verified and self.version >= version and not self._draining
+
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._closed or may_begin())
+            return not self._closed
+
+    @asynccontextmanager
+    async def using(self, version: int, evaluating: bool) -> AsyncIterator[bool]:
+        """For as long as one task takes: ``ready``, and with ``generator.update: drain`` the weights stay meanwhile.
+
+        New weights also wait for evaluations, so that one version answers all.
+        """
+        ready = await self.ready(version)
+        self._tasks += ready
+        self.evaluating += ready and evaluating
+        try:
+            yield ready
+        finally:
+            async with self._changed:
+                self._tasks -= ready
+                self.evaluating -= ready and evaluating
+                self._changed.notify_all()
+
+    async def trusted(self, spans: Sequence[Span], length: int) -> int:
+        """How many of a sample's first tokens are of weights that passed their probe: all ``length``, as a rule.
+
+        Waits until the weights of all its spans are checked, or will not be any more.
+        """
+
+        def checked() -> bool:
+            return self._closed or all(self._good(span) or span.version in self._refused for span in spans)
+
+        async with self._changed:
+            await self._changed.wait_for(checked)
+            return self.trusted_now(spans, length)
+
+    def trusted_now(self, spans: Sequence[Span], length: int) -> int:
+        """``trusted`` of what is known at this moment."""
+        return min((span.start for span in spans if not self._good(span)), default=length)
+
+    def _good(self, span: Span) -> bool:
+        return span.version <= self.version and span.version not in self._refused and not self._restoring
+
+    async def _fetch(self, manifest: Manifest, stop: StopFlag) -> Path | None:
+        """A checked local file; None when it is no longer the newest version, or when asked to stop.
+
+        What is missing may be put back, and a full disk emptied: the old version serves on while it is tried again.
+        InfraError after the deadline.
+        """
+        deadline = time.monotonic() + FETCH_DEADLINE_S
+        wait, tries = 0.5, 0
+        while True:
+            try:
+                return await unless_ended(stop, asyncio.to_thread(self._copy.fetch, manifest))
+            except InfraError as error:
+                newest = await asyncio.to_thread(self._broker.weights.newest)
+                if newest is None or newest.version != manifest.version:
+                    self._unreachable.add(manifest.version)
+                    log.info("version was replaced while it was fetched", version=manifest.version)
+                    return None
+                if tries == 0:
+                    await self._alarm(f"weights version {manifest.version} cannot be fetched: {error}")
+                if time.monotonic() > deadline:
+                    raise
+                log.warning("waiting for weights that cannot be fetched", version=manifest.version, error=str(error))
+            tries += 1
+            await unless_ended(stop, asyncio.sleep(wait))
+            if stop:
+                return None
+            wait = min(2 * wait, 10.0)
+
+    async def _update(self, manifest: Manifest, stop: StopFlag) -> None:
+        problem = await asyncio.to_thread(self._belongs.problem, manifest.adapter)
+        if problem is not None:
+            text = f"weights version {manifest.version} is not for this generator: {problem}"
+            await self._in_use(await self._refuse(manifest, text))
+            return
+        path = await self._fetch(manifest, stop)
+        if path is None:
+            return
+        async with self._drained(), self._valve.held_open() as opened:
+            # Neither loaded nor probed while the run is frozen.
+            if opened:
+                await self._take(manifest, path)
+
+    @asynccontextmanager
+    async def _drained(self) -> AsyncIterator[None]:
+        """With ``generator.update: drain``, no task is in progress; a freeze need not wait for that."""
+        async with self._changed:
+            self._draining = self._drains
+            await self._changed.wait_for(lambda: not (self._draining and self._tasks))
+        try:
+            yield
+        finally:
+            async with self._changed:
+                self._draining = False
+                self._changed.notify_all()
+
+    async def _take(self, manifest: Manifest, path: Path) -> None:
+        try:
+            await self._load(manifest, path)
+        except DataError as error:
+            text = f"weights version {manifest.version} does not fit this model: {error}"
+            await self._in_use(await self._refuse(manifest, text))
+            return
+        problem = await self._probe(manifest)
+        if problem is None:
+            await self._in_use(manifest)
+        else:
+            await self._restore(await self._refuse(manifest, problem))
+
+    async def _load(self, manifest: Manifest, path: Path) -> None:
+        async with self._changed:
+            self._verified = False
+        started = time.monotonic()
+        try:
+            await self._engine.load(path, manifest.version)
+        except OSError as error:
+            # The trainer frees old versions; of a model that is half loaded nothing can be used.
+            raise InfraError(f"weights version {manifest.version} cannot be loaded: {error}") from error
+        finally:
+            if not self._keep_copy:
+                self._copy.drop()
+        self.last_load_s = time.monotonic() - started
+
+    async def _in_use(self, manifest: Manifest) -> None:
+        """The engine has these weights, and they are what they should be."""
+        async with self._changed:
+            self._manifest, self.version, self._verified = manifest, manifest.version, True
+            self._restoring = False
+            self._loaded = time.monotonic()
+            self._unreachable = {version for version in self._unreachable if version > self.version}
+            if self._refused and manifest.version > max(self._refused):
+                self._refusal = None
+            self._changed.notify_all()
+
+    async def _refuse(self, manifest: Manifest, text: str) -> Manifest:
+        """Never use this version; returns the one to go on with, without any the process ends."""
+        await self._alarm(text)
+        async with self._changed:
+            self._refused.add(manifest.version)
+            self._changed.notify_all()
+        if self._manifest is None:
+            raise InfraError(text)
+        self._refusal = (time.monotonic() + REFUSED_DEADLINE_S, text)
+        return self._manifest
+
+    async def _restore(self, old: Manifest) -> None:
+        """Go back to the version before; what was sampled meanwhile ends, and its good part is gone on with.
+
+        InfraError when that version is gone or is no longer what it was: then nothing may leave any more.
+        """
+        async with self._changed:
+            self._restoring = True
+        await self._engine.abort_all()
+        await self._load(old, await asyncio.to_thread(self._copy.fetch, old))
+        problem = await self._probe(old)
+        if problem is not None:
+            raise InfraError(f"the weights in use before can't be restored: {problem}")
+        await self._in_use(old)
+        log.warning("went back to the weights before", version=old.version)
+
+    async def _probe(self, manifest: Manifest) -> str | None:
+        """What is wrong with the weights in the engine; None when they are what the manifest says."""
+        if manifest.probe is None:
+            return None
+        ours = await self._engine.logprobs(manifest.probe.tokens.numpy().tolist())
+        difference = float(np.abs(ours - manifest.probe.logprobs.numpy()).max())
+        log.debug("probe", version=manifest.version, difference=difference)
+        if difference <= self._tolerance:
+            return None
+        return (
+            f"weights version {manifest.version} fails its probe: log-probabilities differ by"
+            f" {difference:.2g} nats from the trainer's, {self._tolerance:.2g} is allowed"
+        )
+
+    async def _alarm(self, text: str) -> None:
+        event = Event(name="weights_refused", service=self._name, level="error", text=text)
+        await asyncio.to_thread(self._broker.events.emit, event)

@@ -1,0 +1,89 @@
+"""The tokenizer of the policy, as workflows see it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from producers.engines.weight_files import resolve_folder
+from schemas.errors import ConfigError, DataError
+from schemas.messages import Task
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_GENERIC = ("TokenizersBackend", "PreTrainedTokenizerFast")
+
+
+class HfTokenizer:
+    """A Hugging Face tokenizer from a model folder (or hub id), implementing workflows.base.Tokenizer.
+
+    ConfigError when the folder has none, or when a task has messages and the tokenizer no chat template.
+    """
+
+    def __init__(self, path: str, trust_remote_code: bool = False) -> None:
+        self._path = path
+        self._tokenizer = _load(resolve_folder(path), trust_remote_code)
+
+    def prompt_ids(self, task: Task) -> list[int]:
+        """Token ids of the prompt. Text is encoded as it is, plus what the tokenizer itself adds (such as <bos>)."""
+        if task.token_ids is not None:
+            ids = list(task.token_ids)
+        elif task.messages is not None:
+            ids = self._chat_ids([{"role": m.role, "content": m.content} for m in task.messages])
+        else:
+            ids = list(self._tokenizer(task.text or "")["input_ids"])
+        if not ids:
+            raise DataError(f"task {task.task_id} has an empty prompt")
+        return ids
+
+    def _chat_ids(self, messages: list[dict[str, str]]) -> list[int]:
+        if not self._tokenizer.chat_template:
+            raise ConfigError(
+                f"the dataset gives chat messages, but the tokenizer in {self._path} has no chat template:"
+                " use a chat model, or a dataset of plain text"
+            )
+        from jinja2 import TemplateError
+
+        try:
+            ids = self._tokenizer.apply_chat_template(
+                messages, add_generation_prompt=True, tokenize=True, return_dict=False
+            )
+        except TemplateError as error:
+            raise DataError(f"the chat template refuses the messages: {error}") from error
+        return list(ids)
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a piece of text, nothing added."""
+        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text without special tokens, spaces as they are."""
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+
+def _load(folder: Path, trust_remote_code: bool) -> PreTrainedTokenizerBase:
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    # AutoTokenizer rebuilds some families (all of qwen2) from a class of its own, and with it the
+    # splitting rules. A folder that says its tokenizer is generic is described by tokenizer.json alone.
+    generic = (folder / "tokenizer.json").is_file() and _config(folder).get("tokenizer_class") in _GENERIC
+    try:
+        if generic:
+            return cast("PreTrainedTokenizerBase", PreTrainedTokenizerFast.from_pretrained(folder))
+        found = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        return cast("PreTrainedTokenizerBase", found)
+    except (OSError, ValueError, KeyError) as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ConfigError(f"no usable tokenizer in {folder}: {reason}") from error
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    file = folder / "tokenizer_config.json"
+    try:
+        content = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    except ValueError as error:
+        raise ConfigError(f"{file} is not valid JSON: {error}") from error
+    return content if isinstance(content, dict) else {}

@@ -1,0 +1,464 @@
+"""The dashboard in a real browser, against a running system: what people see and do there."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from msgspec.structs import replace
+from playwright.sync_api import Browser, expect
+
+from broker.api.server import address_of
+from broker.connection.connection import Link
+from broker.connection.keys import Keys
+from schemas.codec import encode
+from schemas.messages import DeadLetter
+from tests.support.browser import (
+    PATIENCE_MS,
+    PHONE,
+    Watched,
+    headless,
+)
+from tests.support.tiny_model import make_tiny_model
+from tests.support.up_runs import Run
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(480)]
+
+START_MS = 240_000
+"""Deadline for a generator to start, which loads much, on a machine that does other things as well."""
+TOKEN = "a-token-of-the-tests-1234"
+REWARDS = '''
+def even(prompt, completions, prompt_ids, completion_ids, **data):
+    """Share of even tokens; a few completions cannot be scored, so that there are dead letters."""
+    if sum(completion_ids) % 61 == 0:
+        raise ValueError("this one cannot be scored")
+    return sum(token % 2 == 0 for token in completion_ids) / max(len(completion_ids), 1)
+'''
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class System:
+    """A run on the scripted engine, and its control plane's address."""
+
+    def __init__(self, folder: Path) -> None:
+        (folder / "rewards.py").write_text(REWARDS)
+        model = make_tiny_model(folder / "model")
+        self.config = {
+            "model": {"path": str(model), "dtype": "float32", "max_length": 64},
+            "train": {"name": "arithmetic"},
+            "eval": {
+                "dataset": {"name": "arithmetic", "args": {"split": "heldout"}, "limit": 16},
+                "every": 5,
+                "sampling": {"n": 1, "max_tokens": 24},
+            },
+            "sampling": {"n": 4, "max_tokens": 24},
+            "reward": {"terms": [{"name": "rewards.py:even"}]},
+            "generator": {
+                "engine": "scripted",
+                "args": {"token_s": 0.03, "first": 40, "tokens": 40, "min_length": 4, "max_length": 24},
+                "max_samples": 32,
+                "lease_s": 5,
+                "probe_tolerance": 1e3,
+            },
+            "trainer": {
+                "steps": 100_000,
+                "batch_groups": 4,
+                "threads": 1,
+                "advantage": {"keep_zero_variance": True},
+                "checkpoint": {"every": 20},
+            },
+            "supervisor": {"max_restarts": 20, "backoff_s": 0.2},
+            "control": {"port": free_port()},
+        }
+        self.folder = folder
+        self.ports: dict[str, int] = {}
+        self.run = Run(folder, self.config)
+        self.url = ""
+
+    def wait(self) -> None:
+        """Until the run has trained a little."""
+        self.run.wait_until(lambda: self.run.steps() >= 2, "second step")
+        self.url = self.address(self.run.folder)
+
+    def address(self, folder: Path) -> str:
+        """Where the control plane listens whose run has this folder."""
+        self.run.wait_until(lambda: address_of(folder) is not None, "control plane")
+        url = address_of(folder)
+        assert url is not None
+        return url
+
+    def start(self, role: str, name: str, **environment: str) -> subprocess.Popen[bytes]:
+        """One more service of this run, which no supervisor looks after."""
+        generator = self.run.service("generator-0")
+        assert generator is not None
+        file = self.folder / f"{name}.yaml"
+        # A folder of its own: another control plane must not take the first one's address.
+        settings = {**self.config, "run": {"name": "e2e", "folder": str(self.folder / name)}}
+        settings["control"] = {"port": self.ports.setdefault(name, free_port())}
+        file.write_text(yaml.safe_dump(settings))
+        broker = generator.environ()["REDIS_URL"]
+        return subprocess.Popen(
+            [sys.executable, "-m", "deploy.cli", role, str(file), "--name", name],
+            env={**os.environ, "REDIS_URL": broker, **environment},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+
+    def fail_a_group(self) -> str:
+        """Give up the newest prompt group, as after too many dead generators; the id of its dead letter."""
+        generator = self.run.service("generator-0")
+        assert generator is not None
+        link = Link(generator.environ()["REDIS_URL"], Keys("tidemill", "e2e"), 10.0)
+        body = DeadLetter(source="tasks", reason="nobody could make it", deliveries=9, payload=b"")
+        for _ in range(20):
+            newest = link.client.xrevrange(link.keys.tasks, count=1)
+            assert newest, "there is no task"
+            entry, fields = newest[0]
+            letter = encode(replace(body, task_id=int(fields[b"t"])))
+            if link.script("give_up", "tasks", entry, fields[b"t"], letter) == b"ok":
+                found = link.client.xrevrange(link.keys.dead, count=20)
+                return next(id.decode() for id, fields in found if fields[b"b"] == letter)
+        raise AssertionError("every task was gone before it could be given up")
+
+    def stop(self) -> None:
+        self.run.process.send_signal(signal.SIGINT)
+        try:
+            self.run.process.wait(60)
+        finally:
+            self.run.process.kill()
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with headless() as browser:
+        yield browser
+
+
+@pytest.fixture(scope="module")
+def system(browser: Browser, tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
+    system = System(tmp_path_factory.mktemp("dashboard"))
+    try:
+        system.wait()
+        yield system
+    finally:
+        system.stop()
+
+
+Open = Callable[..., Watched]
+
+
+@pytest.fixture
+def visit(browser: Browser, system: System) -> Iterator[Open]:
+    """Opens the page, and closes it at the end."""
+    opened: list[Watched] = []
+
+    def visit(url: str | None = None, **options: Any) -> Watched:
+        seen = Watched(browser, url or system.url, **options)
+        opened.append(seen)
+        return seen
+
+    yield visit
+    for seen in opened:
+        seen.close()
+
+
+def confirm(seen: Watched, verb: str) -> None:
+    dialog = seen.page.locator("dialog[open]")
+    dialog.get_by_role("button", name=verb, exact=True).click()
+    expect(dialog).to_have_count(0)
+
+
+def test_the_run_is_seen_moving_and_nothing_comes_from_elsewhere(visit: Open) -> None:
+    seen = visit()
+    page = seen.page
+    expect(page.locator("#state")).to_have_text("running", timeout=PATIENCE_MS)
+    expect(page.locator("#link")).to_have_text("live")
+    step = seen.number("step")
+    seen.until_step_after(step)
+    assert seen.number("generated") > 0
+    expect(page.locator("#verdict")).not_to_be_empty()
+    expect(page.locator("svg.flow")).to_have_attribute("aria-label", re.compile(r"Generators: .* tok/s"))
+    expect(page.locator(".edge[data-edge=trajectories] .edge-rate")).to_contain_text("/s")
+    expect(page.locator(".edge[data-edge=weights]")).to_contain_text("staleness")
+    for chart in ("#chart-reward", "#chart-tokens", "#chart-gap"):
+        expect(page.locator(f"{chart} canvas")).to_be_visible(timeout=PATIENCE_MS)
+    assert page.locator(".bar-of").count() > 1
+    expect(page.locator(".service[data-service=generator-0]")).to_contain_text("tok/s")
+    page.locator("#axis").get_by_role("button", name="Time").click()
+    expect(page.locator("#axis [data-axis=time]")).to_have_attribute("aria-pressed", "true")
+    assert len(seen.requests) > 20
+    assert (seen.errors, seen.elsewhere()) == ([], [])
+
+
+def test_pause_freezes_the_run_and_resume_goes_on(visit: Open) -> None:
+    seen = visit()
+    page = seen.page
+    read = (
+        "async () => { const s = await (await fetch('v1/status')).json(); return [s.step, s.ledger.tokens_generated]; }"
+    )
+    page.get_by_role("button", name="Pause").click()
+    confirm(seen, "Pause")
+    expect(page.locator("#state")).to_have_text("paused", timeout=PATIENCE_MS)
+    expect(page.locator("#banner")).to_contain_text("Paused (freeze) by dashboard")
+    frozen = page.evaluate(read)
+    # The control plane looks again once a second: after three looks nothing may have moved.
+    time = page.evaluate("async () => (await (await fetch('v1/status')).json()).time")
+    seen.until("async then => (await (await fetch('v1/status')).json()).time > then + 3", time)
+    assert page.evaluate(read) == frozen
+    assert seen.number("step") == frozen[0]
+    page.get_by_role("button", name="Resume").click()
+    confirm(seen, "Resume")
+    expect(page.locator("#state")).to_have_text("running", timeout=PATIENCE_MS)
+    seen.until_step_after(frozen[0])
+    expect(page.locator(".event[data-name=paused]").first).to_be_visible()
+    expect(page.locator(".event[data-name=resumed]").first).to_be_visible()
+    assert seen.errors == []
+
+
+def test_scale_starts_a_replica_and_stops_it(visit: Open) -> None:
+    seen = visit()
+    page = seen.page
+    page.get_by_role("button", name="Start another generator").click()
+    confirm(seen, "Start it")
+    second = page.locator(".service[data-service=generator-1]")
+    expect(second).to_contain_text("tok/s", timeout=START_MS)
+    expect(page.locator(".node[data-node=generator] .node-note")).to_contain_text("2 live")
+    page.get_by_role("button", name="Stop a generator").click()
+    confirm(seen, "Stop it")
+    expect(second).to_have_count(0, timeout=PATIENCE_MS)
+    assert seen.errors == []
+
+
+def test_a_killed_generator_turns_red_and_leaves(visit: Open, system: System) -> None:
+    seen = visit()
+    spot = system.start("generator", "spot")
+    row = seen.page.locator(".service[data-service=spot]")
+    try:
+        expect(row).to_have_attribute("data-presence", "live", timeout=START_MS)
+    finally:
+        spot.kill()
+        spot.wait(10)
+    expect(row).to_have_attribute("data-presence", "silent", timeout=PATIENCE_MS)
+    expect(row).to_contain_text("silent for")
+    expect(row).to_have_count(0, timeout=PATIENCE_MS)
+    expect(seen.page.locator("#service-list .empty")).to_contain_text("spot")
+    assert seen.errors == []
+
+
+def test_a_trajectory_opens_and_its_tokens_are_coloured(visit: Open) -> None:
+    seen = visit()
+    page = seen.page
+    page.locator("#search [name=state]").select_option("trained")
+    first = page.locator(".trajectory").first
+    expect(page.locator(".trajectory-id").first).to_contain_text("trained", timeout=PATIENCE_MS)
+    first.focus()
+    page.keyboard.press("Enter")
+    drawer = page.locator("dialog.drawer")
+    tokens = drawer.locator(".turn .token")
+    expect(tokens.first).to_be_visible()
+    assert tokens.count() > 5
+    own = drawer.locator(".turn .token:not([data-shade=none])").first
+    expect(own).to_have_attribute("data-shade", re.compile(r"version-\d"))
+    drawer.get_by_role("button", name="Log-probability").click()
+    expect(own).to_have_attribute("data-shade", re.compile(r"likely-\d"))
+    drawer.get_by_role("button", name="Mask").click()
+    expect(own).to_have_attribute("data-shade", "own")
+    drawer.locator(".tokens").focus()
+    page.keyboard.press("ArrowRight")
+    expect(drawer.locator(".token-line")).to_contain_text("log-probability -")
+    expect(drawer.locator(".facts")).to_contain_text("trained in step")
+    assert seen.violations() == []
+    title = drawer.locator("h2").inner_text()
+    page.keyboard.press("j")
+    expect(drawer.locator("h2")).not_to_have_text(title)
+    page.keyboard.press("Escape")
+    expect(drawer).to_have_count(0)
+    page.locator("#search [name=task_id]").fill("999999999")
+    expect(page.locator("#trajectory-list")).to_contain_text("None fits")
+    assert seen.errors == []
+
+
+def test_a_dead_letter_is_shown_and_dropped(visit: Open, system: System) -> None:
+    seen = visit()
+    page = seen.page
+    letter = page.locator(".letter").first
+    expect(letter).to_contain_text("cannot be scored", timeout=PATIENCE_MS)
+    key = letter.get_attribute("data-key")
+    letter.get_by_role("button", name="Show").click()
+    expect(page.locator("dialog pre")).not_to_be_empty()
+    page.keyboard.press("Escape")
+    page.locator(f".letter[data-key='{key}']").get_by_role("button", name="Drop").click()
+    confirm(seen, "Drop it")
+    expect(page.locator(f".letter[data-key='{key}']")).to_have_count(0)
+    assert seen.errors == []
+
+
+def test_a_failed_group_is_requeued_from_its_dead_letter(visit: Open, system: System) -> None:
+    seen = visit()
+    page = seen.page
+    letter = system.fail_a_group()
+    row = page.locator(f".letter[data-key='{letter}']")
+    expect(row).to_contain_text("nobody could make it", timeout=PATIENCE_MS)
+    row.get_by_role("button", name="Requeue").click()
+    confirm(seen, "Requeue")
+    expect(row).to_have_count(0)
+    expect(page.locator(".event[data-name=requeue]").first).to_contain_text("by dashboard")
+    assert seen.errors == []
+
+
+def test_a_letter_whose_group_went_on_is_refused_in_the_dialog(visit: Open) -> None:
+    seen = visit()
+    page = seen.page
+    row = page.locator(".letter", has_text="cannot be scored").first
+    expect(row).to_be_visible(timeout=PATIENCE_MS)
+    row.get_by_role("button", name="Requeue").click()
+    dialog = page.locator("dialog[open]")
+    dialog.get_by_role("button", name="Requeue", exact=True).click()
+    expect(dialog.locator(".problem")).to_contain_text("dead letter")
+    page.keyboard.press("Escape")
+    expect(dialog).to_have_count(0)
+
+
+def test_what_the_supervisor_does_is_in_the_timeline(visit: Open, system: System) -> None:
+    seen = visit()
+    reward = system.run.service("reward-0")
+    assert reward is not None
+    reward.kill()
+    events = seen.page.locator(".event[data-name=service]")
+    expect(events.filter(has_text="killed by SIGKILL").first).to_contain_text("reward-0", timeout=PATIENCE_MS)
+    expect(events.filter(has_text="started again").first).to_be_visible(timeout=PATIENCE_MS)
+    assert seen.errors == []
+
+
+def test_the_api_is_described_and_tried_without_internet(visit: Open, system: System) -> None:
+    seen = visit(f"{system.url}docs")
+    page = seen.page
+    expect(page.locator(".route")).to_have_count(len(seen.routes()), timeout=PATIENCE_MS)
+    assert seen.violations() == []
+    page.locator("#filter").fill("status")
+    page.locator("#get-v1-status summary").first.click()
+    page.locator("#get-v1-status").get_by_role("button", name="Send").click()
+    expect(page.locator("#get-v1-status .docs-answer")).to_contain_text('"verdict"', timeout=PATIENCE_MS)
+    page.locator("#filter").fill("")
+    page.locator("#post-v1-scale summary").first.click()
+    expect(page.locator("#post-v1-scale .docs-curl")).to_contain_text("-X POST")
+    assert seen.violations() == []
+    page.set_viewport_size(PHONE)
+    assert page.evaluate("document.documentElement.scrollWidth") <= PHONE["width"]
+    assert (seen.errors, seen.elsewhere()) == ([], [])
+
+
+def test_settings_change_while_it_runs(visit: Open) -> None:
+    seen = visit()
+    page = seen.page
+    expect(page.locator("[data-figure=staleness] .card-unit")).to_have_text("of 4", timeout=PATIENCE_MS)
+    for value, shown in (("3", "of 3"), ("", "of 4")):
+        page.get_by_role("button", name="Orders").click()
+        page.get_by_role("button", name="Settings").click()
+        page.get_by_label("Staleness bound").fill(value)
+        confirm(seen, "Apply")
+        if value:
+            expect(page.locator("[data-figure=staleness] .card-unit")).to_have_text(shown)
+    expect(page.locator(".event[data-name=settings]").first).to_contain_text("configuration")
+    assert seen.errors == []
+
+
+def test_everything_is_reached_by_keyboard(visit: Open) -> None:
+    seen = visit()
+    page = seen.page
+    expect(page.locator("#pause")).to_be_enabled(timeout=PATIENCE_MS)
+    page.keyboard.press("Tab")
+    expect(page.locator(".skip")).to_be_focused()
+    for _ in range(12):
+        page.keyboard.press("Tab")
+        if page.evaluate("document.activeElement.id") == "pause":
+            break
+    expect(page.locator("#pause")).to_be_focused()
+    page.keyboard.press("Enter")
+    expect(page.locator("dialog[open]")).to_be_visible()
+    page.keyboard.press("Escape")
+    expect(page.locator("dialog[open]")).to_have_count(0)
+    expect(page.locator("#pause")).to_be_focused()
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_no_serious_violation_of_accessibility(visit: Open, scheme: str) -> None:
+    seen = visit(color_scheme=scheme)
+    expect(seen.page.locator(".trajectory").first).to_be_visible(timeout=PATIENCE_MS)
+    expect(seen.page.locator("#chart-reward canvas")).to_be_visible(timeout=PATIENCE_MS)
+    assert seen.violations() == []
+    seen.page.get_by_role("button", name="Pause").click()
+    assert seen.violations() == []
+
+
+def test_the_theme_is_switched_and_kept(visit: Open) -> None:
+    seen = visit(color_scheme="light")
+    background = "getComputedStyle(document.body).backgroundColor"
+    light = seen.page.evaluate(background)
+    seen.page.locator("#theme").click()
+    assert seen.page.evaluate(background) != light
+    seen.page.reload()
+    assert seen.page.evaluate(background) != light
+
+
+def test_it_fits_a_phone(visit: Open) -> None:
+    seen = visit(viewport=PHONE, has_touch=True, is_mobile=True)
+    page = seen.page
+    expect(page.locator(".trajectory").first).to_be_visible(timeout=PATIENCE_MS)
+    assert page.evaluate("document.documentElement.scrollWidth") <= PHONE["width"]
+    for part in ("#pause", "#state", ".card", "svg.flow", "#chart-reward canvas", ".service", "#letters"):
+        box = page.locator(part).first.bounding_box()
+        assert box is not None, part
+        assert box["x"] >= 0, part
+        assert box["x"] + box["width"] <= PHONE["width"], part
+    page.locator("#pause").tap()
+    box = page.locator("dialog[open]").bounding_box()
+    assert box is not None
+    assert box["width"] <= PHONE["width"]
+    page.keyboard.press("Escape")
+    assert seen.violations() == []
+    assert seen.errors == []
+
+
+def test_a_token_is_asked_for_and_a_lost_server_is_noticed(visit: Open, system: System) -> None:
+    control = system.start("control", "second", TIDEMILL_CONTROL_TOKEN=TOKEN)
+    try:
+        seen = visit(system.address(system.folder / "second"))
+        page = seen.page
+        field = page.get_by_label("Token", exact=True)
+        field.fill("not-the-right-token")
+        page.keyboard.press("Enter")
+        expect(page.locator("dialog .problem")).to_have_text("That token was not accepted.")
+        field.fill(TOKEN)
+        page.keyboard.press("Enter")
+        expect(page.locator("#state")).to_have_text("running", timeout=PATIENCE_MS)
+        assert page.evaluate("Object.values(localStorage).join()").find(TOKEN) == -1
+        assert page.evaluate("sessionStorage.getItem('tidemill-token')") == TOKEN
+
+        control.kill()
+        control.wait(10)
+        expect(page.locator("#link")).to_have_text("offline", timeout=PATIENCE_MS)
+        expect(page.locator("#banner")).to_contain_text("has not answered")
+        expect(page.locator("#pause")).to_be_disabled()
+        control = system.start("control", "second", TIDEMILL_CONTROL_TOKEN=TOKEN)
+        expect(page.locator("#link")).to_have_text("live", timeout=PATIENCE_MS)
+        expect(page.locator("#banner")).to_be_hidden()
+        step = seen.number("step")
+        seen.until_step_after(step)
+    finally:
+        control.kill()
+        control.wait(10)

@@ -1,0 +1,105 @@
+"""``tidemill ray`` attached to a cluster by its address: a whole run, in which the node of the generators is lost."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from broker.connection.embedded import EmbeddedServer
+from deploy.run.summary import lineage, read_lines
+from tests.support.tiny_model import make_tiny_model
+
+pytestmark = pytest.mark.e2e
+pytest.importorskip("ray")
+STEPS = 12
+# A head with room for the trainer and the small services, and a node for the generators.
+OPTIONS = ("--generators", "2", "--trainer-cpus", "1", "--generator-cpus", "0.5")
+
+
+@pytest.fixture
+def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A Ray cluster of two nodes on this machine: Ray's own, each with a scheduler of its own."""
+    from ray.cluster_utils import Cluster
+
+    for name, value in {"RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0", "OMP_NUM_THREADS": "1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})
+    try:
+        yield cluster
+    finally:
+        cluster.shutdown()
+
+
+@pytest.fixture
+def broker_url(tmp_path: Path) -> Iterator[str]:
+    """A server that all nodes reach."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = int(probe.getsockname()[1])
+    server = EmbeddedServer(tmp_path / "broker", port=port)
+    yield server.start()
+    server.stop()
+
+
+def test_a_run_on_ray_goes_on_when_a_node_is_lost_with_all_generators(
+    tmp_path: Path, cluster: Any, broker_url: str
+) -> None:
+    node = cluster.add_node(num_cpus=1)
+    run = tmp_path / "run"
+    model = make_tiny_model(tmp_path / "model", max_length=64)
+    config = {
+        "run": {"name": "on-ray", "folder": str(run)},
+        "model": {"path": str(model), "dtype": "float32", "max_length": 64},
+        "train": {"name": "arithmetic"},
+        "sampling": {"n": 2, "max_tokens": 4},
+        "reward": {"terms": [{"name": "exact"}]},
+        "flow": {"staleness": 2},
+        "generator": {"engine": "transformers", "max_samples": 4},
+        "trainer": {"steps": STEPS, "batch_groups": 4, "threads": 1, "advantage": {"name": "raw"}},
+    }
+    file = tmp_path / "config.yaml"
+    file.write_text(yaml.safe_dump(config))
+    output = tmp_path / "output.txt"
+    with output.open("w") as stream:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "deploy.cli", "ray", str(file), "--address", cluster.address, *OPTIONS],
+            stdout=stream,
+            stderr=subprocess.STDOUT,
+            env=os.environ | {"REDIS_URL": broker_url},
+        )
+    deadline = time.monotonic() + 240
+    try:
+        while process.poll() is None:
+            assert time.monotonic() < deadline, output.read_text()[-3000:]
+            steps = {line["step"] for line in read_lines(run / "trained.jsonl") if "step" in line}
+            if len(steps) >= 3 and node is not None:
+                # The machine is gone, and a cloud's autoscaler brings another.
+                cluster.remove_node(node, allow_graceful=False)
+                node = None
+                cluster.add_node(num_cpus=1)
+            time.sleep(0.2)
+    finally:
+        if process.poll() is None:
+            process.terminate()
+            process.wait(60)
+    assert process.returncode == 0, output.read_text()[-3000:]
+    assert node is None
+    assert "generator-0: killed by SIGKILL" in output.read_text()
+    summary = json.loads((run / "summary.json").read_text())
+    assert (summary["steps"], summary["exit_reason"]) == (STEPS, "finished")
+    kept = lineage(read_lines(run / "trained.jsonl"))
+    uses = Counter(tuple(sample) for line in kept for sample in line["samples"])
+    assert [line["step"] for line in kept] == list(range(STEPS))
+    assert max(uses.values()) == 1

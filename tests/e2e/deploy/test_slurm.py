@@ -1,0 +1,109 @@
+"""The scripts of ``tidemill slurm`` on a real Slurm of one node: the whole run, with a preempted generator."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+from broker.api.server import ADDRESS
+from deploy.run.summary import lineage, read_lines
+from tests.support.slurm_cluster import cluster, jobs
+from tests.support.tiny_model import make_tiny_model
+
+pytestmark = pytest.mark.e2e
+STEPS = 16
+
+
+@pytest.fixture
+def slurm(tmp_path: Path) -> Iterator[None]:
+    with cluster(tmp_path / "slurm"):
+        yield
+
+
+def wait_until(condition: Callable[[], bool], what: str, folder: Path, deadline_s: float = 150.0) -> None:
+    deadline = time.monotonic() + deadline_s
+    while not condition():
+        if time.monotonic() > deadline:
+            logs = "\n".join(f"== {log.name}\n{log.read_text()[-1500:]}" for log in (folder / "logs").glob("*.log"))
+            raise AssertionError(f"no {what} within {deadline_s:.0f} s; jobs: {jobs()}\n{logs}")
+        time.sleep(0.2)
+
+
+def test_a_run_of_slurm_jobs_outlives_a_preempted_generator_and_clears_the_queue(slurm: None, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    config = {
+        "run": {"name": "queued", "folder": str(run)},
+        "model": {
+            "path": str(make_tiny_model(tmp_path / "model", max_length=64)),
+            "dtype": "float32",
+            "max_length": 64,
+        },
+        "train": {"name": "arithmetic"},
+        "sampling": {"n": 2, "max_tokens": 4},
+        "reward": {"terms": [{"name": "exact"}]},
+        "flow": {"staleness": 2},
+        "generator": {"engine": "transformers", "replicas": 2, "max_samples": 4},
+        "trainer": {
+            "steps": STEPS,
+            "batch_groups": 4,
+            "threads": 1,
+            "advantage": {"name": "raw"},
+            "checkpoint": {"every": 4},
+        },
+    }
+    file = tmp_path / "config.yaml"
+    file.write_text(yaml.safe_dump(config))
+    scripts = run / "slurm"
+    # The command as this very Python has it, whatever is installed.
+    program = tmp_path / "bin" / "tidemill"
+    program.parent.mkdir()
+    program.write_text(f'#!/bin/sh\nexec {sys.executable} -m deploy.cli "$@"\n')
+    program.chmod(0o755)
+    setup = f"PATH={program.parent}:$PATH"
+    command = [sys.executable, "-m", "deploy.cli", "slurm", str(file), "--setup", setup, "--time", "10:00"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.splitlines()[-1] == str(scripts / "submit.sh")
+    subprocess.run([str(scripts / "submit.sh")], check=True, timeout=60)
+
+    def steps() -> int:
+        return len({line["step"] for line in read_lines(run / "trained.jsonl") if "step" in line})
+
+    wait_until(lambda: steps() >= 3 and (run / ADDRESS).is_file(), "steps and control plane", scripts)
+    # From any node: the run's folder tells where its control plane is.
+    token = {"TIDEMILL_CONTROL_TOKEN_FILE": str(scripts / "control_token")}
+    command = [str(program), "status", str(file), "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=os.environ | token)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["run"] == "queued"
+    victim = next(name for name in sorted(jobs()) if name.startswith("tidemill-queued-generator"))
+    done = subprocess.run(
+        ["squeue", "--noheader", "--array", "--format=%i", "--name=tidemill-queued-generator"],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=30,
+    )
+    # What Slurm does to a job that a more important one pushes out.
+    subprocess.run(["scontrol", "requeue", sorted(done.stdout.split())[0]], check=True, timeout=30)
+    wait_until(lambda: jobs().get(victim) == "PENDING" or steps() == STEPS, "requeued generator", scripts)
+    wait_until(lambda: steps() == STEPS, "end of training", scripts)
+    wait_until(lambda: not jobs(), "empty queue", scripts)
+
+    kept = lineage(read_lines(run / "trained.jsonl"))
+    uses = Counter(tuple(sample) for line in kept for sample in line["samples"])
+    assert [line["step"] for line in kept] == list(range(STEPS))
+    assert max(uses.values()) == 1
+    assert (run / "model" / "model.safetensors").is_file()
+    # Everybody left in order: nobody missed the broker, or was killed for waiting.
+    for log in (scripts / "logs").glob("*.log"):
+        assert "waiting for the broker" not in log.read_text(), log.name
+    assert (scripts / "redis_url").stat().st_mode & 0o077 == 0

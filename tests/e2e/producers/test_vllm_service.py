@@ -1,0 +1,237 @@
+"""The generator service with real vLLM: spoilt weights, pauses, a small cache, and a dying engine core."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import os
+import signal
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.torch import load_file, save_file
+
+from broker.client import Broker
+from broker.flow.trainer_session import Training
+from broker.weights.local_copy import WeightCopy
+from producers.engines.vllm import engine as vllm_module
+from producers.engines.vllm.engine import VllmEngine
+from schemas.config import TidemillConfig, parse_config
+from schemas.errors import InfraError
+from schemas.messages import Manifest, Trajectory
+from tests.support.generator_service import (
+    freeze,
+    living,
+    published,
+    task,
+    until,
+    versions,
+)
+from tests.support.generator_service import publish as publish_file
+from tests.support.trainer_sessions import begin
+from tests.support.vllm_checks import (
+    Run,
+    alive,
+    engine_cores,
+    reference,
+)
+
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
+]
+
+PROBE = [5, 90, 17, 200, 33, 8, 150, 61]
+LONG = 400  # tokens
+
+
+class Lent:
+    """The engine as one service has it that neither starts nor closes it."""
+
+    def __init__(self, engine: VllmEngine) -> None:
+        self._engine = engine
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    async def start(self) -> None:
+        """It runs."""
+
+    async def close(self) -> None:
+        """Others go on with it."""
+
+
+class World:
+    """A run with one generator, in which the test is everything else."""
+
+    def __init__(self, broker: Broker, engine: VllmEngine, folders: dict[int, Path], folder: Path) -> None:
+        self.broker, self.engine, self.folders, self.folder = broker, engine, folders, folder
+        self.training: Training = begin(broker, staleness=100)
+
+    def config(self, **generator: Any) -> TidemillConfig:
+        return parse_config(
+            {
+                "run": {"name": "g", "folder": str(self.folder / "run")},
+                "model": {"path": str(self.folders[0]), "dtype": "float32", "max_length": 512},
+                "train": {"name": "arithmetic"},
+                "sampling": {"n": 4, "max_tokens": LONG},
+                "reward": {"terms": [{"name": "exact"}]},
+                "generator": {"engine": "vllm", "max_samples": 64, **generator},
+                "trainer": {"publish": {"transport": "redis"}},
+            }
+        )
+
+    def admit(self, count: int, max_tokens: int = LONG) -> None:
+        self.broker.ledger.admit_all([task(task_id, 4, max_tokens) for task_id in range(count)])
+
+    def publish(self, version: int, seed: int) -> None:
+        content = (self.folders[seed] / "model.safetensors").read_bytes()
+        probe = (PROBE, reference(self.folders[seed], PROBE))
+        publish_file(self.broker, self.training, self.folder, version, content, probe)
+
+    def sampled(self) -> int:
+        """Tokens of what is in flight; of growth() not seen in a pause."""
+        states = list(self.engine.llm.output_processor.request_states.values())
+        return sum(state.detokenizer.num_output_tokens() for state in states if state.detokenizer)
+
+    async def under_way(self) -> None:
+        await until(lambda: self.sampled() > 100)
+
+
+@pytest.fixture
+def world(broker: Broker, engine: VllmEngine, folders: dict[int, Path], tmp_path: Path) -> World:
+    return World(broker, engine, folders, tmp_path)
+
+
+def assert_sampled_by(folder: Path, version: int, found: list[Trajectory]) -> None:
+    """Every token of this version has the log-probability that the folder's weights give it."""
+    spans = [(item, span) for item in found for span in item.spans if span.version == version]
+    assert spans
+    for item, span in spans:
+        expected = reference(folder, item.tokens.numpy().tolist())[span.start - 1 : span.end - 1]
+        np.testing.assert_allclose(item.logprobs.numpy()[span.start : span.end], expected, atol=1e-3)
+
+
+def spoil(file: Path) -> None:
+    """Change one tensor of many."""
+    tensors = load_file(file)
+    name = next(name for name in tensors if name.endswith("1.mlp.down_proj.weight"))
+    save_file({**tensors, name: tensors[name] * 1.5}, file, {"format": "pt"})
+
+
+def test_weights_spoilt_after_they_were_checked_are_taken_back_and_none_of_their_tokens_leaves(
+    world: World, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broker, engine, fetch = world.broker, world.engine, WeightCopy.fetch
+
+    def spoilt(self: WeightCopy, manifest: Manifest) -> Path:
+        path = fetch(self, manifest)
+        if manifest.version == 2:
+            spoil(path)
+        return path
+
+    monkeypatch.setattr(WeightCopy, "fetch", spoilt)
+    world.publish(1, seed=0)
+    world.admit(3)
+
+    async def scene() -> None:
+        await world.under_way()
+        world.publish(2, seed=7)
+        await until(lambda: broker.events.tail(5))
+        await until(lambda: engine.version == 1)
+        world.publish(3, seed=8)
+        found = await published(broker, 12)
+        assert versions(found) == {1, 3}
+        assert_sampled_by(world.folders[0], 1, found)
+
+    run(living(world.config(), broker, Lent(engine), scene))
+    (event,) = broker.events.tail(5)
+    assert event.name == "weights_refused"
+    assert "version 2 fails its probe" in event.text
+
+
+@pytest.mark.parametrize("update", ["keep", "recompute", "drain"])
+def test_no_token_is_sampled_once_a_freeze_is_acknowledged_though_new_weights_came(
+    world: World, run: Run, monkeypatch: pytest.MonkeyPatch, update: str
+) -> None:
+    broker, engine = world.broker, world.engine
+    monkeypatch.setattr(engine, "_settings", replace(engine._settings, recompute=update == "recompute"))
+    world.publish(1, seed=0)
+    world.admit(4)
+
+    async def scene() -> None:
+        await world.under_way()
+        world.publish(2, seed=7)
+        await until(freeze(broker))
+        before = world.sampled()
+        assert 0 < before < 16 * LONG
+        await asyncio.sleep(0.3)
+        assert world.sampled() == before
+        broker.orders.pause("none", "test")
+        found = await published(broker, 16)
+        await until(lambda: engine.version == 2)
+        assert versions(found) == ({1} if update == "drain" else {1, 2})
+        assert_sampled_by(world.folders[0], 1, found)
+        if update == "recompute":
+            assert_sampled_by(world.folders[7], 2, found)
+
+    run(living(world.config(update=update), broker, Lent(engine), scene))
+
+
+def test_no_more_is_taken_than_runs_without_preemption_in_a_small_cache(
+    world: World, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    preempted: list[int] = []
+    final, params, tokens = vllm_module.final_output, vllm_module.sampling_params, 200
+
+    async def watched(*args: Any) -> Any:
+        output = await final(*args)
+        preempted.append(output.metrics.num_preemptions)
+        return output
+
+    def endless(*args: Any) -> Any:
+        made = params(*args)
+        made.ignore_eos = True  # every sample is of the same length, two blocks with its prompt
+        return made
+
+    monkeypatch.setattr(vllm_module, "final_output", watched)
+    monkeypatch.setattr(vllm_module, "sampling_params", endless)
+    sampling = task(0, max_tokens=tokens).sampling
+    run(world.engine.generate(PROBE, sampling, n=64))
+    assert sum(preempted), "all at once is too much"
+    preempted.clear()
+    world.publish(1, seed=0)
+    world.admit(24, max_tokens=tokens)
+
+    async def scene() -> None:
+        assert len(await published(world.broker, 96)) == 96
+
+    run(living(world.config(), world.broker, Lent(world.engine), scene))
+    assert len(preempted) >= 96
+    assert not sum(preempted)
+
+
+def test_a_dead_engine_core_ends_the_service_and_its_tasks_go_to_others(world: World, run: Run) -> None:
+    """Last of those that share the engine: it is gone after this."""
+    world.publish(1, seed=0)
+    world.admit(2)
+    cores = engine_cores(os.getpid())
+    assert cores
+
+    async def scene() -> None:
+        await world.under_way()
+        for pid in cores:
+            os.kill(pid, signal.SIGKILL)
+        await asyncio.Event().wait()
+
+    with pytest.raises(ExceptionGroup) as caught:
+        run(living(world.config(), world.broker, Lent(world.engine), scene))
+    assert caught.group_contains(InfraError, match="engine core")
+    with pytest.raises(InfraError):
+        run(world.engine.generate(PROBE, task(0).sampling))
+    assert not any(alive(pid) for pid in cores)
+    deliveries = world.broker.tasks("other").claim_stale(0.0, 10)
+    assert {item.message.task_id for item in deliveries} == {0, 1}

@@ -1,0 +1,119 @@
+"""The whole system as its user starts it: it learns on real parts, and survives the death of any of them."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from broker.client import Broker
+from broker.connection.embedded import EmbeddedServer
+from broker.weights.versions import links
+from tests.support.up_runs import Run, trained_samples
+
+pytestmark = pytest.mark.e2e
+
+EXAMPLE = Path(__file__).parents[3] / "examples" / "arithmetic" / "model.py"
+SEVENS = '''
+def sevens(prompt, completions, prompt_ids, completion_ids, **data):
+    """Share of sevens: an untrained model learns it in a few steps."""
+    return completions.count("7") / max(len(completions), 1)
+'''
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The untrained model of the arithmetic example."""
+    spec = importlib.util.spec_from_file_location("arithmetic_model", EXAMPLE)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    folder = tmp_path_factory.mktemp("model") / "untrained"
+    folder.mkdir()
+    module.build(folder, 0)
+    return folder
+
+
+def configuration(model: Path, folder: Path, steps: int, **generator: Any) -> dict[str, Any]:
+    (folder / "rewards.py").write_text(SEVENS)
+    return {
+        "model": {"path": str(model), "dtype": "float32", "max_length": 32},
+        "train": {"name": "arithmetic"},
+        "sampling": {"n": 8, "max_tokens": 6},
+        "reward": {"terms": [{"name": "rewards.py:sevens"}]},
+        "generator": {"max_samples": 128, "lease_s": 5, **generator},
+        "trainer": {
+            "steps": steps,
+            "batch_groups": 16,
+            "threads": 1,
+            "optimizer": {"lr": 3e-3},
+            "checkpoint": {"every": 5},
+        },
+        "supervisor": {"max_restarts": 20, "backoff_s": 0.2},
+    }
+
+
+@pytest.mark.timeout(400)
+def test_a_policy_learns_with_real_vllm_and_nothing_is_lost(
+    model: Path, tmp_path: Path, server: EmbeddedServer, make_broker: Callable[..., Broker]
+) -> None:
+    """Its weights go through the server, as deltas where they pay; each passes its probe."""
+    pytest.importorskip("vllm")
+    steps, chain = 16, 3
+    config = configuration(model, tmp_path, steps, engine="vllm")
+    config["broker"] = {"url": server.url}
+    config["model"]["dtype"] = "bfloat16"  # in float32 every element changes, and a delta does not pay
+    config["trainer"]["publish"] = {"transport": "redis", "delta": "on", "max_chain": chain}
+    config["trainer"]["optimizer"] = {"lr": 3e-4}
+    # Once every completion is all sevens, groups have no variance any more, and the run must end all the same.
+    config["trainer"]["advantage"] = {"keep_zero_variance": True}
+    run = Run(tmp_path, config)
+    summary = run.finish()
+    rewards = [line["reward/mean"] for line in run.lines("metrics.jsonl")]
+    assert len(rewards) == steps
+    assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.2
+    assert summary["exit_reason"] == "finished"
+    assert (summary["trajectories_lost"], summary["trajectories_trained_twice"]) == (0, 0)
+    assert summary["max_staleness"] <= 4
+    assert summary["logprob_gap_mean"] < 0.02
+    samples = trained_samples(run)
+    assert len(samples) == len(set(samples))
+    broker = make_broker("e2e")
+    versions = broker.weights.published()
+    assert versions[-1].version == steps
+    assert all(manifest.delta for manifest in versions)
+    assert not all(manifest.whole for manifest in versions)
+    assert links(versions) <= chain
+    assert not [event for event in broker.events.tail(100) if event.level == "error"]
+
+
+@pytest.mark.timeout(400)
+def test_any_service_may_be_killed_and_nothing_is_lost_or_trained_twice(model: Path, tmp_path: Path) -> None:
+    steps = 40
+    config = configuration(
+        model, tmp_path, steps, engine="scripted", args={"token_s": 0.01}, probe_tolerance=1e3, replicas=2
+    )
+    config["trainer"]["advantage"] = {"keep_zero_variance": True}
+    run = Run(tmp_path, config)
+    for at, victim in ((6, "generator-0"), (12, "trainer"), (18, "reward-0"), (24, "feeder"), (28, "trainer")):
+        run.wait_until(lambda at=at: run.steps() >= at, f"step {at}")
+        run.wait_until(lambda victim=victim: run.service(victim) is not None, f"process of {victim}")
+        process = run.service(victim)
+        assert process is not None
+        process.kill()
+    summary = run.finish()
+    assert run.steps() == steps
+    samples = trained_samples(run)
+    assert len(samples) == len(set(samples))
+    assert {task_id for task_id, _ in samples} == set(range(steps * 16)), "a prompt was skipped"
+    assert (summary["trajectories_lost"], summary["trajectories_trained_twice"]) == (0, 0)
+    assert summary["max_staleness"] <= 4
+    replayed: dict[int, list[Any]] = {}
+    for line in run.lines("trained.jsonl"):
+        if "step" in line:
+            replayed.setdefault(line["step"], []).append(line["samples"])
+    assert all(times[0] == again for times in replayed.values() for again in times[1:])

@@ -1,0 +1,79 @@
+"""One of two ranks is killed, in a step or a save: the next two end with the weights of an undisturbed run."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from broker.client import Broker
+from broker.connection.connection import Link
+from broker.connection.embedded import EmbeddedServer
+from broker.connection.keys import Keys
+from consumers.trainer.checkpoint.convert import export_checkpoint
+from schemas.config import BrokerConfig, parse_config
+from tests.support.deterministic_run import Pipeline, configuration
+from tests.support.killed_trainers import exit_codes, start
+from tests.support.tiny_model import make_tiny_model
+
+pytestmark = pytest.mark.e2e
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("tiny"), hidden=32, layers=1)
+
+
+def settings(folder: Path, model: Path, broker: Broker) -> dict[str, Any]:
+    return configuration(folder / "run", model, broker, processes=2, record=True)
+
+
+def train(data: dict[str, Any], folder: Path, point: str | None = None, victim: int = 0) -> list[int | None]:
+    return exit_codes(start(data, folder / "output.txt", point, victim))
+
+
+def weights(data: dict[str, Any]) -> bytes:
+    """The last checkpoint as a model of one process."""
+    path = export_checkpoint(parse_config(data), None, None, lambda _: None)[1]
+    return (path / "model.safetensors").read_bytes()
+
+
+@pytest.fixture(scope="module")
+def undisturbed(server: EmbeddedServer, model: Path, tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    folder = tmp_path_factory.mktemp("undisturbed")
+    broker = Broker(Link(server.url, Keys("tidemill", "undisturbed-ranks"), 30), BrokerConfig())
+    data = settings(folder, model, broker)
+    with Pipeline(broker):
+        assert train(data, folder) == [0, 0], (folder / "output.txt").read_text()[-3000:]
+    exported = weights(data)
+    assert exported == (folder / "run/model/model.safetensors").read_bytes()
+    return exported
+
+
+@pytest.mark.parametrize(
+    ("point", "victim"),
+    [
+        ("forward", 1),
+        ("optimizer step", 0),
+        ("half of the tensors written", 1),
+        ("forward, while a checkpoint is written", 1),
+        ("slots returned, while a checkpoint is written", 0),
+        ("marker written, not renamed", 0),
+        ("renamed", 0),
+        ("half committed", 0),
+    ],
+)
+def test_the_weights_are_those_of_an_undisturbed_run(
+    point: str, victim: int, model: Path, undisturbed: bytes, make_broker: Callable[..., Broker], tmp_path: Path
+) -> None:
+    broker = make_broker()
+    data = settings(tmp_path, model, broker)
+    with Pipeline(broker):
+        codes = train(data, tmp_path, point, victim)
+        assert codes[victim] == -signal.SIGKILL
+        assert codes[1 - victim] not in (0, None), "the other one ends too"
+        assert train(data, tmp_path) == [0, 0], (tmp_path / "output.txt").read_text()[-3000:]
+    assert weights(data) == undisturbed

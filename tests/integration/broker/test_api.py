@@ -1,0 +1,245 @@
+"""The control plane's API on a real server: what it answers, refuses, streams and orders."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
+
+import pytest
+import uvicorn
+
+from broker.api.app import make_app
+from broker.api.routes.context import Context
+from broker.api.server import listen
+from broker.api.status.kubernetes import Deployments
+from broker.api.status.poller import Watch
+from broker.api.web.sse import Hub
+from broker.client import Broker
+from broker.presence import Presence
+from schemas.config import parse_config
+from schemas.control_api import RunStatus
+from schemas.messages import Event, Heartbeat, Score
+from tests.integration.broker.test_flow import task, trajectory
+from tests.support.trainer_sessions import begin
+
+pytestmark = pytest.mark.integration
+DEADLINE_S = 20.0
+
+
+class Api:
+    """A control plane that listens, and what one asks of it."""
+
+    def __init__(self, broker: Broker, run: str, deployments: Deployments | None = None, **control: str) -> None:
+        config = parse_config(
+            {
+                "run": {"name": run},
+                "model": {"path": "nowhere"},
+                "train": {"name": "arithmetic"},
+                "reward": {"terms": [{"name": "exact"}]},
+                "control": control,
+            }
+        )
+        self.broker = broker
+        hub = Hub()
+        self.socket = listen("127.0.0.1", 0, None)
+        self.url = f"http://127.0.0.1:{self.socket.getsockname()[1]}"
+        watch = Watch(broker, config, deployments)
+        app = make_app(Context(config, "control", broker, watch, hub, deployments))
+        self.server = uvicorn.Server(uvicorn.Config(app, log_config=None, timeout_graceful_shutdown=1))
+        self.hub = hub
+        self.thread = threading.Thread(target=self.server.run, args=([self.socket],), daemon=True)
+
+    def __enter__(self) -> Api:
+        self.thread.start()
+        self.wait("the first look", lambda: self.ask("GET", "/readyz")[0] == 200)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.hub.close()
+        self.server.should_exit = True
+        self.thread.join(DEADLINE_S)
+        assert not self.thread.is_alive()
+        self.socket.close()
+
+    def ask(self, method: str, path: str, body: Any = None, **headers: str) -> tuple[int, Any]:
+        data = None if body is None else json.dumps(body).encode()
+        given = {"content-type": "application/json"} | {k.replace("_", "-"): v for k, v in headers.items()}
+        request = Request(self.url + path, data, given, method=method)
+        try:
+            with urlopen(request, timeout=DEADLINE_S) as answer:
+                return answer.status, json.loads(answer.read())
+        except HTTPError as error:
+            refusal, text = error, error.read()
+        problem = json.loads(text)
+        assert refusal.headers["content-type"] == "application/problem+json"
+        assert problem["status"] == refusal.code
+        return refusal.code, problem
+
+    def wait(self, what: str, reached: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + DEADLINE_S
+        while not reached():
+            assert time.monotonic() < deadline, f"waited {DEADLINE_S} s for {what}"
+            time.sleep(0.02)
+
+
+@pytest.fixture
+def api(broker: Broker) -> Iterator[Api]:
+    with Api(broker, "api") as api:
+        yield api
+
+
+def test_the_status_of_a_run_that_has_not_begun(api: Api) -> None:
+    status, body = api.ask("GET", "/v1/status")
+    assert status == 200
+    found = RunStatus.model_validate(body)
+    assert (found.state, found.pause.mode, found.ledger.balanced) == ("starting", "none", True)
+    assert not found.scaling.possible
+
+
+def test_orders_are_idempotent_and_the_timeline_says_who_gave_them(api: Api) -> None:
+    begin(api.broker)
+    api.broker.services.beat(Heartbeat(service="g", role="generator", host="h", pid=1, state="running"))
+    first = api.ask("POST", "/v1/pause", {"mode": "freeze"}, x_tidemill_by="ann@desk")[1]
+    again = api.ask("POST", "/v1/pause", {"mode": "freeze"})[1]
+    assert (first["changed"], first["done"], first["waiting_for"]) == (True, False, ["g"])
+    assert (again["changed"], again["state"]) == (False, "pausing")
+    assert api.broker.ledger.admit(task(0)).answer == "paused"
+    order = api.broker.orders.read()
+    assert order is not None
+    beat = Heartbeat(service="g", role="generator", host="h", pid=1, state="paused", obeyed={"pause": order.pause_id})
+    api.broker.services.beat(beat)
+    assert api.ask("POST", "/v1/pause", {"wait_s": 5})[1]["done"]
+    assert api.ask("GET", "/v1/status")[1]["state"] == "paused"
+    assert api.ask("POST", "/v1/resume")[1]["changed"]
+    events = api.ask("GET", "/v1/timeline")[1]["events"]
+    assert [(event["name"], event["data"]["by"]) for event in events] == [
+        ("paused", "ann@desk"),
+        ("resumed", "127.0.0.1"),
+    ]
+
+
+def test_settings_are_checked_changed_and_logged(api: Api) -> None:
+    assert api.ask("PATCH", "/v1/settings", {"batch": 4})[0] == 409
+    begin(api.broker)
+    assert api.ask("PATCH", "/v1/settings", {"batch": 4, "concurrency": 9})[1]["batch"] == 4
+    assert api.broker.ledger.state().orders.concurrency == 9
+    for wrong in ({"batch": 0}, {"batch": "x"}, {"bach": 3}, {}, {"staleness": 10**9}):
+        assert api.ask("PATCH", "/v1/settings", wrong)[0] == 422
+
+
+def test_scale_and_stop_are_refused_where_nobody_could_obey(api: Api) -> None:
+    status, problem = api.ask("POST", "/v1/scale", {"role": "generator", "replicas": 3})
+    assert status == 409
+    assert "kubectl scale deployment generator --replicas=3" in problem["detail"]
+    assert api.ask("POST", "/v1/stop")[0] == 409
+    with Presence(api.broker, "up", "supervisor", lambda: ("running", -1, {})):
+        api.wait("the supervisor", lambda: api.ask("GET", "/v1/status")[1]["scaling"]["possible"])
+        assert api.ask("POST", "/v1/scale", {"role": "generator", "replicas": 3})[1]["changed"]
+        assert api.ask("POST", "/v1/scale", {"role": "trainer", "replicas": 3})[0] == 422
+    orders = api.broker.orders.read()
+    assert orders is not None
+    assert orders.replicas == {"generator": 3}
+
+
+def test_a_refusal_names_the_command_that_scales_here(broker: Broker) -> None:
+    with Api(broker, "hint", scale_hint="docker-compose up -d --scale {role}={replicas}") as api:
+        problem = api.ask("POST", "/v1/scale", {"role": "reward", "replicas": 3})[1]
+        assert problem["detail"].endswith("run: docker-compose up -d --scale reward=3")
+        assert api.ask("GET", "/v1/status")[1]["scaling"]["refusal"].endswith("--scale generator=N")
+
+
+def test_trajectories_are_found_by_what_they_are(api: Api) -> None:
+    begin(api.broker)
+    api.broker.ledger.admit(task(0))
+    tasks = api.broker.tasks("g")
+    tasks.read(1, 10)
+    tasks.publish(0, [trajectory(0, 0), trajectory(0, 1)])
+    scores = api.broker.trajectories("r")
+    scores.publish([(item, Score(reward=float(item.message.sample))) for item in scores.read(2, 10)])
+    assert len(api.ask("GET", "/v1/trajectories")[1]["trajectories"]) == 2
+    (only,) = api.ask("GET", "/v1/trajectories?reward_min=0.5&state=scored")[1]["trajectories"]
+    assert (only["sample"], only["reward"]) == (1, 1.0)
+    assert api.ask("GET", "/v1/trajectories?version=99")[1]["trajectories"] == []
+    whole = api.ask("GET", "/v1/trajectories/0/1")[1]
+    table = whole["token_table"]
+    assert len(table["id"]) == len(table["mask"]) == len(table["logprob"]) == len(table["version"])
+    assert api.ask("GET", "/v1/trajectories/7/7")[0] == 404
+    assert api.ask("GET", "/v1/trajectories?limit=0")[0] == 422
+
+
+def test_trained_trajectories_are_found_while_the_pipeline_still_holds_them(api: Api) -> None:
+    begin(api.broker)
+    api.broker.ledger.admit(task(0))
+    tasks = api.broker.tasks("g")
+    tasks.read(1, 10)
+    tasks.publish(0, [trajectory(0, 0)])
+    api.broker.samples.keep(3, [(trajectory(0, 0), 1.0)])
+    (only,) = api.ask("GET", "/v1/trajectories?state=trained")[1]["trajectories"]
+    assert (only["task_id"], only["step"]) == (0, 3)
+    assert api.ask("GET", "/v1/trajectories/0/0")[1]["state"] == "trained"
+
+
+def test_dead_letters_are_shown_and_dropped(api: Api) -> None:
+    begin(api.broker)
+    api.broker.ledger.admit(task(0))
+    queue = api.broker.tasks("g")
+    queue.read(1, 10)
+    queue.fail_sample(0, 0, "too long")
+    found = api.ask("GET", "/v1/dead-letters")[1]
+    assert (found["total"], found["letters"][0]["reason"]) == (1, "too long")
+    id = found["letters"][0]["id"]
+    assert api.ask("GET", f"/v1/dead-letters/{id}")[1]["task_id"] == 0
+    assert api.ask("POST", f"/v1/dead-letters/{id}/requeue")[0] == 409
+    assert api.ask("DELETE", f"/v1/dead-letters/{id}")[0] == 200
+    assert api.ask("DELETE", f"/v1/dead-letters/{id}")[0] == 404
+
+
+def test_events_resume_where_they_broke_off(api: Api) -> None:
+    for number in range(3):
+        api.broker.events.emit(Event(name="e", service="s", text=str(number)))
+    first = api.broker.events.newest(3)[0].id
+
+    def read(count: int, last: str) -> list[str]:
+        texts: list[str] = []
+        request = Request(f"{api.url}/v1/events", headers={"Last-Event-ID": last})
+        with urlopen(request, timeout=DEADLINE_S) as stream:
+            name = b""
+            while len(texts) < count:
+                line = stream.readline().strip()
+                if line.startswith(b"event: "):
+                    name = line
+                if line.startswith(b"data: ") and name == b"event: event":
+                    texts.append(json.loads(line[6:])["text"])
+                if len(texts) == 2 and count == 3:
+                    api.broker.events.emit(Event(name="e", service="s", text="live"))
+                    count, texts = 1, []
+        return texts
+
+    assert read(2, first) == ["1", "2"]
+    assert read(3, first) == ["live"]
+
+
+def test_metrics_and_history_follow_the_steps(api: Api) -> None:
+    api.broker.metrics.append({"step": 1, "reward/mean": 0.5, "staleness/histogram": {"0": 4, "2": 1}})
+    api.wait("the step", lambda: api.ask("GET", "/v1/metrics-history")[1]["step"] == [1])
+    assert api.ask("GET", "/v1/metrics-history?name=reward/mean")[1]["series"] == {"reward/mean": [0.5]}
+    with urlopen(f"{api.url}/metrics", timeout=DEADLINE_S) as page:
+        text = page.read().decode()
+    assert 'tidemill_staleness_versions_bucket{le="1.0"} 4.0' in text
+    assert "tidemill_reward_mean 0.5" in text
+    assert api.broker.link.url not in text
+
+
+def test_the_document_names_every_answer(api: Api) -> None:
+    document = api.ask("GET", "/openapi.json")[1]
+    for path, item in document["paths"].items():
+        for operation in item.values():
+            assert operation["responses"]["503"]["content"].keys() == {"application/problem+json"}, path
+    assert "HTTPValidationError" not in json.dumps(document)
+    assert api.ask("GET", "/nothing")[0] == 404
+    assert api.ask("PUT", "/v1/status")[0] == 405

@@ -1,0 +1,51 @@
+"""The OpenAPI document against the server, with generated requests: no 5xx, and no answer that is not described."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, given, settings
+from schemathesis.checks import not_a_server_error
+from schemathesis.specs.openapi.checks import (
+    content_type_conformance,
+    response_schema_conformance,
+    status_code_conformance,
+)
+
+from broker.api.web import security
+from broker.client import Broker
+from schemas.messages import Score
+from tests.integration.broker.test_api import Api
+from tests.integration.broker.test_flow import run_group, task
+from tests.support.trainer_sessions import begin
+
+pytestmark = pytest.mark.integration
+CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
+ENDLESS = "/v1/events"
+
+
+def test_generated_requests_get_described_answers(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(security.Buckets, "take", lambda *_: 0.0)
+    begin(broker)
+    broker.ledger.admit(task(0))
+    run_group(broker, 0, (Score(reward=1.0), Score(reward=0.0)))
+    with Api(broker, "schema") as api:
+        schema = schemathesis.openapi.from_url(f"{api.url}/openapi.json")
+        seen = set()
+        for found in schema.get_all_operations():
+            operation = found.ok()
+            if operation.path == ENDLESS:
+                continue
+            seen.add(operation.path)
+
+            @given(case=operation.as_strategy())
+            @settings(max_examples=8, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+            def check(case: Any) -> None:
+                if isinstance(case.body, dict) and isinstance(case.body.get("wait_s"), int | float):
+                    case.body["wait_s"] = 0
+                case.call_and_validate(checks=CHECKS)
+
+            check()
+        assert {"/v1/status", "/v1/pause", "/v1/scale", "/v1/settings", "/metrics", "/readyz"} <= seen

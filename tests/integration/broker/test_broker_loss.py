@@ -1,0 +1,579 @@
+"""A broker that forgot: what the next take-over makes of it, for every way of forgetting."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from broker.client import Broker
+from broker.connection.connection import Link
+from broker.connection.embedded import EmbeddedServer
+from broker.connection.keys import Keys
+from broker.flow.pipeline import Known
+from broker.flow.trainer_session import Training
+from schemas.codec import encode
+from schemas.config import BrokerConfig
+from schemas.errors import BrokerLost, ConfigError, FencedError
+from schemas.messages import DeadLetter, Score
+from tests.integration.broker.test_flow import (
+    record_from,
+    record_of,
+    run_group,
+    task,
+    trajectory,
+)
+from tests.support.one_group import fetch_weights, publish_weights
+from tests.support.trainer_sessions import FIRST, begin, begin_as
+
+pytestmark = pytest.mark.integration
+
+
+def train_one(broker: Broker, training: Training, task_id: int) -> None:
+    """One group through all hops, trained but not yet covered by a checkpoint."""
+    assert broker.ledger.admit(task(task_id)).answer == "ok"
+    run_group(broker, task_id, (Score(reward=1.0), Score(reward=0.0)))
+    record = record_of(training, step=training.look().step)
+    training.journal(record)
+    training.step(record)
+
+
+def checkpoint(training: Training, lineage: str = "start") -> Known:
+    """What a checkpoint of this moment would hold."""
+    look = training.look()
+    return replace(
+        FIRST,
+        fresh=False,
+        lineage=lineage,
+        step=look.step,
+        saved=look.step,
+        version=look.step,
+        version_if_lost=look.step,
+        cursor=look.cursor,
+        unfinished=sorted(look.unfinished),
+        trained=look.step,
+        counts=look.counts,
+        epoch_floor=1,
+    )
+
+
+def wipe(broker: Broker) -> None:
+    assert broker.purge() > 0
+
+
+def test_a_wiped_broker_admits_what_was_unfinished_first_and_then_goes_on(broker: Broker) -> None:
+    training = begin(broker)
+    train_one(broker, training, 0)
+    for task_id in (1, 2, 3):
+        broker.ledger.admit(task(task_id))
+    training.drop(2, "stale", [])
+    saved = checkpoint(training)
+    wipe(broker)
+    with pytest.raises(BrokerLost):
+        training.look()
+    _, takeover = begin_as(broker, saved)
+    assert takeover.lost
+    assert (takeover.step, takeover.lineage) == (1, takeover.epoch)
+    state = broker.ledger.state()
+    assert (state.cursor, state.redo, state.active, state.trained, state.dropped) == (4, 2, 0, 1, {"stale": 1})
+    assert state.balanced
+    order = []
+    following = 0
+    while len(order) < 3:
+        answer = broker.ledger.admit(task(following))
+        if answer.answer == "ok":
+            order.append(following)
+        following = answer.next
+    assert order == [1, 3, 4]
+    assert broker.ledger.state().balanced
+
+
+def test_a_lost_broker_takes_a_version_that_nobody_has_seen(broker: Broker) -> None:
+    training = begin(broker)
+    train_one(broker, training, 0)
+    saved = replace(checkpoint(training), version_if_lost=9)
+    wipe(broker)
+    assert begin_as(broker, saved)[1].version == 9
+    assert broker.ledger.state().version == 9
+
+
+def test_a_take_over_without_loss_changes_nothing(broker: Broker) -> None:
+    training = begin(broker)
+    train_one(broker, training, 0)
+    saved = checkpoint(training)
+    train_one(broker, training, 1)
+    broker.ledger.admit(task(2))
+    before = broker.ledger.state()
+    _, takeover = begin_as(broker, saved)
+    after = broker.ledger.state()
+    assert not takeover.lost
+    assert (takeover.step, takeover.lineage) == (2, "start")
+    assert replace(after, epoch=before.epoch) == before
+
+
+def test_a_step_that_the_journal_lacks_means_everything_is_built_anew(broker: Broker) -> None:
+    training = begin(broker)
+    train_one(broker, training, 0)
+    saved = checkpoint(training)
+    train_one(broker, training, 1)
+    broker.link.client.hdel(broker.link.keys.journal, "1")
+    _, takeover = begin_as(broker, saved)
+    assert takeover.lost
+    state = broker.ledger.state()
+    assert (state.step, state.cursor, state.active, state.trained) == (1, 1, 0, 1)
+    assert broker.ledger.admit(task(1)).answer == "ok", "the group whose step is lost is made again"
+
+
+def test_a_trainer_that_lives_on_also_needs_the_journal_back_to_its_checkpoint(broker: Broker) -> None:
+    training = begin(broker)
+    for task_id in (0, 1):
+        train_one(broker, training, task_id)
+    alive = replace(checkpoint(training), saved=0)
+    assert not begin_as(broker, alive)[1].lost
+    broker.link.client.delete(broker.link.keys.journal)
+    assert begin_as(broker, alive)[1].lost
+
+
+def test_a_checkpoint_of_another_lineage_does_not_fit(broker: Broker) -> None:
+    training = begin(broker)
+    train_one(broker, training, 0)
+    assert begin_as(broker, checkpoint(training, lineage="7-beef"))[1].lost
+
+
+def test_an_empty_folder_beside_a_run_that_went_on_is_refused(broker: Broker) -> None:
+    training = begin(broker)
+    train_one(broker, training, 0)
+    record = training.records()[0]
+    training.commit([record])
+    with pytest.raises(ConfigError, match="tidemill purge"):
+        begin(broker)
+
+
+def test_a_key_of_the_wrong_type_is_lost_and_mended(broker: Broker) -> None:
+    training = begin(broker)
+    broker.ledger.admit(task(0))
+    saved = checkpoint(training)
+    client, keys = broker.link.client, broker.link.keys
+    client.delete(keys.slots)
+    client.set(keys.slots, "hello")
+    with pytest.raises(BrokerLost):
+        training.look()
+    assert begin_as(broker, saved)[1].lost
+    assert broker.ledger.state().redo == 1
+    assert broker.ledger.state().balanced
+
+
+def test_a_commit_leaves_no_body_behind_when_the_samples_are_gone(broker: Broker) -> None:
+    training = begin(broker)
+    train_one(broker, training, 0)
+    client, keys = broker.link.client, broker.link.keys
+    client.delete(keys.samples)
+    training.commit(list(training.records().values()))
+    assert client.xlen(keys.trajectories) == 0
+
+
+def test_an_epoch_that_is_none_is_lost_and_mended(broker: Broker) -> None:
+    training = begin(broker)
+    saved = checkpoint(training)
+    broker.link.client.set(broker.link.keys.epoch, "hello")
+    with pytest.raises(BrokerLost):
+        training.look()
+    with pytest.raises(BrokerLost):
+        training.drop(0, "stale", [])
+    begin_as(broker, saved)[0].look()
+
+
+def test_a_score_for_a_broker_that_was_wiped_changes_nothing(broker: Broker) -> None:
+    begin(broker)
+    assert broker.ledger.admit(task(0)).answer == "ok"
+    broker.tasks("g").publish(0, [trajectory(0, i) for i in range(2)])
+    rewards = broker.trajectories("r")
+    results = rewards.read(10, 10)
+    wipe(broker)
+    assert rewards.publish([(item, Score(reward=1.0)) for item in results]) == ["dup", "dup"]
+
+
+def test_live_changes_and_pause_outlive_a_wiped_broker(broker: Broker) -> None:
+    training = begin(broker)
+    assert broker.ledger.change("staleness", 2)
+    assert broker.ledger.change("batch", 3)
+    assert broker.ledger.state().capacity == 9
+    look = training.look()
+    assert (look.staleness, look.batch, look.settings) == (2, 3, {"staleness": 2, "batch": 3})
+    saved = replace(checkpoint(training), settings=look.settings, pause="freeze", pause_id=3)
+    wipe(broker)
+    begin_as(broker, saved)
+    state = broker.ledger.state()
+    assert (state.capacity, state.staleness, state.paused) == (9, 2, True)
+    broker.ledger.change("staleness", None)
+    begin_as(broker, replace(saved, lineage=training_lineage(broker), settings={}))
+    assert broker.ledger.state().staleness == 7
+
+
+def fail_group(broker: Broker, training: Training, task_id: int) -> str:
+    """A group that no generator can make: its dead letter."""
+    client, keys = broker.link.client, broker.link.keys
+    assert broker.ledger.admit(task(task_id)).answer == "ok"
+    client.hset(keys.groups, f"{task_id}:entry", client.xadd(keys.tasks, {"t": task_id, "b": b"garbage"}))
+    broker.tasks("g").read(10, 10)
+    assert training.look().unfinished == set()
+    return broker.dead_letters.list()[-1].id
+
+
+@pytest.mark.parametrize("known", ["unfinished", "not yet admitted"])
+def test_a_failed_group_that_a_mended_broker_makes_again_is_not_requeued_beside_that(
+    broker: Broker, known: str
+) -> None:
+    training = begin(broker)
+    before = checkpoint(training)
+    letter = fail_group(broker, training, 0)
+    changes = {"cursor": 1, "unfinished": [0], "counts": {"admitted": 1}} if known == "unfinished" else {}
+    assert begin_as(broker, replace(before, lineage="7-beef", **changes))[1].lost
+    assert broker.dead_letters.requeue(letter) == ("waiting" if changes else "ended")
+    assert broker.ledger.admit(task(0)).answer == "ok"
+    train = begin(broker, fresh=False, lineage=training_lineage(broker))
+    assert broker.dead_letters.requeue(letter) == "active"
+    run_group(broker, 0, (Score(reward=1.0), Score(reward=0.0)))
+    record = record_of(train)
+    train.journal(record)
+    train.step(record)
+    assert broker.dead_letters.requeue(letter) == "ended"
+    assert broker.ledger.state().balanced
+
+
+def test_a_group_whose_requeue_the_broker_forgot_is_not_requeued_again(broker: Broker) -> None:
+    training = begin(broker)
+    letter = fail_group(broker, training, 0)
+    failed = broker.link.client.zrange(broker.link.keys.failed, 0, -1)
+    counted = broker.ledger.state().failed
+    assert broker.dead_letters.requeue(letter) == "ok"
+    train_one(broker, training, 0)
+    saved = checkpoint(training)
+    # The broker as it was before: the group is one that failed, and its letter is there.
+    client, keys = broker.link.client, broker.link.keys
+    client.zadd(keys.failed, {failed[0]: 1})
+    client.hset(keys.counts, mapping={"failed:dead_letter": counted["dead_letter"], "failed:requeued": 0, "trained": 0})
+    client.hset(keys.counts, "admitted", 1)
+    client.hset(keys.ctl, "step", 0)
+    again = client.xadd(
+        keys.dead, {"b": encode(DeadLetter(source="tasks", reason="", deliveries=1, payload=b"", task_id=0))}
+    )
+    takeover = begin_as(broker, saved)[1]
+    assert (takeover.lost, takeover.surplus) == (True, 0)
+    assert broker.dead_letters.requeue(again.decode()) == "ended"
+    state = broker.ledger.state()
+    assert (state.trained, state.dropped, sum(state.failed.values()), state.balanced) == (1, {}, 0, True)
+
+
+def test_more_ends_than_groups_are_told_and_do_not_pass_for_something_else(broker: Broker) -> None:
+    training = begin(broker)
+    train_one(broker, training, 0)
+    _, takeover = begin_as(broker, replace(checkpoint(training), trained=2))
+    assert takeover.surplus == 1
+    assert broker.ledger.state().dropped == {"counted_twice": -1}
+    assert broker.ledger.state().balanced, "the trainer can go on"
+
+
+def test_a_group_that_failed_before_the_loss_is_still_requeued(broker: Broker) -> None:
+    training = begin(broker)
+    letter = fail_group(broker, training, 0)
+    assert begin_as(broker, replace(checkpoint(training), lineage="7-beef"))[1].lost
+    assert broker.dead_letters.requeue(letter) == "ok"
+    assert broker.ledger.admit(task(0)).answer == "ok"
+    assert broker.ledger.state().balanced
+
+
+def training_lineage(broker: Broker) -> str:
+    return str(broker.link.client.hget(broker.link.keys.ctl, "lineage").decode())
+
+
+def test_an_older_trainer_does_not_take_a_newer_ones_broker_for_lost(broker: Broker) -> None:
+    old = begin(broker)
+    begin(broker, fresh=False)
+    with pytest.raises(FencedError):
+        old.look()
+    with pytest.raises(FencedError):
+        old.drop(0, "stale", [])
+
+
+@pytest.mark.parametrize("stream", ["tasks", "trajectories", "scored"])
+def test_a_deleted_group_or_stream_group_is_made_again_and_nothing_is_trained_twice(
+    broker: Broker, stream: str
+) -> None:
+    training = begin(broker)
+    for task_id in (0, 1):
+        assert broker.ledger.admit(task(task_id)).answer == "ok"
+    queue, rewards = broker.tasks("g"), broker.trajectories("r")
+    deliveries = queue.read(10, 10)
+    queue.publish(0, [trajectory(0, i) for i in range(2)])
+    rewards.publish([(item, Score(reward=1.0)) for item in rewards.read(10, 10)])
+    claimed = training.claim(10)
+    client, keys = broker.link.client, broker.link.keys
+    key = getattr(keys, stream)
+    for group in client.xinfo_groups(key):
+        client.xgroup_destroy(key, group["name"])
+    queue.publish(1, [trajectory(1, i) for i in range(2)])
+    assert len(deliveries) == 2
+    for item in rewards.read(10, 10) + rewards.read(10, 10):
+        rewards.publish([(item, Score(reward=1.0))])
+    claimed += training.claim(10)
+    assert sorted((outcome.task_id, outcome.sample) for outcome in claimed) == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    queue.read(10, 10)
+
+
+def test_outcomes_of_groups_that_ended_are_discarded_and_poison_is_kept_for_people(broker: Broker) -> None:
+    training = begin(broker)
+    client, keys = broker.link.client, broker.link.keys
+    client.xadd(keys.scored, {"t": 77, "s": 0, "n": 1, "e": "-", "b": b"garbage"})
+    client.xadd(keys.scored, {"hello": "world"})
+    outcomes = training.claim(10)
+    assert [outcome.task_id for outcome in outcomes] == [77, -1]
+    training.discard(outcomes)
+    assert client.xlen(keys.scored) == 0
+    assert client.xlen(keys.dead) == 1
+
+
+def test_leases_that_a_clock_set_back_has_dated_into_the_future_still_end(broker: Broker) -> None:
+    begin(broker)
+    broker.ledger.admit(task(0))
+    broker.tasks("dead").read(1, 10)
+    client, keys = broker.link.client, broker.link.keys
+    ((entry, *_),) = [list(item.values()) for item in client.xpending_range(keys.tasks, "generators", "-", "+", 1)]
+    seconds, _ = client.time()
+    client.xclaim(keys.tasks, "generators", "dead", 0, [entry], time=(seconds + 3600) * 1000, justid=True)
+    alive = broker.tasks("alive")
+    assert alive.claim_stale(lease_s=0.05, count=10) == []
+    end = time.monotonic() + 10
+    found = []
+    while not found and time.monotonic() < end:
+        time.sleep(0.06)
+        found = alive.claim_stale(lease_s=0.05, count=10)
+    assert [delivery.message.task_id for delivery in found] == [0]
+
+
+def test_a_group_that_is_deleted_while_leases_are_dated_is_made_again(
+    broker: Broker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begin(broker)
+    broker.ledger.admit(task(0))
+    broker.tasks("dead").read(1, 10)
+    client, keys = broker.link.client, broker.link.keys
+    alive = broker.tasks("alive")
+    original, deleted, pending = client.xclaim, [], client.xpending_range
+
+    def xpending_range(*args: Any) -> Any:
+        return [item | {"time_since_delivered": 0} for item in pending(*args)]
+
+    def xclaim(*args: Any, **kwargs: Any) -> Any:
+        if not deleted:
+            deleted.append(client.xgroup_destroy(keys.tasks, "generators"))
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(client, "xpending_range", xpending_range)
+    monkeypatch.setattr(client, "xclaim", xclaim)
+    for now in (0.0, 100.0):
+        monkeypatch.setattr("broker.queues.consumer_group.time", SimpleNamespace(monotonic=lambda now=now: now))
+        assert alive.claim_stale(lease_s=50.0, count=10) == []
+    assert deleted == [1]
+    monkeypatch.undo()
+    assert [item.message.task_id for item in alive.read(10, 10)] == [0]
+
+
+@pytest.fixture
+def own_server(tmp_path: Path) -> Iterator[EmbeddedServer]:
+    server = EmbeddedServer(tmp_path / "b", fsync="always")
+    server.start()
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def connect(own_server: EmbeddedServer) -> Callable[[], Broker]:
+    def make() -> Broker:
+        config = BrokerConfig()
+        return Broker(Link(own_server.url, Keys(config.prefix, "cut"), 20.0), config)
+
+    return make
+
+
+def restart_with(server: EmbeddedServer, size: int) -> None:
+    """Kill the server, and start it with the append-only file it had when it was ``size`` bytes long."""
+    assert server.process is not None
+    server.process.kill()
+    server.process.wait(10)
+    part = newest_part(server)
+    with part.open("r+b") as file:
+        file.truncate(size)
+    server.start()
+
+
+def newest_part(server: EmbeddedServer) -> Path:
+    return max((server.folder / "appendonlydir").glob("*.incr.aof"), key=lambda file: file.stat().st_mtime)
+
+
+def test_a_second_of_lost_writes_is_made_again_and_what_was_trained_is_not(
+    own_server: EmbeddedServer, connect: Callable[[], Broker]
+) -> None:
+    broker = connect()
+    training = begin(broker)
+    broker.ledger.admit(task(0))
+    run_group(broker, 0, (Score(reward=1.0), Score(reward=0.0)))
+    size = newest_part(own_server).stat().st_size
+    record = record_of(training)
+    training.journal(record)
+    training.step(record)
+    for task_id in (1, 2):
+        broker.ledger.admit(task(task_id))
+    saved = checkpoint(training)
+    restart_with(own_server, size)
+    with pytest.raises(BrokerLost, match="started anew"):
+        training.look()
+    _, takeover = begin_as(broker, saved)
+    assert takeover.lost
+    state = broker.ledger.state()
+    assert (state.step, state.trained, state.active, state.redo, state.cursor) == (1, 1, 0, 2, 3)
+    assert state.balanced
+    assert broker.link.client.xlen(broker.link.keys.trajectories) == 0, "what was trained is gone"
+    assert broker.ledger.admit(task(1)).answer == "ok"
+
+
+def test_a_step_after_a_lost_one_is_refused_and_what_was_trained_does_not_come_back(
+    own_server: EmbeddedServer, connect: Callable[[], Broker]
+) -> None:
+    broker = connect()
+    training = begin(broker)
+    for task_id in (0, 1):
+        assert broker.ledger.admit(task(task_id)).answer == "ok"
+        run_group(broker, task_id, (Score(reward=1.0), Score(reward=0.0)))
+    outcomes = training.claim(100)
+    records = [
+        record_from([outcome for outcome in outcomes if outcome.task_id == task_id], step=task_id) for task_id in (0, 1)
+    ]
+    training.journal(records[0])
+    size = newest_part(own_server).stat().st_size
+    training.step(records[0])
+    training.journal(records[1])
+    saved = replace(checkpoint(training), unfinished=[], step=2, saved=0, version=2, version_if_lost=2, trained=2)
+    restart_with(own_server, size)
+    with pytest.raises(BrokerLost):
+        training.journal(records[1])
+    with pytest.raises(BrokerLost):
+        training.step(records[1])
+    assert broker.ledger.state().step == 0
+    assert begin_as(broker, saved)[1].lost
+    state = broker.ledger.state()
+    assert (state.step, state.trained, state.active, state.redo, state.balanced) == (2, 2, 0, 0, True)
+
+
+def test_a_restart_that_lost_nothing_is_no_loss(own_server: EmbeddedServer, connect: Callable[[], Broker]) -> None:
+    broker = connect()
+    training = begin(broker)
+    train_one(broker, training, 0)
+    broker.ledger.admit(task(1))
+    saved = checkpoint(training)
+    restart_with(own_server, newest_part(own_server).stat().st_size)
+    with pytest.raises(BrokerLost):
+        training.look()
+    new, takeover = begin_as(broker, saved)
+    assert not takeover.lost
+    assert new.look().unfinished == {1}
+    assert broker.ledger.state().balanced
+
+
+PIPELINE = ("slots", "counts", "groups", "samples", "tasks", "eval_tasks", "trajectories", "scored", "journal")
+BESIDE = ("weights", "chunks", "dead", "evals", "changes", "failed", "events", "metrics", "services")
+
+
+@pytest.mark.parametrize("name", [*PIPELINE, *BESIDE])
+def test_a_take_over_frees_every_key_of_a_foreign_value_and_loses_only_the_pipelines(broker: Broker, name: str) -> None:
+    training = begin(broker)
+    train_one(broker, training, 0)
+    broker.ledger.admit(task(1))
+    saved = checkpoint(training)
+    client, key = broker.link.client, getattr(broker.link.keys, name)
+    client.set(key, "hello")
+    assert begin_as(broker, saved)[1].lost == (name in PIPELINE)
+    assert client.type(key) != b"string"
+    assert broker.ledger.state().balanced
+
+
+@pytest.mark.parametrize("kind", ["redis", "file"])
+def test_bytes_of_a_published_version_that_are_gone_are_put_back(broker: Broker, tmp_path: Path, kind: str) -> None:
+    training = begin(broker)
+    publish_weights(broker, training.epoch, 1, tmp_path, kind=kind)
+    manifest = broker.weights.newest()
+    assert manifest is not None
+    broker.link.client.delete(broker.link.keys.chunks)
+    (tmp_path / "v1-e1.safetensors").unlink(missing_ok=True)
+    assert not broker.weights.holds(manifest)
+    successor = begin(broker, fresh=False)
+    publish_weights(broker, successor.epoch, 1, tmp_path, kind=kind)
+    assert broker.weights.holds(manifest)
+    assert fetch_weights(broker, tmp_path) == manifest
+
+
+def test_a_version_is_not_given_other_bytes_than_it_had(broker: Broker, tmp_path: Path) -> None:
+    training = begin(broker)
+    publish_weights(broker, training.epoch, 1, tmp_path)
+    broker.link.client.delete(broker.link.keys.chunks)
+    publish_weights(broker, training.epoch, 1, tmp_path, content=b"other")
+    assert not broker.link.client.exists(broker.link.keys.chunks)
+
+
+def test_a_stream_of_weights_that_is_deleted_while_a_version_is_published_is_no_error(
+    broker: Broker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training = begin(broker)
+    real = broker.link.script
+
+    def script(name: str, *args: Any) -> Any:
+        answer = real(name, *args)
+        if name == "weights_add":
+            broker.link.client.delete(broker.link.keys.weights)
+        return answer
+
+    monkeypatch.setattr(broker.link, "script", script)
+    publish_weights(broker, training.epoch, 1, tmp_path)
+    assert broker.weights.newest() is None
+
+
+def test_chunks_that_no_manifest_names_are_freed_with_the_next_version(broker: Broker, tmp_path: Path) -> None:
+    training = begin(broker)
+    client, keys = broker.link.client, broker.link.keys
+    for version in (1, 2):
+        publish_weights(broker, training.epoch, version, tmp_path, keep=2)
+    client.hset(keys.chunks, "0:0", b"of a trainer that died before its manifest")
+    client.hset(keys.chunks, "9:0", b"of a version on its way")
+    client.hset(keys.chunks, "hello", b"world")
+    client.xdel(keys.weights, "1-1")
+    publish_weights(broker, training.epoch, 3, tmp_path, keep=2)
+    assert set(client.hkeys(keys.chunks)) == {b"2:0", b"3:0", b"9:0"}
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+def test_a_server_that_is_replaced_just_after_it_was_given_a_script_gets_it_again(
+    broker: Broker, monkeypatch: pytest.MonkeyPatch, at_once: bool
+) -> None:
+    begin(broker)
+    client, given = broker.link.client, []
+    real = client.script_load
+
+    def load(text: str) -> str:
+        sha = real(text)
+        if not given:
+            client.script_flush()
+        given.append(sha)
+        return sha
+
+    monkeypatch.setattr(client, "script_load", load)
+    client.script_flush()
+    if at_once:
+        assert broker.ledger.admit_all([task(0), task(1)]).admitted == 2
+    else:
+        assert broker.ledger.state().balanced
+    assert len(given) == 2

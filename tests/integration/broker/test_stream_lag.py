@@ -1,0 +1,41 @@
+"""What waits in the streams, also when the server has lost count of what was read."""
+
+from __future__ import annotations
+
+import pytest
+
+from broker.client import Broker
+from broker.telemetry.stream_lag import Gauge, read_gauges
+from tests.integration.broker.test_flow import begin, task
+
+pytestmark = pytest.mark.integration
+
+
+def tasks(broker: Broker, surplus: dict[str, int]) -> Gauge:
+    return next(gauge for gauge in read_gauges(broker.link, surplus) if gauge.name == "tasks")
+
+
+def forget_reads(broker: Broker) -> None:
+    """What a restart from the append-only file does to the group's count."""
+    keys = broker.link.keys
+    groups = broker.link.run("groups", lambda client: client.xinfo_groups(keys.tasks))
+    for group in groups:
+        name, last = group["name"], group["last-delivered-id"]
+        broker.link.run("set", lambda client, n, i: client.xgroup_setid(keys.tasks, n, i, entries_read=0), name, last)
+
+
+def test_what_waits_is_exact_after_the_server_lost_count(broker: Broker) -> None:
+    begin(broker)
+    surplus: dict[str, int] = {}
+    for number in range(2):
+        broker.ledger.admit(task(number))
+    assert (tasks(broker, surplus).waiting, tasks(broker, surplus).entered) == (2, 2)
+    broker.tasks("g").read(2, 10)
+    forget_reads(broker)
+    seen = tasks(broker, surplus)
+    assert (seen.waiting, seen.pending, seen.entered) == (0, 2, 2)
+    broker.ledger.admit(task(2))
+    seen = tasks(broker, surplus)
+    assert (seen.waiting, seen.pending, seen.entered) == (1, 2, 3)
+    # Who has not looked before can't know the surplus; there is never more than the stream holds.
+    assert tasks(broker, {}).waiting <= seen.length

@@ -1,0 +1,119 @@
+"""The benchmarks in small: they end, lose nothing, and give the figures that scripts ask for. No timings."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from broker.connection.connection import open_client
+from broker.connection.embedded import EmbeddedServer
+from deploy.bench.cli import app
+from deploy.bench.control import measure as measure_control
+from deploy.bench.scale import Lengths
+from deploy.bench.scale import measure as measure_scale
+from deploy.bench.transport import Bench, measure, measure_behind
+from deploy.bench.weights import measure as measure_weights
+from deploy.bench.workload import Flow, open_broker
+from schemas.errors import ConfigError, InfraError
+
+pytestmark = pytest.mark.integration
+
+SMALL = Flow(samples=2, batch=2, commit_every=2)
+
+
+def test_transport_gives_every_figure() -> None:
+    told: list[int] = []
+    row = measure(64, "off", trajectories=16, rounds=1, flow=SMALL, url=None, advance=told.append)
+    keys = {"trajectories_per_s", "raw_per_s", "ratio", "cpu_us_per_trajectory", "bytes_per_trajectory"}
+    assert all(row[key] > 0 for key in keys)
+    assert row["trajectories"] == 16
+    assert row["aof"] == "off"
+    assert sum(told) == 4
+
+
+def test_both_pipelines_leave_nothing_on_a_server_of_the_user(server: EmbeddedServer) -> None:
+    client = open_client(server.url)
+    with Bench(server.url, 32, SMALL) as bench:
+        for pipeline in ("ours", "raw", "ours", "raw"):
+            bench.round(pipeline, 16)
+        bench.balanced()
+        streams = [key for key in client.scan_iter(match=f"*{bench.run}*") if client.type(key) == b"stream"]
+        assert streams
+        left = {key.decode().rpartition(":")[2]: client.xlen(key) for key in streams}
+        # Credits of the last steps, and the bounded list of changes, are all that may stay.
+        assert all(count == 0 for name, count in left.items() if name not in ("raw_credits", "changes")), left
+    assert not list(client.scan_iter(match=f"*{bench.run}*"))
+
+
+def test_a_long_run_is_compared_with_a_fresh_one() -> None:
+    result = measure_behind(40, 32, "off", trajectories=16, rounds=1, flow=SMALL, url=None, advance=lambda _: None)
+    assert result["behind"] >= 40
+    assert {"start_per_s", "after_per_s", "fresh_per_s", "change", "memory_after_bytes"} <= set(result)
+
+
+def test_a_role_that_ends_is_named(server: EmbeddedServer) -> None:
+    with Bench(server.url, 32, SMALL) as bench:
+        bench.round("ours", 8)
+        open_broker(server.url, bench.run).purge()
+        with pytest.raises(InfraError, match="assembler failed while ours: the broker has forgotten"):
+            bench.round("ours", 8)
+
+
+def test_every_generator_of_the_scale_run_is_a_consumer() -> None:
+    lengths = Lengths(median=20, rate=400)
+    row = measure_scale(6, 1.5, "off", lengths, url=None, tick=lambda _: None)
+    assert row["generators"] == 6
+    assert row["published"] == row["trained"] + row["left"] > 0
+    assert row["broker_cpu"] > 0
+    assert row["task_ms_p99"] is not None
+
+
+def test_the_command_prints_one_json_object() -> None:
+    options = ["--tokens", "32", "--aof", "off", "--trajectories", "1", "--rounds", "1", "--json"]
+    done = CliRunner().invoke(app, ["transport", *options])
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.stdout)
+    assert found["benchmark"] == "transport"
+    assert [row["tokens"] for row in found["rows"]] == [32]
+
+
+@pytest.mark.parametrize(("option", "value"), [("--tokens", "many"), ("--tokens", "0"), ("--aof", "sometimes")])
+def test_a_wrong_option_is_refused(option: str, value: str) -> None:
+    done = CliRunner().invoke(app, ["transport", option, value])
+    assert done.exit_code == 2
+
+
+@pytest.mark.parametrize("kind", ["file", "redis"])
+def test_weights_give_every_figure_and_leave_nothing(kind: str, tmp_path: Path, server: EmbeddedServer) -> None:
+    told: list[int] = []
+    row = measure_weights("1M", kind, 1, "transformers", server.url, tmp_path, told.append)
+    keys = {"publish_s", "fetch_s", "publish_delta_s", "fetch_delta_s", "raw_copy_s", "apply_s", "step_s", "held_s"}
+    assert all(row[key] > 0 for key in keys | {"ratio", "ratio_delta", "held_ratio"})
+    assert {"pause_s", "pause_ratio", "probe_s"} <= row.keys()
+    assert 0 < row["bytes_delta"] < 0.05 * row["bytes_full"], "the delta of one small step"
+    assert told == [1]
+    assert not list(tmp_path.iterdir())
+    assert not list(open_client(server.url).scan_iter(match="*bench*"))
+
+
+def test_an_unknown_size_or_transport_is_refused_in_a_line() -> None:
+    with pytest.raises(ConfigError, match="a model of 7B is not known here, give some of 1M, 50M, 500M"):
+        measure_weights("7B", "file", 1, "transformers", None, None, lambda _: None)
+    result = CliRunner().invoke(app, ["weights", "--transports", "pigeon"])
+    assert result.exit_code == 2
+    assert "'pigeon' is neither file nor redis" in " ".join(result.output.split())
+
+
+def test_the_control_plane_is_measured_beside_a_pipeline() -> None:
+    told: list[int] = []
+    row = measure_control(5, 10, 2, 3.0, rounds=1, trajectories=64, url=None, advance=told.append)
+    assert row["requests"] > 2
+    assert row["status_bytes"] > 1000
+    assert row["page_bytes_per_s"] > 0
+    assert all(
+        row[key] > 0 for key in ("events_per_s", "rss_mb", "trajectories_per_s_with", "trajectories_per_s_without")
+    )
+    assert sum(told) == 3

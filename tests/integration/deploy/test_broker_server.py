@@ -1,0 +1,122 @@
+"""``tidemill broker``: a server that other machines reach, with a password, which keeps what it was told."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import redis
+
+from broker.connection.embedded import EmbeddedServer
+
+pytestmark = pytest.mark.integration
+DEADLINE_S = 60.0
+CONFIG = "model: {path: m}\ntrain: {name: arithmetic}\nreward: {terms: [{name: exact}]}\n"
+
+Serve = Callable[[], "subprocess.Popen[str]"]
+
+
+@pytest.fixture
+def port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.fixture
+def serve(tmp_path: Path, port: int) -> Iterator[Serve]:
+    """Starts the command; whatever it left is killed at the end."""
+    (tmp_path / "config.yaml").write_text(f"{CONFIG}run: {{folder: {tmp_path / 'run'}}}\n")
+    started: list[subprocess.Popen[str]] = []
+
+    def start() -> subprocess.Popen[str]:
+        command = [sys.executable, "-m", "deploy.cli", "broker", str(tmp_path / "config.yaml")]
+        command += ["--host", "127.0.0.1", "--port", str(port)]
+        (tmp_path / "run" / "redis_url").unlink(missing_ok=True)
+        started.append(subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True))
+        return started[-1]
+
+    yield start
+    for process in started:
+        if process.poll() is None:
+            process.terminate()
+        process.communicate(timeout=DEADLINE_S)
+
+
+def url(folder: Path) -> str:
+    """Its URL, once it is there."""
+    file = folder / "run" / "redis_url"
+    wait_for("a URL", file.is_file)
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    return file.read_text().strip()
+
+
+def wait_for(what: str, condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline, f"waited {DEADLINE_S:.0f} s for {what}"
+        time.sleep(0.02)
+
+
+def is_open(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+def test_who_knows_the_url_gets_in_and_finds_its_data_after_a_restart(tmp_path: Path, port: int, serve: Serve) -> None:
+    process = serve()
+    first = url(tmp_path)
+    redis.Redis.from_url(first).set("key", "value")
+    with pytest.raises(redis.AuthenticationError):
+        redis.Redis(port=port).get("key")
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(DEADLINE_S) == 0
+    assert not is_open(port)
+    serve()
+    assert url(tmp_path) == first
+    assert redis.Redis.from_url(first).get("key") == b"value"
+
+
+def test_it_is_never_left_behind(tmp_path: Path, port: int, serve: Serve) -> None:
+    process = serve()
+    url(tmp_path)
+    process.kill()
+    wait_for("its server to end", lambda: not is_open(port))
+
+
+def test_two_never_write_the_same_data(tmp_path: Path, serve: Serve) -> None:
+    serve()
+    url(tmp_path)
+    late = serve()
+    assert late.wait(DEADLINE_S) == 2
+    assert late.stderr is not None
+    assert "another `tidemill broker` uses" in late.stderr.read()
+
+
+def test_it_keeps_off_the_data_of_an_embedded_server(tmp_path: Path, serve: Serve) -> None:
+    embedded = EmbeddedServer(tmp_path / "run" / "broker")
+    embedded.start()
+    try:
+        process = serve()
+        assert process.wait(DEADLINE_S) == 2
+        assert process.stderr is not None
+        assert "`tidemill up` has a broker in" in process.stderr.read()
+    finally:
+        embedded.stop()
+
+
+def test_a_port_that_is_taken_is_an_error(port: int, serve: Serve) -> None:
+    with socket.socket() as other:
+        other.bind(("0.0.0.0", port))
+        other.listen()
+        process = serve()
+        assert process.wait(DEADLINE_S) == 1
+        assert process.stderr is not None
+        assert "the broker's server ended" in process.stderr.read()

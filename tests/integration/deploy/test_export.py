@@ -1,0 +1,134 @@
+"""``tidemill export``: what comes out is the checkpoint's model, and only whole checkpoints are exported."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from consumers.trainer.checkpoint.convert import export_checkpoint
+from consumers.trainer.checkpoint.store import Checkpoints
+from consumers.trainer.model.policy import Policy, load_model
+from consumers.trainer.step.train_step import TrainStep
+from deploy.run_files import config_of
+from schemas.config import TidemillConfig, parse_config, save_config
+from schemas.errors import ConfigError
+from tests.support.tiny_model import make_tiny_model
+from tests.support.trajectories import groups_of
+
+pytestmark = pytest.mark.integration
+
+
+def configuration(folder: Path, model: Path, **settings: Any) -> TidemillConfig:
+    return parse_config(
+        {
+            "run": {"name": "exported", "folder": str(folder)},
+            "model": {"path": str(model), "dtype": "float32", "max_length": 64, **settings},
+            "train": {"name": "arithmetic"},
+            "reward": {"terms": [{"name": "exact"}]},
+            "sampling": {"max_tokens": 8},
+            "trainer": {"optimizer": {"lr": 1e-3}},
+        }
+    )
+
+
+@pytest.fixture(params=[False, True], ids=["untied", "tied"])
+def model(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    return make_tiny_model(tmp_path / "model", hidden=32, layers=1, tied=request.param)
+
+
+@pytest.fixture
+def run(tmp_path: Path, model: Path) -> TidemillConfig:
+    """A run whose checkpoints are of steps 1 and 2."""
+    config = configuration(tmp_path / "run", model)
+    train(config)
+    return config
+
+
+def train(config: TidemillConfig) -> TrainStep:
+    step = TrainStep.from_config(Policy(load_model(config.model.path, "float32")), config)
+    checkpoints = Checkpoints(config.folder / "checkpoints")
+    for number in (1, 2):
+        step.run(step.assemble(groups_of([3, 4], seed=number)), number)
+        checkpoints.save(step, step=number, version=number, epoch=1, extra={})
+    save_config(config, config.folder / "config.yaml")
+    return step
+
+
+def export(config: TidemillConfig, step: int | None = None, out: Path | None = None) -> Path:
+    return export_checkpoint(config, step, out, lambda _: None)[1]
+
+
+def test_the_export_is_the_model_that_was_trained(tmp_path: Path, model: Path) -> None:
+    config = configuration(tmp_path / "run", model)
+    trained = train(config)
+    folder = export(config)
+    assert folder == tmp_path / "run/exports/step-00000002-e0001"
+    loaded = AutoModelForCausalLM.from_pretrained(folder)
+    for (name, want), got in zip(trained.policy.causal_lm.named_parameters(), loaded.parameters(), strict=True):
+        assert torch.equal(want, got), name
+    tokens = AutoTokenizer.from_pretrained(folder)("12+34=")["input_ids"]
+    assert tokens == AutoTokenizer.from_pretrained(model)("12+34=")["input_ids"]
+
+
+def test_any_step_in_the_type_of_the_configuration(run: TidemillConfig, model: Path, tmp_path: Path) -> None:
+    half = configuration(run.folder, model, dtype="bfloat16")
+    first, second = (export(half, step, tmp_path / f"out-{step}") for step in (1, 2))
+    assert {tensor.dtype for tensor in load_file(first / "model.safetensors").values()} == {torch.bfloat16}
+    assert AutoModelForCausalLM.from_pretrained(first).dtype == torch.bfloat16
+    assert (first / "model.safetensors").read_bytes() != (second / "model.safetensors").read_bytes()
+
+
+def damage(config: TidemillConfig, step: int) -> None:
+    victim = next((config.folder / f"checkpoints/step-{step:08d}-e0001/tensors").glob("*.distcp"))
+    victim.write_bytes(victim.read_bytes()[:-1])
+
+
+def test_a_damaged_checkpoint_is_refused_by_name_and_the_newest_whole_one_taken(run: TidemillConfig) -> None:
+    damage(run, 2)
+    with pytest.raises(ConfigError, match=r"step-00000002-e0001 is damaged: tensors/.* bytes instead of"):
+        export(run, 2)
+    assert export(run).name == "step-00000001-e0001"
+    damage(run, 1)
+    with pytest.raises(ConfigError, match=r"no whole checkpoint in .*; step-00000002-e0001: .*; step-00000001-e0001: "):
+        export(run)
+    assert [folder.name for folder in (run.folder / "exports").iterdir()] == ["step-00000001-e0001"]
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda config: export(config, 7), "no checkpoint of step 7 in .*; there is 1, 2"),
+        (lambda config: export(config, 1, config.folder), "exists already: remove it or name another folder"),
+        (lambda config: config_of("nowhere"), "no run 'nowhere': there is no runs/nowhere/config.yaml"),
+    ],
+    ids=["step", "folder", "run"],
+)
+def test_what_cannot_be_exported_is_one_clear_line(
+    run: TidemillConfig, spoil: Callable[[TidemillConfig], Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        spoil(run)
+
+
+def test_a_checkpoint_of_another_model_is_refused(run: TidemillConfig, tmp_path: Path) -> None:
+    other = configuration(run.folder, make_tiny_model(tmp_path / "other", hidden=64, layers=1))
+    with pytest.raises(ConfigError, match=r"step-00000002-e0001 is not one of model.path .*other"):
+        export(other)
+    assert not list((run.folder / "exports").iterdir())
+
+
+def test_the_command_finds_a_run_by_its_folder_and_shows_what_it_does(run: TidemillConfig, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "deploy.cli", "export", str(run.folder), "--step", "1", "--to", "out"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("out: step-00000001-e0001 in float32, ")
+    assert "export: writing out" in done.stderr
+    assert (tmp_path / "out/tokenizer.json").is_file()

@@ -1,0 +1,90 @@
+"""Supervised training: stops at the mark, learns completions only, leaves a whole model or nothing."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from consumers.offline.greedy import greedy
+from consumers.offline.sft import SftProgress, settings_digest, train_sft
+from consumers.trainer.model.policy import load_model
+from schemas.config.models import WarmStartConfig
+from schemas.errors import ConfigError
+from tests.support.tiny_model import make_tiny_model
+
+pytestmark = pytest.mark.integration
+
+PAIRS = [(f"{a}>", "xyz"[a % 3] * (1 + a % 2)) for a in range(12)]
+
+
+def settings(**changes: object) -> WarmStartConfig:
+    data = {"name": "arithmetic"}
+    return WarmStartConfig.model_validate(
+        {"model": "m:f", "dataset": data, "eval": data, "batch_size": 12, "lr": 3e-3, "eval_every": 5, **changes}
+    )
+
+
+def build(folder: Path, seed: int) -> None:
+    make_tiny_model(folder, seed=seed)
+
+
+def test_trains_to_the_mark_and_writes_an_ordinary_model(tmp_path: Path) -> None:
+    seen: list[SftProgress] = []
+    wanted = settings(stop_accuracy=0.9, max_steps=300)
+    result = train_sft(tmp_path / "out", build, PAIRS, PAIRS, wanted, progress=seen.append)
+    assert result.reached
+    assert result.accuracy >= 0.9
+    assert seen[-1].step == result.steps
+    assert seen[-1].loss < seen[0].loss
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]
+    details = json.loads((tmp_path / "out" / "sft.json").read_text())
+    assert details["accuracy"] == result.accuracy
+    assert details["settings"] == settings_digest(wanted, 0, "float32")
+
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+    answers = greedy(model, [tokenizer(p).input_ids for p, _ in PAIRS], 3, tokenizer.eos_token_id)
+    right = [tokenizer.decode(a) == c for a, (_, c) in zip(answers, PAIRS, strict=True)]
+    assert sum(right) / len(right) == pytest.approx(result.accuracy)
+
+
+def test_trains_on_from_a_model_folder(tmp_path: Path) -> None:
+    start = make_tiny_model(tmp_path / "start")
+    result = train_sft(tmp_path / "out", start, PAIRS, PAIRS, settings(stop_accuracy=0.5, max_steps=300))
+    assert result.reached
+    assert (start / "config.json").exists()
+
+
+def test_a_mark_that_is_not_reached_is_said_and_leaves_nothing(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="max_steps 2"):
+        train_sft(tmp_path / "out", build, PAIRS, PAIRS, settings(stop_accuracy=1.0, max_steps=2))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_same_seed_gives_the_same_weights(tmp_path: Path) -> None:
+    weights = []
+    for name in ("a", "b"):
+        train_sft(tmp_path / name, build, PAIRS, PAIRS, settings(stop_accuracy=0.4, max_steps=300), seed=3)
+        weights.append(torch.cat([p.flatten() for p in load_model(tmp_path / name, "float32").parameters()]))
+    assert torch.equal(weights[0], weights[1])
+
+
+def test_an_existing_folder_is_not_overwritten(tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    with pytest.raises(ConfigError, match="exists already"):
+        train_sft(tmp_path / "out", build, PAIRS, PAIRS, settings())
+
+
+def test_batched_greedy_decoding_is_what_hugging_face_generates(tmp_path: Path) -> None:
+    model = load_model(make_tiny_model(tmp_path / "m"), "float32")
+    prompts = [[5], [9, 14, 3], [7, 8, 20, 30, 4]]
+    for prompt, got in zip(prompts, greedy(model, prompts, 6, eos=2), strict=True):
+        out = model.generate(
+            torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt)), do_sample=False, max_new_tokens=6
+        )
+        want = out[0, len(prompt) :].tolist()
+        assert got == (want[: want.index(2)] if 2 in want else want)

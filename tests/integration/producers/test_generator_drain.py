@@ -1,0 +1,129 @@
+"""What new weights and pauses do to samples in flight, in every combination."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from broker.client import Broker
+from producers.engines.base import Engine
+from producers.workflows.base import Sample, Tokenizer
+from schemas.messages import Partial, Span, Task, Turn
+from tests.support.generator_service import (
+    configuration,
+    engine_of,
+    freeze,
+    live,
+    publish,
+    published,
+    task,
+    until,
+    versions,
+)
+from tests.support.tiny_model import make_tiny_model
+from tests.support.trainer_sessions import begin
+
+pytestmark = pytest.mark.integration
+
+
+class TwoTurns:
+    """Each sample takes two requests, one after the other."""
+
+    async def run(
+        self, engine: Engine, tokenizer: Tokenizer, task: Task, samples: Sequence[int]
+    ) -> AsyncIterator[Sample | Partial]:
+        for index in samples:
+            tokens, logprobs, spans = [5, 6], [0.0, 0.0], []
+            finish = "abort"
+            for _ in range(2):
+                (turn,) = await engine.generate(tokens, task.sampling)
+                spans += [Span(s.version, s.start + len(tokens), s.end + len(tokens)) for s in turn.spans]
+                tokens = [*tokens, *turn.tokens]
+                logprobs += turn.logprobs.tolist()
+                finish = turn.finish
+            yield Sample(
+                index=index,
+                tokens=tokens,
+                loss_mask=[0, 0] + [1] * (len(tokens) - 2),
+                logprobs=logprobs,
+                spans=spans,
+                turns=[Turn("prompt", 0, 2), Turn("assistant", 2, len(tokens))],
+                finish=finish,
+                prompt="",
+                completion="",
+            )
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+def test_with_drain_every_sample_is_of_one_version_however_many_requests_it_takes(
+    model: Path, broker: Broker, tmp_path: Path
+) -> None:
+    training = begin(broker)
+    publish(broker, training, tmp_path, 1)
+    for task_id in range(8):
+        broker.ledger.admit(task(task_id, n=1))
+    workflow = {"name": f"{__name__}:TwoTurns"}
+    config = configuration(model, tmp_path, update="drain", max_samples=4, workflow=workflow)
+    engine = engine_of(config, min_length=60, max_length=120)
+
+    async def scene() -> None:
+        await engine.generating.wait()
+        publish(broker, training, tmp_path, 2)
+        found = await published(broker, 8)
+        assert versions(found) == {1, 2}
+        assert all(len({span.version for span in item.spans}) == 1 for item in found)
+
+    live(config, broker, engine, scene)
+
+
+@pytest.mark.parametrize("update", ["keep", "recompute", "drain"])
+def test_a_freeze_stops_generation_though_new_weights_are_on_their_way(
+    model: Path, broker: Broker, tmp_path: Path, update: str
+) -> None:
+    training = begin(broker)
+    publish(broker, training, tmp_path, 1)
+    broker.ledger.admit(task(0, n=4))
+    config = configuration(model, tmp_path, update=update)
+    engine = engine_of(config, min_length=300, max_length=300, token_s=0.01)
+
+    async def scene() -> None:
+        await engine.generating.wait()
+        publish(broker, training, tmp_path, 2)
+        await until(freeze(broker))
+        rounds = engine._rounds
+        assert rounds < 300, "it did not wait for samples to be finished"
+        await asyncio.sleep(0.3)
+        assert engine._rounds == rounds
+        broker.orders.pause("none", "test")
+        found = await published(broker, 4)
+        await until(lambda: engine.version == 2)
+        assert versions(found) == {1} if update == "drain" else versions(found) == {1, 2}
+
+    live(config, broker, engine, scene)
+
+
+def test_who_drains_for_new_weights_hands_back_at_once_when_asked_to_end(
+    model: Path, broker: Broker, tmp_path: Path
+) -> None:
+    training = begin(broker)
+    publish(broker, training, tmp_path, 1)
+    broker.ledger.admit(task(0))
+    config = configuration(model, tmp_path, update="drain")
+    engine = engine_of(config, min_length=900, max_length=900, token_s=0.05)
+
+    async def scene() -> None:
+        await engine.generating.wait()
+        publish(broker, training, tmp_path, 2)
+        await until(lambda: any((tmp_path / "run" / "cache" / "g").glob("*")))
+
+    live(config, broker, engine, scene)
+    assert engine.loaded == [1]
+    (delivery,) = broker.tasks("reader").read(1, 10)
+    assert all(len(part.tokens) for part in delivery.message.partials)

@@ -1,0 +1,85 @@
+"""A generator that is asked to end: machines that are taken away leave little time."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from broker.client import Broker
+from broker.connection.keys import GENERATORS
+from broker.queues.tasks import TaskQueue
+from tests.support.generator_service import (
+    Engine,
+    configuration,
+    engine_of,
+    live,
+    publish,
+    task,
+    until,
+)
+from tests.support.tiny_model import make_tiny_model
+from tests.support.trainer_sessions import begin
+
+pytestmark = pytest.mark.integration
+BLOCK_MS = 4000
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+def test_samples_end_though_a_read_is_still_waiting(
+    model: Path, broker: Broker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training = begin(broker)
+    publish(broker, training, tmp_path, 1)
+    broker.ledger.admit(task(0))
+    order: list[str] = []
+    read, abort = TaskQueue.read, Engine.abort_all
+
+    def slow(self: TaskQueue, count: int, **settings: Any) -> Any:
+        order.append("reads")
+        found = read(self, count, BLOCK_MS, **settings)
+        order.append("has read")
+        return found
+
+    async def noted(self: Engine) -> None:
+        order.append("aborts")
+        await abort(self)
+
+    monkeypatch.setattr(TaskQueue, "read", slow)
+    monkeypatch.setattr(Engine, "abort_all", noted)
+    config = configuration(model, tmp_path)
+    engine = engine_of(config, min_length=900, max_length=900, token_s=0.02)
+
+    async def scene() -> None:
+        await engine.generating.wait()
+        async with asyncio.timeout(30):
+            while order != ["reads", "has read", "reads"]:  # noqa: ASYNC110 - noted in a thread
+                await asyncio.sleep(0.01)
+
+    live(config, broker, engine, scene)
+    assert order[:4] == ["reads", "has read", "reads", "aborts"]
+    monkeypatch.setattr(TaskQueue, "read", read)
+    (delivery,) = broker.tasks("reader").read(1, 10)
+    assert all(len(part.tokens) for part in delivery.message.partials)
+
+
+def test_a_task_that_waits_for_newer_weights_is_handed_back(model: Path, broker: Broker, tmp_path: Path) -> None:
+    training = begin(broker)
+    publish(broker, training, tmp_path, 1)
+    broker.link.client.hset(broker.link.keys.ctl, "version", 2)  # the trainer has made it, but not published it yet
+    broker.ledger.admit(task(0))
+    engine = engine_of(configuration(model, tmp_path))
+
+    async def scene() -> None:
+        await until(lambda: broker.link.client.xpending(broker.link.keys.tasks, GENERATORS)["pending"])
+
+    live(configuration(model, tmp_path), broker, engine, scene)
+    assert not engine.generating.is_set()
+    (delivery,) = broker.tasks("reader").read(1, 10)
+    assert (delivery.message.task_id, delivery.version) == (0, 2)

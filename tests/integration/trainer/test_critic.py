@@ -1,0 +1,110 @@
+"""The critic: what it learns, its loss against the formula, and that a checkpoint brings it back to the bit."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from consumers.trainer.checkpoint.store import Checkpoints
+from consumers.trainer.data.microbatches import Group
+from consumers.trainer.model.policy import Policy, load_model
+from consumers.trainer.step.critic import Critic, value_loss
+from consumers.trainer.step.train_step import TrainStep, critic_of
+from schemas.config import parse_config
+from schemas.config.models import TrainerConfig
+from schemas.errors import ConfigError
+from tests.support.tiny_model import make_tiny_model
+from tests.support.trajectories import groups_of, trajectory
+
+pytestmark = pytest.mark.integration
+
+GAE = {"advantage": {"name": "gae"}, "critic": {"optimizer": {"lr": 3e-3}}}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedModel:
+    return load_model(make_tiny_model(tmp_path_factory.mktemp("tiny"), hidden=32, layers=1), "float32")
+
+
+def make_step(model: PreTrainedModel, **trainer: object) -> TrainStep:
+    settings = TrainerConfig.model_validate({"optimizer": {"lr": 1e-3}, **GAE, **trainer})
+    policy, critic = Policy(copy.deepcopy(model)), Critic(copy.deepcopy(model))
+    return TrainStep(policy, settings, temperature=1.0, max_tokens=8, critic=critic)
+
+
+def weights(step: TrainStep) -> torch.Tensor:
+    assert step.critic is not None
+    modules = (step.policy, step.critic.critic)
+    return torch.cat([p.detach().flatten() for module in modules for p in module.parameters()])
+
+
+@pytest.mark.parametrize("clip", [0.2, None])
+def test_value_loss(clip: float | None) -> None:
+    cases = [(1.0, 0.5, 0.0), (0.6, 0.5, 2.0), (-1.0, 0.0, 1.0), (0.4, 0.5, 0.45), (0.9, 0.5, 0.8)]
+    want = []
+    for v, old, target in cases:
+        near = min(max(v, old - 0.2), old + 0.2)
+        errors = [(v - target) ** 2, (near - target) ** 2]
+        want.append(0.5 * (errors[0] if clip is None else max(errors)))
+    got = value_loss(*torch.tensor(cases, dtype=torch.float64).unbind(1), clip)
+    assert got.tolist() == pytest.approx(want)
+
+
+def test_value_loss_gradcheck() -> None:
+    values = torch.tensor([1.0, 0.6, -1.0], dtype=torch.float64, requires_grad=True)
+    old, target = torch.tensor([[0.5, 0.55, 0.0], [0.0, 2.0, 1.0]], dtype=torch.float64)
+    assert torch.autograd.gradcheck(lambda v: value_loss(v, old, target, 0.2), (values,))
+
+
+def test_the_critic_says_nothing_at_first_and_learns_the_returns(model: PreTrainedModel) -> None:
+    step = make_step(model, steps=60, advantage={"name": "gae", "args": {"lam": 1.0}})
+    groups = [Group(0, [(trajectory(0, 0), 1.0)]), Group(1, [(trajectory(1, 0), 0.0)])]
+    batch = step.assemble(groups)
+    first = step.run(batch, 0).metrics
+    assert first["critic_error"] == pytest.approx(1.0)
+    assert first["critic_loss"] == pytest.approx(0.5 * 4 / 8)
+    for version in range(1, 40):
+        last = step.run(batch, version).metrics
+    assert last["critic_error"] < 0.3
+    assert last["critic_lr"] == 3e-3
+
+
+def test_without_clip_nothing_depends_on_micro_batching(model: PreTrainedModel) -> None:
+    groups = groups_of([3, 1, 4], seed=1)
+    steps = [make_step(model, micro_batch_tokens=budget) for budget in (10000, 20)]
+    for step in steps:
+        step.run(step.assemble(groups), 0)
+    # Adam's first step is the gradient's sign: where it is nearly zero, summing in another order decides.
+    assert (weights(steps[0]) - weights(steps[1])).abs().mean() < 1e-5
+
+
+def test_a_checkpoint_restores_the_critic_to_the_bit(model: PreTrainedModel, tmp_path: Path) -> None:
+    """Elsewhere it was saved, but never restored."""
+    groups, more = groups_of([3, 4], seed=2), groups_of([4, 2], seed=3)
+    step = make_step(model, steps=5)
+    step.run(step.assemble(groups), 0)
+    path = Checkpoints(tmp_path).save(step, step=1, version=1, epoch=1, extra={})
+    metrics = step.run(step.assemble(more), 1).metrics
+    again = make_step(model, steps=5)
+    Checkpoints(tmp_path).load(path, again)
+    assert again.run(again.assemble(more), 1).metrics["critic_loss"] == metrics["critic_loss"]
+    assert torch.equal(weights(again), weights(step))
+
+
+def test_gae_and_the_critic_need_each_other(tmp_path: Path) -> None:
+    smallest = {
+        "model": {"path": str(make_tiny_model(tmp_path, hidden=32, layers=1)), "dtype": "float32"},
+        "train": {"name": "arithmetic"},
+        "reward": {"terms": [{"name": "exact"}]},
+    }
+    for trainer in ({"advantage": {"name": "gae"}}, {"critic": {}}):
+        with pytest.raises(ConfigError, match="go together"):
+            parse_config({**smallest, "trainer": trainer})
+    config = parse_config({**smallest, "trainer": {"advantage": {"name": "gae"}, "critic": {}}})
+    critic = critic_of(config)
+    assert critic is not None
+    assert critic.causal_lm.get_output_embeddings().out_features == 1

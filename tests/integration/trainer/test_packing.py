@@ -1,0 +1,161 @@
+"""Packed sequences and the chunked head compute what rows side by side and full logits compute."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM, PreTrainedModel
+
+from consumers.offline.greedy import greedy
+from consumers.trainer.model import policy as policy_module
+from consumers.trainer.model.packing import ATTENTION, pack
+from consumers.trainer.model.policy import Policy, TokenScores, load_model
+from tests.support.tiny_model import make_tiny_model
+
+pytestmark = pytest.mark.integration
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory: pytest.TempPathFactory) -> Policy:
+    return Policy(load_model(make_tiny_model(tmp_path_factory.mktemp("tiny")), "float32"))
+
+
+def rows_of(lengths: list[int], seed: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Tokens [R, T], a random mask [R, T-1] within each row, and lengths [R]."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(3, 200, (len(lengths), max(lengths) + 1), generator=generator)
+    reads = torch.tensor(lengths)
+    inside = torch.arange(max(lengths))[None] < reads[:, None]
+    return tokens, inside & (torch.rand(inside.shape, generator=generator) < 0.6), reads
+
+
+def run(policy: Policy, rows: tuple[Tensor, Tensor, Tensor], packed: bool) -> tuple[TokenScores, Tensor]:
+    """Scores, and the gradient of a sum of both of them."""
+    tokens, mask, lengths = rows
+    policy.zero_grad()
+    scores = policy(tokens, tokens[:, 1:], mask, lengths if packed else None, 0.7, entropy_gradient=True)
+    (scores.logprobs.sum() + 0.3 * scores.entropy.sum()).backward()
+    return scores, torch.cat([p.grad.flatten() for p in policy.parameters() if p.grad is not None])
+
+
+@settings(max_examples=25, deadline=None)
+@given(lengths=st.lists(st.integers(1, 40), min_size=1, max_size=8), seed=st.integers(0, 1000))
+def test_packed_is_what_padded_is(policy: Policy, lengths: list[int], seed: int) -> None:
+    rows = rows_of(lengths, seed)
+    (packed, packed_grad), (padded, padded_grad) = run(policy, rows, True), run(policy, rows, False)
+    assert torch.allclose(packed.logprobs, padded.logprobs, atol=1e-5)
+    assert torch.allclose(packed.entropy, padded.entropy, atol=1e-5)
+    assert torch.allclose(packed_grad, padded_grad, rtol=1e-3, atol=1e-5 * float(padded_grad.abs().max() + 1))
+
+
+def test_a_sequence_sees_nothing_of_its_neighbours(policy: Policy) -> None:
+    tokens, mask, lengths = rows_of([9, 6, 12], seed=1)
+    mask[1, :6] = True
+    before = policy(tokens, tokens[:, 1:], mask, lengths).logprobs[1]
+    tokens[0], tokens[2] = tokens[0].flip(0), tokens[2].flip(0)
+    assert torch.equal(policy(tokens, tokens[:, 1:], mask, lengths).logprobs[1], before)
+
+
+def test_a_model_that_packs_still_generates(policy: Policy, tmp_path: Path) -> None:
+    """With padding on the left and a cache, which training never has."""
+    plain = load_model(make_tiny_model(tmp_path), "float32")
+    prompts = [[5, 6, 7, 8, 9, 10], [11, 12], [13], [200, 3, 77]]
+    assert policy.causal_lm.config._attn_implementation == ATTENTION != plain.config._attn_implementation
+    expected = greedy(plain, prompts, max_tokens=12, eos=1)
+    assert greedy(policy.causal_lm, prompts, max_tokens=12, eos=1) == expected
+    assert [greedy(policy.causal_lm, [prompt], max_tokens=12, eos=1)[0] for prompt in prompts] == expected
+
+
+def test_packing_leaves_no_padding() -> None:
+    packed = pack(torch.arange(12).reshape(3, 4), torch.tensor([4, 1, 2]))
+    assert packed.ids.tolist() == [[0, 1, 2, 3, 4, 8, 9]]
+    assert packed.positions.tolist() == [[0, 1, 2, 3, 0, 0, 1]]
+    assert packed.starts.tolist() == [0, 4, 5, 7]
+
+
+SMALL = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+
+
+def test_grouped_heads_are_packed() -> None:
+    policy = Policy(LlamaForCausalLM(LlamaConfig(**SMALL)))
+    assert policy.packed
+    assert policy.causal_lm.config._attn_implementation == ATTENTION
+    tokens, mask, lengths = rows_of([9, 6], seed=1)
+    tokens %= 64
+    with torch.no_grad():
+        packed, padded = (policy(tokens, tokens[:, 1:], mask, read).logprobs for read in (lengths, None))
+    assert torch.allclose(packed, padded, atol=1e-5)
+
+
+def test_a_model_with_a_sliding_window_stays_padded() -> None:
+    model: PreTrainedModel = MistralForCausalLM(MistralConfig(**SMALL, sliding_window=4))
+    before = model.config._attn_implementation
+    policy = Policy(model)
+    assert not policy.packed
+    assert model.config._attn_implementation == before
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    count=st.integers(0, 20),
+    chunk=st.integers(1, 7),
+    temperature=st.sampled_from([1.0, 0.5]),
+    biased=st.booleans(),
+    of_entropy=st.booleans(),
+    seed=st.integers(0, 1000),
+)
+def test_the_chunked_head_is_the_softmax(
+    count: int, chunk: int, temperature: float, biased: bool, of_entropy: bool, seed: int
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    features, weight, bias, use = (
+        torch.randn(shape, generator=generator) for shape in ((count, 8), (11, 8), 11, (2, count))
+    )
+    targets = torch.randint(11, (count,), generator=generator)
+    inputs = [features, weight, bias] if biased else [features, weight]
+
+    def gradients(chunked: bool) -> tuple[Tensor, Tensor, list[Tensor]]:
+        leaves = [t.clone().requires_grad_() for t in inputs]
+        if chunked:
+            logprobs, entropy = policy.score(
+                leaves[0], leaves[1], leaves[2] if biased else None, targets, temperature, of_entropy
+            )
+        else:
+            logits = torch.nn.functional.linear(leaves[0], leaves[1], leaves[2] if biased else None) / temperature
+            everything = torch.log_softmax(logits, -1)
+            logprobs, entropy = everything.gather(1, targets[:, None])[:, 0], -(everything.exp() * everything).sum(-1)
+        total = (use[0] * logprobs).sum() + ((use[1] * entropy).sum() if of_entropy else 0.0)
+        return logprobs, entropy, list(torch.autograd.grad(total, leaves))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(policy_module, "CPU_LOGITS", 11 * chunk)
+        patch.setattr(policy_module, "LEAST_ROWS", 1)
+        found = gradients(True)
+    wanted = gradients(False)
+    assert torch.allclose(found[0], wanted[0], atol=1e-5)
+    assert torch.allclose(found[1], wanted[1], atol=1e-5)
+    for a, b in zip(found[2], wanted[2], strict=True):
+        assert torch.allclose(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_half_precision_is_near(policy: Policy) -> None:
+    half = Policy(copy.deepcopy(policy.causal_lm).to(torch.bfloat16))
+    rows = rows_of([9, 6, 12], seed=1)
+    with torch.no_grad():
+        tokens, mask, lengths = rows
+        near, exact = (p(tokens, tokens[:, 1:], mask, lengths).logprobs for p in (half, policy))
+    assert torch.allclose(near, exact, atol=0.3)
+    assert near.dtype == torch.float32

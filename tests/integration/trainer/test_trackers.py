@@ -1,0 +1,156 @@
+"""Metrics through accelerate's trackers: every step once, also when the trainer dies and steps are trained again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from broker.client import Broker
+from consumers.trainer.loop import Trainer
+from consumers.trainer.metrics import trackers
+from consumers.trainer.metrics.trackers import MODULES, check_trackers
+from consumers.trainer.model.policy import Policy, load_model
+from consumers.trainer.step.train_step import TrainStep
+from deploy.run.summary import read_lines
+from schemas.config import parse_config
+from schemas.errors import ConfigError
+from schemas.lifecycle import StopFlag
+from tests.support.deterministic_run import STEPS, Pipeline, configuration
+from tests.support.tiny_model import make_tiny_model
+
+pytestmark = pytest.mark.integration
+
+OWN = """
+import json
+from pathlib import Path
+
+from accelerate.tracking import GeneralTracker
+
+
+class Lines(GeneralTracker):
+    name = "lines"
+    requires_logging_directory = False
+    tracker = None
+
+    def __init__(self, run, folder):
+        super().__init__()
+        self.file = Path(folder) / f"{run}.jsonl"
+
+    def _write(self, **entry):
+        with self.file.open("a") as stream:
+            stream.write(json.dumps(entry) + "\\n")
+
+    def store_init_configuration(self, values):
+        self._write(config=values)
+
+    def log(self, values, step=None, **_):
+        self._write(step=step, values=values)
+
+    def finish(self):
+        self._write(end=True)
+
+
+class Full(Lines):
+    def log(self, values, step=None, **_):
+        super().log(values, step)
+        raise OSError("no space left")
+
+
+class Closed(Lines):
+    def start(self):
+        raise KeyError("token")
+"""
+
+
+@pytest.fixture
+def make(tmp_path: Path, broker: Broker) -> Callable[..., Trainer]:
+    (tmp_path / "own.py").write_text(OWN)
+    model = make_tiny_model(tmp_path / "model", hidden=32, layers=1)
+
+    def trainer(*names: str) -> Trainer:
+        data = configuration(tmp_path / "run", model, broker, trackers=list(names))
+        config = parse_config(data, base=tmp_path)
+        policy = Policy(load_model(config.model.path, "float32"))
+        return Trainer(config, "trainer", broker, TrainStep.from_config(policy, config))
+
+    return trainer
+
+
+def sent(folder: Path) -> list[dict[str, Any]]:
+    (file,) = (folder / "run" / "trackers").glob("*.jsonl")
+    return read_lines(file)
+
+
+def test_a_step_that_is_trained_again_is_not_sent_again(
+    make: Callable[..., Trainer], broker: Broker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = make("own.py:Lines")
+    real, saves = first._crew.save, []
+
+    def dying(**settings: Any) -> Path:
+        saves.append(settings["step"])
+        if len(saves) == 2:
+            raise RuntimeError("killed")
+        return real(**settings)
+
+    monkeypatch.setattr(first._crew, "save", dying)
+    with Pipeline(broker):
+        with pytest.raises(RuntimeError, match="killed"):
+            first.run(StopFlag())
+        make("own.py:Lines").run(StopFlag())
+    metrics = read_lines(tmp_path / "run" / "metrics.jsonl")
+    assert [line["step"] for line in metrics] == [1, 2, 3, 4, 3, 4, 5], "steps 3 and 4 were trained again"
+    start, *steps, end = sent(tmp_path)
+    assert (start["config"]["trainer.steps"], end) == (STEPS, {"end": True})
+    assert "broker.url" not in start["config"]
+    assert [entry["step"] for entry in steps] == [1, 2, 3, 4, 5]
+    by_step = {line["step"]: line for line in reversed(metrics)}
+    for entry in steps:
+        numbers = {name: value for name, value in by_step[entry["step"]].items() if not isinstance(value, dict)}
+        assert entry["values"] == numbers
+        assert {"reward/mean", "train/loss", "staleness/max", "time/total_s"} <= set(numbers)
+
+
+def test_a_tracker_that_fails_on_the_way_stops_nothing(
+    make: Callable[..., Trainer], broker: Broker, tmp_path: Path
+) -> None:
+    trainer = make("own.py:Full")
+    with Pipeline(broker):
+        trainer.run(StopFlag())
+    assert trainer.progress.step == STEPS
+    assert [entry["step"] for entry in sent(tmp_path) if "step" in entry] == [1]
+
+
+def test_one_that_cannot_start_is_an_error_of_the_configuration(make: Callable[..., Trainer]) -> None:
+    with pytest.raises(ConfigError, match=r"trainer.trackers cannot start: KeyError: 'token'"):
+        make("own.py:Closed")
+
+
+def test_what_is_not_installed_or_unknown_is_one_line_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trackers, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"^trainer.trackers 'wandb' is not installed: pip install wandb$"):
+        check_trackers(["wandb"])
+    with pytest.raises(ConfigError, match=r"unknown trainer.trackers 'tensorbord' \(did you mean 'tensorboard'\?\)"):
+        check_trackers(["tensorbord"])
+
+
+def test_these_are_the_trackers_of_accelerate() -> None:
+    from accelerate.tracking import LOGGER_TYPE_TO_CLASS
+
+    assert set(MODULES) == set(LOGGER_TYPE_TO_CLASS)
+
+
+def test_tensorboard_itself(make: Callable[..., Trainer], broker: Broker, tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    with Pipeline(broker):
+        make("tensorboard").run(StopFlag())
+    (events,) = (path for path in (tmp_path / "run" / "trackers").glob("*/events.*"))
+    found = EventAccumulator(str(events)).Reload().Scalars("train/loss")
+    lines = read_lines(tmp_path / "run" / "metrics.jsonl")
+    assert [event.step for event in found] == [line["step"] for line in lines]
+    assert [event.value for event in found] == pytest.approx([line["train/loss"] for line in lines], abs=1e-6)

@@ -1,0 +1,217 @@
+"""The optimizer step on a tiny real model: independent of micro-batching, honest metrics, safe on bad numbers."""
+
+from __future__ import annotations
+
+import copy
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from consumers.trainer.data.microbatches import Group
+from consumers.trainer.model.policy import Policy, load_model
+from consumers.trainer.step.optimizer import lr_factor
+from consumers.trainer.step.train_step import TrainStep
+from schemas.codec import Array
+from schemas.config.models import OptimizerConfig, TrainerConfig
+from schemas.errors import ConfigError
+from schemas.messages import Span
+from tests.support.tiny_model import make_tiny_model
+from tests.support.trajectories import groups_of, trajectory
+
+pytestmark = pytest.mark.integration
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedModel:
+    return load_model(make_tiny_model(tmp_path_factory.mktemp("tiny")), "float32")
+
+
+def make_step(model: PreTrainedModel, temperature: float = 1.0, **trainer: object) -> TrainStep:
+    """A step over a copy of the model."""
+    settings = TrainerConfig.model_validate({"optimizer": {"lr": 1e-3}, **trainer})
+    return TrainStep(Policy(copy.deepcopy(model)), settings, temperature=temperature, max_tokens=8)
+
+
+def weights(step: TrainStep) -> Tensor:
+    return torch.cat([p.detach().flatten() for p in step.policy.parameters()])
+
+
+def gradient(step: TrainStep, groups: list[Group]) -> Tensor:
+    """The accumulated gradient of the batch, before clipping."""
+    seen: list[Tensor] = []
+
+    def look(parameters: object, limit: float) -> float:
+        seen.append(torch.cat([p.grad.flatten() for p in step.policy.parameters() if p.grad is not None]))
+        return 0.0
+
+    step.ranks.clip_grad_norm = look  # type: ignore[method-assign, assignment]
+    step.run(step.assemble(groups), version=5)
+    return seen[0]
+
+
+def current(model: PreTrainedModel, group: Group, version: int) -> Group:
+    """The group with the log-probabilities that the model itself gives, all of one version."""
+    samples = []
+    for t, reward in group.samples:
+        ids = torch.tensor(t.tokens.numpy().tolist())[None]
+        logprobs = torch.log_softmax(model(ids).logits[0, :-1].float(), -1).gather(1, ids[0, 1:, None])[:, 0]
+        mask = t.loss_mask.numpy()
+        known = torch.cat([torch.zeros(1), logprobs.detach()]) * torch.tensor(mask)
+        start = int(mask.argmax())
+        fields = {f: getattr(t, f) for f in t.__struct_fields__ if f not in {"logprobs", "spans", "schema"}}
+        spans = [Span(version, start, len(mask))]
+        samples.append((type(t)(**fields, logprobs=Array.of(known.numpy(), "f4"), spans=spans), reward))
+    return Group(group.task_id, samples)
+
+
+@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "prompt_mean", "constant"])
+@settings(max_examples=8, deadline=None)
+@given(seed=st.integers(0, 1000), budget=st.integers(8, 120))
+def test_gradient_does_not_depend_on_micro_batching(
+    model: PreTrainedModel, aggregation: str, seed: int, budget: int
+) -> None:
+    groups = groups_of([3, 1, 4], seed)
+    whole = gradient(make_step(model, aggregation=aggregation), groups)
+    cut = gradient(make_step(model, aggregation=aggregation, micro_batch_tokens=budget), groups)
+    assert torch.allclose(whole, cut, rtol=1e-4, atol=1e-6 * float(whole.abs().max() + 1))
+
+
+def test_gradient_is_that_of_the_formula_through_the_plain_model(model: PreTrainedModel) -> None:
+    """REINFORCE on one group, computed with the model's own logits and no code of the trainer."""
+    groups = [current(model, Group(0, [(trajectory(0, 0), 1.0), (trajectory(0, 1, 2, 5), 0.0)]), 5)]
+    got = gradient(make_step(model, loss={"name": "reinforce"}), groups)
+    plain = copy.deepcopy(model)
+    total = torch.zeros(())
+    for (t, _), advantage in zip(groups[0].samples, (0.5, -0.5), strict=True):
+        ids = torch.tensor(t.tokens.numpy().tolist())[None]
+        logprobs = torch.log_softmax(plain(ids).logits[0, :-1].float(), -1).gather(1, ids[0, 1:, None])[:, 0]
+        total = total - advantage * (logprobs * torch.tensor(t.loss_mask.numpy()[1:])).sum() / 9
+    total.backward()
+    want = torch.cat([p.grad.flatten() for p in plain.parameters() if p.grad is not None])
+    # Both sum in float32, in different orders.
+    assert torch.allclose(got, want, rtol=1e-3, atol=1e-6 * float(want.abs().max()))
+
+
+def test_metrics_of_a_batch_of_the_current_version(model: PreTrainedModel) -> None:
+    groups = [current(model, group, 5) for group in groups_of([4, 4], seed=1)]
+    result = make_step(model).run(make_step(model).assemble(groups), version=5)
+    metrics = result.metrics
+    tokens = sum(int(t.loss_mask.numpy().sum()) for g in groups for t, _ in g.samples)
+    assert metrics["tokens"] == metrics["logprob_gap_tokens"] == tokens
+    assert metrics["logprob_gap_mean"] < 1e-5
+    assert metrics["ratio_mean"] == pytest.approx(1.0, abs=1e-5)
+    assert metrics["ess"] == pytest.approx(1.0, abs=1e-5)
+    assert metrics["kl"] == pytest.approx(0.0, abs=1e-6)
+    assert metrics["clip_fraction"] == metrics["staleness_max"] == 0.0
+    assert result.staleness == {0: tokens}
+    rewards = [r for g in groups for _, r in g.samples]
+    assert metrics["reward_mean"] == pytest.approx(sum(rewards) / len(rewards))
+
+
+def test_gap_counts_only_samples_that_are_wholly_current(model: PreTrainedModel) -> None:
+    mixed = trajectory(0, 0, completion=4, version=4)
+    fresh = current(model, Group(0, [(trajectory(0, 1), 0.0)]), 5).samples[0]
+    step = make_step(model)
+    result = step.run(step.assemble([Group(0, [(mixed, 1.0), fresh])]), version=5)
+    assert result.metrics["logprob_gap_tokens"] == 4
+    assert result.metrics["logprob_gap_mean"] < 1e-5
+    assert result.staleness == {0: 2 + 4, 1: 2}
+    assert result.metrics["staleness_mean"] == pytest.approx(2 / 8)
+
+
+def test_temperature_divides_logits_as_in_generation(model: PreTrainedModel) -> None:
+    ids = torch.tensor([[5, 9, 14, 3]])
+    scores = Policy(model)(ids, ids[:, 1:], torch.ones(1, 3, dtype=torch.bool), temperature=0.5)
+    distribution = torch.log_softmax(model(ids).logits[0, :-1].float() / 0.5, -1)
+    assert torch.allclose(scores.logprobs[0], distribution.gather(1, ids[0, 1:, None])[:, 0], atol=1e-5)
+    assert torch.allclose(scores.entropy[0], -(distribution.exp() * distribution).sum(-1), atol=1e-5)
+
+
+def test_chunked_head_gives_the_same_values_and_gradients(
+    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    groups = groups_of([3, 3], seed=2)
+    loss = {"entropy_coef": 0.1}
+    whole = gradient(make_step(model, loss=loss), groups)
+    monkeypatch.setattr("consumers.trainer.model.policy.CPU_LOGITS", 600)
+    monkeypatch.setattr("consumers.trainer.model.policy.LEAST_ROWS", 1)
+    assert torch.allclose(whole, gradient(make_step(model, loss=loss), groups), rtol=1e-4, atol=1e-6)
+
+
+def test_activations_computed_again_give_the_same_gradient(model: PreTrainedModel) -> None:
+    groups = groups_of([3, 3], seed=2)
+    kept, again = (gradient(make_step(model, activation_checkpointing=on), groups) for on in (False, True))
+    assert torch.allclose(kept, again, rtol=1e-5, atol=1e-7)
+
+
+def test_a_step_with_a_broken_gradient_changes_nothing_and_says_so(model: PreTrainedModel) -> None:
+    step = make_step(model)
+    before = weights(step)
+    groups = [Group(0, [(trajectory(0, 0), 1e38), (trajectory(0, 1), -1e38)])]
+    result = step.run(step.assemble(groups), version=0)
+    assert result.skipped
+    assert result.metrics["skipped"] == 1.0
+    assert torch.equal(weights(step), before)
+    good = step.run(step.assemble(groups_of([4, 4, 4], seed=5)), version=1)
+    assert not good.skipped
+    assert not torch.equal(weights(step), before)
+
+
+def test_a_batch_without_loss_tokens_is_survived(model: PreTrainedModel) -> None:
+    step = make_step(model)
+    result = step.run(step.assemble([Group(0, [(trajectory(0, s, 3, 0), float(s)) for s in range(2)])]), version=0)
+    assert result.metrics["tokens"] == 0
+    assert math.isfinite(result.metrics["loss"])
+
+
+def test_training_raises_the_probability_of_what_was_rewarded(model: PreTrainedModel) -> None:
+    step = make_step(model, steps=20)
+    groups = [current(model, Group(0, [(trajectory(0, 0), 1.0), (trajectory(0, 1), 0.0)]), 0)]
+    batch = step.assemble(groups)
+
+    def logprob(sample: int) -> float:
+        micro = batch.micro_batches[0]
+        row = micro.sequence.tolist().index(sample)
+        with torch.no_grad():
+            return float(step.policy(micro.tokens, micro.targets, micro.mask).logprobs[row].sum())
+
+    good, bad = logprob(0), logprob(1)
+    for version in range(5):
+        step.run(batch, version)
+    assert logprob(0) > good
+    assert logprob(1) < bad
+
+
+def test_schedules() -> None:
+    linear = OptimizerConfig(schedule="linear", warmup_steps=2)
+    assert [lr_factor(s, linear, 6) for s in range(6)] == pytest.approx([1 / 3, 2 / 3, 1.0, 0.75, 0.5, 0.25])
+    cosine = OptimizerConfig(schedule="cosine")
+    assert [lr_factor(s, cosine, 2) for s in range(3)] == pytest.approx([1.0, 0.5, 0.0])
+    assert lr_factor(99, OptimizerConfig(), 10) == 1.0
+
+
+def test_arguments_that_a_loss_does_not_take_are_refused(model: PreTrainedModel) -> None:
+    with pytest.raises(ConfigError, match="clip_lo"):
+        make_step(model, loss={"name": "ppo", "args": {"clip_lo": 0.1}})
+
+
+def test_a_users_own_loss_and_advantage(model: PreTrainedModel, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "from consumers.trainer.algorithms.losses import LossOutput\n"
+        "def loss(inputs, *, scale):\n    return LossOutput(-scale * inputs.advantages * inputs.logprobs)\n"
+        "def doubled(rewards, groups):\n    return 2 * rewards\n"
+    )
+    settings = TrainerConfig.model_validate(
+        {"loss": {"name": "mine.py:loss", "args": {"scale": 2.0}}, "advantage": {"name": "mine.py:doubled"}}
+    )
+    step = TrainStep(Policy(copy.deepcopy(model)), settings, temperature=1.0, max_tokens=8, base=tmp_path)
+    batch = step.assemble(groups_of([2, 2]))
+    assert batch.plan is not None
+    assert batch.plan.advantages.tolist() == (2 * batch.plan.rewards).tolist()
+    assert not step.run(batch, 0).skipped

@@ -1,0 +1,68 @@
+"""A run whose data does not depend on time: the same prompts give the same samples and rewards in the same order.
+
+So two trainers of it, disturbed or not, must come to the same weights.
+"""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+from broker.client import Broker
+from schemas.messages import Sampling, Score, Task
+from tests.support.trajectories import trajectory
+
+STEPS, EVERY = 5, 2
+
+
+def configuration(folder: Path, model: Path, broker: Broker, **trainer: Any) -> dict[str, Any]:
+    """For ``parse_config``: five steps of two groups, a checkpoint after every second."""
+    return {
+        "run": {"name": broker.link.keys.base.strip("{}").partition(":")[2], "folder": str(folder)},
+        "broker": {"url": broker.link.url},
+        "model": {"path": str(model), "dtype": "float32", "max_length": 64},
+        "train": {"name": "arithmetic"},
+        "sampling": {"n": 2, "max_tokens": 16},
+        "reward": {"terms": [{"name": "exact"}]},
+        "flow": {"staleness": 20},
+        "trainer": {
+            "steps": STEPS,
+            "batch_groups": 2,
+            "checkpoint": {"every": EVERY, "deadline_s": 30},
+            "optimizer": {"lr": 1e-3, "schedule": "linear", "warmup_steps": 2},
+            "threads": 1,
+            "batch_timeout_s": 60,
+            **trainer,
+        },
+    }
+
+
+class Pipeline:
+    """Feeder, generator and reward service in one thread, for as long as the block lasts."""
+
+    def __init__(self, broker: Broker) -> None:
+        self._broker = broker
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def __enter__(self) -> Pipeline:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join(20)
+        assert not self._thread.is_alive()
+
+    def _run(self) -> None:
+        tasks, rewards = self._broker.tasks("g"), self._broker.trajectories("r")
+        following = 0
+        while not self._stop.is_set():
+            task = Task(task_id=following, kind="train", n=2, sampling=Sampling(), text="?")
+            following = self._broker.ledger.admit(task).next
+            for delivery in tasks.read(8, 5):
+                task_id = delivery.message.task_id
+                tasks.publish(task_id, [trajectory(task_id, sample, completion=5 + task_id % 3) for sample in range(2)])
+                tasks.done(delivery)
+            rewards.publish([(item, Score(reward=float(item.message.sample))) for item in rewards.read(64, 5)])

@@ -1,0 +1,171 @@
+"""Trainers as real processes that kill themselves (SIGKILL) at a named point of the step or of the save.
+
+They are forked from a process that has loaded PyTorch already, so that each takes a second and not ten.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import shutil
+import signal
+import socket
+import time
+from collections.abc import Callable, Sequence
+from functools import wraps
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+from typing import Any
+
+from broker.connection.connection import Link
+from broker.flow.trainer_session import Training
+from broker.weights.store import WeightStore
+from consumers.trainer.checkpoint import store as checkpoint_store
+from consumers.trainer.checkpoint.batch_files import BatchFiles
+from consumers.trainer.distributed.ranks import Ranks
+from consumers.trainer.rank_group import Crew
+from consumers.trainer.service import run_trainer
+from consumers.trainer.step.train_step import TrainStep
+from consumers.trainer.step_log import RunLog
+from schemas.config import parse_config
+
+DEADLINE_S = 120
+
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["tests.support.killed_trainers", "pytest"])
+
+
+def _named(ending: str) -> Callable[..., bool]:
+    return lambda path, *_: Path(path).name.endswith(ending)
+
+
+def _committing(_: Link, script: str, *__: Any) -> bool:
+    return script == "commit"
+
+
+def _halve(aside: Path) -> None:
+    """As if the process had not got further with the files of this folder."""
+    for file in aside.iterdir():
+        with file.open("r+b") as stream:
+            stream.truncate(file.stat().st_size // 2)
+
+
+# Steps 0 to 4, checkpoints of steps 2, 4 and 5. A point of a step is that of step 3, whose predecessor is journaled and
+# trained but in no checkpoint; one of a save is that of step 4.
+POINTS: dict[str, tuple[Any, str, str, int, Callable[..., bool] | None]] = {
+    "claimed, not in the journal": (Training, "journal", "before", 4, None),
+    "in the journal": (Training, "journal", "after", 4, None),
+    "forward": (Ranks, "backward", "before", 4, None),
+    "backward": (Ranks, "backward", "after", 4, None),
+    "optimizer step": (TrainStep, "_update", "after", 4, None),
+    "batch recorded": (BatchFiles, "write", "after", 4, None),
+    "step in the run's log": (RunLog, "trained", "after", 4, None),
+    "weights written, not sent": (Crew, "gather", "after", 5, None),
+    "weights published": (WeightStore, "publish", "after", 5, None),
+    "slots not returned": (Training, "step", "before", 4, None),
+    "slots returned": (Training, "step", "after", 4, None),
+    "before the tensors of the checkpoint": (checkpoint_store.state_dict_saver, "save", "before", 2, None),
+    "half of the tensors written": (checkpoint_store.state_dict_saver, "save", "half", 2, None),
+    "tensors written": (checkpoint_store.state_dict_saver, "save", "after", 2, None),
+    "state written, no marker": (checkpoint_store, "complete", "before", 2, None),
+    "marker written, not renamed": (Path, "rename", "before", 2, _named(".writing")),
+    "renamed": (Path, "rename", "after", 2, _named(".writing")),
+    "not committed": (Training, "commit", "before", 3, None),
+    "half committed": (Link, "script", "before", 4, _committing),
+    "committed": (Training, "commit", "after", 3, None),
+    "old checkpoint renamed, not removed": (shutil, "rmtree", "before", 2, _named(".removing")),
+    "all trained, not finished": (Training, "finish", "before", 1, None),
+    "forward, while a checkpoint is written": (Ranks, "backward", "before", 5, None),
+    "optimizer step, while a checkpoint is written": (TrainStep, "_update", "after", 5, None),
+    "weights published, while a checkpoint is written": (WeightStore, "publish", "after", 6, None),
+    "slots returned, while a checkpoint is written": (Training, "step", "after", 5, None),
+    "slots returned, checkpoint durable but not committed": (Training, "step", "after", 5, None),
+    "replayed": (TrainStep, "_update", "after", 1, None),
+}
+
+# A save that does not get further than this before the kill, so that a step is trained meanwhile.
+HELD: dict[str, tuple[Any, str, str, int, Callable[..., bool] | None]] = {
+    "forward, while a checkpoint is written": (checkpoint_store.state_dict_saver, "save", "before", 2, None),
+    "optimizer step, while a checkpoint is written": (checkpoint_store.state_dict_saver, "save", "after", 2, None),
+    "weights published, while a checkpoint is written": (checkpoint_store, "complete", "before", 2, None),
+    "slots returned, while a checkpoint is written": (Path, "rename", "before", 2, _named(".writing")),
+    "slots returned, checkpoint durable but not committed": (Path, "rename", "after", 2, _named(".writing")),
+}
+
+
+def start(data: dict[str, Any], output: Path, point: str | None = None, victim: int = 0) -> list[ForkServerProcess]:
+    """Start the trainer of this configuration in trainer.processes ranks, of which ``victim`` dies at ``point``."""
+    world = data["trainer"].get("processes", 1)
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = found.getsockname()[1]
+    ranks = [
+        _context.Process(target=_rank, args=(data, output, rank, world, port, point if rank == victim else None))
+        for rank in range(world)
+    ]
+    for process in ranks:
+        process.start()
+    return ranks
+
+
+def exit_codes(ranks: Sequence[ForkServerProcess]) -> list[int | None]:
+    """Wait until all have ended; None for one that had to be killed, because it did not."""
+    codes: list[int | None] = []
+    for process in ranks:
+        process.join(DEADLINE_S)
+        codes.append(process.exitcode)
+        if process.exitcode is None:
+            process.kill()
+            process.join()
+    return codes
+
+
+def _rank(data: dict[str, Any], output: Path, rank: int, world: int, port: int, point: str | None) -> None:
+    stream = os.open(output, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+    os.dup2(stream, 1)
+    os.dup2(stream, 2)
+    if world > 1:
+        names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_PORT": port}
+        os.environ.update({name: str(value) for name, value in names.items()}, MASTER_ADDR="127.0.0.1")
+    if point is not None:
+        _arm(*POINTS[point])
+        if point in HELD:
+            _arm(*HELD[point], act=_stand_still)
+    run_trainer(parse_config(data), "trainer")
+
+
+def _die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _stand_still() -> None:
+    """This thread; another one kills the process."""
+    time.sleep(DEADLINE_S)
+
+
+def _arm(
+    owner: Any,
+    name: str,
+    when: str,
+    times: int,
+    meant: Callable[..., bool] | None,
+    act: Callable[[], None] = _die,
+) -> None:
+    """The ``times``-th call that is ``meant`` kills this process ``before`` or ``after`` it, or with half its files."""
+    real, left = getattr(owner, name), [times]
+
+    @wraps(real)
+    def dying(*args: Any, **kwargs: Any) -> Any:
+        if meant is not None and not meant(*args):
+            return real(*args, **kwargs)
+        left[0] -= 1
+        if left[0] == 0 and when == "before":
+            act()
+        result = real(*args, **kwargs)
+        if left[0] == 0:
+            if when == "half":
+                _halve(Path(kwargs["checkpoint_id"]))
+            act()
+        return result
+
+    setattr(owner, name, dying)

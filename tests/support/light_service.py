@@ -1,0 +1,36 @@
+"""A service as a process that starts at once: ``python -m tests.support.light_service ROLE CONFIG --name NAME``.
+
+The product's own command; only the tokenizer is a byte tokenizer, since loading a real one imports PyTorch.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from deploy.cli import app
+from deploy.supervisor import guard
+from tests.chaos.service import ByteTokenizer
+
+
+def start(role: str, config: Path, name: str, url: str, **environment: str) -> subprocess.Popen[bytes]:
+    """Start one; it ends with its parent at the latest."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "tests.support.light_service", role, str(config), "--name", name],
+        env={**os.environ, "REDIS_URL": url, **environment},
+        cwd=Path(__file__).parents[2],
+    )
+
+
+def main() -> None:
+    from producers.generator import service
+
+    guard.prctl(guard.PR_SET_PDEATHSIG, 9)
+    setattr(service, "HfTokenizer", ByteTokenizer)  # noqa: B010 - the name is an import of that module's
+    app.main()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,88 @@
+"""One prompt group through every hop, each role on a broker of its own: users, connections and nodes may differ."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from broker.client import Broker
+from broker.flow.trainer_session import Training
+from broker.weights.local_copy import WeightCopy
+from broker.weights.store import make_transport
+from schemas.messages import Adapter, Event, Heartbeat, Manifest, Score
+from tests.integration.broker.test_flow import record_of, task, trajectory
+from tests.support.trainer_sessions import begin
+
+
+def one_group(roles: Mapping[str, Broker], folder: Path) -> Training:
+    """The first group of a run is admitted, generated, scored, trained and committed, its weights go out and in."""
+    training = begin(roles["trainer"])
+    assert roles["feeder"].ledger.admit(task(0)).answer == "ok"
+    tasks = roles["generator"].tasks("g")
+    (delivery,) = tasks.read(10, 10)
+    assert tasks.publish(0, [trajectory(0, 0), trajectory(0, 1)]) == ["ok", "ok"]
+    tasks.done(delivery)
+    trajectories = roles["reward"].trajectories("r")
+    scores = [(item, Score(reward=float(item.message.sample))) for item in trajectories.read(10, 10)]
+    assert trajectories.publish(scores) == ["ok", "ok"]
+    training.wait(1)
+    record = record_of(training)
+    bodies = training.fetch([member.trajectory_id for member in record.groups[0].members])
+    assert [body is None for body in bodies] == [False, False]
+    training.journal(record)
+    assert training.records() == {0: record}
+    training.step(record)
+    publish_weights(roles["trainer"], training.epoch, 1, folder)
+    training.commit([record])
+    assert fetch_weights(roles["generator"], folder).version == 1
+    for role, broker in roles.items():
+        if role not in ("observer", "operator"):
+            broker.services.beat(Heartbeat(service=role, role=role, host="h", pid=1, state="running"))
+    roles["generator"].events.emit(Event(name="weights", service="g"))
+    roles["trainer"].metrics.append({"step": 0})
+    look_at(roles["observer"], trained=1)
+    return training
+
+
+WEIGHTS = b"weights" * 100
+
+
+def publish_weights(
+    broker: Broker,
+    epoch: str,
+    version: int,
+    folder: Path,
+    *,
+    keep: int = 1,
+    kind: str = "redis",
+    content: bytes = WEIGHTS,
+    adapter: Adapter | None = None,
+) -> None:
+    """The weights of the trainer with this epoch, by default through the broker itself."""
+    file = folder / "new.safetensors"
+    file.write_bytes(content)
+    transport = make_transport(broker.link, kind, folder)
+    broker.weights.publish(
+        transport, file, version=version, step=version, epoch=epoch, tensors=[], probe=None, keep=keep, adapter=adapter
+    )
+
+
+def fetch_weights(broker: Broker, folder: Path) -> Manifest:
+    """As a generator gets them."""
+    manifest = broker.weights.wait_newer(0, 10)
+    assert manifest is not None
+    assert WeightCopy(broker.weights, folder / "in").fetch(manifest).read_bytes() == WEIGHTS
+    return manifest
+
+
+def look_at(broker: Broker, trained: int) -> None:
+    """All that a status or a dashboard shows."""
+    state = broker.ledger.state()
+    assert (state.trained, state.active, state.balanced) == (trained, 0, True)
+    assert broker.lags() == {"tasks": 0, "trajectories": 0, "scored": 0}
+    assert [beat.service for beat in broker.services.list()] == ["feeder", "generator", "reward", "trainer"]
+    assert [event.name for event in broker.events.tail(8)] == ["weights"]
+    assert broker.metrics.tail(8) == [{"step": 0}]
+    assert broker.evals.results() == []
+    assert broker.dead_letters.list() == []
+    assert broker.memory() > 0

@@ -1,0 +1,100 @@
+"""What test_trainer_shards.py runs on every rank: each algorithm that looks beyond a rank's own samples, and the
+trainers without generators. Rank 0 reports what came out."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from consumers.offline.pairs import Preference
+from consumers.offline.preference import PairwiseProgress, train_dpo, train_reward_model
+from consumers.offline.sft import SftProgress, train_sft
+from consumers.trainer.distributed.ranks import Ranks
+from consumers.trainer.model.policy import Policy, load_model
+from consumers.trainer.step.train_step import TrainStep
+from schemas.config import parse_config
+from schemas.config.models import DpoConfig, ModelConfig, RewardModelConfig, WarmStartConfig
+from tests.support.trajectories import groups_of
+
+ALGORITHMS: dict[str, dict[str, Any]] = {
+    "m2po": {"loss": {"name": "m2po", "args": {"second_moment": 2.0}}},
+    "gae": {"advantage": {"name": "gae"}, "critic": {"optimizer": {"lr": 1e-3}}},
+    "kl in the loss": {"kl": {"coef": 0.5}},
+    "kl off the reward": {"kl": {"coef": 0.5, "place": "reward"}},
+    "reference in main memory": {"kl": {"coef": 0.5, "device": "cpu"}},
+}
+PAIRS = [Preference(f"{a}>", "xyz"[a % 3] * 2, "abc"[a % 3] * (1 + a % 4)) for a in range(21)]
+EXAMPLES = [(f"{a}>", "xyz"[a % 3] * (1 + a % 2)) for a in range(13)]
+
+
+def main(model: str, reference: str, folder: str) -> None:
+    ranks = Ranks(deadline_s=100.0)
+    with ranks.lifeline():
+        report = {name: algorithm(ranks, model, reference, trainer) for name, trainer in ALGORITHMS.items()}
+        report |= without_generators(ranks, model, Path(folder))
+        if ranks.is_main:
+            (Path(folder) / "report.json").write_text(json.dumps(report))
+
+
+def algorithm(ranks: Ranks, model: str, reference: str, trainer: dict[str, Any]) -> dict[str, Any]:
+    """Two steps; metrics of each, and how much of the weights this rank holds."""
+    trainer = dict(trainer)
+    if "kl" in trainer:
+        trainer["kl"] = {**trainer["kl"], "model": reference}
+    config = parse_config(
+        {
+            "model": {"path": model, "dtype": "float32", "max_length": 64},
+            "train": {"name": "arithmetic"},
+            "reward": {"terms": [{"name": "exact"}]},
+            "sampling": {"max_tokens": 8},
+            "trainer": {"steps": 9, "micro_batch_tokens": 60, "optimizer": {"lr": 1e-3}, **trainer},
+        }
+    )
+    step = TrainStep.from_config(Policy(load_model(model, "float32")), config, ranks)
+    batches = [groups_of([4, 1, 5, 2, 3], seed=version) for version in range(2)]
+    metrics = [step.run(step.assemble(groups), version).metrics for version, groups in enumerate(batches)]
+    scored = step._preparation.reference
+    critic = step.critic.critic if step.critic else None
+    return {"metrics": metrics, "sharded": [all_sharded(module) for module in (step.policy, scored, critic) if module]}
+
+
+def all_sharded(module: torch.nn.Module) -> bool:
+    return all(isinstance(parameter, DTensor) for parameter in module.parameters())
+
+
+def without_generators(ranks: Ranks, path: str, folder: Path) -> dict[str, Any]:
+    """What each of the other trainers saw on its way."""
+    model = ModelConfig(path=path, dtype="float32", max_length=64)
+    data = {"name": "jsonl"}
+    common = {"dataset": data, "eval": data, "steps": 12, "batch_size": 5, "eval_every": 4}
+    rate = {"optimizer": {"lr": 1e-3}}
+    found: dict[str, list[Any]] = {"dpo": [], "ipo": [], "reward model": [], "sft": []}
+
+    def note(name: str) -> Any:
+        def progress(look: PairwiseProgress | SftProgress) -> None:
+            found[name].append({key: value for key, value in asdict(look).items() if key != "seconds"})
+
+        return progress
+
+    for name, loss in (("dpo", "sigmoid"), ("ipo", "ipo")):
+        dpo = DpoConfig.model_validate({**common, **rate, "loss": loss, "out": folder / name})
+        train_dpo(model, PAIRS[:14], PAIRS[14:], dpo, progress=note(name), ranks=ranks)
+    scoring = RewardModelConfig.model_validate({**common, **rate, "out": folder / "reward-model"})
+    train_reward_model(model, PAIRS[:14], PAIRS[14:], scoring, progress=note("reward model"), ranks=ranks)
+    warm = WarmStartConfig.model_validate(
+        {"model": "m:f", "dataset": data, "eval": data, "batch_size": 5, "lr": 3e-3, "eval_every": 10}
+        | {"stop_accuracy": 0.5, "max_steps": 200}
+    )
+    train_sft(folder / "sft", path, EXAMPLES, EXAMPLES, warm, progress=note("sft"), ranks=ranks)
+    return {name: {"looks": looks} for name, looks in found.items()}
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

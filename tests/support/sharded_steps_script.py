@@ -1,0 +1,93 @@
+"""What test_trainer_ranks.py runs on every rank: rank 0 leads some steps of uneven batches, the others follow.
+
+It goes on from the newest checkpoint of the run's folder, and saves one at the end.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from torch.distributed.tensor import DTensor
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from consumers.trainer.distributed.ranks import Ranks
+from consumers.trainer.model.hf_weights import wire_weights
+from consumers.trainer.model.lora import make_policy
+from consumers.trainer.rank_group import Crew
+from consumers.trainer.step.train_step import TrainStep
+from schemas.config import parse_config
+from tests.support.trajectories import groups_of
+
+
+def main(model: str, folder: str, first: str, last: str, sizes: str, dtype: str, lora: str) -> None:
+    config = parse_config(
+        {
+            "run": {"folder": folder},
+            "model": {"path": model, "dtype": dtype, "max_length": 64},
+            "train": {"name": "arithmetic"},
+            "reward": {"terms": [{"name": "exact"}]},
+            "sampling": {"max_tokens": 8},
+            "trainer": {"steps": 9, "micro_batch_tokens": 60, "optimizer": {"lr": 1e-3}, **json.loads(lora)},
+        }
+    )
+    ranks = Ranks(deadline_s=100.0)
+    with ranks.lifeline():
+        step = TrainStep.from_config(make_policy(config), config, ranks)
+        crew = Crew(config, step)
+        if ranks.is_main:
+            lead(crew, Path(folder), int(first), int(last), [int(size) for size in sizes.split(",")], dtype)
+        else:
+            crew.follow()
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy of this rank's part, which is all of it when there is one rank."""
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).clone()
+
+
+def lead(crew: Crew, folder: Path, first: int, last: int, sizes: list[int], dtype: str) -> None:
+    newest = crew.checkpoints.newest().path
+    assert (newest is not None) == (first > 0)
+    if newest is not None:
+        assert crew.load(newest).step == first
+    folder.mkdir(exist_ok=True)
+    file = folder / "weights"
+    results, late = [], []
+    for version in range(first, last):
+        crew.gather([5, 6])
+        snapshot, _ = crew.gather([5, 6])
+        weights = wire_weights(crew.step.policy) if crew.ranks.world == 1 else ()
+        before = {name: local(tensor).to(getattr(torch, dtype)) for name, tensor in weights}
+        # As late as can be: when the optimizer is about to change the weights.
+        snapshot.wait = snapshot.fill  # type: ignore[method-assign]
+        results.append(crew.train(groups_of(sizes, seed=version), version))
+        snapshot.write(file)
+        written = load_file(file)
+        late.append(all(torch.equal(tensor, written[name]) for name, tensor in before.items()))
+    snapshot, logprobs = crew.gather([5, 6, 7, 8])
+    snapshot.fill()
+    snapshot.write(file)
+    crew.save(step=last, version=last, epoch=1, extra={})
+    crew.export(folder / "model")
+    crew.saved()
+    crew.dismiss()
+    parameters = list(crew.step.policy.parameters())
+    content = {
+        "sharded": all(isinstance(p, DTensor) for p in parameters),
+        "bytes": sum(p.to_local().nbytes if isinstance(p, DTensor) else p.nbytes for p in parameters),
+        "metrics": [r.metrics for r in results],
+        "staleness": [r.staleness for r in results],
+        "weights": torch.frombuffer(bytearray(file.read_bytes()[-4000:]), dtype=getattr(torch, dtype)).tolist(),
+        "dtypes": sorted({str(p.dtype) for p in parameters}),
+        "logprobs": logprobs.tolist(),
+        "late": late,
+    }
+    (folder / f"report-{first}-{crew.ranks.world}.json").write_text(json.dumps(content))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

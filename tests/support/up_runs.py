@@ -1,0 +1,91 @@
+"""Starts ``tidemill up`` as a user would, and looks at what it leaves."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import yaml
+
+from deploy.run.summary import lineage
+
+
+class Run:
+    """One ``tidemill up`` in a folder of its own."""
+
+    def __init__(self, folder: Path, config: dict[str, Any]) -> None:
+        self.folder = folder / "run"
+        self.output = folder / "output.txt"
+        file = folder / "config.yaml"
+        file.write_text(yaml.safe_dump({**config, "run": {"name": "e2e", "folder": str(self.folder)}}))
+        environment = {key: value for key, value in os.environ.items() if key != "REDIS_URL"}
+        with self.output.open("w") as output:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "deploy.cli", "up", str(file)],
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=environment,
+            )
+
+    def service(self, name: str) -> psutil.Process | None:
+        """The process of one service, None while it is not there."""
+        for process in psutil.Process(self.process.pid).children(recursive=True):
+            try:
+                command = process.cmdline()
+            except psutil.NoSuchProcess:
+                continue
+            if command[-2:] == ["--name", name] and "deploy.cli" in command and "guard.py" not in " ".join(command):
+                return process
+        return None
+
+    def steps(self) -> int:
+        """Steps finished so far, replays counted once."""
+        return len({line["step"] for line in self.lines("trained.jsonl") if "step" in line})
+
+    def lines(self, name: str) -> list[dict[str, Any]]:
+        file = self.folder / name
+        if not file.is_file():
+            return []
+        # The last line may be half written by a process that was killed; its writer starts a new one.
+        found = []
+        for line in file.read_text().splitlines():
+            try:
+                found.append(json.loads(line))
+            except json.JSONDecodeError:
+                continue
+        return found
+
+    def wait_until(self, condition: Callable[[], bool], what: str, deadline_s: float = 120.0) -> None:
+        """Wait for something to happen in the run; fails with the run's output when it doesn't."""
+        end = time.monotonic() + deadline_s
+        while not condition():
+            assert self.process.poll() is None, f"the run ended before {what}:\n{self.output.read_text()[-3000:]}"
+            assert time.monotonic() < end, f"no {what} after {deadline_s:.0f} s:\n{self.output.read_text()[-3000:]}"
+            time.sleep(0.1)
+
+    def finish(self, deadline_s: float = 240.0) -> dict[str, Any]:
+        """Wait for the end; the summary. No process of the run may be left."""
+        family = psutil.Process(self.process.pid).children(recursive=True)
+        try:
+            code = self.process.wait(deadline_s)
+        except subprocess.TimeoutExpired:
+            self.process.terminate()
+            self.process.wait(60)
+            raise AssertionError(f"not finished after {deadline_s:.0f} s:\n{self.output.read_text()[-3000:]}") from None
+        assert code == 0, self.output.read_text()[-3000:]
+        assert not [process for process in family if process.is_running()]
+        summary: dict[str, Any] = json.loads((self.folder / "summary.json").read_text())
+        return summary
+
+
+def trained_samples(run: Run) -> list[tuple[int, int]]:
+    """Samples of the surviving weights."""
+    lines = lineage(run.lines("trained.jsonl"))
+    return [(task_id, sample) for line in lines for task_id, sample in line["samples"]]

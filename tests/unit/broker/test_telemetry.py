@@ -1,0 +1,65 @@
+"""What people read through the broker: events, figures and samples, in order, bounded, past what nobody can read.
+
+The streams are written by hand here and nothing of it needs a script, so an imitation of the server does.
+"""
+
+from __future__ import annotations
+
+import fakeredis
+import pytest
+
+from broker.connection.connection import Link
+from broker.connection.keys import Keys
+from broker.telemetry.streams import Events, Metrics
+from broker.telemetry.trajectories import PAGE, Samples
+from schemas.codec import encode
+from schemas.messages import Event, Score
+from tests.support.trajectories import trajectory
+
+
+@pytest.fixture
+def link() -> Link:
+    link = Link("redis://127.0.0.1:1", Keys("tidemill", "readers"), 1.0)
+    link.client = fakeredis.FakeRedis()
+    return link
+
+
+def event(text: str) -> bytes:
+    return encode(Event(name="checkpoint", service="trainer", level="info", text=text))
+
+
+def test_events_come_in_order_without_what_cannot_be_read(link: Link) -> None:
+    for body in (event("one"), b"\xc1 nonsense", event("two"), event("three")):
+        link.client.xadd(link.keys.events, {"b": body})
+    link.client.xadd(link.keys.events, {"other": "field"})
+    events = Events(link)
+    assert [found.text for found in events.tail(10)] == ["one", "two", "three"]
+    assert [noted.event.text for noted in events.after("0-0", 10)] == ["one", "two", "three"]
+
+
+def test_figures_go_on_where_they_were_read_up_to(link: Link) -> None:
+    metrics = Metrics(link)
+    for step in range(1, 4):
+        link.client.xadd(link.keys.metrics, {"j": f'{{"step": {step}}}'})
+    position, lines = metrics.after("0-0", 2)
+    assert [line["step"] for line in lines] == [1, 2]
+    position, lines = metrics.after(position, 2)
+    assert [line["step"] for line in lines] == [3]
+    assert metrics.after(position, 2) == (position, [])
+    assert [line["step"] for line in metrics.tail(2)] == [2, 3]
+
+
+def test_a_search_goes_over_pages_newest_first_and_says_whether_it_saw_all(link: Link) -> None:
+    count = 2 * PAGE + 3
+    for task in range(count):
+        link.client.xadd(link.keys.trajectories, {"b": encode(trajectory(task))})
+    link.client.xadd(link.keys.trajectories, {"b": b"nonsense"})
+    scored = {"t": "7", "s": "0", "b": encode(Score(reward=0.5))}
+    link.client.xadd(link.keys.scored, scored)
+    samples = Samples(link, 1 << 20)
+    every = samples.search(lambda seen: True, limit=count, examine=count + 1)
+    assert [seen.trajectory.task_id for seen in every.items] == list(reversed(range(count)))
+    (one,) = samples.search(lambda seen: seen.score is not None, limit=2, examine=count + 1).items
+    assert (one.trajectory.task_id, one.state, one.score and one.score.reward) == (7, "scored", 0.5)
+    few = samples.search(lambda seen: seen.trajectory.task_id == 0, limit=1, examine=PAGE)
+    assert (few.items, few.examined, few.complete) == ([], PAGE, False)

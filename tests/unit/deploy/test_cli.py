@@ -1,0 +1,147 @@
+"""The command line: quick to answer, and one line for a wrong configuration."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+CONFIG = """
+run: {name: clitest}
+model: {path: nowhere}
+train: {name: arithmetic}
+reward: {terms: [{name: exact}]}
+"""
+
+
+def tidemill(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "deploy.cli", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, cwd=cwd)
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> str:
+    file = tmp_path / "config.yaml"
+    file.write_text(CONFIG)
+    return str(file)
+
+
+def test_help_names_every_command() -> None:
+    done = tidemill("--help")
+    assert done.returncode == 0
+    for command in (
+        "up",
+        "feeder",
+        "generator",
+        "reward",
+        "trainer",
+        "sft",
+        "dpo",
+        "reward-model",
+        "eval",
+        "export",
+        "replay",
+        "doctor",
+        "status",
+        "runs",
+    ):
+        assert command in done.stdout
+
+
+def test_the_version() -> None:
+    assert tidemill("--version").stdout.startswith("tidemill 0.")
+
+
+def test_help_loads_nothing_heavy() -> None:
+    code = (
+        "import sys\nfrom deploy.cli.app import app\n"
+        "try: app(['--help'])\nexcept SystemExit: pass\n"
+        "print([m for m in ('torch', 'transformers', 'vllm', 'numpy', 'redis', 'pydantic') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+@pytest.mark.parametrize("command", ["up", "feeder", "generator", "reward", "trainer", "prepare", "sft", "eval"])
+def test_a_wrong_configuration_is_one_line_and_exit_code_2(command: str, config: str, tmp_path: Path) -> None:
+    done = tidemill(command, config, "trainer.stepps=5", cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr == "tidemill: trainer.stepps: unknown key, did you mean 'steps'?\n"
+    assert done.stdout == ""
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("model.path=./none", "model.path ./none does not exist"),
+        ("reward.terms.0.name=exakt", "unknown reward 'exakt' (did you mean 'exact'?)"),
+        ("train.name=jsonn", "unknown dataset 'jsonn' (did you mean 'jsonl'?)"),
+        ("generator.engine=vlm", "unknown generator.engine 'vlm' (did you mean 'vllm'?)"),
+        ("generator.workflow.name=none", "unknown workflow 'none'"),
+        ("sampling.top_p=0.9", "sampling.top_p 0.9 cuts the distribution"),
+        ("sampling.n=1", "sampling.n is 1"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_anything_starts(
+    override: str, message: str, config: str, tmp_path: Path
+) -> None:
+    done = tidemill("up", config, override, cwd=tmp_path)
+    assert done.returncode == 2, done.stderr
+    assert message in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_configuration_that_is_not_there(tmp_path: Path) -> None:
+    done = tidemill("up", str(tmp_path / "none.yaml"))
+    assert done.returncode == 2
+    assert done.stderr.startswith("tidemill: cannot read the configuration")
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_warm_start_that_is_not_configured(config: str, tmp_path: Path) -> None:
+    done = tidemill("sft", config, cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr == "tidemill: the configuration has no warm_start section, there is no model to make\n"
+
+
+def test_two_runs_cannot_share_a_folder(config: str, tmp_path: Path) -> None:
+    import fcntl
+
+    folder = tmp_path / "runs" / "clitest"
+    folder.mkdir(parents=True)
+    with (folder / "up.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        done = tidemill("up", config, cwd=tmp_path)
+    assert done.returncode == 2
+    assert "another `tidemill up` uses the folder" in done.stderr
+
+
+def test_a_run_without_a_warm_start_is_prepared_when_its_model_is_there(config: str, tmp_path: Path) -> None:
+    assert tidemill("prepare", config, cwd=tmp_path).returncode == 0
+    done = tidemill("prepare", config, "model.path=./none", cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr.startswith("tidemill: model.path ./none does not exist")
+
+
+@pytest.mark.parametrize(("content", "message"), [(None, "cannot read REDIS_URL_FILE"), ("\n", "is empty")])
+def test_a_secret_file_that_holds_no_url_is_one_line(
+    content: str | None, message: str, config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    secret = tmp_path / "redis_url"
+    if content is not None:
+        secret.write_text(content)
+    monkeypatch.delenv("REDIS_URL", raising=False)
+    monkeypatch.setenv("REDIS_URL_FILE", str(secret))
+    done = tidemill("feeder", config, cwd=tmp_path)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_readiness_of_an_unknown_role_is_one_line(config: str) -> None:
+    done = tidemill("ready", config, "trayner")
+    assert done.returncode == 2
+    assert done.stderr == "tidemill: unknown role 'trayner': one of control, feeder, generator, reward, trainer\n"

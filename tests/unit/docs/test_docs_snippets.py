@@ -1,0 +1,187 @@
+"""The code in the documentation runs, and does what the text around it says."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from consumers.reward.scorer import check_reward
+from deploy.launchers.factory import build_launcher
+from producers.datasets.loading import build_dataset
+from producers.engines.base import EngineSettings
+from producers.engines.scripted import ScriptedEngine
+from producers.workflows.base import Sample
+from schemas.codec import Array
+from schemas.config import DatasetConfig, RewardTerm, parse_config
+from schemas.messages import Sampling, Span, Task, Trajectory
+from schemas.plugins import load
+
+ROOT = Path(__file__).resolve().parents[3]
+SMALLEST = {"model": {"path": "m"}, "train": {"name": "arithmetic"}, "reward": {"terms": [{"name": "exact"}]}}
+CODE = re.compile(r'^```python title="([^"]+)"\n(.*?)^```$', re.MULTILINE | re.DOTALL)
+
+
+def write_code(page: Path, folder: Path) -> list[str]:
+    """Write a page's titled Python blocks as files; returns their names."""
+    blocks = CODE.findall(page.read_text(encoding="utf-8"))
+    for title, text in blocks:
+        (folder / title).write_text(text, encoding="utf-8")
+    return [title for title, _ in blocks]
+
+
+@pytest.fixture
+def snippets(tmp_path: Path) -> Path:
+    """A folder with the titled code blocks of docs/bring-your-own.md as files."""
+    write_code(ROOT / "docs" / "bring-your-own.md", tmp_path)
+    return tmp_path
+
+
+def test_the_reward_functions_score(snippets: Path) -> None:
+    terms = [
+        RewardTerm(name="rewards.py:brevity", args={"target": 30}),
+        RewardTerm(name="rewards.py:judged", weight=0.5),
+    ]
+    score = check_reward(terms, snippets, trajectory("the answer is 7", tokens=4, answer="7"), timeout_s=30.0)
+    assert score is not None
+    assert (score.status, score.reward) == ("ok", 1.5)
+
+
+def test_the_reward_function_of_the_readme_scores(tmp_path: Path) -> None:
+    (title,) = write_code(ROOT / "README.md", tmp_path)
+    terms = [RewardTerm(name=f"{title}:brevity")]
+    score = check_reward(terms, tmp_path, trajectory("it is 7", tokens=3, answer="7"), timeout_s=30.0)
+    assert score is not None
+    assert score.reward == pytest.approx(1 / 3)
+
+
+def test_the_dataset_is_one(snippets: Path) -> None:
+    dataset = build_dataset(DatasetConfig(name="countdown.py:Countdown", args={"largest": 50}), snippets)
+    assert len(dataset) == 50
+    assert dataset[2].data["answer"] == "3 2 1 0"
+
+
+def test_the_workflow_makes_valid_trajectories(snippets: Path) -> None:
+    workflow = load("two_tries.py:TwoTries", "workflow", snippets)(hint="??")
+
+    async def collect() -> list[Sample]:
+        engine = ScriptedEngine(EngineSettings("m", "float32", max_length=64, max_samples=8))
+        await engine.start()
+        task = Task(task_id=0, kind="train", n=3, sampling=Sampling(max_tokens=8), text="ab")
+        try:
+            return [sample async for sample in workflow.run(engine, Letters(), task, [0, 1, 2])]
+        finally:
+            await engine.close()
+
+    samples = asyncio.run(collect())
+    assert sorted(sample.index for sample in samples) == [0, 1, 2]
+    for sample in samples:
+        made = Trajectory(
+            run="docs",
+            task_id=0,
+            sample=sample.index,
+            kind="train",
+            tokens=Array.of(sample.tokens, "i4"),
+            loss_mask=Array.of(sample.loss_mask, "u1"),
+            logprobs=Array.of(sample.logprobs, "f4"),
+            spans=sample.spans,
+            turns=sample.turns,
+            finish=sample.finish,
+            prompt=sample.prompt,
+            completion=sample.completion,
+            generator="g",
+        )
+        assert made.oldest_version == 0
+        roles = [turn.role for turn in sample.turns]
+        assert roles == ["prompt", "assistant", "user", "assistant"]
+        assert sum(sample.loss_mask) == sum(turn.end - turn.start for turn in sample.turns if turn.role == "assistant")
+
+
+def test_the_loss_is_clipped(snippets: Path) -> None:
+    torch = pytest.importorskip("torch")
+    from consumers.trainer.algorithms.losses import LossInputs
+
+    tight = load("losses.py:tight", "loss", snippets)
+    inputs = LossInputs(
+        logprobs=torch.tensor([[0.0, -1.0]]),
+        rollout_logprobs=torch.tensor([[-1.0, -1.0]]),
+        advantages=torch.tensor([[1.0, 1.0]]),
+        mask=torch.tensor([[True, True]]),
+    )
+    output = tight(inputs, width=0.05)
+    assert output.loss.tolist()[0] == pytest.approx([-1.05, -1.0])
+    assert output.metrics["clipped"].tolist() == [[True, False]]
+
+
+def test_the_advantage_compares_groups(snippets: Path) -> None:
+    over_median = load("advantages.py:over_median", "advantage", snippets)
+    advantages = over_median(np.array([0.0, 1.0, 5.0, 2.0, 2.0]), np.array([0, 0, 0, 1, 1]))
+    assert advantages.tolist() == [-1.0, 0.0, 4.0, 0.0, 0.0]
+
+
+class Letters:
+    """A tokenizer with one token a letter."""
+
+    def prompt_ids(self, task: Task) -> list[int]:
+        return self.encode(task.text or "")
+
+    def encode(self, text: str) -> list[int]:
+        return [ord(letter) for letter in text]
+
+    def decode(self, ids: Any) -> str:
+        return "".join(map(chr, ids))
+
+
+def trajectory(completion: str, tokens: int, **data: Any) -> Trajectory:
+    """A prompt of one token and a completion of ``tokens``."""
+    return Trajectory(
+        run="docs",
+        task_id=0,
+        sample=0,
+        kind="train",
+        tokens=Array.of(range(tokens + 1), "i4"),
+        loss_mask=Array.of([0] + [1] * tokens, "u1"),
+        logprobs=Array.of([0.0] + [-1.0] * tokens, "f4"),
+        spans=[Span(0, 1, tokens + 1)],
+        turns=[],
+        finish="stop",
+        prompt="p",
+        completion=completion,
+        generator="g",
+        data=data,
+    )
+
+
+def test_the_launcher_starts_generators_elsewhere_and_the_rest_here(snippets: Path) -> None:
+    program = snippets / "bin" / "tidemill"
+    program.parent.mkdir()
+    program.write_text('#!/bin/sh\necho there: "$@"\n')
+    program.chmod(0o755)
+    args = {
+        "hosts": ["one", "two"],
+        "setup": f"PATH={program.parent}:$PATH",
+        # Instead of a way to a host: its name, and then what should run there.
+        "ssh": ["sh", "-c", 'echo "host $0"; eval "$1"'],
+    }
+    config = parse_config({**SMALLEST, "launcher": {"name": "ssh.py:Ssh", "args": args}}, snippets)
+    starter: Any = build_launcher(config)
+
+    def ran(role: str, name: str) -> list[str]:
+        """What a service said that was started and has ended."""
+        argv = [sys.executable, "-c", "print('here')", role, "my.yaml", "--name", name]
+        log = snippets / f"{name}.log"
+        process = starter.start(argv, name, role, log, {}, "")
+        deadline = time.monotonic() + 30.0
+        while process.poll() is None:
+            assert time.monotonic() < deadline, f"{name} did not end"
+            time.sleep(0.02)
+        return log.read_text().splitlines()
+
+    assert ran("generator", "generator-1") == ["host two", "there: generator my.yaml --name generator-1"]
+    assert ran("trainer", "trainer") == ["here"]

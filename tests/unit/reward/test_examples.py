@@ -1,0 +1,67 @@
+"""The examples are valid as they stand, and their data and rewards fit together."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+
+from consumers.reward.rewards.terms import Sample, resolve
+from producers.datasets.loading import build_dataset
+from schemas.config import load_config
+
+EXAMPLES = Path(__file__).parents[3] / "examples"
+
+
+def test_the_gsm8k_example_scores_published_solutions(tmp_path: Path):
+    solution = "2 + 2 = 4\n#### 4"
+    for split in ("train", "test"):
+        (tmp_path / f"{split}.jsonl").write_text(json.dumps({"question": "2 + 2?", "answer": solution}) + "\n")
+    overrides = [f"train.args.path={tmp_path}", f"eval.dataset.args.path={tmp_path}"]
+    config = load_config(EXAMPLES / "gsm8k" / "config.yaml", overrides, {})
+    assert config.eval is not None
+    (term,) = resolve(config.reward.terms, config.base)
+    for dataset in (config.train, config.eval.dataset):
+        example = build_dataset(dataset, config.base)[0]
+        assert example.messages is not None
+        assert term.call(Sample("", solution, [], [], example.data)).value == 1.0
+        assert term.call(Sample("", "#### 5", [], [], example.data)).value == 0.0
+
+
+def test_the_custom_example_names_a_dataset_and_a_reward_in_one_file():
+    config = load_config(EXAMPLES / "custom_reward" / "config.yaml", (), {})
+    dataset = build_dataset(config.train, config.base)
+    assert len(dataset) == 100
+    closeness, exact = resolve(config.reward.terms, config.base)
+    assert not closeness.inline
+    sample = Sample(str(dataset[37].text), "20", [], [], dataset[37].data)
+    assert sample.prompt == "3++7="
+    assert closeness.call(sample).value == pytest.approx(0.9)
+    assert exact.call(sample).value == 0.0
+    assert config.warm_start is not None
+    build_dataset(config.warm_start.dataset, config.base)
+    file, _, name = config.warm_start.model.partition(":")
+    assert f"def {name}(" in (config.base / file).read_text()
+
+
+def test_the_tiny_model_is_an_ordinary_model_folder(tmp_path: Path):
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("torch")
+    file = EXAMPLES / "gsm8k" / "make_tiny_model.py"
+    spec = importlib.util.spec_from_file_location("make_tiny_model", file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    module.build(tmp_path)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    messages = [{"role": "user", "content": "Zwölf?"}]
+    text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    assert text == "<|im_start|>user\nZwölf?<|im_end|>\n<|im_start|>assistant\n"
+    ids = tokenizer(text, return_tensors="pt").input_ids
+    assert tokenizer.decode(ids[0]) == text
+    assert model(ids).logits.shape == (1, ids.shape[1], len(tokenizer))
+    assert not model.config.tie_word_embeddings

@@ -1,0 +1,305 @@
+"""The scorer: whatever a reward function does, only its own sample pays for it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from consumers.reward.rewards import REWARDS
+from consumers.reward.rewards.terms import Outcome, Sample, Term
+from consumers.reward.scorer import Scorer, check_reward, sample_of
+from consumers.reward.workers.pool import WorkerPool
+from schemas.codec import Array
+from schemas.config import RewardTerm
+from schemas.errors import ConfigError, InfraError
+from schemas.messages import Span, Trajectory
+
+USERS_OWN = """
+import asyncio, os, sys, time
+
+def by_data(prompt, completions, prompt_ids, completion_ids, do, answer="", **data):
+    if do == "hang":
+        while True:
+            time.sleep(3600)
+    if do == "raise":
+        raise RuntimeError("two\\nlines")
+    if do == "exit":
+        os._exit(7)
+    if do == "print":
+        print("noise on stdout", flush=True)
+    return {"nan": float("nan"), "text": "1.0", "none": None, "true": True}.get(do, 0.5)
+
+async def later(prompt, completions, prompt_ids, completion_ids, **data):
+    await asyncio.sleep(0)
+    return float(len(completion_ids))
+
+def pid(prompt, completions, prompt_ids, completion_ids):
+    return float(os.getpid())
+
+def strict(prompt, completions, prompt_ids, completion_ids, answer, scale=1):
+    return scale * float(answer)
+
+def few(prompt, completions):
+    return 0.0
+
+number = 3
+"""
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    (tmp_path / "mine.py").write_text(USERS_OWN)
+    return tmp_path
+
+
+def trajectory(completion: str = "46", mask: tuple[int, ...] = (0, 0, 1, 1), **data) -> Trajectory:
+    spans = [Span(0, 0, len(mask))] if mask else []
+    return Trajectory(
+        run="r", task_id=0, sample=0, kind="train", tokens=Array.of(range(len(mask)), "i4"),
+        loss_mask=Array.of(mask, "u1"), logprobs=Array.of([0.0] * len(mask), "f4"), spans=spans, turns=[],
+        finish="stop", prompt="12+34=", completion=completion, generator="g", data=data,
+    )  # fmt: skip
+
+
+def terms(*names: str | dict) -> list[RewardTerm]:
+    return [RewardTerm(name=n) if isinstance(n, str) else RewardTerm(**n) for n in names]
+
+
+def score(terms_, base: Path, *trajectories: Trajectory, workers: int = 1, timeout_s: float = 30.0):
+    scorer = Scorer(terms_, base, workers, timeout_s)
+    try:
+        return scorer.score(trajectories)
+    finally:
+        scorer.close()
+
+
+# inline
+
+
+def test_the_reward_is_the_weighted_sum_and_components_have_names(base: Path):
+    sum_ = terms(
+        {"name": "exact", "weight": 2.0},
+        {"name": "length", "weight": 0.5, "args": {"max_tokens": 2, "overlong_buffer": 1}},
+        "exact",
+    )
+    right, wrong = score(sum_, base, trajectory("46", answer="46"), trajectory("47", answer="46"))
+    assert right.reward == 2.0 - 0.5 + 1.0
+    assert right.components == {"exact": 1.0, "length": -1.0, "exact#2": 1.0}
+    assert (right.status, wrong.reward) == ("ok", -0.5)
+
+
+def test_a_missing_reference_is_an_error_and_not_a_zero(base: Path):
+    (result,) = score(terms("exact"), base, trajectory())
+    assert (result.status, result.components) == ("error", {})
+    assert result.reason == ("exact: TypeError: exact() missing 1 required keyword-only argument: 'answer'")
+
+
+def test_what_a_function_sees_of_a_trajectory():
+    sample = sample_of(trajectory("46", mask=(0, 1, 0, 1), answer="46"))
+    assert sample == Sample("12+34=", "46", [0], [1, 2, 3], {"answer": "46"})
+    assert sample_of(trajectory("", mask=(0, 0))).completion_ids == []
+
+
+JSON_LIKE = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**63), 2**63) | st.floats() | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+)
+
+
+@given(
+    st.text(),
+    st.dictionaries(
+        st.sampled_from(["answer", "prompt", "completions", "last_number", "regex", "tags", "x"]), JSON_LIKE
+    ),
+)
+def test_the_scorer_never_raises_for_any_data(completion: str, data: dict):
+    for name in ("exact", "gsm8k", "format"):
+        (result,) = score(terms(name), Path.cwd(), trajectory(completion, **data))
+        assert result.status == "ok" or result.reason
+
+
+@given(JSON_LIKE | st.integers() | st.fractions() | st.just(10**400))
+def test_whatever_a_function_returns_becomes_a_finite_value_or_an_error(returned: object):
+    term = Term("t", 1.0, lambda *_, **__: returned, {}, None, True)
+    outcome = term.call(Sample("", "", [], [], {}))
+    if outcome.status == "ok":
+        assert outcome.value == float(returned)
+    else:
+        assert outcome.reason.startswith("returned")
+
+
+# workers
+
+
+def test_a_hanging_call_costs_nobody_else_anything(base: Path):
+    actions = ["fine", "hang", "fine", "print", "exit", "fine", "raise", "nan", "text", "none", "true", "fine"]
+    results = score(terms("mine.py:by_data"), base, *(trajectory(do=do) for do in actions), workers=1, timeout_s=2.0)
+    found = {do: (r.status, r.reason.partition(": ")[2]) for do, r in zip(actions, results, strict=True)}
+    assert found == {
+        "fine": ("ok", ""),
+        "print": ("ok", ""),
+        "true": ("ok", ""),
+        "hang": ("timeout", "no result within 2 s, its worker was killed"),
+        "exit": ("error", "the worker process died: exit code 7"),
+        "raise": ("error", "RuntimeError: two lines"),
+        "nan": ("error", "returned nan, must be finite"),
+        "text": ("error", "returned str, must be a float"),
+        "none": ("error", "returned NoneType, must be a float"),
+    }
+    assert all(r.reward == 0.5 for do, r in zip(actions, results, strict=True) if do == "fine")
+
+
+def test_a_slow_sample_holds_up_no_other(base: Path):
+    scorer = Scorer(terms("mine.py:by_data"), base, workers=2, timeout_s=20.0)
+    try:
+        hanging = scorer.submit(trajectory(do="hang"))
+        results = [scorer.submit(trajectory(do="fine")).result(timeout=60) for _ in range(20)]
+        assert {r.reward for r in results} == {0.5}
+        assert not hanging.done()
+    finally:
+        scorer.close()
+    with pytest.raises(InfraError, match="closed"):
+        hanging.result(timeout=10)
+    with pytest.raises(InfraError, match="closed"):
+        scorer.score([trajectory(do="fine")])
+
+
+def test_inline_and_worker_terms_are_summed_and_async_functions_work(base: Path):
+    both = terms("mine.py:later", "exact", {"name": "mine.py:strict", "weight": 10, "args": {"scale": 2}})
+    (result,) = score(both, base, trajectory("46", answer="46", extra="a strict function is not handed this"))
+    assert result.components == {"mine.py:later": 2.0, "exact": 1.0, "mine.py:strict": 92.0}
+    assert result.reward == 2.0 + 1.0 + 920.0
+
+
+def test_the_first_error_ends_a_sample(base: Path):
+    (result,) = score(terms("exact", "mine.py:by_data"), base, trajectory(do="hang"))
+    assert result.status == "error"
+    assert result.reason.startswith("exact: ")
+
+
+def test_a_worker_that_cannot_start_is_an_infrastructure_error(base: Path):
+    pool = WorkerPool(terms("mine.py:gone"), base, size=1, timeout_s=5.0)
+    try:
+        future = pool.submit([0], Sample("", "", [], [], {}))
+        with pytest.raises(InfraError, match=r"a reward worker cannot start: .*has no 'gone'"):
+            future.result(timeout=60)
+    finally:
+        pool.close()
+
+
+def test_start_has_a_deadline(base: Path):
+    (base / "slow.py").write_text("import time\ntime.sleep(3600)\n")
+    pool = WorkerPool(terms("slow.py:f"), base, size=1, timeout_s=5.0, start_timeout_s=2.0)
+    try:
+        with pytest.raises(InfraError, match="did not start within 2 s"):
+            pool.submit([0], Sample("", "", [], [], {})).result(timeout=60)
+    finally:
+        pool.close()
+
+
+PARENT = """
+import sys, pathlib
+from consumers.reward.workers.pool import WorkerPool
+from consumers.reward.rewards.terms import Sample
+from schemas.config import RewardTerm
+pool = WorkerPool([RewardTerm(name=n) for n in ("mine.py:pid", "mine.py:by_data")], pathlib.Path("."), 1, 600.0)
+print(int(pool.submit([0], Sample("", "", [], [], {})).result(60)[0].value), flush=True)
+pool.submit([1], Sample("", "", [], [], {"do": "hang"}))
+sys.stdin.read()
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux can tie a hanging process to its parent")
+def test_workers_die_with_their_parent_even_while_a_function_hangs(base: Path):
+    parent = subprocess.Popen(
+        [sys.executable, "-c", PARENT], cwd=base, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert parent.stdout is not None
+    worker = int(parent.stdout.readline())
+    parent.kill()
+    parent.communicate(timeout=30)
+    deadline = time.monotonic() + 30
+    while _runs(worker):
+        assert time.monotonic() < deadline, "the worker outlives its parent"
+        time.sleep(0.02)
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def test_close_leaves_no_process_behind(base: Path):
+    scorer = Scorer(terms("mine.py:pid"), base, workers=2, timeout_s=30.0)
+    pids = {int(s.reward) for s in scorer.score([trajectory()] * 8)}
+    assert os.getpid() not in pids
+    scorer.close()
+    scorer.close()
+    assert not any(_runs(pid) for pid in pids)
+
+
+# configuration
+
+
+@pytest.mark.parametrize(
+    ("term", "reason"),
+    [
+        ({"name": "exat"}, "did you mean 'exact'"),
+        ({"name": "length"}, "reward 'length': missing a required argument: 'max_tokens'"),
+        (
+            {"name": "length", "args": {"max_token": 5}},
+            "reward 'length': unknown argument 'max_token', did you mean 'max_tokens'?",
+        ),
+        (
+            {"name": "length", "args": {"max_tokens": 5, "overlong_buffer": 6}},
+            "overlong_buffer 6 is larger than max_tokens 5",
+        ),
+        ({"name": "length", "args": {"max_tokens": "5", "overlong_buffer": 1}}, "max_tokens '5' must be a number"),
+        ({"name": "exact", "args": {"answer": 1}}, "unknown argument 'answer': one of none"),
+        ({"name": "format", "args": {"regex": "("}}, "reward 'format': regex '(' is wrong"),
+        ({"name": "format", "args": {"regex": "a", "tags": ["b"]}}, "regex or tags, not both"),
+        ({"name": "mine.py:few"}, "must take (prompt, completions, prompt_ids, completion_ids, **data)"),
+        ({"name": "mine.py:number"}, "must be a function, is int"),
+        ({"name": "mine.py:strict", "args": {"scal": 1}}, "did you mean 'scale'"),
+        ({"name": "mine.py:nothing"}, "has no 'nothing'"),
+        ({"name": "nofile.py:f"}, "no file"),
+    ],
+)
+def test_a_wrong_term_is_one_line_before_anything_starts(base: Path, term: dict, reason: str):
+    with pytest.raises(ConfigError) as caught:
+        check_reward(terms(term), base)
+    assert reason in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_every_built_in_is_there_and_only_bounded_ones_run_inline(base: Path):
+    from consumers.reward.rewards.terms import resolve
+
+    args = {"length": {"max_tokens": 8, "overlong_buffer": 4}}
+    resolved = resolve(terms(*({"name": n, "args": args.get(n, {})} for n in REWARDS.names)), base)
+    assert {t.label for t in resolved if t.inline} == {"exact", "format", "gsm8k", "length"}
+    (backtracking,) = resolve(terms({"name": "format", "args": {"regex": "(a+)+$"}}), base)
+    assert not backtracking.inline
+
+
+def test_check_reward_can_score_one_example(base: Path):
+    assert check_reward(terms("exact"), base) is None
+    result = check_reward(terms("mine.py:by_data"), base, trajectory(do="fine"))
+    assert result is not None
+    assert result.reward == 0.5
+
+
+def test_math_and_reasoning_gym_run_in_workers(base: Path):
+    pytest.importorskip("math_verify")
+    (result,) = score(terms("math"), base, trajectory("\\boxed{0.5}", answer="\\frac12"))
+    assert result.reward == 1.0
+    assert Outcome() == Outcome(0.0, "ok")

@@ -1,0 +1,88 @@
+"""Which groups a step takes: admission order, the look-ahead window, and the staleness bound that follows."""
+
+from __future__ import annotations
+
+import random
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from broker.flow.pipeline import Outcome, Slot
+from consumers.trainer.batch_source import Assembly
+from schemas.messages import Score
+
+
+def outcome(task_id: int, sample: int, size: int = 2, entry: bytes = b"1-1") -> Outcome:
+    return Outcome(entry, task_id, sample, size, b"2-2", Score(reward=1.0))
+
+
+def slots(*task_ids: int) -> list[Slot]:
+    return [Slot(task_id, task_id) for task_id in task_ids]
+
+
+def test_a_group_is_complete_with_its_last_sample_and_only_once() -> None:
+    assembly = Assembly(window=1)
+    assert not assembly.add(outcome(0, 1))
+    assert not assembly.add(outcome(0, 1, entry=b"9-9"))
+    assert not assembly.complete(0)
+    assert assembly.add(outcome(0, 0))
+    taken = assembly.take(0)
+    assert [(item.sample, item.scored_id) for item in taken] == [(0, b"1-1"), (1, b"1-1"), (1, b"9-9")]
+    assert [item.trajectory_id for item in taken] == [b"2-2", b"2-2", None], "trained once"
+    assert not assembly.complete(0)
+
+
+def test_strict_order_waits_for_the_oldest_group() -> None:
+    assembly = Assembly(window=1)
+    for sample in (0, 1):
+        assembly.add(outcome(8, sample))
+    assert assembly.choose(slots(7, 8)) is None
+    assert "prompt group, 7, has no sample" in assembly.missing(slots(7, 8))
+    for sample in (0, 1):
+        assembly.add(outcome(7, sample))
+    assert assembly.choose(slots(7, 8)) == Slot(7, 7)
+
+
+def test_a_window_lets_finished_groups_overtake_so_far_and_no_further() -> None:
+    assembly = Assembly(window=3)
+    for task_id in (5, 6):
+        for sample in (0, 1):
+            assembly.add(outcome(task_id, sample))
+    assert assembly.choose(slots(3, 4, 5, 6)) == Slot(5, 5)
+    assert assembly.choose(slots(2, 5, 6)) is None
+
+
+@given(
+    batch=st.integers(1, 5),
+    staleness=st.integers(0, 4),
+    window=st.integers(1, 6),
+    seed=st.integers(0, 10_000),
+)
+def test_the_bound_holds_whatever_order_groups_finish_in(batch: int, staleness: int, window: int, seed: int) -> None:
+    """With slots = (staleness + 1) * batch - (window - 1), nothing admitted at v is trained after v + staleness."""
+    capacity = (staleness + 1) * batch - (window - 1)
+    if capacity < batch:
+        return
+    rng = random.Random(seed)
+    assembly = Assembly(window)
+    admitted_at: dict[int, int] = {}
+    active: list[int] = []
+    running: list[int] = []
+    version, taken, cursor = 0, 0, 0
+    for _ in range(300):
+        while len(active) + taken < capacity:
+            admitted_at[cursor] = version
+            active.append(cursor)
+            running.append(cursor)
+            cursor += 1
+        if running:
+            assembly.add(outcome(running.pop(rng.randrange(len(running))), 0, size=1))
+        while taken < batch and (slot := assembly.choose(slots(*active))) is not None:
+            task_id = slot.task_id
+            active.remove(task_id)
+            assembly.take(task_id)
+            taken += 1
+            assert version - admitted_at[task_id] <= staleness
+        if taken == batch:
+            version, taken = version + 1, 0
+    assert version > 0
