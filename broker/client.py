@@ -14,27 +14,17 @@ from typing import Any
 import redis
 import structlog
 
-from broker.connection.connection import Link, check_server, url_from
-from broker.connection.keys import (
-    GENERATORS,
-    REWARD,
-    TRAINER,
-    Keys,
-)
+from broker.connection.connection import Connection, check_server, url_from
+from broker.connection.keys import GENERATORS, REWARD, TRAINER, Keys
 from broker.connection.runs import memory_of
 from broker.flow.ledger import Ledger
-from broker.flow.run_control import OrderBook
-from broker.flow.trainer_session import Training
+from broker.flow.run_control import RunControl
+from broker.flow.trainer_session import TrainerSession
 from broker.queues.dead_letters import DeadLetters
 from broker.queues.partials import Partials
 from broker.queues.scores import ScoreQueue
 from broker.queues.tasks import TaskQueue
-from broker.telemetry.streams import (
-    Evals,
-    Events,
-    Metrics,
-    Services,
-)
+from broker.telemetry.streams import Evals, Events, Metrics, Services
 from broker.telemetry.trajectories import Samples
 from broker.weights.store import WeightStore
 from schemas.config import BrokerConfig, TidemillConfig
@@ -46,7 +36,7 @@ log = structlog.get_logger()
 class Broker:
     """Everything that is shared between the processes of one run."""
 
-    def __init__(self, link: Link, config: BrokerConfig) -> None:
+    def __init__(self, link: Connection, config: BrokerConfig) -> None:
         self.link = link
         self._config = config
         self.ledger = Ledger(link, config.max_message_bytes)
@@ -56,7 +46,7 @@ class Broker:
         self.metrics = Metrics(link)
         self.evals = Evals(link, config.max_message_bytes)
         self.dead_letters = DeadLetters(link)
-        self.orders = OrderBook(link)
+        self.orders = RunControl(link)
         self.samples = Samples(link, config.max_message_bytes)
 
     @classmethod
@@ -68,7 +58,7 @@ class Broker:
         url = url_from(config.broker.url)
         if url is None:
             raise ConfigError("no broker: set REDIS_URL or broker.url; `tidemill up` starts an embedded one by itself")
-        link = Link(url, Keys(config.broker.prefix, config.run.name), config.broker.deadline_s)
+        link = Connection(url, Keys(config.broker.prefix, config.run.name), config.broker.deadline_s)
         for warning in link.run("looking at the server", lambda client: check_server(client, url)):
             log.warning(warning)
         return cls(link, config.broker)
@@ -85,9 +75,9 @@ class Broker:
         """The reward service's queue."""
         return ScoreQueue(self.link, consumer, self._config.max_deliveries, self._config.max_message_bytes)
 
-    def training(self) -> Training:
+    def training(self) -> TrainerSession:
         """The trainer's end."""
-        return Training(self.link, self._config.max_message_bytes)
+        return TrainerSession(self.link, self._config.max_message_bytes)
 
     def memory(self) -> int:
         """Bytes that the run takes in the broker."""

@@ -25,8 +25,8 @@ log = structlog.get_logger()
 class Presence:
     """Context manager: beats every second, renews leases every ``renew_s``, leaves at the end.
 
-    ``describe`` gives (state, weight version, figures), ``obeyed`` the numbers of orders that were followed; neither
-    may block. probes: where to answer probes over HTTP, if a port is given.
+    ``describe`` gives (state, weight version, figures), ``acknowledged`` the numbers of orders that were followed;
+    neither may block. probes: where to answer probes over HTTP, if a port is given.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class Presence:
         describe: Callable[[], tuple[str, int, dict[str, float]]],
         renew: Callable[[], None] | None = None,
         renew_s: float = 10.0,
-        obeyed: Callable[[], dict[str, int]] = dict,
+        acknowledged: Callable[[], dict[str, int]] = dict,
         probes: ProbesConfig | None = None,
     ) -> None:
         self._broker = broker
@@ -46,7 +46,7 @@ class Presence:
         self._describe = describe
         self._renew = renew
         self._renew_s = renew_s
-        self._obeyed = obeyed
+        self._obeyed = acknowledged
         self._probes = probes
         self._server: ProbeServer | None = None
         self._pulse = Pulse(time.monotonic())
@@ -72,7 +72,7 @@ class Presence:
             log.warning("could not sign off", error=str(error))
 
     def soon(self) -> None:
-        """Beat at once, because an order was obeyed."""
+        """Beat at once, because an order was acknowledged."""
         self._wake.set()
 
     def _run(self) -> None:
@@ -105,6 +105,6 @@ class Presence:
                 state=state,
                 version=version,
                 figures=figures,
-                obeyed=dict(self._obeyed()),
+                acknowledged=dict(self._obeyed()),
             )
         )

@@ -49,8 +49,8 @@ REGISTRIES: dict[str, Registry] = {
     "trainer.kl.estimator": KL_ESTIMATORS,
 }
 KEY_NOTES = {
-    "ctl": "hash: epoch, lineage, step, version, cursor, slots, batch, staleness, window, steps, paused, state",
-    "epoch": "string: the newest trainer's epoch, which fences all others",
+    "ctl": "hash: leader_term, lineage, step, version, cursor, slots, batch, staleness, window, steps, paused, state",
+    "leader_term": "string: the newest trainer's leader_term, which fences all others",
     "slots": "sorted set: task id by order of admission; its size is the number of slots held",
     "counts": "hash: admitted, trained, dropped:REASON, failed:REASON, samples and tokens",
     "groups": "hash: group size, kind, task entry and open samples of each group in the broker",

@@ -71,7 +71,7 @@ class Feeder:
 
     def _check(self, state: LedgerState) -> None:
         """Tell people, once, when slots leak: the feeder looks at the ledger all the time anyway."""
-        if state.epoch and state.balanced != self._balanced:
+        if state.leader_term and state.balanced != self._balanced:
             self._balanced = state.balanced
             text = "the ledger is balanced again" if state.balanced else f"the ledger is not balanced: {state.sum()}"
             log.error(text)

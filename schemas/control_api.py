@@ -58,7 +58,7 @@ class ServiceStatus(Answer):
     paused: bool = Field(description="Whether it has acknowledged the present pause.")
     tokens_per_s: float = Field(description="Generated or trained; 0 for the others.")
     load: float | None = Field(description="0 to 1: share of what it can have in flight; null where that is unknown.")
-    obeyed: dict[str, int] = Field(description="Number of the newest order of each kind that it has followed.")
+    acknowledged: dict[str, int] = Field(description="Number of the newest order of each kind that it has followed.")
     figures: dict[str, float] = Field(description="Whatever else it tells of itself.")
 
 
@@ -203,7 +203,7 @@ class RunStatus(Answer):
     step: int
     steps: int
     version: int
-    epoch: int = Field(description="Counts trainers that took over.")
+    leader_term: int = Field(description="Counts trainers that took over.")
     reward: float | None = Field(description="Mean of the last step.")
     evaluation: EvaluationStatus | None = Field(description="The newest complete one.")
     pause: PauseStatus

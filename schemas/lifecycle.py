@@ -61,7 +61,7 @@ class StopFlag:
 T = TypeVar("T")
 
 
-async def unless_ended(stop: StopFlag, work: Awaitable[T]) -> T | None:
+async def until_stopped(stop: StopFlag, work: Awaitable[T]) -> T | None:
     """What ``work`` gives; None as soon as ``stop`` is set, and then it is cancelled.
 
     A thread can't be: nobody hears what it still finds, so it must be nothing that would be missed.

@@ -288,13 +288,13 @@ class Manifest(Message, kw_only=True, tag="manifest"):
 
     state: the safetensors file of the whole version. whole: whether that was published as it is.
     delta: the same version as a difference to the one before; one of the two is there, or both.
-    epoch: the trainer incarnation that made it. adapter: what the tensors are, if not all of a model's weights; they
+    leader_term: number of the trainer that made it. adapter: what the tensors are, if not all of a model's weights; they
     have peft's names.
     """
 
     version: int
     step: int
-    epoch: int
+    leader_term: int
     state: Payload
     whole: bool = True
     delta: Delta | None = None
@@ -310,7 +310,7 @@ class Manifest(Message, kw_only=True, tag="manifest"):
 class Heartbeat(Message, kw_only=True, tag="heartbeat"):
     """One sign of life of a service. The free-form figures are for people.
 
-    obeyed: number of the newest order of each kind that it has followed (broker/flow/run_control.py).
+    acknowledged: number of the newest order of each kind that it has followed (broker/flow/run_control.py).
     """
 
     service: str
@@ -321,7 +321,7 @@ class Heartbeat(Message, kw_only=True, tag="heartbeat"):
     version: int = -1
     time: float = 0.0
     figures: dict[str, float] = {}
-    obeyed: dict[str, int] = {}
+    acknowledged: dict[str, int] = {}
 
 
 class Event(Message, kw_only=True, tag="event"):
@@ -362,13 +362,13 @@ class RecordedGroup(msgspec.Struct, frozen=True, array_like=True, gc=False):
 class StepRecord(Message, kw_only=True, tag="step_record"):
     """One optimizer step: ``step`` steps were done before it, ``version`` names the weights before it.
 
-    epoch: number of the trainer incarnation that trained it. world, threads, torch: ranks, CPU threads of each, and
+    leader_term: number of the trainer that trained it. world, threads, torch: ranks, CPU threads of each, and
     PyTorch's version, on which the last bits of a sum depend.
     """
 
     step: int
     version: int
-    epoch: int
+    leader_term: int
     world: int
     threads: int
     torch: str

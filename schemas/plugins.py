@@ -87,7 +87,7 @@ def bind(kind: str, function: Any, args: dict[str, Any]) -> Any:
     return function(**args) if inspect.isclass(function) else functools.partial(function, **args)
 
 
-def trait(function: Any, name: str, default: Any) -> Any:
+def loss_attribute(function: Any, name: str, default: Any) -> Any:
     """An attribute of what was bound, such as ``needs_proximal``."""
     inner = function.func if isinstance(function, functools.partial) else function
     return getattr(inner, name, default)

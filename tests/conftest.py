@@ -11,7 +11,7 @@ import setuptools  # noqa: F401  imported by two threads at once, as torch and v
 import structlog
 
 from broker.client import Broker
-from broker.connection.connection import Link
+from broker.connection.connection import Connection
 from broker.connection.embedded import EmbeddedServer
 from broker.connection.keys import Keys
 from schemas.config import BrokerConfig
@@ -42,7 +42,7 @@ def make_broker(server: EmbeddedServer) -> Callable[..., Broker]:
     def make(run: str | None = None, **settings: object) -> Broker:
         config = BrokerConfig.model_validate(settings)
         name = run or f"test-{next(_runs)}"
-        return Broker(Link(server.url, Keys(config.prefix, name), config.deadline_s), config)
+        return Broker(Connection(server.url, Keys(config.prefix, name), config.deadline_s), config)
 
     return make
 

@@ -14,12 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from broker.connection.keys import Keys
-from broker.connection.scripts import (
-    body,
-    declared,
-    reads_only,
-    source,
-)
+from broker.connection.scripts import body, declared, reads_only, source
 
 _CALL = re.compile(r"redis\.p?call\('([A-Z]+)'(?:, '([A-Z]+)')?")
 _CONTAINERS = ("XGROUP", "XINFO")

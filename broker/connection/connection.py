@@ -122,7 +122,7 @@ def word(error: redis.RedisError) -> str:
     return str(error).rpartition(" of pipeline caused error: ")[2].partition(" ")[0]
 
 
-class Link:
+class Connection:
     """One process's way to the broker: commands and scripts, repeated until ``deadline_s``."""
 
     def __init__(self, url: str, keys: Keys, deadline_s: float) -> None:

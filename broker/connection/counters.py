@@ -10,7 +10,7 @@ from collections.abc import Mapping
 import redis
 import structlog
 
-from broker.connection.connection import Link
+from broker.connection.connection import Connection
 from schemas.errors import TidemillError
 
 LEASES_EXPIRED = "leases_expired"
@@ -27,7 +27,7 @@ COMMITS, COMMIT_SECONDS = "commits", "commit_seconds"
 log = structlog.get_logger()
 
 
-def tally(link: Link, amounts: Mapping[str, float]) -> None:
+def add_counts(link: Connection, amounts: Mapping[str, float]) -> None:
     """Add to some counts, such as ``duplicate:publish``; those with an amount of 0 are left out."""
     pairs = [(name, amount) for name, amount in amounts.items() if amount]
     if not pairs:

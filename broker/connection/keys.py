@@ -14,7 +14,7 @@ class Keys:
     def __init__(self, prefix: str, run: str) -> None:
         self.base = f"{{{prefix}:{run}}}"
         self.ctl = self._key("ctl")
-        self.epoch = self._key("epoch")
+        self.leader_term = self._key("leader_term")
         self.slots = self._key("slots")
         self.counts = self._key("counts")
         self.groups = self._key("groups")

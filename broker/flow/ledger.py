@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from broker.connection.connection import BLOCK_MS, Link
-from broker.flow.run_control import Orders
+from broker.connection.connection import BLOCK_MS, Connection
+from broker.flow.run_control import ControlState
 from broker.queues.dead_letters import body_or_letter
 from schemas.messages import Task
 
@@ -66,10 +66,10 @@ class LedgerState:
     tokens_generated: int = 0
     dead_letters: int = 0
     started: float = 0.0
-    epoch: int = 0
+    leader_term: int = 0
     lineage: str = ""
     cause: str = ""
-    orders: Orders = field(default_factory=Orders)
+    orders: ControlState = field(default_factory=ControlState)
     settings: dict[str, int] = field(default_factory=dict)
     tally: dict[str, float] = field(default_factory=dict)
 
@@ -101,7 +101,7 @@ class LedgerState:
 class Ledger:
     """Admission, control state, and a look at it all."""
 
-    def __init__(self, link: Link, max_bytes: int) -> None:
+    def __init__(self, link: Connection, max_bytes: int) -> None:
         self._link = link
         self._max_bytes = max_bytes
 
@@ -188,11 +188,11 @@ class Ledger:
             samples_failed=count.get("samples_failed", 0),
             tokens_generated=count.get("tokens_generated", 0),
             dead_letters=count.get("dead_letters", 0),
-            epoch=number("epochn"),
+            leader_term=number("leader_term"),
             lineage=control.get("lineage", ""),
             cause=control.get("cause", ""),
             started=float(control.get("started", 0)),
-            orders=Orders.parse(pairs(raw[6])),
+            orders=ControlState.parse(pairs(raw[6])),
             settings=changed_settings(control),
             tally={name: float(value) for name, value in pairs(raw[7]).items()},
         )

@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 import msgspec
 
 from broker.flow.ledger import ended_untrained
-from broker.flow.run_control import Mode, Orders
+from broker.flow.run_control import ControlState, Mode
 from schemas.messages import Score
 
 
-class Outcome(msgspec.Struct, frozen=True, gc=False):
+class ScoredSample(msgspec.Struct, frozen=True, gc=False):
     """One sample's outcome as the trainer reads it.
 
     trajectory_id is None when the sample failed; ``excluded`` when it had been published and its reward failed.
@@ -38,7 +38,7 @@ FIRST_LINEAGE = "start"
 
 
 @dataclass(frozen=True)
-class Look:
+class PipelineSnapshot:
     """The pipeline at one moment, as its trainer needs it.
 
     cursor: every task id below it was admitted once. redo: ids below it that are to be admitted again.
@@ -54,7 +54,7 @@ class Look:
     staleness: int
     settings: dict[str, int]
     paused: bool
-    orders: Orders = field(default_factory=Orders)
+    orders: ControlState = field(default_factory=ControlState)
 
     @property
     def balanced(self) -> bool:
@@ -70,12 +70,12 @@ class Look:
 
 
 @dataclass(frozen=True)
-class Known:
+class TakeoverRequest:
     """What a trainer knows when it takes the run over: from its checkpoint, or from its own life.
 
     batch, staleness, window, steps, every (most steps that no checkpoint covers): the configuration's; settings: live
     changes of them. fresh: there was no trainer before it; the defaults are what such a one knows.
-    epoch_floor: highest epoch it has heard of. lineage: names an unbroken life of the broker's data.
+    leader_term_floor: highest term it has heard of. lineage: names an unbroken life of the broker's data.
     version_if_lost: version of its weights if the broker lost the versions published after ``version``.
     pause, with its number, who asked for it and when: the last order of that kind that it has seen.
     trained: prompt groups trained. saved: the step up to which its checkpoints go.
@@ -87,7 +87,7 @@ class Known:
     steps: int
     every: int
     fresh: bool = True
-    epoch_floor: int = 0
+    leader_term_floor: int = 0
     lineage: str = FIRST_LINEAGE
     step: int = 0
     saved: int = 0
@@ -113,7 +113,7 @@ class Takeover:
     as a negative ``dropped:counted_twice``.
     """
 
-    epoch: str
+    leader_term: str
     step: int
     version: int
     lineage: str

@@ -1,6 +1,6 @@
 """What people ask of a running system: pause, resume, checkpoint, stop, replicas. The broker keeps it.
 
-An order has a number that only grows. A service says in its heartbeat which numbers it has obeyed, so "done" is what
+An order has a number that only grows. A service's heartbeat says which numbers it has acknowledged, so "done" is what
 the services say of themselves, and an order outlives restarts of all of them.
 """
 
@@ -10,14 +10,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from broker.connection.connection import Link
+from broker.connection.connection import Connection
 
 Mode = Literal["none", "freeze", "drain"]
 MODES: tuple[Mode, ...] = ("none", "freeze", "drain")
 
 
 @dataclass(frozen=True)
-class Orders:
+class ControlState:
     """All that is asked for now.
 
     pause: freeze stops every token and step at once, drain admits nothing new. pause_id: number of the last pause or
@@ -35,7 +35,7 @@ class Orders:
     concurrency: int | None = None
 
     @classmethod
-    def parse(cls, fields: Mapping[str, str]) -> Orders:
+    def parse(cls, fields: Mapping[str, str]) -> ControlState:
         """From the hash in the broker."""
         mode = fields.get("pause", "none")
         concurrency = fields.get("concurrency", "")
@@ -55,18 +55,18 @@ class Orders:
         )
 
 
-class OrderBook:
+class RunControl:
     """Giving and reading orders."""
 
-    def __init__(self, link: Link) -> None:
+    def __init__(self, link: Connection) -> None:
         self._link = link
 
-    def read(self) -> Orders | None:
+    def read(self) -> ControlState | None:
         """All orders; None when the broker holds none (a new run, or one that was wiped and is not rebuilt yet)."""
         found = self._link.run("reading orders", lambda client: client.hgetall(self._link.keys.orders))
         if not found:
             return None
-        return Orders.parse({name.decode(): value.decode() for name, value in dict(found).items()})
+        return ControlState.parse({name.decode(): value.decode() for name, value in dict(found).items()})
 
     def pause(self, mode: Mode, by: str) -> bool:
         """Pause, or resume with ``none``; False if it was so already."""

@@ -1,4 +1,4 @@
-"""The trainer's end of the broker: claim, journal, step, commit, all fenced by its epoch.
+"""The trainer's end of the broker: claim, journal, step, commit, all fenced by its term.
 
 Exactly once: what a step trains on is fixed in the journal before it; slots return at
 the step; entries are acknowledged only when a durable checkpoint covers them. After a
@@ -17,52 +17,35 @@ from typing import Any, Literal
 
 import redis
 
-from broker.connection.connection import BLOCK_MS, Link
-from broker.connection.counters import (
-    COMMIT_SECONDS,
-    COMMITS,
-    FENCED,
-    tally,
-)
+from broker.connection.connection import BLOCK_MS, Connection
+from broker.connection.counters import COMMIT_SECONDS, COMMITS, FENCED, add_counts
 from broker.connection.keys import TRAINER
-from broker.flow.fencing import accepted, incarnation
+from broker.flow.fencing import accepted, term_number
 from broker.flow.ledger import changed_settings, pairs
-from broker.flow.pipeline import (
-    Known,
-    Look,
-    Outcome,
-    Slot,
-    Takeover,
-)
-from broker.flow.run_control import Orders
-from broker.queues.consumer_group import (
-    AT_ONCE,
-    Entry,
-    ensure_group,
-    number,
-    of_group,
-)
+from broker.flow.pipeline import PipelineSnapshot, ScoredSample, Slot, Takeover, TakeoverRequest
+from broker.flow.run_control import ControlState
+from broker.queues.consumer_group import AT_ONCE, Entry, ensure_group, number, of_group
 from schemas.codec import BadMessage, decode, encode
 from schemas.errors import BrokerDamaged, BrokerLost, ConfigError, FencedError
 from schemas.messages import BatchRecord, DeadLetter, Score, Trajectory
 
 
-class Training:
+class TrainerSession:
     """Used by one trainer process.
 
     FencedError everywhere once a newer one took over; BrokerLost when the broker went back in time.
     """
 
-    def __init__(self, link: Link, max_bytes: int) -> None:
+    def __init__(self, link: Connection, max_bytes: int) -> None:
         self._link = link
         self._max_bytes = max_bytes
-        self._epoch = ""
+        self._leader_term = ""
         self._server = ""
         self._connections = 0
         self._losses = -1
         self._seen: set[bytes] = set()
 
-    def begin(self, known: Known) -> Takeover:
+    def begin(self, known: TakeoverRequest) -> Takeover:
         """Take the run over, mending the broker where it knows less than this trainer."""
         self._link.authority = True
         self._seen.clear()
@@ -78,20 +61,20 @@ class Training:
                 " restore the folder, give the run another run.name, or delete what is left with `tidemill purge`"
             )
         answer = [part.decode() for part in reply]
-        epoch, step, version, lineage, started, lost, surplus = answer
-        self._epoch = epoch
-        return Takeover(epoch, int(step), int(version), lineage, started, lost == "1", int(surplus))
+        leader_term, step, version, lineage, started, lost, surplus = answer
+        self._leader_term = leader_term
+        return Takeover(leader_term, int(step), int(version), lineage, started, lost == "1", int(surplus))
 
     @property
-    def epoch(self) -> str:
+    def leader_term(self) -> str:
         """This trainer's, once it has begun."""
-        return self._epoch
+        return self._leader_term
 
     def _server_id(self) -> str:
         info: Any = self._link.run("looking at the server", lambda client: client.info("server"))
         return str(info["run_id"])
 
-    def look(self) -> Look:
+    def look(self) -> PipelineSnapshot:
         """The pipeline at this moment; also the place where a server that was restarted is noticed."""
         raw = self._link.script("look")
         control, counts = pairs(raw[1]), {name: int(value) for name, value in pairs(raw[2]).items()}
@@ -100,7 +83,7 @@ class Training:
             self._connections = self._link.connections
             if self._server_id() != self._server:
                 raise BrokerLost("the broker was started anew; what it still knows has to be compared")
-        look = Look(
+        look = PipelineSnapshot(
             step=int(control["step"]),
             cursor=int(control["cursor"]),
             slots=[Slot(int(task_id), int(order)) for task_id, order in zip(raw[3][::2], raw[3][1::2], strict=True)],
@@ -110,7 +93,7 @@ class Training:
             staleness=int(control["staleness"]),
             settings=changed_settings(control),
             paused=control.get("paused") == "1",
-            orders=Orders.parse(pairs(raw[6])),
+            orders=ControlState.parse(pairs(raw[6])),
         )
         if not look.balanced:
             raise BrokerDamaged("the broker's ledger does not add up: a part of it is gone")
@@ -123,15 +106,15 @@ class Training:
             raise BrokerDamaged(f"the broker has lost a part of prompt group {task_id}")
         return "complete" if answer == b"complete" else "waiting"
 
-    def _current(self, epoch: str | None) -> None:
-        if epoch == self._epoch:
+    def _current(self, leader_term: str | None) -> None:
+        if leader_term == self._leader_term:
             return
-        if epoch is None or incarnation(epoch) < incarnation(self._epoch):
+        if leader_term is None or term_number(leader_term) < term_number(self._leader_term):
             raise BrokerLost("the broker has forgotten this trainer")
-        tally(self._link, {FENCED: 1})
-        raise FencedError(f"trainer {self._epoch} was replaced by {epoch} and stops")
+        add_counts(self._link, {FENCED: 1})
+        raise FencedError(f"trainer {self._leader_term} was replaced by {leader_term} and stops")
 
-    def claim(self, count: int) -> list[Outcome]:
+    def claim(self, count: int) -> list[ScoredSample]:
         """Outcomes that this trainer has not seen yet, without waiting. First all that is left from before."""
         if self._losses != self._link.losses:
             self._losses = self._link.losses
@@ -146,7 +129,7 @@ class Training:
         return of_group(
             self._link,
             lambda: ensure_group(self._link, self._link.keys.scored, TRAINER),
-            lambda: self._fenced(self._link.script(script, self._epoch, *args)),
+            lambda: self._fenced(self._link.script(script, self._leader_term, *args)),
         )
 
     def wait(self, timeout_ms: int = BLOCK_MS) -> None:
@@ -185,13 +168,13 @@ class Training:
 
     def drop(self, task_id: int, reason: str, scored_ids: Sequence[bytes], outcome: str = "dropped") -> bool:
         """End a group without training it; its slot returns. False if it held none."""
-        answer = self._fenced(self._link.script("close", task_id, outcome, reason, self._epoch, *scored_ids))
+        answer = self._fenced(self._link.script("close", task_id, outcome, reason, self._leader_term, *scored_ids))
         self._seen.difference_update(scored_ids)
         return bool(answer == b"ok")
 
     def journal(self, record: BatchRecord) -> None:
         """Fix what a step trains on."""
-        self._fenced(self._link.script("journal", self._epoch, record.step, encode(record, 1 << 30)))
+        self._fenced(self._link.script("journal", self._leader_term, record.step, encode(record, 1 << 30)))
 
     def records(self) -> dict[int, BatchRecord]:
         """Journaled steps that no checkpoint covers yet, by step."""
@@ -202,7 +185,7 @@ class Training:
         """The record's step is done: its slots return, the version that it makes is the newest."""
         samples = sum(bool(member.trajectory_id) for group in record.groups for member in group.members)
         tasks = [group.task_id for group in record.groups]
-        self._fenced(self._link.script("step", self._epoch, record.step + 1, record.makes, samples, *tasks))
+        self._fenced(self._link.script("step", self._leader_term, record.step + 1, record.makes, samples, *tasks))
 
     def commit(self, records: Sequence[BatchRecord]) -> None:
         """A durable checkpoint covers these steps: acknowledge and delete what they were trained on."""
@@ -213,9 +196,9 @@ class Training:
             scored = [member.scored_id for member in members]
             bodies = [member.trajectory_id for member in members if member.trajectory_id]
             counts = (len(tasks), len(scored))
-            self._fenced(self._link.script("commit", self._epoch, record.step, *counts, *tasks, *scored, *bodies))
+            self._fenced(self._link.script("commit", self._leader_term, record.step, *counts, *tasks, *scored, *bodies))
             self._seen.difference_update(scored)
-        tally(self._link, {COMMITS: len(records), COMMIT_SECONDS: time.monotonic() - began if records else 0})
+        add_counts(self._link, {COMMITS: len(records), COMMIT_SECONDS: time.monotonic() - began if records else 0})
 
     def _recover(self, count: int) -> list[Entry]:
         entries: list[Entry] = []
@@ -226,7 +209,7 @@ class Training:
             if cursor == b"0-0":
                 return entries
 
-    def _parse(self, entries: list[Any]) -> list[Outcome]:
+    def _parse(self, entries: list[Any]) -> list[ScoredSample]:
         outcomes = []
         for entry_id, raw in entries:
             fields = raw if isinstance(raw, dict) else dict(zip(raw[::2], raw[1::2], strict=True)) if raw else {}
@@ -237,7 +220,7 @@ class Training:
                 score = Score(status="error", reason=str(error), scorer="trainer")
             body = fields.get(b"e", b"-")
             outcomes.append(
-                Outcome(
+                ScoredSample(
                     scored_id=entry_id,
                     task_id=number(fields.get(b"t")),
                     sample=number(fields.get(b"s")),
@@ -249,7 +232,7 @@ class Training:
             )
         return outcomes
 
-    def discard(self, outcomes: Sequence[Outcome]) -> None:
+    def discard(self, outcomes: Sequence[ScoredSample]) -> None:
         """Remove outcomes of groups that ended before; what no task can be read from becomes a dead letter."""
         if not outcomes:
             return
@@ -259,15 +242,15 @@ class Training:
                 source="scored", reason=outcome.score.reason or "not an outcome", deliveries=1, payload=b""
             )
             args += [outcome.scored_id, encode(letter) if outcome.task_id < 0 else b""]
-        self._fenced(self._link.script("discard", self._epoch, *args))
+        self._fenced(self._link.script("discard", self._leader_term, *args))
         self._seen.difference_update(outcome.scored_id for outcome in outcomes)
 
     def finish(self) -> None:
         """All steps are done: every service may end."""
-        self._fenced(self._link.script("finish", self._epoch))
+        self._fenced(self._link.script("finish", self._leader_term))
 
     def _fenced(self, answer: Any) -> Any:
-        return accepted(self._link, answer, self._epoch)
+        return accepted(self._link, answer, self._leader_term)
 
 
 def _runs(ids: Sequence[bytes]) -> list[tuple[bytes, bytes]]:

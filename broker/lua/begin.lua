@@ -1,5 +1,5 @@
 #!lua flags=allow-oom
--- KEYS: CTL EPOCH SLOTS COUNTS GROUPS SAMPLES TASKS EVAL_TASKS TRAJECTORIES SCORED DEAD JOURNAL EVALS CHANGES REDO FAILED WEIGHTS CHUNKS EVENTS METRICS SERVICES PARTIALS ORDERS TALLY
+-- KEYS: CTL LEADER_TERM SLOTS COUNTS GROUPS SAMPLES TASKS EVAL_TASKS TRAJECTORIES SCORED DEAD JOURNAL EVALS CHANGES REDO FAILED WEIGHTS CHUNKS EVENTS METRICS SERVICES PARTIALS ORDERS TALLY
 -- ARGV: what the trainer knows, as JSON (broker/flow/pipeline.py, Known). A trainer takes the run over.
 -- What the broker knows wins as long as it can be true. It cannot when its lineage is not that of the trainer's
 -- checkpoint, when a step is missing in its journal, when its counts do not add up, or when a key of the pipeline is
@@ -7,7 +7,7 @@
 -- since then is forgotten, and what was admitted since then is admitted again.
 local own = cjson.decode(ARGV[1])
 local pipeline = {
-  {CTL, 'hash'}, {EPOCH, 'string'}, {SLOTS, 'zset'}, {COUNTS, 'hash'}, {GROUPS, 'hash'}, {SAMPLES, 'hash'},
+  {CTL, 'hash'}, {LEADER_TERM, 'string'}, {SLOTS, 'zset'}, {COUNTS, 'hash'}, {GROUPS, 'hash'}, {SAMPLES, 'hash'},
   {TASKS, 'stream'}, {EVAL_TASKS, 'stream'}, {TRAJECTORIES, 'stream'}, {SCORED, 'stream'}, {JOURNAL, 'hash'},
   {REDO, 'zset'},
 }
@@ -31,10 +31,10 @@ end
 drop_foreign(beside)
 local damaged = drop_foreign(pipeline)
 
-local known = redis.call('HMGET', CTL, 'epochn', 'version', 'step', 'cursor', 'lineage')
+local known = redis.call('HMGET', CTL, 'leader_term', 'version', 'step', 'cursor', 'lineage')
 local known_step = tonumber(known[3])
-local n = math.max(tonumber(known[1] or 0), own.epoch_floor) + 1
-local epoch = string.format('%d-%s', n, own.nonce)
+local n = math.max(tonumber(known[1] or 0), own.leader_term_floor) + 1
+local leader_term = string.format('%d-%s', n, own.nonce)
 local rebuild = damaged or not known_step or known[5] ~= own.lineage
 if not rebuild then
   for step = own.saved, known_step - 1 do
@@ -130,13 +130,13 @@ end
 
 -- Numbers never go back: a version that was published once names those weights for ever.
 local version = math.max(tonumber(known[2] or 0), lost and own.version_if_lost or own.version)
-redis.call('SET', EPOCH, epoch)
-redis.call('HSET', CTL, 'epochn', n, 'version', string.format('%d', version), 'state', 'running')
+redis.call('SET', LEADER_TERM, leader_term)
+redis.call('HSET', CTL, 'leader_term', n, 'version', string.format('%d', version), 'state', 'running')
 redis.call('HSET', CTL, 'steps', string.format('%d', own.steps), 'window', string.format('%d', own.window))
 redis.call('HDEL', CTL, 'cause')
 redis.call('HSET', CTL, 'every', string.format('%d', own.every))
 if lost then
-  redis.call('HSET', CTL, 'lineage', epoch)
+  redis.call('HSET', CTL, 'lineage', leader_term)
 elseif fresh then
   redis.call('HSET', CTL, 'lineage', own.lineage)
 end
@@ -160,4 +160,4 @@ for _, pair in ipairs({{TASKS, GENERATORS}, {EVAL_TASKS, GENERATORS}, {TRAJECTOR
 end
 changed('begin')
 local now = redis.call('HMGET', CTL, 'step', 'version', 'lineage', 'started')
-return {epoch, now[1], now[2], now[3], now[4], lost and '1' or '0', string.format('%d', surplus)}
+return {leader_term, now[1], now[2], now[3], now[4], lost and '1' or '0', string.format('%d', surplus)}

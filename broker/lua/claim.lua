@@ -1,5 +1,5 @@
--- KEYS: EPOCH SCORED
--- ARGV: epoch, count. New scores for the one trainer; a fenced one gets nothing into its pending list.
+-- KEYS: LEADER_TERM SCORED
+-- ARGV: term, count. New scores for the one trainer; a fenced one gets nothing into its pending list.
 local no = refused(ARGV[1])
 if no then return no end
 local reply = redis.call('XREADGROUP', 'GROUP', TRAINER, 't-' .. ARGV[1], 'COUNT', ARGV[2], 'STREAMS', SCORED, '>')

@@ -1,6 +1,6 @@
 #!lua flags=allow-oom
--- KEYS: EPOCH SLOTS COUNTS GROUPS SAMPLES TASKS EVAL_TASKS TRAJECTORIES SCORED FAILED CHANGES PARTIALS
--- ARGV: task id, 'dropped' or 'failed', reason, epoch, then scored entries.
+-- KEYS: LEADER_TERM SLOTS COUNTS GROUPS SAMPLES TASKS EVAL_TASKS TRAJECTORIES SCORED FAILED CHANGES PARTIALS
+-- ARGV: task id, 'dropped' or 'failed', reason, term, then scored entries.
 -- A group ends without being trained: its slot returns, its data goes. Once.
 local no = refused(ARGV[4])
 if no then return no end

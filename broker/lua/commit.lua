@@ -1,6 +1,6 @@
 #!lua flags=allow-oom
--- KEYS: EPOCH COUNTS GROUPS SAMPLES TASKS EVAL_TASKS TRAJECTORIES SCORED JOURNAL PARTIALS
--- ARGV: epoch, step, number of groups, number of scored entries, task ids, scored entries, then trajectory entries.
+-- KEYS: LEADER_TERM COUNTS GROUPS SAMPLES TASKS EVAL_TASKS TRAJECTORIES SCORED JOURNAL PARTIALS
+-- ARGV: term, step, number of groups, number of scored entries, task ids, scored entries, then trajectory entries.
 -- A durable checkpoint covers this step. Trajectories are named, too: what the group is known by may be gone.
 local no = refused(ARGV[1])
 if no then return no end

@@ -1,6 +1,6 @@
 #!lua flags=allow-oom
--- KEYS: CTL EPOCH CHANGES
--- ARGV: epoch. All steps are done: services that see it end.
+-- KEYS: CTL LEADER_TERM CHANGES
+-- ARGV: term. All steps are done: services that see it end.
 local no = refused(ARGV[1])
 if no then return no end
 redis.call('HSET', CTL, 'state', 'finished')

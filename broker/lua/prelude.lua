@@ -22,16 +22,16 @@ local function task_stream(kind)
   return TASKS
 end
 
-local function incarnation(epoch)
-  return tonumber(string.match(epoch, '^%d+') or -1)
+local function incarnation(leader_term)
+  return tonumber(string.match(leader_term, '^%d+') or -1)
 end
 
 -- Only the newest trainer may write. Every script of the trainer starts with this; nil means go on.
--- An epoch that is missing or older than the caller's own is a broker that lost what it knew.
-local function refused(epoch)
-  local now = redis.call('GET', EPOCH)
-  if now == epoch then return nil end
-  if now and incarnation(now) >= incarnation(epoch) then return 'fenced' end
+-- An term that is missing or older than the caller's own is a broker that lost what it knew.
+local function refused(leader_term)
+  local now = redis.call('GET', LEADER_TERM)
+  if now == leader_term then return nil end
+  if now and incarnation(now) >= incarnation(leader_term) then return 'fenced' end
   return 'lost'
 end
 

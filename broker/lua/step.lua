@@ -1,6 +1,6 @@
 #!lua flags=allow-oom
--- KEYS: CTL EPOCH SLOTS COUNTS CHANGES
--- ARGV: epoch, step done, new version, samples, then task ids. Frees the slots of what was trained. Once.
+-- KEYS: CTL LEADER_TERM SLOTS COUNTS CHANGES
+-- ARGV: term, step done, new version, samples, then task ids. Frees the slots of what was trained. Once.
 local no = refused(ARGV[1])
 if no then return no end
 local known = redis.call('HGET', CTL, 'step')

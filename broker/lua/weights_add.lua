@@ -1,6 +1,6 @@
 #!lua flags=allow-oom
--- KEYS: EPOCH WEIGHTS
--- ARGV: epoch, version, manifest. A number names one set of weights for ever. Weights must get through when memory
+-- KEYS: LEADER_TERM WEIGHTS
+-- ARGV: term, version, manifest. A number names one set of weights for ever. Weights must get through when memory
 -- is full, because only steps free it; how many are kept bounds them.
 local no = refused(ARGV[1])
 if no then return no end

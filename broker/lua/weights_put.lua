@@ -1,6 +1,6 @@
 #!lua flags=allow-oom
--- KEYS: EPOCH CHUNKS
--- ARGV: epoch, field, bytes. One chunk of a weight version; passes when memory is full, like its manifest.
+-- KEYS: LEADER_TERM CHUNKS
+-- ARGV: term, field, bytes. One chunk of a weight version; passes when memory is full, like its manifest.
 local no = refused(ARGV[1])
 if no then return no end
 redis.call('HSET', CHUNKS, ARGV[2], ARGV[3])

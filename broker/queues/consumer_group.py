@@ -13,8 +13,8 @@ from typing import Any, Generic, TypeVar
 import msgspec
 import redis
 
-from broker.connection.connection import GONE, Link, word
-from broker.connection.counters import LEASES_EXPIRED, tally
+from broker.connection.connection import GONE, Connection, word
+from broker.connection.counters import LEASES_EXPIRED, add_counts
 from schemas.codec import Message
 from schemas.errors import InfraError
 
@@ -38,10 +38,10 @@ class Delivery(msgspec.Struct, Generic[M], frozen=True, gc=False):
     again: bool = False
 
 
-class Worker:
+class ConsumerGroup:
     """Reading as one consumer of a group: new entries, own pending ones after a lost reply, stale ones of others."""
 
-    def __init__(self, link: Link, streams: list[str], group: str, consumer: str, max_deliveries: int) -> None:
+    def __init__(self, link: Connection, streams: list[str], group: str, consumer: str, max_deliveries: int) -> None:
         self._link = link
         self._streams = streams
         self._group = group
@@ -131,7 +131,7 @@ class Worker:
                     continue
                 self._held[stream].add(entry[0])
                 claimed.append((stream, entry, self._deliveries(stream, entry[0])))
-        tally(self._link, {f"{LEASES_EXPIRED}:{self._group}": len(claimed)})
+        add_counts(self._link, {f"{LEASES_EXPIRED}:{self._group}": len(claimed)})
         return claimed
 
     def _deliveries(self, stream: str, entry_id: bytes) -> int:
@@ -173,7 +173,7 @@ def number(text: bytes | None) -> int:
     return int(text) if text is not None and text.isdigit() else -1
 
 
-def of_group(link: Link, ensure: Callable[[], None], operation: Callable[[], T]) -> T:
+def of_group(link: Connection, ensure: Callable[[], None], operation: Callable[[], T]) -> T:
     """An operation that needs consumer groups; when they are gone they are made again, until the deadline."""
     end = time.monotonic() + link.deadline_s
     while True:
@@ -187,7 +187,7 @@ def of_group(link: Link, ensure: Callable[[], None], operation: Callable[[], T])
         ensure()
 
 
-def ensure_group(link: Link, stream: str, group: str) -> None:
+def ensure_group(link: Connection, stream: str, group: str) -> None:
     """Make stream and group, from the first entry on, if they are not there."""
 
     def create(client: redis.Redis) -> None:

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from broker.connection.connection import Link
+from broker.connection.connection import Connection
 from schemas.codec import BadMessage, decode, encode
 from schemas.errors import DataError
 from schemas.messages import DeadLetter, Task
@@ -22,7 +22,7 @@ WORDS: dict[bytes, Requeued] = {b"ok": "ok", b"active": "active", b"waiting": "w
 
 
 @dataclass(frozen=True)
-class Filed:
+class StoredLetter:
     """One dead letter and its entry id."""
 
     id: str
@@ -32,17 +32,17 @@ class Filed:
 class DeadLetters:
     """The newest dead letters of a run."""
 
-    def __init__(self, link: Link) -> None:
+    def __init__(self, link: Connection) -> None:
         self._link = link
 
-    def list(self, count: int = KEPT) -> list[Filed]:
+    def list(self, count: int = KEPT) -> list[StoredLetter]:
         """The newest ``count``, oldest first."""
         found: Any = self._link.run(
             "reading dead letters", lambda client: client.xrevrange(self._link.keys.dead, count=count)
         )
         return [_filed(entry, fields) for entry, fields in reversed(found)]
 
-    def get(self, id: str) -> Filed:
+    def get(self, id: str) -> StoredLetter:
         """One of them; DataError when it is not there."""
         found: Any = self._link.run(
             "reading a dead letter", lambda client: client.xrange(self._link.keys.dead, id, id) if "-" in id else []
@@ -85,5 +85,5 @@ def body_or_letter(task: Task, max_bytes: int) -> tuple[bytes, bytes]:
         return b"", letter_bytes(letter, max_bytes)
 
 
-def _filed(entry: bytes, fields: dict[bytes, bytes]) -> Filed:
-    return Filed(entry.decode(), decode(fields[b"b"], DeadLetter, LIMIT))
+def _filed(entry: bytes, fields: dict[bytes, bytes]) -> StoredLetter:
+    return StoredLetter(entry.decode(), decode(fields[b"b"], DeadLetter, LIMIT))

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import structlog
 
-from broker.connection.connection import Link
+from broker.connection.connection import Connection
 from schemas.codec import Array, BadMessage, decode, encode
 from schemas.messages import Partial, Piece, Span
 
@@ -22,7 +22,7 @@ log = structlog.get_logger()
 class Partials:
     """``save`` for the generator that has a task, ``load`` for one that goes on with it."""
 
-    def __init__(self, link: Link, generator: str, max_bytes: int) -> None:
+    def __init__(self, link: Connection, generator: str, max_bytes: int) -> None:
         self._link = link
         self._generator = generator
         self._max_bytes = max_bytes

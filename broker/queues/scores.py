@@ -9,25 +9,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from broker.connection.connection import BLOCK_MS, Link
-from broker.connection.counters import DUPLICATE, tally
+from broker.connection.connection import BLOCK_MS, Connection
+from broker.connection.counters import DUPLICATE, add_counts
 from broker.connection.keys import REWARD
-from broker.queues.consumer_group import (
-    AT_ONCE,
-    Delivery,
-    Entry,
-    Worker,
-    number,
-)
+from broker.queues.consumer_group import AT_ONCE, ConsumerGroup, Delivery, Entry, number
 from broker.queues.dead_letters import LIMIT, letter_bytes
 from schemas.codec import BadMessage, decode, encode
 from schemas.messages import DeadLetter, Score, Trajectory
 
 
-class ScoreQueue(Worker):
+class ScoreQueue(ConsumerGroup):
     """Trajectories for one reward service."""
 
-    def __init__(self, link: Link, consumer: str, max_deliveries: int, max_bytes: int) -> None:
+    def __init__(self, link: Connection, consumer: str, max_deliveries: int, max_bytes: int) -> None:
         super().__init__(link, [link.keys.trajectories], REWARD, consumer, max_deliveries)
         self._max_bytes = max_bytes
 
@@ -53,7 +47,7 @@ class ScoreQueue(Worker):
         answers = self._link.scripts("score", calls) if calls else []
         self._held[self._link.keys.trajectories].difference_update(keys)
         said = [word.decode() for words in answers for word in words]
-        tally(self._link, {f"{DUPLICATE}:score": said.count("dup")})
+        add_counts(self._link, {f"{DUPLICATE}:score": said.count("dup")})
         return said
 
     def _fitting(self, score: Score) -> Score:

@@ -13,15 +13,10 @@ from typing import Any
 import msgspec
 import structlog
 
-from broker.connection.connection import BLOCK_MS, Link
-from broker.connection.counters import CLOSED, DUPLICATE, tally
+from broker.connection.connection import BLOCK_MS, Connection
+from broker.connection.counters import CLOSED, DUPLICATE, add_counts
 from broker.connection.keys import GENERATORS
-from broker.queues.consumer_group import (
-    Delivery,
-    Entry,
-    Worker,
-    number,
-)
+from broker.queues.consumer_group import ConsumerGroup, Delivery, Entry, number
 from broker.queues.dead_letters import letter_bytes
 from schemas.codec import BadMessage, decode, encode
 from schemas.messages import DeadLetter, Score, Task, Trajectory
@@ -54,10 +49,10 @@ class Evaluations(msgspec.Struct, frozen=True, gc=False):
     taken: list[Delivery[Task]]
 
 
-class TaskQueue(Worker):
+class TaskQueue(ConsumerGroup):
     """Tasks for one generator."""
 
-    def __init__(self, link: Link, consumer: str, max_deliveries: int, max_bytes: int) -> None:
+    def __init__(self, link: Connection, consumer: str, max_deliveries: int, max_bytes: int) -> None:
         keys = link.keys
         super().__init__(link, [keys.eval_tasks, keys.tasks], GENERATORS, consumer, max_deliveries)
         self._max_bytes = max_bytes
@@ -114,7 +109,7 @@ class TaskQueue(Worker):
             calls.append(args)
         answers = self._link.scripts("publish", calls)
         said = [answer for words in answers for answer in words]
-        tally(self._link, {f"{DUPLICATE}:publish": said.count(b"dup"), CLOSED: said.count(b"closed")})
+        add_counts(self._link, {f"{DUPLICATE}:publish": said.count(b"dup"), CLOSED: said.count(b"closed")})
         words = [iter(answer) for answer in answers]
         return [
             ["failed" if (task_id, item.sample) in refused else next(answer).decode() for item in trajectories]

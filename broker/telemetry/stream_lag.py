@@ -10,7 +10,7 @@ from collections.abc import MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
-from broker.connection.connection import Link
+from broker.connection.connection import Connection
 
 NAMES = ("tasks", "eval_tasks", "trajectories", "scored")
 
@@ -30,7 +30,7 @@ class Gauge:
     oldest: float | None
 
 
-def read_gauges(link: Link, surplus: MutableMapping[str, int] | None = None) -> list[Gauge]:
+def read_gauges(link: Connection, surplus: MutableMapping[str, int] | None = None) -> list[Gauge]:
     """All streams at one moment. surplus: kept by the caller from one look to the next, for exact counts."""
     kept = {} if surplus is None else surplus
     return [_gauge(name, row, kept) for name, row in zip(NAMES, link.script("gauge"), strict=True)]

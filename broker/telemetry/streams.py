@@ -12,7 +12,7 @@ from typing import Any
 
 import redis
 
-from broker.connection.connection import Link
+from broker.connection.connection import Connection
 from broker.queues.dead_letters import body_or_letter
 from schemas.codec import BadMessage, decode, encode
 from schemas.messages import Event, Heartbeat, Task
@@ -50,7 +50,7 @@ def _stamp(client: redis.Redis) -> float:
 class Services:
     """Signs of life. A service silent for long is shown as such; nothing depends on it."""
 
-    def __init__(self, link: Link) -> None:
+    def __init__(self, link: Connection) -> None:
         self._link = link
 
     def beat(self, heartbeat: Heartbeat) -> None:
@@ -90,7 +90,7 @@ class Services:
 class Events:
     """The timeline of a run."""
 
-    def __init__(self, link: Link) -> None:
+    def __init__(self, link: Connection) -> None:
         self._link = link
 
     def emit(self, event: Event) -> None:
@@ -100,14 +100,14 @@ class Events:
         """The newest ``count`` events, oldest first."""
         return [noted.event for noted in self.newest(count)]
 
-    def newest(self, count: int) -> list[Noted]:
+    def newest(self, count: int) -> list[StoredEvent]:
         """The newest ``count`` events with their ids, oldest first."""
         found: Any = self._link.run(
             "reading events", lambda client: client.xrevrange(self._link.keys.events, count=count)
         )
         return _noted(reversed(found))
 
-    def after(self, id: str, count: int, block_ms: int | None = None) -> list[Noted]:
+    def after(self, id: str, count: int, block_ms: int | None = None) -> list[StoredEvent]:
         """Up to ``count`` events after ``id``, oldest first; waits up to ``block_ms`` for one if given."""
         key = self._link.keys.events
         found: Any = self._link.run("following events", lambda client: client.xread({key: id}, count, block_ms))
@@ -116,7 +116,7 @@ class Events:
 
 
 @dataclass(frozen=True)
-class Noted:
+class StoredEvent:
     """An event with its id in the stream, which holds the time of the broker's clock (Unix seconds)."""
 
     id: str
@@ -124,7 +124,7 @@ class Noted:
     event: Event
 
 
-def _noted(entries: Iterable[tuple[bytes, dict[bytes, bytes]]]) -> list[Noted]:
+def _noted(entries: Iterable[tuple[bytes, dict[bytes, bytes]]]) -> list[StoredEvent]:
     """Entries of the stream; what is no event is in nobody's timeline."""
     found = []
     for entry_id, fields in entries:
@@ -133,7 +133,7 @@ def _noted(entries: Iterable[tuple[bytes, dict[bytes, bytes]]]) -> list[Noted]:
         except BadMessage:
             continue
         id = entry_id.decode()
-        found.append(Noted(id, int(id.partition("-")[0]) / 1000, event))
+        found.append(StoredEvent(id, int(id.partition("-")[0]) / 1000, event))
     return found
 
 
@@ -145,7 +145,7 @@ def _flat(entries: Any) -> Any:
 class Metrics:
     """One JSON object a step; the trainer's metrics.jsonl holds them all."""
 
-    def __init__(self, link: Link) -> None:
+    def __init__(self, link: Connection) -> None:
         self._link = link
 
     def append(self, line: dict[str, Any]) -> None:
@@ -170,7 +170,7 @@ class Metrics:
 class Evals:
     """Evaluations on held-out prompts, each opened once and counted as scores arrive."""
 
-    def __init__(self, link: Link, max_bytes: int) -> None:
+    def __init__(self, link: Connection, max_bytes: int) -> None:
         self._link = link
         self._max_bytes = max_bytes
 

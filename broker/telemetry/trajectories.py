@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from broker.connection.connection import Link
+from broker.connection.connection import Connection
 from broker.queues.consumer_group import number
 from schemas.codec import BadMessage, decode, encode
 from schemas.messages import Score, Trajectory
@@ -24,7 +24,7 @@ SCORES = 5000
 
 
 @dataclass(frozen=True)
-class Seen:
+class StoredTrajectory:
     """One trajectory. time: Unix seconds when it was published, or trained. step: that trained it, None before."""
 
     trajectory: Trajectory
@@ -35,10 +35,10 @@ class Seen:
 
 
 @dataclass(frozen=True)
-class Found:
+class SearchResult:
     """Newest first. examined: trajectories looked at; complete: whether those were all that are kept."""
 
-    items: list[Seen]
+    items: list[StoredTrajectory]
     examined: int
     complete: bool
 
@@ -46,7 +46,7 @@ class Found:
 class Samples:
     """Search and reading for people, and keeping by the trainer."""
 
-    def __init__(self, link: Link, max_bytes: int) -> None:
+    def __init__(self, link: Connection, max_bytes: int) -> None:
         self._link = link
         self._max_bytes = max_bytes
 
@@ -60,24 +60,26 @@ class Samples:
         if len(args) > 2:
             self._link.script("keep", *args)
 
-    def search(self, wanted: Callable[[Seen], bool], limit: int, examine: int, only_trained: bool = False) -> Found:
+    def search(
+        self, wanted: Callable[[StoredTrajectory], bool], limit: int, examine: int, only_trained: bool = False
+    ) -> SearchResult:
         """Up to ``limit`` trajectories that are ``wanted``, newest first, from the newest ``examine``.
 
         only_trained: look among the trained ones that are kept; the pipeline may hold more than ``examine`` others.
         """
-        items: list[Seen] = []
+        items: list[StoredTrajectory] = []
         examined = 0
         for seen in self._kept() if only_trained else self._all(self._scores()):
             if examined >= examine:
-                return Found(items, examined, False)
+                return SearchResult(items, examined, False)
             examined += 1
             if wanted(seen):
                 items.append(seen)
                 if len(items) >= limit:
-                    return Found(items, examined, False)
-        return Found(items, examined, True)
+                    return SearchResult(items, examined, False)
+        return SearchResult(items, examined, True)
 
-    def get(self, task_id: int, sample: int) -> Seen | None:
+    def get(self, task_id: int, sample: int) -> StoredTrajectory | None:
         """One of them; None when it is neither in the pipeline nor kept. A trained one stays in both for a while."""
         for seen in self._kept():
             if (seen.trajectory.task_id, seen.trajectory.sample) == (task_id, sample):
@@ -95,7 +97,7 @@ class Samples:
                     return live
         return None
 
-    def _all(self, scores: dict[tuple[int, int], Score]) -> Iterator[Seen]:
+    def _all(self, scores: dict[tuple[int, int], Score]) -> Iterator[StoredTrajectory]:
         known: set[tuple[int, int]] = set()
         for entry_id, fields in self._pages(self._link.keys.trajectories):
             live = self._live(entry_id, fields, scores)
@@ -129,18 +131,22 @@ class Samples:
                 scores[number(fields.get(b"t")), number(fields.get(b"s"))] = score
         return scores
 
-    def _live(self, id: bytes, fields: dict[bytes, bytes], scores: dict[tuple[int, int], Score]) -> Seen | None:
+    def _live(
+        self, id: bytes, fields: dict[bytes, bytes], scores: dict[tuple[int, int], Score]
+    ) -> StoredTrajectory | None:
         trajectory = self._body(fields.get(b"b", b""))
         if trajectory is None:
             return None
         score = scores.get((trajectory.task_id, trajectory.sample))
-        return Seen(trajectory, score, "scored" if score else "generated", _time(id))
+        return StoredTrajectory(trajectory, score, "scored" if score else "generated", _time(id))
 
-    def _kept(self) -> Iterator[Seen]:
+    def _kept(self) -> Iterator[StoredTrajectory]:
         for id, fields in self._pages(self._link.keys.recent):
             trajectory = self._body(fields.get(b"b", b""))
             if trajectory is not None:
-                yield Seen(trajectory, _score(fields.get(b"r", b"")), "trained", _time(id), number(fields.get(b"p")))
+                yield StoredTrajectory(
+                    trajectory, _score(fields.get(b"r", b"")), "trained", _time(id), number(fields.get(b"p"))
+                )
 
     def _body(self, body: bytes) -> Trajectory | None:
         try:

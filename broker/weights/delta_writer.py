@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from broker.flow.fencing import incarnation
+from broker.flow.fencing import term_number
 from broker.weights.delta import Extent, write_delta
 from broker.weights.digests import state_digest
 from broker.weights.versions import links
@@ -26,7 +26,7 @@ WIDTHS = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3f
 """Bytes of an element."""
 
 
-class DeltaMaker:
+class DeltaWriter:
     """One per trainer process. ``make`` for each new file, ``keep`` before it is consumed, ``confirm`` once published.
 
     max_chain: deltas that a newcomer applies at most after a whole version.
@@ -38,13 +38,13 @@ class DeltaMaker:
         self._rests = 0
         """Versions for which none is tried, after one that did not pay."""
         self._digest: str | None = None
-        self._epoch = -1
+        self._leader_term = -1
 
     def make(
-        self, file: Path, tensors: Sequence[TensorSpec], published: Sequence[Manifest], epoch: str
+        self, file: Path, tensors: Sequence[TensorSpec], published: Sequence[Manifest], leader_term: str
     ) -> tuple[Path, Manifest] | None:
         """A delta file from the newest version to ``file``, and that version; None where it must travel whole."""
-        self._settle(incarnation(epoch))
+        self._settle(term_number(leader_term))
         if self._rests:
             self._rests -= 1
             return None
@@ -85,12 +85,12 @@ class DeltaMaker:
 
     def _file(self, name: str) -> Path:
         # A trainer that was replaced and goes on for a moment must not touch its successor's.
-        return self._folder / f"{name}-e{self._epoch}"
+        return self._folder / f"{name}-t{self._leader_term}"
 
-    def _settle(self, epoch: int) -> None:
+    def _settle(self, leader_term: int) -> None:
         """Start over as another incarnation."""
-        if epoch != self._epoch:
-            self._epoch, self._digest, self._rests = epoch, None, 0
+        if leader_term != self._leader_term:
+            self._leader_term, self._digest, self._rests = leader_term, None, 0
 
     def _write(self, file: Path, tensors: Sequence[TensorSpec], out: Path) -> bool:
         base = self._file("base")

@@ -22,10 +22,10 @@ from schemas.messages import Manifest
 log = structlog.get_logger()
 
 
-class WeightCopy:
+class LocalWeights:
     """``fetch`` gives a safetensors file of a version, which stays as it is until the next ``fetch``::
 
-    copy = WeightCopy(broker.weights, folder)
+    copy = LocalWeights(broker.weights, folder)
     await engine.load(copy.fetch(manifest), manifest.version)
 
     folder: of this reader alone; it holds one state at most, and while one is fetched a second.

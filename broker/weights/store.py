@@ -10,9 +10,9 @@ from typing import Any
 
 import structlog
 
-from broker.connection.connection import BLOCK_MS, Link
-from broker.flow.fencing import accepted, incarnation
-from broker.weights.delta_writer import DeltaMaker
+from broker.connection.connection import BLOCK_MS, Connection
+from broker.flow.fencing import accepted, term_number
+from broker.weights.delta_writer import DeltaWriter
 from broker.weights.digests import chunk_digests, state_digest
 from broker.weights.transports import FileTransport, RedisTransport, Transport
 from broker.weights.versions import clear_leftovers, find_route, split
@@ -28,14 +28,14 @@ _MOST = 1 << 28
 class WeightStore:
     """``publish`` for the trainer; ``newest``, ``wait_newer`` and ``published`` for generators, see also copy.py."""
 
-    def __init__(self, link: Link) -> None:
+    def __init__(self, link: Connection) -> None:
         self._link = link
         self._checked = -1
         """The last version whose bytes were looked at and found right."""
         self._restored = -1
         """The last version that was put back: it can be had by itself, and need not have a chain."""
         self._cleared = ""
-        """The epoch that has cleared up after those before it."""
+        """The term that has cleared up after those before it."""
 
     def publish(
         self,
@@ -44,44 +44,45 @@ class WeightStore:
         *,
         version: int,
         step: int,
-        epoch: str,
+        leader_term: str,
         tensors: list[TensorSpec],
         probe: Probe | None,
         keep: int,
-        deltas: DeltaMaker | None = None,
+        deltas: DeltaWriter | None = None,
         digests: list[str] | None = None,
         adapter: Adapter | None = None,
     ) -> None:
         """Make the safetensors ``file`` (it is consumed) version ``version``; doing it twice changes nothing.
 
         Where its manifest is still there and its bytes are gone, they are put back.
-        epoch: the trainer's own. FencedError once another one took over, or if another one has published that version.
+        leader_term: the trainer's own. FencedError once another one took over, or if another one has published that
+        version.
         deltas: makes it a delta against the version before, where that is possible and pays.
         digests: of the file's chunks, where they are known. adapter: what the file holds, if not a whole model.
         """
         published = self.published()
-        if epoch != self._cleared:
-            clear_leftovers(file.parent, incarnation(epoch), published)
-            self._cleared = epoch
+        if leader_term != self._cleared:
+            clear_leftovers(file.parent, term_number(leader_term), published)
+            self._cleared = leader_term
         newest = published[-1] if published else None
         if newest is not None and newest.version >= version:
-            self._again(file, newest, published, version, epoch)
+            self._again(file, newest, published, version, leader_term)
             return
-        state = Payload(transport.uri(version, epoch), file.stat().st_size, digests or chunk_digests(file))
-        made = deltas.make(file, tensors, published, epoch) if deltas else None
+        state = Payload(transport.uri(version, leader_term), file.stat().st_size, digests or chunk_digests(file))
+        made = deltas.make(file, tensors, published, leader_term) if deltas else None
         # What a newcomer cannot reach any more is no base.
         whole = made is None or deltas is None or deltas.due(published) or not self._chained(made[1], published)
         if deltas is not None:
             deltas.keep(file)
-        delta = self._put_delta(transport, *made, version, epoch) if made else None
+        delta = self._put_delta(transport, *made, version, leader_term) if made else None
         if whole:
-            transport.put(file, state.uri, epoch)
+            transport.put(file, state.uri, leader_term)
         else:
             file.unlink()
         manifest = Manifest(
             version=version,
             step=step,
-            epoch=incarnation(epoch),
+            leader_term=term_number(leader_term),
             state=state,
             whole=whole,
             delta=delta,
@@ -89,35 +90,37 @@ class WeightStore:
             probe=probe,
             adapter=adapter,
         )
-        sent = self._link.script("weights_add", epoch, version, encode(manifest, _MOST))
-        answer = accepted(self._link, sent, epoch)
+        sent = self._link.script("weights_add", leader_term, version, encode(manifest, _MOST))
+        answer = accepted(self._link, sent, leader_term)
         if answer == b"exists":
-            self._check_own(version, epoch)
+            self._check_own(version, leader_term)
         if deltas is not None:
             deltas.confirm(state.chunks)
         self._trim(transport, keep)
 
-    def _again(self, file: Path, newest: Manifest, published: list[Manifest], version: int, epoch: str) -> None:
+    def _again(self, file: Path, newest: Manifest, published: list[Manifest], version: int, leader_term: str) -> None:
         """A version this new is published; its bytes may not be there any more."""
         if newest.version > version or self.holds(newest):
-            self._check_own(version, epoch)
+            self._check_own(version, leader_term)
             file.unlink()
         elif chunk_digests(file) == newest.state.chunks:
-            self._of(newest.state.uri).put(file, newest.state.uri, epoch)
+            self._of(newest.state.uri).put(file, newest.state.uri, leader_term)
             self._restored = version
         else:
             file.unlink()
             log.warning("a weight version is lost until the next one: a replay made other bits", version=version)
 
-    def _put_delta(self, transport: Transport, file: Path, base: Manifest, version: int, epoch: str) -> Delta:
-        payload = Payload(transport.uri(version, epoch, "delta"), file.stat().st_size, chunk_digests(file))
-        transport.put(file, payload.uri, epoch)
+    def _put_delta(self, transport: Transport, file: Path, base: Manifest, version: int, leader_term: str) -> Delta:
+        payload = Payload(transport.uri(version, leader_term, "delta"), file.stat().st_size, chunk_digests(file))
+        transport.put(file, payload.uri, leader_term)
         return Delta(base.version, state_digest(base.state.chunks), payload)
 
-    def _check_own(self, version: int, epoch: str) -> None:
+    def _check_own(self, version: int, leader_term: str) -> None:
         newest = self.newest()
-        if newest is None or newest.epoch != incarnation(epoch):
-            raise FencedError(f"weights version {version} was published by another trainer than {epoch}, which stops")
+        if newest is None or newest.leader_term != term_number(leader_term):
+            raise FencedError(
+                f"weights version {version} was published by another trainer than {leader_term}, which stops"
+            )
 
     def holds(self, manifest: Manifest) -> bool:
         """Whether a newcomer can get all bytes of a version. The first time for a version they are also looked at."""
@@ -204,6 +207,6 @@ class WeightStore:
         return make_transport(self._link, kind, Path(place).parent)
 
 
-def make_transport(link: Link, kind: str, folder: Path) -> Transport:
+def make_transport(link: Connection, kind: str, folder: Path) -> Transport:
     """The trainer's end of a transport: ``file`` or ``redis``."""
     return FileTransport(folder) if kind == "file" else RedisTransport(link)

@@ -13,8 +13,8 @@ from typing import Any, Literal, Protocol
 
 import redis
 
-from broker.connection.connection import Link
-from broker.flow.fencing import accepted, incarnation
+from broker.connection.connection import Connection
+from broker.flow.fencing import accepted, term_number
 from broker.queues.consumer_group import number
 from broker.weights.digests import chunk_digests, chunks, digest, verify
 from schemas.errors import DiskError, InfraError
@@ -31,9 +31,9 @@ class Transport(Protocol):
     of them: InfraError. trim() frees the old versions, and what no version of ``kept`` (oldest first) names.
     """
 
-    def uri(self, version: int, epoch: str, form: Form = "whole") -> str: ...
+    def uri(self, version: int, leader_term: str, form: Form = "whole") -> str: ...
 
-    def put(self, file: Path, uri: str, epoch: str) -> None: ...
+    def put(self, file: Path, uri: str, leader_term: str) -> None: ...
 
     def fetch(self, payload: Payload, folder: Path) -> Path: ...
 
@@ -50,11 +50,11 @@ class FileTransport:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
-    def uri(self, version: int, epoch: str, form: Form = "whole") -> str:
+    def uri(self, version: int, leader_term: str, form: Form = "whole") -> str:
         ending = "safetensors" if form == "whole" else "delta"
-        return f"file:{self._folder / f'v{version}-e{incarnation(epoch)}.{ending}'}"
+        return f"file:{self._folder / f'v{version}-t{term_number(leader_term)}.{ending}'}"
 
-    def put(self, file: Path, uri: str, epoch: str) -> None:
+    def put(self, file: Path, uri: str, leader_term: str) -> None:
         target = _path(uri)
         target.parent.mkdir(parents=True, exist_ok=True)
         os.replace(file, target)
@@ -88,16 +88,18 @@ def _path(uri: str) -> Path:
 class RedisTransport:
     """The payload travels through the broker."""
 
-    def __init__(self, link: Link) -> None:
+    def __init__(self, link: Connection) -> None:
         self._link = link
 
-    def uri(self, version: int, epoch: str, form: Form = "whole") -> str:
+    def uri(self, version: int, leader_term: str, form: Form = "whole") -> str:
         # The version comes first: by it a chunk is known to be of no use any more.
         return f"redis:{version}" if form == "whole" else f"redis:{version}:delta"
 
-    def put(self, file: Path, uri: str, epoch: str) -> None:
+    def put(self, file: Path, uri: str, leader_term: str) -> None:
         for index, chunk in enumerate(chunks(file)):
-            accepted(self._link, self._link.script("weights_put", epoch, f"{_name(uri)}:{index}", chunk), epoch)
+            accepted(
+                self._link, self._link.script("weights_put", leader_term, f"{_name(uri)}:{index}", chunk), leader_term
+            )
         file.unlink()
 
     def fetch(self, payload: Payload, folder: Path) -> Path:

@@ -83,15 +83,15 @@ def split(published: Sequence[Manifest], keep: int) -> tuple[list[Manifest], lis
     return list(published[:first]), list(published[first:])
 
 
-_OWN = re.compile(r"\.?(?:base|next|delta|part-\d+)-e(\d+)(?:\.\d+)?")
-_PUBLISHED = re.compile(r"v\d+-e(\d+)\.(?:safetensors|delta)")
+_OWN = re.compile(r"\.?(?:base|next|delta|part-\d+)-t(\d+)(?:\.\d+)?")
+_PUBLISHED = re.compile(r"v\d+-t(\d+)\.(?:safetensors|delta)")
 
 
 def clear_leftovers(folder: Path, incarnation: int, published: Sequence[Manifest]) -> None:
     """Delete what trainers before this incarnation made and no manifest names; the folder is of one run alone."""
     named = {manifest.state.uri for manifest in published}
     named |= {manifest.delta.payload.uri for manifest in published if manifest.delta is not None}
-    for path in folder.glob("*-e*"):
+    for path in folder.glob("*-t*"):
         found = _OWN.fullmatch(path.name) or _PUBLISHED.fullmatch(path.name)
         if found and int(found[1]) < incarnation and f"file:{path}" not in named:
             path.unlink(missing_ok=True)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from consumers.reward.rewards.terms import Outcome, Sample, resolve
+from consumers.reward.rewards.terms import RewardInput, TermResult, resolve
 from consumers.reward.workers.pool import WorkerPool
 from schemas.config import RewardTerm
 from schemas.errors import InfraError
@@ -51,7 +51,7 @@ class Scorer:
             return scored
         outcomes, future = begun
 
-        def deliver(done: Future[list[Outcome]]) -> None:
+        def deliver(done: Future[list[TermResult]]) -> None:
             try:
                 scored.set_result(self._sum({**outcomes, **dict(zip(self._pooled, done.result(), strict=False))}))
             except (InfraError, CancelledError) as error:
@@ -65,7 +65,7 @@ class Scorer:
         if self._pool is not None:
             self._pool.close()
 
-    def _begin(self, trajectory: Trajectory) -> Score | tuple[dict[int, Outcome], Future[list[Outcome]]]:
+    def _begin(self, trajectory: Trajectory) -> Score | tuple[dict[int, TermResult], Future[list[TermResult]]]:
         """Call what is quick; the rest, unless that failed already, goes to the workers."""
         sample = sample_of(trajectory)
         outcomes = {}
@@ -77,14 +77,14 @@ class Scorer:
             return self._sum(outcomes)
         return outcomes, self._pool.submit(self._pooled, sample)
 
-    def _finish(self, outcomes: dict[int, Outcome], future: Future[list[Outcome]]) -> Score:
+    def _finish(self, outcomes: dict[int, TermResult], future: Future[list[TermResult]]) -> Score:
         limit = self._pool.longest_wait_s() if self._pool is not None else 0.0
         try:
             return self._sum({**outcomes, **dict(zip(self._pooled, future.result(limit), strict=False))})
         except TimeoutError:
             raise InfraError(f"no reward worker answered within {limit:.0f} s") from None
 
-    def _sum(self, outcomes: dict[int, Outcome]) -> Score:
+    def _sum(self, outcomes: dict[int, TermResult]) -> Score:
         seconds = 0.0
         total = 0.0
         components = {}
@@ -105,12 +105,12 @@ class Scorer:
         return Score(reward=total, components=components, scorer=self._name, seconds=seconds)
 
 
-def sample_of(trajectory: Trajectory) -> Sample:
+def sample_of(trajectory: Trajectory) -> RewardInput:
     """What reward functions see. The prompt ends at the first token that the policy generated."""
     mask = trajectory.loss_mask.numpy()
     start = int(np.argmax(mask)) if mask.any() else len(mask)
     tokens = trajectory.tokens.numpy().tolist()
-    return Sample(trajectory.prompt, trajectory.completion, tokens[:start], tokens[start:], trajectory.data)
+    return RewardInput(trajectory.prompt, trajectory.completion, tokens[:start], tokens[start:], trajectory.data)
 
 
 def check_reward(

@@ -18,11 +18,11 @@ from dataclasses import dataclass
 import msgspec
 import structlog
 
-from broker.flow.pipeline import Outcome, Slot
-from broker.flow.trainer_session import Training
+from broker.flow.pipeline import ScoredSample, Slot
+from broker.flow.trainer_session import TrainerSession
 from consumers.trainer.algorithms.advantages import has_signal, within
 from consumers.trainer.data.microbatches import Group
-from consumers.trainer.pause import Heed
+from consumers.trainer.pause import PauseFollower
 from consumers.trainer.progress import Progress
 from schemas.config import TidemillConfig
 from schemas.errors import BrokerDamaged, InfraError
@@ -30,15 +30,15 @@ from schemas.lifecycle import StopFlag
 from schemas.messages import BatchRecord, GroupRef, Member
 
 
-class Assembly:
+class GroupBuffer:
     """``add`` outcomes as they come, ``choose`` complete groups, ``take`` one for good."""
 
     def __init__(self, window: int) -> None:
         self._window = window
-        self._groups: dict[int, dict[int, Outcome]] = {}
-        self._extra: dict[int, list[Outcome]] = {}
+        self._groups: dict[int, dict[int, ScoredSample]] = {}
+        self._extra: dict[int, list[ScoredSample]] = {}
 
-    def add(self, outcome: Outcome) -> bool:
+    def add(self, outcome: ScoredSample) -> bool:
         """Count an outcome; True when it completes its group. A sample's second outcome changes nothing."""
         group = self._groups.setdefault(outcome.task_id, {})
         if outcome.sample in group:
@@ -63,7 +63,7 @@ class Assembly:
                 return slot
         return None
 
-    def take(self, task_id: int) -> list[Outcome]:
+    def take(self, task_id: int) -> list[ScoredSample]:
         """Hand a group over, in sample order."""
         group = self._groups.pop(task_id, {})
         return [group[sample] for sample in sorted(group)] + self._extra.pop(task_id, [])
@@ -108,15 +108,20 @@ class BatchSource:
     """
 
     def __init__(
-        self, config: TidemillConfig, training: Training, progress: Progress, quiet: Callable[[], None], heed: Heed
+        self,
+        config: TidemillConfig,
+        training: TrainerSession,
+        progress: Progress,
+        quiet: Callable[[], None],
+        heed: PauseFollower,
     ) -> None:
         self._config = config
         self._training = training
         self._progress = progress
         self._quiet = quiet
         self._heed = heed
-        self._assembly = Assembly(config.flow.window)
-        self._claimed: dict[bytes, Outcome] = {}
+        self._assembly = GroupBuffer(config.flow.window)
+        self._claimed: dict[bytes, ScoredSample] = {}
         self._ended: Counter[str] = Counter()
         self._news = time.monotonic()
 
@@ -126,7 +131,7 @@ class BatchSource:
         makes: the version that the step will make.
         """
         step, version = self._progress.step, self._progress.version
-        groups: list[tuple[Group, list[Outcome]]] = []
+        groups: list[tuple[Group, list[ScoredSample]]] = []
         taken: set[int] = set()
         self._ended.clear()
         deadline = time.monotonic() + self._config.trainer.batch_timeout_s
@@ -257,7 +262,9 @@ class BatchSource:
             for outcome in outcomes:
                 self._assembly.add(outcome)
 
-    def _usable(self, task_ids: Sequence[int], version: int, staleness: int) -> Iterator[tuple[Group, list[Outcome]]]:
+    def _usable(
+        self, task_ids: Sequence[int], version: int, staleness: int
+    ) -> Iterator[tuple[Group, list[ScoredSample]]]:
         """These groups with their trajectories, without those that are dropped for their age."""
         taken = [self._assembly.take(task_id) for task_id in task_ids]
         scored = [[outcome for outcome in outcomes if outcome.trajectory_id] for outcomes in taken]
@@ -281,7 +288,7 @@ class BatchSource:
             return ""
         return "; given up meanwhile: " + ", ".join(f"{count} {reason}" for reason, count in self._ended.items())
 
-    def _end(self, task_id: int, outcomes: Sequence[Outcome], reason: str, how: str = "dropped") -> None:
+    def _end(self, task_id: int, outcomes: Sequence[ScoredSample], reason: str, how: str = "dropped") -> None:
         self._ended[reason] += 1
         if self._training.drop(task_id, reason, [outcome.scored_id for outcome in outcomes], how):
             self._progress.unfinished.discard(task_id)
@@ -289,6 +296,6 @@ class BatchSource:
             self._claimed.pop(outcome.scored_id, None)
 
 
-def _reference(outcomes: Sequence[Outcome]) -> GroupRef:
+def _reference(outcomes: Sequence[ScoredSample]) -> GroupRef:
     members = [Member(outcome.sample, outcome.scored_id, outcome.trajectory_id or b"") for outcome in outcomes]
     return GroupRef(outcomes[0].task_id, members)

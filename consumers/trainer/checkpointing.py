@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import structlog
 
-from broker.flow.trainer_session import Training
+from broker.flow.trainer_session import TrainerSession
 from consumers.trainer.batch_source import BatchSource
-from consumers.trainer.disk_retry import Patience, Tell
+from consumers.trainer.disk_retry import DiskRetry, Tell
 from consumers.trainer.leadership import Incarnation
-from consumers.trainer.metrics.timing import Clock
+from consumers.trainer.metrics.timing import StepTimer
 from consumers.trainer.progress import Progress
-from consumers.trainer.rank_group import Crew
+from consumers.trainer.rank_group import RankGroup
 from consumers.trainer.step_log import Books
 from schemas.config import TidemillConfig
 from schemas.errors import DiskError
@@ -22,19 +22,19 @@ from schemas.messages import BatchRecord
 log = structlog.get_logger()
 
 
-class Saving:
+class Checkpointing:
     """The checkpoints of one trainer, one at a time; ``step`` is the one up to which they are durable."""
 
     def __init__(
         self,
         config: TidemillConfig,
-        crew: Crew,
-        training: Training,
+        crew: RankGroup,
+        training: TrainerSession,
         progress: Progress,
         incarnation: Incarnation,
         books: Books,
-        patience: Patience,
-        clock: Clock,
+        patience: DiskRetry,
+        clock: StepTimer,
         tell: Tell,
     ) -> None:
         self._every = config.trainer.checkpoint.every
@@ -150,6 +150,6 @@ class Saving:
             # Between replays: what is still to be replayed is not in these weights, though its slots have returned.
             progress.will_do([record for step, record in self._training.records().items() if step >= progress.step])
         self._crew.save(
-            step=progress.step, version=progress.version, epoch=self._incarnation.number, extra=progress.extra()
+            step=progress.step, version=progress.version, leader_term=self._incarnation.number, extra=progress.extra()
         )
         self._begun = progress.step

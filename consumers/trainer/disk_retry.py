@@ -19,7 +19,7 @@ Tell: TypeAlias = Callable[[str, Literal["info", "warning", "error"], str], None
 log = structlog.get_logger()
 
 
-class Patience:
+class DiskRetry:
     """Does what writes; training waits for it, because going on would leave the broker with ever more data.
 
     stop: the trainer's own, once it runs; who is asked to stop has no patience.

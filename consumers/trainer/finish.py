@@ -9,9 +9,9 @@ import structlog
 from broker.client import Broker
 from consumers.trainer.disk_retry import Tell
 from consumers.trainer.model.hf_weights import copy_tokenizer
-from consumers.trainer.pause import Heed
+from consumers.trainer.pause import PauseFollower
 from consumers.trainer.progress import Progress
-from consumers.trainer.rank_group import Crew
+from consumers.trainer.rank_group import RankGroup
 from schemas.config import TidemillConfig
 from schemas.lifecycle import StopFlag
 
@@ -20,7 +20,7 @@ EVAL_DEADLINE_S = 300.0
 log = structlog.get_logger()
 
 
-def wait_for_evaluation(broker: Broker, heed: Heed, progress: Progress, stop: StopFlag, tell: Tell) -> None:
+def wait_for_evaluation(broker: Broker, heed: PauseFollower, progress: Progress, stop: StopFlag, tell: Tell) -> None:
     """Until the evaluation of these weights is complete, or the deadline, of which people are told."""
     deadline = time.monotonic() + EVAL_DEADLINE_S
     while not stop and time.monotonic() < deadline:
@@ -37,7 +37,7 @@ def wait_for_evaluation(broker: Broker, heed: Heed, progress: Progress, stop: St
     tell("evaluation", "warning", text)
 
 
-def write_model(config: TidemillConfig, crew: Crew) -> None:
+def write_model(config: TidemillConfig, crew: RankGroup) -> None:
     """The trained model in the run's folder, ready for transformers and vLLM."""
     folder = config.folder / "model"
     crew.export(folder)

@@ -1,4 +1,4 @@
-"""Who the newest trainer of a run is, in the file EPOCH beside the checkpoints: also when the broker has forgotten it.
+"""Who the newest trainer of a run is, in the file LEADER_TERM beside the checkpoints: also when the broker forgot it.
 
 And the highest version it may have published: a number that named weights names no others, even when they are lost.
 
@@ -17,51 +17,51 @@ from pathlib import Path
 
 import structlog
 
-from broker.flow.fencing import incarnation
-from broker.flow.trainer_session import Training
-from consumers.trainer.disk_retry import Patience, Tell
+from broker.flow.fencing import term_number
+from broker.flow.trainer_session import TrainerSession
+from consumers.trainer.disk_retry import DiskRetry, Tell
 from consumers.trainer.progress import Progress
-from consumers.trainer.rank_group import Crew
+from consumers.trainer.rank_group import RankGroup
 from schemas.config import TidemillConfig
 from schemas.errors import BrokerDamaged, BrokerLost, DiskError, FencedError
 
 
 @dataclass(frozen=True)
 class Seen:
-    """The newest trainer that used this folder: its epoch, and the highest version it may have published."""
+    """The newest trainer that used this folder: its term, and the highest version it may have published."""
 
-    epoch: str
+    leader_term: str
     version: int
 
     @property
     def number(self) -> int:
-        return incarnation(self.epoch)
+        return term_number(self.leader_term)
 
 
 class Incarnation:
-    """This trainer's ``epoch``, and ``floor``: the highest version that it or one before it may have published."""
+    """This trainer's ``leader_term``, and ``floor``: the highest version that was or may have been published."""
 
     def __init__(self, folder: Path) -> None:
-        self._file = folder / "EPOCH"
-        self.epoch = "0-none"
+        self._file = folder / "LEADER_TERM"
+        self.leader_term = "0-none"
         self.floor = 0
 
     @property
     def number(self) -> int:
         """Which trainer of the run this is."""
-        return incarnation(self.epoch)
+        return term_number(self.leader_term)
 
     def read(self) -> Seen | None:
         """What the file says; None when there is none, or none that can be read."""
         try:
             found = json.loads(self._file.read_text(encoding="utf-8"))
-            return Seen(str(found["epoch"]), int(found["version"]))
+            return Seen(str(found["leader_term"]), int(found["version"]))
         except (OSError, ValueError, KeyError, TypeError):
             return None
 
-    def begin(self, epoch: str, version: int) -> None:
-        """From now on this trainer is ``epoch``; durable. Errors as of ``publishes``."""
-        self.epoch = epoch
+    def begin(self, leader_term: str, version: int) -> None:
+        """From now on this trainer is ``leader_term``; durable. Errors as of ``publishes``."""
+        self.leader_term = leader_term
         self._raise(version, durable=True)
 
     def publishes(self, version: int) -> None:
@@ -74,8 +74,8 @@ class Incarnation:
     def check(self) -> None:
         """FencedError if another trainer has used the folder since this one began."""
         seen = self.read()
-        if seen is not None and seen.epoch != self.epoch and seen.number >= self.number:
-            raise FencedError(f"trainer {self.epoch} was replaced by {seen.epoch} and stops")
+        if seen is not None and seen.leader_term != self.leader_term and seen.number >= self.number:
+            raise FencedError(f"trainer {self.leader_term} was replaced by {seen.leader_term} and stops")
 
     def _raise(self, version: int, durable: bool) -> None:
         self.check()
@@ -84,7 +84,7 @@ class Incarnation:
         try:
             self._file.parent.mkdir(parents=True, exist_ok=True)
             with aside.open("w", encoding="utf-8") as stream:
-                stream.write(json.dumps({"epoch": self.epoch, "version": self.floor}))
+                stream.write(json.dumps({"leader_term": self.leader_term, "version": self.floor}))
                 if durable:
                     stream.flush()
                     os.fsync(stream.fileno())
@@ -102,18 +102,18 @@ class Succession:
     def __init__(
         self,
         config: TidemillConfig,
-        crew: Crew,
-        training: Training,
+        crew: RankGroup,
+        training: TrainerSession,
         progress: Progress,
-        incarnation: Incarnation,
-        patience: Patience,
+        term_number: Incarnation,
+        patience: DiskRetry,
         tell: Tell,
     ) -> None:
         self._config = config
         self._crew = crew
         self._training = training
         self._progress = progress
-        self._incarnation = incarnation
+        self._incarnation = term_number
         self._patience = patience
         self._tell = tell
         self._fresh = True
@@ -145,12 +145,12 @@ class Succession:
             progress.known(
                 self._config,
                 saved=saved,
-                epoch_floor=seen.number if seen else 0,
+                leader_term_floor=seen.number if seen else 0,
                 version_if_lost=progress.version if floor <= progress.version else floor + 1,
                 fresh=self._fresh,
             )
         )
-        self._patience("epoch", lambda: self._incarnation.begin(takeover.epoch, progress.version))
+        self._patience("leader_term", lambda: self._incarnation.begin(takeover.leader_term, progress.version))
         self._crew.checkpoints.sweep(self._incarnation.number)
         progress.lineage, progress.started = takeover.lineage, takeover.started
         if takeover.lost:

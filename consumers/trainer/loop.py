@@ -13,15 +13,15 @@ import structlog
 
 from broker.client import Broker
 from consumers.trainer.batch_source import Batch, BatchSource
-from consumers.trainer.checkpointing import Saving
-from consumers.trainer.disk_retry import Patience
+from consumers.trainer.checkpointing import Checkpointing
+from consumers.trainer.disk_retry import DiskRetry
 from consumers.trainer.finish import wait_for_evaluation, write_model
 from consumers.trainer.leadership import Incarnation, Succession
-from consumers.trainer.metrics.timing import Clock
-from consumers.trainer.pause import Heed
+from consumers.trainer.metrics.timing import StepTimer
+from consumers.trainer.pause import PauseFollower
 from consumers.trainer.progress import Progress
 from consumers.trainer.publishing import Offers
-from consumers.trainer.rank_group import Crew
+from consumers.trainer.rank_group import RankGroup
 from consumers.trainer.step.train_step import TrainStep
 from consumers.trainer.step_log import Books
 from schemas.config import TidemillConfig
@@ -38,15 +38,15 @@ class Trainer:
     def __init__(self, config: TidemillConfig, name: str, broker: Broker, step: TrainStep) -> None:
         self._config, self._name, self._broker = config, name, broker
         self._state = "starting"
-        self._clock = Clock()
+        self._clock = StepTimer()
         self._training = broker.training()
         self.progress = progress = Progress()
-        self._crew = crew = Crew(config, step)
+        self._crew = crew = RankGroup(config, step)
         self._incarnation = incarnation = Incarnation(crew.checkpoints.folder)
-        self._patience = patience = Patience(config.trainer.checkpoint.deadline_s, self._tell)
+        self._patience = patience = DiskRetry(config.trainer.checkpoint.deadline_s, self._tell)
         self._books = books = Books(config, broker, crew, progress, incarnation, patience, self._clock)
         self._offers = Offers(config, broker, crew, progress, incarnation, patience)
-        self._saving = Saving(
+        self._saving = Checkpointing(
             config,
             crew,
             self._training,
@@ -58,7 +58,7 @@ class Trainer:
             self._tell,
         )
         self._succession = Succession(config, crew, self._training, progress, incarnation, patience, self._tell)
-        self.heed = Heed(crew.checkpoints.folder, broker, self._saving.asked)
+        self.heed = PauseFollower(crew.checkpoints.folder, broker, self._saving.asked)
 
     def describe(self) -> tuple[str, int, dict[str, float]]:
         """State, version and figures for the heartbeat."""
@@ -80,7 +80,7 @@ class Trainer:
                 return
             except BrokerLost as error:
                 self._succession.lost(error)
-                # What is still under way has the old epoch; after the take-over that would be another trainer's.
+                # What is still under way has the old term; after the take-over that would be another trainer's.
                 self._offers.settle(InfraError)
                 self._saving.leave()
 

@@ -17,7 +17,7 @@ import structlog
 
 from broker.client import Broker
 from broker.connection.connection import BLOCK_MS
-from broker.flow.run_control import Orders
+from broker.flow.run_control import ControlState
 from consumers.trainer.progress import Progress
 from schemas.errors import BrokerLost, InfraError
 from schemas.lifecycle import StopFlag
@@ -27,8 +27,8 @@ FILE = "PAUSE"
 log = structlog.get_logger()
 
 
-class Heed:
-    """``obeyed`` goes into the heartbeat; ``changed`` is called when it has changed, to send one at once.
+class PauseFollower:
+    """``acknowledged`` goes into the heartbeat; ``changed`` is called when it has changed, to send one at once.
 
     held_s: all seconds that pauses took. checkpoint: makes everything so far durable, unless it is already.
     """
@@ -40,25 +40,25 @@ class Heed:
         self._broker = broker
         self._checkpoint = checkpoint
         self.changed = changed
-        self._written: Orders | None = None
+        self._written: ControlState | None = None
         self._drained = -1
         self.paused = False
         self.held_s = 0.0
-        self.obeyed: dict[str, int] = {}
+        self.acknowledged: dict[str, int] = {}
 
     def restore(self, progress: Progress) -> None:
         """Take the pause that was seen last, for a broker that may have forgotten it."""
         try:
             found = json.loads(self._file.read_text(encoding="utf-8"))
-            known = Orders(found["pause"], int(found["pause_id"]), str(found["by"]), float(found["since"]))
+            known = ControlState(found["pause"], int(found["pause_id"]), str(found["by"]), float(found["since"]))
         except (OSError, ValueError, KeyError, TypeError):
             return
         progress.heard(known)
 
-    def follow(self, orders: Orders, drained: bool = False) -> bool:
+    def follow(self, orders: ControlState, drained: bool = False) -> bool:
         """Do what is asked; whether the trainer has to hold. ``drained``: nothing is left to train."""
         self._remember(orders)
-        if orders.checkpoint > self.obeyed.get("checkpoint", 0):
+        if orders.checkpoint > self.acknowledged.get("checkpoint", 0):
             self._checkpoint()
             self._obey("checkpoint", orders.checkpoint)
         if orders.pause == "drain" and drained and self._drained != orders.pause_id:
@@ -101,12 +101,12 @@ class Heed:
         self.held_s += time.monotonic() - started
 
     def _obey(self, order: str, number: int) -> None:
-        if self.obeyed.get(order) != number:
-            self.obeyed[order] = number
+        if self.acknowledged.get(order) != number:
+            self.acknowledged[order] = number
             self.changed()
 
-    def _remember(self, orders: Orders) -> None:
-        seen = Orders(orders.pause, orders.pause_id, orders.by, orders.since)
+    def _remember(self, orders: ControlState) -> None:
+        seen = ControlState(orders.pause, orders.pause_id, orders.by, orders.since)
         if seen == self._written:
             return
         fields = {"pause": seen.pause, "pause_id": seen.pause_id, "by": seen.by, "since": seen.since}

@@ -10,8 +10,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from broker.flow.pipeline import FIRST_LINEAGE, Known, Look
-from broker.flow.run_control import Mode, Orders
+from broker.flow.pipeline import FIRST_LINEAGE, PipelineSnapshot, TakeoverRequest
+from broker.flow.run_control import ControlState, Mode
 from schemas.config import TidemillConfig
 from schemas.messages import BatchRecord
 
@@ -35,7 +35,7 @@ class Progress:
     pause_since: int = 0
     started: str | None = None
 
-    def saw(self, look: Look) -> None:
+    def saw(self, look: PipelineSnapshot) -> None:
         """The pipeline as it is now."""
         self.cursor = look.cursor
         self.unfinished = look.unfinished
@@ -43,7 +43,7 @@ class Progress:
         self.settings = look.settings
         self.heard(look.orders)
 
-    def heard(self, orders: Orders) -> None:
+    def heard(self, orders: ControlState) -> None:
         """What people asked for, which a rebuilt broker is told again."""
         self.pause, self.pause_id = orders.pause, orders.pause_id
         self.pause_by, self.pause_since = orders.by, int(orders.since)
@@ -74,11 +74,11 @@ class Progress:
             setattr(self, name, value)
 
     def known(
-        self, config: TidemillConfig, *, saved: int, epoch_floor: int, version_if_lost: int, fresh: bool
-    ) -> Known:
+        self, config: TidemillConfig, *, saved: int, leader_term_floor: int, version_if_lost: int, fresh: bool
+    ) -> TakeoverRequest:
         """For taking the run over."""
-        return Known(
-            epoch_floor=epoch_floor,
+        return TakeoverRequest(
+            leader_term_floor=leader_term_floor,
             lineage=self.lineage,
             step=self.step,
             saved=saved,

@@ -11,13 +11,13 @@ import structlog
 import torch
 
 from broker.client import Broker
-from broker.flow.fencing import incarnation
-from broker.weights.delta_writer import DeltaMaker
+from broker.flow.fencing import term_number
+from broker.weights.delta_writer import DeltaWriter
 from broker.weights.store import make_transport
-from consumers.trainer.disk_retry import Patience
+from consumers.trainer.disk_retry import DiskRetry
 from consumers.trainer.leadership import Incarnation
 from consumers.trainer.progress import Progress
-from consumers.trainer.rank_group import Crew
+from consumers.trainer.rank_group import RankGroup
 from schemas.codec import Array
 from schemas.config import TidemillConfig
 from schemas.errors import DiskError, InfraError
@@ -31,7 +31,7 @@ class Publisher:
 
     The next optimizer step waits only for the copy. A version that found no room on the disk is waited for.
 
-    epoch: the trainer's; once a newer one took over, sending ends with FencedError.
+    leader_term: the trainer's; once a newer one took over, sending ends with FencedError.
     """
 
     def __init__(self, config: TidemillConfig, broker: Broker, vocabulary: int) -> None:
@@ -39,9 +39,9 @@ class Publisher:
         self._store = broker.weights
         self._folder = (settings.folder or config.folder / "weights").resolve()
         self._transport = make_transport(broker.link, settings.transport, self._folder)
-        self._deltas = DeltaMaker(self._folder, settings.max_chain) if settings.deltas else None
+        self._deltas = DeltaWriter(self._folder, settings.max_chain) if settings.deltas else None
         self._keep = settings.keep
-        self.epoch = "0-none"
+        self.leader_term = "0-none"
         generator = torch.Generator().manual_seed(config.run.seed)
         length = min(settings.probe_tokens, config.model.max_length - 1)
         self._probe = torch.randint(vocabulary, (length,), generator=generator).tolist()
@@ -50,14 +50,14 @@ class Publisher:
         self._full = False
         """Whether the last version found no room."""
 
-    def publish(self, crew: Crew, version: int, step: int) -> None:
+    def publish(self, crew: RankGroup, version: int, step: int) -> None:
         """Send the weights of ``crew`` as they are now as ``version``; errors of the version before surface here.
 
         DiskError when there is no room for it. When the one before found none, also this one's surface here.
         """
         self.flush()
-        epoch = self.epoch
-        file = self._folder / f"part-{version}-e{incarnation(epoch)}"
+        leader_term = self.leader_term
+        file = self._folder / f"part-{version}-t{term_number(leader_term)}"
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -75,7 +75,7 @@ class Publisher:
                     file,
                     version=version,
                     step=step,
-                    epoch=epoch,
+                    leader_term=leader_term,
                     tensors=snapshot.specs,
                     digests=digests,
                     probe=probe,
@@ -117,15 +117,15 @@ class Offers:
         self,
         config: TidemillConfig,
         broker: Broker,
-        crew: Crew,
+        crew: RankGroup,
         progress: Progress,
-        incarnation: Incarnation,
-        patience: Patience,
+        term_number: Incarnation,
+        patience: DiskRetry,
     ) -> None:
         self._store = broker.weights
         self._crew = crew
         self._progress = progress
-        self._incarnation = incarnation
+        self._incarnation = term_number
         self._patience = patience
         vocabulary = crew.step.policy.causal_lm.config.get_text_config().vocab_size
         self._publisher = Publisher(config, broker, vocabulary)
@@ -157,5 +157,5 @@ class Offers:
         newest = self._store.newest()
         if newest is None or newest.version < version or (newest.version == version and not self._store.holds(newest)):
             self._incarnation.publishes(version)
-            self._publisher.epoch = self._incarnation.epoch
+            self._publisher.leader_term = self._incarnation.leader_term
             self._publisher.publish(self._crew, version, self._progress.step)

@@ -19,7 +19,7 @@ import structlog
 
 from consumers.trainer.checkpoint.compare import Comparison, compare
 from consumers.trainer.checkpoint.store import Checkpoints, Restored
-from consumers.trainer.data.microbatches import Group, Sample, StepBatch
+from consumers.trainer.data.microbatches import Group, StepBatch, TrainSample
 from consumers.trainer.metrics.timing import traced
 from consumers.trainer.model.hf_weights import reference_logprobs, save_model
 from consumers.trainer.model.snapshot import Snapshot, Snapshots
@@ -37,7 +37,7 @@ class Train(msgspec.Struct, tag="train"):
     """One optimizer step over this rank's micro-batches; trace: folder for a profile of it, or nothing."""
 
     version: int
-    micro_batches: list[list[Sample]]
+    micro_batches: list[list[TrainSample]]
     trace: str
 
 
@@ -52,7 +52,7 @@ class Save(msgspec.Struct, tag="save"):
 
     step: int
     version: int
-    epoch: int
+    leader_term: int
 
 
 class Load(msgspec.Struct, tag="load"):
@@ -82,7 +82,7 @@ _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)
 
 
-class Crew:
+class RankGroup:
     """All ranks of one trainer. In a single process the calls are what they are called::
 
     crew = Crew(config, step)
@@ -127,14 +127,14 @@ class Crew:
         self._snapshot = snapshot
         return snapshot, logprobs
 
-    def save(self, *, step: int, version: int, epoch: int, extra: dict[str, Any]) -> None:
+    def save(self, *, step: int, version: int, leader_term: int, extra: dict[str, Any]) -> None:
         """Begin a checkpoint of the state as it is now; see Checkpoints. ``saved`` has to be called before the next.
 
         Training may go on at once: with trainer.checkpoint.asynchronous it is written meanwhile, else it is written.
         """
-        self._send_all(Save(step, version, epoch))
+        self._send_all(Save(step, version, leader_term))
         taken = self.checkpoints.take(
-            self.step, step=step, version=version, epoch=epoch, extra=extra, copy=self._asynchronous
+            self.step, step=step, version=version, leader_term=leader_term, extra=extra, copy=self._asynchronous
         )
         self._writing = self._writer.submit(self.checkpoints.write, taken)
         if not self._asynchronous:
@@ -202,7 +202,7 @@ class Crew:
         elif isinstance(command, Gather):
             self.gather(command.tokens)
         elif isinstance(command, Save):
-            self.save(step=command.step, version=command.version, epoch=command.epoch, extra={})
+            self.save(step=command.step, version=command.version, leader_term=command.leader_term, extra={})
         elif isinstance(command, Load):
             self.load(Path(command.path))
         elif isinstance(command, Export):

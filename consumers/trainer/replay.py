@@ -13,11 +13,11 @@ import torch
 
 from consumers.trainer.checkpoint.batch_files import BatchFiles
 from consumers.trainer.checkpoint.compare import Comparison
-from consumers.trainer.checkpoint.store import Checkpoints, epoch_of, step_of
+from consumers.trainer.checkpoint.store import Checkpoints, leader_term_of, step_of
 from consumers.trainer.data.microbatches import Group
 from consumers.trainer.distributed.ranks import Ranks
 from consumers.trainer.model.lora import make_policy
-from consumers.trainer.rank_group import Crew
+from consumers.trainer.rank_group import RankGroup
 from consumers.trainer.step.train_step import TrainStep
 from schemas.config import TidemillConfig
 from schemas.errors import ConfigError
@@ -57,7 +57,7 @@ def plan_replay(config: TidemillConfig, first: int, last: int | None) -> Plan:
     ways = []
     for step in range(first, last):
         record = batches.read(step)
-        if record.epoch > epoch_of(goal):
+        if record.leader_term > leader_term_of(goal):
             raise ConfigError(
                 f"{goal.name} is of weights that were given up: a later trainer trained step {step} again"
             )
@@ -79,7 +79,7 @@ def run_replay(config: TidemillConfig, plan: Plan, did: Callable[[int], None]) -
     torch.manual_seed(config.run.seed)
     ranks, batches = Ranks(), BatchFiles(config.folder)
     with ranks.lifeline():
-        crew = Crew(config, TrainStep.from_config(make_policy(config), config, ranks))
+        crew = RankGroup(config, TrainStep.from_config(make_policy(config), config, ranks))
         if not ranks.is_main:
             crew.follow()
             return None

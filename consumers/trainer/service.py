@@ -11,7 +11,7 @@ from consumers.trainer.distributed.ranks import Ranks
 from consumers.trainer.loop import Trainer
 from consumers.trainer.metrics.trackers import check_trackers
 from consumers.trainer.model.lora import make_policy
-from consumers.trainer.rank_group import Crew
+from consumers.trainer.rank_group import RankGroup
 from consumers.trainer.step.train_step import TrainStep
 from schemas.config import TidemillConfig
 from schemas.lifecycle import StopFlag
@@ -34,12 +34,17 @@ def run_trainer(config: TidemillConfig, name: str) -> None:
         step = TrainStep.from_config(make_policy(config), config, ranks)
         if not ranks.is_main:
             # Asked to end, it goes on until rank 0 has saved, which needs all ranks.
-            Crew(config, step).follow()
+            RankGroup(config, step).follow()
             return
         broker = Broker.connect(config)
         trainer = Trainer(config, name, broker, step)
         presence = Presence(
-            broker, name, "trainer", trainer.describe, obeyed=lambda: trainer.heed.obeyed, probes=config.probes
+            broker,
+            name,
+            "trainer",
+            trainer.describe,
+            acknowledged=lambda: trainer.heed.acknowledged,
+            probes=config.probes,
         )
         trainer.heed.changed = presence.soon
         with presence:

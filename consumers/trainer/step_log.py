@@ -1,8 +1,8 @@
 """The trainer's own log of what it did, on disk: metrics.jsonl for people, trained.jsonl as evidence.
 
 A step that is replayed after a crash appears again; its last line is the one of the surviving weights. A line
-``resumed`` says that a trainer (``epoch``) went on from that step: later steps written before are void, and so is
-everything that an older epoch writes after it.
+``resumed`` says that a trainer (``leader_term``) went on from that step: later steps written before are void, and so is
+everything that an older term writes after it.
 
 What is written down of every step: the run's logs, its figures for people, and its batch where that is wanted.
 """
@@ -17,12 +17,12 @@ from typing import Any
 from broker.client import Broker
 from consumers.trainer.batch_source import Batch
 from consumers.trainer.checkpoint.batch_files import Recorder
-from consumers.trainer.disk_retry import Patience
+from consumers.trainer.disk_retry import DiskRetry
 from consumers.trainer.leadership import Incarnation
-from consumers.trainer.metrics.timing import Clock
+from consumers.trainer.metrics.timing import StepTimer
 from consumers.trainer.metrics.trackers import Trackers
 from consumers.trainer.progress import Progress
-from consumers.trainer.rank_group import Crew
+from consumers.trainer.rank_group import RankGroup
 from consumers.trainer.step.train_step import StepResult
 from schemas.config import TidemillConfig
 from schemas.errors import InfraError
@@ -36,11 +36,11 @@ class RunLog:
         self._metrics = (folder / "metrics.jsonl").open("a", encoding="utf-8")
         self._trained = (folder / "trained.jsonl").open("a", encoding="utf-8")
 
-    def resumed(self, step: int, epoch: str) -> None:
+    def resumed(self, step: int, leader_term: str) -> None:
         """This trainer goes on from weights with ``step`` steps in them."""
-        self._line(self._trained, {"resumed": step, "epoch": epoch})
+        self._line(self._trained, {"resumed": step, "leader_term": leader_term})
 
-    def trained(self, batch: Batch, epoch: str) -> None:
+    def trained(self, batch: Batch, leader_term: str) -> None:
         """These samples are in the weights now."""
         samples = [
             [group.task_id, member.sample]
@@ -48,7 +48,7 @@ class RunLog:
             for member in group.members
             if member.trajectory_id
         ]
-        line = {"step": batch.record.step, "epoch": epoch, "samples": samples, "excluded": batch.excluded}
+        line = {"step": batch.record.step, "leader_term": leader_term, "samples": samples, "excluded": batch.excluded}
         self._line(self._trained, line)
 
     def metrics(self, line: dict[str, Any]) -> None:
@@ -74,11 +74,11 @@ class Books:
         self,
         config: TidemillConfig,
         broker: Broker,
-        crew: Crew,
+        crew: RankGroup,
         progress: Progress,
         incarnation: Incarnation,
-        patience: Patience,
-        clock: Clock,
+        patience: DiskRetry,
+        clock: StepTimer,
     ) -> None:
         self._config = config
         self._broker = broker
@@ -95,7 +95,7 @@ class Books:
 
     def resumed(self) -> None:
         """This trainer goes on from the weights as they are."""
-        self._log.resumed(self._progress.step, self._incarnation.epoch)
+        self._log.resumed(self._progress.step, self._incarnation.leader_term)
 
     def profile(self, step: int) -> Path | None:
         """Where a profile of this step goes, if one is wanted."""
@@ -106,13 +106,13 @@ class Books:
         """Keep what the weights, still counted as before, have just been trained on, if that is wanted."""
         recorder = self._recorder
         if recorder is not None:
-            version, epoch = self._progress.version, self._incarnation.number
+            version, leader_term = self._progress.version, self._incarnation.number
             with self._clock.phase("record"):
-                self._patience("batches", lambda: recorder.trained(batch, version, epoch))
+                self._patience("batches", lambda: recorder.trained(batch, version, leader_term))
 
     def trained(self, batch: Batch) -> None:
         """The weights have this step now."""
-        self._log.trained(batch, self._incarnation.epoch)
+        self._log.trained(batch, self._incarnation.leader_term)
 
     def covered(self) -> None:
         """A checkpoint was written."""

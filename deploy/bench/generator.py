@@ -30,7 +30,7 @@ from schemas.lifecycle import StopFlag
 from schemas.messages import Sampling, Task
 
 if TYPE_CHECKING:
-    from broker.flow.trainer_session import Training
+    from broker.flow.trainer_session import TrainerSession
 
 PROMPT = 16
 """Tokens of a prompt."""
@@ -170,10 +170,12 @@ class Bench:
 
     def _begin(self, groups: int) -> None:
         """A trainer that has published version 0 and has room for all groups."""
-        from broker.flow.pipeline import Known
+        from broker.flow.pipeline import TakeoverRequest
 
-        training: Training = self._broker.training()
-        epoch = training.begin(Known(batch=groups, staleness=0, window=1, steps=ENDLESS, every=1)).epoch
+        training: TrainerSession = self._broker.training()
+        leader_term = training.begin(
+            TakeoverRequest(batch=groups, staleness=0, window=1, steps=ENDLESS, every=1)
+        ).leader_term
         file = self._folder / "weights.safetensors"
         shutil.copyfile(self._folder / "model" / "model.safetensors", file)
         self._broker.weights.publish(
@@ -181,7 +183,7 @@ class Bench:
             file,
             version=0,
             step=0,
-            epoch=epoch,
+            leader_term=leader_term,
             tensors=[],
             probe=None,
             keep=2,

@@ -10,15 +10,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from broker.flow.pipeline import Outcome
+from broker.flow.pipeline import ScoredSample
 from broker.queues.consumer_group import Delivery
-from consumers.trainer.batch_source import Assembly
-from deploy.bench.workload import (
-    Flow,
-    Pool,
-    begin,
-    open_broker,
-)
+from consumers.trainer.batch_source import GroupBuffer
+from deploy.bench.workload import Flow, Pool, begin, open_broker
 from schemas.errors import InfraError
 from schemas.messages import BatchRecord, GroupRef, Member, Task, Trajectory
 
@@ -93,7 +88,7 @@ class Assembler:
     def __init__(self, url: str, run: str, pool: Pool, flow: Flow) -> None:
         self._training = open_broker(url, run).training()
         begin(self._training, flow)
-        self._assembly = Assembly(window=1)
+        self._assembly = GroupBuffer(window=1)
         self._pool = pool
         self._flow = flow
         self._step = 0
@@ -122,7 +117,7 @@ class Assembler:
             self._training.commit(self._uncommitted)
             self._uncommitted.clear()
 
-    def _groups(self) -> list[list[Outcome]]:
+    def _groups(self) -> list[list[ScoredSample]]:
         while True:
             if self._complete >= self._flow.batch:
                 active = self._training.look().slots
@@ -139,7 +134,7 @@ class Assembler:
         self._complete -= len(chosen)
         return [self._assembly.take(slot.task_id) for slot in chosen]
 
-    def _arrays(self, outcomes: list[Outcome], bodies: list[Trajectory | None]) -> list[tuple[Any, ...]]:
+    def _arrays(self, outcomes: list[ScoredSample], bodies: list[Trajectory | None]) -> list[tuple[Any, ...]]:
         """Tokens, mask, log-probabilities and versions of each sample; each [T]."""
         arrays = []
         for outcome, body in zip(outcomes, bodies, strict=True):
@@ -154,7 +149,7 @@ class Assembler:
         return arrays
 
 
-def reference(outcomes: list[Outcome]) -> GroupRef:
+def reference(outcomes: list[ScoredSample]) -> GroupRef:
     """A group in the journal."""
     members = [Member(outcome.sample, outcome.scored_id, outcome.trajectory_id or b"") for outcome in outcomes]
     return GroupRef(outcomes[0].task_id, members)

@@ -18,22 +18,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from broker.flow.pipeline import Outcome
-from consumers.trainer.batch_source import Assembly
-from deploy.bench.pipeline_tidemill import (
-    CLAIM,
-    GROUPS_AT_ONCE,
-    REWARDS_AT_ONCE,
-    reference,
-)
+from broker.flow.pipeline import ScoredSample
+from consumers.trainer.batch_source import GroupBuffer
+from deploy.bench.pipeline_tidemill import CLAIM, GROUPS_AT_ONCE, REWARDS_AT_ONCE, reference
 from deploy.bench.processes import Crew, Member
 from deploy.bench.server import Usage, describe, serving
-from deploy.bench.workload import (
-    Flow,
-    Pool,
-    begin,
-    open_broker,
-)
+from deploy.bench.workload import Flow, Pool, begin, open_broker
 from schemas.errors import InfraError
 from schemas.messages import BatchRecord
 
@@ -184,10 +174,10 @@ class Assembler:
     def __init__(self, url: str, run: str, flow: Flow) -> None:
         self._training = open_broker(url, run).training()
         begin(self._training, flow)
-        self._assembly = Assembly(window=1)
+        self._assembly = GroupBuffer(window=1)
         self._flow = flow
         self._records: list[BatchRecord] = []
-        self._groups: list[list[Outcome]] = []
+        self._groups: list[list[ScoredSample]] = []
         self._freed: list[float] = []
         self._tokens = 0
 
@@ -211,7 +201,7 @@ class Assembler:
         for start in range(0, ready - self._flow.batch + 1, self._flow.batch):
             self._train([self._assembly.take(slot.task_id) for slot in active[start : start + self._flow.batch]])
 
-    def _train(self, groups: list[list[Outcome]]) -> None:
+    def _train(self, groups: list[list[ScoredSample]]) -> None:
         step = len(self._freed)
         if [group[0].task_id for group in groups] != list(range(step * len(groups), (step + 1) * len(groups))):
             raise InfraError(f"step {step} is out of admission order")

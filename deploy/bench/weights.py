@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from broker.connection.connection import open_client
-from broker.flow.pipeline import Known
-from broker.weights.delta_writer import DeltaMaker
+from broker.flow.pipeline import TakeoverRequest
+from broker.weights.delta_writer import DeltaWriter
 from broker.weights.digests import CHUNK_BYTES
-from broker.weights.local_copy import WeightCopy
+from broker.weights.local_copy import LocalWeights
 from broker.weights.store import make_transport
 from consumers.trainer.model.snapshot import Snapshot
 from deploy.bench.server import Usage, describe, serving
@@ -30,7 +30,7 @@ from deploy.bench.workload import open_broker
 from schemas.errors import InfraError
 from schemas.messages import Manifest, TensorSpec
 
-KNOWN = Known(batch=1, staleness=1, window=1, steps=1, every=1)
+KNOWN = TakeoverRequest(batch=1, staleness=1, window=1, steps=1, every=1)
 
 Advance = Callable[[int], None]
 Times = dict[str, list[float]]
@@ -72,13 +72,13 @@ class Line:
         self._clock = clock
         self._version = 0
         self._specs: list[TensorSpec] = []
-        self._deltas = DeltaMaker(folder / "out", max_chain=8)
+        self._deltas = DeltaWriter(folder / "out", max_chain=8)
         (folder / "out").mkdir(parents=True)
 
-    def forget(self) -> WeightCopy:
+    def forget(self) -> LocalWeights:
         """The next version is whole; a generator that has nothing."""
-        self._deltas = DeltaMaker(self._folder / "out", max_chain=8)
-        return WeightCopy(self.broker.weights, self._folder / "in")
+        self._deltas = DeltaWriter(self._folder / "out", max_chain=8)
+        return LocalWeights(self.broker.weights, self._folder / "in")
 
     def publish(self, name: str, file: Path | None = None) -> Manifest:
         """Publish the subject's weights, or those in ``file``, timed in its parts."""
@@ -107,7 +107,7 @@ class Line:
             self._folder / "out" / "part",
             version=self._version,
             step=self._version,
-            epoch=self._training.epoch,
+            leader_term=self._training.leader_term,
             tensors=tensors,
             probe=None,
             keep=2,

@@ -9,10 +9,10 @@ import numpy as np
 import numpy.typing as npt
 
 from broker.client import Broker
-from broker.connection.connection import Link
+from broker.connection.connection import Connection
 from broker.connection.keys import Keys
-from broker.flow.pipeline import Known
-from broker.flow.trainer_session import Training
+from broker.flow.pipeline import TakeoverRequest
+from broker.flow.trainer_session import TrainerSession
 from schemas.codec import Array
 from schemas.config import BrokerConfig
 from schemas.messages import Sampling, Score, Span, Task, Trajectory
@@ -109,13 +109,13 @@ class Pool:
 def open_broker(url: str, run: str) -> Broker:
     """The run's broker with default settings."""
     config = BrokerConfig()
-    return Broker(Link(url, Keys(config.prefix, run), config.deadline_s), config)
+    return Broker(Connection(url, Keys(config.prefix, run), config.deadline_s), config)
 
 
-def begin(training: Training, flow: Flow) -> None:
+def begin(training: TrainerSession, flow: Flow) -> None:
     """Take a new run over, as a trainer without a checkpoint does."""
     training.begin(
-        Known(
+        TakeoverRequest(
             batch=flow.batch,
             staleness=flow.staleness,
             window=1,

@@ -9,12 +9,7 @@ from typing import Annotated
 
 import typer
 
-from deploy.cli.runs import (
-    Json,
-    Prefix,
-    Run,
-    Url,
-)
+from deploy.cli.runs import Json, Prefix, Run, Url
 
 app = typer.Typer()
 Control = Annotated[

@@ -10,12 +10,7 @@ from typing import Annotated, Literal
 import typer
 
 from deploy.cli.control import Control
-from deploy.cli.runs import (
-    Json,
-    Prefix,
-    Run,
-    Url,
-)
+from deploy.cli.runs import Json, Prefix, Run, Url
 
 app = typer.Typer()
 letters = typer.Typer(help="Messages that could not be processed.", no_args_is_help=True)

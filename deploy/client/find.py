@@ -14,13 +14,7 @@ from rich.table import Table
 
 from broker.client import Broker
 from broker.connection import acl
-from broker.connection.connection import (
-    Link,
-    answers,
-    mask,
-    open_client,
-    url_from,
-)
+from broker.connection.connection import Connection, answers, mask, open_client, url_from
 from broker.connection.keys import Keys
 from broker.connection.runs import RunInfo, list_runs
 from schemas.config import BrokerConfig, TidemillConfig, load_config
@@ -49,7 +43,7 @@ def find(run: str, url: str | None, prefix: str) -> Broker:
         )
     answers(found)
     settings = BrokerConfig(deadline_s=DEADLINE_S, prefix=prefix)
-    broker = Broker(Link(found, Keys(prefix, run), DEADLINE_S), settings)
+    broker = Broker(Connection(found, Keys(prefix, run), DEADLINE_S), settings)
     if not broker.link.run("looking for the run", lambda client: client.exists(broker.link.keys.ctl)):
         known = ", ".join(sorted(info.name for info in list_runs(broker.link.client))) or "none"
         raise ConfigError(f"no run {run!r} at {mask(found)}; runs there: {known}")

@@ -8,12 +8,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from schemas.control_api import (
-    Accepted,
-    DeadLetters,
-    Trajectories,
-    TrajectoryDetail,
-)
+from schemas.control_api import Accepted, DeadLetters, Trajectories, TrajectoryDetail
 
 
 def accepted(answer: Accepted, as_json: bool) -> None:

@@ -42,7 +42,7 @@ def rows(s: RunStatus) -> list[tuple[str, str]]:
     lines = [
         ("state", f"{s.state}{': ' + s.cause if s.cause else ''}"),
         ("limited by", s.verdict.text),
-        ("step", f"{s.step} of {s.steps}, weights version {s.version}, trainer epoch {s.epoch}"),
+        ("step", f"{s.step} of {s.steps}, weights version {s.version}, trainer leader_term {s.leader_term}"),
         ("prompt groups", f"{total}: {balance}"),
         ("ended untrained", ", ".join(ended) or "none"),
         ("to admit again", str(ledger.redo)),

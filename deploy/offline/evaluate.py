@@ -22,7 +22,7 @@ from producers.engines.factory import engine_name, make_engine
 from producers.feeder import make_task
 from producers.rendering.tokenizer import HfTokenizer
 from producers.workflows import WORKFLOWS
-from producers.workflows.base import Sample, Workflow
+from producers.workflows.base import SampledCompletion, Workflow
 from schemas.codec import Array
 from schemas.config import EvalConfig, TidemillConfig
 from schemas.messages import Task, Trajectory
@@ -69,7 +69,7 @@ async def _evaluate(config: TidemillConfig, evaluation: EvalConfig, path: str) -
                 async def answer(task: Task) -> list[Trajectory]:
                     async with room:
                         runs = workflow.run(engine, tokenizer, task, range(task.n))
-                        samples = [item async for item in runs if isinstance(item, Sample)]
+                        samples = [item async for item in runs if isinstance(item, SampledCompletion)]
                         found = [_trajectory(config.run.name, task, sample) for sample in samples]
                     bar.advance(shown)
                     return found
@@ -105,7 +105,7 @@ async def _started(config: TidemillConfig, path: str) -> AsyncIterator[Engine]:
         await engine.close()
 
 
-def _trajectory(run: str, task: Task, sample: Sample) -> Trajectory:
+def _trajectory(run: str, task: Task, sample: SampledCompletion) -> Trajectory:
     return Trajectory(
         run=run,
         task_id=task.task_id,

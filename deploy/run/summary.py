@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 from broker.client import Broker
-from deploy.supervisor.supervisor import Outcome
+from deploy.supervisor.supervisor import RunOutcome
 from deploy.terminal.live import clock
 from schemas.config import TidemillConfig
 from schemas.errors import TidemillError
@@ -149,11 +149,11 @@ def lineage(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     kept: list[dict[str, Any]] = []
     newest = 0
     for line in lines:
-        epoch = int(str(line.get("epoch", newest)).partition("-")[0])
-        if epoch < newest:
+        leader_term = int(str(line.get("leader_term", newest)).partition("-")[0])
+        if leader_term < newest:
             # Written by a trainer that had been replaced and did not know it yet.
             continue
-        newest = epoch
+        newest = leader_term
         step = line.get("resumed", line.get("step"))
         while kept and kept[-1]["step"] >= step:
             kept.pop()
@@ -268,7 +268,7 @@ class Ending:
         print(self.folder / SUMMARY)
 
 
-def finish(config: TidemillConfig, outcome: Outcome, phases: Mapping[str, float]) -> Ending:
+def finish(config: TidemillConfig, outcome: RunOutcome, phases: Mapping[str, float]) -> Ending:
     """Sum the run up. The services have stopped, the broker still answers; without it the logs must do."""
     reason = outcome.reason if outcome.cause is None else f"{outcome.reason}: {outcome.cause}"
     try:

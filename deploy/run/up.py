@@ -32,31 +32,13 @@ from deploy.run.summary import Ending, finish
 from deploy.run_files import CONFIG
 from deploy.supervisor.events import Notices
 from deploy.supervisor.restart_policy import State
-from deploy.supervisor.scale_commands import Steward
+from deploy.supervisor.scale_commands import CommandFollower
 from deploy.supervisor.services import Starter
-from deploy.supervisor.supervisor import (
-    Change,
-    Outcome,
-    ServiceSpec,
-    Supervisor,
-)
+from deploy.supervisor.supervisor import Change, RunOutcome, ServiceSpec, Supervisor
 from deploy.terminal.live import View
-from deploy.terminal.snapshot import (
-    Notice,
-    Replica,
-    RunSnapshot,
-    Watcher,
-    empty,
-)
+from deploy.terminal.snapshot import Notice, Replica, RunSnapshot, Watcher, empty
 from schemas.config import ProbesConfig, TidemillConfig, save_config
-from schemas.errors import (
-    CONFIG_EXIT,
-    ERROR_EXIT,
-    INTERRUPTED_EXIT,
-    OK_EXIT,
-    ConfigError,
-    InfraError,
-)
+from schemas.errors import CONFIG_EXIT, ERROR_EXIT, INTERRUPTED_EXIT, OK_EXIT, ConfigError, InfraError
 
 BROKER_DEADLINE_S = 30.0
 STOP_ORDER = {"feeder": 0, "generator": 1, "reward": 2, "trainer": 3, "control": 4, "broker": 9}
@@ -121,7 +103,7 @@ class _Run:
         if early is not None:
             return self.report(early, None)
         broker = Broker.connect(self.config)
-        steward = Steward(supervisor, broker)
+        steward = CommandFollower(supervisor, broker)
         steward.begin({"generator": self.config.generator.replicas, "reward": self.config.reward.replicas})
         with (
             self.timeline.to(broker),
@@ -160,7 +142,7 @@ class _Run:
         elif change.level != "info":
             self.console.print(f"{change.service}: {change.text}", soft_wrap=True, highlight=False, markup=False)
 
-    def warm_start(self) -> Outcome | None:
+    def warm_start(self) -> RunOutcome | None:
         """Make the model first, in a process of its own; an outcome only when that ended the run."""
         settings = self.config.warm_start
         if settings is None or is_current(self.config, settings):
@@ -172,7 +154,7 @@ class _Run:
             supervisor.stop()
         return None if outcome.reason == "finished" else outcome
 
-    def _start_broker(self, supervisor: Supervisor) -> Outcome | None:
+    def _start_broker(self, supervisor: Supervisor) -> RunOutcome | None:
         """An embedded server, unless there is one to use; an outcome only when it can't be started."""
         url = url_from(self.config.broker.url)
         if url is not None:
@@ -191,7 +173,7 @@ class _Run:
         while True:
             outcome = supervisor.poll()
             if outcome is not None or supervisor.interrupts:
-                return outcome or Outcome("stopped")
+                return outcome or RunOutcome("stopped")
             try:
                 client.ping()
                 return None
@@ -257,7 +239,7 @@ class _Run:
         notices = sorted([*snapshot.notices, *self.notices[-8:]], key=lambda notice: notice.time)
         return replace(snapshot, replicas=replicas, notices=notices)
 
-    def report(self, outcome: Outcome, ending: Ending | None) -> int:
+    def report(self, outcome: RunOutcome, ending: Ending | None) -> int:
         """Tell how it ended; returns the exit code."""
         if ending is not None:
             ending.print(self.console)

@@ -12,8 +12,8 @@ import redis
 import structlog
 
 from broker.client import Broker
-from broker.flow.run_control import Orders
-from deploy.supervisor.supervisor import Outcome, Supervisor
+from broker.flow.run_control import ControlState
+from deploy.supervisor.supervisor import RunOutcome, Supervisor
 from schemas.errors import ConfigError, TidemillError
 
 BY = "tidemill up"
@@ -21,7 +21,7 @@ BY = "tidemill up"
 log = structlog.get_logger()
 
 
-class Steward:
+class CommandFollower:
     """``obey`` is called at every tick of the supervisor, ``describe`` goes into its heartbeat."""
 
     def __init__(self, supervisor: Supervisor, broker: Broker) -> None:
@@ -34,7 +34,7 @@ class Steward:
 
     def begin(self, replicas: Mapping[str, int]) -> None:
         """Say how many replicas there are to be at first, and look which orders are old."""
-        orders = self._broker.orders.read() or Orders()
+        orders = self._broker.orders.read() or ControlState()
         self._stop_seen = orders.stop
         self._done = dict(replicas)
         for role, count in replicas.items():
@@ -43,7 +43,7 @@ class Steward:
     def describe(self) -> tuple[str, int, dict[str, float]]:
         return "stopping" if self.stopping else "running", -1, {}
 
-    def obey(self, orders: Orders | None) -> None:
+    def obey(self, orders: ControlState | None) -> None:
         """Do what is new. Called often; what was done once is not done again."""
         if orders is None or self.stopping:
             return
@@ -60,7 +60,7 @@ class Steward:
                 log.warning("cannot scale", role=role, replicas=replicas, error=str(error))
             self._done[role] = replicas
 
-    def record(self, outcome: Outcome) -> None:
+    def record(self, outcome: RunOutcome) -> None:
         """Leave word in the broker how the run ended, unless the trainer has said that it is finished."""
         if outcome.reason == "finished":
             return

@@ -62,7 +62,7 @@ class Change:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class RunOutcome:
     """How the run ended."""
 
     reason: Literal["finished", "stopped", "failed"]
@@ -198,7 +198,7 @@ class Supervisor:
         """How many of a role live, or are about to be started again."""
         return sum(s.spec.role == role and _lives(s) for s in self._services.values())
 
-    def run(self, on_tick: Callable[[], None] = lambda: None) -> Outcome:
+    def run(self, on_tick: Callable[[], None] = lambda: None) -> RunOutcome:
         """Supervise until the run is finished, given up, or SIGINT, SIGTERM or SIGHUP arrives.
 
         All services but the finished or failed one still run then: ``stop`` them.
@@ -208,11 +208,11 @@ class Supervisor:
             if outcome is not None:
                 return outcome
             if self._interrupts or self._asked_to_end:
-                return Outcome("stopped")
+                return RunOutcome("stopped")
             on_tick()
             self._pause()
 
-    def poll(self, now: float | None = None) -> Outcome | None:
+    def poll(self, now: float | None = None) -> RunOutcome | None:
         """Do what is due; the outcome when the run is over."""
         now = time.monotonic() if now is None else now
         for service in list(self._services.values()):
@@ -226,9 +226,9 @@ class Supervisor:
         if now < self._sweep_until:
             self._strays.sweep(self._guards())
         if any(s.life.state is State.FINISHED for s in self._services.values()):
-            return Outcome("finished")
+            return RunOutcome("finished")
         if any(s.life.state is State.FAILED and self._is_fatal(s) for s in self._services.values()):
-            return Outcome("failed", self._cause(now))
+            return RunOutcome("failed", self._cause(now))
         return None
 
     def stop(self, keep: Sequence[str] = ()) -> None:

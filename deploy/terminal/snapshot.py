@@ -16,7 +16,7 @@ import redis
 import structlog
 
 from broker.client import Broker
-from broker.flow.run_control import Orders
+from broker.flow.run_control import ControlState
 from deploy.supervisor.events import NAME
 from schemas.config import TidemillConfig
 from schemas.errors import TidemillError
@@ -97,7 +97,7 @@ class RunSnapshot:
     lags: Mapping[str, int] = field(default_factory=dict)
     replicas: list[Replica] = field(default_factory=list)
     notices: list[Notice] = field(default_factory=list)
-    orders: Orders | None = None
+    orders: ControlState | None = None
 
     @property
     def complete_accuracies(self) -> list[Accuracy]:

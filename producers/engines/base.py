@@ -64,7 +64,7 @@ class Completion:
 
 
 @dataclass(frozen=True)
-class Load:
+class KvCacheUsage:
     """Use of an engine's cache of keys and values.
 
     tokens: room for so many. used: by requests in flight, whole blocks. waiting: samples that have no token yet.
@@ -96,7 +96,7 @@ class Engine(Protocol):
         """
         ...
 
-    def load_now(self) -> Load | None:
+    def load_now(self) -> KvCacheUsage | None:
         """What requests in flight take; None where ``settings.max_samples`` is the only limit. Answers at once."""
         ...
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from producers.engines.base import Completion, EngineSettings, Load, Progress
+from producers.engines.base import Completion, EngineSettings, KvCacheUsage, Progress
 from producers.engines.factory import room
 from schemas.errors import ConfigError, DataError, InfraError
 from schemas.messages import FinishReason, Sampling, Span
@@ -91,7 +91,7 @@ class ScriptedEngine:
         """Rounds of tokens so far."""
         return self._rounds if self._active and self._running.is_set() else None
 
-    def load_now(self) -> Load | None:
+    def load_now(self) -> KvCacheUsage | None:
         """No limit."""
         return None
 

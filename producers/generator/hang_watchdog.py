@@ -38,7 +38,7 @@ class Stall:
         return self._silent_s
 
 
-class StallWatch:
+class HangWatchdog:
     """Context manager: looks every second, and calls ``end`` with the reason when the engine hung for ``stall_s``."""
 
     def __init__(self, growth: Callable[[], int | None], stall_s: float, end: Callable[[str], None]) -> None:
@@ -48,7 +48,7 @@ class StallWatch:
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="stall-watch", daemon=True)
 
-    def __enter__(self) -> StallWatch:
+    def __enter__(self) -> HangWatchdog:
         self._thread.start()
         return self
 

@@ -92,7 +92,7 @@ def next_piece(saved: Saved | None, partial: Partial) -> tuple[int, Piece] | Non
     return saved.pieces, piece_of(partial, length)
 
 
-class Saver:
+class PartialSaver:
     """``grown`` returns at once; ``close`` waits for what is under way."""
 
     def __init__(self, partials: Partials) -> None:

@@ -1,6 +1,6 @@
 """The valve of one generator: whether anything may be sampled. People's orders open and close it.
 
-Nothing is sampled from the moment that ``obeyed`` says so until the valve opens again; requests stay in the engine.
+Nothing is sampled from the moment that ``acknowledged`` says so until the gate opens again; requests stay in it.
 It is closed until the orders have been read once, and it closes by itself when they can't be read for FENCE_S: the
 control plane does not wait for a generator that it has not heard of for longer than that.
 """
@@ -14,9 +14,9 @@ from contextlib import asynccontextmanager
 import structlog
 
 from broker.client import Broker
-from broker.flow.run_control import Orders
+from broker.flow.run_control import ControlState
 from producers.engines.base import Engine
-from schemas.lifecycle import StopFlag, unless_ended
+from schemas.lifecycle import StopFlag, until_stopped
 
 FENCE_S = 10.0
 """Shorter than the silence after which a service is not waited for (broker/api/status/run_state.py, LIVE_S)."""
@@ -24,8 +24,8 @@ FENCE_S = 10.0
 log = structlog.get_logger()
 
 
-class Valve:
-    """``orders`` are the newest known; ``obeyed`` goes into the heartbeat, ``changed`` is called when it does."""
+class PauseFollower:
+    """``orders`` are the newest known; ``acknowledged`` goes into the heartbeat, ``changed`` is called when it does."""
 
     def __init__(self, broker: Broker, engine: Engine, changed: Callable[[], None] = lambda: None) -> None:
         self._broker = broker
@@ -38,8 +38,8 @@ class Valve:
         self._engine_runs = False
         self._engine_paused = False
         self._position = b""
-        self.orders = Orders()
-        self.obeyed: dict[str, int] = {}
+        self.orders = ControlState()
+        self.acknowledged: dict[str, int] = {}
 
     @property
     def open(self) -> bool:
@@ -50,24 +50,24 @@ class Valve:
         try:
             while not stop:
                 reading = asyncio.ensure_future(asyncio.to_thread(self._next_orders))
-                await unless_ended(stop, asyncio.wait([reading], timeout=FENCE_S))
+                await until_stopped(stop, asyncio.wait([reading], timeout=FENCE_S))
                 if not stop and not reading.done():
                     log.warning("no orders can be read, generation stands still", waited_s=FENCE_S)
                     await self._close()
-                orders = await unless_ended(stop, reading)
+                orders = await until_stopped(stop, reading)
                 if not stop:
                     await self.obey(orders)
         finally:
             await self.end()
 
-    def _next_orders(self) -> Orders | None:
+    def _next_orders(self) -> ControlState | None:
         """The orders as soon as something has changed, after a second at the latest."""
         if self._position:
             self._broker.ledger.wait_change(self._position)
         self._position = self._broker.ledger.change_position()
         return self._broker.orders.read()
 
-    async def obey(self, orders: Orders | None) -> None:
+    async def obey(self, orders: ControlState | None) -> None:
         """Follow these orders; None is a broker that knows none."""
         # A broker that was wiped holds no orders until the trainer has rebuilt it: the last ones stand.
         orders = self.orders if orders is None else orders
@@ -76,8 +76,8 @@ class Valve:
             await self._close()
         else:
             await self._let_go()
-        if self.obeyed.get("pause") != orders.pause_id:
-            self.obeyed["pause"] = orders.pause_id
+        if self.acknowledged.get("pause") != orders.pause_id:
+            self.acknowledged["pause"] = orders.pause_id
             self._changed()
 
     async def engine_started(self) -> None:

@@ -14,9 +14,9 @@ from broker.queues.consumer_group import Delivery
 from broker.queues.partials import Partials
 from broker.queues.tasks import TaskQueue
 from producers.engines.base import Engine
-from producers.generator.outbox import Outbox, Saver
-from producers.generator.weight_updates import Updates
-from producers.workflows.base import Sample, Tokenizer, Workflow
+from producers.generator.outbox import Outbox, PartialSaver
+from producers.generator.weight_updates import WeightUpdater
+from producers.workflows.base import SampledCompletion, Tokenizer, Workflow
 from schemas.codec import Array
 from schemas.errors import DataError
 from schemas.messages import Partial, Span, Task, Trajectory
@@ -25,7 +25,7 @@ log = structlog.get_logger()
 
 
 @dataclass(frozen=True)
-class Shop:
+class RolloutServices:
     """What all jobs of a generator share."""
 
     run: str
@@ -35,15 +35,17 @@ class Shop:
     engine: Engine
     tokenizer: Tokenizer
     workflow: Workflow
-    updates: Updates
+    updates: WeightUpdater
     outbox: Outbox
-    saver: Saver
+    saver: PartialSaver
 
 
-class Job:
+class Rollout:
     """One delivery of a task, run once. ``freed`` hears of each sample that was published."""
 
-    def __init__(self, shop: Shop, delivery: Delivery[Task], freed: Callable[[Sample], Awaitable[None]]) -> None:
+    def __init__(
+        self, shop: RolloutServices, delivery: Delivery[Task], freed: Callable[[SampledCompletion], Awaitable[None]]
+    ) -> None:
         self._shop = shop
         self._delivery = delivery
         self._freed = freed
@@ -77,7 +79,7 @@ class Job:
             partial = msgspec.structs.replace(self._task, partials=self._unfinished)
             await asyncio.to_thread(shop.queue.hand_back, self._delivery, partial)
 
-    async def _deliver(self, sample: Sample, seconds: float) -> None:
+    async def _deliver(self, sample: SampledCompletion, seconds: float) -> None:
         """Weights that came in under the sample must have passed their probe before any token of theirs leaves."""
         good = await self._shop.updates.trusted(sample.spans, len(sample.tokens))
         if sample.finish == "abort" or good < len(sample.tokens):
@@ -120,7 +122,7 @@ def head(partial: Partial, length: int) -> Partial:
     )
 
 
-def trajectory_of(shop: Shop, task: Task, sample: Sample, seconds: float) -> Trajectory:
+def trajectory_of(shop: RolloutServices, task: Task, sample: SampledCompletion, seconds: float) -> Trajectory:
     """The message that a finished sample travels as."""
     return Trajectory(
         run=shop.run,
@@ -141,7 +143,7 @@ def trajectory_of(shop: Shop, task: Task, sample: Sample, seconds: float) -> Tra
     )
 
 
-def partial_of(sample: Sample, end: int | None = None) -> Partial:
+def partial_of(sample: SampledCompletion, end: int | None = None) -> Partial:
     """What an unfinished sample had generated up to ``end``, positions counted from its first generated token."""
     generated = [i for i, mask in enumerate(sample.loss_mask) if mask]
     start = generated[0] if generated else len(sample.tokens)

@@ -13,10 +13,10 @@ from broker.presence import Presence
 from producers.engines.base import Engine, EngineSettings
 from producers.engines.factory import check_sampling, make_engine
 from producers.feeder import make_sampling
-from producers.generator.hang_watchdog import StallWatch, end_process
-from producers.generator.pause import Valve
-from producers.generator.task_loop import Intake
-from producers.generator.weight_updates import Updates
+from producers.generator.hang_watchdog import HangWatchdog, end_process
+from producers.generator.pause import PauseFollower
+from producers.generator.task_loop import TaskLoop
+from producers.generator.weight_updates import WeightUpdater
 from producers.rendering.tokenizer import HfTokenizer
 from producers.workflows import WORKFLOWS
 from schemas.config import TidemillConfig
@@ -63,9 +63,9 @@ class Generator:
         tokenizer = HfTokenizer(config.model.path, config.model.trust_remote_code)
         workflow = WORKFLOWS.get(config.generator.workflow.name, config.base)(**config.generator.workflow.args)
         folder = config.folder / "cache" / name
-        self._valve = Valve(broker, engine, self._acknowledge)
-        self._updates = Updates(config, name, broker, engine, Path(folder), self._valve)
-        self._intake = Intake(config, name, broker, engine, tokenizer, workflow, self._updates, self._valve)
+        self._valve = PauseFollower(broker, engine, self._acknowledge)
+        self._updates = WeightUpdater(config, name, broker, engine, Path(folder), self._valve)
+        self._intake = TaskLoop(config, name, broker, engine, tokenizer, workflow, self._updates, self._valve)
         renew_s = config.generator.lease_s / 3
         self._presence = Presence(
             broker,
@@ -74,7 +74,7 @@ class Generator:
             self._describe,
             self._intake.renew,
             renew_s,
-            obeyed=lambda: self._valve.obeyed,
+            acknowledged=lambda: self._valve.acknowledged,
             probes=config.probes,
         )
         self._state = "loading"
@@ -96,7 +96,7 @@ class Generator:
             log.info("engine started", seconds=round(time.monotonic() - started, 1))
             try:
                 self._state = "running"
-                with StallWatch(self._engine.growth, self._config.generator.stall_s, end_process):
+                with HangWatchdog(self._engine.growth, self._config.generator.stall_s, end_process):
                     await self._work(stop)
             finally:
                 self._state = "stopping"

@@ -13,15 +13,15 @@ import time
 
 from broker.client import Broker
 from broker.queues.consumer_group import Delivery
-from producers.engines.base import Engine, Load
+from producers.engines.base import Engine, KvCacheUsage
 from producers.generator.eval_versions import still_at
-from producers.generator.outbox import Outbox, Saver
-from producers.generator.pause import Valve
-from producers.generator.rollout import Job, Shop
-from producers.generator.weight_updates import Updates
-from producers.workflows.base import Sample, Tokenizer, Workflow
+from producers.generator.outbox import Outbox, PartialSaver
+from producers.generator.pause import PauseFollower
+from producers.generator.rollout import Rollout, RolloutServices
+from producers.generator.weight_updates import WeightUpdater
+from producers.workflows.base import SampledCompletion, Tokenizer, Workflow
 from schemas.config import TidemillConfig
-from schemas.lifecycle import StopFlag, unless_ended
+from schemas.lifecycle import StopFlag, until_stopped
 from schemas.messages import Task
 
 FULL = 0.95
@@ -43,13 +43,13 @@ class Lengths:
         self.mean += (tokens - self.mean) / self._seen
 
 
-def need(sample: Sample, n: int) -> int:
+def need(sample: SampledCompletion, n: int) -> int:
     """Tokens that a sample held in the cache, of the prompt its share as one of ``n``."""
     prompt = sample.loss_mask.index(1) if 1 in sample.loss_mask else len(sample.tokens)
     return len(sample.tokens) - prompt + prompt // n
 
 
-def room(most: int, in_flight: int, load: Load | None, mean: float, n: int) -> int:
+def room(most: int, in_flight: int, load: KvCacheUsage | None, mean: float, n: int) -> int:
     """Groups of ``n`` samples to take now.
 
     most: samples in flight, of the configuration; the last group may go beyond. load: of the engine, None where memory
@@ -74,7 +74,7 @@ ABORT_AGAIN_S = 0.2
 """A job may come to the engine after everything in it was aborted: then it is aborted again."""
 
 
-class Intake:
+class TaskLoop:
     """``in_flight`` counts samples taken and not yet published; ``tokens`` those generated so far."""
 
     def __init__(
@@ -85,16 +85,16 @@ class Intake:
         engine: Engine,
         tokenizer: Tokenizer,
         workflow: Workflow,
-        updates: Updates,
-        valve: Valve,
+        updates: WeightUpdater,
+        valve: PauseFollower,
     ) -> None:
         self._config = config
         self._engine = engine
         self._updates = updates
         self._valve = valve
         self._queue = broker.tasks(name)
-        self._saver = Saver(broker.partials(name))
-        self._shop = Shop(
+        self._saver = PartialSaver(broker.partials(name))
+        self._shop = RolloutServices(
             run=config.run.name,
             name=name,
             queue=self._queue,
@@ -126,7 +126,7 @@ class Intake:
         """Until stop; then everything unfinished is handed back, while the last read may still be waiting."""
         async with asyncio.TaskGroup() as group:
             pulling = group.create_task(self._pull(group, stop))
-            await unless_ended(stop, asyncio.wait({pulling}))
+            await until_stopped(stop, asyncio.wait({pulling}))
             while self._jobs or not pulling.done():
                 await self._engine.abort_all()
                 await asyncio.wait({pulling, *self._jobs}, timeout=ABORT_AGAIN_S)
@@ -137,7 +137,7 @@ class Intake:
         lease_s = self._config.generator.lease_s
         next_claim = time.monotonic()
         while not stop and await self._updates.ready() and await self._valve.wait_open():
-            count = await unless_ended(stop, self._some_room())
+            count = await until_stopped(stop, self._some_room())
             if not count:
                 continue
             deliveries: list[Delivery[Task]] = []
@@ -182,7 +182,7 @@ class Intake:
         task = delivery.message
         left = task.n
 
-        async def freed(sample: Sample) -> None:
+        async def freed(sample: SampledCompletion) -> None:
             nonlocal left
             left -= 1
             self.tokens += sum(sample.loss_mask)
@@ -192,7 +192,7 @@ class Intake:
         try:
             async with self._updates.using(delivery.version, task.kind == "eval") as ready:
                 if ready and not stop:
-                    await Job(self._shop, delivery, freed).run()
+                    await Rollout(self._shop, delivery, freed).run()
                 else:
                     await asyncio.to_thread(self._queue.hand_back, delivery, task)
         finally:

@@ -20,14 +20,14 @@ import structlog
 
 from broker.client import Broker
 from broker.weights.digests import base_digest
-from broker.weights.local_copy import WeightCopy
+from broker.weights.local_copy import LocalWeights
 from producers.engines.base import Engine
 from producers.engines.weight_files import resolve_folder
 from producers.generator.eval_versions import Evaluations, next_version
-from producers.generator.pause import Valve
+from producers.generator.pause import PauseFollower
 from schemas.config import TidemillConfig
 from schemas.errors import ConfigError, DataError, InfraError
-from schemas.lifecycle import StopFlag, unless_ended
+from schemas.lifecycle import StopFlag, until_stopped
 from schemas.messages import Adapter, Event, Manifest, Span
 
 
@@ -76,19 +76,19 @@ TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.1}
 log = structlog.get_logger()
 
 
-class Updates:
+class WeightUpdater:
     """``version`` is what the engine has; ``ready`` is what the intake waits for, ``using`` what a task does.
 
     evaluating: evaluation tasks in progress, which hold new weights back.
     """
 
     def __init__(
-        self, config: TidemillConfig, name: str, broker: Broker, engine: Engine, folder: Path, valve: Valve
+        self, config: TidemillConfig, name: str, broker: Broker, engine: Engine, folder: Path, valve: PauseFollower
     ) -> None:
         self._broker = broker
         self._engine = engine
         self._name = name
-        self._copy = WeightCopy(broker.weights, folder)
+        self._copy = LocalWeights(broker.weights, folder)
         self._belongs = Belongs(config)
         self._keep_copy = config.trainer.publish.deltas
         self._drains = config.generator.update == "drain"
@@ -117,7 +117,7 @@ class Updates:
         try:
             while not stop:
                 seen = max(self.version, *self._refused, -1)
-                manifest = await unless_ended(stop, asyncio.to_thread(self._broker.weights.wait_newer, seen))
+                manifest = await until_stopped(stop, asyncio.to_thread(self._broker.weights.wait_newer, seen))
                 if manifest is not None:
                     manifest = await self._choose(manifest)
                 if manifest is not None:
@@ -210,7 +210,7 @@ class Updates:
         wait, tries = 0.5, 0
         while True:
             try:
-                return await unless_ended(stop, asyncio.to_thread(self._copy.fetch, manifest))
+                return await until_stopped(stop, asyncio.to_thread(self._copy.fetch, manifest))
             except InfraError as error:
                 newest = await asyncio.to_thread(self._broker.weights.newest)
                 if newest is None or newest.version != manifest.version:
@@ -223,7 +223,7 @@ class Updates:
                     raise
                 log.warning("waiting for weights that cannot be fetched", version=manifest.version, error=str(error))
             tries += 1
-            await unless_ended(stop, asyncio.sleep(wait))
+            await until_stopped(stop, asyncio.sleep(wait))
             if stop:
                 return None
             wait = min(2 * wait, 10.0)

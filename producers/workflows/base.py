@@ -15,7 +15,7 @@ from schemas.messages import FinishReason, Partial, Span, Task, Turn
 
 
 @dataclass
-class Sample:
+class SampledCompletion:
     """One finished sample of T tokens, prompt and completion together.
 
     loss_mask: 1 where the policy generated the token. logprobs: natural log, 0 elsewhere.
@@ -53,8 +53,8 @@ class Workflow(Protocol):
 
     def run(
         self, engine: Engine, tokenizer: Tokenizer, task: Task, samples: Sequence[int]
-    ) -> AsyncIterator[Sample | Partial]:
-        """Yield one Sample for each index in ``samples``, in any order, each after any Partial of it.
+    ) -> AsyncIterator[SampledCompletion | Partial]:
+        """Yield one SampledCompletion for each index in ``samples``, in any order, each after any Partial of it.
 
         ``task.partials`` holds what there is already of some.
         """

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 import numpy as np
 
 from producers.engines.base import Completion, Engine
-from producers.workflows.base import Sample, Tokenizer
+from producers.workflows.base import SampledCompletion, Tokenizer
 from schemas.codec import Array
 from schemas.messages import Partial, Span, Task, Turn
 
@@ -25,7 +25,7 @@ class SingleTurn:
 
     async def run(
         self, engine: Engine, tokenizer: Tokenizer, task: Task, samples: Sequence[int]
-    ) -> AsyncIterator[Sample | Partial]:
+    ) -> AsyncIterator[SampledCompletion | Partial]:
         prompt_ids = tokenizer.prompt_ids(task)
         prompt = tokenizer.decode(prompt_ids)
         partials = {part.sample: part for part in task.partials if len(part.tokens)}
@@ -104,12 +104,14 @@ def join(part: Partial, new: Completion) -> Completion:
     )
 
 
-def _sample(index: int, prompt_ids: list[int], completion: Completion, prompt: str, tokenizer: Tokenizer) -> Sample:
+def _sample(
+    index: int, prompt_ids: list[int], completion: Completion, prompt: str, tokenizer: Tokenizer
+) -> SampledCompletion:
     start, total = len(prompt_ids), len(prompt_ids) + len(completion.tokens)
     turns = [Turn("prompt", 0, start)]
     if completion.tokens:
         turns.append(Turn("assistant", start, total))
-    return Sample(
+    return SampledCompletion(
         index=index,
         tokens=[*prompt_ids, *completion.tokens],
         loss_mask=[0] * start + [1] * len(completion.tokens),

@@ -114,7 +114,19 @@ class MaxMemory(Fault):
         return _command(world, "redis", limit, lift, rng.uniform(1.0, 4.0))
 
 
-PARTS = ("tasks", "trajectories", "scored", "ctl", "epoch", "slots", "counts", "groups", "samples", "journal", "redo")
+PARTS = (
+    "tasks",
+    "trajectories",
+    "scored",
+    "ctl",
+    "leader_term",
+    "slots",
+    "counts",
+    "groups",
+    "samples",
+    "journal",
+    "redo",
+)
 """Keys without which a run can't go on as it was."""
 BESIDE = ("weights", "chunks", "dead", "evals", "services")
 """Keys whose loss may cost no sample."""

@@ -22,7 +22,7 @@ class Step:
     """One optimizer step. samples: task id, sample, digest, oldest version; version: of the weights before it."""
 
     step: int
-    epoch: str
+    leader_term: str
     version: int
     samples: list[tuple[int, int, int, int]]
     process: str
@@ -36,14 +36,16 @@ class Violation:
     text: str
 
 
-def epoch_number(epoch: str) -> int:
+def term_number(leader_term: str) -> int:
     """``3-a1b2c3d4`` is incarnation 3."""
-    return int(epoch.partition("-")[0])
+    return int(leader_term.partition("-")[0])
 
 
 def lineage(trainers: Sequence[Log]) -> tuple[list[Step], list[Violation]]:
     """The steps inside the weights of the newest trainer, in order, and what is wrong with their chain."""
-    begun = [(epoch_number(line.data["epoch"]), log) for log in trainers for line in log.lines if line.kind == "begin"]
+    begun = [
+        (term_number(line.data["leader_term"]), log) for log in trainers for line in log.lines if line.kind == "begin"
+    ]
     if not begun:
         return [], []
     log = max(begun, key=lambda pair: pair[0])[1]
@@ -78,7 +80,7 @@ def lineage(trainers: Sequence[Log]) -> tuple[list[Step], list[Violation]]:
 def _step(line: Line, process: str) -> Step:
     data = line.data
     samples = [(task, sample, digest, oldest) for task, sample, digest, oldest in data["x"]]
-    return Step(data["step"], data["epoch"], data["version"], samples, process)
+    return Step(data["step"], data["leader_term"], data["version"], samples, process)
 
 
 def _saved(trainers: Sequence[Log], loaded: Line) -> tuple[Log, Sequence[Line]] | None:
@@ -98,16 +100,16 @@ def _saved(trainers: Sequence[Log], loaded: Line) -> tuple[Log, Sequence[Line]] 
 def trained_log(lines: Iterable[dict[str, Any]]) -> list[tuple[int, Sample]]:
     """(step, sample) of the surviving weights as the product's own trained.jsonl tells them.
 
-    A line ``resumed`` voids the steps from there on that were written before, and whatever an older epoch still
+    A line ``resumed`` voids the steps from there on that were written before, and whatever an older term still
     writes after it.
     """
     newest = 0
     steps: dict[int, list[Sample]] = {}
     for line in lines:
-        epoch = epoch_number(line["epoch"])
+        leader_term = term_number(line["leader_term"])
         if "resumed" in line:
-            newest = max(newest, epoch)
+            newest = max(newest, leader_term)
             steps = {step: samples for step, samples in steps.items() if step < line["resumed"]}
-        elif epoch >= newest:
+        elif leader_term >= newest:
             steps[line["step"]] = [(task, sample) for task, sample in line["samples"]]
     return [(step, sample) for step, samples in sorted(steps.items()) for sample in samples]

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from tests.chaos.evidence import Line, Log
-from tests.chaos.lineage import Sample, Step, Violation, epoch_number, lineage
+from tests.chaos.lineage import Sample, Step, Violation, lineage, term_number
 
 SLACK_S = 0.5
 """How much later than an answer its line of evidence may be."""
@@ -209,7 +209,7 @@ def windows(losses: Sequence[Loss], trainers: Sequence[Log]) -> list[tuple[float
 def _zombies(trainers: Sequence[Log], judgement: Judgement) -> None:
     """After a newer trainer began, an older one may at most still write down what was answered before."""
     begins = sorted(
-        (line.at, epoch_number(line.data["epoch"]), log.process)
+        (line.at, term_number(line.data["leader_term"]), log.process)
         for log in trainers
         for line in log.lines
         if line.kind == "begin"

@@ -13,8 +13,8 @@ Lines of evidence, by kind (x: one list for each sample or group):
   admit: t, a (answer), c (next task id) · publish?: x=[t, s, digest] before, publish: x=[t, s, digest, answer] after
   score?: x=[t, s], score: x=[t, s, status, answer] · end?: t, how, reason (and s, for one sample
   alone) before, end: the same and a after
-  loaded: step, epoch · saving (its state is copied): step, epoch · begin: epoch, step, lost
-  step: step, epoch, version, x=[t, s, digest, oldest version]
+  loaded: step, term · saving (its state is copied): step, term · begin: term, step, lost
+  step: step, term, version, x=[t, s, digest, oldest version]
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from broker.connection.connection import Link
+from broker.connection.connection import Connection
 from broker.flow.ledger import Ledger
-from broker.flow.pipeline import Known
-from broker.flow.trainer_session import Training
+from broker.flow.pipeline import TakeoverRequest
+from broker.flow.trainer_session import TrainerSession
 from broker.queues.scores import ScoreQueue
 from broker.queues.tasks import TaskQueue
 from deploy.cli import app
@@ -81,7 +81,7 @@ def _watch_ends(evidence: Evidence) -> None:
     """Every way in which a group ends without being trained goes through these scripts, whoever calls them."""
 
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
-        def script(self: Link, name: str, *args: Any) -> Any:
+        def script(self: Connection, name: str, *args: Any) -> Any:
             if name == "close":
                 end = {"t": int(args[0]), "how": args[1], "reason": args[2]}
             elif name == "give_up" and args[2] != "":
@@ -97,7 +97,7 @@ def _watch_ends(evidence: Evidence) -> None:
 
         return script
 
-    _replace(Link, "script", make)
+    _replace(Connection, "script", make)
 
 
 def _feeder(evidence: Evidence, folder: Path) -> None:
@@ -184,7 +184,7 @@ def _trainer(evidence: Evidence, folder: Path) -> None:
 
     def saving(original: Callable[..., Any]) -> Callable[..., Any]:
         def take(self: Checkpoints, *args: Any, **kwargs: Any) -> Any:
-            evidence.write("saving", step=kwargs["step"], epoch=kwargs["epoch"])
+            evidence.write("saving", step=kwargs["step"], leader_term=kwargs["leader_term"])
             return original(self, *args, **kwargs)
 
         return take
@@ -192,16 +192,16 @@ def _trainer(evidence: Evidence, folder: Path) -> None:
     def loading(original: Callable[..., Any]) -> Callable[..., Any]:
         def load(self: Checkpoints, path: Path, *args: Any) -> Any:
             restored = original(self, path, *args)
-            # step-00000100-e0003 is of incarnation 3.
-            evidence.write("loaded", step=restored.step, epoch=int(path.name.rpartition("-e")[2]))
+            # step-00000100-t0003 is of incarnation 3.
+            evidence.write("loaded", step=restored.step, leader_term=int(path.name.rpartition("-e")[2]))
             return restored
 
         return load
 
     def beginning(original: Callable[..., Any]) -> Callable[..., Any]:
-        def begin(self: Training, known: Known) -> Any:
+        def begin(self: TrainerSession, known: TakeoverRequest) -> Any:
             takeover = original(self, known)
-            evidence.write("begin", epoch=takeover.epoch, step=known.step, lost=takeover.lost)
+            evidence.write("begin", leader_term=takeover.leader_term, step=known.step, lost=takeover.lost)
             return takeover
 
         return begin
@@ -222,15 +222,15 @@ def _trainer(evidence: Evidence, folder: Path) -> None:
         return run
 
     def logging(original: Callable[..., Any]) -> Callable[..., Any]:
-        def trained(self: RunLog, batch: Any, epoch: str) -> None:
-            original(self, batch, epoch)
-            evidence.write("step", step=batch.record.step, epoch=epoch, **last)
+        def trained(self: RunLog, batch: Any, leader_term: str) -> None:
+            original(self, batch, leader_term)
+            evidence.write("step", step=batch.record.step, leader_term=leader_term, **last)
 
         return trained
 
     _replace(Checkpoints, "take", saving)
     _replace(Checkpoints, "load", loading)
-    _replace(Training, "begin", beginning)
+    _replace(TrainerSession, "begin", beginning)
     _replace(TrainStep, "assemble", assembling)
     _replace(TrainStep, "run", running)
     _replace(RunLog, "trained", logging)

@@ -12,7 +12,7 @@ from pathlib import Path
 import redis
 import structlog
 
-from broker.connection.connection import Link
+from broker.connection.connection import Connection
 from broker.connection.keys import Keys
 from broker.flow.ledger import Ledger
 from schemas.errors import TidemillError
@@ -47,7 +47,7 @@ class Watch:
         structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
         self._server = server
         self._keys = keys
-        self._ledger = Ledger(Link(server.url, keys, PATIENCE_S), 1 << 20)
+        self._ledger = Ledger(Connection(server.url, keys, PATIENCE_S), 1 << 20)
         self._evidence = evidence
         self.cursor = 0
 

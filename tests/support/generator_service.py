@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from broker.client import Broker
-from broker.flow.trainer_session import Training
+from broker.flow.trainer_session import TrainerSession
 from broker.weights.store import make_transport
 from producers.engines.base import Engine as AnyEngine
 from producers.engines.base import EngineSettings
@@ -67,7 +67,7 @@ def engine_of(config: TidemillConfig, **script: Any) -> Engine:
 
 def publish(
     broker: Broker,
-    training: Training,
+    training: TrainerSession,
     folder: Path,
     version: int,
     content: bytes = b"weights" * 10,
@@ -81,7 +81,7 @@ def publish(
         file,
         version=version,
         step=version,
-        epoch=training.epoch,
+        leader_term=training.leader_term,
         tensors=[],
         probe=Probe(tokens=Array.of(probe[0], "i4"), logprobs=Array.of(probe[1], "f4")),
         keep=3,
@@ -142,7 +142,7 @@ def freeze(broker: Broker) -> Callable[[], bool]:
     orders = broker.orders.read()
     assert orders is not None
     number = orders.pause_id
-    return lambda: any(b.service == "g" and b.obeyed.get("pause") == number for b in broker.services.list())
+    return lambda: any(b.service == "g" and b.acknowledged.get("pause") == number for b in broker.services.list())
 
 
 def versions(trajectories: Sequence[Trajectory]) -> set[int]:

@@ -17,13 +17,13 @@ from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
-from broker.connection.connection import Link
-from broker.flow.trainer_session import Training
+from broker.connection.connection import Connection
+from broker.flow.trainer_session import TrainerSession
 from broker.weights.store import WeightStore
 from consumers.trainer.checkpoint import store as checkpoint_store
 from consumers.trainer.checkpoint.batch_files import BatchFiles
 from consumers.trainer.distributed.ranks import Ranks
-from consumers.trainer.rank_group import Crew
+from consumers.trainer.rank_group import RankGroup
 from consumers.trainer.service import run_trainer
 from consumers.trainer.step.train_step import TrainStep
 from consumers.trainer.step_log import RunLog
@@ -39,7 +39,7 @@ def _named(ending: str) -> Callable[..., bool]:
     return lambda path, *_: Path(path).name.endswith(ending)
 
 
-def _committing(_: Link, script: str, *__: Any) -> bool:
+def _committing(_: Connection, script: str, *__: Any) -> bool:
     return script == "commit"
 
 
@@ -53,33 +53,33 @@ def _halve(aside: Path) -> None:
 # Steps 0 to 4, checkpoints of steps 2, 4 and 5. A point of a step is that of step 3, whose predecessor is journaled and
 # trained but in no checkpoint; one of a save is that of step 4.
 POINTS: dict[str, tuple[Any, str, str, int, Callable[..., bool] | None]] = {
-    "claimed, not in the journal": (Training, "journal", "before", 4, None),
-    "in the journal": (Training, "journal", "after", 4, None),
+    "claimed, not in the journal": (TrainerSession, "journal", "before", 4, None),
+    "in the journal": (TrainerSession, "journal", "after", 4, None),
     "forward": (Ranks, "backward", "before", 4, None),
     "backward": (Ranks, "backward", "after", 4, None),
     "optimizer step": (TrainStep, "_update", "after", 4, None),
     "batch recorded": (BatchFiles, "write", "after", 4, None),
     "step in the run's log": (RunLog, "trained", "after", 4, None),
-    "weights written, not sent": (Crew, "gather", "after", 5, None),
+    "weights written, not sent": (RankGroup, "gather", "after", 5, None),
     "weights published": (WeightStore, "publish", "after", 5, None),
-    "slots not returned": (Training, "step", "before", 4, None),
-    "slots returned": (Training, "step", "after", 4, None),
+    "slots not returned": (TrainerSession, "step", "before", 4, None),
+    "slots returned": (TrainerSession, "step", "after", 4, None),
     "before the tensors of the checkpoint": (checkpoint_store.state_dict_saver, "save", "before", 2, None),
     "half of the tensors written": (checkpoint_store.state_dict_saver, "save", "half", 2, None),
     "tensors written": (checkpoint_store.state_dict_saver, "save", "after", 2, None),
     "state written, no marker": (checkpoint_store, "complete", "before", 2, None),
     "marker written, not renamed": (Path, "rename", "before", 2, _named(".writing")),
     "renamed": (Path, "rename", "after", 2, _named(".writing")),
-    "not committed": (Training, "commit", "before", 3, None),
-    "half committed": (Link, "script", "before", 4, _committing),
-    "committed": (Training, "commit", "after", 3, None),
+    "not committed": (TrainerSession, "commit", "before", 3, None),
+    "half committed": (Connection, "script", "before", 4, _committing),
+    "committed": (TrainerSession, "commit", "after", 3, None),
     "old checkpoint renamed, not removed": (shutil, "rmtree", "before", 2, _named(".removing")),
-    "all trained, not finished": (Training, "finish", "before", 1, None),
+    "all trained, not finished": (TrainerSession, "finish", "before", 1, None),
     "forward, while a checkpoint is written": (Ranks, "backward", "before", 5, None),
     "optimizer step, while a checkpoint is written": (TrainStep, "_update", "after", 5, None),
     "weights published, while a checkpoint is written": (WeightStore, "publish", "after", 6, None),
-    "slots returned, while a checkpoint is written": (Training, "step", "after", 5, None),
-    "slots returned, checkpoint durable but not committed": (Training, "step", "after", 5, None),
+    "slots returned, while a checkpoint is written": (TrainerSession, "step", "after", 5, None),
+    "slots returned, checkpoint durable but not committed": (TrainerSession, "step", "after", 5, None),
     "replayed": (TrainStep, "_update", "after", 1, None),
 }
 

@@ -6,15 +6,15 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from broker.client import Broker
-from broker.flow.trainer_session import Training
-from broker.weights.local_copy import WeightCopy
+from broker.flow.trainer_session import TrainerSession
+from broker.weights.local_copy import LocalWeights
 from broker.weights.store import make_transport
 from schemas.messages import Adapter, Event, Heartbeat, Manifest, Score
 from tests.integration.broker.test_flow import record_of, task, trajectory
 from tests.support.trainer_sessions import begin
 
 
-def one_group(roles: Mapping[str, Broker], folder: Path) -> Training:
+def one_group(roles: Mapping[str, Broker], folder: Path) -> TrainerSession:
     """The first group of a run is admitted, generated, scored, trained and committed, its weights go out and in."""
     training = begin(roles["trainer"])
     assert roles["feeder"].ledger.admit(task(0)).answer == "ok"
@@ -32,7 +32,7 @@ def one_group(roles: Mapping[str, Broker], folder: Path) -> Training:
     training.journal(record)
     assert training.records() == {0: record}
     training.step(record)
-    publish_weights(roles["trainer"], training.epoch, 1, folder)
+    publish_weights(roles["trainer"], training.leader_term, 1, folder)
     training.commit([record])
     assert fetch_weights(roles["generator"], folder).version == 1
     for role, broker in roles.items():
@@ -49,7 +49,7 @@ WEIGHTS = b"weights" * 100
 
 def publish_weights(
     broker: Broker,
-    epoch: str,
+    leader_term: str,
     version: int,
     folder: Path,
     *,
@@ -58,12 +58,20 @@ def publish_weights(
     content: bytes = WEIGHTS,
     adapter: Adapter | None = None,
 ) -> None:
-    """The weights of the trainer with this epoch, by default through the broker itself."""
+    """The weights of the trainer with this term, by default through the broker itself."""
     file = folder / "new.safetensors"
     file.write_bytes(content)
     transport = make_transport(broker.link, kind, folder)
     broker.weights.publish(
-        transport, file, version=version, step=version, epoch=epoch, tensors=[], probe=None, keep=keep, adapter=adapter
+        transport,
+        file,
+        version=version,
+        step=version,
+        leader_term=leader_term,
+        tensors=[],
+        probe=None,
+        keep=keep,
+        adapter=adapter,
     )
 
 
@@ -71,7 +79,7 @@ def fetch_weights(broker: Broker, folder: Path) -> Manifest:
     """As a generator gets them."""
     manifest = broker.weights.wait_newer(0, 10)
     assert manifest is not None
-    assert WeightCopy(broker.weights, folder / "in").fetch(manifest).read_bytes() == WEIGHTS
+    assert LocalWeights(broker.weights, folder / "in").fetch(manifest).read_bytes() == WEIGHTS
     return manifest
 
 

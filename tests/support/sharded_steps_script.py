@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from consumers.trainer.distributed.ranks import Ranks
 from consumers.trainer.model.hf_weights import wire_weights
 from consumers.trainer.model.lora import make_policy
-from consumers.trainer.rank_group import Crew
+from consumers.trainer.rank_group import RankGroup
 from consumers.trainer.step.train_step import TrainStep
 from schemas.config import parse_config
 from tests.support.trajectories import groups_of
@@ -37,7 +37,7 @@ def main(model: str, folder: str, first: str, last: str, sizes: str, dtype: str,
     ranks = Ranks(deadline_s=100.0)
     with ranks.lifeline():
         step = TrainStep.from_config(make_policy(config), config, ranks)
-        crew = Crew(config, step)
+        crew = RankGroup(config, step)
         if ranks.is_main:
             lead(crew, Path(folder), int(first), int(last), [int(size) for size in sizes.split(",")], dtype)
         else:
@@ -49,7 +49,7 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).clone()
 
 
-def lead(crew: Crew, folder: Path, first: int, last: int, sizes: list[int], dtype: str) -> None:
+def lead(crew: RankGroup, folder: Path, first: int, last: int, sizes: list[int], dtype: str) -> None:
     newest = crew.checkpoints.newest().path
     assert (newest is not None) == (first > 0)
     if newest is not None:
@@ -71,7 +71,7 @@ def lead(crew: Crew, folder: Path, first: int, last: int, sizes: list[int], dtyp
     snapshot, logprobs = crew.gather([5, 6, 7, 8])
     snapshot.fill()
     snapshot.write(file)
-    crew.save(step=last, version=last, epoch=1, extra={})
+    crew.save(step=last, version=last, leader_term=1, extra={})
     crew.export(folder / "model")
     crew.saved()
     crew.dismiss()

@@ -6,19 +6,19 @@ from dataclasses import replace
 from typing import Any
 
 from broker.client import Broker
-from broker.flow.pipeline import Known, Takeover
-from broker.flow.trainer_session import Training
+from broker.flow.pipeline import Takeover, TakeoverRequest
+from broker.flow.trainer_session import TrainerSession
 
-FIRST = Known(batch=1, staleness=7, window=1, steps=100, every=10)
+FIRST = TakeoverRequest(batch=1, staleness=7, window=1, steps=100, every=10)
 """What the first trainer of a run knows: one group a step, 8 slots, 100 steps."""
 
 
-def begin(broker: Broker, **changes: Any) -> Training:
+def begin(broker: Broker, **changes: Any) -> TrainerSession:
     """Take over as the first trainer, or with ``changes`` of what it knows."""
     return begin_as(broker, replace(FIRST, **changes))[0]
 
 
-def begin_as(broker: Broker, known: Known) -> tuple[Training, Takeover]:
+def begin_as(broker: Broker, known: TakeoverRequest) -> tuple[TrainerSession, Takeover]:
     """Take over with this knowledge."""
     training = broker.training()
     return training, training.begin(known)

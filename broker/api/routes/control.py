@@ -11,15 +11,7 @@ from broker.api.routes.context import By, Context, InContext
 from broker.api.status.scaling import NOBODY, scale_command
 from broker.api.web.problems import Refusal
 from broker.flow.run_control import Mode
-from schemas.control_api import (
-    Accepted,
-    PauseRequest,
-    RunStatus,
-    ScaleRequest,
-    Settings,
-    SettingsChange,
-    WaitRequest,
-)
+from schemas.control_api import Accepted, PauseRequest, RunStatus, ScaleRequest, Settings, SettingsChange, WaitRequest
 
 router = APIRouter(prefix="/v1", tags=["orders"])
 STOP_ELSEWHERE = {
@@ -92,7 +84,7 @@ async def checkpoint(context: InContext, by: By, body: WaitRequest | None = None
 
     def written(status: RunStatus) -> bool:
         return any(
-            service.role == "trainer" and service.live and service.obeyed.get("checkpoint", 0) >= number
+            service.role == "trainer" and service.live and service.acknowledged.get("checkpoint", 0) >= number
             for service in status.services
         )
 

@@ -12,7 +12,7 @@ from broker.api.routes import views
 from broker.api.routes.context import InContext
 from broker.api.routes.views import Search
 from broker.api.status.collector import evaluation
-from broker.telemetry.streams import KEEP_LINES, Noted
+from broker.telemetry.streams import KEEP_LINES, StoredEvent
 from schemas.control_api import (
     Evaluations,
     MetricsHistory,
@@ -89,7 +89,7 @@ async def events(
 ) -> StreamingResponse:
     """What happens, as it happens: server-sent events that resume where they broke off."""
     page = context.hub.open()
-    missed: list[Noted] = []
+    missed: list[StoredEvent] = []
     try:
         if position := last_event_id or since:
             missed = await asyncio.to_thread(context.broker.events.after, position, KEEP_LINES)

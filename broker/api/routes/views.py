@@ -22,9 +22,9 @@ from broker.api.web.problems import Refusal
 from broker.api.web.sse import timeline_event
 from broker.client import Broker
 from broker.flow.ledger import Setting
-from broker.queues.dead_letters import Filed
+from broker.queues.dead_letters import StoredLetter
 from broker.queues.tasks import EVAL_BASE
-from broker.telemetry.trajectories import Seen
+from broker.telemetry.trajectories import StoredTrajectory
 from schemas.control_api import (
     Accepted,
     DeadLetters,
@@ -193,7 +193,7 @@ class Search:
     reward_min: float | None = None
     reward_max: float | None = None
 
-    def wants(self, seen: Seen) -> bool:
+    def wants(self, seen: StoredTrajectory) -> bool:
         """Whether a trajectory fits."""
         body, score = seen.trajectory, seen.score
         if self.reward_min is not None or self.reward_max is not None:
@@ -212,12 +212,12 @@ class Search:
         )
 
 
-def head(seen: Seen) -> TrajectoryHead:
+def head(seen: StoredTrajectory) -> TrajectoryHead:
     """One line of a list."""
     return TrajectoryHead.model_validate(_head(seen))
 
 
-def _head(seen: Seen) -> dict[str, Any]:
+def _head(seen: StoredTrajectory) -> dict[str, Any]:
     body, score = seen.trajectory, seen.score
     versions = [span.version for span in body.spans]
     return {
@@ -239,7 +239,7 @@ def _head(seen: Seen) -> dict[str, Any]:
     }
 
 
-def detail(seen: Seen, decode: Decode | None) -> TrajectoryDetail:
+def detail(seen: StoredTrajectory, decode: Decode | None) -> TrajectoryDetail:
     """One in full, with what is known of each token."""
     body, score = seen.trajectory, seen.score
     ids, mask = body.tokens.numpy().tolist(), body.loss_mask.numpy().tolist()
@@ -266,17 +266,17 @@ def detail(seen: Seen, decode: Decode | None) -> TrajectoryDetail:
     )
 
 
-def letter_head(filed: Filed) -> LetterHead:
+def letter_head(filed: StoredLetter) -> LetterHead:
     """One line of the list of dead letters."""
     return LetterHead.model_validate(_letter(filed))
 
 
-def letter_detail(filed: Filed) -> LetterDetail:
+def letter_detail(filed: StoredLetter) -> LetterDetail:
     """One dead letter whole."""
     return LetterDetail.model_validate(_letter(filed) | {"payload": payload(filed.letter.payload)})
 
 
-def _letter(filed: Filed) -> dict[str, Any]:
+def _letter(filed: StoredLetter) -> dict[str, Any]:
     letter = filed.letter
     return {
         "id": filed.id,

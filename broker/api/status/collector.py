@@ -9,17 +9,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from broker.api.status.bottleneck import Evidence, verdict
-from broker.api.status.run_state import (
-    LOADING,
-    is_live,
-    pause_status,
-    run_state,
-)
+from broker.api.status.run_state import LOADING, is_live, pause_status, run_state
 from broker.api.status.scaling import scaling
 from broker.api.status.series import HISTOGRAM, History, Rates
 from broker.client import Broker
 from broker.flow.ledger import LedgerState
-from broker.flow.run_control import Orders
+from broker.flow.run_control import ControlState
 from broker.telemetry.stream_lag import Gauge, read_gauges
 from broker.telemetry.streams import FORGOTTEN_S, EvalResult
 from schemas.config import TidemillConfig
@@ -152,7 +147,7 @@ class Collector:
             step=ledger.step,
             steps=steps,
             version=ledger.version,
-            epoch=ledger.epoch,
+            leader_term=ledger.leader_term,
             reward=next(iter(history.last("reward/mean")), None),
             evaluation=evaluation(complete[-1]) if complete else None,
             pause=pause,
@@ -171,7 +166,7 @@ class Collector:
             streams=[self._stream(gauge, now) for gauge in gauges],
             services=services,
             settings=Settings(
-                staleness=ledger.staleness if ledger.epoch else self._plan.staleness,
+                staleness=ledger.staleness if ledger.leader_term else self._plan.staleness,
                 batch=ledger.batch or self._plan.batch,
                 concurrency=orders.concurrency,
                 changed=sorted(ledger.settings),
@@ -182,7 +177,7 @@ class Collector:
             memory_bytes=self._memory,
         )
 
-    def _service(self, beat: Heartbeat, orders: Orders, now: float) -> ServiceStatus:
+    def _service(self, beat: Heartbeat, orders: ControlState, now: float) -> ServiceStatus:
         figures = {name: value for name, value in beat.figures.items() if name not in NOT_LOAD}
         in_flight = beat.figures.get("samples_in_flight")
         most = beat.figures.get("max_samples") or self._plan.max_samples
@@ -195,10 +190,10 @@ class Collector:
             version=beat.version if beat.version >= 0 else None,
             silent_s=round(max(0.0, now - beat.time), 2),
             live=is_live(beat, now),
-            paused=orders.pause != "none" and beat.obeyed.get("pause") == orders.pause_id,
+            paused=orders.pause != "none" and beat.acknowledged.get("pause") == orders.pause_id,
             tokens_per_s=round(beat.figures.get("tokens_per_s", 0.0), 1),
             load=None if in_flight is None or not most else min(1.0, in_flight / most),
-            obeyed=dict(beat.obeyed),
+            acknowledged=dict(beat.acknowledged),
             figures=figures,
         )
 
@@ -220,7 +215,7 @@ class Collector:
         for counts in self.history.histograms[-RECENT:]:
             histogram.update(counts)
         return Staleness(
-            bound=ledger.staleness if ledger.epoch else self._plan.staleness,
+            bound=ledger.staleness if ledger.leader_term else self._plan.staleness,
             mean=sum(means) / len(means) if means else None,
             max=int(max(most)) if most else None,
             histogram=dict(sorted(histogram.items(), key=lambda pair: int(pair[0]))),
@@ -253,7 +248,7 @@ class Collector:
         return Evidence(
             state=state,
             cause=cause,
-            begun=ledger.epoch > 0,
+            begun=ledger.leader_term > 0,
             loading=[beat.service for beat in live if beat.state in LOADING],
             missing=[
                 role

@@ -14,14 +14,9 @@ from broker.api.status.kubernetes import Deployments
 from broker.api.status.prometheus import render
 from broker.api.status.series import Pace
 from broker.client import Broker
-from broker.telemetry.streams import Noted
+from broker.telemetry.streams import StoredEvent
 from schemas.config import TidemillConfig
-from schemas.control_api import (
-    MetricsHistory,
-    RunStatus,
-    ThroughputHistory,
-    Verdict,
-)
+from schemas.control_api import MetricsHistory, RunStatus, ThroughputHistory, Verdict
 from schemas.errors import InfraError, TidemillError
 
 EVERY_S = 1.0
@@ -54,7 +49,7 @@ class Watch:
         """When the reading thread last came round, for the probe of life."""
         self.on_status: Callable[[bytes], None] = lambda body: None
         self.on_metrics: Callable[[MetricsHistory], None] = lambda lines: None
-        self.on_events: Callable[[list[Noted]], None] = lambda events: None
+        self.on_events: Callable[[list[StoredEvent]], None] = lambda events: None
         self._threads = [
             threading.Thread(target=self._read, name="status", daemon=True),
             threading.Thread(target=self._follow, name="timeline", daemon=True),

@@ -17,14 +17,7 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
-from broker.connection.counters import (
-    CLOSED,
-    COMMIT_SECONDS,
-    COMMITS,
-    DUPLICATE,
-    FENCED,
-    LEASES_EXPIRED,
-)
+from broker.connection.counters import CLOSED, COMMIT_SECONDS, COMMITS, DUPLICATE, FENCED, LEASES_EXPIRED
 from broker.connection.keys import GENERATORS, REWARD
 from schemas.control_api import RunState, RunStatus
 
@@ -89,7 +82,7 @@ class StatusMetrics(Collector):
         yield _counter("tokens_generated_total", "Tokens generated", s.ledger.tokens_generated)
         yield _counter("dlq_total", "Dead letters", s.dead_letters)
         yield _gauge("policy_version", "Weight version in training", s.version)
-        yield _gauge("epoch", "Trainers that took over", s.epoch)
+        yield _gauge("leader_term", "Trainers that took over", s.leader_term)
         yield _gauge("staleness_bound_versions", "Bound on the age of a trained token", s.staleness.bound)
         if s.reward is not None:
             yield _gauge("reward_mean", "Mean reward of the last step", s.reward)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from broker.flow.ledger import LedgerState
-from broker.flow.run_control import Orders
+from broker.flow.run_control import ControlState
 from broker.telemetry.stream_lag import Gauge
 from schemas.control_api import PauseStatus, RunState
 from schemas.messages import Heartbeat
@@ -25,12 +25,12 @@ def is_live(beat: Heartbeat, now: float) -> bool:
     return now - beat.time < LIVE_S
 
 
-def pause_status(orders: Orders, beats: Sequence[Heartbeat], gauges: Sequence[Gauge], now: float) -> PauseStatus:
+def pause_status(orders: ControlState, beats: Sequence[Heartbeat], gauges: Sequence[Gauge], now: float) -> PauseStatus:
     """How far the present pause is."""
     live = [beat for beat in beats if beat.role in SAMPLERS and is_live(beat, now)]
     missing: list[str] = []
     if orders.pause != "none":
-        missing = [beat.service for beat in live if beat.obeyed.get("pause") != orders.pause_id]
+        missing = [beat.service for beat in live if beat.acknowledged.get("pause") != orders.pause_id]
     if orders.pause == "drain":
         missing = [name for name in missing if name not in _names(live, "generator")]
         missing += [gauge.name for gauge in gauges if gauge.name in UNDER_WAY and gauge.waiting + gauge.pending]
@@ -62,7 +62,7 @@ def run_state(ledger: LedgerState, pause: PauseStatus, beats: Sequence[Heartbeat
         return ("draining" if pause.mode == "drain" else "pausing"), f"waiting for {waiting}"
     missing = [role for role in ("trainer", "generator", "reward", "feeder") if role not in live]
     cause = f"no sign of life of any {' or '.join(missing)}" if missing else ""
-    if not ledger.epoch:
+    if not ledger.leader_term:
         return "starting", cause or "the trainer has not begun"
     if "trainer" in live and live["trainer"].state == "finishing":
         return "finishing", "the last evaluation is under way"

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from broker.api.status.run_state import is_live
-from broker.flow.run_control import Orders
+from broker.flow.run_control import ControlState
 from schemas.control_api import Scaling
 from schemas.messages import Heartbeat
 
@@ -15,7 +15,7 @@ NOBODY = "no supervisor of this run is alive (it was not started with `tidemill 
 """The beginning of a refusal."""
 
 
-def scaling(orders: Orders, beats: Sequence[Heartbeat], now: float, hint: str = "") -> Scaling:
+def scaling(orders: ControlState, beats: Sequence[Heartbeat], now: float, hint: str = "") -> Scaling:
     """Whether somebody starts and stops replicas of this run by order, and how many there are to be."""
     possible = any(beat.role == "supervisor" and is_live(beat, now) for beat in beats)
     refusal = NOBODY + scale_command(hint, "generator", "N")

@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 from broker.api.web.problems import Refusal
-from broker.telemetry.streams import Noted
+from broker.telemetry.streams import StoredEvent
 from schemas.control_api import MetricsHistory, TimelineEvent
 
 KEEP_ALIVE_S = 15.0
@@ -21,7 +21,7 @@ MAX_FRAMES = 1000
 RETRY_MS = 2000
 
 
-def timeline_event(noted: Noted) -> TimelineEvent:
+def timeline_event(noted: StoredEvent) -> TimelineEvent:
     """One event as the API tells it."""
     event = noted.event
     return TimelineEvent(
@@ -90,7 +90,7 @@ class Hub:
         """New steps."""
         self._push("", frame("metrics", lines.model_dump_json().encode()))
 
-    def events(self, events: Sequence[Noted]) -> None:
+    def events(self, events: Sequence[StoredEvent]) -> None:
         """New events."""
         for noted in events:
             self._push(noted.id, event_frame(noted))
@@ -128,7 +128,7 @@ class Hub:
     def leave(self, page: Page) -> None:
         self._pages.discard(page)
 
-    async def stream(self, page: Page, missed: Sequence[Noted]) -> AsyncIterator[bytes]:
+    async def stream(self, page: Page, missed: Sequence[StoredEvent]) -> AsyncIterator[bytes]:
         """What goes over the wire; ``missed`` are the events since the page's Last-Event-ID."""
         try:
             yield f"retry: {RETRY_MS}\n\n".encode()
@@ -154,6 +154,6 @@ class Hub:
             self.leave(page)
 
 
-def event_frame(noted: Noted) -> bytes:
+def event_frame(noted: StoredEvent) -> bytes:
     """One event of the timeline on the wire."""
     return frame("event", timeline_event(noted).model_dump_json().encode(), noted.id)

@@ -5,7 +5,7 @@ A plain function needs none of this: it runs in a killable worker process with a
 Reward terms, resolved and called: the part that the service and its workers share.
 
 Every mistake of the configuration is found by ``resolve``, before any model loads. ``call`` turns
-whatever a function does into an Outcome.
+whatever a function does into an TermResult.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ SIGNATURE = ("prompt", "completions", "prompt_ids", "completion_ids")
 _REASON_CHARS = 400
 
 
-class Sample(msgspec.Struct, frozen=True):
+class RewardInput(msgspec.Struct, frozen=True):
     """What a reward function gets to see of one trajectory."""
 
     prompt: str
@@ -69,7 +69,7 @@ class Sample(msgspec.Struct, frozen=True):
     data: dict[str, Any]
 
 
-class Outcome(msgspec.Struct, frozen=True):
+class TermResult(msgspec.Struct, frozen=True):
     """What became of one call. ``value`` counts only when ``status`` is ``ok``; seconds of the call itself."""
 
     value: float = 0.0
@@ -93,7 +93,7 @@ class Term:
     accepts: frozenset[str] | None
     inline: bool
 
-    def call(self, sample: Sample) -> Outcome:
+    def call(self, sample: RewardInput) -> TermResult:
         """Call the function; never raises, whatever it does short of ending the process."""
         started = time.perf_counter()
         data = sample.data
@@ -110,19 +110,19 @@ class Term:
             if inspect.isawaitable(value):
                 value = asyncio.run(_finish(value))
         except Exception as error:  # noqa: BLE001 - user code: whatever it raises is the fate of this one sample
-            return Outcome(status="error", reason=_one_line(error), seconds=time.perf_counter() - started)
+            return TermResult(status="error", reason=_one_line(error), seconds=time.perf_counter() - started)
         seconds = time.perf_counter() - started
         if type(value) is not float:
             if not isinstance(value, numbers.Real):
                 reason = f"returned {_type_name(value)}, must be a float"
-                return Outcome(status="error", reason=reason, seconds=seconds)
+                return TermResult(status="error", reason=reason, seconds=seconds)
             try:
                 value = float(value)
             except OverflowError:
-                return Outcome(status="error", reason="returned a number too large for a float", seconds=seconds)
+                return TermResult(status="error", reason="returned a number too large for a float", seconds=seconds)
         if not math.isfinite(value):
-            return Outcome(status="error", reason=f"returned {value}, must be finite", seconds=seconds)
-        return Outcome(value=value, seconds=seconds)
+            return TermResult(status="error", reason=f"returned {value}, must be finite", seconds=seconds)
+        return TermResult(value=value, seconds=seconds)
 
 
 def resolve(terms: list[RewardTerm], base: Path) -> list[Term]:

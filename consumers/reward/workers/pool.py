@@ -21,13 +21,8 @@ from typing import Any
 
 import msgspec
 
-from consumers.reward.rewards.terms import Outcome, Sample
-from consumers.reward.workers.worker import (
-    PREFIX,
-    Call,
-    Ready,
-    Setup,
-)
+from consumers.reward.rewards.terms import RewardInput, TermResult
+from consumers.reward.workers.worker import PREFIX, Call, Ready, Setup
 from schemas.config import RewardTerm
 from schemas.errors import InfraError
 
@@ -44,8 +39,8 @@ class Job:
     """Terms (by index) to call one after the other on one sample, until one of them fails."""
 
     terms: list[int]
-    sample: Sample
-    future: Future[list[Outcome]]
+    sample: RewardInput
+    future: Future[list[TermResult]]
 
 
 class WorkerPool:
@@ -81,11 +76,11 @@ class WorkerPool:
         for thread in self._threads:
             thread.start()
 
-    def submit(self, terms: list[int], sample: Sample) -> Future[list[Outcome]]:
+    def submit(self, terms: list[int], sample: RewardInput) -> Future[list[TermResult]]:
         """Outcomes in the order of ``terms``, ending at the first that is not ok; InfraError if no worker starts."""
         if self._closing.is_set():
             raise InfraError("the reward workers are closed")
-        future: Future[list[Outcome]] = Future()
+        future: Future[list[TermResult]] = Future()
         self._jobs.put(Job(terms, sample, future))
         return future
 
@@ -126,8 +121,8 @@ class WorkerPool:
                 self._try_start(worker)
         worker.kill()
 
-    def _run(self, worker: Worker, job: Job) -> list[Outcome]:
-        outcomes: list[Outcome] = []
+    def _run(self, worker: Worker, job: Job) -> list[TermResult]:
+        outcomes: list[TermResult] = []
         for term in job.terms:
             worker.start()
             outcomes.append(self._call(worker, term, job.sample))
@@ -135,18 +130,18 @@ class WorkerPool:
                 break
         return outcomes
 
-    def _call(self, worker: Worker, term: int, sample: Sample) -> Outcome:
+    def _call(self, worker: Worker, term: int, sample: RewardInput) -> TermResult:
         started = time.perf_counter()
         try:
             return worker.call(Call(term, sample), self._timeout_s)
         except TimeoutError:
             worker.kill()
             reason = f"no result within {self._timeout_s:g} s, its worker was killed"
-            return Outcome(status="timeout", reason=reason, seconds=time.perf_counter() - started)
+            return TermResult(status="timeout", reason=reason, seconds=time.perf_counter() - started)
         except WorkerEnded as error:
             if self._closing.is_set():
                 raise InfraError("the reward workers were closed") from error
-            return Outcome(status="error", reason=str(error), seconds=time.perf_counter() - started)
+            return TermResult(status="error", reason=str(error), seconds=time.perf_counter() - started)
 
     def _try_start(self, worker: Worker) -> None:
         # Ahead of the next call, so that none waits for it; a failure is told to the call that needs the worker.
@@ -196,9 +191,9 @@ class Worker:
             self.kill()
             raise InfraError(f"a reward worker cannot start: {error_text}")
 
-    def call(self, call: Call, timeout_s: float) -> Outcome:
+    def call(self, call: Call, timeout_s: float) -> TermResult:
         """TimeoutError past the deadline (kill it then), WorkerEnded when it died."""
-        return msgspec.msgpack.decode(self._exchange(call, timeout_s), type=Outcome)
+        return msgspec.msgpack.decode(self._exchange(call, timeout_s), type=TermResult)
 
     def kill(self) -> str:
         """Kill the process with all that it started; returns how it ended."""

@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 
 import msgspec
 
-from consumers.reward.rewards.terms import Sample, Term, resolve
+from consumers.reward.rewards.terms import RewardInput, Term, resolve
 from schemas.config import RewardTerm
 from schemas.errors import ConfigError
 
@@ -44,7 +44,7 @@ class Call(msgspec.Struct):
     """One call: the index of the term and the sample. Answered by an Outcome."""
 
     term: int
-    sample: Sample
+    sample: RewardInput
 
 
 def main() -> int:

@@ -19,23 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from consumers.trainer.algorithms.kl import (
-    KL_ESTIMATORS,
-    Estimator,
-    difference,
-    kl_loss,
-)
-from consumers.trainer.algorithms.losses import (
-    LOSSES,
-    Loss,
-    LossInputs,
-    LossOutput,
-    bounded_difference,
-    interpolated,
-)
+from consumers.trainer.algorithms.kl import KL_ESTIMATORS, Estimator, difference, kl_loss
+from consumers.trainer.algorithms.losses import LOSSES, Loss, LossInputs, LossOutput, bounded_difference, interpolated
 from consumers.trainer.algorithms.segments import Segments
 from schemas.config.models import RejectionConfig, TrainerConfig
-from schemas.plugins import bind, trait
+from schemas.plugins import bind, loss_attribute
 
 
 @dataclass(frozen=True)
@@ -109,17 +97,17 @@ class Objective:
     @property
     def select(self) -> Any:
         """The loss's own choice among the tokens of the whole step, None if it makes none."""
-        return trait(self.loss, "select", None)
+        return loss_attribute(self.loss, "select", None)
 
     def with_proximal(self, inputs: LossInputs, version: int) -> LossInputs:
         """The inputs with proximal log-probabilities, if the loss uses them and they are not there yet.
 
         A step makes one update, so the weights it starts with are those of its own forward pass.
         """
-        if inputs.proximal_logprobs is not None or not trait(self.loss, "needs_proximal", False):
+        if inputs.proximal_logprobs is not None or not loss_attribute(self.loss, "needs_proximal", False):
             return inputs
         proximal = inputs.logprobs.detach()
-        interpolate = self.interpolate and not trait(self.loss, "recomputes", False)
+        interpolate = self.interpolate and not loss_attribute(self.loss, "recomputes", False)
         if interpolate and inputs.versions is not None:
             proximal = interpolated(inputs.logprobs, inputs.rollout_logprobs, inputs.versions, version)
         return replace(inputs, proximal_logprobs=proximal)

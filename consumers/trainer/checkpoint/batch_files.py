@@ -24,7 +24,7 @@ from schemas.messages import RecordedGroup, StepRecord, Trajectory
 FOLDER = "batches"
 LARGEST = 1 << 32
 """Bytes of one step; far above what its samples may have in the broker."""
-_NAME = re.compile(r"step-(\d{8,})-e(\d{4,})\.msgpack\.zst")
+_NAME = re.compile(r"step-(\d{8,})-t(\d{4,})\.msgpack\.zst")
 
 
 class BatchFiles:
@@ -35,7 +35,7 @@ class BatchFiles:
 
     def write(self, record: StepRecord) -> None:
         """Durably and whole; DiskError when there is no room."""
-        file = self.folder / f"step-{record.step:08d}-e{record.epoch:04d}.msgpack.zst"
+        file = self.folder / f"step-{record.step:08d}-t{record.leader_term:04d}.msgpack.zst"
         aside = file.with_name(f".{file.name}")
         content = zstandard.ZstdCompressor(write_checksum=True).compress(encode(record, LARGEST))
         try:
@@ -73,7 +73,7 @@ class BatchFiles:
         return {step: file for step, _, file in sorted(self._all(), key=lambda found: found[:2])}
 
     def _all(self) -> list[tuple[int, int, Path]]:
-        """Step, epoch and file."""
+        """Step, term and file."""
         if not self.folder.is_dir():
             return []
         found = [(match, file) for file in self.folder.iterdir() if (match := _NAME.fullmatch(file.name))]
@@ -88,7 +88,7 @@ class Recorder:
         self._checkpoints = checkpoints
         self._world = world
 
-    def trained(self, batch: Batch, version: int, epoch: int) -> None:
+    def trained(self, batch: Batch, version: int, leader_term: int) -> None:
         """``batch`` was trained on weights ``version``; DiskError when there is no room."""
         groups = [
             RecordedGroup(
@@ -100,7 +100,7 @@ class Recorder:
             StepRecord(
                 step=batch.record.step,
                 version=version,
-                epoch=epoch,
+                leader_term=leader_term,
                 world=self._world,
                 threads=torch.get_num_threads(),
                 torch=str(torch.__version__),

@@ -1,6 +1,6 @@
-"""Durable checkpoints: a folder ``step-00000100-e0003`` appears whole, and is checked before it is trusted.
+"""Durable checkpoints: a folder ``step-00000100-t0003`` appears whole, and is checked before it is trusted.
 
-The newest is that of the highest epoch (trainer incarnation), then of the highest step: what a trainer still
+The newest is that of the highest term (trainer incarnation), then of the highest step: what a trainer still
 writes after it was replaced never wins.
 
 It is written aside, from a copy of the state while training goes on, flushed, completed by a marker with the size and
@@ -34,8 +34,8 @@ from schemas.errors import ConfigError, InfraError
 
 _STATE = "state.json"
 _FORMAT = 1
-_ASIDE = re.compile(r"\.step-\d{8,}-e(\d{4,})\.(?:writing|removing)")
-_NAME = re.compile(r"step-(\d{8,})-e(\d{4,})")
+_ASIDE = re.compile(r"\.step-\d{8,}-t(\d{4,})\.(?:writing|removing)")
+_NAME = re.compile(r"step-(\d{8,})-t(\d{4,})")
 
 
 @dataclass(frozen=True)
@@ -74,15 +74,17 @@ class Checkpoints:
         self.folder = folder
         self.keep = keep
 
-    def save(self, train: TrainStep, *, step: int, version: int, epoch: int, extra: dict[str, Any]) -> Path:
+    def save(self, train: TrainStep, *, step: int, version: int, leader_term: int, extra: dict[str, Any]) -> Path:
         """Write everything that the next step depends on, and ``extra`` (JSON), as the newest checkpoint.
 
-        DiskError if the folder can't be written. A checkpoint of the same step and epoch is replaced.
+        DiskError if the folder can't be written. A checkpoint of the same step and term is replaced.
         """
-        return self.write(self.take(train, step=step, version=version, epoch=epoch, extra=extra, copy=False))
+        return self.write(
+            self.take(train, step=step, version=version, leader_term=leader_term, extra=extra, copy=False)
+        )
 
     def take(
-        self, train: TrainStep, *, step: int, version: int, epoch: int, extra: dict[str, Any], copy: bool = True
+        self, train: TrainStep, *, step: int, version: int, leader_term: int, extra: dict[str, Any], copy: bool = True
     ) -> Taken:
         """What ``save`` writes, as it is now; with ``copy`` it stays so while training goes on."""
         state = {
@@ -96,7 +98,7 @@ class Checkpoints:
         }
         tensors = tensors_of(train)
         return Taken(
-            self.folder / f"step-{step:08d}-e{epoch:04d}",
+            self.folder / f"step-{step:08d}-t{leader_term:04d}",
             copied(tensors) if copy else tensors,
             random_states(),
             state,
@@ -145,7 +147,7 @@ class Checkpoints:
     def at(self, step: int | None = None) -> Path:
         """The checkpoint of a step, the newest whole one by default; ConfigError says what there is instead.
 
-        A step may have one of several epochs: the last of them counts, and when it is damaged no other one.
+        A step may have one of several terms: the last of them counts, and when it is damaged no other one.
         """
         if step is None:
             newest = self.newest()
@@ -163,11 +165,11 @@ class Checkpoints:
             raise ConfigError(f"checkpoint {path.name} is damaged: {problem}")
         return path
 
-    def sweep(self, epoch: int) -> None:
-        """Remove what saves of incarnations up to ``epoch`` have left half done; for the one that takes over."""
+    def sweep(self, leader_term: int) -> None:
+        """Remove what saves of incarnations up to ``leader_term`` have left half done; for the one that takes over."""
         for path in self.folder.iterdir() if self.folder.is_dir() else ():
             match = _ASIDE.fullmatch(path.name)
-            if match and int(match[1]) <= epoch:
+            if match and int(match[1]) <= leader_term:
                 shutil.rmtree(path, ignore_errors=True)
 
     def steps(self) -> list[int]:
@@ -231,7 +233,7 @@ def step_of(path: Path) -> int:
     return int(path.name.split("-")[1])
 
 
-def epoch_of(path: Path) -> int:
+def leader_term_of(path: Path) -> int:
     """Which trainer incarnation wrote a finished checkpoint, by its name."""
     return int(path.name.rpartition("-e")[2])
 

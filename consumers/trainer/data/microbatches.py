@@ -58,7 +58,7 @@ class MicroBatch:
         return MicroBatch(**{name: getattr(self, name).to(device) for name in self.__dataclass_fields__})
 
 
-class Sample(msgspec.Struct, frozen=True, gc=False):
+class TrainSample(msgspec.Struct, frozen=True, gc=False):
     """One sample with its part in the step, as it goes to the rank that trains it.
 
     advantage: of each of its loss tokens. weight: of each of them in the step's loss. sequence, group: its index
@@ -79,7 +79,7 @@ class StepPlan:
     shares: samples of each rank's micro-batches, ``[rank][micro-batch][...]``. costs: work of each sample.
     """
 
-    samples: list[Sample]
+    samples: list[TrainSample]
     shares: list[list[list[int]]]
     totals: Totals
     rewards: npt.NDArray[np.float64]
@@ -89,7 +89,7 @@ class StepPlan:
     truncated: npt.NDArray[np.bool_]
     costs: npt.NDArray[np.float64]
 
-    def share(self, rank: int) -> list[list[Sample]]:
+    def share(self, rank: int) -> list[list[TrainSample]]:
         """The micro-batches of one rank."""
         return [[self.samples[s] for s in rows] for rows in self.shares[rank]]
 
@@ -144,7 +144,7 @@ def plan(
     costs = [cost.of(length, int(loss)) for length, loss in zip(tokens, lengths, strict=True)]
     return StepPlan(
         samples=[
-            Sample(trajectory, float(advantages[s]), float(weights[s]), s, int(index[s]))
+            TrainSample(trajectory, float(advantages[s]), float(weights[s]), s, int(index[s]))
             for s, trajectory in enumerate(trajectories)
         ],
         shares=shares(costs, tokens, world, micro_batch_tokens, packed=packed),
@@ -158,7 +158,7 @@ def plan(
     )
 
 
-def collate(samples: Sequence[Sample]) -> MicroBatch:
+def collate(samples: Sequence[TrainSample]) -> MicroBatch:
     """Tensors of one micro-batch. Without samples it is one short row without a loss token: a rank that has
     nothing to do still takes part in the collectives of the others."""
     longest = max((len(s.trajectory.tokens) for s in samples), default=0)

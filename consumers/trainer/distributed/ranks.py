@@ -27,7 +27,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from consumers.trainer.distributed.channel import Channel
-from consumers.trainer.distributed.watchdog import Lifeline
+from consumers.trainer.distributed.watchdog import RankWatchdog
 from consumers.trainer.model.policy import DTYPES
 from schemas.errors import DiskError, InfraError
 
@@ -57,7 +57,7 @@ class Ranks:
         if self.world == 1:
             return nullcontext()
         # Where the launcher says that rank 0 can be reached.
-        return Lifeline(self.rank, self.world, self.channel, os.environ.get("MASTER_ADDR", "localhost"))
+        return RankWatchdog(self.rank, self.world, self.channel, os.environ.get("MASTER_ADDR", "localhost"))
 
     @cached_property
     def channel(self) -> Channel:

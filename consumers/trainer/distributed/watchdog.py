@@ -94,7 +94,7 @@ def end_process(verdict: Verdict) -> None:
     os._exit(verdict.code)
 
 
-class Lifeline:
+class RankWatchdog:
     """A context around all that the ranks do together: each other rank has a connection to rank 0.
 
     host: where rank 0 can be reached, and where it listens. end: what to do with a verdict.

@@ -15,7 +15,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 
-class Clock:
+class StepTimer:
     """Adds up phases from one ``lap`` to the next; ``now`` gives seconds."""
 
     def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:

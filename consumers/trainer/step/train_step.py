@@ -17,24 +17,17 @@ from torch import Tensor
 from consumers.trainer.algorithms.advantages import ADVANTAGES, raw
 from consumers.trainer.algorithms.aggregation import AGGREGATIONS
 from consumers.trainer.algorithms.objective import Objective
-from consumers.trainer.data.microbatches import (
-    Group,
-    Sample,
-    StepBatch,
-    StepPlan,
-    collate,
-    plan,
-)
+from consumers.trainer.data.microbatches import Group, StepBatch, StepPlan, TrainSample, collate, plan
 from consumers.trainer.distributed.ranks import Ranks
 from consumers.trainer.metrics.step_metrics import StepMeter, sample_metrics
-from consumers.trainer.metrics.timing import Clock
+from consumers.trainer.metrics.timing import StepTimer
 from consumers.trainer.model.compile import compile_layers
 from consumers.trainer.model.policy import Policy, load_model
 from consumers.trainer.step.critic import Critic, CriticStep
 from consumers.trainer.step.optimizer import Schedule, build_optimizer
 from consumers.trainer.step.prepare import Preparation, Prepared
 from schemas.config.models import TidemillConfig, TrainerConfig
-from schemas.plugins import bind, trait
+from schemas.plugins import bind, loss_attribute
 
 
 @dataclass(frozen=True)
@@ -92,7 +85,7 @@ class TrainStep:
         self.max_tokens = max_tokens
         function = ADVANTAGES.get(settings.advantage.name, base)
         advantage = bind("trainer.advantage", function, settings.advantage.args)
-        by_token = trait(function, "per_token", False)
+        by_token = loss_attribute(function, "per_token", False)
         self._advantage = raw if by_token else advantage
         self._objective = Objective.from_config(settings, base)
         self.critic = None
@@ -141,13 +134,13 @@ class TrainStep:
         )
         return self.batch(whole.share(self.ranks.rank), whole)
 
-    def batch(self, micro_batches: Sequence[Sequence[Sample]], plan: StepPlan | None = None) -> StepBatch:
+    def batch(self, micro_batches: Sequence[Sequence[TrainSample]], plan: StepPlan | None = None) -> StepBatch:
         """What this rank trains of a step that is planned; ``plan`` is all of it, where it is known."""
         return StepBatch([collate(samples) for samples in micro_batches], plan)
 
     def run(self, batch: StepBatch, version: int) -> StepResult:
         """Update the weights once; ``version`` is that of the weights before the step."""
-        clock = Clock()
+        clock = StepTimer()
         meter = StepMeter(version)
         self.optimizer.zero_grad(set_to_none=True)
         with clock.phase("prepare"):

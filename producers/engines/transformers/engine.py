@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from producers.engines.base import Completion, EngineSettings, Load, Progress
+from producers.engines.base import Completion, EngineSettings, KvCacheUsage, Progress
 from producers.engines.factory import room
 from producers.engines.transformers.batching import Batch, Draw, Row
 from producers.engines.transformers.weights import PeftAdapter, map_tensors
@@ -102,7 +102,7 @@ class TransformersEngine:
         running = not self._paused and self._failure is None and (self._active or self._waiting)
         return self._steps if running else None
 
-    def load_now(self) -> Load | None:
+    def load_now(self) -> KvCacheUsage | None:
         """No limit: the cache grows as rows do."""
         return None
 

@@ -18,22 +18,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from producers.engines.base import Completion, EngineSettings, Load, Progress
+from producers.engines.base import Completion, EngineSettings, KvCacheUsage, Progress
 from producers.engines.factory import room
 from producers.engines.vllm.boot import boot
 from producers.engines.vllm.lora import VllmAdapter
-from producers.engines.vllm.requests import (
-    Growing,
-    Hear,
-    final_output,
-    sampling_params,
-)
-from producers.engines.weight_files import (
-    Shapes,
-    check_fits,
-    read_shapes,
-    resolve_folder,
-)
+from producers.engines.vllm.requests import Growing, Hear, final_output, sampling_params
+from producers.engines.weight_files import Shapes, check_fits, read_shapes, resolve_folder
 from schemas.errors import ConfigError, DataError, InfraError
 from schemas.messages import FinishReason, Sampling
 
@@ -125,7 +115,7 @@ class VllmEngine:
         states = list(self._llm.output_processor.request_states.values())
         return sum(state.detokenizer.num_output_tokens() for state in states if state.detokenizer is not None)
 
-    def load_now(self) -> Load | None:
+    def load_now(self) -> KvCacheUsage | None:
         """From what vLLM keeps on our side of every step.
 
         Samples of a call share the whole blocks of their prompt; the block that a sample is in is its own.
@@ -141,7 +131,7 @@ class VllmEngine:
                 own += (state.prompt_len % block + generated) // block + 1
                 waiting += generated == 0
         total = (cache.num_gpu_blocks or 0) * block
-        return Load(total, (self._shared + own) * block, waiting, block) if total else None
+        return KvCacheUsage(total, (self._shared + own) * block, waiting, block) if total else None
 
     async def start(self) -> None:
         self._failure = asyncio.get_running_loop().create_future()

@@ -18,16 +18,11 @@ from msgspec.structs import replace
 from playwright.sync_api import Browser, expect
 
 from broker.api.server import address_of
-from broker.connection.connection import Link
+from broker.connection.connection import Connection
 from broker.connection.keys import Keys
 from schemas.codec import encode
 from schemas.messages import DeadLetter
-from tests.support.browser import (
-    PATIENCE_MS,
-    PHONE,
-    Watched,
-    headless,
-)
+from tests.support.browser import PATIENCE_MS, PHONE, Watched, headless
 from tests.support.tiny_model import make_tiny_model
 from tests.support.up_runs import Run
 
@@ -122,7 +117,7 @@ class System:
         """Give up the newest prompt group, as after too many dead generators; the id of its dead letter."""
         generator = self.run.service("generator-0")
         assert generator is not None
-        link = Link(generator.environ()["REDIS_URL"], Keys("tidemill", "e2e"), 10.0)
+        link = Connection(generator.environ()["REDIS_URL"], Keys("tidemill", "e2e"), 10.0)
         body = DeadLetter(source="tasks", reason="nobody could make it", deliveries=9, payload=b"")
         for _ in range(20):
             newest = link.client.xrevrange(link.keys.tasks, count=1)

@@ -24,14 +24,7 @@ from producers.rendering.tokenizer import HfTokenizer
 from schemas.errors import ConfigError, DataError
 from schemas.messages import Sampling, Span
 from tests.support.tiny_model import EOS, make_tiny_model
-from tests.support.vllm_checks import (
-    EVERY,
-    Run,
-    alive,
-    assert_matches,
-    engine_cores,
-    reference,
-)
+from tests.support.vllm_checks import EVERY, Run, alive, assert_matches, engine_cores, reference
 
 pytestmark = [
     pytest.mark.e2e,

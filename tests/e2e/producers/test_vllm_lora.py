@@ -20,13 +20,7 @@ from producers.engines.vllm.engine import VllmEngine
 from schemas.config import LoraConfig
 from schemas.errors import DataError
 from schemas.messages import Sampling, Span
-from tests.support.adapters import (
-    ALPHA,
-    RANK,
-    logprobs,
-    merged,
-    write_adapter,
-)
+from tests.support.adapters import ALPHA, RANK, logprobs, merged, write_adapter
 from tests.support.tiny_model import make_tiny_model
 from tests.support.up_runs import Run, trained_samples
 

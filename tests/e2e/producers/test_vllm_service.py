@@ -15,29 +15,17 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from broker.client import Broker
-from broker.flow.trainer_session import Training
-from broker.weights.local_copy import WeightCopy
+from broker.flow.trainer_session import TrainerSession
+from broker.weights.local_copy import LocalWeights
 from producers.engines.vllm import engine as vllm_module
 from producers.engines.vllm.engine import VllmEngine
 from schemas.config import TidemillConfig, parse_config
 from schemas.errors import InfraError
 from schemas.messages import Manifest, Trajectory
-from tests.support.generator_service import (
-    freeze,
-    living,
-    published,
-    task,
-    until,
-    versions,
-)
+from tests.support.generator_service import freeze, living, published, task, until, versions
 from tests.support.generator_service import publish as publish_file
 from tests.support.trainer_sessions import begin
-from tests.support.vllm_checks import (
-    Run,
-    alive,
-    engine_cores,
-    reference,
-)
+from tests.support.vllm_checks import Run, alive, engine_cores, reference
 
 pytestmark = [
     pytest.mark.e2e,
@@ -69,7 +57,7 @@ class World:
 
     def __init__(self, broker: Broker, engine: VllmEngine, folders: dict[int, Path], folder: Path) -> None:
         self.broker, self.engine, self.folders, self.folder = broker, engine, folders, folder
-        self.training: Training = begin(broker, staleness=100)
+        self.training: TrainerSession = begin(broker, staleness=100)
 
     def config(self, **generator: Any) -> TidemillConfig:
         return parse_config(
@@ -125,15 +113,15 @@ def spoil(file: Path) -> None:
 def test_weights_spoilt_after_they_were_checked_are_taken_back_and_none_of_their_tokens_leaves(
     world: World, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    broker, engine, fetch = world.broker, world.engine, WeightCopy.fetch
+    broker, engine, fetch = world.broker, world.engine, LocalWeights.fetch
 
-    def spoilt(self: WeightCopy, manifest: Manifest) -> Path:
+    def spoilt(self: LocalWeights, manifest: Manifest) -> Path:
         path = fetch(self, manifest)
         if manifest.version == 2:
             spoil(path)
         return path
 
-    monkeypatch.setattr(WeightCopy, "fetch", spoilt)
+    monkeypatch.setattr(LocalWeights, "fetch", spoilt)
     world.publish(1, seed=0)
     world.admit(3)
 

@@ -21,8 +21,8 @@ import yaml
 
 from broker.client import Broker
 from broker.connection.embedded import EmbeddedServer
-from broker.flow.trainer_session import Training
-from consumers.trainer.batch_source import Assembly
+from broker.flow.trainer_session import TrainerSession
+from consumers.trainer.batch_source import GroupBuffer
 from deploy.bench.pipeline_tidemill import reference
 from schemas.messages import BatchRecord, Sampling, Score, Task, Trajectory
 from tests.integration.broker.test_weight_deltas_store import Trainer as Weights
@@ -68,7 +68,7 @@ class World:
         self._errors: list[BaseException] = []
         self.generators: dict[str, subprocess.Popen[bytes]] = {}
         self._training = begin(broker, batch=BATCH, staleness=4, steps=1000, every=5)
-        self._weights = Weights(broker, folder, "redis", self._training.epoch)
+        self._weights = Weights(broker, folder, "redis", self._training.leader_term)
         self._weights.publish(0)
         (folder / "watched.py").write_text(ENGINE)
         config: dict[str, Any] = {
@@ -159,7 +159,7 @@ class World:
             queue.publish([(item, Score(reward=1.0)) for item in queue.read(64, 200)])
 
     def _train(self) -> None:
-        training, assembly, done = self._training, Assembly(window=1), []
+        training, assembly, done = self._training, GroupBuffer(window=1), []
         for step in itertools.count():
             chosen = self._batch(training, assembly)
             if chosen is None:
@@ -175,7 +175,7 @@ class World:
             self.steps = step + 1
         training.commit(done)
 
-    def _batch(self, training: Training, assembly: Assembly) -> list[int] | None:
+    def _batch(self, training: TrainerSession, assembly: GroupBuffer) -> list[int] | None:
         while not self._stop.is_set():
             chosen = [slot.task_id for slot in training.look().slots[:BATCH]]
             if len(chosen) == BATCH and all(assembly.complete(task_id) for task_id in chosen):

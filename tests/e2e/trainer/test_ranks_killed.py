@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from broker.client import Broker
-from broker.connection.connection import Link
+from broker.connection.connection import Connection
 from broker.connection.embedded import EmbeddedServer
 from broker.connection.keys import Keys
 from consumers.trainer.checkpoint.convert import export_checkpoint
@@ -44,7 +44,7 @@ def weights(data: dict[str, Any]) -> bytes:
 @pytest.fixture(scope="module")
 def undisturbed(server: EmbeddedServer, model: Path, tmp_path_factory: pytest.TempPathFactory) -> bytes:
     folder = tmp_path_factory.mktemp("undisturbed")
-    broker = Broker(Link(server.url, Keys("tidemill", "undisturbed-ranks"), 30), BrokerConfig())
+    broker = Broker(Connection(server.url, Keys("tidemill", "undisturbed-ranks"), 30), BrokerConfig())
     data = settings(folder, model, broker)
     with Pipeline(broker):
         assert train(data, folder) == [0, 0], (folder / "output.txt").read_text()[-3000:]

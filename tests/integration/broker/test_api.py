@@ -111,7 +111,9 @@ def test_orders_are_idempotent_and_the_timeline_says_who_gave_them(api: Api) -> 
     assert api.broker.ledger.admit(task(0)).answer == "paused"
     order = api.broker.orders.read()
     assert order is not None
-    beat = Heartbeat(service="g", role="generator", host="h", pid=1, state="paused", obeyed={"pause": order.pause_id})
+    beat = Heartbeat(
+        service="g", role="generator", host="h", pid=1, state="paused", acknowledged={"pause": order.pause_id}
+    )
     api.broker.services.beat(beat)
     assert api.ask("POST", "/v1/pause", {"wait_s": 5})[1]["done"]
     assert api.ask("GET", "/v1/status")[1]["state"] == "paused"

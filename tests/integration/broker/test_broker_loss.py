@@ -12,29 +12,23 @@ from typing import Any
 import pytest
 
 from broker.client import Broker
-from broker.connection.connection import Link
+from broker.connection.connection import Connection
 from broker.connection.embedded import EmbeddedServer
 from broker.connection.keys import Keys
-from broker.flow.pipeline import Known
-from broker.flow.trainer_session import Training
+from broker.flow.pipeline import TakeoverRequest
+from broker.flow.trainer_session import TrainerSession
 from schemas.codec import encode
 from schemas.config import BrokerConfig
 from schemas.errors import BrokerLost, ConfigError, FencedError
 from schemas.messages import DeadLetter, Score
-from tests.integration.broker.test_flow import (
-    record_from,
-    record_of,
-    run_group,
-    task,
-    trajectory,
-)
+from tests.integration.broker.test_flow import record_from, record_of, run_group, task, trajectory
 from tests.support.one_group import fetch_weights, publish_weights
 from tests.support.trainer_sessions import FIRST, begin, begin_as
 
 pytestmark = pytest.mark.integration
 
 
-def train_one(broker: Broker, training: Training, task_id: int) -> None:
+def train_one(broker: Broker, training: TrainerSession, task_id: int) -> None:
     """One group through all hops, trained but not yet covered by a checkpoint."""
     assert broker.ledger.admit(task(task_id)).answer == "ok"
     run_group(broker, task_id, (Score(reward=1.0), Score(reward=0.0)))
@@ -43,7 +37,7 @@ def train_one(broker: Broker, training: Training, task_id: int) -> None:
     training.step(record)
 
 
-def checkpoint(training: Training, lineage: str = "start") -> Known:
+def checkpoint(training: TrainerSession, lineage: str = "start") -> TakeoverRequest:
     """What a checkpoint of this moment would hold."""
     look = training.look()
     return replace(
@@ -58,7 +52,7 @@ def checkpoint(training: Training, lineage: str = "start") -> Known:
         unfinished=sorted(look.unfinished),
         trained=look.step,
         counts=look.counts,
-        epoch_floor=1,
+        leader_term_floor=1,
     )
 
 
@@ -78,7 +72,7 @@ def test_a_wiped_broker_admits_what_was_unfinished_first_and_then_goes_on(broker
         training.look()
     _, takeover = begin_as(broker, saved)
     assert takeover.lost
-    assert (takeover.step, takeover.lineage) == (1, takeover.epoch)
+    assert (takeover.step, takeover.lineage) == (1, takeover.leader_term)
     state = broker.ledger.state()
     assert (state.cursor, state.redo, state.active, state.trained, state.dropped) == (4, 2, 0, 1, {"stale": 1})
     assert state.balanced
@@ -113,7 +107,7 @@ def test_a_take_over_without_loss_changes_nothing(broker: Broker) -> None:
     after = broker.ledger.state()
     assert not takeover.lost
     assert (takeover.step, takeover.lineage) == (2, "start")
-    assert replace(after, epoch=before.epoch) == before
+    assert replace(after, leader_term=before.leader_term) == before
 
 
 def test_a_step_that_the_journal_lacks_means_everything_is_built_anew(broker: Broker) -> None:
@@ -177,10 +171,10 @@ def test_a_commit_leaves_no_body_behind_when_the_samples_are_gone(broker: Broker
     assert client.xlen(keys.trajectories) == 0
 
 
-def test_an_epoch_that_is_none_is_lost_and_mended(broker: Broker) -> None:
+def test_a_term_that_is_none_is_lost_and_mended(broker: Broker) -> None:
     training = begin(broker)
     saved = checkpoint(training)
-    broker.link.client.set(broker.link.keys.epoch, "hello")
+    broker.link.client.set(broker.link.keys.leader_term, "hello")
     with pytest.raises(BrokerLost):
         training.look()
     with pytest.raises(BrokerLost):
@@ -215,7 +209,7 @@ def test_live_changes_and_pause_outlive_a_wiped_broker(broker: Broker) -> None:
     assert broker.ledger.state().staleness == 7
 
 
-def fail_group(broker: Broker, training: Training, task_id: int) -> str:
+def fail_group(broker: Broker, training: TrainerSession, task_id: int) -> str:
     """A group that no generator can make: its dead letter."""
     client, keys = broker.link.client, broker.link.keys
     assert broker.ledger.admit(task(task_id)).answer == "ok"
@@ -396,7 +390,7 @@ def own_server(tmp_path: Path) -> Iterator[EmbeddedServer]:
 def connect(own_server: EmbeddedServer) -> Callable[[], Broker]:
     def make() -> Broker:
         config = BrokerConfig()
-        return Broker(Link(own_server.url, Keys(config.prefix, "cut"), 20.0), config)
+        return Broker(Connection(own_server.url, Keys(config.prefix, "cut"), 20.0), config)
 
     return make
 
@@ -505,23 +499,23 @@ def test_a_take_over_frees_every_key_of_a_foreign_value_and_loses_only_the_pipel
 @pytest.mark.parametrize("kind", ["redis", "file"])
 def test_bytes_of_a_published_version_that_are_gone_are_put_back(broker: Broker, tmp_path: Path, kind: str) -> None:
     training = begin(broker)
-    publish_weights(broker, training.epoch, 1, tmp_path, kind=kind)
+    publish_weights(broker, training.leader_term, 1, tmp_path, kind=kind)
     manifest = broker.weights.newest()
     assert manifest is not None
     broker.link.client.delete(broker.link.keys.chunks)
-    (tmp_path / "v1-e1.safetensors").unlink(missing_ok=True)
+    (tmp_path / "v1-t1.safetensors").unlink(missing_ok=True)
     assert not broker.weights.holds(manifest)
     successor = begin(broker, fresh=False)
-    publish_weights(broker, successor.epoch, 1, tmp_path, kind=kind)
+    publish_weights(broker, successor.leader_term, 1, tmp_path, kind=kind)
     assert broker.weights.holds(manifest)
     assert fetch_weights(broker, tmp_path) == manifest
 
 
 def test_a_version_is_not_given_other_bytes_than_it_had(broker: Broker, tmp_path: Path) -> None:
     training = begin(broker)
-    publish_weights(broker, training.epoch, 1, tmp_path)
+    publish_weights(broker, training.leader_term, 1, tmp_path)
     broker.link.client.delete(broker.link.keys.chunks)
-    publish_weights(broker, training.epoch, 1, tmp_path, content=b"other")
+    publish_weights(broker, training.leader_term, 1, tmp_path, content=b"other")
     assert not broker.link.client.exists(broker.link.keys.chunks)
 
 
@@ -538,7 +532,7 @@ def test_a_stream_of_weights_that_is_deleted_while_a_version_is_published_is_no_
         return answer
 
     monkeypatch.setattr(broker.link, "script", script)
-    publish_weights(broker, training.epoch, 1, tmp_path)
+    publish_weights(broker, training.leader_term, 1, tmp_path)
     assert broker.weights.newest() is None
 
 
@@ -546,12 +540,12 @@ def test_chunks_that_no_manifest_names_are_freed_with_the_next_version(broker: B
     training = begin(broker)
     client, keys = broker.link.client, broker.link.keys
     for version in (1, 2):
-        publish_weights(broker, training.epoch, version, tmp_path, keep=2)
+        publish_weights(broker, training.leader_term, version, tmp_path, keep=2)
     client.hset(keys.chunks, "0:0", b"of a trainer that died before its manifest")
     client.hset(keys.chunks, "9:0", b"of a version on its way")
     client.hset(keys.chunks, "hello", b"world")
     client.xdel(keys.weights, "1-1")
-    publish_weights(broker, training.epoch, 3, tmp_path, keep=2)
+    publish_weights(broker, training.leader_term, 3, tmp_path, keep=2)
     assert set(client.hkeys(keys.chunks)) == {b"2:0", b"3:0", b"9:0"}
 
 

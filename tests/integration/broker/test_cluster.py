@@ -12,7 +12,7 @@ import pytest
 import redis
 
 from broker.client import Broker
-from broker.connection.connection import Link, open_client
+from broker.connection.connection import Connection, open_client
 from broker.connection.embedded import EmbeddedServer
 from broker.connection.failures import redirected
 from broker.connection.keys import Keys
@@ -85,7 +85,7 @@ def healthy(node: Node) -> bool:
 def connect(node: Node, run: str, query: str = "") -> Broker:
     """A broker whose URL names this node, whichever has the run."""
     config = BrokerConfig(deadline_s=DEADLINE_S)
-    return Broker(Link(node.url + query, Keys("tidemill", run), config.deadline_s), config)
+    return Broker(Connection(node.url + query, Keys("tidemill", run), config.deadline_s), config)
 
 
 def run_on(nodes: list[Node], index: int) -> str:
@@ -134,7 +134,7 @@ def test_services_follow_a_slot_that_moves_while_they_are_connected(nodes: list[
 def test_a_cluster_has_no_other_databases_and_says_so_at_once(nodes: list[Node]) -> None:
     for node in nodes:
         url = node.url.removesuffix("/0") + "/3"
-        link = Link(url, Keys("tidemill", "x"), DEADLINE_S)
+        link = Connection(url, Keys("tidemill", "x"), DEADLINE_S)
         with pytest.raises(ConfigError, match=r"SELECT is not allowed in cluster mode|DB index is out of range"):
             link.run("looking", lambda client: client.ping())
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from broker.client import Broker
-from broker.flow.fencing import incarnation
+from broker.flow.fencing import term_number
 from broker.weights.store import make_transport
 from consumers.trainer.leadership import Incarnation, Seen
 from schemas.errors import BrokerLost, FencedError
@@ -22,43 +22,43 @@ def test_a_replaced_trainer_publishes_no_weights_and_takes_no_number(broker: Bro
     new = begin(broker, fresh=False)
     client, keys = broker.link.client, broker.link.keys
     with pytest.raises(FencedError):
-        publish_weights(broker, old.epoch, 1, tmp_path)
+        publish_weights(broker, old.leader_term, 1, tmp_path)
     assert not client.exists(keys.chunks)
     assert broker.weights.newest() is None
-    publish_weights(broker, new.epoch, 1, tmp_path)
-    assert fetch_weights(broker, tmp_path).epoch == incarnation(new.epoch)
+    publish_weights(broker, new.leader_term, 1, tmp_path)
+    assert fetch_weights(broker, tmp_path).leader_term == term_number(new.leader_term)
 
 
 def test_a_replaced_trainer_cannot_overwrite_the_bytes_of_a_version(broker: Broker, tmp_path: Path) -> None:
     old = begin(broker)
     new = begin(broker, fresh=False)
-    publish_weights(broker, new.epoch, 1, tmp_path)
+    publish_weights(broker, new.leader_term, 1, tmp_path)
     file = tmp_path / "other"
     file.write_bytes(b"other weights")
     with pytest.raises(FencedError):
-        make_transport(broker.link, "redis", tmp_path).put(file, "redis:1", old.epoch)
+        make_transport(broker.link, "redis", tmp_path).put(file, "redis:1", old.leader_term)
     fetch_weights(broker, tmp_path)
 
 
 def test_the_manifest_of_a_replaced_trainer_is_refused_by_the_broker_itself(broker: Broker) -> None:
     old = begin(broker)
     begin(broker, fresh=False)
-    assert broker.link.script("weights_add", old.epoch, 7, b"x") == b"fenced"
+    assert broker.link.script("weights_add", old.leader_term, 7, b"x") == b"fenced"
     assert broker.weights.newest() is None
 
 
 def test_a_number_that_another_trainer_gave_away_is_not_taken_for_ones_own(broker: Broker, tmp_path: Path) -> None:
     old = begin(broker)
-    publish_weights(broker, old.epoch, 3, tmp_path)
+    publish_weights(broker, old.leader_term, 3, tmp_path)
     new = begin(broker, fresh=False)
     with pytest.raises(FencedError, match="version 3"):
-        publish_weights(broker, new.epoch, 3, tmp_path)
+        publish_weights(broker, new.leader_term, 3, tmp_path)
 
 
 def test_publishing_again_after_a_lost_answer_changes_nothing(broker: Broker, tmp_path: Path) -> None:
     training = begin(broker)
     for _ in range(2):
-        publish_weights(broker, training.epoch, 1, tmp_path)
+        publish_weights(broker, training.leader_term, 1, tmp_path)
     assert broker.link.client.xlen(broker.link.keys.weights) == 1
     fetch_weights(broker, tmp_path)
 
@@ -77,12 +77,12 @@ def test_a_broker_that_was_wiped_takes_no_weights_before_it_is_mended(broker: Br
     training = begin(broker)
     broker.purge()
     with pytest.raises(BrokerLost):
-        publish_weights(broker, training.epoch, 1, tmp_path)
+        publish_weights(broker, training.leader_term, 1, tmp_path)
     with pytest.raises(BrokerLost):
         training.finish()
 
 
-def test_a_replaced_trainer_leaves_the_epoch_file_as_its_successor_wrote_it(tmp_path: Path) -> None:
+def test_a_replaced_trainer_leaves_the_term_file_as_its_successor_wrote_it(tmp_path: Path) -> None:
     old, new = Incarnation(tmp_path), Incarnation(tmp_path)
     old.begin("1-aa", 4)
     new.begin("2-bb", 5)

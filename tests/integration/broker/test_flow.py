@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from broker.client import Broker
-from broker.flow.pipeline import Outcome
-from broker.flow.trainer_session import Training
+from broker.flow.pipeline import ScoredSample
+from broker.flow.trainer_session import TrainerSession
 from broker.queues.tasks import eval_task_id
 from schemas.codec import Array
 from schemas.errors import FencedError
@@ -51,11 +51,11 @@ def run_group(broker: Broker, task_id: int, scores: tuple[Score, ...]) -> None:
     assert rewards.publish([(item, scores[item.message.sample]) for item in results]) == ["ok"] * len(scores)
 
 
-def record_of(training: Training, step: int = 0) -> BatchRecord:
+def record_of(training: TrainerSession, step: int = 0) -> BatchRecord:
     return record_from(training.claim(1000), step)
 
 
-def record_from(outcomes: Sequence[Outcome], step: int) -> BatchRecord:
+def record_from(outcomes: Sequence[ScoredSample], step: int) -> BatchRecord:
     groups: dict[int, list[Member]] = {}
     for outcome in outcomes:
         member = Member(outcome.sample, outcome.scored_id, outcome.trajectory_id or b"")

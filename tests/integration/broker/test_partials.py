@@ -9,13 +9,7 @@ from broker.client import Broker
 from broker.queues.partials import joined, piece_of
 from schemas.codec import Array
 from schemas.messages import Partial, Score, Span
-from tests.integration.broker.test_flow import (
-    entries,
-    record_of,
-    run_group,
-    task,
-    trajectory,
-)
+from tests.integration.broker.test_flow import entries, record_of, run_group, task, trajectory
 from tests.support.trainer_sessions import begin
 
 pytestmark = pytest.mark.integration

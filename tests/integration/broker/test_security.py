@@ -13,7 +13,7 @@ import redis
 
 from broker.client import Broker
 from broker.connection import acl
-from broker.connection.connection import Link, open_client
+from broker.connection.connection import Connection, open_client
 from broker.connection.embedded import EmbeddedServer, wait_ready
 from broker.connection.keys import Keys
 from broker.connection.runs import list_runs
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.integration
 
 ROOT = Path(__file__).resolve().parents[3]
 KEYS, OTHER = Keys("tidemill", "mine"), Keys("tidemill", "mine-2")
-TRAINERS = ("epoch", "journal")
+TRAINERS = ("leader_term", "journal")
 
 
 @pytest.fixture(scope="module")
@@ -58,14 +58,14 @@ def roles(urls: dict[str, str]) -> dict[str, Broker]:
 
 def connect(url: str, keys: Keys = KEYS, **settings: object) -> Broker:
     config = BrokerConfig.model_validate(settings | {"deadline_s": 5})
-    return Broker(Link(url, keys, config.deadline_s), config)
+    return Broker(Connection(url, keys, config.deadline_s), config)
 
 
 def test_a_group_passes_every_hop_with_each_service_under_its_own_user(
     roles: dict[str, Broker], tmp_path: Path
 ) -> None:
     training = one_group(roles, tmp_path)
-    publish_weights(roles["trainer"], training.epoch, 2, tmp_path)
+    publish_weights(roles["trainer"], training.leader_term, 2, tmp_path)
     assert fetch_weights(roles["generator"], tmp_path).version == 2
     training.look()
     for role in ("feeder", "generator", "reward", "trainer"):
@@ -189,7 +189,7 @@ def test_a_role_cannot_write_what_is_not_its_own(roles: dict[str, Broker], role:
 def test_generators_and_rewards_cannot_even_read_the_journal_and_control(roles: dict[str, Broker]) -> None:
     for role in ("generator", "reward"):
         client: Any = roles[role].link.client
-        for key in (KEYS.journal, KEYS.ctl, KEYS.epoch):
+        for key in (KEYS.journal, KEYS.ctl, KEYS.leader_term):
             for command in ("HGETALL", "GET", "EXISTS", "DUMP"):
                 with pytest.raises(redis.exceptions.NoPermissionError):
                     client.execute_command(command, key)

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from broker.client import Broker
-from broker.connection.connection import Link, answers
+from broker.connection.connection import Connection, answers
 from broker.connection.embedded import START_DEADLINE_S, EmbeddedServer, wait_ready
 from broker.connection.keys import Keys
 from schemas.config import BrokerConfig
@@ -142,7 +142,7 @@ def port(request: pytest.FixtureRequest, certificates: Path, tmp_path_factory: p
 def connect(url: str) -> Broker:
     """With a deadline that no test lives to see: whoever is refused must hear it before."""
     config = BrokerConfig(deadline_s=300.0)
-    return Broker(Link(url, Keys("tidemill", "tls"), config.deadline_s), config)
+    return Broker(Connection(url, Keys("tidemill", "tls"), config.deadline_s), config)
 
 
 def test_a_group_passes_every_hop_over_tls(port: int, certificates: Path, tmp_path: Path) -> None:

@@ -12,10 +12,10 @@ import torch
 from safetensors.torch import load_file, save
 
 from broker.client import Broker
-from broker.flow.fencing import incarnation
-from broker.flow.trainer_session import Training
-from broker.weights.delta_writer import DeltaMaker
-from broker.weights.local_copy import WeightCopy
+from broker.flow.fencing import term_number
+from broker.flow.trainer_session import TrainerSession
+from broker.weights.delta_writer import DeltaWriter
+from broker.weights.local_copy import LocalWeights
 from broker.weights.store import make_transport
 from schemas.errors import InfraError
 from schemas.messages import Manifest, Payload, TensorSpec
@@ -29,11 +29,11 @@ SPECS = [TensorSpec("a", "bfloat16", [64, 64]), TensorSpec("b", "bfloat16", [0])
 class Trainer:
     """What a trainer publishes: random weights that change a little, or wholly, from version to version."""
 
-    def __init__(self, broker: Broker, folder: Path, kind: str, epoch: str, *, max_chain: int = 3, keep: int = 2):
-        self._broker, self._folder, self._epoch, self._keep = broker, folder / "out", epoch, keep
+    def __init__(self, broker: Broker, folder: Path, kind: str, leader_term: str, *, max_chain: int = 3, keep: int = 2):
+        self._broker, self._folder, self._leader_term, self._keep = broker, folder / "out", leader_term, keep
         self._folder.mkdir(exist_ok=True)
         self._transport = make_transport(broker.link, kind, self._folder)
-        self._deltas = DeltaMaker(self._folder, max_chain)
+        self._deltas = DeltaWriter(self._folder, max_chain)
         self.bits: npt.NDArray[np.int16] = np.random.default_rng(0).integers(0, 1000, 64 * 64 + 333, dtype=np.int16)
 
     def publish(self, version: int, *, changed: int = 9) -> Manifest:
@@ -47,14 +47,14 @@ class Trainer:
         return newest
 
     def offer(self, version: int) -> None:
-        file = self._folder / f"part-{version}-e{incarnation(self._epoch)}"
+        file = self._folder / f"part-{version}-t{term_number(self._leader_term)}"
         file.write_bytes(save(self.tensors(), {"format": "pt"}))
         self._broker.weights.publish(
             self._transport,
             file,
             version=version,
             step=version,
-            epoch=self._epoch,
+            leader_term=self._leader_term,
             tensors=SPECS,
             probe=None,
             keep=self._keep,
@@ -72,18 +72,18 @@ class Trainer:
 
 
 @pytest.fixture
-def takeover(broker: Broker) -> Training:
+def takeover(broker: Broker) -> TrainerSession:
     return begin(broker)
 
 
 @pytest.fixture
-def trainer(broker: Broker, takeover: Training, tmp_path: Path, kind: str) -> Trainer:
-    return Trainer(broker, tmp_path, kind, takeover.epoch)
+def trainer(broker: Broker, takeover: TrainerSession, tmp_path: Path, kind: str) -> Trainer:
+    return Trainer(broker, tmp_path, kind, takeover.leader_term)
 
 
 @pytest.fixture
-def generator(broker: Broker, tmp_path: Path) -> WeightCopy:
-    return WeightCopy(broker.weights, tmp_path / "in")
+def generator(broker: Broker, tmp_path: Path) -> LocalWeights:
+    return LocalWeights(broker.weights, tmp_path / "in")
 
 
 def payloads(manifest: Manifest) -> list[Payload]:
@@ -120,20 +120,20 @@ def forms(manifests: Sequence[Manifest]) -> str:
 
 
 def test_every_version_arrives_bit_for_bit_and_a_newcomer_applies_a_bounded_chain(
-    broker: Broker, trainer: Trainer, generator: WeightCopy, tmp_path: Path, kind: str
+    broker: Broker, trainer: Trainer, generator: LocalWeights, tmp_path: Path, kind: str
 ) -> None:
     seen = []
     for version in range(1, 12):
         seen.append(trainer.publish(version))
         assert trainer.is_at(generator.fetch(seen[-1]))
-        newcomer = WeightCopy(broker.weights, tmp_path / f"in{version}")
+        newcomer = LocalWeights(broker.weights, tmp_path / f"in{version}")
         assert trainer.is_at(newcomer.fetch(seen[-1])), version
     assert forms(seen) == "wdddbdddbdd"
     assert all(m.delta.payload.size < m.state.size / 20 for m in seen if m.delta)
 
 
 def test_versions_in_between_are_skipped_and_the_copy_goes_on_from_where_it_was(
-    broker: Broker, trainer: Trainer, generator: WeightCopy, kind: str
+    broker: Broker, trainer: Trainer, generator: LocalWeights, kind: str
 ) -> None:
     for version in (1, 2):
         generator.fetch(trainer.publish(version))
@@ -144,7 +144,7 @@ def test_versions_in_between_are_skipped_and_the_copy_goes_on_from_where_it_was(
 
 
 def test_what_is_kept_is_bounded(
-    broker: Broker, trainer: Trainer, generator: WeightCopy, tmp_path: Path, kind: str
+    broker: Broker, trainer: Trainer, generator: LocalWeights, tmp_path: Path, kind: str
 ) -> None:
     for version in range(1, 30):
         generator.fetch(trainer.publish(version))
@@ -157,7 +157,7 @@ def test_what_is_kept_is_bounded(
 
 
 def test_a_change_of_everything_travels_whole_and_small_ones_are_deltas_again_later(
-    trainer: Trainer, generator: WeightCopy, kind: str
+    trainer: Trainer, generator: LocalWeights, kind: str
 ) -> None:
     seen = []
     for version in range(1, 12):
@@ -170,7 +170,7 @@ def test_a_change_of_everything_travels_whole_and_small_ones_are_deltas_again_la
 
 @pytest.mark.parametrize("missing", [False, True])
 def test_a_delta_that_is_damaged_or_gone_costs_a_whole_fetch_where_there_is_one(
-    broker: Broker, trainer: Trainer, generator: WeightCopy, kind: str, missing: bool
+    broker: Broker, trainer: Trainer, generator: LocalWeights, kind: str, missing: bool
 ) -> None:
     generator.fetch(trainer.publish(1))
     for version in (2, 3, 4):
@@ -184,7 +184,7 @@ def test_a_delta_that_is_damaged_or_gone_costs_a_whole_fetch_where_there_is_one(
 
 @pytest.mark.parametrize("missing", [False, True])
 def test_a_delta_that_nothing_replaces_is_an_error_until_the_trainer_puts_the_version_back(
-    broker: Broker, trainer: Trainer, generator: WeightCopy, tmp_path: Path, kind: str, missing: bool
+    broker: Broker, trainer: Trainer, generator: LocalWeights, tmp_path: Path, kind: str, missing: bool
 ) -> None:
     generator.fetch(trainer.publish(1))
     delta = trainer.publish(2)
@@ -197,11 +197,11 @@ def test_a_delta_that_nothing_replaces_is_an_error_until_the_trainer_puts_the_ve
     assert trainer.is_at(generator.fetch(delta))
     newest = trainer.publish(3)
     assert newest.whole, "no newcomer shall need the damaged one"
-    assert trainer.is_at(WeightCopy(broker.weights, tmp_path / "late").fetch(newest))
+    assert trainer.is_at(LocalWeights(broker.weights, tmp_path / "late").fetch(newest))
 
 
 def test_a_version_that_the_broker_lost_is_put_back_whole(
-    broker: Broker, trainer: Trainer, generator: WeightCopy, kind: str
+    broker: Broker, trainer: Trainer, generator: LocalWeights, kind: str
 ) -> None:
     trainer.publish(1)
     newest = trainer.publish(2)
@@ -217,7 +217,7 @@ def test_a_version_that_the_broker_lost_is_put_back_whole(
 
 
 def test_a_copy_that_was_changed_behind_our_back_is_noticed_and_made_anew(
-    trainer: Trainer, generator: WeightCopy, tmp_path: Path, kind: str
+    trainer: Trainer, generator: LocalWeights, tmp_path: Path, kind: str
 ) -> None:
     generator.fetch(trainer.publish(1))
     path = generator.fetch(trainer.publish(2))
@@ -228,26 +228,26 @@ def test_a_copy_that_was_changed_behind_our_back_is_noticed_and_made_anew(
 
 
 def test_a_restarted_trainer_publishes_whole_and_generators_go_on_from_it(
-    broker: Broker, trainer: Trainer, generator: WeightCopy, tmp_path: Path, kind: str
+    broker: Broker, trainer: Trainer, generator: LocalWeights, tmp_path: Path, kind: str
 ) -> None:
     for version in (1, 2, 3):
         generator.fetch(trainer.publish(version))
-    successor = Trainer(broker, tmp_path, kind, begin(broker, fresh=False).epoch)
-    (tmp_path / "out" / "v9-e1.safetensors").write_bytes(b"its manifest never came")
-    (tmp_path / "out" / ".part-9-e1.4711").write_bytes(b"half of one")
+    successor = Trainer(broker, tmp_path, kind, begin(broker, fresh=False).leader_term)
+    (tmp_path / "out" / "v9-t1.safetensors").write_bytes(b"its manifest never came")
+    (tmp_path / "out" / ".part-9-t1.4711").write_bytes(b"half of one")
     seen = [successor.publish(version) for version in (4, 5)]
     assert forms(seen) == "wd"
     assert successor.is_at(generator.fetch(seen[-1]))
     mine = {str(Path(p.uri.partition(":")[2]).name) for m in broker.weights.published() for p in payloads(m)}
-    assert {name for name in files(tmp_path / "out") if "-e1" in name} <= mine, "the dead one's files are gone"
+    assert {name for name in files(tmp_path / "out") if "-t1" in name} <= mine, "the dead one's files are gone"
 
 
 def test_a_trainer_that_went_back_gives_no_number_twice(
-    broker: Broker, trainer: Trainer, generator: WeightCopy, tmp_path: Path, kind: str
+    broker: Broker, trainer: Trainer, generator: LocalWeights, tmp_path: Path, kind: str
 ) -> None:
     """It replays versions 2 and 3; whoever reads them gets what was published under these numbers first."""
     first = [trainer.publish(version) for version in (1, 2, 3)]
-    successor = Trainer(broker, tmp_path, kind, begin(broker, fresh=False).epoch)
+    successor = Trainer(broker, tmp_path, kind, begin(broker, fresh=False).leader_term)
     successor.bits = trainer.bits.copy()
     assert broker.weights.published() == first
     assert trainer.is_at(generator.fetch(first[-1]))
@@ -265,7 +265,7 @@ def test_a_newest_version_that_someone_else_made_is_no_base(
 
 
 def test_another_models_layout_is_published_whole_and_fetched_whole(
-    broker: Broker, trainer: Trainer, generator: WeightCopy, kind: str, monkeypatch: pytest.MonkeyPatch
+    broker: Broker, trainer: Trainer, generator: LocalWeights, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     generator.fetch(trainer.publish(1))
     monkeypatch.setattr(Trainer, "tensors", lambda self: {"other": torch.zeros(4429, dtype=torch.bfloat16)})
@@ -278,7 +278,7 @@ def test_another_models_layout_is_published_whole_and_fetched_whole(
 
 
 def test_a_version_that_is_freed_while_it_is_fetched_is_an_error_that_passes(
-    broker: Broker, trainer: Trainer, generator: WeightCopy, kind: str, monkeypatch: pytest.MonkeyPatch
+    broker: Broker, trainer: Trainer, generator: LocalWeights, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     late = trainer.publish(1)
     for version in range(2, 12):
@@ -291,7 +291,7 @@ def test_a_version_that_is_freed_while_it_is_fetched_is_an_error_that_passes(
 
 
 def test_what_was_fetched_stays_until_the_next_fetch_though_the_trainer_frees_it(
-    trainer: Trainer, generator: WeightCopy, kind: str, tmp_path: Path
+    trainer: Trainer, generator: LocalWeights, kind: str, tmp_path: Path
 ) -> None:
     path = generator.fetch(trainer.publish(1))
     assert trainer.is_at(path)
@@ -305,7 +305,7 @@ def test_what_was_fetched_stays_until_the_next_fetch_though_the_trainer_frees_it
 
 
 def test_a_file_system_without_links_gets_a_copy(
-    trainer: Trainer, generator: WeightCopy, kind: str, monkeypatch: pytest.MonkeyPatch
+    trainer: Trainer, generator: LocalWeights, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*args: object) -> None:
         raise PermissionError("no links here")
@@ -317,7 +317,7 @@ def test_a_file_system_without_links_gets_a_copy(
 
 
 def test_a_delta_that_is_gone_before_the_next_version_makes_that_one_whole(
-    broker: Broker, trainer: Trainer, generator: WeightCopy, kind: str
+    broker: Broker, trainer: Trainer, generator: LocalWeights, kind: str
 ) -> None:
     trainer.publish(1)
     spoil(broker, trainer.publish(2), "delta")(True)

@@ -57,7 +57,7 @@ def train(config: TidemillConfig) -> TrainStep:
     checkpoints = Checkpoints(config.folder / "checkpoints")
     for number in (1, 2):
         step.run(step.assemble(groups_of([3, 4], seed=number)), number)
-        checkpoints.save(step, step=number, version=number, epoch=1, extra={})
+        checkpoints.save(step, step=number, version=number, leader_term=1, extra={})
     save_config(config, config.folder / "config.yaml")
     return step
 
@@ -70,7 +70,7 @@ def test_the_export_is_the_model_that_was_trained(tmp_path: Path, model: Path) -
     config = configuration(tmp_path / "run", model)
     trained = train(config)
     folder = export(config)
-    assert folder == tmp_path / "run/exports/step-00000002-e0001"
+    assert folder == tmp_path / "run/exports/step-00000002-t0001"
     loaded = AutoModelForCausalLM.from_pretrained(folder)
     for (name, want), got in zip(trained.policy.causal_lm.named_parameters(), loaded.parameters(), strict=True):
         assert torch.equal(want, got), name
@@ -87,19 +87,19 @@ def test_any_step_in_the_type_of_the_configuration(run: TidemillConfig, model: P
 
 
 def damage(config: TidemillConfig, step: int) -> None:
-    victim = next((config.folder / f"checkpoints/step-{step:08d}-e0001/tensors").glob("*.distcp"))
+    victim = next((config.folder / f"checkpoints/step-{step:08d}-t0001/tensors").glob("*.distcp"))
     victim.write_bytes(victim.read_bytes()[:-1])
 
 
 def test_a_damaged_checkpoint_is_refused_by_name_and_the_newest_whole_one_taken(run: TidemillConfig) -> None:
     damage(run, 2)
-    with pytest.raises(ConfigError, match=r"step-00000002-e0001 is damaged: tensors/.* bytes instead of"):
+    with pytest.raises(ConfigError, match=r"step-00000002-t0001 is damaged: tensors/.* bytes instead of"):
         export(run, 2)
-    assert export(run).name == "step-00000001-e0001"
+    assert export(run).name == "step-00000001-t0001"
     damage(run, 1)
-    with pytest.raises(ConfigError, match=r"no whole checkpoint in .*; step-00000002-e0001: .*; step-00000001-e0001: "):
+    with pytest.raises(ConfigError, match=r"no whole checkpoint in .*; step-00000002-t0001: .*; step-00000001-t0001: "):
         export(run)
-    assert [folder.name for folder in (run.folder / "exports").iterdir()] == ["step-00000001-e0001"]
+    assert [folder.name for folder in (run.folder / "exports").iterdir()] == ["step-00000001-t0001"]
 
 
 @pytest.mark.parametrize(
@@ -120,7 +120,7 @@ def test_what_cannot_be_exported_is_one_clear_line(
 
 def test_a_checkpoint_of_another_model_is_refused(run: TidemillConfig, tmp_path: Path) -> None:
     other = configuration(run.folder, make_tiny_model(tmp_path / "other", hidden=64, layers=1))
-    with pytest.raises(ConfigError, match=r"step-00000002-e0001 is not one of model.path .*other"):
+    with pytest.raises(ConfigError, match=r"step-00000002-t0001 is not one of model.path .*other"):
         export(other)
     assert not list((run.folder / "exports").iterdir())
 
@@ -129,6 +129,6 @@ def test_the_command_finds_a_run_by_its_folder_and_shows_what_it_does(run: Tidem
     command = [sys.executable, "-m", "deploy.cli", "export", str(run.folder), "--step", "1", "--to", "out"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("out: step-00000001-e0001 in float32, ")
+    assert done.stdout.startswith("out: step-00000001-t0001 in float32, ")
     assert "export: writing out" in done.stderr
     assert (tmp_path / "out/tokenizer.json").is_file()

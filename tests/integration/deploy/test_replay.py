@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from broker.client import Broker
-from broker.connection.connection import Link
+from broker.connection.connection import Connection
 from broker.connection.embedded import EmbeddedServer
 from broker.connection.keys import Keys
 from consumers.trainer.checkpoint.batch_files import FOLDER, BatchFiles
@@ -26,12 +26,7 @@ from schemas.codec import Array
 from schemas.config import BrokerConfig, TidemillConfig, parse_config, save_config
 from schemas.errors import ConfigError
 from schemas.lifecycle import StopFlag
-from tests.support.deterministic_run import (
-    EVERY,
-    STEPS,
-    Pipeline,
-    configuration,
-)
+from tests.support.deterministic_run import EVERY, STEPS, Pipeline, configuration
 from tests.support.tiny_model import make_tiny_model
 
 pytestmark = pytest.mark.integration
@@ -41,7 +36,7 @@ pytestmark = pytest.mark.integration
 def finished(server: EmbeddedServer, tmp_path_factory: pytest.TempPathFactory) -> TidemillConfig:
     """A run that recorded its batches and kept all checkpoints: of steps 2, 4 and 5."""
     folder, threads = tmp_path_factory.mktemp("replay"), torch.get_num_threads()
-    broker = Broker(Link(server.url, Keys("tidemill", "replayed"), 30), BrokerConfig())
+    broker = Broker(Connection(server.url, Keys("tidemill", "replayed"), 30), BrokerConfig())
     model = make_tiny_model(folder / "model", hidden=32, layers=1)
     settings = {"record": True, "checkpoint": {"every": EVERY, "keep": 9}}
     config = parse_config(configuration(folder / "run", model, broker, **settings))
@@ -70,7 +65,7 @@ def test_recorded_steps_come_out_equal(
     assert replay_steps(finished, "", first, last) == 0
     told = capsys.readouterr().out
     assert told.startswith(f"equal: steps {first} to {(last or STEPS) - 1} of run replayed, trained again from ")
-    assert f"give step-{last or STEPS:08d}-e0001 to the bit" in told
+    assert f"give step-{last or STEPS:08d}-t0001 to the bit" in told
 
 
 @pytest.mark.parametrize("what", ["token", "reward"])
@@ -109,7 +104,7 @@ def by_others(batches: BatchFiles) -> None:
 
 
 def later(batches: BatchFiles) -> None:
-    batches.write(msgspec.structs.replace(batches.read(3), epoch=2))
+    batches.write(msgspec.structs.replace(batches.read(3), leader_term=2))
 
 
 @pytest.mark.parametrize(
@@ -118,7 +113,7 @@ def later(batches: BatchFiles) -> None:
         (without(3), r"batches of 1 of the steps 2 to 4 are not in .*, the first is 3: .* trainer.record: true"),
         (broken, r"batch of step 3 in .* is damaged"),
         (by_others, r"trained from step 3 on"),
-        (later, r"step-00000005-e0001 is of weights that were given up: a later trainer trained step 3 again"),
+        (later, r"step-00000005-t0001 is of weights that were given up: a later trainer trained step 3 again"),
     ],
     ids=["missing", "damaged", "ranks", "given up"],
 )
@@ -130,7 +125,7 @@ def test_what_cannot_be_replayed_is_refused(
         with pytest.raises(ConfigError, match=message):
             plan_replay(finished, EVERY, None)
     finally:
-        for file in batches.folder.glob("*-e0002.*"):
+        for file in batches.folder.glob("*-t0002.*"):
             file.unlink()
 
 
@@ -138,7 +133,7 @@ def test_what_cannot_be_replayed_is_refused(
     ("first", "last", "message"),
     [
         (3, None, r"no checkpoint of step 3 in .*; there is 2, 4, 5"),
-        (5, None, r"--from 5 must be 0 or more and before step 5, which step-00000005-e0001 is of"),
+        (5, None, r"--from 5 must be 0 or more and before step 5, which step-00000005-t0001 is of"),
         (2, 3, r"no checkpoint of step 3"),
     ],
 )
@@ -166,7 +161,7 @@ def test_the_command_says_so_in_one_line_and_in_its_exit_code(finished: Tidemill
     command = [sys.executable, "-m", "deploy.cli", "replay", str(finished.folder), "--from", "4"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("equal: steps 4 to 4 of run replayed, trained again from step-00000004-e0001,")
+    assert done.stdout.startswith("equal: steps 4 to 4 of run replayed, trained again from step-00000004-t0001,")
     assert "replay: step 4, up to 4" in done.stderr
     done = subprocess.run([*command, "--to", "4"], capture_output=True, text=True, timeout=200, check=False)
     assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)

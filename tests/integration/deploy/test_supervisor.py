@@ -14,12 +14,7 @@ from pathlib import Path
 import pytest
 
 from deploy.supervisor.restart_policy import State
-from deploy.supervisor.supervisor import (
-    Change,
-    Outcome,
-    ServiceSpec,
-    Supervisor,
-)
+from deploy.supervisor.supervisor import Change, RunOutcome, ServiceSpec, Supervisor
 from schemas.config import SupervisorConfig
 from schemas.errors import CONFIG_EXIT, ConfigError
 
@@ -120,7 +115,7 @@ class Rig:
 
         wait_for(what, poll)
 
-    def run(self) -> Outcome:
+    def run(self) -> RunOutcome:
         deadline = time.monotonic() + DEADLINE_S
 
         def tick() -> None:
@@ -151,7 +146,7 @@ def test_the_run_is_done_when_the_finishing_service_is(tmp_path: Path, token: st
     with rig.supervisor as supervisor:
         supervisor.add(rig.spec("feeder", family()))
         supervisor.add(rig.spec("trainer", script("print('trained')"), finishes=True))
-        assert rig.run() == Outcome("finished")
+        assert rig.run() == RunOutcome("finished")
         supervisor.stop()
         assert [s.state for s in supervisor.services] == [State.STOPPED, State.FINISHED]
     assert "trained" in rig.log("trainer")

@@ -18,16 +18,7 @@ from schemas.config import TidemillConfig, parse_config
 from schemas.errors import InfraError
 from schemas.messages import Sampling, Task
 from tests.support import light_service
-from tests.support.generator_service import (
-    configuration,
-    engine_of,
-    live,
-    publish,
-    published,
-    task,
-    until,
-    versions,
-)
+from tests.support.generator_service import configuration, engine_of, live, publish, published, task, until, versions
 from tests.support.tiny_model import make_tiny_model
 from tests.support.trainer_sessions import begin
 

@@ -9,14 +9,7 @@ from pathlib import Path
 import pytest
 
 from broker.client import Broker
-from tests.support.generator_service import (
-    configuration,
-    engine_of,
-    living,
-    publish,
-    published,
-    task,
-)
+from tests.support.generator_service import configuration, engine_of, living, publish, published, task
 from tests.support.tiny_model import make_tiny_model
 from tests.support.trainer_sessions import begin
 

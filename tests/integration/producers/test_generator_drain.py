@@ -10,7 +10,7 @@ import pytest
 
 from broker.client import Broker
 from producers.engines.base import Engine
-from producers.workflows.base import Sample, Tokenizer
+from producers.workflows.base import SampledCompletion, Tokenizer
 from schemas.messages import Partial, Span, Task, Turn
 from tests.support.generator_service import (
     configuration,
@@ -34,7 +34,7 @@ class TwoTurns:
 
     async def run(
         self, engine: Engine, tokenizer: Tokenizer, task: Task, samples: Sequence[int]
-    ) -> AsyncIterator[Sample | Partial]:
+    ) -> AsyncIterator[SampledCompletion | Partial]:
         for index in samples:
             tokens, logprobs, spans = [5, 6], [0.0, 0.0], []
             finish = "abort"
@@ -44,7 +44,7 @@ class TwoTurns:
                 tokens = [*tokens, *turn.tokens]
                 logprobs += turn.logprobs.tolist()
                 finish = turn.finish
-            yield Sample(
+            yield SampledCompletion(
                 index=index,
                 tokens=tokens,
                 loss_mask=[0, 0] + [1] * (len(tokens) - 2),

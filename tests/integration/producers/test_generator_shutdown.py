@@ -11,15 +11,7 @@ import pytest
 from broker.client import Broker
 from broker.connection.keys import GENERATORS
 from broker.queues.tasks import TaskQueue
-from tests.support.generator_service import (
-    Engine,
-    configuration,
-    engine_of,
-    live,
-    publish,
-    task,
-    until,
-)
+from tests.support.generator_service import Engine, configuration, engine_of, live, publish, task, until
 from tests.support.tiny_model import make_tiny_model
 from tests.support.trainer_sessions import begin
 

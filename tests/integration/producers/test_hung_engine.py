@@ -34,7 +34,7 @@ def test_a_generator_ends_when_its_engine_hangs_and_leaves_its_work_to_others(
 ) -> None:
     broker = make_broker("hung")
     training = begin(broker)
-    publish_weights(broker, training.epoch, 1, tmp_path)
+    publish_weights(broker, training.leader_term, 1, tmp_path)
     assert broker.ledger.admit(task(0)).answer == "ok"
     (tmp_path / "hung.py").write_text(ENGINE)
     config = {

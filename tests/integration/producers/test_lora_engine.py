@@ -15,23 +15,17 @@ from broker.client import Broker
 from broker.weights.digests import base_digest
 from consumers.trainer.model.lora import make_policy
 from consumers.trainer.publishing import Publisher
-from consumers.trainer.rank_group import Crew
+from consumers.trainer.rank_group import RankGroup
 from consumers.trainer.step.train_step import TrainStep
 from producers.engines.base import EngineSettings
 from producers.engines.transformers.engine import TransformersEngine
-from producers.generator.pause import Valve
-from producers.generator.weight_updates import Updates
+from producers.generator.pause import PauseFollower
+from producers.generator.weight_updates import WeightUpdater
 from schemas.config import LoraConfig, TidemillConfig, parse_config
 from schemas.errors import DataError
 from schemas.lifecycle import StopFlag
 from schemas.messages import Sampling
-from tests.support.adapters import (
-    ALPHA,
-    RANK,
-    logprobs,
-    merged,
-    write_adapter,
-)
+from tests.support.adapters import ALPHA, RANK, logprobs, merged, write_adapter
 from tests.support.tiny_model import make_tiny_model
 from tests.support.trainer_sessions import begin
 from tests.support.trajectories import groups_of
@@ -145,14 +139,14 @@ def test_a_generator_follows_a_trainer_of_an_adapter_and_passes_every_probe(
 ) -> None:
     config = configuration(tmp_path / "run", model, broker, dtype, transport)
     step = TrainStep.from_config(make_policy(config), config)
-    crew = Crew(config, step)
+    crew = RankGroup(config, step)
     publisher = Publisher(config, broker, step.policy.causal_lm.config.vocab_size)
-    publisher.epoch = begin(broker).epoch
+    publisher.leader_term = begin(broker).leader_term
     engine = TransformersEngine(
         EngineSettings(str(model), dtype, max_length=64, max_samples=4, lora=config.trainer.lora)
     )
-    valve, stop = Valve(broker, engine), StopFlag()
-    updates = Updates(config, "g", broker, engine, tmp_path / "in", valve)
+    valve, stop = PauseFollower(broker, engine), StopFlag()
+    updates = WeightUpdater(config, "g", broker, engine, tmp_path / "in", valve)
 
     def train_and_publish(version: int) -> None:
         if version:

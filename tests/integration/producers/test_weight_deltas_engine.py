@@ -10,15 +10,15 @@ import torch
 from torch.optim import AdamW
 
 from broker.client import Broker
-from broker.flow.fencing import incarnation
-from broker.weights.delta_writer import DeltaMaker
+from broker.flow.fencing import term_number
+from broker.weights.delta_writer import DeltaWriter
 from broker.weights.store import make_transport
 from consumers.trainer.model.hf_weights import reference_logprobs
 from consumers.trainer.model.policy import Policy, load_model
 from producers.engines.base import EngineSettings
 from producers.engines.transformers.engine import TransformersEngine
-from producers.generator.pause import Valve
-from producers.generator.weight_updates import Updates
+from producers.generator.pause import PauseFollower
+from producers.generator.weight_updates import WeightUpdater
 from schemas.codec import Array
 from schemas.config import TidemillConfig, parse_config
 from schemas.lifecycle import StopFlag
@@ -37,9 +37,9 @@ class Learner:
 
     def __init__(self, broker: Broker, model: Path, folder: Path) -> None:
         self._store, self._folder = broker.weights, folder
-        self._epoch = begin(broker).epoch
+        self._leader_term = begin(broker).leader_term
         self._transport = make_transport(broker.link, "redis", folder)
-        self._deltas = DeltaMaker(folder, max_chain=2)
+        self._deltas = DeltaWriter(folder, max_chain=2)
         self._policy = Policy(load_model(str(model), "float32"))
         self._optimizer = AdamW(self._policy.parameters(), lr=1e-5)
         folder.mkdir()
@@ -50,14 +50,14 @@ class Learner:
         self._optimizer.zero_grad()
         (-scores.logprobs.mean()).backward()
         self._optimizer.step()
-        file = self._folder / f"part-{version}-e{incarnation(self._epoch)}"
+        file = self._folder / f"part-{version}-t{term_number(self._leader_term)}"
         tensors = write_weights(self._policy, file, "bfloat16")
         self._store.publish(
             self._transport,
             file,
             version=version,
             step=version,
-            epoch=self._epoch,
+            leader_term=self._leader_term,
             tensors=tensors,
             probe=Probe(tokens=Array.of(PROBE, "i4"), logprobs=Array.of(reference_logprobs(self._policy, PROBE), "f4")),
             keep=2,
@@ -88,8 +88,8 @@ def test_an_engine_follows_a_chain_of_deltas_and_passes_every_probe(
     model = make_tiny_model(tmp_path / "model", hidden=32, layers=1)
     learner, stop = Learner(broker, model, tmp_path / "out"), StopFlag()
     engine = TransformersEngine(EngineSettings(str(model), "bfloat16", max_length=64, max_samples=4))
-    valve = Valve(broker, engine)
-    updates = Updates(config, "g", broker, engine, tmp_path / "in", valve)
+    valve = PauseFollower(broker, engine)
+    updates = WeightUpdater(config, "g", broker, engine, tmp_path / "in", valve)
 
     async def run() -> None:
         await engine.start()

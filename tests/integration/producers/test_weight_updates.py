@@ -10,12 +10,12 @@ from typing import Any, cast
 import pytest
 
 from broker.client import Broker
-from broker.flow.trainer_session import Training
+from broker.flow.trainer_session import TrainerSession
 from broker.weights.digests import base_digest
 from producers.engines.base import Engine
 from producers.generator import weight_updates as updates_module
-from producers.generator.pause import Valve
-from producers.generator.weight_updates import Updates
+from producers.generator.pause import PauseFollower
+from producers.generator.weight_updates import WeightUpdater
 from schemas.codec import decode
 from schemas.config import TidemillConfig, parse_config
 from schemas.errors import InfraError
@@ -52,15 +52,15 @@ def config(tmp_path: Path) -> TidemillConfig:
     )
 
 
-Scene = Callable[[Updates, Loads, Training], Awaitable[None]]
+Scene = Callable[[WeightUpdater, Loads, TrainerSession], Awaitable[None]]
 
 
 def play(config: TidemillConfig, broker: Broker, folder: Path, scene: Scene, adapter: Adapter | None = None) -> None:
     """Run ``scene`` beside the updates of one generator, which starts with version 1 in use."""
     training, engine, stop = begin(broker), Loads(), StopFlag()
-    publish_weights(broker, training.epoch, 1, folder, adapter=adapter)
-    valve = Valve(broker, cast(Engine, engine))
-    updates = Updates(config, "g", broker, cast(Engine, engine), folder / "cache", valve)
+    publish_weights(broker, training.leader_term, 1, folder, adapter=adapter)
+    valve = PauseFollower(broker, cast(Engine, engine))
+    updates = WeightUpdater(config, "g", broker, cast(Engine, engine), folder / "cache", valve)
 
     async def run() -> None:
         await valve.obey(None)
@@ -98,7 +98,7 @@ def damage(broker: Broker, how: str) -> Callable[[], Any]:
 def test_a_version_that_is_put_right_is_loaded_after_all(
     config: TidemillConfig, broker: Broker, tmp_path: Path, how: str
 ) -> None:
-    async def scene(updates: Updates, engine: Loads, training: Training) -> None:
+    async def scene(updates: WeightUpdater, engine: Loads, training: TrainerSession) -> None:
         repair = publish_damaged(broker, training, tmp_path, how)
         assert "version 2 cannot be fetched" in await alarm(broker)
         assert updates.version == 1
@@ -110,7 +110,7 @@ def test_a_version_that_is_put_right_is_loaded_after_all(
     play(config, broker, tmp_path, scene)
 
 
-def publish_damaged(broker: Broker, training: Training, folder: Path, how: str) -> Callable[[], Any]:
+def publish_damaged(broker: Broker, training: TrainerSession, folder: Path, how: str) -> Callable[[], Any]:
     """Version 2, spoiled before anybody can see it."""
     real = broker.link.script
     repairs: list[Callable[[], Any]] = []
@@ -122,7 +122,7 @@ def publish_damaged(broker: Broker, training: Training, folder: Path, how: str) 
 
     broker.link.script = script  # type: ignore[method-assign]
     try:
-        publish_weights(broker, training.epoch, 2, folder, keep=2)
+        publish_weights(broker, training.leader_term, 2, folder, keep=2)
     finally:
         broker.link.script = real  # type: ignore[method-assign]
     return repairs[0]
@@ -131,10 +131,10 @@ def publish_damaged(broker: Broker, training: Training, folder: Path, how: str) 
 def test_a_newer_version_replaces_one_that_cannot_be_fetched(
     config: TidemillConfig, broker: Broker, tmp_path: Path
 ) -> None:
-    async def scene(updates: Updates, engine: Loads, training: Training) -> None:
+    async def scene(updates: WeightUpdater, engine: Loads, training: TrainerSession) -> None:
         publish_damaged(broker, training, tmp_path, "missing")
         await alarm(broker)
-        publish_weights(broker, training.epoch, 3, tmp_path)
+        publish_weights(broker, training.leader_term, 3, tmp_path)
         assert await updates.ready(3)
         assert engine.versions == [1, 3]
 
@@ -142,11 +142,11 @@ def test_a_newer_version_replaces_one_that_cannot_be_fetched(
 
 
 def test_a_full_disk_of_the_generator_is_waited_for(config: TidemillConfig, broker: Broker, tmp_path: Path) -> None:
-    async def scene(updates: Updates, engine: Loads, training: Training) -> None:
+    async def scene(updates: WeightUpdater, engine: Loads, training: TrainerSession) -> None:
         folder = tmp_path / "cache"
         folder.rmdir()
         folder.write_text("in the way of the folder")
-        publish_weights(broker, training.epoch, 2, tmp_path)
+        publish_weights(broker, training.leader_term, 2, tmp_path)
         assert "cannot be written" in await alarm(broker)
         folder.unlink()
         assert await updates.ready(2)
@@ -159,7 +159,7 @@ def test_the_process_ends_when_a_version_stays_out_of_reach(
 ) -> None:
     monkeypatch.setattr(updates_module, "FETCH_DEADLINE_S", 0.0)
 
-    async def scene(updates: Updates, engine: Loads, training: Training) -> None:
+    async def scene(updates: WeightUpdater, engine: Loads, training: TrainerSession) -> None:
         publish_damaged(broker, training, tmp_path, "missing")
         assert not await updates.ready(2), "nobody waits for it any more"
 
@@ -206,10 +206,10 @@ def test_weights_that_are_not_for_this_generator_are_refused_and_the_old_ones_st
         "base": adapter_of(other),
     }[kind]
 
-    async def scene(updates: Updates, engine: Loads, training: Training) -> None:
-        publish_weights(broker, training.epoch, 2, tmp_path, keep=2, adapter=wrong)
+    async def scene(updates: WeightUpdater, engine: Loads, training: TrainerSession) -> None:
+        publish_weights(broker, training.leader_term, 2, tmp_path, keep=2, adapter=wrong)
         assert f"weights version 2 is not for this generator: {reason}" in await alarm(broker)
-        publish_weights(broker, training.epoch, 3, tmp_path, keep=2, adapter=adapter_of(model))
+        publish_weights(broker, training.leader_term, 3, tmp_path, keep=2, adapter=adapter_of(model))
         assert await updates.ready(3)
         assert engine.versions == [1, 3]
 
@@ -219,7 +219,7 @@ def test_weights_that_are_not_for_this_generator_are_refused_and_the_old_ones_st
 def test_a_generator_without_lora_ends_when_there_is_nothing_but_an_adapter(
     config: TidemillConfig, broker: Broker, tmp_path: Path, model: Path
 ) -> None:
-    async def scene(updates: Updates, engine: Loads, training: Training) -> None:
+    async def scene(updates: WeightUpdater, engine: Loads, training: TrainerSession) -> None:
         raise AssertionError("version 1 is in use")
 
     with pytest.raises(InfraError, match="configured without"):

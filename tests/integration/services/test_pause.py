@@ -15,7 +15,7 @@ from broker.api.status.run_state import pause_status
 from broker.client import Broker
 from broker.presence import Presence
 from broker.telemetry.stream_lag import read_gauges
-from broker.telemetry.trajectories import Seen
+from broker.telemetry.trajectories import StoredTrajectory
 from consumers.trainer.loop import Trainer
 from consumers.trainer.model.policy import Policy, load_model
 from consumers.trainer.step.train_step import TrainStep
@@ -91,7 +91,7 @@ class System:
             step = TrainStep.from_config(Policy(load_model(self.config.model.path, "float32")), self.config)
             self.trainer = trainer = Trainer(self.config, "trainer", self.connect(), step)
             presence = Presence(
-                self.connect(), "trainer", "trainer", trainer.describe, obeyed=lambda: trainer.heed.obeyed
+                self.connect(), "trainer", "trainer", trainer.describe, acknowledged=lambda: trainer.heed.acknowledged
             )
             trainer.heed.changed = presence.soon
             with presence:
@@ -270,7 +270,7 @@ def test_a_checkpoint_is_written_on_request(system: System) -> None:
     system.wait("steps", lambda: system.step >= 1)
     number = system.broker.orders.checkpoint("test")
     assert system.trainer is not None
-    system.wait("the checkpoint", lambda: system.trainer.heed.obeyed.get("checkpoint") == number)  # type: ignore[union-attr]
+    system.wait("the checkpoint", lambda: system.trainer.heed.acknowledged.get("checkpoint") == number)  # type: ignore[union-attr]
     assert any((system.config.folder / "checkpoints").iterdir())
 
 
@@ -289,7 +289,7 @@ def test_samples_in_flight_follow_the_setting(system: System) -> None:
 def test_trained_samples_can_be_read_after_they_were_forgotten(system: System) -> None:
     system.start_all()
 
-    def trained() -> list[Seen]:
+    def trained() -> list[StoredTrajectory]:
         return system.broker.samples.search(lambda seen: seen.state == "trained", 10, 1000).items
 
     # A checkpoint covers them, and the pipeline has them no more.

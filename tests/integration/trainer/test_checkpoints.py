@@ -53,7 +53,7 @@ def test_the_step_after_loading_is_bit_identical(model: PreTrainedModel, tmp_pat
     np.random.seed(12)
     random.seed(13)
     extra = {"journal": "17-0", "cursor": {"next": 99, "skipped": [3, 5]}}
-    path = checkpoints.save(original, step=3, version=3, epoch=1, extra=extra)
+    path = checkpoints.save(original, step=3, version=3, leader_term=1, extra=extra)
     drawn = torch.rand(3).tolist(), np.random.rand(3).tolist(), [random.random() for _ in range(3)]
     advance(original, 3)
     advance(original, 4)
@@ -70,7 +70,7 @@ def test_the_step_after_loading_is_bit_identical(model: PreTrainedModel, tmp_pat
 
 def test_the_state_before_the_first_step_can_be_kept(model: PreTrainedModel, tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path)
-    path = checkpoints.save(make_step(model), step=0, version=0, epoch=1, extra={})
+    path = checkpoints.save(make_step(model), step=0, version=0, leader_term=1, extra={})
     straight, resumed = make_step(model), make_step(model)
     checkpoints.load(path, resumed)
     advance(straight, 0)
@@ -83,34 +83,34 @@ def test_saving_changes_nothing(model: PreTrainedModel, tmp_path: Path) -> None:
     for version in range(3):
         advance(saved, version)
         advance(other, version)
-        Checkpoints(tmp_path).save(saved, step=version, version=version, epoch=1, extra={})
+        Checkpoints(tmp_path).save(saved, step=version, version=version, leader_term=1, extra={})
     assert same(saved, other)
 
 
 def test_the_last_k_are_kept(model: PreTrainedModel, tmp_path: Path) -> None:
     step, checkpoints = make_step(model), Checkpoints(tmp_path, keep=2)
     for number in (1, 2, 10, 100):
-        checkpoints.save(step, step=number, version=number, epoch=1, extra={})
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-00000010-e0001", "step-00000100-e0001"]
-    assert checkpoints.newest().path == tmp_path / "step-00000100-e0001"
+        checkpoints.save(step, step=number, version=number, leader_term=1, extra={})
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-00000010-t0001", "step-00000100-t0001"]
+    assert checkpoints.newest().path == tmp_path / "step-00000100-t0001"
 
 
 def test_an_interrupted_write_does_not_count(model: PreTrainedModel, tmp_path: Path) -> None:
     step, checkpoints = make_step(model), Checkpoints(tmp_path)
-    kept = checkpoints.save(step, step=5, version=5, epoch=1, extra={})
-    half = tmp_path / ".step-00000006-e0001.writing"
+    kept = checkpoints.save(step, step=5, version=5, leader_term=1, extra={})
+    half = tmp_path / ".step-00000006-t0001.writing"
     half.mkdir()
     (half / "state.json").write_text("{}")
     newest = checkpoints.newest()
     assert (newest.path, newest.refused) == (kept, [])
-    assert checkpoints.save(step, step=6, version=6, epoch=1, extra={}).name == "step-00000006-e0001"
+    assert checkpoints.save(step, step=6, version=6, leader_term=1, extra={}).name == "step-00000006-t0001"
 
 
 @pytest.mark.parametrize("kind", ["no marker", "short file", "flipped byte", "missing file", "broken marker"])
 def test_damage_is_named_and_the_one_before_is_taken(model: PreTrainedModel, tmp_path: Path, kind: str) -> None:
     step, checkpoints = make_step(model), Checkpoints(tmp_path)
-    older = checkpoints.save(step, step=1, version=1, epoch=1, extra={})
-    path = checkpoints.save(step, step=2, version=2, epoch=1, extra={})
+    older = checkpoints.save(step, step=1, version=1, leader_term=1, extra={})
+    path = checkpoints.save(step, step=2, version=2, leader_term=1, extra={})
     victim = next(p for p in (path / "tensors").iterdir() if p.suffix == ".distcp")
     if kind == "no marker":
         (path / "COMPLETE").unlink()
@@ -127,18 +127,18 @@ def test_damage_is_named_and_the_one_before_is_taken(model: PreTrainedModel, tmp
     newest = checkpoints.newest()
     assert newest.path == older
     assert len(newest.refused) == 1
-    assert newest.refused[0].startswith("step-00000002-e0001: ")
+    assert newest.refused[0].startswith("step-00000002-t0001: ")
     with pytest.raises(InfraError, match="damaged"):
         checkpoints.load(path, make_step(model))
 
 
 def test_saving_a_step_again_replaces_it(model: PreTrainedModel, tmp_path: Path) -> None:
     step, checkpoints = make_step(model), Checkpoints(tmp_path)
-    checkpoints.save(step, step=1, version=1, epoch=1, extra={"try": 1})
-    path = checkpoints.save(step, step=1, version=1, epoch=1, extra={"try": 2})
+    checkpoints.save(step, step=1, version=1, leader_term=1, extra={"try": 1})
+    path = checkpoints.save(step, step=1, version=1, leader_term=1, extra={"try": 2})
     assert checkpoints.load(path, step).extra == {"try": 2}
     assert damage(path) is None
-    assert [p.name for p in tmp_path.iterdir()] == ["step-00000001-e0001"]
+    assert [p.name for p in tmp_path.iterdir()] == ["step-00000001-t0001"]
 
 
 def test_an_empty_folder_has_no_checkpoint(tmp_path: Path) -> None:
@@ -146,7 +146,7 @@ def test_an_empty_folder_has_no_checkpoint(tmp_path: Path) -> None:
 
 
 def test_the_marker_lists_every_file(model: PreTrainedModel, tmp_path: Path) -> None:
-    path = Checkpoints(tmp_path).save(make_step(model), step=1, version=1, epoch=1, extra={})
+    path = Checkpoints(tmp_path).save(make_step(model), step=1, version=1, leader_term=1, extra={})
     listed = set(json.loads((path / "COMPLETE").read_text())["files"])
     there = {str(p.relative_to(path)) for p in path.rglob("*") if p.is_file()}
     assert there == listed | {"COMPLETE"}
@@ -155,4 +155,4 @@ def test_the_marker_lists_every_file(model: PreTrainedModel, tmp_path: Path) -> 
 def test_an_unwritable_folder_is_one_clear_error(model: PreTrainedModel, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(InfraError, match="cannot write the checkpoint"):
-        Checkpoints(tmp_path / "file").save(make_step(model), step=1, version=1, epoch=1, extra={})
+        Checkpoints(tmp_path / "file").save(make_step(model), step=1, version=1, leader_term=1, extra={})

@@ -87,7 +87,7 @@ def test_a_checkpoint_restores_the_critic_to_the_bit(model: PreTrainedModel, tmp
     groups, more = groups_of([3, 4], seed=2), groups_of([4, 2], seed=3)
     step = make_step(model, steps=5)
     step.run(step.assemble(groups), 0)
-    path = Checkpoints(tmp_path).save(step, step=1, version=1, epoch=1, extra={})
+    path = Checkpoints(tmp_path).save(step, step=1, version=1, leader_term=1, extra={})
     metrics = step.run(step.assemble(more), 1).metrics
     again = make_step(model, steps=5)
     Checkpoints(tmp_path).load(path, again)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from broker.client import Broker
-from broker.connection.connection import Link
+from broker.connection.connection import Connection
 from broker.connection.embedded import EmbeddedServer
 from broker.connection.keys import Keys
 from consumers.trainer.checkpoint.compare import compare
@@ -42,7 +42,7 @@ def undisturbed(server: EmbeddedServer, model: Path, tmp_path_factory: pytest.Te
 
 def end_of_run(name: str, server: EmbeddedServer, model: Path, folder: Path, **trainer: Any) -> TrainStep:
     """The state of training at the end of a run that nothing happened to."""
-    broker = Broker(Link(server.url, Keys("tidemill", name), 30), BrokerConfig())
+    broker = Broker(Connection(server.url, Keys("tidemill", name), 30), BrokerConfig())
     data = configuration(folder / "run", model, broker, record=True, **trainer)
     with Pipeline(broker):
         assert train(data, folder) == [0]

@@ -189,7 +189,7 @@ def test_a_trainer_that_dies_with_its_broker_gives_its_weights_new_numbers(
             Checkpoints.take = real  # type: ignore[method-assign]
         assert saved == [3]
         assert first.progress.step == 5
-        published = json.loads((tmp_path / "run" / "checkpoints" / "EPOCH").read_text())["version"]
+        published = json.loads((tmp_path / "run" / "checkpoints" / "LEADER_TERM").read_text())["version"]
         broker.purge()
         second = trainer(steps=8)
         run(second)

@@ -21,7 +21,7 @@ from consumers.trainer.distributed.ranks import Ranks
 from consumers.trainer.model.hf_weights import reference_logprobs, weight_specs
 from consumers.trainer.model.lora import make_policy
 from consumers.trainer.model.policy import Policy, load_model
-from consumers.trainer.rank_group import Crew
+from consumers.trainer.rank_group import RankGroup
 from consumers.trainer.step.train_step import TrainStep, reference_policy
 from schemas.config import TidemillConfig, parse_config
 from schemas.errors import ConfigError
@@ -151,7 +151,7 @@ def test_the_reference_with_the_adapter_off_is_a_second_model(
 def test_a_checkpoint_holds_the_adapter_alone_and_training_goes_on_from_it(model: Path, tmp_path: Path) -> None:
     config = configuration(tmp_path, model)
     checkpoints, step = Checkpoints(tmp_path / "checkpoints"), trained(config, 2)
-    path = checkpoints.save(step, step=2, version=2, epoch=1, extra={})
+    path = checkpoints.save(step, step=2, version=2, leader_term=1, extra={})
     tensors = FileSystemReader(path / "tensors").read_metadata().state_dict_metadata
     parts = Counter(name.partition(".")[0] for name in tensors if ".lora_" in name)
     assert parts == {"model": 28, "optimizer": 28 * 3}, "the adapter, its two moments and its count of steps"
@@ -161,7 +161,7 @@ def test_a_checkpoint_holds_the_adapter_alone_and_training_goes_on_from_it(model
     assert compare(other, path).equal
     for going in (step, other):
         going.run(going.assemble(groups_of([3, 4], seed=2)), 2)
-    last = checkpoints.save(step, step=3, version=3, epoch=1, extra={})
+    last = checkpoints.save(step, step=3, version=3, leader_term=1, extra={})
     assert compare(other, last).equal
 
 
@@ -177,7 +177,7 @@ def test_a_checkpoint_of_another_adapter_is_refused(
     model: Path, tmp_path: Path, change: dict[str, Any], message: str
 ) -> None:
     checkpoints = Checkpoints(tmp_path / "checkpoints")
-    path = checkpoints.save(trained(configuration(tmp_path, model), 0), step=0, version=0, epoch=1, extra={})
+    path = checkpoints.save(trained(configuration(tmp_path, model), 0), step=0, version=0, leader_term=1, extra={})
     config = configuration(tmp_path, model, **change)
     with pytest.raises(ConfigError, match=message):
         checkpoints.load(path, TrainStep.from_config(make_policy(config), config))
@@ -185,7 +185,7 @@ def test_a_checkpoint_of_another_adapter_is_refused(
 
 def test_a_checkpoint_of_another_model_is_refused(model: Path, tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path / "checkpoints")
-    path = checkpoints.save(trained(configuration(tmp_path, model), 0), step=0, version=0, epoch=1, extra={})
+    path = checkpoints.save(trained(configuration(tmp_path, model), 0), step=0, version=0, leader_term=1, extra={})
     config = configuration(tmp_path, make_tiny_model(tmp_path / "other", seed=3, hidden=32, layers=2))
     with pytest.raises(ConfigError, match=r"of another adapter: .* is another model"):
         checkpoints.load(path, TrainStep.from_config(make_policy(config), config))
@@ -215,7 +215,7 @@ def test_targets_that_match_nothing_name_what_there_is(
 def saved(model: Path, tmp_path: Path) -> TrainStep:
     """Trained, with a checkpoint of it."""
     step = trained(configuration(tmp_path, model))
-    Checkpoints(tmp_path / "checkpoints").save(step, step=2, version=2, epoch=1, extra={})
+    Checkpoints(tmp_path / "checkpoints").save(step, step=2, version=2, leader_term=1, extra={})
     return step
 
 
@@ -234,7 +234,7 @@ def test_the_merged_export_and_the_adapter_in_peft_are_the_policy(
         name for name, _ in AutoModelForCausalLM.from_pretrained(model).named_parameters()
     }
     folder = export(config, adapter=True)
-    assert folder.name == "step-00000002-e0001-adapter"
+    assert folder.name == "step-00000002-t0001-adapter"
     assert json.loads((folder / "adapter_config.json").read_text())["base_model_name_or_path"] == str(model)
     adapted = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(model), str(folder))
     assert logprobs(adapted, PROBE).tolist() == pytest.approx(want, abs=1e-5)
@@ -243,7 +243,7 @@ def test_the_merged_export_and_the_adapter_in_peft_are_the_policy(
 
 def test_the_model_at_the_end_of_a_run_is_merged(model: Path, tmp_path: Path, saved: TrainStep) -> None:
     config = configuration(tmp_path, model)
-    Crew(config, saved).export(tmp_path / "model")
+    RankGroup(config, saved).export(tmp_path / "model")
     whole = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     want = reference_logprobs(saved.policy, PROBE).tolist()
     assert logprobs(whole, PROBE).tolist() == pytest.approx(want, abs=1e-4)

@@ -14,7 +14,7 @@ from broker.weights.digests import chunk_digests
 from consumers.trainer.model import snapshot as snapshot_module
 from consumers.trainer.model.policy import Policy, load_model
 from consumers.trainer.model.snapshot import Snapshot
-from consumers.trainer.rank_group import Crew
+from consumers.trainer.rank_group import RankGroup
 from consumers.trainer.step.train_step import TrainStep
 from schemas.config import parse_config
 from schemas.errors import InfraError
@@ -39,7 +39,7 @@ def wire(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def crew(model: Path, tmp_path: Path, wire: str) -> Crew:
+def crew(model: Path, tmp_path: Path, wire: str) -> RankGroup:
     config = parse_config(
         {
             "run": {"folder": str(tmp_path)},
@@ -52,10 +52,10 @@ def crew(model: Path, tmp_path: Path, wire: str) -> Crew:
     )
     step = TrainStep.from_config(Policy(load_model(model, "float32")), config)
     # The weights travel in another type than they are computed in: that needs no sharding here.
-    return Crew(config.model_copy(update={"model": config.model.model_copy(update={"dtype": wire})}), step)
+    return RankGroup(config.model_copy(update={"model": config.model.model_copy(update={"dtype": wire})}), step)
 
 
-def weights(crew: Crew, wire: str) -> Weights:
+def weights(crew: RankGroup, wire: str) -> Weights:
     named = crew.step.policy.causal_lm.named_parameters()
     return {name: tensor.detach().to(getattr(torch, wire), copy=True) for name, tensor in named}
 
@@ -83,7 +83,7 @@ def held_back(snapshot: Snapshot, monkeypatch: pytest.MonkeyPatch) -> tuple[thre
 
 
 def test_the_optimizer_waits_for_the_copy_and_for_nothing_more(
-    crew: Crew, wire: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    crew: RankGroup, wire: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with ThreadPoolExecutor(2) as threads:
         for version in range(3):
@@ -104,7 +104,7 @@ def test_the_optimizer_waits_for_the_copy_and_for_nothing_more(
             assert digests == chunk_digests(tmp_path / "v")
 
 
-def test_one_buffer_serves_all_versions(crew: Crew, wire: str) -> None:
+def test_one_buffer_serves_all_versions(crew: RankGroup, wire: str) -> None:
     places = set()
     for version in range(3):
         snapshot, _ = crew.gather(PROBE)
@@ -115,9 +115,9 @@ def test_one_buffer_serves_all_versions(crew: Crew, wire: str) -> None:
 
 
 def test_a_checkpoint_is_not_loaded_over_weights_that_are_still_to_be_copied(
-    crew: Crew, wire: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    crew: RankGroup, wire: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    crew.save(step=0, version=0, epoch=1, extra={})
+    crew.save(step=0, version=0, leader_term=1, extra={})
     crew.saved()
     saved = crew.checkpoints.at()
     crew.train(groups_of([4, 3], seed=1), 0)
@@ -136,7 +136,7 @@ def test_a_checkpoint_is_not_loaded_over_weights_that_are_still_to_be_copied(
 
 
 def test_a_copy_that_fails_lets_the_step_go_on_and_is_reported_by_its_thread(
-    crew: Crew, wire: str, monkeypatch: pytest.MonkeyPatch
+    crew: RankGroup, wire: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(self: Snapshot) -> None:
         raise RuntimeError("no memory")
@@ -149,7 +149,7 @@ def test_a_copy_that_fails_lets_the_step_go_on_and_is_reported_by_its_thread(
 
 
 def test_waiting_for_a_copy_that_never_comes_has_a_deadline(
-    crew: Crew, wire: str, monkeypatch: pytest.MonkeyPatch
+    crew: RankGroup, wire: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(snapshot_module, "COPY_DEADLINE_S", 0.01)
     crew.gather(PROBE)
@@ -157,7 +157,7 @@ def test_waiting_for_a_copy_that_never_comes_has_a_deadline(
         crew.train(groups_of([4, 3], seed=1), 0)
 
 
-def test_a_file_that_finds_no_room_is_not_there(crew: Crew, wire: str, tmp_path: Path) -> None:
+def test_a_file_that_finds_no_room_is_not_there(crew: RankGroup, wire: str, tmp_path: Path) -> None:
     snapshot, _ = crew.gather(PROBE)
     snapshot.fill()
     (tmp_path / "v").symlink_to("/dev/full")

@@ -13,7 +13,7 @@ from broker.api.status.poller import Watch
 from broker.api.status.run_state import LIVE_S, pause_status, run_state
 from broker.api.status.series import History, Rates
 from broker.flow.ledger import LedgerState
-from broker.flow.run_control import Orders
+from broker.flow.run_control import ControlState
 from broker.telemetry.stream_lag import Gauge
 from broker.telemetry.trajectories import choose
 from producers.generator.pause import FENCE_S
@@ -89,7 +89,7 @@ def test_the_verdict_gives_its_figures() -> None:
 
 
 def beat(service: str, role: str, pause: int = 0, time: float = 100.0, state: str = "running") -> Heartbeat:
-    return Heartbeat(service=service, role=role, host="h", pid=1, state=state, time=time, obeyed={"pause": pause})
+    return Heartbeat(service=service, role=role, host="h", pid=1, state=state, time=time, acknowledged={"pause": pause})
 
 
 def gauges(**waiting: int) -> list[Gauge]:
@@ -97,7 +97,7 @@ def gauges(**waiting: int) -> list[Gauge]:
     return [Gauge(name, waiting.get(name, 0), waiting.get(name, 0), 0, 0, None) for name in names]
 
 
-FREEZE = Orders(pause="freeze", pause_id=3)
+FREEZE = ControlState(pause="freeze", pause_id=3)
 
 
 def test_a_freeze_waits_for_every_live_generator_and_the_trainer() -> None:
@@ -123,29 +123,29 @@ def test_a_drain_waits_for_streams_and_the_trainer() -> None:
 
 
 def test_no_pause_is_never_done() -> None:
-    assert not pause_status(Orders(), [], gauges(), 100.0).done
+    assert not pause_status(ControlState(), [], gauges(), 100.0).done
 
 
-LEDGER = LedgerState("running", False, 3, 3, 10, 2, 1, 9, 2, 0, 4, 9, 7, 1, 5, epoch=1)
+LEDGER = LedgerState("running", False, 3, 3, 10, 2, 1, 9, 2, 0, 4, 9, 7, 1, 5, leader_term=1)
 ALL = [beat(role, role) for role in ("feeder", "generator", "reward", "trainer")]
 
 
 @pytest.mark.parametrize(
     ("ledger", "beats", "pause", "state"),
     [
-        (LEDGER, ALL, Orders(), "running"),
-        (LEDGER, ALL[:3], Orders(), "starting"),
-        (LEDGER, ALL[2:], Orders(), "running"),
-        (replace(LEDGER, epoch=0), ALL, Orders(), "starting"),
+        (LEDGER, ALL, ControlState(), "running"),
+        (LEDGER, ALL[:3], ControlState(), "starting"),
+        (LEDGER, ALL[2:], ControlState(), "running"),
+        (replace(LEDGER, leader_term=0), ALL, ControlState(), "starting"),
         (LEDGER, ALL, FREEZE, "pausing"),
         (LEDGER, ALL, replace(FREEZE, pause="drain"), "draining"),
         (LEDGER, ALL[:1], FREEZE, "paused"),
-        (replace(LEDGER, state="finished"), [], Orders(), "finished"),
+        (replace(LEDGER, state="finished"), [], ControlState(), "finished"),
         (replace(LEDGER, state="failed", cause="trainer: exit code 1"), [], FREEZE, "failed"),
-        (LEDGER, [*ALL, beat("s", "supervisor", state="stopping")], Orders(), "stopping"),
+        (LEDGER, [*ALL, beat("s", "supervisor", state="stopping")], ControlState(), "stopping"),
     ],
 )
-def test_the_state_of_a_run(ledger: LedgerState, beats: list[Heartbeat], pause: Orders, state: str) -> None:
+def test_the_state_of_a_run(ledger: LedgerState, beats: list[Heartbeat], pause: ControlState, state: str) -> None:
     found, cause = run_state(ledger, pause_status(pause, beats, gauges(), 101.0), beats, 101.0)
     assert found == state
     assert cause or state in ("running", "paused", "finished")

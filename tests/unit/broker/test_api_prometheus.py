@@ -22,7 +22,24 @@ from schemas.errors import ConfigError
 
 FOLDER = Path(__file__).parents[3] / "deploy" / "observability"
 LEDGER = LedgerState(
-    "running", False, 3, 3, 10, 2, 1, 9, 2, 0, 4, 9, 5, 1, 5, dropped={"stale": 1}, failed={"no_reward": 1}, epoch=1
+    "running",
+    False,
+    3,
+    3,
+    10,
+    2,
+    1,
+    9,
+    2,
+    0,
+    4,
+    9,
+    5,
+    1,
+    5,
+    dropped={"stale": 1},
+    failed={"no_reward": 1},
+    leader_term=1,
 )
 
 

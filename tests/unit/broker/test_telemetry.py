@@ -8,7 +8,7 @@ from __future__ import annotations
 import fakeredis
 import pytest
 
-from broker.connection.connection import Link
+from broker.connection.connection import Connection
 from broker.connection.keys import Keys
 from broker.telemetry.streams import Events, Metrics
 from broker.telemetry.trajectories import PAGE, Samples
@@ -18,8 +18,8 @@ from tests.support.trajectories import trajectory
 
 
 @pytest.fixture
-def link() -> Link:
-    link = Link("redis://127.0.0.1:1", Keys("tidemill", "readers"), 1.0)
+def link() -> Connection:
+    link = Connection("redis://127.0.0.1:1", Keys("tidemill", "readers"), 1.0)
     link.client = fakeredis.FakeRedis()
     return link
 
@@ -28,7 +28,7 @@ def event(text: str) -> bytes:
     return encode(Event(name="checkpoint", service="trainer", level="info", text=text))
 
 
-def test_events_come_in_order_without_what_cannot_be_read(link: Link) -> None:
+def test_events_come_in_order_without_what_cannot_be_read(link: Connection) -> None:
     for body in (event("one"), b"\xc1 nonsense", event("two"), event("three")):
         link.client.xadd(link.keys.events, {"b": body})
     link.client.xadd(link.keys.events, {"other": "field"})
@@ -37,7 +37,7 @@ def test_events_come_in_order_without_what_cannot_be_read(link: Link) -> None:
     assert [noted.event.text for noted in events.after("0-0", 10)] == ["one", "two", "three"]
 
 
-def test_figures_go_on_where_they_were_read_up_to(link: Link) -> None:
+def test_figures_go_on_where_they_were_read_up_to(link: Connection) -> None:
     metrics = Metrics(link)
     for step in range(1, 4):
         link.client.xadd(link.keys.metrics, {"j": f'{{"step": {step}}}'})
@@ -49,7 +49,7 @@ def test_figures_go_on_where_they_were_read_up_to(link: Link) -> None:
     assert [line["step"] for line in metrics.tail(2)] == [2, 3]
 
 
-def test_a_search_goes_over_pages_newest_first_and_says_whether_it_saw_all(link: Link) -> None:
+def test_a_search_goes_over_pages_newest_first_and_says_whether_it_saw_all(link: Connection) -> None:
     count = 2 * PAGE + 3
     for task in range(count):
         link.client.xadd(link.keys.trajectories, {"b": encode(trajectory(task))})

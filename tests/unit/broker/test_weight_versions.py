@@ -3,12 +3,7 @@
 from __future__ import annotations
 
 from broker.weights.digests import state_digest
-from broker.weights.versions import (
-    Held,
-    find_route,
-    links,
-    split,
-)
+from broker.weights.versions import Held, find_route, links, split
 from schemas.messages import Delta, Manifest, Payload
 
 
@@ -20,7 +15,7 @@ def manifest(version: int, base: int | None = None, *, whole: bool = False, base
         delta = Delta(base, digest, Payload(f"redis:{version}:delta", 1, ["d"]))
     state = Payload(f"redis:{version}", 100, [f"state {version}"])
     return Manifest(
-        version=version, step=version, epoch=1, state=state, whole=whole or base is None, delta=delta, tensors=[]
+        version=version, step=version, leader_term=1, state=state, whole=whole or base is None, delta=delta, tensors=[]
     )
 
 

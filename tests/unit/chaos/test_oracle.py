@@ -35,17 +35,21 @@ def publications(samples: list[tuple[int, int]] = SAMPLES, at: float = 1.0, name
     return log(name, (at, "publish?", {"x": tries}), (at, "publish", {"x": [[*item, "ok"] for item in tries]}))
 
 
-def step(at: float, index: int, tasks: list[int], epoch: str = "1-a", version: int | None = None) -> Any:
+def step(at: float, index: int, tasks: list[int], leader_term: str = "1-a", version: int | None = None) -> Any:
     samples = [[task, sample, number(task, sample), index] for task in tasks for sample in range(2)]
-    return (at, "step", {"step": index, "epoch": epoch, "version": index if version is None else version, "x": samples})
+    return (
+        at,
+        "step",
+        {"step": index, "leader_term": leader_term, "version": index if version is None else version, "x": samples},
+    )
 
 
-def begin(at: float, epoch: str) -> Any:
-    return (at, "begin", {"epoch": epoch, "step": 0})
+def begin(at: float, leader_term: str) -> Any:
+    return (at, "begin", {"leader_term": leader_term, "step": 0})
 
 
-def trainer(*lines: Any, process: str = "trainer.9", epoch: str = "1-a") -> Log:
-    return log(process, begin(0.5, epoch), *lines)
+def trainer(*lines: Any, process: str = "trainer.9", leader_term: str = "1-a") -> Log:
+    return log(process, begin(0.5, leader_term), *lines)
 
 
 def broken(judgement: Judgement) -> list[str]:
@@ -67,9 +71,14 @@ def test_trained_twice() -> None:
 
 
 def test_a_step_repeated_after_a_crash_is_not_trained_twice() -> None:
-    first = trainer(step(2.0, 0, [0]), (2.1, "saving", {"step": 1, "epoch": 1}), step(3.0, 1, [1]), process="trainer.8")
+    first = trainer(
+        step(2.0, 0, [0]), (2.1, "saving", {"step": 1, "leader_term": 1}), step(3.0, 1, [1]), process="trainer.8"
+    )
     second = log(
-        "trainer.9", (4.0, "loaded", {"step": 1, "epoch": 1}), begin(4.1, "2-b"), step(5.0, 1, [1], "2-b", version=1)
+        "trainer.9",
+        (4.0, "loaded", {"step": 1, "leader_term": 1}),
+        begin(4.1, "2-b"),
+        step(5.0, 1, [1], "2-b", version=1),
     )
     judgement = judge([publications(), first, second], RULES)
     assert broken(judgement) == []
@@ -78,7 +87,7 @@ def test_a_step_repeated_after_a_crash_is_not_trained_twice() -> None:
 
 def test_a_restart_without_a_checkpoint_begins_with_the_untrained_model() -> None:
     first = trainer(step(2.0, 0, [0]), process="trainer.8")
-    second = trainer(step(5.0, 0, [0], "2-b"), step(6.0, 1, [1], "2-b"), process="trainer.9", epoch="2-b")
+    second = trainer(step(5.0, 0, [0], "2-b"), step(6.0, 1, [1], "2-b"), process="trainer.9", leader_term="2-b")
     assert broken(judge([publications(), first, second], RULES)) == []
 
 
@@ -87,7 +96,7 @@ def test_a_restart_without_a_checkpoint_begins_with_the_untrained_model() -> Non
     [
         [trainer(step(2.0, 0, [0]), step(3.0, 2, [1]))],
         [trainer(step(2.0, 1, [0]), step(3.0, 2, [1]))],
-        [log("trainer.9", (1.0, "loaded", {"step": 1, "epoch": 1}), begin(1.1, "2-b"), step(2.0, 1, [0, 1]))],
+        [log("trainer.9", (1.0, "loaded", {"step": 1, "leader_term": 1}), begin(1.1, "2-b"), step(2.0, 1, [0, 1]))],
     ],
     ids=["a step is missing", "the first steps are missing", "a checkpoint nobody saved"],
 )
@@ -177,15 +186,15 @@ def test_too_old_to_train() -> None:
 
 def test_a_zombie_that_goes_on() -> None:
     zombie = trainer(step(2.0, 0, [0]), step(6.0, 1, [1]), step(7.0, 2, [1]), process="trainer.8")
-    second = trainer(step(5.0, 0, [0], "2-b"), step(6.0, 1, [1], "2-b"), process="trainer.9", epoch="2-b")
-    second.lines[0] = Line(4.0, "begin", {"epoch": "2-b", "step": 0})
+    second = trainer(step(5.0, 0, [0], "2-b"), step(6.0, 1, [1], "2-b"), process="trainer.9", leader_term="2-b")
+    second.lines[0] = Line(4.0, "begin", {"leader_term": "2-b", "step": 0})
     assert broken(judge([publications(), zombie, second], RULES)) == ["zombie"]
 
 
 def test_a_zombie_may_write_down_what_was_answered_before_it_was_stopped() -> None:
     zombie = trainer(step(6.0, 0, [0]), process="trainer.8")
-    second = trainer(step(5.0, 0, [0], "2-b"), step(6.0, 1, [1], "2-b"), process="trainer.9", epoch="2-b")
-    second.lines[0] = Line(4.0, "begin", {"epoch": "2-b", "step": 0})
+    second = trainer(step(5.0, 0, [0], "2-b"), step(6.0, 1, [1], "2-b"), process="trainer.9", leader_term="2-b")
+    second.lines[0] = Line(4.0, "begin", {"leader_term": "2-b", "step": 0})
     assert broken(judge([publications(), zombie, second], RULES)) == []
 
 
@@ -196,12 +205,12 @@ def test_the_cursor_is_what_feeders_were_told_before_the_end() -> None:
 
 def test_the_products_own_log_voids_steps_that_a_later_incarnation_repeats() -> None:
     lines = [
-        {"resumed": 0, "epoch": "1-a"},
-        {"step": 0, "epoch": "1-a", "samples": [[0, 0]]},
-        {"step": 1, "epoch": "1-a", "samples": [[1, 0]]},
-        {"resumed": 1, "epoch": "2-b"},
-        {"step": 1, "epoch": "2-b", "samples": [[2, 0]]},
-        {"step": 2, "epoch": "1-a", "samples": [[9, 0]]},
+        {"resumed": 0, "leader_term": "1-a"},
+        {"step": 0, "leader_term": "1-a", "samples": [[0, 0]]},
+        {"step": 1, "leader_term": "1-a", "samples": [[1, 0]]},
+        {"resumed": 1, "leader_term": "2-b"},
+        {"step": 1, "leader_term": "2-b", "samples": [[2, 0]]},
+        {"step": 2, "leader_term": "1-a", "samples": [[9, 0]]},
     ]
     assert trained_log(lines) == [(0, (0, 0)), (1, (2, 0))]
 

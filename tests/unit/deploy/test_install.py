@@ -8,12 +8,7 @@ from pathlib import Path
 from pip._vendor.packaging.requirements import Requirement
 from pip._vendor.packaging.utils import canonicalize_name
 
-from deploy.machine.install import (
-    VLLM_CPU,
-    choose_vllm,
-    requirements_of,
-    wanted,
-)
+from deploy.machine.install import VLLM_CPU, choose_vllm, requirements_of, wanted
 from deploy.machine.pins import CPU_ONLY, EXTRAS, OTHERS
 
 ROOT = Path(__file__).resolve().parents[3]

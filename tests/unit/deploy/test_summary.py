@@ -8,20 +8,11 @@ from typing import Any
 
 import pytest
 
-from deploy.run.summary import (
-    Evaluation,
-    Final,
-    lineage,
-    plot_run,
-    read_lines,
-    smooth,
-    summarise,
-    write_summary,
-)
+from deploy.run.summary import Evaluation, Final, lineage, plot_run, read_lines, smooth, summarise, write_summary
 
 
 def trained(step: int, *samples: tuple[int, int], **more: Any) -> dict[str, Any]:
-    return {"step": step, "epoch": "1-0", "samples": [list(sample) for sample in samples], **more}
+    return {"step": step, "leader_term": "1-0", "samples": [list(sample) for sample in samples], **more}
 
 
 def metric(step: int, **more: Any) -> dict[str, Any]:

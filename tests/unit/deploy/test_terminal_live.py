@@ -7,20 +7,8 @@ from dataclasses import replace
 
 from rich.console import Console
 
-from deploy.terminal.live import (
-    View,
-    clock,
-    plain_line,
-    render,
-    sparkline,
-)
-from deploy.terminal.snapshot import (
-    Accuracy,
-    Notice,
-    Replica,
-    RunSnapshot,
-    remaining,
-)
+from deploy.terminal.live import View, clock, plain_line, render, sparkline
+from deploy.terminal.snapshot import Accuracy, Notice, Replica, RunSnapshot, remaining
 
 BUSY = RunSnapshot(
     run="sums",

@@ -24,7 +24,7 @@ def service(name: str, role: str, state: str = "running", live: bool = True) -> 
         paused=False,
         tokens_per_s=10.0,
         load=0.5,
-        obeyed={},
+        acknowledged={},
         figures={},
     )
 

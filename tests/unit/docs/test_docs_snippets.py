@@ -17,7 +17,7 @@ from deploy.launchers.factory import build_launcher
 from producers.datasets.loading import build_dataset
 from producers.engines.base import EngineSettings
 from producers.engines.scripted import ScriptedEngine
-from producers.workflows.base import Sample
+from producers.workflows.base import SampledCompletion
 from schemas.codec import Array
 from schemas.config import DatasetConfig, RewardTerm, parse_config
 from schemas.messages import Sampling, Span, Task, Trajectory
@@ -70,7 +70,7 @@ def test_the_dataset_is_one(snippets: Path) -> None:
 def test_the_workflow_makes_valid_trajectories(snippets: Path) -> None:
     workflow = load("two_tries.py:TwoTries", "workflow", snippets)(hint="??")
 
-    async def collect() -> list[Sample]:
+    async def collect() -> list[SampledCompletion]:
         engine = ScriptedEngine(EngineSettings("m", "float32", max_length=64, max_samples=8))
         await engine.start()
         task = Task(task_id=0, kind="train", n=3, sampling=Sampling(max_tokens=8), text="ab")

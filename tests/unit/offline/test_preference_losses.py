@@ -7,12 +7,7 @@ import math
 import pytest
 import torch
 
-from consumers.offline.pairs import (
-    bradley_terry_loss,
-    dpo_loss,
-    ipo_loss,
-    preference_margin,
-)
+from consumers.offline.pairs import bradley_terry_loss, dpo_loss, ipo_loss, preference_margin
 
 MARGINS = [-800.0, -3.0, -0.2, 0.0, 0.7, 5.0, 800.0]
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from producers.engines.base import Load
+from producers.engines.base import KvCacheUsage
 from producers.engines.vllm.boot import check_parallel
 from producers.generator.task_loop import Lengths, need, room
-from producers.workflows.base import Sample
+from producers.workflows.base import SampledCompletion
 from schemas.errors import ConfigError
 
 
@@ -16,16 +16,16 @@ from schemas.errors import ConfigError
     [
         (10, None, 50.0, 54),
         (70, None, 50.0, 0),
-        (10, Load(100_000, 400, 0), 50.0, 54),
-        (0, Load(100, 0, 0), 500.0, 1),
-        (0, Load(1000, 0, 0), 100.0, 9),
-        (10, Load(1000, 200, 0), 50.0, 9),
-        (10, Load(1000, 800, 0), 50.0, 1),
-        (10, Load(1000, 960, 0), 50.0, 0),
-        (10, Load(10_000, 100, 6), 50.0, 0),
-        (10, Load(12_800, 1280, 0, 128), 50.0, 54),
-        (10, Load(2560, 1280, 0, 128), 50.0, 9),
-        (10, Load(2560, 1280, 0, 128), 130.0, 0),
+        (10, KvCacheUsage(100_000, 400, 0), 50.0, 54),
+        (0, KvCacheUsage(100, 0, 0), 500.0, 1),
+        (0, KvCacheUsage(1000, 0, 0), 100.0, 9),
+        (10, KvCacheUsage(1000, 200, 0), 50.0, 9),
+        (10, KvCacheUsage(1000, 800, 0), 50.0, 1),
+        (10, KvCacheUsage(1000, 960, 0), 50.0, 0),
+        (10, KvCacheUsage(10_000, 100, 6), 50.0, 0),
+        (10, KvCacheUsage(12_800, 1280, 0, 128), 50.0, 54),
+        (10, KvCacheUsage(2560, 1280, 0, 128), 50.0, 9),
+        (10, KvCacheUsage(2560, 1280, 0, 128), 130.0, 0),
     ],
     ids=[
         "the limit, where memory is none",
@@ -42,16 +42,16 @@ from schemas.errors import ConfigError
         "and a second one when it goes beyond",
     ],
 )
-def test_room(in_flight: int, load: Load | None, mean: float, expected: int) -> None:
+def test_room(in_flight: int, load: KvCacheUsage | None, mean: float, expected: int) -> None:
     assert room(64, in_flight, load, mean, n=1) == expected
 
 
 def test_groups_are_whole() -> None:
     assert room(64, 0, None, 50.0, n=8) == 8
     assert room(64, 60, None, 50.0, n=8) == 1, "the last one may go beyond the limit"
-    assert room(64, 0, Load(1000, 0, 0), 50.0, n=8) == 2
-    assert room(64, 16, Load(1000, 800, 0), 50.0, n=8) == 0, "but not beyond the memory"
-    assert room(64, 0, Load(100, 0, 0), 50.0, n=8) == 1, "unless there is nothing else to do"
+    assert room(64, 0, KvCacheUsage(1000, 0, 0), 50.0, n=8) == 2
+    assert room(64, 16, KvCacheUsage(1000, 800, 0), 50.0, n=8) == 0, "but not beyond the memory"
+    assert room(64, 0, KvCacheUsage(100, 0, 0), 50.0, n=8) == 1, "unless there is nothing else to do"
 
 
 def test_the_mean_is_that_of_the_longest_until_samples_tell() -> None:
@@ -66,9 +66,9 @@ def test_the_mean_is_that_of_the_longest_until_samples_tell() -> None:
 
 
 def test_a_sample_needs_its_own_tokens_and_its_share_of_the_prompt() -> None:
-    def sample(mask: list[int]) -> Sample:
+    def sample(mask: list[int]) -> SampledCompletion:
         size = len(mask)
-        return Sample(0, [7] * size, mask, [0.0] * size, [], [], "stop", "", "")
+        return SampledCompletion(0, [7] * size, mask, [0.0] * size, [], [], "stop", "", "")
 
     assert need(sample([0] * 80 + [1] * 5), n=8) == 15
     assert need(sample([0] * 80 + [1] * 5 + [0] * 3 + [1] * 2), n=8) == 20

@@ -12,7 +12,7 @@ import pytest
 from producers.engines.base import Completion, EngineSettings, Progress
 from producers.engines.scripted import ScriptedEngine
 from producers.rendering.tokenizer import HfTokenizer
-from producers.workflows.base import Sample
+from producers.workflows.base import SampledCompletion
 from producers.workflows.single_turn import SingleTurn
 from schemas.codec import Array
 from schemas.errors import ConfigError, DataError
@@ -50,8 +50,10 @@ class Recording(ScriptedEngine):
         return [Completion([*c.tokens[:-1], EOS], c.logprobs, c.spans, c.finish) for c in completions]
 
 
-def samples(engine: ScriptedEngine, tokenizer: HfTokenizer, task: Task, indices: Sequence[int]) -> dict[int, Sample]:
-    async def collect() -> dict[int, Sample]:
+def samples(
+    engine: ScriptedEngine, tokenizer: HfTokenizer, task: Task, indices: Sequence[int]
+) -> dict[int, SampledCompletion]:
+    async def collect() -> dict[int, SampledCompletion]:
         return {sample.index: sample async for sample in SingleTurn().run(engine, tokenizer, task, indices)}
 
     return asyncio.run(collect())
@@ -61,7 +63,7 @@ def task(**fields: Any) -> Task:
     return Task(task_id=1, kind="train", n=4, sampling=Sampling(max_tokens=20), **fields)
 
 
-def as_trajectory(sample: Sample) -> Trajectory:
+def as_trajectory(sample: SampledCompletion) -> Trajectory:
     """The message that is made of a sample; raises where the two don't agree."""
     return Trajectory(
         run="r",
@@ -163,14 +165,14 @@ def test_a_folder_without_tokenizer_is_named(tmp_path: Path):
 
 
 def test_growing_samples_come_as_partials_that_another_goes_on_from(tokenizer: HfTokenizer):
-    async def collect(engine: ScriptedEngine, job: Task) -> list[Sample | Partial]:
+    async def collect(engine: ScriptedEngine, job: Task) -> list[SampledCompletion | Partial]:
         return [item async for item in SingleTurn().run(engine, tokenizer, job, [0, 1])]
 
     settings = EngineSettings("none", "float32", 200, 8, report_every=3, args={"min_length": 9, "max_length": 9})
     first = asyncio.run(collect(ScriptedEngine(settings), task(text="1+2=")))
     growing = [item for item in first if isinstance(item, Partial)]
     assert [(part.sample, len(part.tokens)) for part in growing] == [(0, 3), (1, 3), (0, 6), (1, 6)]
-    ends = {item.index: item for item in first if isinstance(item, Sample)}
+    ends = {item.index: item for item in first if isinstance(item, SampledCompletion)}
     start = len(ends[0].tokens) - 9
     for part in growing:
         assert part.tokens.numpy().tolist() == ends[part.sample].tokens[start : start + len(part.tokens)]

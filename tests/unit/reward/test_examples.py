@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from consumers.reward.rewards.terms import Sample, resolve
+from consumers.reward.rewards.terms import RewardInput, resolve
 from producers.datasets.loading import build_dataset
 from schemas.config import load_config
 
@@ -26,8 +26,8 @@ def test_the_gsm8k_example_scores_published_solutions(tmp_path: Path):
     for dataset in (config.train, config.eval.dataset):
         example = build_dataset(dataset, config.base)[0]
         assert example.messages is not None
-        assert term.call(Sample("", solution, [], [], example.data)).value == 1.0
-        assert term.call(Sample("", "#### 5", [], [], example.data)).value == 0.0
+        assert term.call(RewardInput("", solution, [], [], example.data)).value == 1.0
+        assert term.call(RewardInput("", "#### 5", [], [], example.data)).value == 0.0
 
 
 def test_the_custom_example_names_a_dataset_and_a_reward_in_one_file():
@@ -36,7 +36,7 @@ def test_the_custom_example_names_a_dataset_and_a_reward_in_one_file():
     assert len(dataset) == 100
     closeness, exact = resolve(config.reward.terms, config.base)
     assert not closeness.inline
-    sample = Sample(str(dataset[37].text), "20", [], [], dataset[37].data)
+    sample = RewardInput(str(dataset[37].text), "20", [], [], dataset[37].data)
     assert sample.prompt == "3++7="
     assert closeness.call(sample).value == pytest.approx(0.9)
     assert exact.call(sample).value == 0.0

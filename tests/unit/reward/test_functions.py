@@ -9,14 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from consumers.reward.rewards.functions import (
-    exact,
-    format,
-    gsm8k,
-    length,
-    math,
-    reasoning_gym,
-)
+from consumers.reward.rewards.functions import exact, format, gsm8k, length, math, reasoning_gym
 from consumers.reward.rewards.grading import final_number, gold_number
 
 

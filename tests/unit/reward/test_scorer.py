@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from consumers.reward.rewards import REWARDS
-from consumers.reward.rewards.terms import Outcome, Sample, Term
+from consumers.reward.rewards.terms import RewardInput, Term, TermResult
 from consumers.reward.scorer import Scorer, check_reward, sample_of
 from consumers.reward.workers.pool import WorkerPool
 from schemas.codec import Array
@@ -103,7 +103,7 @@ def test_a_missing_reference_is_an_error_and_not_a_zero(base: Path):
 
 def test_what_a_function_sees_of_a_trajectory():
     sample = sample_of(trajectory("46", mask=(0, 1, 0, 1), answer="46"))
-    assert sample == Sample("12+34=", "46", [0], [1, 2, 3], {"answer": "46"})
+    assert sample == RewardInput("12+34=", "46", [0], [1, 2, 3], {"answer": "46"})
     assert sample_of(trajectory("", mask=(0, 0))).completion_ids == []
 
 
@@ -128,7 +128,7 @@ def test_the_scorer_never_raises_for_any_data(completion: str, data: dict):
 @given(JSON_LIKE | st.integers() | st.fractions() | st.just(10**400))
 def test_whatever_a_function_returns_becomes_a_finite_value_or_an_error(returned: object):
     term = Term("t", 1.0, lambda *_, **__: returned, {}, None, True)
-    outcome = term.call(Sample("", "", [], [], {}))
+    outcome = term.call(RewardInput("", "", [], [], {}))
     if outcome.status == "ok":
         assert outcome.value == float(returned)
     else:
@@ -187,7 +187,7 @@ def test_the_first_error_ends_a_sample(base: Path):
 def test_a_worker_that_cannot_start_is_an_infrastructure_error(base: Path):
     pool = WorkerPool(terms("mine.py:gone"), base, size=1, timeout_s=5.0)
     try:
-        future = pool.submit([0], Sample("", "", [], [], {}))
+        future = pool.submit([0], RewardInput("", "", [], [], {}))
         with pytest.raises(InfraError, match=r"a reward worker cannot start: .*has no 'gone'"):
             future.result(timeout=60)
     finally:
@@ -199,7 +199,7 @@ def test_start_has_a_deadline(base: Path):
     pool = WorkerPool(terms("slow.py:f"), base, size=1, timeout_s=5.0, start_timeout_s=2.0)
     try:
         with pytest.raises(InfraError, match="did not start within 2 s"):
-            pool.submit([0], Sample("", "", [], [], {})).result(timeout=60)
+            pool.submit([0], RewardInput("", "", [], [], {})).result(timeout=60)
     finally:
         pool.close()
 
@@ -207,11 +207,11 @@ def test_start_has_a_deadline(base: Path):
 PARENT = """
 import sys, pathlib
 from consumers.reward.workers.pool import WorkerPool
-from consumers.reward.rewards.terms import Sample
+from consumers.reward.rewards.terms import RewardInput
 from schemas.config import RewardTerm
 pool = WorkerPool([RewardTerm(name=n) for n in ("mine.py:pid", "mine.py:by_data")], pathlib.Path("."), 1, 600.0)
-print(int(pool.submit([0], Sample("", "", [], [], {})).result(60)[0].value), flush=True)
-pool.submit([1], Sample("", "", [], [], {"do": "hang"}))
+print(int(pool.submit([0], RewardInput("", "", [], [], {})).result(60)[0].value), flush=True)
+pool.submit([1], RewardInput("", "", [], [], {"do": "hang"}))
 sys.stdin.read()
 """
 
@@ -302,4 +302,4 @@ def test_math_and_reasoning_gym_run_in_workers(base: Path):
     pytest.importorskip("math_verify")
     (result,) = score(terms("math"), base, trajectory("\\boxed{0.5}", answer="\\frac12"))
     assert result.reward == 1.0
-    assert Outcome() == Outcome(0.0, "ok")
+    assert TermResult() == TermResult(0.0, "ok")

@@ -9,19 +9,19 @@ import threading
 
 import pytest
 
-from schemas.lifecycle import StopFlag, unless_ended
+from schemas.lifecycle import StopFlag, until_stopped
 
 
 def test_what_is_waited_for_comes_through_until_the_end_and_is_left_alone_then() -> None:
     async def scenario() -> None:
         stop = StopFlag()
-        assert await unless_ended(stop, asyncio.sleep(0, "found")) == "found"
-        waiting = asyncio.create_task(unless_ended(stop, asyncio.Event().wait()))
+        assert await until_stopped(stop, asyncio.sleep(0, "found")) == "found"
+        waiting = asyncio.create_task(until_stopped(stop, asyncio.Event().wait()))
         await asyncio.sleep(0)
         stop.set()
         async with asyncio.timeout(5):
             assert await waiting is None
-            assert await unless_ended(stop, asyncio.Event().wait()) is None
+            assert await until_stopped(stop, asyncio.Event().wait()) is None
 
     asyncio.run(scenario())
 
@@ -31,14 +31,14 @@ def test_errors_come_through() -> None:
         raise ValueError("no")
 
     with pytest.raises(ValueError, match="no"):
-        asyncio.run(unless_ended(StopFlag(), failing()))
+        asyncio.run(until_stopped(StopFlag(), failing()))
 
 
 def test_a_signal_ends_a_wait_for_a_thread_that_goes_on() -> None:
     release = threading.Event()
 
     async def scenario(stop: StopFlag) -> None:
-        waiting = asyncio.create_task(unless_ended(stop, asyncio.to_thread(release.wait, 30)))
+        waiting = asyncio.create_task(until_stopped(stop, asyncio.to_thread(release.wait, 30)))
         await asyncio.sleep(0)
         os.kill(os.getpid(), signal.SIGTERM)
         async with asyncio.timeout(5):

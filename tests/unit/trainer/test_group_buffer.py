@@ -7,13 +7,13 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from broker.flow.pipeline import Outcome, Slot
-from consumers.trainer.batch_source import Assembly
+from broker.flow.pipeline import ScoredSample, Slot
+from consumers.trainer.batch_source import GroupBuffer
 from schemas.messages import Score
 
 
-def outcome(task_id: int, sample: int, size: int = 2, entry: bytes = b"1-1") -> Outcome:
-    return Outcome(entry, task_id, sample, size, b"2-2", Score(reward=1.0))
+def outcome(task_id: int, sample: int, size: int = 2, entry: bytes = b"1-1") -> ScoredSample:
+    return ScoredSample(entry, task_id, sample, size, b"2-2", Score(reward=1.0))
 
 
 def slots(*task_ids: int) -> list[Slot]:
@@ -21,7 +21,7 @@ def slots(*task_ids: int) -> list[Slot]:
 
 
 def test_a_group_is_complete_with_its_last_sample_and_only_once() -> None:
-    assembly = Assembly(window=1)
+    assembly = GroupBuffer(window=1)
     assert not assembly.add(outcome(0, 1))
     assert not assembly.add(outcome(0, 1, entry=b"9-9"))
     assert not assembly.complete(0)
@@ -33,7 +33,7 @@ def test_a_group_is_complete_with_its_last_sample_and_only_once() -> None:
 
 
 def test_strict_order_waits_for_the_oldest_group() -> None:
-    assembly = Assembly(window=1)
+    assembly = GroupBuffer(window=1)
     for sample in (0, 1):
         assembly.add(outcome(8, sample))
     assert assembly.choose(slots(7, 8)) is None
@@ -44,7 +44,7 @@ def test_strict_order_waits_for_the_oldest_group() -> None:
 
 
 def test_a_window_lets_finished_groups_overtake_so_far_and_no_further() -> None:
-    assembly = Assembly(window=3)
+    assembly = GroupBuffer(window=3)
     for task_id in (5, 6):
         for sample in (0, 1):
             assembly.add(outcome(task_id, sample))
@@ -64,7 +64,7 @@ def test_the_bound_holds_whatever_order_groups_finish_in(batch: int, staleness: 
     if capacity < batch:
         return
     rng = random.Random(seed)
-    assembly = Assembly(window)
+    assembly = GroupBuffer(window)
     admitted_at: dict[int, int] = {}
     active: list[int] = []
     running: list[int] = []

@@ -10,13 +10,7 @@ from hypothesis import strategies as st
 
 from consumers.trainer.algorithms.advantages import centered
 from consumers.trainer.algorithms.aggregation import AGGREGATIONS, Totals
-from consumers.trainer.data.microbatches import (
-    Group,
-    MicroBatch,
-    StepPlan,
-    collate,
-    plan,
-)
+from consumers.trainer.data.microbatches import Group, MicroBatch, StepPlan, collate, plan
 from schemas.codec import Array
 from schemas.errors import DataError
 from schemas.messages import Span, Trajectory

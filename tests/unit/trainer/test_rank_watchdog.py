@@ -7,13 +7,7 @@ import threading
 
 import pytest
 
-from consumers.trainer.distributed.watchdog import (
-    LEAVE_S,
-    SILENT_S,
-    Lifeline,
-    Peers,
-    Verdict,
-)
+from consumers.trainer.distributed.watchdog import LEAVE_S, SILENT_S, Peers, RankWatchdog, Verdict
 
 DEADLINE_S = 30.0
 
@@ -85,12 +79,12 @@ class Wire:
 
 
 @pytest.fixture
-def pair() -> tuple[Lifeline, Lifeline, queue.Queue[Verdict]]:
+def pair() -> tuple[RankWatchdog, RankWatchdog, queue.Queue[Verdict]]:
     """Two connected ranks, and the verdicts of the first."""
     verdicts: queue.Queue[Verdict] = queue.Queue()
     wire = Wire()
-    first = Lifeline(0, 2, wire, "127.0.0.1", verdicts.put)  # type: ignore[arg-type]
-    second = Lifeline(1, 2, wire, "127.0.0.1", lambda verdict: None)  # type: ignore[arg-type]
+    first = RankWatchdog(0, 2, wire, "127.0.0.1", verdicts.put)  # type: ignore[arg-type]
+    second = RankWatchdog(1, 2, wire, "127.0.0.1", lambda verdict: None)  # type: ignore[arg-type]
     meeting = threading.Thread(target=first.__enter__)
     meeting.start()
     second.__enter__()
@@ -98,7 +92,7 @@ def pair() -> tuple[Lifeline, Lifeline, queue.Queue[Verdict]]:
     return first, second, verdicts
 
 
-def test_an_error_of_one_rank_reaches_the_other(pair: tuple[Lifeline, Lifeline, queue.Queue[Verdict]]) -> None:
+def test_an_error_of_one_rank_reaches_the_other(pair: tuple[RankWatchdog, RankWatchdog, queue.Queue[Verdict]]) -> None:
     first, second, verdicts = pair
     second.__exit__(ValueError, ValueError("a bad\nnumber"), None)
     assert verdicts.get(timeout=DEADLINE_S).text == (
@@ -107,7 +101,7 @@ def test_an_error_of_one_rank_reaches_the_other(pair: tuple[Lifeline, Lifeline, 
     first.__exit__(None, None, None)
 
 
-def test_ranks_that_end_well_end_in_any_order(pair: tuple[Lifeline, Lifeline, queue.Queue[Verdict]]) -> None:
+def test_ranks_that_end_well_end_in_any_order(pair: tuple[RankWatchdog, RankWatchdog, queue.Queue[Verdict]]) -> None:
     first, second, verdicts = pair
     second.__exit__(None, None, None)
     first.__exit__(None, None, None)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from consumers.trainer.metrics.timing import Clock
+from consumers.trainer.metrics.timing import StepTimer
 
 
 def test_phases_and_the_rest_add_up_to_what_passed() -> None:
     now = 10.0
-    clock = Clock(lambda: now)
+    clock = StepTimer(lambda: now)
     with clock.phase("wait"):
         now += 2.0
     now += 0.5
@@ -20,7 +20,7 @@ def test_phases_and_the_rest_add_up_to_what_passed() -> None:
 
 def test_a_lap_begins_where_the_last_one_ended() -> None:
     now = 0.0
-    clock = Clock(lambda: now)
+    clock = StepTimer(lambda: now)
     now += 1.0
     assert clock.lap() == {"other": 1.0, "total": 1.0}
     now += 2.0

@@ -55,7 +55,7 @@ export function facts(status) {
   for (const [role, node] of Object.entries(nodes)) {
     if (live(role).length) continue;
     // In its first seconds a run misses nobody yet.
-    const begun = status.epoch > 0;
+    const begun = status.leader_term > 0;
     node.missing = moving(status) && begun;
     node.awaited = moving(status) && !begun;
     Object.assign(node, { note: node.missing ? "none is alive" : node.awaited ? "not here yet" : "ended", load: null });

@@ -117,7 +117,7 @@ function showStatus() {
   setAttribute(verdict, "data-limit", status.verdict.limit);
   setText(verdict, status.verdict.text);
   setText(byId("foot"),
-    `${status.run} · trainer epoch ${status.epoch} · ${bytes(status.memory_bytes)} in the broker · ` +
+    `${status.run} · trainer leader_term ${status.leader_term} · ${bytes(status.memory_bytes)} in the broker · ` +
       `${count(status.ledger.uncommitted_steps)} steps since the last checkpoint`);
   // Links can carry no token.
   byId("open-metrics").hidden = token.get() !== null;
