@@ -288,8 +288,8 @@ class Manifest(Message, kw_only=True, tag="manifest"):
 
     state: the safetensors file of the whole version. whole: whether that was published as it is.
     delta: the same version as a difference to the one before; one of the two is there, or both.
-    leader_term: number of the trainer that made it. adapter: what the tensors are, if not all of a model's weights; they
-    have peft's names.
+    leader_term: number of the trainer that made it. adapter: what the tensors are, if not all of a model's weights;
+    they have peft's names.
     """
 
     version: int
