@@ -29,6 +29,7 @@ from broker.client import Broker
 from broker.presence import Presence
 from schemas.config import TidemillConfig
 from schemas.errors import ConfigError
+from schemas.files import atomic_write
 
 ADDRESS = "control.json"
 
@@ -39,10 +40,7 @@ def announce(folder: Path, url: str) -> None:
     """Say it; whoever may not write the folder just leaves no such file."""
     file = folder / ADDRESS
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        aside = file.with_suffix(".writing")
-        aside.write_text(json.dumps({"url": url, "pid": os.getpid()}), encoding="utf-8")
-        aside.replace(file)
+        atomic_write(file, json.dumps({"url": url, "pid": os.getpid()}))
     except OSError as error:
         log.warning("cannot say where the control plane listens", file=str(file), error=str(error))
 

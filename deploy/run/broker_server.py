@@ -22,6 +22,7 @@ from broker.connection.embedded import EmbeddedServer, find_server
 from deploy.supervisor.process import Process
 from schemas.config import TidemillConfig
 from schemas.errors import OK_EXIT, ConfigError, InfraError
+from schemas.files import atomic_write
 from schemas.lifecycle import StopFlag
 
 START_DEADLINE_S = 300.0
@@ -43,12 +44,12 @@ def run_broker(config: TidemillConfig, host: str | None, port: int, url_file: Pa
     with _sole_user(folder):
         password = _password(folder / "password")
         settings = folder / "broker.conf"
-        _write(settings, _settings(folder, port, password, config.broker.fsync))
+        atomic_write(settings, _settings(folder, port, password, config.broker.fsync), private=True)
         process = Process([find_server(), str(settings)], "broker")
         try:
             _wait_until_it_answers(process, f"redis://:{password}@127.0.0.1:{port}/0", stop)
             name = host or socket.gethostname()
-            _write(url_file, f"redis://:{password}@{name}:{port}/0\n")
+            atomic_write(url_file, f"redis://:{password}@{name}:{port}/0\n", private=True)
             print(
                 f"the broker listens at {name}:{port}; for the services: export REDIS_URL_FILE={url_file}", flush=True
             )
@@ -78,17 +79,8 @@ def _settings(folder: Path, port: int, password: str, fsync: str) -> str:
 
 def _password(file: Path) -> str:
     if not file.is_file():
-        _write(file, secrets.token_urlsafe(24))
+        atomic_write(file, secrets.token_urlsafe(24), private=True)
     return file.read_text(encoding="utf-8").strip()
-
-
-def _write(file: Path, text: str) -> None:
-    """Whole or not at all, and readable by its owner only."""
-    aside = file.with_name(f"{file.name}.writing")
-    aside.unlink(missing_ok=True)
-    aside.touch(mode=0o600)
-    aside.write_text(text, encoding="utf-8")
-    aside.replace(file)
 
 
 def _wait_until_it_answers(process: Process, url: str, stop: StopFlag) -> None:

@@ -17,6 +17,7 @@ from pydantic import BaseModel, ValidationError
 
 from schemas.config.models import TidemillConfig
 from schemas.errors import ConfigError
+from schemas.files import atomic_write
 
 ENV_PREFIX = "TIDEMILL_"
 
@@ -63,11 +64,8 @@ def save_config(config: TidemillConfig, file: Path) -> None:
     """Write the configuration as it is in effect, so that later edits of its sources change nothing."""
     data = config.model_dump(mode="json", exclude_unset=True)
     data.setdefault("run", {})["base"] = str(config.base)
-    aside = file.with_suffix(".writing")
     # It may hold the broker's password.
-    aside.touch(mode=0o600)
-    aside.write_text(yaml.safe_dump(data, sort_keys=False), encoding="utf-8")
-    aside.replace(file)
+    atomic_write(file, yaml.safe_dump(data, sort_keys=False), private=True)
 
 
 def _value(text: str, name: str) -> Any:
