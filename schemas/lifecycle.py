@@ -1,7 +1,4 @@
-"""How a service ends when asked: SIGTERM or Ctrl-C set a flag, a second one ends it at once.
-
-A wait that ends when the process is asked to: a machine that is taken away leaves little time.
-"""
+"""How a service ends and pauses: a flag that signals set, waits that end with it, and the reasons of a pause."""
 
 from __future__ import annotations
 
@@ -11,9 +8,46 @@ import signal
 import threading
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from types import FrameType
-from typing import TypeVar
+from typing import Literal, TypeVar
+
+PauseReason = Literal["starting", "ordered", "broker silent", "device in use"]
+"""Why a service pauses: it has not read the run's orders yet; they say so; they can't be read; another has its GPU."""
+
+
+@dataclass(frozen=True)
+class PauseReasons:
+    """All reasons why a service pauses now. They come and go separately, and work goes on when none is left."""
+
+    reasons: frozenset[PauseReason] = frozenset()
+
+    @classmethod
+    def of(cls, *reasons: PauseReason) -> PauseReasons:
+        return cls(frozenset(reasons))
+
+    def adding(self, reason: PauseReason) -> PauseReasons:
+        """These reasons and this one."""
+        return PauseReasons(self.reasons | {reason})
+
+    def without(self, *reasons: PauseReason) -> PauseReasons:
+        """These reasons but those."""
+        return PauseReasons(self.reasons.difference(reasons))
+
+    def setting(self, reason: PauseReason, holds: bool) -> PauseReasons:
+        """These reasons, with this one if it ``holds`` and without it if not."""
+        return self.adding(reason) if holds else self.without(reason)
+
+    def __bool__(self) -> bool:
+        """Whether there is any, so whether to pause."""
+        return bool(self.reasons)
+
+    def __contains__(self, reason: PauseReason) -> bool:
+        return reason in self.reasons
+
+    def __str__(self) -> str:
+        return ", ".join(sorted(self.reasons))
 
 
 class StopFlag:

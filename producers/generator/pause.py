@@ -1,8 +1,8 @@
-"""The valve of one generator: whether anything may be sampled. People's orders open and close it.
+"""Whether one generator may sample anything: it follows the run's pauses, and pauses while the broker is silent.
 
-Nothing is sampled from the moment that ``acknowledged`` says so until the gate opens again; requests stay in it.
-It is closed until the orders have been read once, and it closes by itself when they can't be read for FENCE_S: the
-control plane does not wait for a generator that it has not heard of for longer than that.
+Nothing is sampled from the moment that ``acknowledged`` says so until the pause ends; requests stay in the engine.
+A generator begins paused, until the orders have been read once, and pauses by itself when they can't be read for
+FENCE_S: the control plane does not wait for a generator that it has not heard of for longer than that.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import structlog
 from broker.client import Broker
 from broker.flow.run_control import ControlState
 from producers.engines.base import Engine
-from schemas.lifecycle import StopFlag, until_stopped
+from schemas.lifecycle import PauseReasons, StopFlag, until_stopped
 
 FENCE_S = 10.0
 """Shorter than the silence after which a service is not waited for (broker/api/status/run_state.py, LIVE_S)."""
@@ -25,7 +25,11 @@ log = structlog.get_logger()
 
 
 class PauseFollower:
-    """``orders`` are the newest known; ``acknowledged`` goes into the heartbeat, ``changed`` is called when it does."""
+    """Pauses and resumes one engine.
+
+    reasons: why it pauses. control: the newest orders that were read. acknowledged: goes into the heartbeat;
+    ``changed`` is called when it has changed.
+    """
 
     def __init__(self, broker: Broker, engine: Engine, changed: Callable[[], None] = lambda: None) -> None:
         self._broker = broker
@@ -38,52 +42,58 @@ class PauseFollower:
         self._engine_runs = False
         self._engine_paused = False
         self._position = b""
-        self.orders = ControlState()
+        self.reasons = PauseReasons.of("starting")
+        self.control = ControlState()
         self.acknowledged: dict[str, int] = {}
 
     @property
     def open(self) -> bool:
+        """Whether anything may be sampled: no reason to pause is left, and the engine has resumed."""
         return self._open
 
     async def run(self, stop: StopFlag) -> None:
-        """Follow the orders until stop. While the broker is silent the valve closes, and opens with its next answer."""
+        """Follow the orders until stop. While the broker is silent the generator pauses; its next answer ends that."""
         try:
             while not stop:
-                reading = asyncio.ensure_future(asyncio.to_thread(self._next_orders))
+                reading = asyncio.ensure_future(asyncio.to_thread(self._next_control))
                 await until_stopped(stop, asyncio.wait([reading], timeout=FENCE_S))
                 if not stop and not reading.done():
                     log.warning("no orders can be read, generation stands still", waited_s=FENCE_S)
-                    await self._close()
-                orders = await until_stopped(stop, reading)
+                    await self._follow(self.reasons.adding("broker silent"))
+                control = await until_stopped(stop, reading)
                 if not stop:
-                    await self.obey(orders)
+                    await self.follow(control)
         finally:
             await self.end()
 
-    def _next_orders(self) -> ControlState | None:
+    def _next_control(self) -> ControlState | None:
         """The orders as soon as something has changed, after a second at the latest."""
         if self._position:
             self._broker.ledger.wait_change(self._position)
         self._position = self._broker.ledger.change_position()
         return self._broker.orders.read()
 
-    async def obey(self, orders: ControlState | None) -> None:
+    async def follow(self, control: ControlState | None) -> None:
         """Follow these orders; None is a broker that knows none."""
         # A broker that was wiped holds no orders until the trainer has rebuilt it: the last ones stand.
-        orders = self.orders if orders is None else orders
-        self.orders = orders
-        if orders.pause == "freeze":
-            await self._close()
-        else:
-            await self._let_go()
-        if self.acknowledged.get("pause") != orders.pause_id:
-            self.acknowledged["pause"] = orders.pause_id
+        self.control = control = self.control if control is None else control
+        heard = self.reasons.without("starting", "broker silent")
+        await self._follow(heard.setting("ordered", control.pause == "freeze"))
+        if self.acknowledged.get("pause") != control.pause_id:
+            self.acknowledged["pause"] = control.pause_id
             self._changed()
 
     async def engine_started(self) -> None:
         """From now on the engine itself has to be paused."""
         async with self._turned:
             self._engine_runs = True
+
+    async def _follow(self, reasons: PauseReasons) -> None:
+        self.reasons = reasons
+        if reasons:
+            await self._close()
+        else:
+            await self._reopen()
 
     async def _close(self) -> None:
         async with self._turned:
@@ -93,7 +103,7 @@ class PauseFollower:
             await self._engine.pause()
             self._engine_paused = True
 
-    async def _let_go(self) -> None:
+    async def _reopen(self) -> None:
         if self._engine_paused:
             await self._engine.resume()
             self._engine_paused = False
@@ -103,20 +113,20 @@ class PauseFollower:
                 self._turned.notify_all()
 
     async def end(self) -> None:
-        """Nobody waits at the valve any more, open or not: the generator ends."""
+        """Nobody waits for the end of a pause any more: the generator ends."""
         async with self._turned:
             self._ended = True
             self._turned.notify_all()
 
     async def wait_open(self) -> bool:
-        """Wait until the valve is open; False when the generator ends instead."""
+        """Wait until nothing pauses; False when the generator ends instead."""
         async with self._turned:
             await self._turned.wait_for(lambda: self._open or self._ended)
             return not self._ended
 
     @asynccontextmanager
     async def held_open(self) -> AsyncIterator[bool]:
-        """Wait until the valve is open, and keep it from closing meanwhile; False when the generator ends instead."""
+        """Wait until nothing pauses, and let no pause begin meanwhile; False when the generator ends instead."""
         async with self._turned:
             await self._turned.wait_for(lambda: self._open or self._ended)
             opened = not self._ended

@@ -53,7 +53,7 @@ def _replica(name: str) -> int:
 
 
 class Generator:
-    """Joins intake, updates and presence around one engine."""
+    """Task loop, weight updates, pauses and heartbeat around one engine."""
 
     def __init__(self, config: TidemillConfig, name: str, broker: Broker, engine: Engine) -> None:
         self._config = config
@@ -63,18 +63,18 @@ class Generator:
         tokenizer = HfTokenizer(config.model.path, config.model.trust_remote_code)
         workflow = WORKFLOWS.get(config.generator.workflow.name, config.base)(**config.generator.workflow.args)
         folder = config.folder / "cache" / name
-        self._valve = PauseFollower(broker, engine, self._acknowledge)
-        self._updates = WeightUpdater(config, name, broker, engine, Path(folder), self._valve)
-        self._intake = TaskLoop(config, name, broker, engine, tokenizer, workflow, self._updates, self._valve)
+        self._pause = PauseFollower(broker, engine, self._acknowledge)
+        self._updates = WeightUpdater(config, name, broker, engine, Path(folder), self._pause)
+        self._task_loop = TaskLoop(config, name, broker, engine, tokenizer, workflow, self._updates, self._pause)
         renew_s = config.generator.lease_s / 3
         self._presence = Presence(
             broker,
             name,
             "generator",
             self._describe,
-            self._intake.renew,
+            self._task_loop.renew,
             renew_s,
-            acknowledged=lambda: self._valve.acknowledged,
+            acknowledged=lambda: self._pause.acknowledged,
             probes=config.probes,
         )
         self._state = "loading"
@@ -85,14 +85,14 @@ class Generator:
         with self._presence:
             async with asyncio.TaskGroup() as group:
                 # Orders are followed from the start: an engine takes long to load, and must not begin in a pause.
-                group.create_task(self._valve.run(stop))
+                group.create_task(self._pause.run(stop))
                 await self._serve(stop)
 
     async def _serve(self, stop: StopFlag) -> None:
         started = time.monotonic()
         try:
             await self._engine.start()
-            await self._valve.engine_started()
+            await self._pause.engine_started()
             log.info("engine started", seconds=round(time.monotonic() - started, 1))
             try:
                 self._state = "running"
@@ -110,21 +110,21 @@ class Generator:
     async def _work(self, stop: StopFlag) -> None:
         async with asyncio.TaskGroup() as group:
             updates = group.create_task(self._updates.run(stop))
-            await self._intake.run(stop)
+            await self._task_loop.run(stop)
             stop.set()
-            await self._valve.end()
+            await self._pause.end()
             await updates
 
     def _describe(self) -> tuple[str, int, dict[str, float]]:
-        frozen = self._state == "running" and self._valve.orders.pause == "freeze" and not self._valve.open
+        frozen = self._state == "running" and self._pause.control.pause == "freeze" and not self._pause.open
         return (
             "paused" if frozen else self._state,
             self._updates.version,
             {
-                "tokens_per_s": self._meter.rate(self._intake.tokens),
-                "samples_in_flight": float(self._intake.in_flight),
-                "max_samples": float(self._intake.most),
-                "tokens": float(self._intake.tokens),
+                "tokens_per_s": self._meter.rate(self._task_loop.tokens),
+                "samples_in_flight": float(self._task_loop.in_flight),
+                "max_samples": float(self._task_loop.most),
+                "tokens": float(self._task_loop.tokens),
                 "update_pause_s": self._updates.last_load_s,
                 "evaluating": float(self._updates.evaluating),
             },

@@ -86,12 +86,12 @@ class TaskLoop:
         tokenizer: Tokenizer,
         workflow: Workflow,
         updates: WeightUpdater,
-        valve: PauseFollower,
+        pause: PauseFollower,
     ) -> None:
         self._config = config
         self._engine = engine
         self._updates = updates
-        self._valve = valve
+        self._pause = pause
         self._queue = broker.tasks(name)
         self._saver = PartialSaver(broker.partials(name))
         self._shop = RolloutServices(
@@ -116,7 +116,7 @@ class TaskLoop:
     @property
     def most(self) -> int:
         """Samples in flight at once, by order or by the configuration."""
-        return self._valve.orders.concurrency or self._config.generator.max_samples
+        return self._pause.control.concurrency or self._config.generator.max_samples
 
     def renew(self) -> None:
         """Keep the leases of what is in progress; called from the presence thread."""
@@ -136,7 +136,7 @@ class TaskLoop:
         """Take tasks while there is room, and weights to begin with."""
         lease_s = self._config.generator.lease_s
         next_claim = time.monotonic()
-        while not stop and await self._updates.ready() and await self._valve.wait_open():
+        while not stop and await self._updates.ready() and await self._pause.wait_open():
             count = await until_stopped(stop, self._some_room())
             if not count:
                 continue

@@ -83,7 +83,7 @@ class WeightUpdater:
     """
 
     def __init__(
-        self, config: TidemillConfig, name: str, broker: Broker, engine: Engine, folder: Path, valve: PauseFollower
+        self, config: TidemillConfig, name: str, broker: Broker, engine: Engine, folder: Path, pause: PauseFollower
     ) -> None:
         self._broker = broker
         self._engine = engine
@@ -92,7 +92,7 @@ class WeightUpdater:
         self._belongs = Belongs(config)
         self._keep_copy = config.trainer.publish.deltas
         self._drains = config.generator.update == "drain"
-        self._valve = valve
+        self._pause = pause
         self._tolerance = config.generator.probe_tolerance or TOLERANCE[config.model.dtype]
         self._changed = asyncio.Condition()
         self._verified = False
@@ -237,7 +237,7 @@ class WeightUpdater:
         path = await self._fetch(manifest, stop)
         if path is None:
             return
-        async with self._drained(), self._valve.held_open() as opened:
+        async with self._drained(), self._pause.held_open() as opened:
             # Neither loaded nor probed while the run is frozen.
             if opened:
                 await self._take(manifest, path)

@@ -145,8 +145,8 @@ def test_a_generator_follows_a_trainer_of_an_adapter_and_passes_every_probe(
     engine = TransformersEngine(
         EngineSettings(str(model), dtype, max_length=64, max_samples=4, lora=config.trainer.lora)
     )
-    valve, stop = PauseFollower(broker, engine), StopFlag()
-    updates = WeightUpdater(config, "g", broker, engine, tmp_path / "in", valve)
+    pause, stop = PauseFollower(broker, engine), StopFlag()
+    updates = WeightUpdater(config, "g", broker, engine, tmp_path / "in", pause)
 
     def train_and_publish(version: int) -> None:
         if version:
@@ -156,7 +156,7 @@ def test_a_generator_follows_a_trainer_of_an_adapter_and_passes_every_probe(
 
     async def scenario() -> None:
         await engine.start()
-        await valve.obey(None)
+        await pause.follow(None)
         following = asyncio.create_task(updates.run(stop))
         try:
             async with asyncio.timeout(90):

@@ -88,12 +88,12 @@ def test_an_engine_follows_a_chain_of_deltas_and_passes_every_probe(
     model = make_tiny_model(tmp_path / "model", hidden=32, layers=1)
     learner, stop = Learner(broker, model, tmp_path / "out"), StopFlag()
     engine = TransformersEngine(EngineSettings(str(model), "bfloat16", max_length=64, max_samples=4))
-    valve = PauseFollower(broker, engine)
-    updates = WeightUpdater(config, "g", broker, engine, tmp_path / "in", valve)
+    pause = PauseFollower(broker, engine)
+    updates = WeightUpdater(config, "g", broker, engine, tmp_path / "in", pause)
 
     async def run() -> None:
         await engine.start()
-        await valve.obey(None)
+        await pause.follow(None)
         following = asyncio.create_task(updates.run(stop))
         try:
             async with asyncio.timeout(60):

@@ -59,11 +59,11 @@ def play(config: TidemillConfig, broker: Broker, folder: Path, scene: Scene, ada
     """Run ``scene`` beside the updates of one generator, which starts with version 1 in use."""
     training, engine, stop = begin(broker), Loads(), StopFlag()
     publish_weights(broker, training.leader_term, 1, folder, adapter=adapter)
-    valve = PauseFollower(broker, cast(Engine, engine))
-    updates = WeightUpdater(config, "g", broker, cast(Engine, engine), folder / "cache", valve)
+    pause = PauseFollower(broker, cast(Engine, engine))
+    updates = WeightUpdater(config, "g", broker, cast(Engine, engine), folder / "cache", pause)
 
     async def run() -> None:
-        await valve.obey(None)
+        await pause.follow(None)
         following = asyncio.create_task(updates.run(stop))
         try:
             async with asyncio.timeout(30):
