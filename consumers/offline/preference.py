@@ -34,7 +34,7 @@ from consumers.trainer.distributed.ranks import Ranks
 from consumers.trainer.model.hf_weights import named_weights, save_weights
 from consumers.trainer.model.policy import Policy, load_model
 from consumers.trainer.step.optimizer import Schedule, build_optimizer
-from schemas.config.models import DpoConfig, ModelConfig, PreferenceConfig, RewardModelConfig
+from schemas.config import DpoConfig, ModelConfig, PreferenceConfig, RewardModelConfig
 from schemas.errors import ConfigError
 
 DETAILS = "preferences.json"

@@ -28,7 +28,7 @@ from consumers.trainer.checkpoint.files import whole_folder
 from consumers.trainer.distributed.ranks import Ranks
 from consumers.trainer.model.hf_weights import named_weights, save_weights
 from consumers.trainer.model.policy import load_model
-from schemas.config.models import WarmStartConfig
+from schemas.config import WarmStartConfig
 from schemas.errors import ConfigError, DataError
 
 DETAILS = "sft.json"

@@ -27,7 +27,7 @@ from consumers.trainer.model.packing import pack
 from consumers.trainer.model.policy import Policy, load_model
 from consumers.trainer.step.train_step import TrainStep
 from schemas.codec import Array
-from schemas.config.models import TrainerConfig
+from schemas.config import TrainerConfig
 from schemas.messages import Span, Trajectory
 
 VOCABULARY, HIDDEN, LAYERS, HEADS = 8192, 384, 8, 6

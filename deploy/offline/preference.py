@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 
 from deploy.logs import configure_logging
 from producers.datasets.loading import build_dataset
-from schemas.config import DatasetConfig, TidemillConfig
-from schemas.config.models import DpoConfig, RewardModelConfig
+from schemas.config import DatasetConfig, DpoConfig, RewardModelConfig, TidemillConfig
 from schemas.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -1,31 +1,24 @@
-"""The configuration: one YAML file, checked completely before any model is loaded."""
+"""The configuration: one YAML file, checked completely before any model is loaded.
 
+Every setting has its type, unit, default and limits in the file of its section;
+``docs/configuration.md`` is made from these.
+"""
+
+from schemas.config.algorithm import AdvantageConfig, KlConfig, LossConfig, RejectionConfig
+from schemas.config.data import DatasetConfig, EvalConfig, RewardConfig, RewardTerm
+from schemas.config.deploy import ControlConfig, DeploymentsConfig, LauncherConfig, ProbesConfig, SupervisorConfig
+from schemas.config.generator import GeneratorConfig, SamplingConfig, WorkflowConfig
 from schemas.config.loading import load_config, parse_config, save_config
-from schemas.config.models import (
-    AdvantageConfig,
-    BrokerConfig,
+from schemas.config.offline import DpoConfig, PreferenceConfig, RewardModelConfig, WarmStartConfig
+from schemas.config.root import TidemillConfig
+from schemas.config.run import BrokerConfig, FlowConfig, LogConfig, ModelConfig, RunConfig
+from schemas.config.trainer import (
     CheckpointConfig,
-    ControlConfig,
-    DatasetConfig,
-    EvalConfig,
-    FlowConfig,
-    GeneratorConfig,
-    LauncherConfig,
+    CriticConfig,
     LoraConfig,
-    LossConfig,
-    ModelConfig,
     OptimizerConfig,
-    ProbesConfig,
     PublishConfig,
-    RewardConfig,
-    RewardTerm,
-    RunConfig,
-    SamplingConfig,
-    SupervisorConfig,
-    TidemillConfig,
     TrainerConfig,
-    WarmStartConfig,
-    WorkflowConfig,
 )
 
 __all__ = [
@@ -33,18 +26,26 @@ __all__ = [
     "BrokerConfig",
     "CheckpointConfig",
     "ControlConfig",
+    "CriticConfig",
     "DatasetConfig",
+    "DeploymentsConfig",
+    "DpoConfig",
     "EvalConfig",
     "FlowConfig",
     "GeneratorConfig",
+    "KlConfig",
     "LauncherConfig",
+    "LogConfig",
     "LoraConfig",
     "LossConfig",
     "ModelConfig",
     "OptimizerConfig",
+    "PreferenceConfig",
     "ProbesConfig",
     "PublishConfig",
+    "RejectionConfig",
     "RewardConfig",
+    "RewardModelConfig",
     "RewardTerm",
     "RunConfig",
     "SamplingConfig",

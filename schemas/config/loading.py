@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from schemas.config.models import TidemillConfig
+from schemas.config.root import TidemillConfig
 from schemas.errors import ConfigError
 from schemas.files import atomic_write
 

@@ -19,8 +19,7 @@ from consumers.offline.sft import SftProgress, train_sft
 from consumers.trainer.distributed.ranks import Ranks
 from consumers.trainer.model.policy import Policy, load_model
 from consumers.trainer.step.train_step import TrainStep
-from schemas.config import parse_config
-from schemas.config.models import DpoConfig, ModelConfig, RewardModelConfig, WarmStartConfig
+from schemas.config import DpoConfig, ModelConfig, RewardModelConfig, WarmStartConfig, parse_config
 from tests.support.trajectories import groups_of
 
 ALGORITHMS: dict[str, dict[str, Any]] = {

@@ -22,7 +22,7 @@ from torch import Tensor
 from consumers.trainer.algorithms.kl import KL_ESTIMATORS, Estimator, difference, kl_loss
 from consumers.trainer.algorithms.losses import LOSSES, Loss, LossInputs, LossOutput, bounded_difference, interpolated
 from consumers.trainer.algorithms.segments import Segments
-from schemas.config.models import RejectionConfig, TrainerConfig
+from schemas.config import RejectionConfig, TrainerConfig
 from schemas.plugins import bind, loss_attribute
 
 

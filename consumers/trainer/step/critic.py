@@ -13,7 +13,7 @@ from consumers.trainer.data.microbatches import MicroBatch
 from consumers.trainer.distributed.ranks import Ranks
 from consumers.trainer.model.packing import pack, switch_to_packing
 from consumers.trainer.step.optimizer import build_optimizer, lr_factor
-from schemas.config.models import CriticConfig
+from schemas.config import CriticConfig
 
 
 class Critic(nn.Module):

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.optim import AdamW
 
-from schemas.config.models import OptimizerConfig
+from schemas.config import OptimizerConfig
 
 
 def build_optimizer(parameters: Iterable[nn.Parameter], settings: OptimizerConfig) -> AdamW:

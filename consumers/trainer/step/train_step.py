@@ -26,7 +26,7 @@ from consumers.trainer.model.policy import Policy, load_model
 from consumers.trainer.step.critic import Critic, CriticStep
 from consumers.trainer.step.optimizer import Schedule, build_optimizer
 from consumers.trainer.step.prepare import Preparation, Prepared
-from schemas.config.models import TidemillConfig, TrainerConfig
+from schemas.config import TidemillConfig, TrainerConfig
 from schemas.plugins import bind, loss_attribute
 
 

@@ -16,7 +16,7 @@ from consumers.offline.preference import train_dpo, train_reward_model
 from consumers.reward.scorer import check_reward
 from consumers.trainer.model.policy import Policy, load_model
 from deploy.cli.app import app
-from schemas.config.models import DpoConfig, ModelConfig, RewardModelConfig, RewardTerm
+from schemas.config import DpoConfig, ModelConfig, RewardModelConfig, RewardTerm
 from schemas.errors import ConfigError, DataError
 from tests.support.tiny_model import make_tiny_model
 from tests.support.trajectories import trajectory

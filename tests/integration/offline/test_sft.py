@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from consumers.offline.greedy import greedy
 from consumers.offline.sft import SftProgress, settings_digest, train_sft
 from consumers.trainer.model.policy import load_model
-from schemas.config.models import WarmStartConfig
+from schemas.config import WarmStartConfig
 from schemas.errors import ConfigError
 from tests.support.tiny_model import make_tiny_model
 

@@ -20,8 +20,7 @@ from consumers.trainer.distributed.ranks import Ranks
 from consumers.trainer.model.policy import Policy, load_model
 from consumers.trainer.step.prepare import Prepared
 from consumers.trainer.step.train_step import StepResult, TrainStep, reference_policy
-from schemas.config import parse_config
-from schemas.config.models import TrainerConfig
+from schemas.config import TrainerConfig, parse_config
 from tests.support.tiny_model import make_tiny_model
 from tests.support.trajectories import groups_of, trajectory
 

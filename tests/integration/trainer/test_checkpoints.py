@@ -16,7 +16,7 @@ from consumers.trainer.checkpoint.files import damage
 from consumers.trainer.checkpoint.store import Checkpoints
 from consumers.trainer.model.policy import Policy, load_model
 from consumers.trainer.step.train_step import TrainStep
-from schemas.config.models import TrainerConfig
+from schemas.config import TrainerConfig
 from schemas.errors import InfraError
 from tests.support.tiny_model import make_tiny_model
 from tests.support.trajectories import groups_of

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from consumers.trainer.model.compile import what_lacks
 from consumers.trainer.model.policy import Policy, load_model
 from consumers.trainer.step.train_step import TrainStep
-from schemas.config.models import TrainerConfig
+from schemas.config import TrainerConfig
 from tests.support.tiny_model import make_tiny_model
 from tests.support.trajectories import groups_of
 

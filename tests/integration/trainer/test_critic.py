@@ -14,8 +14,7 @@ from consumers.trainer.data.microbatches import Group
 from consumers.trainer.model.policy import Policy, load_model
 from consumers.trainer.step.critic import Critic, value_loss
 from consumers.trainer.step.train_step import TrainStep, critic_of
-from schemas.config import parse_config
-from schemas.config.models import TrainerConfig
+from schemas.config import TrainerConfig, parse_config
 from schemas.errors import ConfigError
 from tests.support.tiny_model import make_tiny_model
 from tests.support.trajectories import groups_of, trajectory

@@ -10,7 +10,7 @@ import torch
 from consumers.trainer.data.microbatches import Group
 from consumers.trainer.model.policy import Policy, load_model
 from consumers.trainer.step.train_step import TrainStep
-from schemas.config.models import TrainerConfig
+from schemas.config import TrainerConfig
 from tests.support.tiny_model import make_tiny_model
 from tests.support.trajectories import trajectory
 

@@ -18,7 +18,7 @@ from consumers.trainer.model.policy import Policy, load_model
 from consumers.trainer.step.optimizer import lr_factor
 from consumers.trainer.step.train_step import TrainStep
 from schemas.codec import Array
-from schemas.config.models import OptimizerConfig, TrainerConfig
+from schemas.config import OptimizerConfig, TrainerConfig
 from schemas.errors import ConfigError
 from schemas.messages import Span
 from tests.support.tiny_model import make_tiny_model

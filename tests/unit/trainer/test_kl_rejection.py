@@ -11,7 +11,7 @@ from torch import Tensor
 from consumers.trainer.algorithms.kl import KL_ESTIMATORS, kl_loss, kl_reward
 from consumers.trainer.algorithms.objective import Rule, reject
 from consumers.trainer.algorithms.segments import Segments
-from schemas.config.models import RejectionConfig
+from schemas.config import RejectionConfig
 
 VOCABULARY = 7
 NAMES = ["k1", "k2", "k3"]

@@ -1,0 +1,15 @@
+"""The base of all sections of the configuration."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Seconds = Annotated[float, Field(gt=0)]
+
+
+class Section(BaseModel):
+    """Unknown keys are errors; values are checked, never guessed."""
+
+    model_config = ConfigDict(extra="forbid", validate_default=True)

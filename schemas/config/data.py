@@ -1,0 +1,56 @@
+"""Prompts and rewards: datasets, reward terms and evaluation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import Field
+
+from schemas.config.base import Seconds, Section
+from schemas.config.generator import SamplingConfig
+
+
+class DatasetConfig(Section):
+    """Where prompts come from. A dataset has a durable, deterministic order."""
+
+    name: str = Field(
+        description="jsonl, hf, gsm8k, reasoning_gym, arithmetic, or your own as module:name or file.py:name."
+    )
+    args: dict[str, Any] = Field(default_factory=dict, description="Arguments of the dataset.")
+    shuffle: bool = Field(True, description="Shuffle anew each epoch, by the run's seed.")
+    limit: int | None = Field(None, ge=1, description="Use only the first so many examples.")
+
+
+class RewardTerm(Section):
+    """One term of the reward: total = sum of weight times value."""
+
+    name: str = Field(
+        description="exact, gsm8k, math, reasoning_gym, length, format, model, or your own as module:name or"
+        " file.py:name."
+    )
+    weight: float = Field(1.0, description="Weight in the sum.")
+    args: dict[str, Any] = Field(default_factory=dict, description="Arguments of the function.")
+
+
+class RewardConfig(Section):
+    """The reward service."""
+
+    terms: list[RewardTerm] = Field(min_length=1, description="The terms that are summed.")
+    replicas: int = Field(1, ge=1, description="Reward services that `tidemill up` starts.")
+    workers: int = Field(2, ge=1, description="Killable worker processes of one service, for functions that may block.")
+    timeout_s: Seconds = Field(
+        15.0, description="Deadline of one call; past it the worker is killed and the sample excluded."
+    )
+
+
+class EvalConfig(Section):
+    """Evaluation on held-out prompts, by the same generators and rewards."""
+
+    dataset: DatasetConfig
+    every: int = Field(
+        50, ge=1, description="Weight versions between two evaluations; the first and the last version always are."
+    )
+    sampling: SamplingConfig = Field(
+        default_factory=lambda: SamplingConfig(n=1, temperature=0.0), description="Greedy by default."
+    )
+    terms: list[RewardTerm] | None = Field(None, description="Reward terms; those of training by default.")

@@ -1,0 +1,65 @@
+"""Operation: launcher, supervisor, control plane and probes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field
+
+from schemas.config.base import Seconds, Section
+
+
+class LauncherConfig(Section):
+    """What `tidemill up` starts the run on."""
+
+    name: str = Field(
+        "local", description="local (this machine), ray, slurm, or your own as module:name or file.py:name."
+    )
+    args: dict[str, Any] = Field(default_factory=dict, description="Arguments of the launcher.")
+
+
+class SupervisorConfig(Section):
+    """What `tidemill up` does when a service dies."""
+
+    max_restarts: int = Field(
+        5, ge=0, description="Restarts of one service within window_s before the run is given up."
+    )
+    window_s: Seconds = Field(120.0, description="Only restarts this recent count.")
+    backoff_s: Seconds = Field(0.5, description="First wait before a restart; doubles each time up to 15 s.")
+    grace_s: Seconds = Field(20.0, description="How long a service may take to end when asked; then it is killed.")
+
+
+class DeploymentsConfig(Section):
+    """Names of the Kubernetes Deployments that the control plane scales."""
+
+    generator: str = Field("generator", description="That of the generators.")
+    reward: str = Field("reward", description="That of the reward services.")
+
+
+class ControlConfig(Section):
+    """The control plane: status, orders and the dashboard over HTTP."""
+
+    enabled: bool = Field(True, description="Whether `tidemill up` starts it.")
+    host: str = Field("127.0.0.1", description="Address to listen on; beyond this machine a token is required.")
+    port: int = Field(
+        8642, ge=0, le=65535, description="Port; 0 takes a free one, as does one that is taken on 127.0.0.1."
+    )
+    token_file: Path | None = Field(
+        None, description="File with the token; TIDEMILL_CONTROL_TOKEN_FILE or TIDEMILL_CONTROL_TOKEN by default."
+    )
+    deployments: DeploymentsConfig = Field(default_factory=DeploymentsConfig)
+    scale_hint: str | None = Field(
+        None,
+        description="Command that changes the number of replicas where nobody takes orders, with {role} and {replicas};"
+        " a refusal names it.",
+    )
+
+
+class ProbesConfig(Section):
+    """Probes of every service but the control plane, for Kubernetes and Prometheus."""
+
+    host: str = Field("0.0.0.0", description="Address to listen on.")
+    port: int | None = Field(
+        None, ge=0, le=65535, description="Port of /livez, /readyz, /startupz and /metrics; none by default."
+    )

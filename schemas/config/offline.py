@@ -1,0 +1,52 @@
+"""Training without a broker: warm start, preference optimisation and reward models."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field
+
+from schemas.config.base import Section
+from schemas.config.data import DatasetConfig
+from schemas.config.trainer import OptimizerConfig
+
+
+class WarmStartConfig(Section):
+    """Supervised training that makes model.path if it is not there, stopped by accuracy."""
+
+    model: str = Field(
+        description="Function (folder, seed) that writes an untrained model, as module:name or file.py:name."
+    )
+    dataset: DatasetConfig
+    eval: DatasetConfig
+    batch_size: int = Field(128, ge=1)
+    lr: float = Field(1e-3, gt=0)
+    max_steps: int = Field(2000, ge=1, description="Give up after so many steps.")
+    eval_every: int = Field(20, ge=1, description="Steps between two looks at the accuracy.")
+    stop_accuracy: float = Field(0.5, gt=0, le=1, description="Stop when held-out accuracy reaches this.")
+
+
+class PreferenceConfig(Section):
+    """What is learned from pairs of answers, of which one is preferred."""
+
+    out: Path = Field(description="Folder of the model that is made, relative to where tidemill is started.")
+    dataset: DatasetConfig = Field(description="Text prompts with the fields chosen and rejected.")
+    eval: DatasetConfig = Field(description="Held-out pairs, for the accuracy.")
+    steps: int = Field(500, ge=1, description="Optimizer steps.")
+    batch_size: int = Field(32, ge=1, description="Pairs in one step.")
+    optimizer: OptimizerConfig = Field(
+        default_factory=lambda: OptimizerConfig(lr=1e-6, schedule="linear"), description="AdamW and its schedule."
+    )
+    eval_every: int = Field(100, ge=1, description="Steps between two looks at the held-out pairs.")
+
+
+class DpoConfig(PreferenceConfig):
+    """Direct preference optimisation of model.path, behind `tidemill dpo`."""
+
+    loss: Literal["sigmoid", "ipo"] = Field("sigmoid", description="DPO as published, or the squared loss of IPO.")
+    beta: float = Field(0.1, gt=0, description="How strongly the policy is held to model.path.")
+
+
+class RewardModelConfig(PreferenceConfig):
+    """A Bradley-Terry reward model that starts from model.path, behind `tidemill reward-model`."""

@@ -1,0 +1,78 @@
+"""The whole configuration: all sections, and the checks that concern several of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pydantic import Field, PrivateAttr, model_validator
+
+from schemas.config.base import Section
+from schemas.config.data import DatasetConfig, EvalConfig, RewardConfig
+from schemas.config.deploy import ControlConfig, LauncherConfig, ProbesConfig, SupervisorConfig
+from schemas.config.generator import GeneratorConfig, SamplingConfig
+from schemas.config.offline import DpoConfig, RewardModelConfig, WarmStartConfig
+from schemas.config.run import BrokerConfig, FlowConfig, LogConfig, ModelConfig, RunConfig
+from schemas.config.trainer import TrainerConfig
+
+
+class TidemillConfig(Section):
+    """The whole configuration."""
+
+    run: RunConfig = Field(default_factory=RunConfig)
+    model: ModelConfig
+    train: DatasetConfig = Field(description="Prompts to train on.")
+    eval: EvalConfig | None = None
+    sampling: SamplingConfig = Field(default_factory=SamplingConfig)
+    reward: RewardConfig
+    flow: FlowConfig = Field(default_factory=FlowConfig)
+    generator: GeneratorConfig = Field(default_factory=GeneratorConfig)
+    trainer: TrainerConfig = Field(default_factory=TrainerConfig)
+    warm_start: WarmStartConfig | None = None
+    dpo: DpoConfig | None = None
+    reward_model: RewardModelConfig | None = None
+    broker: BrokerConfig = Field(default_factory=BrokerConfig)
+    launcher: LauncherConfig = Field(default_factory=LauncherConfig)
+    supervisor: SupervisorConfig = Field(default_factory=SupervisorConfig)
+    control: ControlConfig = Field(default_factory=ControlConfig)
+    probes: ProbesConfig = Field(default_factory=ProbesConfig)
+    log: LogConfig = Field(default_factory=LogConfig)
+
+    _base: Path = PrivateAttr(default_factory=Path.cwd)
+
+    @property
+    def base(self) -> Path:
+        """Folder of the configuration file; relative plugin files are looked up there."""
+        return self._base
+
+    @property
+    def folder(self) -> Path:
+        """Folder of the run's files, absolute."""
+        return (self.run.folder or Path("runs") / self.run.name).resolve()
+
+    @property
+    def slots(self) -> int:
+        """Most prompt groups in the pipeline at once."""
+        return (self.flow.staleness + 1) * self.trainer.batch_groups - (self.flow.window - 1)
+
+    @model_validator(mode="after")
+    def _check_combinations(self) -> TidemillConfig:
+        if self.sampling.n == 1 and self.trainer.advantage.compares_groups:
+            raise ValueError(
+                f"trainer.advantage.name {self.trainer.advantage.name!r} compares the samples of a group, but"
+                " sampling.n is 1: set sampling.n to 2 or more, or trainer.advantage.name to raw"
+            )
+        if self.slots < self.trainer.batch_groups:
+            raise ValueError(
+                f"flow.window {self.flow.window} leaves {self.slots} slots for a batch of"
+                f" {self.trainer.batch_groups}: the window may be at most"
+                f" {self.flow.staleness * self.trainer.batch_groups + 1}"
+            )
+        for name, sampling in (("sampling", self.sampling), ("eval.sampling", self.eval and self.eval.sampling)):
+            if sampling and sampling.max_tokens >= self.model.max_length:
+                raise ValueError(
+                    f"{name}.max_tokens {sampling.max_tokens} leaves no room for a prompt in"
+                    f" model.max_length {self.model.max_length}"
+                )
+        if self.sampling.temperature == 0:
+            raise ValueError("sampling.temperature 0 makes every sample of a group equal: set it above 0")
+        return self

@@ -1,0 +1,67 @@
+"""The run itself: its name, the model, the bound on staleness, the broker and the log."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field
+
+from schemas.config.base import Seconds, Section
+
+
+class RunConfig(Section):
+    """Identity of the run and where it keeps its files."""
+
+    name: str = Field(
+        "run", pattern=r"^[a-z0-9][a-z0-9_-]{0,62}$", description="Name of the run; its key prefix in the broker."
+    )
+    folder: Path | None = Field(None, description="Folder of the run's files; runs/NAME by default.")
+    base: Path | None = Field(
+        None, description="Folder in which plugin files are looked up; that of the configuration file by default."
+    )
+    seed: int = Field(0, ge=0, description="Seed of prompt order, sampling and training.")
+
+
+class ModelConfig(Section):
+    """The policy."""
+
+    path: str = Field(description="Folder of a Hugging Face causal language model, or its hub id.")
+    dtype: Literal["float32", "bfloat16", "float16"] = Field(
+        "bfloat16",
+        description="Compute type of training and generation, and the wire type of weights; the trainer's own weights"
+        " and optimizer are float32.",
+    )
+    max_length: int = Field(2048, ge=8, description="Longest prompt and completion together, tokens.")
+    trust_remote_code: bool = Field(False, description="Run Python code that comes with the model.")
+
+
+class FlowConfig(Section):
+    """Staleness. Slots = (staleness + 1) * trainer.batch_groups - (window - 1)."""
+
+    staleness: int = Field(4, ge=0, le=1000, description="Bound on the age of a trained token, weight versions.")
+    window: int = Field(
+        1,
+        ge=1,
+        description="How far a finished group may overtake the oldest unfinished one; 1 is strict admission order.",
+    )
+
+
+class BrokerConfig(Section):
+    """The Redis or Valkey server, 7.0 or newer."""
+
+    url: str | None = Field(
+        None, description="redis://, rediss:// or unix:// URL; REDIS_URL, else an embedded server, when absent."
+    )
+    prefix: str = Field("tidemill", pattern=r"^[A-Za-z0-9_.-]+$", description="First part of every key.")
+    deadline_s: Seconds = Field(60.0, description="How long a service tries to reach a broker that went away.")
+    max_message_bytes: int = Field(16 * 1024 * 1024, ge=1024, description="Largest accepted message.")
+    max_deliveries: int = Field(5, ge=1, description="Deliveries after which a message goes to the dead letters.")
+    fsync: Literal["everysec", "always", "no"] = Field("everysec", description="appendfsync of the embedded server.")
+
+
+class LogConfig(Section):
+    """Logging: human on a terminal, JSON otherwise."""
+
+    level: Literal["debug", "info", "warning", "error"] = "info"
+    format: Literal["auto", "human", "json"] = "auto"

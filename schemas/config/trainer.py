@@ -1,0 +1,216 @@
+"""The trainer: optimizer, adapter, critic, checkpoints and how weights are published."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from schemas.config.algorithm import RECIPES, AdvantageConfig, KlConfig, LossConfig, RejectionConfig
+from schemas.config.base import Seconds, Section
+
+
+def _switch(value: Any) -> Any:
+    """YAML reads a plain on or off as true or false."""
+    return {True: "on", False: "off"}.get(value, value) if isinstance(value, bool) else value
+
+
+class OptimizerConfig(Section):
+    """AdamW and its schedule."""
+
+    lr: float = Field(1e-6, gt=0, description="Peak learning rate.")
+    betas: tuple[float, float] = Field((0.9, 0.95), description="Moment decay rates.")
+    eps: float = Field(1e-8, gt=0)
+    weight_decay: float = Field(0.0, ge=0)
+    max_grad_norm: float = Field(1.0, gt=0, description="Gradient norm is clipped to this.")
+    schedule: Literal["constant", "linear", "cosine"] = Field("constant", description="Decay to 0 over trainer.steps.")
+    warmup_steps: int = Field(0, ge=0)
+
+
+class LoraConfig(Section):
+    """Train a low-rank adapter of linear layers, W + alpha / rank * B A, and leave the model's own weights as they are.
+
+    Only the adapter is trained, checkpointed and published.
+    """
+
+    rank: int = Field(16, ge=1, description="Rank of A and B; vLLM takes up to 512.")
+    alpha: float = Field(32.0, gt=0, description="The adapter counts alpha / rank times.")
+    targets: list[str] | None = Field(
+        None,
+        min_length=1,
+        description="Last names of the linear layers that are adapted, for example [q_proj, v_proj]; by default all but"
+        " the output layer.",
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_dropout(cls, data: Any) -> Any:
+        if isinstance(data, dict) and "dropout" in data:
+            data = dict(data)
+            if data.pop("dropout") != 0:
+                raise ValueError(
+                    "trainer.lora.dropout is always 0: with dropout the trainer's log-probabilities would differ from"
+                    " the generators'"
+                )
+        return data
+
+
+class CriticConfig(Section):
+    """A value model that is trained beside the policy, for the advantage gae."""
+
+    model: str | None = Field(
+        None, description="Folder or hub id of the language model whose body it starts from; model.path by default."
+    )
+    optimizer: OptimizerConfig = Field(default_factory=lambda: OptimizerConfig(lr=1e-5))
+    clip: float | None = Field(
+        0.2, gt=0, description="A value counts as moved by at most this in one step; null leaves that out."
+    )
+
+
+class CheckpointConfig(Section):
+    """Checkpoints, written aside and renamed when complete."""
+
+    every: int = Field(100, ge=1, description="Steps between two checkpoints.")
+    keep: int = Field(2, ge=1, description="How many to keep.")
+    asynchronous: bool = Field(
+        True,
+        description="Go on training while a checkpoint is written, from a copy of the state in host memory. Without it,"
+        " no copy is made and training waits.",
+    )
+    deadline_s: Seconds = Field(600.0, description="How long training waits for a full disk before it gives up.")
+
+    @property
+    def most_uncovered(self) -> int:
+        """Most steps that no durable checkpoint covers: while one is written, as many again are trained."""
+        return self.every * 2 if self.asynchronous else self.every
+
+
+class PublishConfig(Section):
+    """How new weights reach the generators."""
+
+    transport: Literal["file", "redis"] = Field(
+        "file", description="file: safetensors in a folder that all can read. redis: chunks in the broker."
+    )
+    folder: Path | None = Field(
+        None,
+        description="Folder of the file transport, shared by all services of this run, and by no other; "
+        "weights/ in the run's folder by default.",
+    )
+    delta: Annotated[Literal["auto", "on", "off"], BeforeValidator(_switch)] = Field(
+        "auto",
+        description="Publish what changed since the version before, where that is at most half of the weights. "
+        "auto: with the transport redis; a file is read as fast as a delta is applied.",
+    )
+    max_chain: int = Field(8, ge=1, description="Deltas that a late reader applies at most after a whole version.")
+    keep: int = Field(3, ge=2, description="Versions kept for late readers, and the older ones that they build on.")
+    probe_tokens: int = Field(32, ge=2, description="Length of the probe that every generator checks after an update.")
+
+    @property
+    def deltas(self) -> bool:
+        """Whether versions may be published as deltas."""
+        return self.delta == "on" or (self.delta == "auto" and self.transport == "redis")
+
+
+class TrainerConfig(Section):
+    """The trainer."""
+
+    steps: int = Field(1000, ge=1, description="Optimizer steps; each makes one weight version.")
+    batch_groups: int = Field(32, ge=1, description="Prompt groups in one step (B).")
+    micro_batch_tokens: int = Field(
+        16384,
+        ge=8,
+        description="Most tokens in one forward pass of a rank; with padding where a model cannot be packed.",
+    )
+    optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
+    loss: LossConfig = Field(default_factory=LossConfig)
+    advantage: AdvantageConfig = Field(default_factory=AdvantageConfig)
+    critic: CriticConfig | None = None
+    lora: LoraConfig | None = None
+    kl: KlConfig = Field(default_factory=KlConfig)
+    rejection: list[RejectionConfig] = Field(
+        default_factory=list, description="Rules on the mismatch of trainer and rollout policy; none by default."
+    )
+    aggregation: Literal["token_mean", "sequence_mean", "prompt_mean", "constant"] = Field(
+        "token_mean", description="How token losses become one number."
+    )
+    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
+    publish: PublishConfig = Field(default_factory=PublishConfig)
+    batch_timeout_s: Seconds = Field(
+        600.0, description="The trainer gives up, naming what it lacks, when no batch is complete after this long."
+    )
+    processes: int = Field(
+        1,
+        ge=1,
+        description="Ranks over which the model is sharded (FSDP2), one a GPU, that a started trainer makes of itself;"
+        " a launcher of your own (torchrun, accelerate) decides by itself.",
+    )
+    rank_deadline_s: Seconds = Field(
+        1800.0,
+        description="How long a rank waits for the others within a step; pauses and waits for batches don't count.",
+    )
+    activation_checkpointing: bool = Field(
+        False, description="Compute activations again in backward: less memory, about a third more time."
+    )
+    compile: bool = Field(
+        False, description="Compile the model's layers (torch.compile); the first steps take longer, the others less."
+    )
+    profile_steps: list[int] = Field(
+        default_factory=list, description="Steps, from 0, of which each rank writes a profile into profiles/."
+    )
+    trackers: list[str] = Field(
+        default_factory=list,
+        description="Where metrics go beside metrics.jsonl: tensorboard, wandb, mlflow, aim, clearml, comet_ml,"
+        " dvclive, swanlab, trackio, or your own GeneralTracker of accelerate as module:name or file.py:name.",
+    )
+    record: bool = Field(
+        False,
+        description="Keep the samples of every step in batches/ of the run's folder, as long as the checkpoint before"
+        " it, for `tidemill replay`; about 6 bytes a token.",
+    )
+    threads: int | None = Field(
+        None, ge=1, description="CPU threads of each rank; by default PyTorch's own choice, or the cores shared out."
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _complete_recipe(cls, data: Any) -> Any:
+        """Losses that are half of a recipe bring the other half, wherever nothing else was asked for."""
+        loss = data.get("loss") if isinstance(data, dict) else None
+        name = loss.get("name") if isinstance(loss, dict) else loss.name if isinstance(loss, LossConfig) else None
+        if name not in RECIPES:
+            return data
+        aggregation, advantage = RECIPES[name]
+        completed = {"aggregation": aggregation, **data}
+        given = completed.get("advantage", {})
+        if advantage and isinstance(given, dict):
+            completed["advantage"] = {"name": advantage, **given}
+        return completed
+
+    @property
+    def lora_off(self) -> bool:
+        """Whether the reference policy is the policy without its adapter."""
+        kl = self.kl
+        return bool(kl.coef) and self.lora is not None and kl.model is None and kl.reference != "model"
+
+    @model_validator(mode="after")
+    def _check_reference(self) -> TrainerConfig:
+        if self.kl.reference == "lora_off" and self.lora is None:
+            raise ValueError(
+                "trainer.kl.reference lora_off is the policy without its adapter, and there is no trainer.lora: add it,"
+                " or set reference to model"
+            )
+        if self.kl.reference == "lora_off" and self.kl.model is not None:
+            raise ValueError(
+                f"trainer.kl.reference lora_off and trainer.kl.model {self.kl.model!r} are two references: keep one"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_critic(self) -> TrainerConfig:
+        if (self.advantage.name == "gae") != (self.critic is not None) and ":" not in self.advantage.name:
+            raise ValueError(
+                "trainer.advantage.name gae and a trainer.critic section go together:"
+                f" the advantage is {self.advantage.name!r} and there is {'a' if self.critic else 'no'} critic"
+            )
+        return self
