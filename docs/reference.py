@@ -19,6 +19,7 @@ import msgspec
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+import broker
 from broker.connection.keys import Keys
 from broker.connection.scripts import source
 from consumers.reward.rewards import REWARDS
@@ -36,7 +37,7 @@ from schemas.config import TidemillConfig
 from schemas.plugins import Registry
 
 MARKER = re.compile(r"<!-- reference: (\w+) -->")
-SCRIPTS = Path(inspect.getfile(Keys)).parent / "lua"
+SCRIPTS = Path(inspect.getfile(broker)).parent / "lua"
 REGISTRIES: dict[str, Registry] = {
     "train.name": DATASETS,
     "reward.terms.name": REWARDS,
@@ -206,7 +207,13 @@ def default(field: FieldInfo) -> str:
 
 def message_table() -> str:
     """Every message with its fields."""
-    kinds = [kind for kind in vars(messages).values() if inspect.isclass(kind) and kind.__module__ == messages.__name__]
+    chapters = (messages.tasks, messages.trajectories, messages.batches, messages.weights, messages.telemetry)
+    kinds = [
+        kind
+        for chapter in chapters
+        for kind in vars(chapter).values()
+        if inspect.isclass(kind) and kind.__module__ == chapter.__name__
+    ]
     parts = []
     for kind in (k for k in kinds if issubclass(k, msgspec.Struct)):
         tag = f" (`{kind.__struct_config__.tag}`)" if issubclass(kind, Message) else ""

@@ -1,0 +1,42 @@
+"""The messages that cross the broker, validated where they are made and where they are read.
+
+Shapes: a trajectory has T tokens, prompt and completion together. Everything that is per token (mask,
+log-probabilities) has length T and refers to the same position.
+"""
+
+from schemas.messages.batches import BatchRecord, GroupRef, Member, RecordedGroup, StepRecord
+from schemas.messages.tasks import ChatMessage, Sampling, Task
+from schemas.messages.telemetry import DeadLetter, Event, Heartbeat
+from schemas.messages.trajectories import FinishReason, Kind, Partial, Piece, Score, ScoreStatus, Span, Trajectory, Turn
+from schemas.messages.weights import Adapter, Delta, FileSource, Manifest, Payload, Probe, TensorSpec, WeightSource
+
+__all__ = [
+    "Adapter",
+    "BatchRecord",
+    "ChatMessage",
+    "DeadLetter",
+    "Delta",
+    "Event",
+    "FileSource",
+    "FinishReason",
+    "GroupRef",
+    "Heartbeat",
+    "Kind",
+    "Manifest",
+    "Member",
+    "Partial",
+    "Payload",
+    "Piece",
+    "Probe",
+    "RecordedGroup",
+    "Sampling",
+    "Score",
+    "ScoreStatus",
+    "Span",
+    "StepRecord",
+    "Task",
+    "TensorSpec",
+    "Trajectory",
+    "Turn",
+    "WeightSource",
+]

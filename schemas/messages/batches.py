@@ -1,0 +1,62 @@
+"""Batches: what a step trains on, by reference in the broker's journal, and whole in a file of the run's folder."""
+
+from __future__ import annotations
+
+import msgspec
+
+from schemas.codec import Message
+from schemas.messages.trajectories import Trajectory
+
+
+class Member(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """One sample of a journaled group and its entries in the two streams; no trajectory when it was excluded."""
+
+    sample: int
+    scored_id: bytes
+    trajectory_id: bytes
+
+
+class GroupRef(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """One group of a journaled batch, members in sample order."""
+
+    task_id: int
+    members: list[Member]
+
+
+class BatchRecord(Message, kw_only=True, tag="batch"):
+    """What a step trains on, written to the journal before the step: it trains ``version`` and makes ``makes``."""
+
+    step: int
+    version: int
+    makes: int
+    groups: list[GroupRef]
+
+
+class RecordedGroup(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """One prompt group in the order it was trained in; a reward for each sample."""
+
+    task_id: int
+    samples: list[Trajectory]
+    rewards: list[float]
+
+    def __post_init__(self) -> None:
+        if len(self.samples) != len(self.rewards):
+            raise ValueError(
+                f"prompt group {self.task_id} has {len(self.samples)} samples, {len(self.rewards)} rewards"
+            )
+
+
+class StepRecord(Message, kw_only=True, tag="step_record"):
+    """One optimizer step: ``step`` steps were done before it, ``version`` names the weights before it.
+
+    leader_term: number of the trainer that trained it. world, threads, torch: ranks, CPU threads of each, and
+    PyTorch's version, on which the last bits of a sum depend.
+    """
+
+    step: int
+    version: int
+    leader_term: int
+    world: int
+    threads: int
+    torch: str
+    groups: list[RecordedGroup]

@@ -1,0 +1,64 @@
+"""Tasks: prompt groups on their way from the feeder to a generator."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from schemas.codec import Message
+from schemas.messages.trajectories import Kind, Partial
+
+
+class ChatMessage(msgspec.Struct, frozen=True, gc=False):
+    """One message of a conversation."""
+
+    role: str
+    content: str
+
+
+class Sampling(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """How to sample a completion. ``max_tokens`` counts generated tokens; temperature 0 is greedy."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    max_tokens: int = 256
+    stop: list[str] = []
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        if not self.temperature >= 0:
+            raise ValueError(f"sampling.temperature {self.temperature} must be 0 or more")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"sampling.top_p {self.top_p} must be in (0, 1]")
+        if self.max_tokens < 1:
+            raise ValueError(f"sampling.max_tokens {self.max_tokens} must be 1 or more")
+
+
+class Task(Message, kw_only=True, tag="task"):
+    """One prompt group to generate.
+
+    task_id: position in the deterministic prompt order (train), or ``(version + 1) * 2**32 + index`` (eval).
+    Exactly one of ``text``, ``messages``, ``token_ids`` is the prompt.
+    data: reference answer and metadata, handed to the reward function as keywords.
+    """
+
+    task_id: int
+    kind: Kind
+    n: int
+    sampling: Sampling
+    text: str | None = None
+    messages: list[ChatMessage] | None = None
+    token_ids: list[int] | None = None
+    data: dict[str, Any] = {}
+    partials: list[Partial] = []
+
+    def __post_init__(self) -> None:
+        given = sum(p is not None for p in (self.text, self.messages, self.token_ids))
+        if given != 1:
+            raise ValueError(f"a task needs exactly one of text, messages, token_ids, has {given}")
+        if self.n < 1:
+            raise ValueError(f"task n {self.n} must be 1 or more")
+        if self.task_id < 0:
+            raise ValueError(f"task_id {self.task_id} must be 0 or more")

@@ -1,0 +1,89 @@
+"""Weight versions: the manifest that is published of each, and where a reader finds its bytes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeAlias
+
+import msgspec
+
+from schemas.codec import Array, Message
+
+
+class Probe(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """A few tokens int32 [T] and their reference log-probabilities float32 [T-1] (token t+1 given 0..t)."""
+
+    tokens: Array
+    logprobs: Array
+
+
+class TensorSpec(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Name, dtype (torch's, without the prefix) and shape of one parameter."""
+
+    name: str
+    dtype: str
+    shape: list[int]
+
+
+class Payload(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Bytes that travel. uri: ``file:PATH`` or ``redis:KEY``. chunks: BLAKE3-128 hex digests, one for each 1 MB."""
+
+    uri: str
+    size: int
+    chunks: list[str]
+
+
+class Delta(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """What turns the state of version ``base``, whose digest is ``base_digest``, into that of the manifest."""
+
+    base: int
+    base_digest: str
+    payload: Payload
+
+
+class Adapter(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """A low-rank adapter: W + alpha / rank * B A for the linear layers that end in one of ``targets``.
+
+    base: digest of the model that it belongs to (broker/weights/digests.py).
+    """
+
+    rank: int
+    alpha: float
+    targets: list[str]
+    base: str
+
+
+class Manifest(Message, kw_only=True, tag="manifest"):
+    """One published weight version: where its bytes are and how to check them.
+
+    state: the safetensors file of the whole version. whole: whether that was published as it is.
+    delta: the same version as a difference to the one before; one of the two is there, or both.
+    leader_term: number of the trainer that made it. adapter: what the tensors are, if not all of a model's weights;
+    they have peft's names.
+    """
+
+    version: int
+    step: int
+    leader_term: int
+    state: Payload
+    whole: bool = True
+    delta: Delta | None = None
+    tensors: list[TensorSpec]
+    probe: Probe | None = None
+    adapter: Adapter | None = None
+
+    def __post_init__(self) -> None:
+        if not self.whole and self.delta is None:
+            raise ValueError(f"weights version {self.version} comes neither whole nor as a delta")
+
+
+@dataclass(frozen=True)
+class FileSource:
+    """A version's bytes are a local safetensors file, checked already, which stays until the next one is fetched."""
+
+    path: Path
+
+
+WeightSource: TypeAlias = FileSource
+"""Where an engine gets a version's bytes: a union with one member today. No message: it stays in the process."""
