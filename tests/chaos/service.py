@@ -192,8 +192,8 @@ def _trainer(evidence: Evidence, folder: Path) -> None:
     def loading(original: Callable[..., Any]) -> Callable[..., Any]:
         def load(self: Checkpoints, path: Path, *args: Any) -> Any:
             restored = original(self, path, *args)
-            # step-00000100-t0003 is of incarnation 3.
-            evidence.write("loaded", step=restored.step, leader_term=int(path.name.rpartition("-e")[2]))
+            # step-00000100-t0003 is of leader term 3.
+            evidence.write("loaded", step=restored.step, leader_term=int(path.name.rpartition("-t")[2]))
             return restored
 
         return load

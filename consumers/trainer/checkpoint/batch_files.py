@@ -16,6 +16,7 @@ import torch
 import zstandard
 
 from consumers.trainer.batch_source import Batch
+from consumers.trainer.checkpoint.files import refuse_older_names
 from consumers.trainer.checkpoint.store import Checkpoints
 from schemas.codec import BadMessage, decode, encode
 from schemas.errors import ConfigError, DiskError
@@ -28,7 +29,7 @@ _NAME = re.compile(r"step-(\d{8,})-t(\d{4,})\.msgpack\.zst")
 
 
 class BatchFiles:
-    """The files in one folder. Of a step that was trained by several incarnations the last one's counts."""
+    """The files in one folder. Of a step that was trained in several leader terms the last one's counts."""
 
     def __init__(self, run: Path) -> None:
         self.folder = run / FOLDER
@@ -76,6 +77,7 @@ class BatchFiles:
         """Step, term and file."""
         if not self.folder.is_dir():
             return []
+        refuse_older_names(self.folder)
         found = [(match, file) for file in self.folder.iterdir() if (match := _NAME.fullmatch(file.name))]
         return [(int(match[1]), int(match[2]), file) for match, file in found]
 
@@ -85,6 +87,7 @@ class Recorder:
 
     def __init__(self, run: Path, checkpoints: Checkpoints, world: int) -> None:
         self._files = BatchFiles(run)
+        self._files.steps()  # ConfigError at once when an older version has written here
         self._checkpoints = checkpoints
         self._world = world
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -20,6 +21,7 @@ from typing import Any
 from schemas.errors import ConfigError
 
 MARKER = "COMPLETE"
+_OLDER = re.compile(r"step-\d{8,}-e\d{4,}(\.msgpack\.zst)?|EPOCH")
 
 
 def damage(path: Path) -> str | None:
@@ -60,6 +62,16 @@ def complete(aside: Path, path: Path) -> None:
     else:
         aside.rename(path)
     _sync(path.parent)
+
+
+def refuse_older_names(folder: Path) -> None:
+    """ConfigError if a folder holds what an older version has written: nobody may begin anew beside it unawares."""
+    older = sorted(path.name for path in folder.iterdir() if _OLDER.fullmatch(path.name))
+    if older:
+        raise ConfigError(
+            f"{folder} holds {older[0]}, which an older version of Tidemill has written and this one cannot read:"
+            " finish the run with that version, or move the folder away to begin at step 0"
+        )
 
 
 def write_json(file: Path, content: dict[str, Any]) -> None:

@@ -1,7 +1,7 @@
 """Durable checkpoints: a folder ``step-00000100-t0003`` appears whole, and is checked before it is trusted.
 
-The newest is that of the highest term (trainer incarnation), then of the highest step: what a trainer still
-writes after it was replaced never wins.
+The newest is that of the highest leader term, then of the highest step: what a trainer still writes after it was
+replaced never wins.
 
 It is written aside, from a copy of the state while training goes on, flushed, completed by a marker with the size and
 digest of every file, and then renamed. Model and optimizer go through torch.distributed.checkpoint, sharded or not; the
@@ -24,7 +24,7 @@ from typing import Any
 from torch.distributed import is_initialized
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 
-from consumers.trainer.checkpoint.files import complete, damage, write_json
+from consumers.trainer.checkpoint.files import complete, damage, refuse_older_names, write_json
 from consumers.trainer.checkpoint.state import copied, put_tensors, random_states, set_random_states, tensors_of
 from consumers.trainer.distributed.channel import Channel
 from consumers.trainer.distributed.ranks import Ranks
@@ -166,7 +166,7 @@ class Checkpoints:
         return path
 
     def sweep(self, leader_term: int) -> None:
-        """Remove what saves of incarnations up to ``leader_term`` have left half done; for the one that takes over."""
+        """Remove what saves up to ``leader_term`` have left half done; for the trainer that takes over."""
         for path in self.folder.iterdir() if self.folder.is_dir() else ():
             match = _ASIDE.fullmatch(path.name)
             if match and int(match[1]) <= leader_term:
@@ -201,9 +201,10 @@ class Checkpoints:
         return Restored(state["step"], state["version"], state["extra"])
 
     def _all(self) -> list[Path]:
-        """Finished folders, newest first; those being written have another name."""
+        """Finished folders, newest first; those being written have another name. ConfigError as refuse_older_names."""
         if not self.folder.is_dir():
             return []
+        refuse_older_names(self.folder)
         found = [(match, path) for path in self.folder.iterdir() if (match := _NAME.fullmatch(path.name))]
         return [path for _, path in sorted(found, key=lambda pair: (int(pair[0][2]), int(pair[0][1])), reverse=True)]
 
@@ -234,8 +235,8 @@ def step_of(path: Path) -> int:
 
 
 def leader_term_of(path: Path) -> int:
-    """Which trainer incarnation wrote a finished checkpoint, by its name."""
-    return int(path.name.rpartition("-e")[2])
+    """The number of the leader term that wrote a finished checkpoint, by its name."""
+    return int(path.name.rpartition("-t")[2])
 
 
 @contextmanager

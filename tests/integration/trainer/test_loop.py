@@ -25,7 +25,7 @@ from consumers.trainer.model.snapshot import Snapshot
 from consumers.trainer.step.train_step import TrainStep
 from deploy.run.summary import lineage, read_lines
 from schemas.config import TidemillConfig, parse_config
-from schemas.errors import DiskError, FencedError
+from schemas.errors import ConfigError, DiskError, FencedError
 from schemas.lifecycle import StopFlag
 from schemas.messages import Sampling, Score, Task
 from tests.support.tiny_model import make_tiny_model
@@ -198,6 +198,16 @@ def test_a_trainer_that_dies_with_its_broker_gives_its_weights_new_numbers(
     assert min(after) > published, "a number that named lost weights names no others"
     assert set(trained(tmp_path).values()) == {1}
     assert set(trained(tmp_path)) == set(range(16))
+
+
+@pytest.mark.parametrize("older", ["checkpoints/step-00000003-e0001", "batches/step-00000001-e0001.msgpack.zst"])
+def test_a_run_of_an_older_version_is_not_begun_anew(
+    trainer: Callable[..., Trainer], broker: Broker, tmp_path: Path, older: str
+) -> None:
+    (tmp_path / "run" / older).mkdir(parents=True)
+    with pytest.raises(ConfigError, match=Path(older).name):
+        run(trainer(record=True))
+    assert broker.ledger.state().state == "starting"
 
 
 def dying_at_checkpoint(monkeypatch: pytest.MonkeyPatch, before: bool) -> None:
