@@ -1,6 +1,4 @@
-"""Where a run's control plane listens: a file in the run's folder, for those on the same machine.
-
-The control service: listens, says where, and ends in order.
+"""The control service: listens, says where, and ends in order.
 
 It refuses to listen beyond this machine without a token. On loopback a port that is taken is replaced by a free one.
 """
@@ -9,17 +7,16 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
-import json
 import os
 import signal
 import socket
-from collections.abc import Iterator, Mapping
-from pathlib import Path
+from collections.abc import Iterator
 from types import FrameType
 
 import structlog
 import uvicorn
 
+from broker.api.address import TOKEN, announce, read_token, withdraw
 from broker.api.app import LOOPBACK_NAMES, make_app
 from broker.api.routes.context import Context
 from broker.api.status.kubernetes import Deployments
@@ -29,42 +26,13 @@ from broker.client import Broker
 from broker.presence import Presence
 from schemas.config import TidemillConfig
 from schemas.errors import ConfigError
-from schemas.files import atomic_write
-
-ADDRESS = "control.json"
 
 log = structlog.get_logger()
 
 
-def announce(folder: Path, url: str) -> None:
-    """Say it; whoever may not write the folder just leaves no such file."""
-    file = folder / ADDRESS
-    try:
-        atomic_write(file, json.dumps({"url": url, "pid": os.getpid()}))
-    except OSError as error:
-        log.warning("cannot say where the control plane listens", file=str(file), error=str(error))
-
-
-def address_of(folder: Path) -> str | None:
-    """The URL, with a slash at its end; None when nobody has said one."""
-    try:
-        found = json.loads((folder / ADDRESS).read_text(encoding="utf-8"))
-        return str(found["url"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-
-
-def withdraw(folder: Path, url: str) -> None:
-    """It listens no more; another one's address stays."""
-    if address_of(folder) == url:
-        (folder / ADDRESS).unlink(missing_ok=True)
-
-
-TOKEN = "TIDEMILL_CONTROL_TOKEN"
 ANSWER_S = 5.0
 """How long a request waits for the broker."""
 GRACE_S = 3
-MIN_TOKEN = 16
 
 
 def run_control(config: TidemillConfig, name: str) -> None:
@@ -118,26 +86,6 @@ class _Server(uvicorn.Server):
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         self._hub.close()
         super().handle_exit(sig, frame)
-
-
-def read_token(file: Path | None, environment: Mapping[str, str]) -> str | None:
-    """From ``file``, TIDEMILL_CONTROL_TOKEN_FILE or TIDEMILL_CONTROL_TOKEN; ConfigError if it is too short."""
-    source = file or (Path(environment[f"{TOKEN}_FILE"]) if environment.get(f"{TOKEN}_FILE") else None)
-    if source is not None:
-        try:
-            token = source.read_text(encoding="utf-8").strip()
-        except OSError as error:
-            raise ConfigError(f"cannot read the control plane's token from {source}: {error.strerror}") from error
-    else:
-        token = environment.get(TOKEN, "").strip()
-    if not token and source is None:
-        return None
-    if len(token) < MIN_TOKEN or not token.isascii() or any(character.isspace() for character in token):
-        raise ConfigError(
-            f"the control plane's token must be {MIN_TOKEN} or more ASCII characters without spaces:"
-            " make one with `openssl rand -hex 24`"
-        )
-    return token
 
 
 def listen(host: str, port: int, token: str | None) -> socket.socket:

@@ -1,6 +1,4 @@
-"""How a warm-started model says what it was made with, so that it is made once. Loads no model library.
-
-Supervised training on prompt and completion pairs, stopped by held-out accuracy.
+"""Supervised training on prompt and completion pairs, stopped by held-out accuracy.
 
 It makes the model that a run starts from (``warm_start``) and trains any Hugging Face causal language
 model. Only completion tokens and the end of sequence are learned. The result appears in its folder whole or not at all.
@@ -8,7 +6,6 @@ model. Only completion tokens and the end of sequence are learned. The result ap
 
 from __future__ import annotations
 
-import hashlib
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -24,22 +21,13 @@ from transformers import AutoTokenizer, PreTrainedModel
 
 from consumers.offline.greedy import greedy
 from consumers.offline.pairs import batches
+from consumers.offline.provenance import DETAILS, settings_digest
 from consumers.trainer.checkpoint.files import whole_folder
 from consumers.trainer.distributed.ranks import Ranks
 from consumers.trainer.model.hf_weights import named_weights, save_weights
 from consumers.trainer.model.policy import load_model
 from schemas.config import WarmStartConfig
 from schemas.errors import ConfigError, DataError
-
-DETAILS = "sft.json"
-"""File in the model's folder that holds, among others, the digest of its settings."""
-
-
-def settings_digest(settings: WarmStartConfig, seed: int, dtype: str) -> str:
-    """Hex digest of everything that decides the outcome; the one in sft.json tells whether a model is up to date."""
-    text = json.dumps([settings.model_dump(mode="json"), seed, dtype], sort_keys=True)
-    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
-
 
 Pair: TypeAlias = tuple[str, str]
 Source: TypeAlias = str | Path | Callable[[Path, int], None]

@@ -27,7 +27,7 @@ from urllib.request import urlopen
 
 import redis
 
-from broker.api.server import address_of
+from broker.api.address import address_of
 from broker.client import Broker
 from deploy.bench.server import describe, serving
 from deploy.bench.transport import Bench

@@ -21,9 +21,9 @@ from urllib.error import HTTPError, URLError
 from urllib.parse import urlencode
 from urllib.request import ProxyHandler, Request, build_opener
 
+from broker.api.address import address_of, read_token
 from broker.api.routes import views
 from broker.api.routes.views import Search
-from broker.api.server import address_of, read_token
 from broker.api.status.collector import Collector, Plan
 from broker.api.web.problems import Refusal
 from broker.client import Broker

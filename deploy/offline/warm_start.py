@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
-from consumers.offline.sft import DETAILS, settings_digest
+from consumers.offline.provenance import DETAILS, settings_digest
 from deploy.logs import configure_logging
 from deploy.services.torchrun import is_rank
 from producers.datasets.loading import build_dataset

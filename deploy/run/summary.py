@@ -15,12 +15,10 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import redis
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 
@@ -30,11 +28,17 @@ from deploy.terminal.live import clock
 from schemas.config import TidemillConfig
 from schemas.errors import TidemillError
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
 REWARD, ACCURACY, INK, QUIET = "#3b6fb6", "#d1495b", "#222222", "#8a8f98"
 
 
 def plot_run(metrics: Sequence[dict[str, Any]], evaluations: Sequence[Evaluation], title: str, file: Path) -> None:
     """Write a PNG. ``metrics`` are the lines of metrics.jsonl; an evaluation of version v belongs to step v."""
+    # matplotlib takes a second to load and nothing before needs it.
+    from matplotlib.figure import Figure
+
     lines = [line for line in lineage(metrics) if "reward/mean" in line]
     rewards = [float(line["reward/mean"]) for line in lines]
     figure = Figure(figsize=(11, 4.2), dpi=150, layout="constrained")
@@ -306,8 +310,6 @@ def _plot(config: TidemillConfig, final: Final, summary: Mapping[str, Any]) -> P
     metrics = read_lines(config.folder / METRICS)
     if not metrics:
         return None
-    # matplotlib takes a second to load and nothing before needs it.
-
     title = f"{config.run.name}: {summary['steps']} steps"
     if summary["accuracy_after"] is not None:
         before, after = summary["accuracy_before"], summary["accuracy_after"]

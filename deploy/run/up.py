@@ -20,7 +20,7 @@ from pathlib import Path
 import redis
 from rich.console import Console
 
-from broker.api.server import ADDRESS, address_of
+from broker.api.address import ADDRESS, address_of
 from broker.client import Broker
 from broker.connection.connection import answers, open_client, url_from
 from broker.connection.embedded import EmbeddedServer

@@ -17,7 +17,7 @@ import yaml
 from msgspec.structs import replace
 from playwright.sync_api import Browser, expect
 
-from broker.api.server import address_of
+from broker.api.address import address_of
 from broker.connection.connection import Connection
 from broker.connection.keys import Keys
 from schemas.codec import encode

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from broker.api.server import ADDRESS
+from broker.api.address import ADDRESS
 from deploy.run.summary import lineage, read_lines
 from tests.support.slurm_cluster import cluster, jobs
 from tests.support.tiny_model import make_tiny_model

@@ -10,7 +10,7 @@ from typing import Any
 import psutil
 import pytest
 
-from broker.api.server import address_of
+from broker.api.address import address_of
 from deploy.client.client import Client
 from tests.support.tiny_model import make_tiny_model
 from tests.support.up_runs import Run, trained_samples

@@ -10,7 +10,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from consumers.offline.greedy import greedy
-from consumers.offline.sft import SftProgress, settings_digest, train_sft
+from consumers.offline.provenance import settings_digest
+from consumers.offline.sft import SftProgress, train_sft
 from consumers.trainer.model.policy import load_model
 from schemas.config import WarmStartConfig
 from schemas.errors import ConfigError

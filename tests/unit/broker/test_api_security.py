@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
+from broker.api.address import read_token
 from broker.api.app import LOOPBACK_NAMES, is_public
-from broker.api.server import is_loopback, listen, read_token
+from broker.api.server import is_loopback, listen
 from broker.api.web import security
 from broker.api.web.security import Buckets, Guard
 from schemas.errors import ConfigError

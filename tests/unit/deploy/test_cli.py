@@ -64,6 +64,17 @@ def test_help_loads_nothing_heavy() -> None:
     assert done.stdout.splitlines()[-1] == "[]"
 
 
+@pytest.mark.parametrize(
+    "module", ["deploy.run.up", "deploy.cli.control", "producers.feeder", "consumers.reward.service"]
+)
+def test_what_trains_no_model_loads_no_model_library(module: str) -> None:
+    """Nor what only the end of a run needs."""
+    heavy = ("torch", "transformers", "vllm", "matplotlib")
+    code = f"import sys, {module}\nprint([m for m in {heavy} if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert done.stdout == "[]\n"
+
+
 @pytest.mark.parametrize("command", ["up", "feeder", "generator", "reward", "trainer", "prepare", "sft", "eval"])
 def test_a_wrong_configuration_is_one_line_and_exit_code_2(command: str, config: str, tmp_path: Path) -> None:
     done = tidemill(command, config, "trainer.stepps=5", cwd=tmp_path)
