@@ -16,8 +16,8 @@ import numpy as np
 
 from broker.flow.fencing import term_number
 from broker.weights.delta import Extent, write_delta
-from broker.weights.digests import state_digest
 from broker.weights.versions import links
+from schemas.digests import state_digest
 from schemas.messages import Manifest, TensorSpec
 
 PAYS = 0.5

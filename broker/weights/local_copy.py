@@ -13,9 +13,9 @@ import numpy as np
 import structlog
 
 from broker.weights.delta import apply_delta
-from broker.weights.digests import chunk_digests, state_digest, verify
 from broker.weights.store import WeightStore
 from broker.weights.versions import Held, Route, find_route
+from schemas.digests import chunk_digests, state_digest, verify
 from schemas.errors import DiskError, InfraError
 from schemas.messages import Manifest
 

@@ -13,10 +13,10 @@ import structlog
 from broker.connection.connection import BLOCK_MS, Connection
 from broker.flow.fencing import accepted, term_number
 from broker.weights.delta_writer import DeltaWriter
-from broker.weights.digests import chunk_digests, state_digest
 from broker.weights.transports import FileTransport, RedisTransport, Transport
 from broker.weights.versions import clear_leftovers, find_route, split
 from schemas.codec import decode, encode
+from schemas.digests import chunk_digests, state_digest
 from schemas.errors import FencedError, InfraError
 from schemas.messages import Adapter, Delta, Manifest, Payload, Probe, TensorSpec
 

@@ -16,7 +16,7 @@ import redis
 from broker.connection.connection import Connection
 from broker.flow.fencing import accepted, term_number
 from broker.queues.consumer_group import number
-from broker.weights.digests import chunk_digests, chunks, digest, verify
+from schemas.digests import chunk_digests, chunks, digest, verify
 from schemas.errors import DiskError, InfraError
 from schemas.messages import Manifest, Payload
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from broker.weights.digests import state_digest
+from schemas.digests import state_digest
 from schemas.messages import Manifest, Payload
 
 

@@ -19,7 +19,6 @@ from typing import Any
 from broker.connection.connection import open_client
 from broker.flow.pipeline import TakeoverRequest
 from broker.weights.delta_writer import DeltaWriter
-from broker.weights.digests import CHUNK_BYTES
 from broker.weights.local_copy import LocalWeights
 from broker.weights.store import make_transport
 from consumers.trainer.model.snapshot import Snapshot
@@ -27,6 +26,7 @@ from deploy.bench.server import Usage, describe, serving
 from deploy.bench.weights_load import load_times
 from deploy.bench.weights_model import WIRE, Subject
 from deploy.bench.workload import open_broker
+from schemas.digests import CHUNK_BYTES
 from schemas.errors import InfraError
 from schemas.messages import Manifest, TensorSpec
 

@@ -19,13 +19,13 @@ import numpy as np
 import structlog
 
 from broker.client import Broker
-from broker.weights.digests import base_digest
 from broker.weights.local_copy import LocalWeights
 from producers.engines.base import Engine
 from producers.engines.weight_files import resolve_folder
 from producers.generator.eval_versions import Evaluations, next_version
 from producers.generator.pause import PauseFollower
 from schemas.config import TidemillConfig
+from schemas.digests import base_digest
 from schemas.errors import ConfigError, DataError, InfraError
 from schemas.lifecycle import StopFlag, until_stopped
 from schemas.messages import Adapter, Event, Manifest, Span

@@ -45,7 +45,7 @@ class Delta(msgspec.Struct, frozen=True, array_like=True, gc=False):
 class Adapter(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """A low-rank adapter: W + alpha / rank * B A for the linear layers that end in one of ``targets``.
 
-    base: digest of the model that it belongs to (broker/weights/digests.py).
+    base: digest of the model that it belongs to (schemas/digests.py).
     """
 
     rank: int

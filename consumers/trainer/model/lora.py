@@ -16,9 +16,9 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils.hub import cached_file
 
-from broker.weights.digests import base_digest
 from consumers.trainer.model.policy import Policy, load_model
 from schemas.config import LoraConfig, TidemillConfig
+from schemas.digests import base_digest
 from schemas.errors import ConfigError, DataError
 from schemas.messages import Adapter
 

@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from broker.weights.digests import CHUNK_BYTES, digest
 from consumers.trainer.model.hf_weights import header, weight_specs, whole, wire_weights
 from consumers.trainer.model.policy import DTYPES, Policy
+from schemas.digests import CHUNK_BYTES, digest
 from schemas.errors import InfraError
 from schemas.messages import TensorSpec
 

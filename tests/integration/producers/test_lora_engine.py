@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from broker.client import Broker
-from broker.weights.digests import base_digest
 from consumers.trainer.model.lora import make_policy
 from consumers.trainer.publishing import Publisher
 from consumers.trainer.rank_group import RankGroup
@@ -22,6 +21,7 @@ from producers.engines.transformers.engine import TransformersEngine
 from producers.generator.pause import PauseFollower
 from producers.generator.weight_updates import WeightUpdater
 from schemas.config import LoraConfig, TidemillConfig, parse_config
+from schemas.digests import base_digest
 from schemas.errors import DataError
 from schemas.lifecycle import StopFlag
 from schemas.messages import Sampling

@@ -11,13 +11,13 @@ import pytest
 
 from broker.client import Broker
 from broker.flow.trainer_session import TrainerSession
-from broker.weights.digests import base_digest
 from producers.engines.base import Engine
 from producers.generator import weight_updates as updates_module
 from producers.generator.pause import PauseFollower
 from producers.generator.weight_updates import WeightUpdater
 from schemas.codec import decode
 from schemas.config import TidemillConfig, parse_config
+from schemas.digests import base_digest
 from schemas.errors import InfraError
 from schemas.lifecycle import StopFlag
 from schemas.messages import Adapter, Event

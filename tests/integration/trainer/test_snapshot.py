@@ -10,13 +10,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from broker.weights.digests import chunk_digests
 from consumers.trainer.model import snapshot as snapshot_module
 from consumers.trainer.model.policy import Policy, load_model
 from consumers.trainer.model.snapshot import Snapshot
 from consumers.trainer.rank_group import RankGroup
 from consumers.trainer.step.train_step import TrainStep
 from schemas.config import parse_config
+from schemas.digests import chunk_digests
 from schemas.errors import InfraError
 from tests.support.tiny_model import make_tiny_model
 from tests.support.trajectories import groups_of

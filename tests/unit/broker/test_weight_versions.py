@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from broker.weights.digests import state_digest
 from broker.weights.versions import Held, find_route, links, split
+from schemas.digests import state_digest
 from schemas.messages import Delta, Manifest, Payload
 
 

@@ -11,10 +11,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from broker.weights.digests import SAMPLE, base_digest
 from producers.engines.vllm.boot import checked_args
 from producers.engines.weight_files import Shapes, adapted_layers, read_shapes, write_folder
 from schemas.config import LoraConfig, parse_config
+from schemas.digests import SAMPLE, base_digest
 from schemas.errors import ConfigError, DataError
 
 MODEL: Shapes = {"model.q_proj.weight": (6, 4), "model.norm.weight": (4,)}

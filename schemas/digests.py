@@ -1,9 +1,9 @@
-"""Digests of weights: BLAKE3-128 of each 1 MB chunk, and of the chunks' digests for a state as a whole.
+"""Digests of weights, which trainer, broker and generators compare: BLAKE3, 128 bits.
 
-Tells one model folder from another: what an adapter belongs to, and what a generator has under it.
-
-A digest of every tensor's name, type, shape and first 4 KB. Training moves nearly every weight, so that is enough to
-see another model, and takes milliseconds where reading all of it takes minutes.
+A weight version has a digest for each 1 MB chunk of its file, and one over these for the whole state. A model folder
+has ``base_digest``, over every tensor's name, type, shape and first 4 KB: it tells which model an adapter belongs to,
+and which a generator has under it. Training moves nearly every weight, so a sample is enough to see another model, and
+takes milliseconds where reading all of it takes minutes.
 """
 
 from __future__ import annotations
