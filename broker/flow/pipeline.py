@@ -1,4 +1,4 @@
-"""The pipeline as its trainer sees it, and what trainer and broker tell each other when a trainer takes a run over."""
+"""The pipeline as its trainer sees it: slots, scored samples, and all of it at one moment."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from broker.flow.ledger import ended_untrained
-from broker.flow.run_control import ControlState, Mode
+from broker.flow.run_control import ControlState
 from schemas.messages import Score
 
 
@@ -32,9 +32,6 @@ class Slot:
 
     task_id: int
     sequence: int
-
-
-FIRST_LINEAGE = "start"
 
 
 @dataclass(frozen=True)
@@ -67,56 +64,3 @@ class PipelineSnapshot:
     def unfinished(self) -> set[int]:
         """Task ids below the cursor that have not ended."""
         return {slot.task_id for slot in self.slots} | set(self.redo)
-
-
-@dataclass(frozen=True)
-class TakeoverRequest:
-    """What a trainer knows when it takes the run over: from its checkpoint, or from its own life.
-
-    batch, staleness, window, steps, every (most steps that no checkpoint covers): the configuration's; settings: live
-    changes of them. fresh: there was no trainer before it; the defaults are what such a one knows.
-    leader_term_floor: highest term it has heard of. lineage: names an unbroken life of the broker's data.
-    version_if_lost: version of its weights if the broker lost the versions published after ``version``.
-    pause, with its number, who asked for it and when: the last order of that kind that it has seen.
-    trained: prompt groups trained. saved: the step up to which its checkpoints go.
-    """
-
-    batch: int
-    staleness: int
-    window: int
-    steps: int
-    every: int
-    fresh: bool = True
-    leader_term_floor: int = 0
-    lineage: str = FIRST_LINEAGE
-    step: int = 0
-    saved: int = 0
-    version: int = 0
-    version_if_lost: int = 0
-    cursor: int = 0
-    unfinished: list[int] = field(default_factory=list)
-    trained: int = 0
-    counts: dict[str, int] = field(default_factory=dict)
-    settings: dict[str, int] = field(default_factory=dict)
-    pause: Mode = "none"
-    pause_id: int = 0
-    pause_by: str = ""
-    pause_since: int = 0
-    started: str | None = None
-
-
-@dataclass(frozen=True)
-class Takeover:
-    """What the broker says after it. lost: it had lost something, and was mended from what the trainer knew.
-
-    surplus: groups that its counts say ended more often than they were admitted: an error, which the ledger shows
-    as a negative ``dropped:counted_twice``.
-    """
-
-    leader_term: str
-    step: int
-    version: int
-    lineage: str
-    started: str
-    lost: bool
-    surplus: int = 0

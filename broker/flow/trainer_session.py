@@ -12,7 +12,6 @@ import json
 import secrets
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
 from typing import Any, Literal
 
 import redis
@@ -22,7 +21,8 @@ from broker.connection.counters import COMMIT_SECONDS, COMMITS, FENCED, add_coun
 from broker.connection.keys import TRAINER
 from broker.flow.fencing import accepted, term_number
 from broker.flow.ledger import changed_settings, pairs
-from broker.flow.pipeline import PipelineSnapshot, ScoredSample, Slot, Takeover, TakeoverRequest
+from broker.flow.pipeline import PipelineSnapshot, ScoredSample, Slot
+from broker.flow.progress import Takeover, TakeoverRequest
 from broker.flow.run_control import ControlState
 from broker.queues.consumer_group import AT_ONCE, Entry, ensure_group, number, of_group
 from schemas.codec import BadMessage, decode, encode
@@ -45,13 +45,12 @@ class TrainerSession:
         self._losses = -1
         self._seen: set[bytes] = set()
 
-    def begin(self, known: TakeoverRequest) -> Takeover:
+    def begin(self, request: TakeoverRequest) -> Takeover:
         """Take the run over, mending the broker where it knows less than this trainer."""
         self._link.authority = True
         self._seen.clear()
         self._losses = -1
-        told = {name: value for name, value in asdict(known).items() if value is not None}
-        told["nonce"] = secrets.token_hex(4)
+        told = request.to_json() | {"nonce": secrets.token_hex(4)}
         self._server = self._server_id()
         self._connections = self._link.connections
         reply = self._link.script("begin", json.dumps(told))

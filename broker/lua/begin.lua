@@ -1,6 +1,6 @@
 #!lua flags=allow-oom
 -- KEYS: CTL LEADER_TERM SLOTS COUNTS GROUPS SAMPLES TASKS EVAL_TASKS TRAJECTORIES SCORED DEAD JOURNAL EVALS CHANGES REDO FAILED WEIGHTS CHUNKS EVENTS METRICS SERVICES PARTIALS ORDERS TALLY
--- ARGV: what the trainer knows, as JSON (broker/flow/pipeline.py, Known). A trainer takes the run over.
+-- ARGV: what the trainer knows, as JSON (broker/flow/progress.py, TakeoverRequest). A trainer takes the run over.
 -- What the broker knows wins as long as it can be true. It cannot when its lineage is not that of the trainer's
 -- checkpoint, when a step is missing in its journal, when its counts do not add up, or when a key of the pipeline is
 -- of another type: then the pipeline is built anew from what the trainer knows. When it only went back a little (its last second was lost), what ended

@@ -19,11 +19,11 @@ import msgspec
 import structlog
 
 from broker.flow.pipeline import ScoredSample, Slot
+from broker.flow.progress import Progress
 from broker.flow.trainer_session import TrainerSession
 from consumers.trainer.algorithms.advantages import has_signal, within
 from consumers.trainer.data.microbatches import Group
 from consumers.trainer.pause import PauseFollower
-from consumers.trainer.progress import Progress
 from schemas.config import TidemillConfig
 from schemas.errors import BrokerDamaged, InfraError
 from schemas.lifecycle import StopFlag
@@ -138,7 +138,7 @@ class BatchSource:
         while True:
             self._claim()
             look = self._training.look()
-            self._progress.saw(look)
+            self._progress.update(look)
             if self._heed.follow(look.orders):
                 if stop:
                     return None

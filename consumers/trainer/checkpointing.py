@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import structlog
 
+from broker.flow.progress import Progress
 from broker.flow.trainer_session import TrainerSession
 from consumers.trainer.batch_source import BatchSource
 from consumers.trainer.disk_retry import DiskRetry, Tell
 from consumers.trainer.leadership import Incarnation
 from consumers.trainer.metrics.timing import StepTimer
-from consumers.trainer.progress import Progress
 from consumers.trainer.rank_group import RankGroup
 from consumers.trainer.step_log import Books
 from schemas.config import TidemillConfig
@@ -145,11 +145,13 @@ class Checkpointing:
     def _begin(self) -> None:
         progress = self._progress
         look = self._training.look()
-        progress.saw(look)
+        progress.update(look)
         if look.step > progress.step:
             # Between replays: what is still to be replayed is not in these weights, though its slots have returned.
-            progress.will_do([record for step, record in self._training.records().items() if step >= progress.step])
+            progress.mark_unfinished(
+                [record for step, record in self._training.records().items() if step >= progress.step]
+            )
         self._crew.save(
-            step=progress.step, version=progress.version, leader_term=self._incarnation.number, extra=progress.extra()
+            step=progress.step, version=progress.version, leader_term=self._incarnation.number, extra=progress.to_json()
         )
         self._begun = progress.step

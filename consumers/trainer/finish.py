@@ -7,10 +7,10 @@ import time
 import structlog
 
 from broker.client import Broker
+from broker.flow.progress import Progress
 from consumers.trainer.disk_retry import Tell
 from consumers.trainer.model.hf_weights import copy_tokenizer
 from consumers.trainer.pause import PauseFollower
-from consumers.trainer.progress import Progress
 from consumers.trainer.rank_group import RankGroup
 from schemas.config import TidemillConfig
 from schemas.lifecycle import StopFlag

@@ -18,9 +18,9 @@ from pathlib import Path
 import structlog
 
 from broker.flow.fencing import term_number
+from broker.flow.progress import Progress, TakeoverRequest
 from broker.flow.trainer_session import TrainerSession
 from consumers.trainer.disk_retry import DiskRetry, Tell
-from consumers.trainer.progress import Progress
 from consumers.trainer.rank_group import RankGroup
 from schemas.config import TidemillConfig
 from schemas.errors import BrokerDamaged, BrokerLost, DiskError, FencedError
@@ -141,15 +141,19 @@ class Succession:
         saved: the step up to which checkpoints go.
         """
         progress, seen, floor = self._progress, self._incarnation.read(), self._incarnation.floor
-        takeover = self._training.begin(
-            progress.known(
-                self._config,
-                saved=saved,
-                leader_term_floor=seen.number if seen else 0,
-                version_if_lost=progress.version if floor <= progress.version else floor + 1,
-                fresh=self._fresh,
-            )
+        request = TakeoverRequest(
+            batch=self._config.trainer.batch_groups,
+            staleness=self._config.flow.staleness,
+            window=self._config.flow.window,
+            steps=self._config.trainer.steps,
+            every=self._config.trainer.checkpoint.most_uncovered,
+            progress=progress,
+            fresh=self._fresh,
+            leader_term_floor=seen.number if seen else 0,
+            saved=saved,
+            version_if_lost=progress.version if floor <= progress.version else floor + 1,
         )
+        takeover = self._training.begin(request)
         self._patience("leader_term", lambda: self._incarnation.begin(takeover.leader_term, progress.version))
         self._crew.checkpoints.sweep(self._incarnation.number)
         progress.lineage, progress.started = takeover.lineage, takeover.started

@@ -12,6 +12,7 @@ from typing import Literal
 import structlog
 
 from broker.client import Broker
+from broker.flow.progress import Progress
 from consumers.trainer.batch_source import Batch, BatchSource
 from consumers.trainer.checkpointing import Checkpointing
 from consumers.trainer.disk_retry import DiskRetry
@@ -19,7 +20,6 @@ from consumers.trainer.finish import wait_for_evaluation, write_model
 from consumers.trainer.leadership import Incarnation, Succession
 from consumers.trainer.metrics.timing import StepTimer
 from consumers.trainer.pause import PauseFollower
-from consumers.trainer.progress import Progress
 from consumers.trainer.publishing import Offers
 from consumers.trainer.rank_group import RankGroup
 from consumers.trainer.step.train_step import TrainStep
@@ -135,7 +135,7 @@ class Trainer:
         if result.skipped:
             log.warning("step skipped: its loss or gradient is not finite", step=self.progress.step)
         self._books.record(batch)
-        self.progress.did(batch.record)
+        self.progress.advance(batch.record)
         self._books.trained(batch)
         self._saving.trained(batch.record)
         with self._clock.phase("publish"):

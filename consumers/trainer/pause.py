@@ -17,8 +17,8 @@ import structlog
 
 from broker.client import Broker
 from broker.connection.connection import BLOCK_MS
+from broker.flow.progress import Progress
 from broker.flow.run_control import ControlState
-from consumers.trainer.progress import Progress
 from schemas.errors import BrokerLost, InfraError
 from schemas.lifecycle import StopFlag
 
@@ -53,7 +53,7 @@ class PauseFollower:
             known = ControlState(found["pause"], int(found["pause_id"]), str(found["by"]), float(found["since"]))
         except (OSError, ValueError, KeyError, TypeError):
             return
-        progress.heard(known)
+        progress.note_pause(known)
 
     def follow(self, orders: ControlState, drained: bool = False) -> bool:
         """Do what is asked; whether the trainer has to hold. ``drained``: nothing is left to train."""
@@ -81,7 +81,7 @@ class PauseFollower:
             orders = self._broker.orders.read()
             if orders is None:
                 raise BrokerLost("the broker has forgotten what was asked of this run")
-            progress.heard(orders)
+            progress.note_pause(orders)
             if not self.follow(orders):
                 return held
             held = True

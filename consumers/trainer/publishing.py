@@ -12,11 +12,11 @@ import torch
 
 from broker.client import Broker
 from broker.flow.fencing import term_number
+from broker.flow.progress import Progress
 from broker.weights.delta_writer import DeltaWriter
 from broker.weights.store import make_transport
 from consumers.trainer.disk_retry import DiskRetry
 from consumers.trainer.leadership import Incarnation
-from consumers.trainer.progress import Progress
 from consumers.trainer.rank_group import RankGroup
 from schemas.codec import Array
 from schemas.config import TidemillConfig

@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from broker.client import Broker
+from broker.flow.progress import Progress
 from consumers.trainer.batch_source import Batch
 from consumers.trainer.checkpoint.batch_files import Recorder
 from consumers.trainer.disk_retry import DiskRetry
 from consumers.trainer.leadership import Incarnation
 from consumers.trainer.metrics.timing import StepTimer
 from consumers.trainer.metrics.trackers import Trackers
-from consumers.trainer.progress import Progress
 from consumers.trainer.rank_group import RankGroup
 from consumers.trainer.step.train_step import StepResult
 from schemas.config import TidemillConfig

@@ -170,7 +170,7 @@ class Bench:
 
     def _begin(self, groups: int) -> None:
         """A trainer that has published version 0 and has room for all groups."""
-        from broker.flow.pipeline import TakeoverRequest
+        from broker.flow.progress import TakeoverRequest
 
         training: TrainerSession = self._broker.training()
         leader_term = training.begin(

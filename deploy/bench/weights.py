@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from broker.connection.connection import open_client
-from broker.flow.pipeline import TakeoverRequest
+from broker.flow.progress import TakeoverRequest
 from broker.weights.delta_writer import DeltaWriter
 from broker.weights.local_copy import LocalWeights
 from broker.weights.store import make_transport

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from broker.client import Broker
 from broker.connection.connection import Connection
 from broker.connection.keys import Keys
-from broker.flow.pipeline import TakeoverRequest
+from broker.flow.progress import TakeoverRequest
 from broker.flow.trainer_session import TrainerSession
 from schemas.codec import Array
 from schemas.config import BrokerConfig

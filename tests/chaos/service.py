@@ -29,7 +29,7 @@ from typing import Any
 
 from broker.connection.connection import Connection
 from broker.flow.ledger import Ledger
-from broker.flow.pipeline import TakeoverRequest
+from broker.flow.progress import TakeoverRequest
 from broker.flow.trainer_session import TrainerSession
 from broker.queues.scores import ScoreQueue
 from broker.queues.tasks import TaskQueue
@@ -199,9 +199,9 @@ def _trainer(evidence: Evidence, folder: Path) -> None:
         return load
 
     def beginning(original: Callable[..., Any]) -> Callable[..., Any]:
-        def begin(self: TrainerSession, known: TakeoverRequest) -> Any:
-            takeover = original(self, known)
-            evidence.write("begin", leader_term=takeover.leader_term, step=known.step, lost=takeover.lost)
+        def begin(self: TrainerSession, request: TakeoverRequest) -> Any:
+            takeover = original(self, request)
+            evidence.write("begin", leader_term=takeover.leader_term, step=request.progress.step, lost=takeover.lost)
             return takeover
 
         return begin

@@ -15,7 +15,7 @@ from broker.client import Broker
 from broker.connection.connection import Connection
 from broker.connection.embedded import EmbeddedServer
 from broker.connection.keys import Keys
-from broker.flow.pipeline import TakeoverRequest
+from broker.flow.progress import TakeoverRequest
 from broker.flow.trainer_session import TrainerSession
 from schemas.codec import encode
 from schemas.config import BrokerConfig
@@ -23,7 +23,7 @@ from schemas.errors import BrokerLost, ConfigError, FencedError
 from schemas.messages import DeadLetter, Score
 from tests.integration.broker.test_flow import record_from, record_of, run_group, task, trajectory
 from tests.support.one_group import fetch_weights, publish_weights
-from tests.support.trainer_sessions import FIRST, begin, begin_as
+from tests.support.trainer_sessions import FIRST, begin, begin_as, changed
 
 pytestmark = pytest.mark.integration
 
@@ -40,7 +40,7 @@ def train_one(broker: Broker, training: TrainerSession, task_id: int) -> None:
 def checkpoint(training: TrainerSession, lineage: str = "start") -> TakeoverRequest:
     """What a checkpoint of this moment would hold."""
     look = training.look()
-    return replace(
+    return changed(
         FIRST,
         fresh=False,
         lineage=lineage,
@@ -49,8 +49,9 @@ def checkpoint(training: TrainerSession, lineage: str = "start") -> TakeoverRequ
         version=look.step,
         version_if_lost=look.step,
         cursor=look.cursor,
-        unfinished=sorted(look.unfinished),
+        unfinished=look.unfinished,
         trained=look.step,
+        samples=look.counts.get("samples_trained", 0),
         counts=look.counts,
         leader_term_floor=1,
     )
@@ -90,7 +91,7 @@ def test_a_wiped_broker_admits_what_was_unfinished_first_and_then_goes_on(broker
 def test_a_lost_broker_takes_a_version_that_nobody_has_seen(broker: Broker) -> None:
     training = begin(broker)
     train_one(broker, training, 0)
-    saved = replace(checkpoint(training), version_if_lost=9)
+    saved = changed(checkpoint(training), version_if_lost=9)
     wipe(broker)
     assert begin_as(broker, saved)[1].version == 9
     assert broker.ledger.state().version == 9
@@ -127,7 +128,7 @@ def test_a_trainer_that_lives_on_also_needs_the_journal_back_to_its_checkpoint(b
     training = begin(broker)
     for task_id in (0, 1):
         train_one(broker, training, task_id)
-    alive = replace(checkpoint(training), saved=0)
+    alive = changed(checkpoint(training), saved=0)
     assert not begin_as(broker, alive)[1].lost
     broker.link.client.delete(broker.link.keys.journal)
     assert begin_as(broker, alive)[1].lost
@@ -199,13 +200,13 @@ def test_live_changes_and_pause_outlive_a_wiped_broker(broker: Broker) -> None:
     assert broker.ledger.state().capacity == 9
     look = training.look()
     assert (look.staleness, look.batch, look.settings) == (2, 3, {"staleness": 2, "batch": 3})
-    saved = replace(checkpoint(training), settings=look.settings, pause="freeze", pause_id=3)
+    saved = changed(checkpoint(training), settings=look.settings, pause="freeze", pause_id=3)
     wipe(broker)
     begin_as(broker, saved)
     state = broker.ledger.state()
     assert (state.capacity, state.staleness, state.paused) == (9, 2, True)
     broker.ledger.change("staleness", None)
-    begin_as(broker, replace(saved, lineage=training_lineage(broker), settings={}))
+    begin_as(broker, changed(saved, lineage=training_lineage(broker), settings={}))
     assert broker.ledger.state().staleness == 7
 
 
@@ -227,7 +228,7 @@ def test_a_failed_group_that_a_mended_broker_makes_again_is_not_requeued_beside_
     before = checkpoint(training)
     letter = fail_group(broker, training, 0)
     changes = {"cursor": 1, "unfinished": [0], "counts": {"admitted": 1}} if known == "unfinished" else {}
-    assert begin_as(broker, replace(before, lineage="7-beef", **changes))[1].lost
+    assert begin_as(broker, changed(before, lineage="7-beef", **changes))[1].lost
     assert broker.dead_letters.requeue(letter) == ("waiting" if changes else "ended")
     assert broker.ledger.admit(task(0)).answer == "ok"
     train = begin(broker, fresh=False, lineage=training_lineage(broker))
@@ -267,7 +268,7 @@ def test_a_group_whose_requeue_the_broker_forgot_is_not_requeued_again(broker: B
 def test_more_ends_than_groups_are_told_and_do_not_pass_for_something_else(broker: Broker) -> None:
     training = begin(broker)
     train_one(broker, training, 0)
-    _, takeover = begin_as(broker, replace(checkpoint(training), trained=2))
+    _, takeover = begin_as(broker, changed(checkpoint(training), trained=2))
     assert takeover.surplus == 1
     assert broker.ledger.state().dropped == {"counted_twice": -1}
     assert broker.ledger.state().balanced, "the trainer can go on"
@@ -276,7 +277,7 @@ def test_more_ends_than_groups_are_told_and_do_not_pass_for_something_else(broke
 def test_a_group_that_failed_before_the_loss_is_still_requeued(broker: Broker) -> None:
     training = begin(broker)
     letter = fail_group(broker, training, 0)
-    assert begin_as(broker, replace(checkpoint(training), lineage="7-beef"))[1].lost
+    assert begin_as(broker, changed(checkpoint(training), lineage="7-beef"))[1].lost
     assert broker.dead_letters.requeue(letter) == "ok"
     assert broker.ledger.admit(task(0)).answer == "ok"
     assert broker.ledger.state().balanced
@@ -452,7 +453,7 @@ def test_a_step_after_a_lost_one_is_refused_and_what_was_trained_does_not_come_b
     size = newest_part(own_server).stat().st_size
     training.step(records[0])
     training.journal(records[1])
-    saved = replace(checkpoint(training), unfinished=[], step=2, saved=0, version=2, version_if_lost=2, trained=2)
+    saved = changed(checkpoint(training), unfinished=set(), step=2, saved=0, version=2, version_if_lost=2, trained=2)
     restart_with(own_server, size)
     with pytest.raises(BrokerLost):
         training.journal(records[1])

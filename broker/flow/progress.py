@@ -1,0 +1,129 @@
+"""How far a trainer's weights are, and what trainer and broker tell each other of it at a take-over.
+
+Every prompt below ``cursor`` has been admitted once; of those, all but ``unfinished`` have ended. So the two
+tell which prompts are in the weights or were given up, and which have to be made again. Checkpoints hold a trainer's
+progress beside the tensors, and a broker that lost its memory is rebuilt from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from broker.flow.pipeline import PipelineSnapshot
+from broker.flow.run_control import ControlState, Mode
+from schemas.messages import BatchRecord
+
+FIRST_LINEAGE = "start"
+
+
+@dataclass
+class Progress:
+    """What is in the weights, and the pipeline as the trainer saw it last.
+
+    step: optimizer steps that are in the weights. version: names the weights. trained, samples: prompt groups and
+    samples that they were trained on. lineage: names an unbroken life of the broker's data. cursor, unfinished: see
+    above. counts: the ledger's, by name. settings: those that people changed in the running system. pause, with its
+    number, who asked for it and when (Unix seconds): the last order of that kind. started: when the run began.
+    """
+
+    step: int = 0
+    version: int = 0
+    lineage: str = FIRST_LINEAGE
+    cursor: int = 0
+    unfinished: set[int] = field(default_factory=set)
+    trained: int = 0
+    samples: int = 0
+    counts: dict[str, int] = field(default_factory=dict)
+    settings: dict[str, int] = field(default_factory=dict)
+    pause: Mode = "none"
+    pause_id: int = 0
+    pause_by: str = ""
+    pause_since: int = 0
+    started: str | None = None
+
+    def update(self, pipeline: PipelineSnapshot) -> None:
+        """Take over how the pipeline looks now."""
+        self.cursor = pipeline.cursor
+        self.unfinished = pipeline.unfinished
+        self.counts = pipeline.counts
+        self.settings = pipeline.settings
+        self.note_pause(pipeline.orders)
+
+    def note_pause(self, control: ControlState) -> None:
+        """Keep the last pause or resume that people ordered: a rebuilt broker is told of it again."""
+        self.pause, self.pause_id = control.pause, control.pause_id
+        self.pause_by, self.pause_since = control.by, int(control.since)
+
+    def mark_unfinished(self, records: Iterable[BatchRecord]) -> None:
+        """Count the groups of these steps as unfinished: they are journaled, but not in the weights."""
+        self.unfinished.update(group.task_id for record in records for group in record.groups)
+
+    def advance(self, record: BatchRecord) -> None:
+        """The weights hold this step from now on."""
+        self.step = record.step + 1
+        self.version = record.makes
+        self.trained += len(record.groups)
+        self.samples += sum(bool(member.trajectory_id) for group in record.groups for member in group.members)
+        self.unfinished.difference_update(group.task_id for group in record.groups)
+
+    def to_json(self) -> dict[str, Any]:
+        """Everything but step and version, which a checkpoint holds by itself, as JSON."""
+        left_out = ("step", "version")
+        fields = {name: value for name, value in vars(self).items() if name not in left_out}
+        return fields | {"unfinished": sorted(self.unfinished)}
+
+    def restore(self, step: int, version: int, extra: dict[str, Any]) -> None:
+        """Become what a checkpoint holds; ``extra`` is from ``to_json``."""
+        known = {name: value for name, value in extra.items() if name in self.__dataclass_fields__}
+        known |= {"step": step, "version": version, "unfinished": set(extra["unfinished"])}
+        for name, value in known.items():
+            setattr(self, name, value)
+
+
+@dataclass(frozen=True)
+class TakeoverRequest:
+    """What a trainer knows when it takes the run over: from its checkpoint, or from its own life.
+
+    batch, staleness, window, steps, every (most steps that no checkpoint covers): the configuration's. progress: how
+    far its weights are. fresh: there was no trainer before it; the defaults are what such a trainer knows.
+    leader_term_floor: the highest leader term that it has heard of. saved: the step up to which its checkpoints go.
+    version_if_lost: version of its weights if the broker lost the versions published after ``progress.version``.
+    """
+
+    batch: int
+    staleness: int
+    window: int
+    steps: int
+    every: int
+    progress: Progress = field(default_factory=Progress)
+    fresh: bool = True
+    leader_term_floor: int = 0
+    saved: int = 0
+    version_if_lost: int = 0
+
+    def to_json(self) -> dict[str, Any]:
+        """All of it in one level, as the broker's script reads it; nothing for what is None."""
+        own = {name: value for name, value in vars(self).items() if name != "progress"}
+        progress = self.progress
+        own |= progress.to_json() | {"step": progress.step, "version": progress.version}
+        own["counts"] = progress.counts | {"samples_trained": progress.samples}
+        return {name: value for name, value in own.items() if value is not None}
+
+
+@dataclass(frozen=True)
+class Takeover:
+    """What the broker answers. lost: it had lost something, and was mended from what the trainer knew.
+
+    surplus: groups that its counts say ended more often than they were admitted: an error, which the ledger shows
+    as a negative ``dropped:counted_twice``.
+    """
+
+    leader_term: str
+    step: int
+    version: int
+    lineage: str
+    started: str
+    lost: bool
+    surplus: int = 0
