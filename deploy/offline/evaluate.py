@@ -22,8 +22,7 @@ from producers.engines.factory import engine_name, make_engine
 from producers.feeder import make_task
 from producers.rendering.tokenizer import HfTokenizer
 from producers.workflows import WORKFLOWS
-from producers.workflows.base import SampledCompletion, Workflow
-from schemas.codec import Array
+from producers.workflows.base import RolloutContext, Workflow
 from schemas.config import EvalConfig, TidemillConfig
 from schemas.messages import Task, Trajectory
 
@@ -68,9 +67,8 @@ async def _evaluate(config: TidemillConfig, evaluation: EvalConfig, path: str) -
 
                 async def answer(task: Task) -> list[Trajectory]:
                     async with room:
-                        runs = workflow.run(engine, tokenizer, task, range(task.n))
-                        samples = [item async for item in runs if isinstance(item, SampledCompletion)]
-                        found = [_trajectory(config.run.name, task, sample) for sample in samples]
+                        samples = workflow.run(RolloutContext(engine, tokenizer, task, range(task.n)))
+                        found = [sample.to_trajectory(task, config.run.name, "eval") async for sample in samples]
                     bar.advance(shown)
                     return found
 
@@ -103,22 +101,3 @@ async def _started(config: TidemillConfig, path: str) -> AsyncIterator[Engine]:
         yield engine
     finally:
         await engine.close()
-
-
-def _trajectory(run: str, task: Task, sample: SampledCompletion) -> Trajectory:
-    return Trajectory(
-        run=run,
-        task_id=task.task_id,
-        sample=sample.index,
-        kind="eval",
-        tokens=Array.of(sample.tokens, "i4"),
-        loss_mask=Array.of(sample.loss_mask, "u1"),
-        logprobs=Array.of(sample.logprobs, "f4"),
-        spans=sample.spans,
-        turns=sample.turns,
-        finish=sample.finish,
-        prompt=sample.prompt,
-        completion=sample.completion,
-        generator="eval",
-        data={**task.data, **sample.data},
-    )

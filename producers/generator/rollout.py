@@ -16,17 +16,19 @@ from broker.queues.tasks import TaskQueue
 from producers.engines.base import Engine
 from producers.generator.outbox import Outbox, PartialSaver
 from producers.generator.weight_updates import WeightUpdater
-from producers.workflows.base import SampledCompletion, Tokenizer, Workflow
+from producers.rendering.tokenizer import Tokenizer
+from producers.workflows.base import RolloutContext, Workflow
+from producers.workflows.trajectory_builder import SampledCompletion
 from schemas.codec import Array
 from schemas.errors import DataError
-from schemas.messages import Partial, Span, Task, Trajectory
+from schemas.messages import Partial, Span, Task
 
 log = structlog.get_logger()
 
 
 @dataclass(frozen=True)
-class RolloutServices:
-    """What all jobs of a generator share."""
+class GeneratorContext:
+    """What all rollouts of one generator share."""
 
     run: str
     name: str
@@ -41,68 +43,70 @@ class RolloutServices:
 
 
 class Rollout:
-    """One delivery of a task, run once. ``freed`` hears of each sample that was published."""
+    """One delivery of a task, run once. ``published`` is called with each sample that the broker has."""
 
     def __init__(
-        self, shop: RolloutServices, delivery: Delivery[Task], freed: Callable[[SampledCompletion], Awaitable[None]]
+        self,
+        context: GeneratorContext,
+        delivery: Delivery[Task],
+        published: Callable[[SampledCompletion], Awaitable[None]],
     ) -> None:
-        self._shop = shop
+        self._context = context
         self._delivery = delivery
-        self._freed = freed
+        self._published = published
         self._task = delivery.message
         self._begun = time.monotonic()
         self._ended: set[int] = set()
         self._unfinished: list[Partial] = []
 
     async def run(self) -> None:
-        """Until every sample is published, failed or handed back."""
-        shop, task = self._shop, self._task
+        """Return when every sample is published, failed or handed back."""
+        context, task = self._context, self._task
         missing: Sequence[int] = range(task.n)
         if self._delivery.again:
-            missing = await asyncio.to_thread(shop.queue.missing, task)
-            saved = await asyncio.to_thread(shop.partials.load, task.task_id, missing)
+            missing = await asyncio.to_thread(context.queue.missing, task)
+            saved = await asyncio.to_thread(context.partials.load, task.task_id, missing)
             task = msgspec.structs.replace(task, partials=longest([*task.partials, *saved]))
+        rollout = RolloutContext(context.engine, context.tokenizer, task, missing, self._save)
         try:
             async with asyncio.TaskGroup() as leaving:
                 try:
-                    async for item in shop.workflow.run(shop.engine, shop.tokenizer, task, missing):
-                        if isinstance(item, Partial):
-                            self._save(item)
-                        else:
-                            self._ended.add(item.index)
-                            leaving.create_task(self._deliver(item, time.monotonic() - self._begun))
+                    async for sample in context.workflow.run(rollout):
+                        self._ended.add(sample.index)
+                        leaving.create_task(self._deliver(sample, time.monotonic() - self._begun))
                 except (DataError, ValueError) as error:
                     await self._fail(missing, str(error))
         finally:
-            shop.saver.forget(task)
+            context.saver.forget(task)
         if self._unfinished:
             partial = msgspec.structs.replace(self._task, partials=self._unfinished)
-            await asyncio.to_thread(shop.queue.hand_back, self._delivery, partial)
+            await asyncio.to_thread(context.queue.hand_back, self._delivery, partial)
 
     async def _deliver(self, sample: SampledCompletion, seconds: float) -> None:
         """Weights that came in under the sample must have passed their probe before any token of theirs leaves."""
-        good = await self._shop.updates.trusted(sample.spans, len(sample.tokens))
+        context = self._context
+        good = await context.updates.trusted(sample.spans, len(sample.tokens))
         if sample.finish == "abort" or good < len(sample.tokens):
-            self._unfinished.append(partial_of(sample, good))
+            self._unfinished.append(sample.to_partial(good))
             return
-        await self._shop.outbox.publish(trajectory_of(self._shop, self._task, sample, seconds))
-        await self._freed(sample)
+        await context.outbox.publish(sample.to_trajectory(self._task, context.run, context.name, seconds))
+        await self._published(sample)
 
     def _save(self, partial: Partial) -> None:
-        good = self._shop.updates.trusted_now(partial.spans, len(partial.tokens))
+        good = self._context.updates.trusted_now(partial.spans, len(partial.tokens))
         if good:
-            self._shop.saver.grown(self._delivery, head(partial, good))
+            self._context.saver.grown(self._delivery, head(partial, good))
 
     async def _fail(self, missing: Sequence[int], reason: str) -> None:
         """A prompt that can't be generated for: each sample that is not there becomes a dead letter."""
         log.warning("samples failed", task_id=self._task.task_id, reason=reason)
         for sample in missing:
             if sample not in self._ended:
-                await asyncio.to_thread(self._shop.queue.fail_sample, self._task.task_id, sample, reason)
+                await asyncio.to_thread(self._context.queue.fail_sample, self._task.task_id, sample, reason)
 
 
 def longest(partials: Sequence[Partial]) -> list[Partial]:
-    """Of each sample what there is most of, the first of equals."""
+    """The longest partial of each sample, the first of equals."""
     found: dict[int, Partial] = {}
     for partial in partials:
         if partial.sample not in found or len(partial.tokens) > len(found[partial.sample].tokens):
@@ -119,38 +123,4 @@ def head(partial: Partial, length: int) -> Partial:
         tokens=Array.of(partial.tokens.numpy()[:length], "i4"),
         logprobs=Array.of(partial.logprobs.numpy()[:length], "f4"),
         spans=[Span(s.version, s.start, min(s.end, length)) for s in partial.spans if s.start < length],
-    )
-
-
-def trajectory_of(shop: RolloutServices, task: Task, sample: SampledCompletion, seconds: float) -> Trajectory:
-    """The message that a finished sample travels as."""
-    return Trajectory(
-        run=shop.run,
-        task_id=task.task_id,
-        sample=sample.index,
-        kind=task.kind,
-        tokens=Array.of(sample.tokens, "i4"),
-        loss_mask=Array.of(sample.loss_mask, "u1"),
-        logprobs=Array.of(sample.logprobs, "f4"),
-        spans=sample.spans,
-        turns=sample.turns,
-        finish=sample.finish,
-        prompt=sample.prompt,
-        completion=sample.completion,
-        generator=shop.name,
-        seconds=seconds,
-        data={**task.data, **sample.data},
-    )
-
-
-def partial_of(sample: SampledCompletion, end: int | None = None) -> Partial:
-    """What an unfinished sample had generated up to ``end``, positions counted from its first generated token."""
-    generated = [i for i, mask in enumerate(sample.loss_mask) if mask]
-    start = generated[0] if generated else len(sample.tokens)
-    end = max(start, len(sample.tokens) if end is None else end)
-    return Partial(
-        sample=sample.index,
-        tokens=Array.of(sample.tokens[start:end], "i4"),
-        logprobs=Array.of(sample.logprobs[start:end], "f4"),
-        spans=[Span(s.version, s.start - start, min(s.end, end) - start) for s in sample.spans if s.start < end],
     )

@@ -17,9 +17,11 @@ from producers.engines.base import Engine, KvCacheUsage
 from producers.generator.eval_versions import still_at
 from producers.generator.outbox import Outbox, PartialSaver
 from producers.generator.pause import PauseFollower
-from producers.generator.rollout import Rollout, RolloutServices
+from producers.generator.rollout import GeneratorContext, Rollout
 from producers.generator.weight_updates import WeightUpdater
-from producers.workflows.base import SampledCompletion, Tokenizer, Workflow
+from producers.rendering.tokenizer import Tokenizer
+from producers.workflows.base import Workflow
+from producers.workflows.trajectory_builder import SampledCompletion
 from schemas.config import TidemillConfig
 from schemas.lifecycle import StopFlag, until_stopped
 from schemas.messages import Task
@@ -94,7 +96,7 @@ class TaskLoop:
         self._pause = pause
         self._queue = broker.tasks(name)
         self._saver = PartialSaver(broker.partials(name))
-        self._shop = RolloutServices(
+        self._context = GeneratorContext(
             run=config.run.name,
             name=name,
             queue=self._queue,
@@ -182,7 +184,7 @@ class TaskLoop:
         task = delivery.message
         left = task.n
 
-        async def freed(sample: SampledCompletion) -> None:
+        async def published(sample: SampledCompletion) -> None:
             nonlocal left
             left -= 1
             self.tokens += sum(sample.loss_mask)
@@ -192,7 +194,7 @@ class TaskLoop:
         try:
             async with self._updates.using(delivery.version, task.kind == "eval") as ready:
                 if ready and not stop:
-                    await Rollout(self._shop, delivery, freed).run()
+                    await Rollout(self._context, delivery, published).run()
                 else:
                     await asyncio.to_thread(self._queue.hand_back, delivery, task)
         finally:

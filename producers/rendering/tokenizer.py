@@ -1,11 +1,11 @@
-"""The tokenizer of the policy, as workflows see it."""
+"""The policy's tokenizer: from messages and text to token ids and back."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from producers.engines.weight_files import resolve_folder
 from schemas.errors import ConfigError, DataError
@@ -17,8 +17,22 @@ if TYPE_CHECKING:
 _GENERIC = ("TokenizersBackend", "PreTrainedTokenizerFast")
 
 
+class Tokenizer(Protocol):
+    """The part of a tokenizer that workflows use."""
+
+    def prompt_ids(self, task: Task) -> list[int]:
+        """Token ids of a task's prompt; messages go through the chat template."""
+        ...
+
+    def encode(self, text: str) -> list[int]: ...
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text without special tokens."""
+        ...
+
+
 class HfTokenizer:
-    """A Hugging Face tokenizer from a model folder (or hub id), implementing workflows.base.Tokenizer.
+    """A Hugging Face tokenizer from a model folder (or hub id).
 
     ConfigError when the folder has none, or when a task has messages and the tokenizer no chat template.
     """

@@ -1,61 +1,79 @@
-"""The workflow protocol: the user's own agents and environments are one class like this.
-
-A workflow yields each sample as soon as it is finished, so that a long one delays no other, and may
-yield what a sample has so far: that is saved, and found again by whoever has to go on with it.
-"""
+"""The workflow protocol: how a task becomes samples. A user's agent or environment is one class like this."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Protocol
 
-from producers.engines.base import Engine
-from schemas.messages import FinishReason, Partial, Span, Task, Turn
+from producers.engines.base import Completion, Engine
+from producers.rendering.tokenizer import Tokenizer
+from producers.workflows.trajectory_builder import SampledCompletion, TrajectoryBuilder
+from schemas.messages import Partial, Sampling, Task
 
 
-@dataclass
-class SampledCompletion:
-    """One finished sample of T tokens, prompt and completion together.
+def _keep_nothing(partial: Partial) -> None:
+    """Nobody could go on with it."""
 
-    loss_mask: 1 where the policy generated the token. logprobs: natural log, 0 elsewhere.
-    spans, turns: over positions of ``tokens``. data: added to the task's data for the reward.
+
+@dataclass(frozen=True)
+class RolloutContext:
+    """Everything that a workflow has to turn one task into samples.
+
+    indices: the samples that are asked for, of ``range(task.n)``. save: keeps what a growing sample has so far,
+    for whoever has to go on with it if this process dies; it is found again in ``saved``.
     """
 
-    index: int
-    tokens: list[int]
-    loss_mask: list[int]
-    logprobs: list[float]
-    spans: list[Span]
-    turns: list[Turn]
-    finish: FinishReason
-    prompt: str
-    completion: str
-    data: dict[str, Any] = field(default_factory=dict)
+    engine: Engine
+    tokenizer: Tokenizer
+    task: Task
+    indices: Sequence[int]
+    save: Callable[[Partial], None] = _keep_nothing
 
+    @property
+    def sampling(self) -> Sampling:
+        """How to sample, seed, length and stop strings included."""
+        return self.task.sampling
 
-class Tokenizer(Protocol):
-    """The part of a Hugging Face tokenizer that workflows use, see producers/rendering/tokenizer.py."""
+    @cached_property
+    def prompt_ids(self) -> list[int]:
+        """Token ids of the task's prompt. DataError if it has none."""
+        return self.tokenizer.prompt_ids(self.task)
 
-    def prompt_ids(self, task: Task) -> list[int]:
-        """Token ids of a task's prompt; messages go through the chat template."""
-        ...
+    @cached_property
+    def saved(self) -> dict[int, Partial]:
+        """What there is already of samples that another generator began, by index."""
+        return {partial.sample: partial for partial in self.task.partials if len(partial.tokens)}
 
-    def encode(self, text: str) -> list[int]: ...
+    async def generate(self, trajectory: TrajectoryBuilder) -> Completion:
+        """Sample the policy's next turn after all tokens of ``trajectory``, and add it there."""
+        (completion,) = await self.engine.generate(list(trajectory.tokens), self.sampling)
+        trajectory.generated(completion)
+        return completion
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """Text without special tokens."""
-        ...
+    async def each(
+        self, sample: Callable[[RolloutContext, TrajectoryBuilder], Awaitable[SampledCompletion]]
+    ) -> AsyncIterator[SampledCompletion]:
+        """Run ``sample`` for every index at once, each with an empty builder, and yield results as they come."""
+        running = [
+            asyncio.ensure_future(sample(self, TrajectoryBuilder(index, self.tokenizer))) for index in self.indices
+        ]
+        try:
+            for finished in asyncio.as_completed(running):
+                yield await finished
+        finally:
+            for task in running:
+                task.cancel()
 
 
 class Workflow(Protocol):
     """Built once per generator with the arguments of ``generator.workflow.args``."""
 
-    def run(
-        self, engine: Engine, tokenizer: Tokenizer, task: Task, samples: Sequence[int]
-    ) -> AsyncIterator[SampledCompletion | Partial]:
-        """Yield one SampledCompletion for each index in ``samples``, in any order, each after any Partial of it.
+    def run(self, rollout: RolloutContext) -> AsyncIterator[SampledCompletion]:
+        """Yield one SampledCompletion for each of ``rollout.indices``, in any order, each as soon as it is finished.
 
-        ``task.partials`` holds what there is already of some.
+        DataError and ValueError say that the task can't be done: samples that are missing become dead letters.
         """
         ...

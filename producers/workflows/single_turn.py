@@ -5,15 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 
-import numpy as np
+from producers.engines.base import Completion
+from producers.workflows.base import RolloutContext
+from producers.workflows.trajectory_builder import SampledCompletion, TrajectoryBuilder
 
-from producers.engines.base import Completion, Engine
-from producers.workflows.base import SampledCompletion, Tokenizer
-from schemas.codec import Array
-from schemas.messages import Partial, Span, Task, Turn
-
-_Ended = list[tuple[int, Completion]]
-_Hear = Callable[[tuple[int, Completion]], None]
+_Hear = Callable[[tuple[TrajectoryBuilder, Completion, bool]], None]
+"""Is told of a sample's new tokens, and whether these are all."""
 
 
 class SingleTurn:
@@ -23,102 +20,51 @@ class SingleTurn:
     log-probabilities and versions are joined as if it had never moved.
     """
 
-    async def run(
-        self, engine: Engine, tokenizer: Tokenizer, task: Task, samples: Sequence[int]
-    ) -> AsyncIterator[SampledCompletion | Partial]:
-        prompt_ids = tokenizer.prompt_ids(task)
-        prompt = tokenizer.decode(prompt_ids)
-        partials = {part.sample: part for part in task.partials if len(part.tokens)}
-        fresh = [index for index in samples if index not in partials]
-        heard: asyncio.Queue[tuple[int, Completion] | asyncio.Task[_Ended]] = asyncio.Queue()
-        jobs = [_begin(engine, prompt_ids, task, fresh, heard.put_nowait)] if fresh else []
-        jobs += [
-            _go_on(engine, prompt_ids, task, partials[index], heard.put_nowait)
-            for index in samples
-            if index in partials
-        ]
-        running = [asyncio.create_task(job) for job in jobs]
-        for job in running:
-            job.add_done_callback(heard.put_nowait)
-        unfinished, told = len(running), set()
+    async def run(self, rollout: RolloutContext) -> AsyncIterator[SampledCompletion]:
+        prompt = rollout.tokenizer.decode(rollout.prompt_ids)
+        fresh: list[TrajectoryBuilder] = []
+        groups = [fresh]
+        for index in rollout.indices:
+            trajectory = TrajectoryBuilder(index, rollout.tokenizer).prompt(rollout.prompt_ids, prompt)
+            if index in rollout.saved:
+                groups.append([trajectory.resumed(rollout.saved[index])])
+            else:
+                fresh.append(trajectory)
+        heard: asyncio.Queue[tuple[TrajectoryBuilder, Completion, bool] | asyncio.Task[None]] = asyncio.Queue()
+        requests = [asyncio.create_task(_generate(rollout, group, heard.put_nowait)) for group in groups if group]
+        for request in requests:
+            request.add_done_callback(heard.put_nowait)
+        unfinished = len(requests)
         try:
             while unfinished:
                 news = await heard.get()
                 if isinstance(news, asyncio.Task):
+                    news.result()
                     unfinished -= 1
-                    ended = [found for found in news.result() if found[0] not in told]
-                elif news[1].finish == "abort":
-                    yield _partial(*news)
                     continue
+                trajectory, completion, is_all = news
+                if is_all:
+                    yield trajectory.generated(completion).finish()
                 else:
-                    ended = [news]
-                for index, completion in ended:
-                    told.add(index)
-                    yield _sample(index, prompt_ids, completion, prompt, tokenizer)
+                    rollout.save(trajectory.partial(completion))
         finally:
-            for job in running:
-                job.cancel()
+            for request in requests:
+                request.cancel()
 
 
-async def _begin(engine: Engine, prompt_ids: list[int], task: Task, indices: Sequence[int], hear: _Hear) -> _Ended:
+async def _generate(rollout: RolloutContext, group: Sequence[TrajectoryBuilder], hear: _Hear) -> None:
+    """Send one request for samples that have the same tokens so far."""
+    finished: set[int] = set()
+
     def progress(k: int, completion: Completion) -> None:
-        hear((indices[k], completion))
+        if completion.finish != "abort":
+            finished.add(k)
+        hear((group[k], completion, completion.finish != "abort"))
 
-    completions = await engine.generate(prompt_ids, task.sampling, n=len(indices), progress=progress)
-    return list(zip(indices, completions, strict=True))
-
-
-async def _go_on(engine: Engine, prompt_ids: list[int], task: Task, part: Partial, hear: _Hear) -> _Ended:
-    def progress(_: int, completion: Completion) -> None:
-        hear((part.sample, join(part, completion)))
-
-    prefix: list[int] = part.tokens.numpy().tolist()
-    (new,) = await engine.generate(prompt_ids, task.sampling, prefix=prefix, progress=progress)
-    return [(part.sample, join(part, new))]
-
-
-def _partial(index: int, completion: Completion) -> Partial:
-    return Partial(
-        sample=index,
-        tokens=Array.of(completion.tokens, "i4"),
-        logprobs=Array.of(completion.logprobs, "f4"),
-        spans=completion.spans,
+    prefix = group[0].tokens[len(rollout.prompt_ids) :]
+    completions = await rollout.engine.generate(
+        rollout.prompt_ids, rollout.sampling, n=len(group), prefix=prefix, progress=progress
     )
-
-
-def join(part: Partial, new: Completion) -> Completion:
-    """One completion out of what was handed over and what was generated after it."""
-    offset = len(part.tokens)
-    spans = list(part.spans)
-    for span in new.spans:
-        last = spans[-1] if spans else None
-        if last is not None and last.version == span.version and last.end == span.start + offset:
-            spans[-1] = Span(span.version, last.start, span.end + offset)
-        else:
-            spans.append(Span(span.version, span.start + offset, span.end + offset))
-    return Completion(
-        [*part.tokens.numpy().tolist(), *new.tokens],
-        np.concatenate([part.logprobs.numpy(), new.logprobs]).astype(np.float32),
-        spans,
-        new.finish,
-    )
-
-
-def _sample(
-    index: int, prompt_ids: list[int], completion: Completion, prompt: str, tokenizer: Tokenizer
-) -> SampledCompletion:
-    start, total = len(prompt_ids), len(prompt_ids) + len(completion.tokens)
-    turns = [Turn("prompt", 0, start)]
-    if completion.tokens:
-        turns.append(Turn("assistant", start, total))
-    return SampledCompletion(
-        index=index,
-        tokens=[*prompt_ids, *completion.tokens],
-        loss_mask=[0] * start + [1] * len(completion.tokens),
-        logprobs=[0.0] * start + completion.logprobs.tolist(),
-        spans=[Span(span.version, span.start + start, span.end + start) for span in completion.spans],
-        turns=turns,
-        finish=completion.finish,
-        prompt=prompt,
-        completion=tokenizer.decode(completion.tokens),
-    )
+    for k, completion in enumerate(completions):
+        if k not in finished:
+            hear((group[k], completion, True))

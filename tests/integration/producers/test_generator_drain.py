@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 
 from broker.client import Broker
-from producers.engines.base import Engine
-from producers.workflows.base import SampledCompletion, Tokenizer
-from schemas.messages import Partial, Span, Task, Turn
+from producers.workflows.base import RolloutContext
+from producers.workflows.trajectory_builder import SampledCompletion, TrajectoryBuilder
 from tests.support.generator_service import (
     configuration,
     engine_of,
@@ -32,29 +31,12 @@ pytestmark = pytest.mark.integration
 class TwoTurns:
     """Each sample takes two requests, one after the other."""
 
-    async def run(
-        self, engine: Engine, tokenizer: Tokenizer, task: Task, samples: Sequence[int]
-    ) -> AsyncIterator[SampledCompletion | Partial]:
-        for index in samples:
-            tokens, logprobs, spans = [5, 6], [0.0, 0.0], []
-            finish = "abort"
+    async def run(self, rollout: RolloutContext) -> AsyncIterator[SampledCompletion]:
+        for index in rollout.indices:
+            trajectory = TrajectoryBuilder(index, rollout.tokenizer).prompt([5, 6])
             for _ in range(2):
-                (turn,) = await engine.generate(tokens, task.sampling)
-                spans += [Span(s.version, s.start + len(tokens), s.end + len(tokens)) for s in turn.spans]
-                tokens = [*tokens, *turn.tokens]
-                logprobs += turn.logprobs.tolist()
-                finish = turn.finish
-            yield SampledCompletion(
-                index=index,
-                tokens=tokens,
-                loss_mask=[0, 0] + [1] * (len(tokens) - 2),
-                logprobs=logprobs,
-                spans=spans,
-                turns=[Turn("prompt", 0, 2), Turn("assistant", 2, len(tokens))],
-                finish=finish,
-                prompt="",
-                completion="",
-            )
+                await rollout.generate(trajectory)
+            yield trajectory.finish()
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ from deploy.launchers.factory import build_launcher
 from producers.datasets.loading import build_dataset
 from producers.engines.base import EngineSettings
 from producers.engines.scripted import ScriptedEngine
-from producers.workflows.base import SampledCompletion
+from producers.workflows.base import RolloutContext
 from schemas.codec import Array
 from schemas.config import DatasetConfig, RewardTerm, parse_config
 from schemas.messages import Sampling, Span, Task, Trajectory
@@ -70,37 +70,23 @@ def test_the_dataset_is_one(snippets: Path) -> None:
 def test_the_workflow_makes_valid_trajectories(snippets: Path) -> None:
     workflow = load("two_tries.py:TwoTries", "workflow", snippets)(hint="??")
 
-    async def collect() -> list[SampledCompletion]:
+    async def collect() -> list[Trajectory]:
         engine = ScriptedEngine(EngineSettings("m", "float32", max_length=64, max_samples=8))
         await engine.start()
         task = Task(task_id=0, kind="train", n=3, sampling=Sampling(max_tokens=8), text="ab")
         try:
-            return [sample async for sample in workflow.run(engine, Letters(), task, [0, 1, 2])]
+            rollout = RolloutContext(engine, Letters(), task, range(3))
+            return [sample.to_trajectory(task, run="docs", generator="g") async for sample in workflow.run(rollout)]
         finally:
             await engine.close()
 
-    samples = asyncio.run(collect())
-    assert sorted(sample.index for sample in samples) == [0, 1, 2]
-    for sample in samples:
-        made = Trajectory(
-            run="docs",
-            task_id=0,
-            sample=sample.index,
-            kind="train",
-            tokens=Array.of(sample.tokens, "i4"),
-            loss_mask=Array.of(sample.loss_mask, "u1"),
-            logprobs=Array.of(sample.logprobs, "f4"),
-            spans=sample.spans,
-            turns=sample.turns,
-            finish=sample.finish,
-            prompt=sample.prompt,
-            completion=sample.completion,
-            generator="g",
-        )
-        assert made.oldest_version == 0
-        roles = [turn.role for turn in sample.turns]
-        assert roles == ["prompt", "assistant", "user", "assistant"]
-        assert sum(sample.loss_mask) == sum(turn.end - turn.start for turn in sample.turns if turn.role == "assistant")
+    made = asyncio.run(collect())
+    assert sorted(trajectory.sample for trajectory in made) == [0, 1, 2]
+    for trajectory in made:
+        assert trajectory.oldest_version == 0
+        assert [turn.role for turn in trajectory.turns] == ["prompt", "assistant", "user", "assistant"]
+        sampled = [turn for turn in trajectory.turns if turn.role == "assistant"]
+        assert trajectory.loss_mask.numpy().sum() == sum(turn.end - turn.start for turn in sampled)
 
 
 def test_the_loss_is_clipped(snippets: Path) -> None:

@@ -7,7 +7,7 @@ import pytest
 from producers.engines.base import KvCacheUsage
 from producers.engines.vllm.boot import check_parallel
 from producers.generator.task_loop import Lengths, need, room
-from producers.workflows.base import SampledCompletion
+from producers.workflows.trajectory_builder import SampledCompletion
 from schemas.errors import ConfigError
 
 

@@ -12,8 +12,9 @@ import pytest
 from producers.engines.base import Completion, EngineSettings, Progress
 from producers.engines.scripted import ScriptedEngine
 from producers.rendering.tokenizer import HfTokenizer
-from producers.workflows.base import SampledCompletion
+from producers.workflows.base import RolloutContext
 from producers.workflows.single_turn import SingleTurn
+from producers.workflows.trajectory_builder import SampledCompletion
 from schemas.codec import Array
 from schemas.errors import ConfigError, DataError
 from schemas.messages import ChatMessage, Partial, Sampling, Span, Task, Trajectory
@@ -53,8 +54,10 @@ class Recording(ScriptedEngine):
 def samples(
     engine: ScriptedEngine, tokenizer: HfTokenizer, task: Task, indices: Sequence[int]
 ) -> dict[int, SampledCompletion]:
+    rollout = RolloutContext(engine, tokenizer, task, indices)
+
     async def collect() -> dict[int, SampledCompletion]:
-        return {sample.index: sample async for sample in SingleTurn().run(engine, tokenizer, task, indices)}
+        return {sample.index: sample async for sample in SingleTurn().run(rollout)}
 
     return asyncio.run(collect())
 
@@ -65,21 +68,7 @@ def task(**fields: Any) -> Task:
 
 def as_trajectory(sample: SampledCompletion) -> Trajectory:
     """The message that is made of a sample; raises where the two don't agree."""
-    return Trajectory(
-        run="r",
-        task_id=1,
-        sample=sample.index,
-        kind="train",
-        tokens=Array.of(sample.tokens, "i4"),
-        loss_mask=Array.of(sample.loss_mask, "u1"),
-        logprobs=Array.of(sample.logprobs, "f4"),
-        spans=sample.spans,
-        turns=sample.turns,
-        finish=sample.finish,
-        prompt=sample.prompt,
-        completion=sample.completion,
-        generator="g",
-    )
+    return sample.to_trajectory(task(text="x"), run="r", generator="g")
 
 
 def test_all_samples_come_from_one_request_and_make_valid_trajectories(tokenizer: HfTokenizer):
@@ -165,21 +154,22 @@ def test_a_folder_without_tokenizer_is_named(tmp_path: Path):
 
 
 def test_growing_samples_come_as_partials_that_another_goes_on_from(tokenizer: HfTokenizer):
-    async def collect(engine: ScriptedEngine, job: Task) -> list[SampledCompletion | Partial]:
-        return [item async for item in SingleTurn().run(engine, tokenizer, job, [0, 1])]
+    async def collect(engine: ScriptedEngine, job: Task) -> tuple[list[SampledCompletion], list[Partial]]:
+        growing: list[Partial] = []
+        rollout = RolloutContext(engine, tokenizer, job, [0, 1], save=growing.append)
+        return [sample async for sample in SingleTurn().run(rollout)], growing
 
     settings = EngineSettings("none", "float32", 200, 8, report_every=3, args={"min_length": 9, "max_length": 9})
-    first = asyncio.run(collect(ScriptedEngine(settings), task(text="1+2=")))
-    growing = [item for item in first if isinstance(item, Partial)]
+    finished, growing = asyncio.run(collect(ScriptedEngine(settings), task(text="1+2=")))
     assert [(part.sample, len(part.tokens)) for part in growing] == [(0, 3), (1, 3), (0, 6), (1, 6)]
-    ends = {item.index: item for item in first if isinstance(item, SampledCompletion)}
+    ends = {sample.index: sample for sample in finished}
     start = len(ends[0].tokens) - 9
     for part in growing:
         assert part.tokens.numpy().tolist() == ends[part.sample].tokens[start : start + len(part.tokens)]
         assert part.spans == [Span(0, 0, len(part.tokens))]
-    second = asyncio.run(collect(ScriptedEngine(settings), task(text="1+2=", partials=growing[2:])))
-    for item in second:
-        tokens = item.tokens.numpy().tolist() if isinstance(item, Partial) else item.tokens[start:]
-        before = growing[2 + (item.sample if isinstance(item, Partial) else item.index)].tokens.numpy().tolist()
-        assert tokens[:6] == before
+    finished, grown = asyncio.run(collect(ScriptedEngine(settings), task(text="1+2=", partials=growing[2:])))
+    assert len(finished) == 2
+    pieces = [(part.sample, part.tokens.numpy().tolist()) for part in grown]
+    for index, tokens in [*pieces, *((sample.index, sample.tokens[start:]) for sample in finished)]:
+        assert tokens[:6] == growing[2 + index].tokens.numpy().tolist()
         assert len(tokens) > 6

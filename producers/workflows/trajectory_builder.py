@@ -1,0 +1,180 @@
+"""A sample as it is put together turn by turn, and the messages that it travels as."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from producers.engines.base import Completion
+from producers.rendering.tokenizer import Tokenizer
+from schemas.codec import Array
+from schemas.messages import FinishReason, Partial, Span, Task, Trajectory, Turn
+
+
+@dataclass
+class SampledCompletion:
+    """A finished sample of T tokens, prompt and completion together.
+
+    loss_mask: 1 where the policy generated the token. logprobs: natural log, 0 elsewhere.
+    spans, turns: over positions of ``tokens``. data: added to the task's data for the reward.
+    """
+
+    index: int
+    tokens: list[int]
+    loss_mask: list[int]
+    logprobs: list[float]
+    spans: list[Span]
+    turns: list[Turn]
+    finish: FinishReason
+    prompt: str
+    completion: str
+    data: dict[str, Any] = field(default_factory=dict)
+
+    def to_trajectory(self, task: Task, run: str, generator: str, seconds: float = 0.0) -> Trajectory:
+        """The message that this sample of ``task`` travels as; ValueError when its parts do not fit together."""
+        return Trajectory(
+            run=run,
+            task_id=task.task_id,
+            sample=self.index,
+            kind=task.kind,
+            tokens=Array.of(self.tokens, "i4"),
+            loss_mask=Array.of(self.loss_mask, "u1"),
+            logprobs=Array.of(self.logprobs, "f4"),
+            spans=self.spans,
+            turns=self.turns,
+            finish=self.finish,
+            prompt=self.prompt,
+            completion=self.completion,
+            generator=generator,
+            seconds=seconds,
+            data={**task.data, **self.data},
+        )
+
+    def to_partial(self, end: int | None = None) -> Partial:
+        """What was generated before position ``end``, with positions counted from the first generated token."""
+        return _partial(self, end)
+
+
+class TrajectoryBuilder:
+    """Puts one sample together, turn by turn, from the token ids that were read and sampled.
+
+    It counts positions, masks what the policy did not generate, and never makes ids anew from text::
+
+        trajectory = TrajectoryBuilder(index, tokenizer).prompt(ids)
+        (completion,) = await engine.generate(trajectory.tokens, sampling)
+        trajectory.generated(completion).observed(tokenizer.encode(" Sure?"))
+        (completion,) = await engine.generate(trajectory.tokens, sampling)
+        sample = trajectory.generated(completion).finish()
+
+    tokens: T ids, all so far. loss_mask, logprobs, spans, turns: as in SampledCompletion.
+    """
+
+    def __init__(self, index: int, tokenizer: Tokenizer) -> None:
+        self.index = index
+        self.tokens: list[int] = []
+        self.loss_mask: list[int] = []
+        self.logprobs: list[float] = []
+        self.spans: list[Span] = []
+        self.turns: list[Turn] = []
+        self._tokenizer = tokenizer
+        self._prompt: str | None = None
+        self._reason: FinishReason | None = None
+
+    def prompt(self, ids: Sequence[int], text: str | None = None) -> TrajectoryBuilder:
+        """Begin with a prompt, which must come first and once. text: for people and rewards, decoded where None."""
+        if self._prompt is not None or self.tokens:
+            raise ValueError("a trajectory has one prompt, and it comes first")
+        self._prompt = self._tokenizer.decode(ids) if text is None else text
+        self._append("prompt", ids, 0, [0.0] * len(ids))
+        return self
+
+    def generated(self, completion: Completion) -> TrajectoryBuilder:
+        """Add tokens that the policy sampled. Directly after others of its own they go on with the same turn."""
+        start = len(self.tokens)
+        self._append("assistant", completion.tokens, 1, completion.logprobs.tolist())
+        self._add_spans(completion.spans, start)
+        self._reason = completion.finish
+        return self
+
+    def resumed(self, partial: Partial) -> TrajectoryBuilder:
+        """Add what another generator had sampled of this turn; ``generated`` goes on from there."""
+        start = len(self.tokens)
+        tokens, logprobs = partial.tokens.numpy(), partial.logprobs.numpy()
+        self._append("assistant", tokens.tolist(), 1, logprobs.tolist())
+        self._add_spans(partial.spans, start)
+        self._reason = "abort"
+        return self
+
+    def observed(self, ids: Sequence[int], role: str = "user") -> TrajectoryBuilder:
+        """Add tokens that the policy read and did not sample: a user's turn, the answer of a tool."""
+        self._append(role, ids, 0, [0.0] * len(ids))
+        return self
+
+    def partial(self, growing: Completion | None = None) -> Partial:
+        """What was generated so far and, without adding it, ``growing`` after it: to be saved for another generator."""
+        so_far = _partial(self)
+        if growing is None:
+            return so_far
+        return _partial(TrajectoryBuilder(self.index, self._tokenizer).resumed(so_far).generated(growing))
+
+    def finish(
+        self, reason: FinishReason | None = None, completion: str | None = None, data: dict[str, Any] | None = None
+    ) -> SampledCompletion:
+        """The whole sample.
+
+        reason: that of the last completion where None. completion: the text that rewards judge, that of the last
+        generated turn where None. data: added to the task's for the reward. ValueError without a prompt or a reason.
+        """
+        reason = reason or self._reason
+        if self._prompt is None or reason is None:
+            raise ValueError("a trajectory needs a prompt, and a completion or a finish reason")
+        if completion is None:
+            last = next((turn for turn in reversed(self.turns) if turn.role == "assistant"), Turn("assistant", 0, 0))
+            completion = self._tokenizer.decode(self.tokens[last.start : last.end])
+        return SampledCompletion(
+            index=self.index,
+            tokens=self.tokens,
+            loss_mask=self.loss_mask,
+            logprobs=self.logprobs,
+            spans=self.spans,
+            turns=self.turns,
+            finish=reason,
+            prompt=self._prompt,
+            completion=completion,
+            data=data or {},
+        )
+
+    def _append(self, role: str, ids: Sequence[int], mask: int, logprobs: list[float]) -> None:
+        if not ids and role != "prompt":
+            return
+        start, end = len(self.tokens), len(self.tokens) + len(ids)
+        last = self.turns[-1] if self.turns else None
+        if mask and last is not None and last.role == role and self.loss_mask[-1]:
+            self.turns[-1] = Turn(role, last.start, end)
+        else:
+            self.turns.append(Turn(role, start, end))
+        self.tokens += ids
+        self.loss_mask += [mask] * len(ids)
+        self.logprobs += logprobs
+
+    def _add_spans(self, spans: Sequence[Span], offset: int) -> None:
+        """Add spans that count from ``offset``; one that goes on with the last one's version extends it."""
+        for span in spans:
+            last = self.spans[-1] if self.spans else None
+            if last is not None and last.version == span.version and last.end == span.start + offset:
+                self.spans[-1] = Span(span.version, last.start, span.end + offset)
+            else:
+                self.spans.append(Span(span.version, span.start + offset, span.end + offset))
+
+
+def _partial(sample: SampledCompletion | TrajectoryBuilder, end: int | None = None) -> Partial:
+    total = len(sample.tokens)
+    start = sample.loss_mask.index(1) if 1 in sample.loss_mask else total
+    end = max(start, total if end is None else end)
+    return Partial(
+        sample=sample.index,
+        tokens=Array.of(sample.tokens[start:end], "i4"),
+        logprobs=Array.of(sample.logprobs[start:end], "f4"),
+        spans=[Span(s.version, s.start - start, min(s.end, end) - start) for s in sample.spans if s.start < end],
+    )
