@@ -46,7 +46,7 @@ class Broker:
         self.metrics = Metrics(link)
         self.evals = Evals(link, config.max_message_bytes)
         self.dead_letters = DeadLetters(link)
-        self.orders = RunControl(link)
+        self.run_control = RunControl(link)
         self.samples = Samples(link, config.max_message_bytes)
 
     @classmethod

@@ -19,9 +19,8 @@ import msgspec
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-import broker
 from broker.connection.keys import Keys
-from broker.connection.scripts import source
+from broker.connection.scripts import body, names, script_files, source
 from consumers.reward.rewards import REWARDS
 from consumers.trainer.algorithms.advantages import ADVANTAGES
 from consumers.trainer.algorithms.aggregation import AGGREGATIONS
@@ -37,7 +36,6 @@ from schemas.config import TidemillConfig
 from schemas.plugins import Registry
 
 MARKER = re.compile(r"<!-- reference: (\w+) -->")
-SCRIPTS = Path(inspect.getfile(broker)).parent / "lua"
 REGISTRIES: dict[str, Registry] = {
     "train.name": DATASETS,
     "reward.terms.name": REWARDS,
@@ -50,7 +48,8 @@ REGISTRIES: dict[str, Registry] = {
     "trainer.kl.estimator": KL_ESTIMATORS,
 }
 KEY_NOTES = {
-    "ctl": "hash: leader_term, lineage, step, version, cursor, slots, batch, staleness, window, steps, paused, state",
+    "ctl": "hash: leader_term, broker_lifetime, step, version, cursor, slots, batch, staleness, window, steps, paused,"
+    " state",
     "leader_term": "string: the newest trainer's leader_term, which fences all others",
     "slots": "sorted set: task id by order of admission; its size is the number of slots held",
     "counts": "hash: admitted, trained, dropped:REASON, failed:REASON, samples and tokens",
@@ -72,9 +71,9 @@ KEY_NOTES = {
     "events": "stream, 10,000 entries: the timeline",
     "metrics": "stream, 10,000 entries: one JSON object a step",
     "services": "hash: the last heartbeat of each service; one that was silent for long goes when another joins",
-    "orders": "hash: what people asked for: pause, checkpoint, stop, replicas, each with its number",
+    "run_control": "hash: what people asked for: pause, checkpoint, stop, replicas, each with its number",
     "recent": "stream, 256 entries: trained samples, kept for reading",
-    "tally": "hash: leases that expired, duplicates and zombies that were refused, commits and their seconds",
+    "counters": "hash: leases that expired, duplicates and zombies that were refused, commits and their seconds",
 }
 """What is behind each key of broker/connection/keys.py; a new key without a line here fails the build."""
 
@@ -250,13 +249,12 @@ def key_table() -> str:
 def script_table() -> str:
     """Every Lua script with its own comment."""
     rows = []
-    for file in sorted(SCRIPTS.glob("*.lua")):
-        if file.stem != "prelude":
-            lines = file.read_text(encoding="utf-8").splitlines()
-            comment = " ".join(line[2:].strip() for line in lines if line.startswith("-- ") and "KEYS:" not in line)
-            under_pressure = "yes" if "allow-oom" in source(file.stem).splitlines()[0] else "no"
-            rows.append([f"`{file.stem}`", comment, under_pressure])
-    return table(["Script", "Arguments and effect", "Runs when memory is full"], rows)
+    for name in sorted(names(), key=lambda name: (script_files()[name].parent.name, name)):
+        lines = body(name).splitlines()
+        comment = " ".join(line[2:].strip() for line in lines if line.startswith("-- ") and "KEYS:" not in line)
+        under_pressure = "yes" if "allow-oom" in source(name).splitlines()[0] else "no"
+        rows.append([script_files()[name].parent.name, f"`{name}`", comment, under_pressure])
+    return table(["Folder", "Script", "Arguments and effect", "Runs when memory is full"], rows)
 
 
 def plugin_table() -> str:

@@ -45,7 +45,7 @@ class Feeder:
         self._order = PromptOrder(len(train), config.run.seed, config.train.shuffle)
         self._cursor = 0
         self._evaluated = -1
-        self._lineage = ""
+        self._broker_lifetime = ""
         self._balanced = True
         self._state = "starting"
 
@@ -58,9 +58,9 @@ class Feeder:
             position = self._broker.ledger.change_position()
             state = self._broker.ledger.state()
             self._check(state)
-            if state.lineage != self._lineage:
+            if state.broker_lifetime != self._broker_lifetime:
                 # The broker was rebuilt: an evaluation under way may be gone.
-                self._lineage, self._evaluated = state.lineage, -1
+                self._broker_lifetime, self._evaluated = state.broker_lifetime, -1
             if state.state in ("running", "finishing"):
                 if not state.paused:
                     self._evaluate_if_due(state)

@@ -43,23 +43,28 @@ class Role:
 
 
 ROLES: Mapping[str, Role] = {
-    "feeder": Role("look admit eval_open beat note", f"{_SERVICE} {_LEDGER}", "CHANGES"),
+    "feeder": Role(
+        "read_pipeline admit_task open_evaluation heartbeat append_telemetry", f"{_SERVICE} {_LEDGER}", "CHANGES"
+    ),
     "generator": Role(
-        "publish save eval_take fail_sample hand_back give_up beat note tally",
+        "publish_samples save_partials take_evaluations fail_sample return_task fail_task heartbeat append_telemetry"
+        " add_counts",
         f"{_SERVICE} hmget hgetall xread xrange xrevrange",
-        "WEIGHTS CHUNKS CHANGES ORDERS",
+        "WEIGHTS CHUNKS CHANGES RUN_CONTROL",
         only=_WORKER,
         on="TASKS EVAL_TASKS",
     ),
-    "reward": Role("score bury beat tally", _SERVICE, only=_WORKER, on="TRAJECTORIES"),
+    "reward": Role("publish_scores dead_letter heartbeat add_counts", _SERVICE, only=_WORKER, on="TRAJECTORIES"),
     "trainer": Role(
-        "look examine begin claim recover close commit discard journal step finish weights_add weights_put beat note"
-        " keep tally",
+        "take_over read_pipeline claim_scores reclaim_scores discard_scores diagnose_group close_group journal_batch"
+        " complete_step commit_step finish_run add_version put_chunk keep_samples heartbeat append_telemetry"
+        " add_counts",
         f"{_SERVICE} {_LEDGER} hgetall xgroup|create xinfo|groups xrange xdel",
     ),
-    "observer": Role("look gauge", _LOOKER, "*", ""),
+    "observer": Role("read_pipeline measure_streams", _LOOKER, "*", ""),
     "operator": Role(
-        "look gauge settings control requeue orders beat note",
+        "read_pipeline measure_streams change_setting set_run_state set_run_control requeue_group heartbeat"
+        " append_telemetry",
         f"{_LOOKER} evalsha xdel hdel time",
         "*",
         "",

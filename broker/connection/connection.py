@@ -212,7 +212,7 @@ class Connection:
         self._settled = False
 
     def script(self, name: str, *args: str | bytes | int | float) -> Any:
-        """Run one of lua/*.lua on the keys it declares, retried like any operation."""
+        """Run one script of lua/ on the keys it declares, retried like any operation."""
         return self.run(name, self._evaluate, name, args)
 
     def script_once(self, name: str, *args: str | bytes | int | float) -> Any:

@@ -33,6 +33,6 @@ def add_counts(link: Connection, amounts: Mapping[str, float]) -> None:
     if not pairs:
         return
     try:
-        link.script_once("tally", *(part for pair in pairs for part in pair))
+        link.script_once("add_counts", *(part for pair in pairs for part in pair))
     except (TidemillError, redis.RedisError) as error:
         log.debug("not counted", counts=dict(pairs), error=str(error))

@@ -35,9 +35,9 @@ class Keys:
         self.redo = self._key("redo")
         self.failed = self._key("failed")
         self.partials = self._key("partials")
-        self.orders = self._key("orders")
+        self.run_control = self._key("run_control")
         self.recent = self._key("recent")
-        self.tally = self._key("tally")
+        self.counters = self._key("counters")
 
     def _key(self, name: str) -> str:
         return f"{self.base}:{name}"

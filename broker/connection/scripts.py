@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib import resources
+from pathlib import Path
 from typing import Any
 
 import redis
@@ -18,7 +19,7 @@ PRELUDE = "prelude"
 
 @dataclass(frozen=True)
 class Script:
-    """One of lua/*.lua, ready for one run. keys: those it declares, in its order. reads: whether it writes nothing."""
+    """A script of lua/, ready for one run. keys: those it declares, in its order. reads: whether it writes nothing."""
 
     text: str
     sha: str
@@ -48,8 +49,17 @@ class Script:
 
 def names() -> list[str]:
     """All scripts."""
-    files = (file.name.removesuffix(".lua") for file in (resources.files("broker") / "lua").iterdir())
-    return sorted(name for name in files if name != PRELUDE)
+    return sorted(name for name in script_files() if name != PRELUDE)
+
+
+@functools.cache
+def script_files() -> dict[str, Path]:
+    """Every file below lua/ by its name without the ending; the folders are for readers, and names are unique."""
+    files = sorted((Path(__file__).parents[1] / "lua").rglob("*.lua"))
+    by_name = {file.stem: file for file in files}
+    if len(by_name) < len(files):
+        raise ValueError("two Lua scripts have the same name")
+    return by_name
 
 
 def declared(name: str) -> list[str]:
@@ -79,4 +89,4 @@ def reads_only(name: str) -> bool:
 
 def body(name: str) -> str:
     """Text of one file as it lies there."""
-    return (resources.files("broker") / "lua" / f"{name}.lua").read_text(encoding="utf-8")
+    return script_files()[name].read_text(encoding="utf-8")

@@ -37,9 +37,9 @@ class LedgerState:
     """A consistent look at the ledger. ``dropped`` and ``failed`` count groups by reason.
 
     capacity: slots there are. redo: groups waiting to be admitted again. uncommitted: steps that no checkpoint
-    covers yet, every: how many there may be. lineage: changes when the broker was rebuilt.
-    cause: why the run has failed. orders: what people asked for. settings: those that people
-    changed. tally: what was counted of mishaps (broker/connection/counters.py).
+    covers yet, every: how many there may be. broker_lifetime: changes when the broker was rebuilt.
+    cause: why the run has failed. control: what people asked for. settings: those that people
+    changed. counters: of mishaps (broker/connection/counters.py).
     """
 
     state: str
@@ -67,11 +67,11 @@ class LedgerState:
     dead_letters: int = 0
     started: float = 0.0
     leader_term: int = 0
-    lineage: str = ""
+    broker_lifetime: str = ""
     cause: str = ""
-    orders: ControlState = field(default_factory=ControlState)
+    control: ControlState = field(default_factory=ControlState)
     settings: dict[str, int] = field(default_factory=dict)
-    tally: dict[str, float] = field(default_factory=dict)
+    counters: dict[str, float] = field(default_factory=dict)
 
     @property
     def balanced(self) -> bool:
@@ -119,7 +119,7 @@ class Ledger:
             body, letter = body_or_letter(task, self._max_bytes)
             calls.append((task.task_id, body, task.n, letter))
         admitted, following = 0, tasks[0].task_id
-        for word, cursor in self._link.scripts("admit", calls):
+        for word, cursor in self._link.scripts("admit_task", calls):
             answer, following = word.decode(), int(cursor)
             if answer != "ok":
                 return Admission(answer, following, admitted)
@@ -139,14 +139,14 @@ class Ledger:
 
     def set(self, name: Literal["state", "cause"], value: str) -> None:
         """Change control state: that of the run, or why it has failed."""
-        self._link.script("control", name, value)
+        self._link.script("set_run_state", name, value)
 
     def change(self, setting: Setting, value: int | None) -> bool:
         """Change the staleness bound or the batch while the run goes on; None goes back to the configuration's.
 
         False when no trainer has begun yet. The change outlives restarts of every service.
         """
-        return bool(self._link.script("settings", setting, "" if value is None else value) == b"ok")
+        return bool(self._link.script("change_setting", setting, "" if value is None else value) == b"ok")
 
     def samples_live(self) -> int:
         """Published training samples of groups that hold a slot."""
@@ -158,7 +158,7 @@ class Ledger:
 
     def state(self) -> LedgerState:
         """Read everything at one moment."""
-        raw = self._link.script("look")
+        raw = self._link.script("read_pipeline")
         control, count = pairs(raw[1]), {name: int(value) for name, value in pairs(raw[2]).items()}
 
         def number(name: str) -> int:
@@ -189,12 +189,12 @@ class Ledger:
             tokens_generated=count.get("tokens_generated", 0),
             dead_letters=count.get("dead_letters", 0),
             leader_term=number("leader_term"),
-            lineage=control.get("lineage", ""),
+            broker_lifetime=control.get("broker_lifetime", ""),
             cause=control.get("cause", ""),
             started=float(control.get("started", 0)),
-            orders=ControlState.parse(pairs(raw[6])),
+            control=ControlState.parse(pairs(raw[6])),
             settings=changed_settings(control),
-            tally={name: float(value) for name, value in pairs(raw[7]).items()},
+            counters={name: float(value) for name, value in pairs(raw[7]).items()},
         )
 
 

@@ -51,7 +51,7 @@ class PipelineSnapshot:
     staleness: int
     settings: dict[str, int]
     paused: bool
-    orders: ControlState = field(default_factory=ControlState)
+    control: ControlState = field(default_factory=ControlState)
 
     @property
     def balanced(self) -> bool:

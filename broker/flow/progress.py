@@ -15,7 +15,7 @@ from broker.flow.pipeline import PipelineSnapshot
 from broker.flow.run_control import ControlState, Mode
 from schemas.messages import BatchRecord
 
-FIRST_LINEAGE = "start"
+FIRST_LIFETIME = "start"
 
 
 @dataclass
@@ -23,14 +23,15 @@ class Progress:
     """What is in the weights, and the pipeline as the trainer saw it last.
 
     step: optimizer steps that are in the weights. version: names the weights. trained, samples: prompt groups and
-    samples that they were trained on. lineage: names an unbroken life of the broker's data. cursor, unfinished: see
-    above. counts: the ledger's, by name. settings: those that people changed in the running system. pause, with its
-    number, who asked for it and when (Unix seconds): the last order of that kind. started: when the run began.
+    samples that they were trained on. broker_lifetime: names an unbroken life of the broker's data. cursor,
+    unfinished: see above. counts: the ledger's, by name. settings: those that people changed in the running system.
+    pause, with its number, who asked for it and when (Unix seconds): the last order of that kind. started: when the
+    run began.
     """
 
     step: int = 0
     version: int = 0
-    lineage: str = FIRST_LINEAGE
+    broker_lifetime: str = FIRST_LIFETIME
     cursor: int = 0
     unfinished: set[int] = field(default_factory=set)
     trained: int = 0
@@ -49,7 +50,7 @@ class Progress:
         self.unfinished = pipeline.unfinished
         self.counts = pipeline.counts
         self.settings = pipeline.settings
-        self.note_pause(pipeline.orders)
+        self.note_pause(pipeline.control)
 
     def note_pause(self, control: ControlState) -> None:
         """Keep the last pause or resume that people ordered: a rebuilt broker is told of it again."""
@@ -123,7 +124,7 @@ class Takeover:
     leader_term: str
     step: int
     version: int
-    lineage: str
+    broker_lifetime: str
     started: str
     lost: bool
     surplus: int = 0

@@ -53,16 +53,16 @@ class TrainerSession:
         told = request.to_json() | {"nonce": secrets.token_hex(4)}
         self._server = self._server_id()
         self._connections = self._link.connections
-        reply = self._link.script("begin", json.dumps(told))
+        reply = self._link.script("take_over", json.dumps(told))
         if reply == b"foreign":
             raise ConfigError(
                 "the broker holds a run of this name whose checkpoints are not in this run's folder:"
                 " restore the folder, give the run another run.name, or delete what is left with `tidemill purge`"
             )
         answer = [part.decode() for part in reply]
-        leader_term, step, version, lineage, started, lost, surplus = answer
+        leader_term, step, version, broker_lifetime, started, lost, surplus = answer
         self._leader_term = leader_term
-        return Takeover(leader_term, int(step), int(version), lineage, started, lost == "1", int(surplus))
+        return Takeover(leader_term, int(step), int(version), broker_lifetime, started, lost == "1", int(surplus))
 
     @property
     def leader_term(self) -> str:
@@ -75,7 +75,7 @@ class TrainerSession:
 
     def look(self) -> PipelineSnapshot:
         """The pipeline at this moment; also the place where a server that was restarted is noticed."""
-        raw = self._link.script("look")
+        raw = self._link.script("read_pipeline")
         control, counts = pairs(raw[1]), {name: int(value) for name, value in pairs(raw[2]).items()}
         self._current(raw[0].decode() if raw[0] and "step" in control else None)
         if self._connections != self._link.connections:
@@ -92,7 +92,7 @@ class TrainerSession:
             staleness=int(control["staleness"]),
             settings=changed_settings(control),
             paused=control.get("paused") == "1",
-            orders=ControlState.parse(pairs(raw[6])),
+            control=ControlState.parse(pairs(raw[6])),
         )
         if not look.balanced:
             raise BrokerDamaged("the broker's ledger does not add up: a part of it is gone")
@@ -100,7 +100,7 @@ class TrainerSession:
 
     def examine(self, task_id: int) -> Literal["waiting", "complete"]:
         """What a group with a slot waits for: generators and scores, or this trainer; BrokerDamaged if for nothing."""
-        answer: bytes = self._link.script("examine", task_id)
+        answer: bytes = self._link.script("diagnose_group", task_id)
         if answer == b"damaged":
             raise BrokerDamaged(f"the broker has lost a part of prompt group {task_id}")
         return "complete" if answer == b"complete" else "waiting"
@@ -120,7 +120,7 @@ class TrainerSession:
             recovered = self._recover(count)
             if recovered:
                 return self._parse(recovered)
-        entries = self._of_group("claim", count)
+        entries = self._of_group("claim_scores", count)
         return self._parse([entry for entry in entries if entry[0] not in self._seen])
 
     def _of_group(self, script: str, *args: str | bytes | int) -> Any:
@@ -167,13 +167,15 @@ class TrainerSession:
 
     def drop(self, task_id: int, reason: str, scored_ids: Sequence[bytes], outcome: str = "dropped") -> bool:
         """End a group without training it; its slot returns. False if it held none."""
-        answer = self._fenced(self._link.script("close", task_id, outcome, reason, self._leader_term, *scored_ids))
+        answer = self._fenced(
+            self._link.script("close_group", task_id, outcome, reason, self._leader_term, *scored_ids)
+        )
         self._seen.difference_update(scored_ids)
         return bool(answer == b"ok")
 
     def journal(self, record: BatchRecord) -> None:
         """Fix what a step trains on."""
-        self._fenced(self._link.script("journal", self._leader_term, record.step, encode(record, 1 << 30)))
+        self._fenced(self._link.script("journal_batch", self._leader_term, record.step, encode(record, 1 << 30)))
 
     def records(self) -> dict[int, BatchRecord]:
         """Journaled steps that no checkpoint covers yet, by step."""
@@ -184,7 +186,9 @@ class TrainerSession:
         """The record's step is done: its slots return, the version that it makes is the newest."""
         samples = sum(bool(member.trajectory_id) for group in record.groups for member in group.members)
         tasks = [group.task_id for group in record.groups]
-        self._fenced(self._link.script("step", self._leader_term, record.step + 1, record.makes, samples, *tasks))
+        self._fenced(
+            self._link.script("complete_step", self._leader_term, record.step + 1, record.makes, samples, *tasks)
+        )
 
     def commit(self, records: Sequence[BatchRecord]) -> None:
         """A durable checkpoint covers these steps: acknowledge and delete what they were trained on."""
@@ -195,7 +199,9 @@ class TrainerSession:
             scored = [member.scored_id for member in members]
             bodies = [member.trajectory_id for member in members if member.trajectory_id]
             counts = (len(tasks), len(scored))
-            self._fenced(self._link.script("commit", self._leader_term, record.step, *counts, *tasks, *scored, *bodies))
+            self._fenced(
+                self._link.script("commit_step", self._leader_term, record.step, *counts, *tasks, *scored, *bodies)
+            )
             self._seen.difference_update(scored)
         add_counts(self._link, {COMMITS: len(records), COMMIT_SECONDS: time.monotonic() - began if records else 0})
 
@@ -203,7 +209,7 @@ class TrainerSession:
         entries: list[Entry] = []
         cursor: bytes = b"0-0"
         while True:
-            cursor, batch = self._of_group("recover", cursor, count)
+            cursor, batch = self._of_group("reclaim_scores", cursor, count)
             entries += [entry for entry in batch if entry and entry[0] not in self._seen]
             if cursor == b"0-0":
                 return entries
@@ -241,12 +247,12 @@ class TrainerSession:
                 source="scored", reason=outcome.score.reason or "not an outcome", deliveries=1, payload=b""
             )
             args += [outcome.scored_id, encode(letter) if outcome.task_id < 0 else b""]
-        self._fenced(self._link.script("discard", self._leader_term, *args))
+        self._fenced(self._link.script("discard_scores", self._leader_term, *args))
         self._seen.difference_update(outcome.scored_id for outcome in outcomes)
 
     def finish(self) -> None:
         """All steps are done: every service may end."""
-        self._fenced(self._link.script("finish", self._leader_term))
+        self._fenced(self._link.script("finish_run", self._leader_term))
 
     def _fenced(self, answer: Any) -> Any:
         return accepted(self._link, answer, self._leader_term)

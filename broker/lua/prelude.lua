@@ -11,7 +11,7 @@ local function changed(what)
 end
 
 -- Keep a dead letter for people; they are counted for ever and kept up to a number.
-local function bury(letter)
+local function keep_dead_letter(letter)
   redis.call('XADD', DEAD, 'MAXLEN', KEEP_DEAD, '*', 'b', letter)
   redis.call('HINCRBY', COUNTS, 'dead_letters', 1)
 end
@@ -22,16 +22,16 @@ local function task_stream(kind)
   return TASKS
 end
 
-local function incarnation(leader_term)
+local function term_number(leader_term)
   return tonumber(string.match(leader_term, '^%d+') or -1)
 end
 
 -- Only the newest trainer may write. Every script of the trainer starts with this; nil means go on.
--- An term that is missing or older than the caller's own is a broker that lost what it knew.
+-- A term that is missing or older than the caller's own is a broker that lost what it knew.
 local function refused(leader_term)
   local now = redis.call('GET', LEADER_TERM)
   if now == leader_term then return nil end
-  if now and incarnation(now) >= incarnation(leader_term) then return 'fenced' end
+  if now and term_number(now) >= term_number(leader_term) then return 'fenced' end
   return 'lost'
 end
 

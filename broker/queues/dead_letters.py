@@ -61,7 +61,7 @@ class DeadLetters:
         filed = self.get(id)
         if filed.letter.task_id < 0 or filed.letter.task_id >= 1 << 32:
             raise DataError(f"dead letter {id} belongs to no training prompt, it can only be dropped")
-        answer: bytes = self._link.script("requeue", id, filed.letter.task_id)
+        answer: bytes = self._link.script("requeue_group", id, filed.letter.task_id)
         return WORDS.get(answer, "ended")
 
     def drop(self, id: str) -> None:

@@ -38,7 +38,7 @@ class Partials:
             for number, piece in pieces:
                 call += [piece.partial.sample, number, encode(piece, self._max_bytes)]
             calls.append(call)
-        return [word == b"ok" for word in self._link.scripts("save", calls)]
+        return [word == b"ok" for word in self._link.scripts("save_partials", calls)]
 
     def load(self, task_id: int, samples: Sequence[int]) -> list[Partial]:
         """All that is saved of these samples; of damaged pieces, what comes before them."""

@@ -44,7 +44,7 @@ class ScoreQueue(ConsumerGroup):
             sent = self._fitting(score)
             calls[-1] += _scored(delivery.entry_id, delivery.message.task_id, delivery.message.sample, sent)
             calls[-1].append(self._dead_score(delivery.message, sent))
-        answers = self._link.scripts("score", calls) if calls else []
+        answers = self._link.scripts("publish_scores", calls) if calls else []
         self._held[self._link.keys.trajectories].difference_update(keys)
         said = [word.decode() for words in answers for word in words]
         add_counts(self._link, {f"{DUPLICATE}:score": said.count("dup")})
@@ -99,10 +99,10 @@ class ScoreQueue(ConsumerGroup):
                 filed = letter_bytes(letter, self._max_bytes)
                 if task_id >= 0 and sample >= 0:
                     score = Score(status="error", reason=str(error), scorer="reward")
-                    self._link.script("score", *_scored(entry_id, task_id, sample, score), filed)
+                    self._link.script("publish_scores", *_scored(entry_id, task_id, sample, score), filed)
                     self._release(stream, entry_id)
                 else:
-                    self._link.script("bury", entry_id, filed)
+                    self._link.script("dead_letter", entry_id, filed)
                     self._release(stream, entry_id)
                 continue
             deliveries.append(Delivery(entry_id, stream, trajectory))

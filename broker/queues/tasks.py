@@ -67,7 +67,7 @@ class TaskQueue(ConsumerGroup):
     def take_evaluations(self, version: int, count: int, late: bool = False) -> Evaluations:
         """Up to ``count`` evaluation tasks for exactly ``version``, with ``late`` for older ones, too; no waiting."""
         stream = self._link.keys.eval_tasks
-        pending, opened, entries = self._link.script("eval_take", self._consumer, count, version, int(late))
+        pending, opened, entries = self._link.script("take_evaluations", self._consumer, count, version, int(late))
         pairs = [(entry, dict(zip(fields[::2], fields[1::2], strict=True))) for entry, fields in entries]
         taken = self._take([(stream, pair) for pair in pairs])
         return Evaluations(int(pending), bool(opened), self._decode([(stream, entry, 1) for stream, entry in taken]))
@@ -107,7 +107,7 @@ class TaskQueue(ConsumerGroup):
                     continue
                 args += [trajectory.sample, trajectory.loss_mask.data.count(1), body]
             calls.append(args)
-        answers = self._link.scripts("publish", calls)
+        answers = self._link.scripts("publish_samples", calls)
         said = [answer for words in answers for answer in words]
         add_counts(self._link, {f"{DUPLICATE}:publish": said.count(b"dup"), CLOSED: said.count(b"closed")})
         words = [iter(answer) for answer in answers]
@@ -134,7 +134,7 @@ class TaskQueue(ConsumerGroup):
         except BadMessage as error:
             log.warning("partial samples are lost", task_id=task.task_id, reason=str(error))
             body = encode(delivery.message, self._max_bytes)
-        answer = self._link.script("hand_back", task.task_id, delivery.entry_id, body)
+        answer = self._link.script("return_task", task.task_id, delivery.entry_id, body)
         self._release(delivery.stream, delivery.entry_id)
         return bool(answer == b"ok")
 
@@ -168,7 +168,7 @@ class TaskQueue(ConsumerGroup):
             source="tasks", reason=reason, deliveries=abs(times), payload=fields.get(b"b", b""), task_id=task_id
         )
         task = "" if task_id < 0 else task_id
-        self._link.script("give_up", stream.rpartition(":")[2], entry_id, task, letter_bytes(letter, self._max_bytes))
+        self._link.script("fail_task", stream.rpartition(":")[2], entry_id, task, letter_bytes(letter, self._max_bytes))
         self._release(stream, entry_id)
 
 

@@ -33,7 +33,7 @@ class Gauge:
 def read_gauges(link: Connection, surplus: MutableMapping[str, int] | None = None) -> list[Gauge]:
     """All streams at one moment. surplus: kept by the caller from one look to the next, for exact counts."""
     kept = {} if surplus is None else surplus
-    return [_gauge(name, row, kept) for name, row in zip(NAMES, link.script("gauge"), strict=True)]
+    return [_gauge(name, row, kept) for name, row in zip(NAMES, link.script("measure_streams"), strict=True)]
 
 
 def _gauge(name: str, row: list[Any], surplus: MutableMapping[str, int]) -> Gauge:

@@ -59,12 +59,12 @@ class Services:
         Leases are renewed by the same thread, and must not wait for it.
         """
         heartbeat.time = self._link.once("reading the broker's clock", _stamp)
-        self._link.script_once("beat", heartbeat.service, encode(heartbeat), FORGOTTEN_S)
+        self._link.script_once("heartbeat", heartbeat.service, encode(heartbeat), FORGOTTEN_S)
 
     def beat_all(self, heartbeats: Sequence[Heartbeat]) -> None:
         """``beat`` for many services in one round trip; who sends it has stamped them."""
         calls = [(beat.service, encode(beat), FORGOTTEN_S) for beat in heartbeats]
-        self._link.scripts("beat", calls)
+        self._link.scripts("heartbeat", calls)
 
     def clock(self) -> float:
         """Unix seconds by the broker's clock."""
@@ -94,7 +94,7 @@ class Events:
         self._link = link
 
     def emit(self, event: Event) -> None:
-        self._link.script("note", "events", "b", encode(event), KEEP_LINES)
+        self._link.script("append_telemetry", "events", "b", encode(event), KEEP_LINES)
 
     def tail(self, count: int) -> list[Event]:
         """The newest ``count`` events, oldest first."""
@@ -149,7 +149,7 @@ class Metrics:
         self._link = link
 
     def append(self, line: dict[str, Any]) -> None:
-        self._link.script("note", "metrics", "j", json.dumps(line), KEEP_LINES)
+        self._link.script("append_telemetry", "metrics", "j", json.dumps(line), KEEP_LINES)
 
     def tail(self, count: int) -> list[dict[str, Any]]:
         """The newest ``count`` lines, oldest first."""
@@ -182,7 +182,7 @@ class Evals:
         args: list[int | bytes] = [version, tasks[0].n]
         for task in tasks:
             args += [task.task_id, *body_or_letter(task, self._max_bytes)]
-        return bool(self._link.script("eval_open", *args))
+        return bool(self._link.script("open_evaluation", *args))
 
     def results(self) -> list[EvalResult]:
         """All evaluations, by version, also those that are still under way."""

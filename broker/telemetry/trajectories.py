@@ -58,7 +58,7 @@ class Samples:
             if len(body) <= KEEP_BYTES:
                 args += [trajectory.task_id, trajectory.sample, encode(Score(reward=reward)), body]
         if len(args) > 2:
-            self._link.script("keep", *args)
+            self._link.script("keep_samples", *args)
 
     def search(
         self, wanted: Callable[[StoredTrajectory], bool], limit: int, examine: int, only_trained: bool = False

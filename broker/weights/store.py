@@ -90,7 +90,7 @@ class WeightStore:
             probe=probe,
             adapter=adapter,
         )
-        sent = self._link.script("weights_add", leader_term, version, encode(manifest, _MOST))
+        sent = self._link.script("add_version", leader_term, version, encode(manifest, _MOST))
         answer = accepted(self._link, sent, leader_term)
         if answer == b"exists":
             self._check_own(version, leader_term)

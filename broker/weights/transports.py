@@ -98,7 +98,7 @@ class RedisTransport:
     def put(self, file: Path, uri: str, leader_term: str) -> None:
         for index, chunk in enumerate(chunks(file)):
             accepted(
-                self._link, self._link.script("weights_put", leader_term, f"{_name(uri)}:{index}", chunk), leader_term
+                self._link, self._link.script("put_chunk", leader_term, f"{_name(uri)}:{index}", chunk), leader_term
             )
         file.unlink()
 

@@ -139,10 +139,10 @@ class BatchSource:
             self._claim()
             look = self._training.look()
             self._progress.update(look)
-            if self._heed.follow(look.orders):
+            if self._heed.follow(look.control):
                 if stop:
                     return None
-                self._heed.wait(look.orders.pause_id)
+                self._heed.wait(look.control.pause_id)
                 deadline = time.monotonic() + self._config.trainer.batch_timeout_s
                 continue
             self._discard_ended({slot.task_id for slot in look.slots} | taken)
@@ -163,8 +163,8 @@ class BatchSource:
                 continue
             if stop:
                 return None
-            if not active and self._heed.follow(look.orders, drained=True):
-                self._heed.wait(look.orders.pause_id)
+            if not active and self._heed.follow(look.control, drained=True):
+                self._heed.wait(look.control.pause_id)
                 deadline = time.monotonic() + self._config.trainer.batch_timeout_s
                 continue
             if time.monotonic() > deadline:

@@ -156,7 +156,7 @@ class Succession:
         takeover = self._training.begin(request)
         self._patience("leader_term", lambda: self._incarnation.begin(takeover.leader_term, progress.version))
         self._crew.checkpoints.sweep(self._incarnation.number)
-        progress.lineage, progress.started = takeover.lineage, takeover.started
+        progress.broker_lifetime, progress.started = takeover.broker_lifetime, takeover.started
         if takeover.lost:
             progress.version = max(progress.version, takeover.version)
             if takeover.surplus:
@@ -172,5 +172,5 @@ class Succession:
         self._incarnation.check()
         self._fresh = False
         if isinstance(error, BrokerDamaged):
-            # Its lineage ends here: everything that is not in the weights is made again.
-            self._progress.lineage = ""
+            # Its broker_lifetime ends here: everything that is not in the weights is made again.
+            self._progress.broker_lifetime = ""

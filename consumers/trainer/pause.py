@@ -78,7 +78,7 @@ class PauseFollower:
         held = False
         while not stop:
             position = self._broker.ledger.change_position()
-            orders = self._broker.orders.read()
+            orders = self._broker.run_control.read()
             if orders is None:
                 raise BrokerLost("the broker has forgotten what was asked of this run")
             progress.note_pause(orders)
@@ -91,7 +91,7 @@ class PauseFollower:
     def wait(self, seen: int) -> None:
         """Until the orders are others than those with the number ``seen``, a second at most."""
         position = self._broker.ledger.change_position()
-        orders = self._broker.orders.read()
+        orders = self._broker.run_control.read()
         if orders is not None and orders.pause_id == seen:
             self._wait_change(position)
 

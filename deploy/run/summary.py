@@ -39,7 +39,7 @@ def plot_run(metrics: Sequence[dict[str, Any]], evaluations: Sequence[Evaluation
     # matplotlib takes a second to load and nothing before needs it.
     from matplotlib.figure import Figure
 
-    lines = [line for line in lineage(metrics) if "reward/mean" in line]
+    lines = [line for line in surviving_lines(metrics) if "reward/mean" in line]
     rewards = [float(line["reward/mean"]) for line in lines]
     figure = Figure(figsize=(11, 4.2), dpi=150, layout="constrained")
     figure.patch.set_facecolor("white")
@@ -144,7 +144,7 @@ def read_lines(file: Path) -> list[dict[str, Any]]:
     return lines
 
 
-def lineage(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def surviving_lines(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """The lines of the surviving weights, by step.
 
     A trainer that resumed from a checkpoint goes back to an earlier step: what was written of
@@ -174,7 +174,7 @@ def figure(line: Mapping[str, Any], name: str) -> float | None:
 
 def summarise(metrics: Sequence[dict[str, Any]], trained: Sequence[dict[str, Any]], final: Final) -> dict[str, Any]:
     """The summary, from all lines of both logs."""
-    steps, batches = lineage(metrics), lineage(trained)
+    steps, batches = surviving_lines(metrics), surviving_lines(trained)
     uses = Counter((task, sample) for line in batches for task, sample in line["samples"])
     excluded = sum(int(line.get("excluded", 0)) for line in batches)
     evaluations = sorted(final.evaluations, key=lambda evaluation: evaluation.version)

@@ -117,7 +117,7 @@ class _Run:
                 def tick() -> None:
                     show()
                     if watcher.latest is not None:
-                        steward.obey(watcher.latest.orders)
+                        steward.obey(watcher.latest.control)
 
                 outcome = supervisor.run(tick)
             steward.stopping = True

@@ -34,11 +34,11 @@ class CommandFollower:
 
     def begin(self, replicas: Mapping[str, int]) -> None:
         """Say how many replicas there are to be at first, and look which orders are old."""
-        orders = self._broker.orders.read() or ControlState()
+        orders = self._broker.run_control.read() or ControlState()
         self._stop_seen = orders.stop
         self._done = dict(replicas)
         for role, count in replicas.items():
-            self._broker.orders.scale(role, count, BY)
+            self._broker.run_control.scale(role, count, BY)
 
     def describe(self) -> tuple[str, int, dict[str, float]]:
         return "stopping" if self.stopping else "running", -1, {}

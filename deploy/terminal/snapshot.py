@@ -70,7 +70,7 @@ class Notice:
 class RunSnapshot:
     """One look at a run. Histories are oldest first; rates are tokens per second; times are seconds.
 
-    orders: what people asked for, None before the broker was asked.
+    control: what people asked for, None before the broker was asked.
     """
 
     run: str
@@ -97,7 +97,7 @@ class RunSnapshot:
     lags: Mapping[str, int] = field(default_factory=dict)
     replicas: list[Replica] = field(default_factory=list)
     notices: list[Notice] = field(default_factory=list)
-    orders: ControlState | None = None
+    control: ControlState | None = None
 
     @property
     def complete_accuracies(self) -> list[Accuracy]:
@@ -135,7 +135,7 @@ def collect(broker: Broker, config: TidemillConfig) -> RunSnapshot:
         staleness_bound=config.flow.staleness,
         state=ledger.state,
         paused=ledger.paused,
-        orders=ledger.orders,
+        control=ledger.control,
         step=ledger.step,
         version=ledger.version,
         elapsed_s=max(0.0, now - ledger.started) if ledger.started else 0.0,

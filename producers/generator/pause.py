@@ -71,7 +71,7 @@ class PauseFollower:
         if self._position:
             self._broker.ledger.wait_change(self._position)
         self._position = self._broker.ledger.change_position()
-        return self._broker.orders.read()
+        return self._broker.run_control.read()
 
     async def follow(self, control: ControlState | None) -> None:
         """Follow these orders; None is a broker that knows none."""

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from tests.chaos.evidence import Line, Log
-from tests.chaos.lineage import Sample, Step, Violation, lineage, term_number
+from tests.chaos.surviving_steps import Sample, Step, Violation, surviving_steps, term_number
 
 SLACK_S = 0.5
 """How much later than an answer its line of evidence may be."""
@@ -118,7 +118,7 @@ def judge(logs: Sequence[Log], rules: Rules, losses: Sequence[Loss] = ()) -> Jud
     """Hold the logs of a finished run against the promises."""
     trainers = [log for log in logs if log.role == "trainer"]
     facts = gather(logs)
-    steps, broken = lineage(trainers)
+    steps, broken = surviving_steps(trainers)
     judgement = Judgement(violations=list(broken), counts=Counter(violation.promise for violation in broken))
     judgement.steps = len(steps)
     judgement.counts["published"] = sum(len(times) for times in facts.accepted.values())

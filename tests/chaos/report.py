@@ -17,9 +17,9 @@ from rich.table import Table
 from broker.connection.embedded import find_server
 from tests.chaos import recovery, settings
 from tests.chaos.evidence import Line, read_lines
-from tests.chaos.lineage import lineage, trained_log
 from tests.chaos.oracle import Judgement, Rules, judge
 from tests.chaos.run import Chaos
+from tests.chaos.surviving_steps import surviving_steps, trained_log
 from tests.chaos.watch import peaks
 
 SHOWN = 10
@@ -106,7 +106,7 @@ def _compare_trained_log(chaos: Chaos, logs: Any, judgement: Judgement) -> None:
     if not any("resumed" in line for line in lines):
         return
     told = trained_log(lines)
-    steps, _ = lineage([log for log in logs if log.role == "trainer"])
+    steps, _ = surviving_steps([log for log in logs if log.role == "trainer"])
     seen = [(step.step, (task, sample)) for step in steps for task, sample, *_ in step.samples]
     if sorted(told) != sorted(seen):
         differ = sorted(set(told) ^ set(seen))

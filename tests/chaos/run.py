@@ -14,13 +14,13 @@ from rich.console import Console
 from broker.connection.keys import Keys
 from tests.chaos import faults, faults_broker, faults_network, faults_poison, settings
 from tests.chaos.evidence import Evidence, Log, read_logs
-from tests.chaos.lineage import lineage
 from tests.chaos.oracle import Loss, cursor, gather
 from tests.chaos.processes import Fleet
 from tests.chaos.proxy import Proxy
 from tests.chaos.recovery import Hit
 from tests.chaos.server import Server
 from tests.chaos.service import FULL_DISK
+from tests.chaos.surviving_steps import surviving_steps
 from tests.chaos.watch import Tail, Watch
 from tests.chaos.world import KINDS, Fault, Strike, World
 
@@ -195,7 +195,7 @@ class Chaos:
             return missing
         # Only now the exact answer, which takes seconds after an hour: what is in the surviving weights.
         logs = self.logs()
-        steps, _ = lineage([log for log in logs if log.role == "trainer"])
+        steps, _ = surviving_steps([log for log in logs if log.role == "trainer"])
         done = {task for step in steps for task, *_ in step.samples} | gather(logs).ended.keys()
         return [task for task in range(self.cursor) if task not in done]
 

@@ -82,9 +82,9 @@ def _watch_ends(evidence: Evidence) -> None:
 
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
         def script(self: Connection, name: str, *args: Any) -> Any:
-            if name == "close":
+            if name == "close_group":
                 end = {"t": int(args[0]), "how": args[1], "reason": args[2]}
-            elif name == "give_up" and args[2] != "":
+            elif name == "fail_task" and args[2] != "":
                 end = {"t": int(args[2]), "how": "failed", "reason": "dead_letter"}
             elif name == "fail_sample":
                 end = {"t": int(args[0]), "s": int(args[1]), "how": "failed", "reason": "not generated"}

@@ -138,8 +138,8 @@ async def until(condition: Callable[[], object], deadline_s: float = 30) -> None
 
 def freeze(broker: Broker) -> Callable[[], bool]:
     """Order a freeze; what is returned says whether generator ``g`` says that it obeys."""
-    assert broker.orders.pause("freeze", "test")
-    orders = broker.orders.read()
+    assert broker.run_control.pause("freeze", "test")
+    orders = broker.run_control.read()
     assert orders is not None
     number = orders.pause_id
     return lambda: any(b.service == "g" and b.acknowledged.get("pause") == number for b in broker.services.list())

@@ -40,7 +40,7 @@ def _named(ending: str) -> Callable[..., bool]:
 
 
 def _committing(_: Connection, script: str, *__: Any) -> bool:
-    return script == "commit"
+    return script == "commit_step"
 
 
 def _halve(aside: Path) -> None:

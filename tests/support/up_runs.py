@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import yaml
 
-from deploy.run.summary import lineage
+from deploy.run.summary import surviving_lines
 
 
 class Run:
@@ -87,5 +87,5 @@ class Run:
 
 def trained_samples(run: Run) -> list[tuple[int, int]]:
     """Samples of the surviving weights."""
-    lines = lineage(run.lines("trained.jsonl"))
+    lines = surviving_lines(run.lines("trained.jsonl"))
     return [(task_id, sample) for line in lines for task_id, sample in line["samples"]]

@@ -36,7 +36,7 @@ async def drain(context: InContext, by: By, body: WaitRequest | None = None) -> 
 
 
 async def _pause(context: Context, by: str, mode: Mode, wait_s: float, order: str) -> Accepted:
-    changed = await asyncio.to_thread(context.broker.orders.pause, mode, by)
+    changed = await asyncio.to_thread(context.broker.run_control.pause, mode, by)
     if changed:
         await asyncio.to_thread(context.note, "paused", f"pause ({mode}) ordered", by)
     status = await context.until(lambda status: status.pause.done or status.pause.mode != mode, wait_s)
@@ -55,7 +55,7 @@ async def _pause(context: Context, by: str, mode: Mode, wait_s: float, order: st
 @router.post("/resume")
 async def resume(context: InContext, by: By, body: WaitRequest | None = None) -> Accepted:
     """Go on after a pause."""
-    changed = await asyncio.to_thread(context.broker.orders.pause, "none", by)
+    changed = await asyncio.to_thread(context.broker.run_control.pause, "none", by)
     if changed:
         await asyncio.to_thread(context.note, "resumed", "resume ordered", by)
     status = await context.until(_resumed, (body or WaitRequest()).wait_s)
@@ -79,7 +79,7 @@ def _resumed(status: RunStatus) -> bool:
 @router.post("/checkpoint")
 async def checkpoint(context: InContext, by: By, body: WaitRequest | None = None) -> Accepted:
     """Write a checkpoint as soon as the present step is done."""
-    number = await asyncio.to_thread(context.broker.orders.checkpoint, by)
+    number = await asyncio.to_thread(context.broker.run_control.checkpoint, by)
     await asyncio.to_thread(context.note, "checkpoint", "checkpoint ordered", by)
 
     def written(status: RunStatus) -> bool:
@@ -106,7 +106,7 @@ async def stop(context: InContext, by: By) -> Accepted:
     by_whom = context.watch.latest.scaling.by
     if by_whom != "supervisor":
         raise Refusal(409, STOP_ELSEWHERE[by_whom])
-    await asyncio.to_thread(context.broker.orders.stop, by)
+    await asyncio.to_thread(context.broker.run_control.stop, by)
     await asyncio.to_thread(context.note, "stop", "stop ordered", by)
     return Accepted(
         order="stop",
@@ -147,7 +147,7 @@ def _scale(context: Context, body: ScaleRequest, by: str) -> bool:
     if by_whom != "supervisor":
         hint = context.config.control.scale_hint or ""
         raise Refusal(409, NOBODY + scale_command(hint, body.role, str(body.replicas)))
-    return context.broker.orders.scale(body.role, body.replicas, by)
+    return context.broker.run_control.scale(body.role, body.replicas, by)
 
 
 @router.patch("/settings")

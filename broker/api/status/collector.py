@@ -79,7 +79,7 @@ class Collector:
         self._memory: int | None = None
         self._memory_due = 0.0
         self._metrics_id = "0-0"
-        self._lineage = ""
+        self._broker_lifetime = ""
         self._versions: dict[str, int] = {}
         self._loads: deque[float] = deque(maxlen=RECENT)
         self.history = History()
@@ -129,7 +129,7 @@ class Collector:
         results: Sequence[EvalResult],
         now: float,
     ) -> RunStatus:
-        orders, history, rates = ledger.orders, self.history, self._rates
+        orders, history, rates = ledger.control, self.history, self._rates
         pause = pause_status(orders, beats, gauges, now)
         state, cause = run_state(ledger, pause, beats, now)
         services = [self._service(beat, orders, now) for beat in beats]
@@ -173,7 +173,7 @@ class Collector:
             ),
             scaling=scaling(orders, beats, now, self._plan.scale_hint),
             dead_letters=ledger.dead_letters,
-            counters=dict(ledger.tally),
+            counters=dict(ledger.counters),
             memory_bytes=self._memory,
         )
 
@@ -241,7 +241,7 @@ class Collector:
         total = sum(history.last("time/total_s", RECENT))
         stream = {gauge.name: gauge for gauge in gauges}
         generators = [beat for beat in live if beat.role == "generator"]
-        places = len(generators) * (ledger.orders.concurrency or self._plan.max_samples)
+        places = len(generators) * (ledger.control.concurrency or self._plan.max_samples)
         taken = sum(beat.figures.get("samples_in_flight", 0.0) for beat in generators)
         pause = sum(self._loads) / len(self._loads) if self._loads else 0.0
         known = len(history.last("time/total_s", RECENT))

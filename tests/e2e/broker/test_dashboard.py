@@ -124,7 +124,7 @@ class System:
             assert newest, "there is no task"
             entry, fields = newest[0]
             letter = encode(replace(body, task_id=int(fields[b"t"])))
-            if link.script("give_up", "tasks", entry, fields[b"t"], letter) == b"ok":
+            if link.script("fail_task", "tasks", entry, fields[b"t"], letter) == b"ok":
                 found = link.client.xrevrange(link.keys.dead, count=20)
                 return next(id.decode() for id, fields in found if fields[b"b"] == letter)
         raise AssertionError("every task was gone before it could be given up")

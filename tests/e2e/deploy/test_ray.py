@@ -17,7 +17,7 @@ import pytest
 import yaml
 
 from broker.connection.embedded import EmbeddedServer
-from deploy.run.summary import lineage, read_lines
+from deploy.run.summary import read_lines, surviving_lines
 from tests.support.tiny_model import make_tiny_model
 
 pytestmark = pytest.mark.e2e
@@ -99,7 +99,7 @@ def test_a_run_on_ray_goes_on_when_a_node_is_lost_with_all_generators(
     assert "generator-0: killed by SIGKILL" in output.read_text()
     summary = json.loads((run / "summary.json").read_text())
     assert (summary["steps"], summary["exit_reason"]) == (STEPS, "finished")
-    kept = lineage(read_lines(run / "trained.jsonl"))
+    kept = surviving_lines(read_lines(run / "trained.jsonl"))
     uses = Counter(tuple(sample) for line in kept for sample in line["samples"])
     assert [line["step"] for line in kept] == list(range(STEPS))
     assert max(uses.values()) == 1

@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from broker.api.address import ADDRESS
-from deploy.run.summary import lineage, read_lines
+from deploy.run.summary import read_lines, surviving_lines
 from tests.support.slurm_cluster import cluster, jobs
 from tests.support.tiny_model import make_tiny_model
 
@@ -98,7 +98,7 @@ def test_a_run_of_slurm_jobs_outlives_a_preempted_generator_and_clears_the_queue
     wait_until(lambda: steps() == STEPS, "end of training", scripts)
     wait_until(lambda: not jobs(), "empty queue", scripts)
 
-    kept = lineage(read_lines(run / "trained.jsonl"))
+    kept = surviving_lines(read_lines(run / "trained.jsonl"))
     uses = Counter(tuple(sample) for line in kept for sample in line["samples"])
     assert [line["step"] for line in kept] == list(range(STEPS))
     assert max(uses.values()) == 1

@@ -49,7 +49,7 @@ class System(test_pause.System):
             self.pause("freeze")
             if self.growing():
                 return
-            self.broker.orders.pause("none", "test")
+            self.broker.run_control.pause("none", "test")
         raise AssertionError("no freeze met a sample that grew")
 
 
@@ -95,7 +95,7 @@ def test_nothing_is_sampled_in_a_freeze_and_a_generator_that_leaves_in_it_hands_
     for _ in range(3):
         system.stands_still()
     assert system.growing() == kept, "requests are kept as they were"
-    system.broker.orders.pause("none", "test")
+    system.broker.run_control.pause("none", "test")
     system.goes_on()
 
     system.freeze_under_way()
@@ -116,7 +116,7 @@ def test_nothing_is_sampled_in_a_freeze_and_a_generator_that_leaves_in_it_hands_
     system.start_generator("generator-1")
     system.wait("the pause", system.paused)
     assert system.step == step
-    system.broker.orders.pause("none", "test")
+    system.broker.run_control.pause("none", "test")
     system.wait("steps", lambda: system.step > step + len(tasks))
     state = system.broker.ledger.state()
     assert state.balanced

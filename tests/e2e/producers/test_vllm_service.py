@@ -158,7 +158,7 @@ def test_no_token_is_sampled_once_a_freeze_is_acknowledged_though_new_weights_ca
         assert 0 < before < 16 * LONG
         await asyncio.sleep(0.3)
         assert world.sampled() == before
-        broker.orders.pause("none", "test")
+        broker.run_control.pause("none", "test")
         found = await published(broker, 16)
         await until(lambda: engine.version == 2)
         assert versions(found) == ({1} if update == "drain" else {1, 2})

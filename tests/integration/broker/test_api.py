@@ -109,7 +109,7 @@ def test_orders_are_idempotent_and_the_timeline_says_who_gave_them(api: Api) -> 
     assert (first["changed"], first["done"], first["waiting_for"]) == (True, False, ["g"])
     assert (again["changed"], again["state"]) == (False, "pausing")
     assert api.broker.ledger.admit(task(0)).answer == "paused"
-    order = api.broker.orders.read()
+    order = api.broker.run_control.read()
     assert order is not None
     beat = Heartbeat(
         service="g", role="generator", host="h", pid=1, state="paused", acknowledged={"pause": order.pause_id}
@@ -129,7 +129,7 @@ def test_settings_are_checked_changed_and_logged(api: Api) -> None:
     assert api.ask("PATCH", "/v1/settings", {"batch": 4})[0] == 409
     begin(api.broker)
     assert api.ask("PATCH", "/v1/settings", {"batch": 4, "concurrency": 9})[1]["batch"] == 4
-    assert api.broker.ledger.state().orders.concurrency == 9
+    assert api.broker.ledger.state().control.concurrency == 9
     for wrong in ({"batch": 0}, {"batch": "x"}, {"bach": 3}, {}, {"staleness": 10**9}):
         assert api.ask("PATCH", "/v1/settings", wrong)[0] == 422
 
@@ -143,7 +143,7 @@ def test_scale_and_stop_are_refused_where_nobody_could_obey(api: Api) -> None:
         api.wait("the supervisor", lambda: api.ask("GET", "/v1/status")[1]["scaling"]["possible"])
         assert api.ask("POST", "/v1/scale", {"role": "generator", "replicas": 3})[1]["changed"]
         assert api.ask("POST", "/v1/scale", {"role": "trainer", "replicas": 3})[0] == 422
-    orders = api.broker.orders.read()
+    orders = api.broker.run_control.read()
     assert orders is not None
     assert orders.replicas == {"generator": 3}
 

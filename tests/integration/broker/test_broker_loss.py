@@ -37,13 +37,13 @@ def train_one(broker: Broker, training: TrainerSession, task_id: int) -> None:
     training.step(record)
 
 
-def checkpoint(training: TrainerSession, lineage: str = "start") -> TakeoverRequest:
+def checkpoint(training: TrainerSession, broker_lifetime: str = "start") -> TakeoverRequest:
     """What a checkpoint of this moment would hold."""
     look = training.look()
     return changed(
         FIRST,
         fresh=False,
-        lineage=lineage,
+        broker_lifetime=broker_lifetime,
         step=look.step,
         saved=look.step,
         version=look.step,
@@ -73,7 +73,7 @@ def test_a_wiped_broker_admits_what_was_unfinished_first_and_then_goes_on(broker
         training.look()
     _, takeover = begin_as(broker, saved)
     assert takeover.lost
-    assert (takeover.step, takeover.lineage) == (1, takeover.leader_term)
+    assert (takeover.step, takeover.broker_lifetime) == (1, takeover.leader_term)
     state = broker.ledger.state()
     assert (state.cursor, state.redo, state.active, state.trained, state.dropped) == (4, 2, 0, 1, {"stale": 1})
     assert state.balanced
@@ -107,7 +107,7 @@ def test_a_take_over_without_loss_changes_nothing(broker: Broker) -> None:
     _, takeover = begin_as(broker, saved)
     after = broker.ledger.state()
     assert not takeover.lost
-    assert (takeover.step, takeover.lineage) == (2, "start")
+    assert (takeover.step, takeover.broker_lifetime) == (2, "start")
     assert replace(after, leader_term=before.leader_term) == before
 
 
@@ -134,10 +134,10 @@ def test_a_trainer_that_lives_on_also_needs_the_journal_back_to_its_checkpoint(b
     assert begin_as(broker, alive)[1].lost
 
 
-def test_a_checkpoint_of_another_lineage_does_not_fit(broker: Broker) -> None:
+def test_a_checkpoint_of_another_lifetime_does_not_fit(broker: Broker) -> None:
     training = begin(broker)
     train_one(broker, training, 0)
-    assert begin_as(broker, checkpoint(training, lineage="7-beef"))[1].lost
+    assert begin_as(broker, checkpoint(training, broker_lifetime="7-beef"))[1].lost
 
 
 def test_an_empty_folder_beside_a_run_that_went_on_is_refused(broker: Broker) -> None:
@@ -206,7 +206,7 @@ def test_live_changes_and_pause_outlive_a_wiped_broker(broker: Broker) -> None:
     state = broker.ledger.state()
     assert (state.capacity, state.staleness, state.paused) == (9, 2, True)
     broker.ledger.change("staleness", None)
-    begin_as(broker, changed(saved, lineage=training_lineage(broker), settings={}))
+    begin_as(broker, changed(saved, broker_lifetime=training_lifetime(broker), settings={}))
     assert broker.ledger.state().staleness == 7
 
 
@@ -228,10 +228,10 @@ def test_a_failed_group_that_a_mended_broker_makes_again_is_not_requeued_beside_
     before = checkpoint(training)
     letter = fail_group(broker, training, 0)
     changes = {"cursor": 1, "unfinished": [0], "counts": {"admitted": 1}} if known == "unfinished" else {}
-    assert begin_as(broker, changed(before, lineage="7-beef", **changes))[1].lost
+    assert begin_as(broker, changed(before, broker_lifetime="7-beef", **changes))[1].lost
     assert broker.dead_letters.requeue(letter) == ("waiting" if changes else "ended")
     assert broker.ledger.admit(task(0)).answer == "ok"
-    train = begin(broker, fresh=False, lineage=training_lineage(broker))
+    train = begin(broker, fresh=False, broker_lifetime=training_lifetime(broker))
     assert broker.dead_letters.requeue(letter) == "active"
     run_group(broker, 0, (Score(reward=1.0), Score(reward=0.0)))
     record = record_of(train)
@@ -277,14 +277,14 @@ def test_more_ends_than_groups_are_told_and_do_not_pass_for_something_else(broke
 def test_a_group_that_failed_before_the_loss_is_still_requeued(broker: Broker) -> None:
     training = begin(broker)
     letter = fail_group(broker, training, 0)
-    assert begin_as(broker, changed(checkpoint(training), lineage="7-beef"))[1].lost
+    assert begin_as(broker, changed(checkpoint(training), broker_lifetime="7-beef"))[1].lost
     assert broker.dead_letters.requeue(letter) == "ok"
     assert broker.ledger.admit(task(0)).answer == "ok"
     assert broker.ledger.state().balanced
 
 
-def training_lineage(broker: Broker) -> str:
-    return str(broker.link.client.hget(broker.link.keys.ctl, "lineage").decode())
+def training_lifetime(broker: Broker) -> str:
+    return str(broker.link.client.hget(broker.link.keys.ctl, "broker_lifetime").decode())
 
 
 def test_an_older_trainer_does_not_take_a_newer_ones_broker_for_lost(broker: Broker) -> None:
@@ -528,7 +528,7 @@ def test_a_stream_of_weights_that_is_deleted_while_a_version_is_published_is_no_
 
     def script(name: str, *args: Any) -> Any:
         answer = real(name, *args)
-        if name == "weights_add":
+        if name == "add_version":
             broker.link.client.delete(broker.link.keys.weights)
         return answer
 

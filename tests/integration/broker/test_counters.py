@@ -30,7 +30,7 @@ def test_leases_duplicates_and_late_samples_are_counted(broker: Broker) -> None:
     items = scores.read(2, 10)
     scores.publish([(item, Score(reward=1.0)) for item in items])
     assert scores.publish([(items[0], Score(reward=1.0))]) == ["dup"]
-    assert broker.ledger.state().tally == {
+    assert broker.ledger.state().counters == {
         "leases_expired:generators": 1,
         "duplicate:publish": 1,
         "closed": 1,
@@ -46,7 +46,7 @@ def test_a_replaced_trainer_is_counted(make_broker: Callable[..., Broker]) -> No
         old.finish()
     with pytest.raises(FencedError):
         old.look()
-    assert broker.ledger.state().tally == {"fenced": 2}
+    assert broker.ledger.state().counters == {"fenced": 2}
 
 
 def test_counting_harms_nothing_when_its_key_is_something_else(broker: Broker) -> None:
@@ -55,7 +55,7 @@ def test_counting_harms_nothing_when_its_key_is_something_else(broker: Broker) -
     queue = broker.tasks("g")
     queue.read(1, 10)
     queue.publish(0, [trajectory(0, 0)])
-    broker.link.client.set(broker.link.keys.tally, "hello")
+    broker.link.client.set(broker.link.keys.counters, "hello")
     assert queue.publish(0, [trajectory(0, 0)]) == ["dup"]
 
 

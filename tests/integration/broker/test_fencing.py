@@ -43,7 +43,7 @@ def test_a_replaced_trainer_cannot_overwrite_the_bytes_of_a_version(broker: Brok
 def test_the_manifest_of_a_replaced_trainer_is_refused_by_the_broker_itself(broker: Broker) -> None:
     old = begin(broker)
     begin(broker, fresh=False)
-    assert broker.link.script("weights_add", old.leader_term, 7, b"x") == b"fenced"
+    assert broker.link.script("add_version", old.leader_term, 7, b"x") == b"fenced"
     assert broker.weights.newest() is None
 
 

@@ -121,9 +121,9 @@ def test_admission_repeats_harmlessly_and_ends_at_the_total(broker: Broker) -> N
 
 def test_nothing_is_admitted_while_paused(broker: Broker) -> None:
     begin(broker)
-    broker.orders.pause("freeze", "t")
+    broker.run_control.pause("freeze", "t")
     assert broker.ledger.admit(task(0)).answer == "paused"
-    broker.orders.pause("none", "t")
+    broker.run_control.pause("none", "t")
     assert broker.ledger.admit(task(0)).answer == "ok"
 
 

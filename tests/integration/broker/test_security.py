@@ -141,7 +141,7 @@ def test_the_trainer_ends_groups_and_takes_over_from_another(roles: dict[str, Br
 def test_the_operator_steers_lists_and_deletes_a_run(roles: dict[str, Broker]) -> None:
     begin(roles["trainer"])
     operator = roles["operator"]
-    operator.orders.pause("freeze", "t")
+    operator.run_control.pause("freeze", "t")
     assert operator.ledger.change("staleness", 3)
     assert [run.name for run in list_runs(operator.link.client)] == ["mine"]
     assert operator.purge() > 0
@@ -160,9 +160,21 @@ WRITES: Mapping[str, tuple[object, ...]] = {
     "acknowledgement": ("XACK", "trainer", "1-1"),
 }
 FORBIDDEN = {
-    "feeder": (*TRAINERS, "orders", "recent", "weights", "chunks", "scored", "trajectories"),
-    "generator": (*TRAINERS, "ctl", "orders", "recent", "weights", "chunks", "redo"),
-    "reward": (*TRAINERS, "ctl", "orders", "recent", "weights", "chunks", "tasks", "slots", "redo", "failed", "events"),
+    "feeder": (*TRAINERS, "run_control", "recent", "weights", "chunks", "scored", "trajectories"),
+    "generator": (*TRAINERS, "ctl", "run_control", "recent", "weights", "chunks", "redo"),
+    "reward": (
+        *TRAINERS,
+        "ctl",
+        "run_control",
+        "recent",
+        "weights",
+        "chunks",
+        "tasks",
+        "slots",
+        "redo",
+        "failed",
+        "events",
+    ),
     "operator": (*TRAINERS, "weights", "chunks", "tasks", "trajectories", "scored"),
     "observer": tuple(name for name in vars(KEYS) if name != "base"),
 }
@@ -198,7 +210,7 @@ def test_generators_and_rewards_cannot_even_read_the_journal_and_control(roles: 
 CALLS: Mapping[str, Callable[[Broker], object]] = {
     "admit": lambda broker: broker.ledger.admit(task(0)),
     "begin": begin,
-    "weights": lambda broker: broker.link.script("weights_add", "1-x", 9, b"x"),
+    "weights": lambda broker: broker.link.script("add_version", "1-x", 9, b"x"),
     "score": lambda broker: broker.trajectories("x").read(1, 1),
     "generate": lambda broker: broker.tasks("x").read(1, 1),
     "metrics": lambda broker: broker.metrics.append({}),
@@ -233,7 +245,7 @@ def test_another_run_is_out_of_reach(roles: dict[str, Broker], urls: dict[str, s
             for command, *rest in (*WRITES.values(), ("TYPE",), ("DUMP",), ("HGETALL",), ("GET",), ("EXISTS",)):
                 with pytest.raises(redis.exceptions.NoPermissionError):
                     client.execute_command(str(command), key, *rest)
-    for script in ("beat", "journal", "control", "publish"):
+    for script in ("heartbeat", "journal_batch", "set_run_state", "publish_samples"):
         with pytest.raises(ConfigError, match="refuses"):
             connect(urls[role], OTHER).link.script(script, "x", "y", "z", "0")
     with pytest.raises(ConfigError, match="refuses"):

@@ -83,7 +83,7 @@ def test_a_freeze_stops_generation_though_new_weights_are_on_their_way(
         assert rounds < 300, "it did not wait for samples to be finished"
         await asyncio.sleep(0.3)
         assert engine._rounds == rounds
-        broker.orders.pause("none", "test")
+        broker.run_control.pause("none", "test")
         found = await published(broker, 4)
         await until(lambda: engine.version == 2)
         assert versions(found) == {1} if update == "drain" else versions(found) == {1, 2}

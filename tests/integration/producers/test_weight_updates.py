@@ -116,7 +116,7 @@ def publish_damaged(broker: Broker, training: TrainerSession, folder: Path, how:
     repairs: list[Callable[[], Any]] = []
 
     def script(name: str, *args: Any) -> Any:
-        if name == "weights_add":
+        if name == "add_version":
             repairs.append(damage(broker, how))
         return real(name, *args)
 

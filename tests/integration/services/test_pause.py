@@ -134,12 +134,12 @@ class System:
         return self.broker.ledger.state().step
 
     def pause(self, mode: str) -> None:
-        assert self.broker.orders.pause(mode, "test")  # type: ignore[arg-type]
+        assert self.broker.run_control.pause(mode, "test")  # type: ignore[arg-type]
         self.wait("the pause", self.paused)
 
     def paused(self) -> bool:
         broker = self.broker
-        orders = broker.orders.read()
+        orders = broker.run_control.read()
         if orders is None:
             return False
         return pause_status(orders, broker.services.list(), read_gauges(broker.link), broker.services.clock()).done
@@ -205,7 +205,7 @@ def test_nothing_moves_in_a_freeze_and_everything_goes_on_after_it(system: Syste
         system.stands_still()
         state = system.broker.ledger.state()
         assert state.balanced
-        system.broker.orders.pause("none", "test")
+        system.broker.run_control.pause("none", "test")
         system.goes_on()
     failed = system.broker.ledger.state().failed
     assert not failed
@@ -222,7 +222,7 @@ def test_a_freeze_outlives_a_restart_of_every_service(system: System) -> None:
     system.stands_still()
     assert system.step == step
     assert sum(engine.sampled for engine in system.engines.values()) == 0
-    system.broker.orders.pause("none", "test")
+    system.broker.run_control.pause("none", "test")
     system.goes_on()
 
 
@@ -235,7 +235,7 @@ def test_a_freeze_outlives_a_broker_that_was_wiped(system: System) -> None:
     system.wait("the pause in the rebuilt broker", system.paused)
     system.stands_still()
     assert system.step == step
-    system.broker.orders.pause("none", "test")
+    system.broker.run_control.pause("none", "test")
     system.goes_on()
 
 
@@ -248,7 +248,7 @@ def test_a_freeze_outlives_broker_and_trainer_together(system: System) -> None:
     system.start_trainer()
     system.wait("the pause in the rebuilt broker", system.paused)
     system.stands_still()
-    system.broker.orders.pause("none", "test")
+    system.broker.run_control.pause("none", "test")
     system.goes_on()
 
 
@@ -261,14 +261,14 @@ def test_a_drain_finishes_what_runs_and_leaves_a_checkpoint(system: System) -> N
     assert state.active < state.batch
     assert state.uncommitted == 0
     system.stands_still()
-    system.broker.orders.pause("none", "test")
+    system.broker.run_control.pause("none", "test")
     system.goes_on()
 
 
 def test_a_checkpoint_is_written_on_request(system: System) -> None:
     system.start_all()
     system.wait("steps", lambda: system.step >= 1)
-    number = system.broker.orders.checkpoint("test")
+    number = system.broker.run_control.checkpoint("test")
     assert system.trainer is not None
     system.wait("the checkpoint", lambda: system.trainer.heed.acknowledged.get("checkpoint") == number)  # type: ignore[union-attr]
     assert any((system.config.folder / "checkpoints").iterdir())

@@ -21,7 +21,7 @@ from consumers.trainer.checkpoint.compare import compare
 from consumers.trainer.checkpoint.store import Checkpoints
 from consumers.trainer.model.lora import make_policy
 from consumers.trainer.step.train_step import TrainStep
-from deploy.run.summary import lineage, read_lines
+from deploy.run.summary import read_lines, surviving_lines
 from schemas.config import BrokerConfig, parse_config
 from tests.support.deterministic_run import STEPS, Pipeline, configuration
 from tests.support.killed_trainers import POINTS, exit_codes, start
@@ -65,7 +65,7 @@ def assert_as_undisturbed(folder: Path, undisturbed: TrainStep) -> None:
     assert found.equal, found.differs
     left = [file.name for file in checkpoints.folder.iterdir() if file.name.startswith(".")]
     assert not left, "what a killed save leaves is removed by the next trainer"
-    lines = lineage(read_lines(folder / "run/trained.jsonl"))
+    lines = surviving_lines(read_lines(folder / "run/trained.jsonl"))
     assert Counter(task for line in lines for task, _ in line["samples"]) == dict.fromkeys(range(2 * STEPS), 2)
 
 

@@ -23,7 +23,7 @@ from consumers.trainer.loop import Trainer
 from consumers.trainer.model.policy import Policy, load_model
 from consumers.trainer.model.snapshot import Snapshot
 from consumers.trainer.step.train_step import TrainStep
-from deploy.run.summary import lineage, read_lines
+from deploy.run.summary import read_lines, surviving_lines
 from schemas.config import TidemillConfig, parse_config
 from schemas.errors import ConfigError, DiskError, FencedError
 from schemas.lifecycle import StopFlag
@@ -114,7 +114,7 @@ def until(condition: Callable[[], bool], what: str) -> None:
 
 def trained(folder: Path) -> Counter[int]:
     """How often each prompt is in the surviving weights."""
-    lines = lineage(read_lines(folder / "run" / "trained.jsonl"))
+    lines = surviving_lines(read_lines(folder / "run" / "trained.jsonl"))
     return Counter(task for line in lines for task in {task for task, _ in line["samples"]})
 
 
@@ -303,7 +303,7 @@ def test_a_checkpoint_that_was_asked_for_is_told_of_when_it_is_durable(
     with Rest(broker):
         thread, errors = in_thread(one, StopFlag())
         until(lambda: one.progress.step >= 1, "step 1")
-        assert broker.orders.checkpoint("test")
+        assert broker.run_control.checkpoint("test")
         thread.join(60)
     assert not thread.is_alive()
     assert not errors
@@ -341,7 +341,10 @@ def test_the_batch_changes_while_the_run_goes_on(
         thread.join(60)
     assert not thread.is_alive()
     assert not errors
-    sizes = [len({task for task, _ in line["samples"]}) for line in lineage(read_lines(tmp_path / "run/trained.jsonl"))]
+    sizes = [
+        len({task for task, _ in line["samples"]})
+        for line in surviving_lines(read_lines(tmp_path / "run/trained.jsonl"))
+    ]
     assert sizes[0] == 2
     assert sizes[-1] == 4
     assert broker.ledger.state().trained == sum(sizes)

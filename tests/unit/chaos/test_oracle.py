@@ -11,10 +11,10 @@ import pytest
 
 from tests.chaos import recovery
 from tests.chaos.evidence import Evidence, Line, Log, read_logs
-from tests.chaos.lineage import lineage, trained_log
 from tests.chaos.oracle import Judgement, Loss, Rules, cursor, gather, judge
 from tests.chaos.processes import last_words
 from tests.chaos.recovery import Hit
+from tests.chaos.surviving_steps import surviving_steps, trained_log
 from tests.chaos.watch import peaks
 
 RULES = Rules(cursor=2, samples=2, staleness=1)
@@ -82,7 +82,7 @@ def test_a_step_repeated_after_a_crash_is_not_trained_twice() -> None:
     )
     judgement = judge([publications(), first, second], RULES)
     assert broken(judgement) == []
-    assert [(s.step, s.process) for s in lineage([first, second])[0]] == [(0, "trainer.8"), (1, "trainer.9")]
+    assert [(s.step, s.process) for s in surviving_steps([first, second])[0]] == [(0, "trainer.8"), (1, "trainer.9")]
 
 
 def test_a_restart_without_a_checkpoint_begins_with_the_untrained_model() -> None:
@@ -101,7 +101,7 @@ def test_a_restart_without_a_checkpoint_begins_with_the_untrained_model() -> Non
     ids=["a step is missing", "the first steps are missing", "a checkpoint nobody saved"],
 )
 def test_a_broken_chain_of_steps(trainers: list[Log]) -> None:
-    assert "lineage" in broken(judge([publications(), *trainers], RULES))
+    assert "surviving_steps" in broken(judge([publications(), *trainers], RULES))
 
 
 def test_phantom_made_up_sample() -> None:

@@ -8,7 +8,16 @@ from typing import Any
 
 import pytest
 
-from deploy.run.summary import Evaluation, Final, lineage, plot_run, read_lines, smooth, summarise, write_summary
+from deploy.run.summary import (
+    Evaluation,
+    Final,
+    plot_run,
+    read_lines,
+    smooth,
+    summarise,
+    surviving_lines,
+    write_summary,
+)
 
 
 def trained(step: int, *samples: tuple[int, int], **more: Any) -> dict[str, Any]:
@@ -29,7 +38,7 @@ def test_a_replayed_step_counts_once() -> None:
 
 
 def test_steps_behind_a_checkpoint_that_was_gone_back_to_do_not_count() -> None:
-    steps = [line["step"] for line in lineage([trained(s) for s in (0, 1, 2, 3, 1, 2)])]
+    steps = [line["step"] for line in surviving_lines([trained(s) for s in (0, 1, 2, 3, 1, 2)])]
     assert steps == [0, 1, 2]
 
 

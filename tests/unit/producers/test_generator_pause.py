@@ -31,7 +31,7 @@ class SilentBroker:
     def __init__(self) -> None:
         self.control = ControlState()
         self.answers = threading.Event()
-        self.ledger = self.orders = self
+        self.ledger = self.run_control = self
 
     def wait_change(self, position: bytes) -> None:
         """Nothing changes."""

@@ -1,7 +1,7 @@
 -- KEYS: TRAJECTORIES DEAD COUNTS
 -- ARGV: entry, dead letter. An entry nobody can read: kept whole, then removed. Once.
 if #redis.call('XRANGE', TRAJECTORIES, ARGV[1], ARGV[1]) == 0 then return 'dup' end
-bury(ARGV[2])
+keep_dead_letter(ARGV[2])
 redis.call('XACK', TRAJECTORIES, REWARD, ARGV[1])
 redis.call('XDEL', TRAJECTORIES, ARGV[1])
 return 'ok'

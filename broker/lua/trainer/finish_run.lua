@@ -4,5 +4,5 @@
 local no = refused(ARGV[1])
 if no then return no end
 redis.call('HSET', CTL, 'state', 'finished')
-changed('control')
+changed('run_state')
 return 'ok'

@@ -14,7 +14,7 @@ if active >= (tonumber(ctl[3]) - tonumber(ctl[4])) * tonumber(ctl[5]) then retur
 if active >= tonumber(ctl[2]) then return {'full', task} end
 if ARGV[2] == '' then
   -- A task that nobody can send: its group failed as it came in, and needs no slot.
-  bury(ARGV[4])
+  keep_dead_letter(ARGV[4])
   redis.call('HINCRBY', COUNTS, 'failed:dead_letter', 1)
   redis.call('HINCRBY', COUNTS, 'admitted', 1)
   note_failed(task)

@@ -4,7 +4,7 @@ local task, field = ARGV[1], ARGV[1] .. ':' .. ARGV[2]
 local fields = redis.call('HMGET', GROUPS, task .. ':kind', task .. ':n')
 if not fields[1] then return 'closed' end
 if redis.call('HEXISTS', SAMPLES, field) == 1 then return 'dup' end
-bury(ARGV[3])
+keep_dead_letter(ARGV[3])
 redis.call('HSET', SAMPLES, field, '-')
 if fields[1] == 'train' then
   redis.call('XADD', SCORED, '*', 't', task, 's', ARGV[2], 'n', fields[2], 'e', '-', 'b', ARGV[4])

@@ -6,7 +6,7 @@ if redis.call('HSETNX', EVALS, version .. ':n', (#ARGV - 2) / 3 * tonumber(ARGV[
 for i = 3, #ARGV, 3 do
   local task = ARGV[i]
   if ARGV[i + 1] == '' then
-    bury(ARGV[i + 2])
+    keep_dead_letter(ARGV[i + 2])
     for _ = 1, tonumber(ARGV[2]) do eval_outcome(task, nil) end
   else
     local entry = redis.call('XADD', EVAL_TASKS, '*', 't', task, 'v', version, 'b', ARGV[i + 1])

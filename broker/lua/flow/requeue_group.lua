@@ -11,5 +11,5 @@ redis.call('ZADD', REDO, task, task)
 redis.call('HINCRBY', COUNTS, 'admitted', -1)
 redis.call('HINCRBY', COUNTS, 'failed:requeued', -1)
 redis.call('XDEL', DEAD, ARGV[1])
-changed('requeue')
+changed('requeue_group')
 return 'ok'

@@ -13,5 +13,5 @@ for i = 5, #ARGV do
   redis.call('XACK', SCORED, TRAINER, ARGV[i])
   redis.call('XDEL', SCORED, ARGV[i])
 end
-changed('close')
+changed('close_group')
 return 'ok'

@@ -41,7 +41,7 @@ def term_number(leader_term: str) -> int:
     return int(leader_term.partition("-")[0])
 
 
-def lineage(trainers: Sequence[Log]) -> tuple[list[Step], list[Violation]]:
+def surviving_steps(trainers: Sequence[Log]) -> tuple[list[Step], list[Violation]]:
     """The steps inside the weights of the newest trainer, in order, and what is wrong with their chain."""
     begun = [
         (term_number(line.data["leader_term"]), log) for log in trainers for line in log.lines if line.kind == "begin"
@@ -64,16 +64,18 @@ def lineage(trainers: Sequence[Log]) -> tuple[list[Step], list[Violation]]:
         saved = _saved(trainers, source)
         if saved is None:
             text = f"{log.process} loaded a checkpoint of step {source.data['step']} that no trainer saved"
-            return steps[::-1], [Violation("lineage", text)]
+            return steps[::-1], [Violation("surviving_steps", text)]
         log, lines = saved
     steps.reverse()
     broken = [
-        Violation("lineage", f"step {after.step} of {after.process} follows step {before.step} of {before.process}")
+        Violation(
+            "surviving_steps", f"step {after.step} of {after.process} follows step {before.step} of {before.process}"
+        )
         for before, after in pairwise(steps)
         if after.step != before.step + 1
     ]
     if steps and steps[0].step != 0:
-        broken.append(Violation("lineage", f"the first step is {steps[0].step} of {steps[0].process}"))
+        broken.append(Violation("surviving_steps", f"the first step is {steps[0].step} of {steps[0].process}"))
     return steps, broken
 
 

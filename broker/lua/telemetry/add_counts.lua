@@ -1,5 +1,5 @@
 #!lua flags=allow-oom
--- KEYS: TALLY
+-- KEYS: COUNTERS
 -- ARGV: name and amount, again and again. Counts what is worth knowing of a run's mishaps; nothing depends on it.
-for i = 1, #ARGV, 2 do redis.call('HINCRBYFLOAT', TALLY, ARGV[i], ARGV[i + 1]) end
+for i = 1, #ARGV, 2 do redis.call('HINCRBYFLOAT', COUNTERS, ARGV[i], ARGV[i + 1]) end
 return 'ok'

@@ -13,5 +13,5 @@ for i = 5, #ARGV do groups = groups + redis.call('ZREM', SLOTS, ARGV[i]) end
 redis.call('HINCRBY', COUNTS, 'trained', groups)
 redis.call('HINCRBY', COUNTS, 'samples_trained', ARGV[4])
 redis.call('HSET', CTL, 'step', ARGV[2], 'version', ARGV[3])
-changed('step')
+changed('complete_step')
 return 'ok'

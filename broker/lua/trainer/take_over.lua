@@ -1,7 +1,7 @@
 #!lua flags=allow-oom
--- KEYS: CTL LEADER_TERM SLOTS COUNTS GROUPS SAMPLES TASKS EVAL_TASKS TRAJECTORIES SCORED DEAD JOURNAL EVALS CHANGES REDO FAILED WEIGHTS CHUNKS EVENTS METRICS SERVICES PARTIALS ORDERS TALLY
+-- KEYS: CTL LEADER_TERM SLOTS COUNTS GROUPS SAMPLES TASKS EVAL_TASKS TRAJECTORIES SCORED DEAD JOURNAL EVALS CHANGES REDO FAILED WEIGHTS CHUNKS EVENTS METRICS SERVICES PARTIALS RUN_CONTROL COUNTERS
 -- ARGV: what the trainer knows, as JSON (broker/flow/progress.py, TakeoverRequest). A trainer takes the run over.
--- What the broker knows wins as long as it can be true. It cannot when its lineage is not that of the trainer's
+-- What the broker knows wins as long as it can be true. It cannot when its lifetime is not that of the trainer's
 -- checkpoint, when a step is missing in its journal, when its counts do not add up, or when a key of the pipeline is
 -- of another type: then the pipeline is built anew from what the trainer knows. When it only went back a little (its last second was lost), what ended
 -- since then is forgotten, and what was admitted since then is admitted again.
@@ -15,7 +15,7 @@ local pipeline = {
 local beside = {
   {WEIGHTS, 'stream'}, {CHUNKS, 'hash'}, {DEAD, 'stream'}, {EVALS, 'hash'}, {CHANGES, 'stream'}, {FAILED, 'zset'},
   {PARTIALS, 'hash'}, {EVENTS, 'stream'}, {METRICS, 'stream'}, {SERVICES, 'hash'},
-  {ORDERS, 'hash'}, {TALLY, 'hash'},
+  {RUN_CONTROL, 'hash'}, {COUNTERS, 'hash'},
 }
 local function drop_foreign(types)
   local dropped = false
@@ -31,11 +31,11 @@ end
 drop_foreign(beside)
 local damaged = drop_foreign(pipeline)
 
-local known = redis.call('HMGET', CTL, 'leader_term', 'version', 'step', 'cursor', 'lineage')
+local known = redis.call('HMGET', CTL, 'leader_term', 'version', 'step', 'cursor', 'broker_lifetime')
 local known_step = tonumber(known[3])
 local n = math.max(tonumber(known[1] or 0), own.leader_term_floor) + 1
 local leader_term = string.format('%d-%s', n, own.nonce)
-local rebuild = damaged or not known_step or known[5] ~= own.lineage
+local rebuild = damaged or not known_step or known[5] ~= own.broker_lifetime
 if not rebuild then
   for step = own.saved, known_step - 1 do
     if redis.call('HEXISTS', JOURNAL, string.format('%d', step)) == 0 then rebuild = true end
@@ -136,20 +136,20 @@ redis.call('HSET', CTL, 'steps', string.format('%d', own.steps), 'window', strin
 redis.call('HDEL', CTL, 'cause')
 redis.call('HSET', CTL, 'every', string.format('%d', own.every))
 if lost then
-  redis.call('HSET', CTL, 'lineage', leader_term)
+  redis.call('HSET', CTL, 'broker_lifetime', leader_term)
 elseif fresh then
-  redis.call('HSET', CTL, 'lineage', own.lineage)
+  redis.call('HSET', CTL, 'broker_lifetime', own.broker_lifetime)
 end
 redis.call('HSETNX', CTL, 'started', own.started or redis.call('TIME')[1])
 -- A pause outlives the loss of the broker.
-if redis.call('HEXISTS', ORDERS, 'pause_id') == 0 then
-  redis.call('HSET', ORDERS, 'pause', own.pause, 'pause_id', string.format('%d', own.pause_id))
-  redis.call('HSET', ORDERS, 'by', own.pause_by, 'since', string.format('%d', own.pause_since))
+if redis.call('HEXISTS', RUN_CONTROL, 'pause_id') == 0 then
+  redis.call('HSET', RUN_CONTROL, 'pause', own.pause, 'pause_id', string.format('%d', own.pause_id))
+  redis.call('HSET', RUN_CONTROL, 'by', own.pause_by, 'since', string.format('%d', own.pause_since))
 end
-redis.call('HSET', CTL, 'paused', (redis.call('HGET', ORDERS, 'pause') or 'none') == 'none' and '0' or '1')
+redis.call('HSET', CTL, 'paused', (redis.call('HGET', RUN_CONTROL, 'pause') or 'none') == 'none' and '0' or '1')
 for name, value in pairs(own.settings) do redis.call('HSETNX', CTL, 'set:' .. name, string.format('%d', value)) end
 local concurrency = redis.call('HGET', CTL, 'set:concurrency')
-if concurrency then redis.call('HSET', ORDERS, 'concurrency', concurrency) end
+if concurrency then redis.call('HSET', RUN_CONTROL, 'concurrency', concurrency) end
 for _, name in ipairs({'batch', 'staleness'}) do
   redis.call('HSET', CTL, name, redis.call('HGET', CTL, 'set:' .. name) or string.format('%d', own[name]))
 end
@@ -158,6 +158,6 @@ for _, pair in ipairs({{TASKS, GENERATORS}, {EVAL_TASKS, GENERATORS}, {TRAJECTOR
   local made = redis.pcall('XGROUP', 'CREATE', pair[1], pair[2], '0', 'MKSTREAM')
   if made.err and not string.match(made.err, 'BUSYGROUP') then return made end
 end
-changed('begin')
-local now = redis.call('HMGET', CTL, 'step', 'version', 'lineage', 'started')
+changed('take_over')
+local now = redis.call('HMGET', CTL, 'step', 'version', 'broker_lifetime', 'started')
 return {leader_term, now[1], now[2], now[3], now[4], lost and '1' or '0', string.format('%d', surplus)}

@@ -23,7 +23,7 @@ local function score(field, entry, task, index, body, reward, letter)
     local pending = redis.pcall('XPENDING', TRAJECTORIES, REWARD, entry, entry, 1)
     if pending.err or #pending == 0 then return 'dup' end
   end
-  if letter ~= '' then bury(letter) end
+  if letter ~= '' then keep_dead_letter(letter) end
   if known and group[1] == 'train' then
     groups[task] = group
     redis.call('XADD', SCORED, '*', 't', task, 's', index, 'n', group[2], 'e', entry, 'b', body)

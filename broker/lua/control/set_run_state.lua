@@ -2,5 +2,5 @@
 -- KEYS: CTL CHANGES
 -- ARGV: field, value. How a run ended before it was done, as its supervisor saw it: state, cause.
 redis.call('HSET', CTL, ARGV[1], ARGV[2])
-changed('control')
+changed('run_state')
 return 'ok'

@@ -5,7 +5,7 @@
 -- samples fail that are not there: the others are scored.
 local stream = ({tasks = TASKS, eval_tasks = EVAL_TASKS})[ARGV[1]]
 if #redis.call('XRANGE', stream, ARGV[2], ARGV[2]) == 0 then return 'dup' end
-bury(ARGV[4])
+keep_dead_letter(ARGV[4])
 local task = ARGV[3]
 -- Only the entry that the group stands on ends the group; a forged one doesn't.
 local stands = task ~= '' and redis.call('HGET', GROUPS, task .. ':entry') == ARGV[2]
@@ -23,7 +23,7 @@ elseif stands and redis.call('ZREM', SLOTS, task) == 1 then
   redis.call('HINCRBY', COUNTS, 'failed:dead_letter', 1)
   redis.call('HINCRBY', COUNTS, 'samples_failed', forget(task))
   note_failed(task)
-  changed('close')
+  changed('close_group')
 end
 redis.call('XACK', stream, GENERATORS, ARGV[2])
 redis.call('XDEL', stream, ARGV[2])
