@@ -54,36 +54,15 @@ Advance = Callable[[int], None]
 
 def build(folder: Path, max_length: int) -> int:
     """Write a random Qwen2 with a byte tokenizer to ``folder``; returns its number of parameters."""
-    import torch
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
     from transformers.utils import logging
 
+    from deploy.offline.tiny_model import byte_tokenizer, write_tiny_model
+
     logging.disable_progress_bar()
-    vocabulary = {token: index for index, token in enumerate(["<pad>", "<eos>", *pre_tokenizers.ByteLevel.alphabet()])}
-    tokenizer = Tokenizer(models.BPE(vocabulary, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    config = Qwen2Config(
-        vocab_size=len(vocabulary),
-        hidden_size=128,
-        intermediate_size=512,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        max_position_embeddings=max_length,
-        tie_word_embeddings=False,
-        bos_token_id=None,
-        eos_token_id=1,
-        pad_token_id=0,
+    tokenizer = byte_tokenizer(["<pad>", "<eos>"], pad_token="<pad>", eos_token="<eos>")
+    return write_tiny_model(
+        folder, tokenizer, 0, hidden=128, intermediate=512, layers=4, heads=4, max_length=max_length
     )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model = Qwen2ForCausalLM(config)
-    model.save_pretrained(folder)
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>")
-    fast.save_pretrained(folder)
-    return int(sum(parameter.numel() for parameter in model.parameters()))
 
 
 def measure(

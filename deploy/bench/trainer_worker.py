@@ -20,12 +20,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
 from consumers.trainer.data.microbatches import Group
 from consumers.trainer.model.packing import pack
 from consumers.trainer.model.policy import Policy, load_model
 from consumers.trainer.step.train_step import TrainStep
+from deploy.offline.tiny_model import write_tiny_model
 from schemas.codec import Array
 from schemas.config import TrainerConfig
 from schemas.messages import Span, Trajectory
@@ -40,26 +41,20 @@ def make_model(folder: Path) -> Path:
     """A random Qwen2 of 25 million parameters with a tokenizer, once."""
     if (folder / "config.json").is_file():
         return folder
-    config = Qwen2Config(
-        vocab_size=VOCABULARY,
-        hidden_size=HIDDEN,
-        intermediate_size=4 * HIDDEN,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=HEADS,
-        num_key_value_heads=HEADS,
-        max_position_embeddings=LONGEST,
-        tie_word_embeddings=False,
-        bos_token_id=1,
-        eos_token_id=2,
-        pad_token_id=0,
-    )
-    torch.manual_seed(0)
-    Qwen2ForCausalLM(config).save_pretrained(folder)
     words = {f"<{index}>": index for index in range(VOCABULARY)}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="<3>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<0>", eos_token="<2>")
-    fast.save_pretrained(folder)
+    write_tiny_model(
+        folder,
+        fast,
+        0,
+        hidden=HIDDEN,
+        intermediate=4 * HIDDEN,
+        layers=LAYERS,
+        heads=HEADS,
+        max_length=LONGEST,
+    )
     return folder
 
 

@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import Qwen2Config
 
 from consumers.trainer.model.hf_weights import reference_logprobs
 from consumers.trainer.model.policy import Policy
 from consumers.trainer.model.snapshot import Snapshot, Snapshots
 from consumers.trainer.step.optimizer import build_optimizer
+from deploy.offline.tiny_model import byte_tokenizer, random_model
 from schemas.config import OptimizerConfig
 from schemas.errors import ConfigError
 
@@ -46,24 +46,19 @@ class Subject:
         shape = SHAPES.get(name)
         if shape is None:
             raise ConfigError(f"a model of {name} is not known here, give some of {', '.join(SHAPES)}")
-        torch.manual_seed(0)
-        config = Qwen2Config(
-            vocab_size=shape.vocabulary,
-            hidden_size=shape.hidden,
-            intermediate_size=shape.intermediate,
-            num_hidden_layers=shape.layers,
-            num_attention_heads=shape.hidden // 64,
-            num_key_value_heads=shape.hidden // 64,
-            max_position_embeddings=1024,
-            tie_word_embeddings=False,
-            bos_token_id=None,
-            eos_token_id=None,
+        model = random_model(
+            shape.vocabulary,
+            0,
+            hidden=shape.hidden,
+            intermediate=shape.intermediate,
+            layers=shape.layers,
+            heads=shape.hidden // 64,
+            max_length=1024,
         )
-        model: Any = Qwen2ForCausalLM
-        self.policy = Policy(model(config).float())
+        self.policy = Policy(model)
         self.parameters = sum(parameter.numel() for parameter in self.policy.parameters())
         self._snapshots = Snapshots(self.policy, WIRE)
-        self._tokens = torch.randint(shape.vocabulary, (4, 128))
+        self._tokens = torch.randint(shape.vocabulary, (4, 128), generator=torch.Generator().manual_seed(0))
 
     def step(self) -> None:
         """One optimizer step on the cross-entropy of 4 × 128 random tokens."""
@@ -100,10 +95,5 @@ class Subject:
         config.architectures = ["Qwen2ForCausalLM"]
         config.save_pretrained(folder)
         self.write(folder / "model.safetensors")
-        letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-        tokenizer = Tokenizer(models.BPE(vocab={letter: index for index, letter in enumerate(letters)}, merges=[]))
-        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-        tokenizer.decoder = decoders.ByteLevel()
-        fast: Any = PreTrainedTokenizerFast
-        fast(tokenizer_object=tokenizer).save_pretrained(folder)
+        byte_tokenizer([]).save_pretrained(folder)
         return folder

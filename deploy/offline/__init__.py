@@ -1,1 +1,1 @@
-"""Commands that need no broker: warm start, preference training, evaluation, export, replay."""
+"""Work that needs no broker: warm start, preference training, evaluation, export, replay, tiny models."""

@@ -20,49 +20,29 @@ def make_tiny_model(
 
     The same seed gives the same weights. Embeddings are untied unless ``tied``.
     """
-    import torch
-    from transformers import Qwen2Config, Qwen2ForCausalLM
     from transformers.utils import logging
 
+    from deploy.offline.tiny_model import write_tiny_model
+
     logging.disable_progress_bar()
-    tokenizer = make_tokenizer()
-    config = Qwen2Config(
-        vocab_size=len(tokenizer),
-        hidden_size=hidden,
-        intermediate_size=4 * hidden,
-        num_hidden_layers=layers,
-        num_attention_heads=hidden // 32,
-        num_key_value_heads=hidden // 32,
-        max_position_embeddings=max_length,
+    write_tiny_model(
+        folder,
+        make_tokenizer(),
+        seed,
+        hidden=hidden,
+        intermediate=4 * hidden,
+        layers=layers,
+        heads=hidden // 32,
+        max_length=max_length,
         tie_word_embeddings=tied,
-        bos_token_id=BOS,
-        eos_token_id=EOS,
-        pad_token_id=PAD,
         initializer_range=0.1,  # large, so that distributions are far from uniform and differ between seeds
     )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model = Qwen2ForCausalLM(config).to(torch.float32)
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
     return folder
 
 
 def make_tokenizer() -> Any:
-    """A ``PreTrainedTokenizerFast`` with one token per byte and a chat template; <pad>, <bos>, <eos> are 0, 1, 2.
+    """A ``PreTrainedTokenizerFast`` with one token per byte and a chat template; <pad>, <bos>, <eos> are 0, 1, 2."""
+    from deploy.offline.tiny_model import byte_tokenizer
 
-    Byte-level without merges: transformers loads the tokenizer of any qwen2 folder as
-    byte-level BPE, whatever tokenizer_config.json says, so anything else would be changed by that.
-    """
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    special = ["<pad>", "<bos>", "<eos>"]
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE({token: index for index, token in enumerate(special + alphabet)}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>")
-    fast.chat_template = CHAT_TEMPLATE
-    return fast
+    special = {"pad_token": "<pad>", "bos_token": "<bos>", "eos_token": "<eos>"}
+    return byte_tokenizer(list(special.values()), chat_template=CHAT_TEMPLATE, **special)

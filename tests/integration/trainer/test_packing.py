@@ -130,7 +130,7 @@ def test_the_chunked_head_is_the_softmax(
     def gradients(chunked: bool) -> tuple[Tensor, Tensor, list[Tensor]]:
         leaves = [t.clone().requires_grad_() for t in inputs]
         if chunked:
-            logprobs, entropy = policy.score(
+            logprobs, entropy = policy_module.score(
                 leaves[0], leaves[1], leaves[2] if biased else None, targets, temperature, of_entropy
             )
         else:
