@@ -1,14 +1,28 @@
-"""From the configuration to a launcher; every mistake is one line that says what is allowed."""
+"""What a launcher is, and how the configuration names one; every mistake is one line that says what is allowed.
+
+A launcher starts a run on one engine. An engine with a queue of its own, such as Slurm, is handed the whole run. One
+that only places processes is a ``Starter`` as well (deploy/supervisor/services.py), and the supervisor does the rest.
+"""
 
 from __future__ import annotations
 
 import difflib
 import inspect
+from typing import Protocol
 
 from deploy.launchers import LAUNCHERS
-from deploy.supervisor.services import Launcher
 from schemas.config import LauncherConfig, TidemillConfig
 from schemas.errors import ConfigError
+
+
+class Launcher(Protocol):
+    """Made of ``launcher.args``: the parameters of its constructor are its options, ConfigError if they can't be."""
+
+    def launch(self, config: TidemillConfig, fresh: bool = False) -> int:
+        """Start the run or go on with it; returns the exit code when it is over, or is the engine's own business.
+
+        fresh: delete what an earlier run of this name left, first. ConfigError, InfraError.
+        """
 
 
 def build_launcher(config: TidemillConfig) -> Launcher:

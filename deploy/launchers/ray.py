@@ -1,14 +1,10 @@
-"""One service on the node where Ray has put it: an actor around a guarded process.
+"""``tidemill ray``: a run on a Ray cluster, supervised from this process.
 
-When the actor goes, with its node or because the driver went, the guardian ends the service within seconds.
-
-Services on a Ray cluster: each is an actor that Ray places, on nodes that its autoscaler brings.
-
-The driver supervises as it does on one machine: what dies, alone or with its node, is placed and started again. Ray's
-own restarts are off, so that one place decides. The trainer and the small services have a placement group, reserved
-at the start; generators are spread, and more of them are asked for while tasks wait.
-
-``tidemill ray``: the run on a Ray cluster, supervised from this process (deploy/launchers/ray.py).
+The supervisor works as on one machine: a service that dies, alone or with its node, is placed and started again.
+Ray's own restarts are off, so that one place decides. Each service is an actor around a guarded process: when the
+actor goes, with its node or because this process went, the guardian ends the service within seconds. The trainer and
+the small services have a placement group, reserved at the start; generators are spread over the nodes, which Ray's
+autoscaler brings, and more of them are asked for while tasks wait.
 """
 
 from __future__ import annotations
@@ -18,28 +14,71 @@ import signal
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 from broker.connection.connection import url_from
-from deploy.launchers.autoscale import Autoscaler
-from deploy.supervisor.process import Exit, Process, Processes
-from deploy.supervisor.services import Running
+from deploy.run.up import run_up
+from deploy.supervisor.process import Process, Processes
+from deploy.supervisor.services import Exit, Running, Scaler
+from schemas.config import TidemillConfig
+from schemas.control_api import RunStatus
 from schemas.errors import ConfigError, InfraError
 
-if TYPE_CHECKING:
-    from deploy.supervisor.supervisor import Supervisor
-    from deploy.terminal.snapshot import RunSnapshot
-from dataclasses import dataclass
-
-from deploy.run.up import run_up
-from schemas.config import TidemillConfig
-
 LOOK_S = 0.05
+GOING_ON = ("starting", "running", "finishing")
+"""States of a run in which its generators are scaled, once its trainer has begun."""
+PASSED_ON = ("TIDEMILL_", "REDIS_URL", "PYTHONPATH", "HF_", "VLLM_")
+"""Beginnings of variables that services get from the driver."""
+PLACE_S = 600.0
+"""How long the cluster may take to find room for the trainer."""
+GROW_S = 30.0
+"""How long tasks must have waited before one more generator is asked for."""
+SHRINK_S = 300.0
+"""How long none must have waited before one is given up: machines and models take minutes to come back."""
+
+
+@dataclass
+class Autoscaler:
+    """How many generators a run can use, from what waits for them: a pure state machine, time is an argument.
+
+    Admission bounds what waits, so a queue that stays full means that generators are what the run waits for, and one
+    that stays empty that there are enough. least, most: bounds of the answer.
+    """
+
+    least: int
+    most: int
+    _waiting_since: float | None = None
+    _idle_since: float | None = None
+
+    def wanted(self, now: float, replicas: int, loading: int, waiting: int) -> int:
+        """Replicas to have now. loading: those of ``replicas`` that can't work yet. waiting: unfinished tasks."""
+        bounded = min(max(replicas, self.least), self.most)
+        if bounded != replicas or loading:
+            # What was asked for is not there yet: nothing can be told from the queue.
+            self._waiting_since = self._idle_since = None
+            return bounded
+        if waiting:
+            self._idle_since = None
+            self._waiting_since = now if self._waiting_since is None else self._waiting_since
+            if now - self._waiting_since >= GROW_S:
+                self._waiting_since = None
+                return min(replicas + 1, self.most)
+        else:
+            self._waiting_since = None
+            self._idle_since = now if self._idle_since is None else self._idle_since
+            if now - self._idle_since >= SHRINK_S:
+                self._idle_since = None
+                return max(replicas - 1, self.least)
+        return replicas
 
 
 class Host:
-    """Calls run in threads beside each other: ``wait`` until the service has ended, the others at any time."""
+    """The actor of one service, on the node where Ray has put it.
+
+    Its calls run in threads beside each other: ``wait`` until the service has ended, the others at any time.
+    """
 
     def __init__(
         self, argv: Sequence[str], name: str, log: str | None, environment: Mapping[str, str], folder: str
@@ -67,14 +106,8 @@ class Host:
         self._process.kill()
 
 
-PASSED_ON = ("TIDEMILL_", "REDIS_URL", "PYTHONPATH", "HF_", "VLLM_")
-"""Beginnings of variables that services get from the driver."""
-PLACE_S = 600.0
-"""How long the cluster may take to find room for the trainer."""
-
-
 class RayCluster:
-    """A starter. Attaches to the cluster at once; ConfigError if there is none or it can never have room."""
+    """A starter that attaches to the cluster at once; ConfigError if there is none or it can never have room."""
 
     def __init__(self, options: Ray, least: int, most: int, broker_url: str | None) -> None:
         """least, most: generators. broker_url: broker.url of the configuration."""
@@ -84,7 +117,7 @@ class RayCluster:
             raise ConfigError(f"{error}: pip install 'tidemill[ray]'") from error
         self._ray: Any = ray
         self._options = options
-        self._scaler = Autoscaler(least, most)
+        self._autoscaler = Autoscaler(least, most)
         try:
             self._ray.init(address=options.address, log_to_driver=False, logging_level="ERROR", include_dashboard=False)
         except (ConnectionError, RuntimeError, ValueError) as error:
@@ -113,17 +146,16 @@ class RayCluster:
         actor = self._actor(role).remote(arguments, name, log and str(log), {**passed, **environment}, os.getcwd())
         return RayService(self._ray, actor)
 
-    def tick(self, supervisor: Supervisor, snapshot: RunSnapshot | None) -> None:
-        """Scale the generators."""
-        if snapshot is None or not snapshot.broker_answers or snapshot.state != "running" or snapshot.paused:
+    def tick(self, scaler: Scaler, status: RunStatus | None) -> None:
+        """Scale the generators while the run goes on."""
+        if status is None or not status.leader_term or status.state not in GOING_ON:
             return
-        replicas = supervisor.replicas("generator")
-        working = sum(beat.role == "generator" and beat.state != "loading" for beat in snapshot.replicas)
-        wanted = self._scaler.wanted(
-            time.monotonic(), replicas, max(0, replicas - working), snapshot.lags.get("tasks", 0)
-        )
+        replicas = scaler.replicas("generator")
+        working = sum(service.role == "generator" and service.state != "loading" for service in status.services)
+        unfinished = next((stream.waiting + stream.pending for stream in status.streams if stream.name == "tasks"), 0)
+        wanted = self._autoscaler.wanted(time.monotonic(), replicas, max(0, replicas - working), unfinished)
         if wanted != replicas:
-            supervisor.scale("generator", wanted)
+            scaler.scale("generator", wanted)
 
     def _actor(self, role: str) -> Any:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -152,7 +184,7 @@ class RayCluster:
 
 
 class RayService:
-    """A handle of one service."""
+    """The supervisor's handle of one service: where it runs is Ray's business, so it has no process id here."""
 
     pid: int | None = None
     guard_pid = 0

@@ -10,9 +10,11 @@ import fcntl
 import json
 import os
 import shutil
+import socket
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -21,29 +23,37 @@ import redis
 from rich.console import Console
 
 from broker.api.address import ADDRESS, address_of
+from broker.api.status.poller import Watch, unreachable
+from broker.api.web.sse import timeline_event
 from broker.client import Broker
 from broker.connection.connection import answers, open_client, url_from
 from broker.connection.embedded import EmbeddedServer
 from broker.presence import Presence
+from broker.telemetry.streams import StoredEvent
 from deploy.logs import configure_logging
 from deploy.offline.warm_start import is_current
 from deploy.run.preflight import check
 from deploy.run.summary import Ending, finish
 from deploy.run_files import CONFIG
-from deploy.supervisor.events import Notices
+from deploy.supervisor.commands import CommandFollower
+from deploy.supervisor.events import NAME, TimelineWriter
 from deploy.supervisor.restart_policy import State
-from deploy.supervisor.scale_commands import CommandFollower
-from deploy.supervisor.services import Starter
-from deploy.supervisor.supervisor import Change, RunOutcome, ServiceSpec, Supervisor
-from deploy.terminal.live import View
-from deploy.terminal.snapshot import Notice, Replica, RunSnapshot, Watcher, empty
+from deploy.supervisor.services import Change, ServiceSpec, Starter
+from deploy.supervisor.supervisor import RunOutcome, ServiceView, Supervisor
+from deploy.terminal.live import Picture, View
 from schemas.config import ProbesConfig, TidemillConfig, save_config
+from schemas.control_api import RunStatus, ServiceStatus, TimelineEvent
 from schemas.errors import CONFIG_EXIT, ERROR_EXIT, INTERRUPTED_EXIT, OK_EXIT, ConfigError, InfraError
 
 BROKER_DEADLINE_S = 30.0
 STOP_ORDER = {"feeder": 0, "generator": 1, "reward": 2, "trainer": 3, "control": 4, "broker": 9}
 EXIT_CODES = {"finished": OK_EXIT, "failed": ERROR_EXIT, "stopped": INTERRUPTED_EXIT}
 SHOW_EVERY_S = 0.25
+LOOK_EVERY_S = 0.5
+QUIET_S = 3.0
+"""A look at the broker that takes longer than this shows the last one, marked as waiting for the broker."""
+EVENTS = 8
+"""The newest events of the supervisor and of the others that are kept for the live view."""
 LOCK = "up.lock"
 
 
@@ -87,8 +97,9 @@ class _Run:
         self.starter = starter
         self.file = file
         self.console = Console()
-        self.notices: list[Notice] = []
-        self.timeline = Notices()
+        self.own_events: deque[TimelineEvent] = deque(maxlen=EVENTS)
+        self.other_events: deque[TimelineEvent] = deque(maxlen=EVENTS)
+        self.timeline = TimelineWriter()
         self.phases: dict[str, float] = {}
         self.environment: dict[str, str] = {}
         self.view: View | None = None
@@ -103,42 +114,49 @@ class _Run:
         if early is not None:
             return self.report(early, None)
         broker = Broker.connect(self.config)
-        steward = CommandFollower(supervisor, broker)
-        steward.begin({"generator": self.config.generator.replicas, "reward": self.config.reward.replicas})
+        commands = CommandFollower(supervisor, broker)
+        commands.begin({"generator": self.config.generator.replicas, "reward": self.config.reward.replicas})
         with (
             self.timeline.to(broker),
-            Presence(broker, "supervisor", "supervisor", steward.describe),
-            Watcher(broker, self.config) as watcher,
+            Presence(broker, "supervisor", "supervisor", commands.describe),
+            self._watch(broker) as watch,
         ):
             with self._phase("training"), View(self.console) as self.view:
                 self._start_services(supervisor)
-                show = self._every(SHOW_EVERY_S, lambda: self._show(supervisor, watcher))
+                show = self._every(SHOW_EVERY_S, lambda: self._show(supervisor, watch))
 
                 def tick() -> None:
                     show()
-                    if watcher.latest is not None:
-                        steward.obey(watcher.latest.control)
+                    commands.follow(watch.control)
 
                 outcome = supervisor.run(tick)
-            steward.stopping = True
-            self.ordered = steward.ordered
+            commands.stopping = True
+            self.ordered = commands.ordered
             self.view = None
             if outcome.reason == "stopped":
                 self.console.print("stopping the services; once more to kill them")
             with self._phase("stopping"):
                 supervisor.stop(keep=["broker"])
-            steward.record(outcome)
+            commands.record(outcome)
         ending = finish(self.config, outcome, self.phases)
         supervisor.stop()
         return self.report(outcome, ending)
 
     def on_change(self, change: Change) -> None:
-        """The supervisor did something to a service."""
-        notice = Notice(change.service, change.text, change.level, time.time())
-        self.notices.append(notice)
+        """Show what the supervisor did to a service, and write it into the timeline."""
+        event = TimelineEvent(
+            id="",
+            time=time.time(),
+            name="service",
+            service=change.service,
+            level=change.level,
+            text=change.text,
+            data={},
+        )
+        self.own_events.append(event)
         self.timeline.put(change)
         if self.view is not None:
-            self.view.notice(notice)
+            self.view.tell(event)
         elif change.level != "info":
             self.console.print(f"{change.service}: {change.text}", soft_wrap=True, highlight=False, markup=False)
 
@@ -210,11 +228,36 @@ class _Run:
             stop_order=STOP_ORDER.get(role, 0),
         )
 
-    def _show(self, supervisor: Supervisor, watcher: Watcher) -> None:
+    @contextmanager
+    def _watch(self, broker: Broker) -> Iterator[Watch]:
+        """Look at the run as the control plane does, in threads: a silent broker never stops the supervisor."""
+        watch = Watch(broker, self.config, every_s=LOOK_EVERY_S, measure_memory=False)
+        watch.on_events = self._remember
+        watch.start()
+        try:
+            yield watch
+        finally:
+            watch.stop()
+
+    def _remember(self, events: list[StoredEvent]) -> None:
+        """Keep what others wrote into the timeline: this process knows anyway what its supervisor did."""
+        self.other_events.extend(timeline_event(event) for event in events if event.event.data.get("by") != NAME)
+
+    def _show(self, supervisor: Supervisor, watch: Watch) -> None:
         self._tell_address()
-        self.starter.tick(supervisor, watcher.latest)
-        if self.view is not None:
-            self.view.show(self._merge(supervisor, watcher.latest or empty(self.config)), time.monotonic())
+        status = latest(watch)
+        self.starter.tick(supervisor, status)
+        if self.view is None or status is None:
+            return
+        services = supervisor.services
+        picture = Picture(
+            status.model_copy(update={"services": with_processes(status.services, services)}),
+            watch.rewards,
+            watch.evaluations,
+            sorted([*self.other_events.copy(), *self.own_events], key=lambda event: event.time),
+            {service.name: service.restarts for service in services},
+        )
+        self.view.show(picture, time.monotonic())
 
     def _tell_address(self) -> None:
         """Say where the control plane listens, once for each address."""
@@ -222,22 +265,6 @@ class _Run:
         if url is not None and url != self.address:
             self.address = url
             self.on_change(Change("control", f"listens at {url}"))
-
-    def _merge(self, supervisor: Supervisor, snapshot: RunSnapshot) -> RunSnapshot:
-        """What the broker knows of the services and what the supervisor knows of their processes."""
-        beats = {replica.name: replica for replica in snapshot.replicas}
-        replicas = []
-        for service in supervisor.services:
-            alive = service.state is State.RUNNING
-            beat = beats.pop(service.name, None) if alive else None
-            own_state = "starting" if alive and service.role != "broker" else str(service.state)
-            replica = beat or Replica(service.name, service.role, own_state)
-            replicas.append(replace(replica, restarts=service.restarts))
-        known = {service.name for service in supervisor.services}
-        # The rest were started elsewhere and joined this run.
-        replicas += [beat for name, beat in beats.items() if name not in known]
-        notices = sorted([*snapshot.notices, *self.notices[-8:]], key=lambda notice: notice.time)
-        return replace(snapshot, replicas=replicas, notices=notices)
 
     def report(self, outcome: RunOutcome, ending: Ending | None) -> int:
         """Tell how it ended; returns the exit code."""
@@ -268,6 +295,50 @@ class _Run:
                 call()
 
         return tick
+
+
+def latest(watch: Watch) -> RunStatus | None:
+    """The newest status, marked as unreachable while a look takes longer than QUIET_S; None before the first one."""
+    try:
+        status = watch.latest
+    except InfraError:
+        return None
+    silent_s = time.monotonic() - watch.ticked
+    if silent_s <= QUIET_S + LOOK_EVERY_S or status.state == "unreachable":
+        return status
+    return unreachable(status, f"the broker has not answered for {silent_s:.0f} s")
+
+
+def with_processes(beats: Sequence[ServiceStatus], services: Sequence[ServiceView]) -> list[ServiceStatus]:
+    """What the broker knows of the services, and of those without a heartbeat what the supervisor knows."""
+    left = {beat.name: beat for beat in beats if beat.role != "supervisor"}
+    merged = []
+    for service in services:
+        alive = service.state is State.RUNNING
+        beat = left.pop(service.name, None)
+        if beat is None or not alive:
+            beat = _without_heartbeat(service, "starting" if alive and service.role != "broker" else str(service.state))
+        merged.append(beat)
+    # The rest were started elsewhere and joined this run.
+    return [*merged, *left.values()]
+
+
+def _without_heartbeat(service: ServiceView, state: str) -> ServiceStatus:
+    return ServiceStatus(
+        name=service.name,
+        role=service.role,
+        host=socket.gethostname(),
+        pid=service.pid or 0,
+        state=state,
+        version=None,
+        silent_s=0.0,
+        live=service.state is State.RUNNING,
+        paused=False,
+        tokens_per_s=0.0,
+        load=None,
+        acknowledged={},
+        figures={},
+    )
 
 
 @contextmanager

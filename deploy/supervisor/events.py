@@ -1,7 +1,7 @@
-"""Tells the run's timeline what the supervisor did, so that whoever looks from elsewhere sees it, too.
+"""Writes what the supervisor did into the run's timeline, for people who look at the run from elsewhere.
 
-A thread writes: a broker that does not answer holds nothing up. It is tried again until it does; of many notices that
-wait the oldest go first.
+A thread writes, so that a broker which does not answer holds nothing up. The thread tries again until the broker
+answers; when too many changes wait, the oldest are forgotten first.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import redis
 import structlog
 
 from broker.client import Broker
-from deploy.supervisor.supervisor import Change
+from deploy.supervisor.services import Change
 from schemas.errors import TidemillError
 from schemas.messages import Event
 
@@ -24,19 +24,19 @@ NAME = "supervisor"
 KEPT = 200
 RETRY_S = 1.0
 END_S = 2.0
-"""How long the last notices may take at the end."""
+"""How long the last changes may take at the end."""
 
 log = structlog.get_logger()
 
 
-class Notices:
-    """``put`` at any time, also before there is a broker; used as a context manager it writes what there is.
+class TimelineWriter:
+    """Changes are ``put`` at any time, also before there is a broker; a context manager that writes all of them.
 
     ::
 
-        notices = Notices()
-        notices.put(Change("broker", "started"))
-        with notices.to(broker): ...
+        timeline = TimelineWriter()
+        timeline.put(Change("broker", "started"))
+        with timeline.to(broker): ...
     """
 
     def __init__(self) -> None:
@@ -44,15 +44,15 @@ class Notices:
         self._broker: Broker | None = None
         self._wake = threading.Condition()
         self._ending = False
-        self._thread = threading.Thread(target=self._run, name="notices", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="timeline", daemon=True)
 
     def to(self, broker: Broker) -> Self:
-        """Where they go."""
+        """Name the broker that the changes go to."""
         self._broker = broker
         return self
 
     def put(self, change: Change) -> None:
-        """Note one; never waits for the broker."""
+        """Keep a change until it is written; never waits for the broker."""
         with self._wake:
             self._waiting.append(change)
             self._wake.notify()
@@ -93,5 +93,5 @@ class Notices:
                 self._broker.events.emit(event)
             return self._broker is not None
         except (TidemillError, redis.RedisError) as error:
-            log.warning("a notice is not in the timeline yet", service=change.service, error=str(error))
+            log.warning("a change is not in the timeline yet", service=change.service, error=str(error))
             return False

@@ -2,51 +2,28 @@
 
 Three nets: a guardian per child (deploy/supervisor/guard.py) that kills everything below it when the
 child ends or this process dies; the kernel's parent-death signal should the guardian itself
-be killed; and ``sweep``, with which this process then finds the grandchildren.
-
-Services as processes of this machine.
+be killed; and ``Strays.sweep``, with which this process then finds the grandchildren. ``Processes`` is the starter
+made of such processes, for services on this machine.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import signal
 import socket
 import subprocess
 import sys
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from deploy.supervisor import guard
+from deploy.supervisor.services import Exit, Scaler
+from schemas.control_api import RunStatus
 from schemas.errors import InfraError
-
-if TYPE_CHECKING:
-    from deploy.supervisor.supervisor import Supervisor
-    from deploy.terminal.snapshot import RunSnapshot
-
 
 MARK = "TIDEMILL_SUPERVISOR"
 """Environment variable that tells this supervisor's processes, at any depth, from all others."""
-
-
-@dataclass(frozen=True)
-class Exit:
-    """How a process ended: its exit code, negative for a signal."""
-
-    code: int
-
-    def __str__(self) -> str:
-        if self.code >= 0:
-            return f"exit code {self.code}"
-        try:
-            name = signal.Signals(-self.code).name
-        except ValueError:
-            name = f"signal {-self.code}"
-        return f"killed by {name}"
 
 
 class Process:
@@ -211,12 +188,12 @@ class Strays:
 
 
 class Processes:
-    """The starter of ``tidemill up``, and one to build others on: what ``start`` runs may be a way to elsewhere."""
+    """The starter of ``tidemill up``, and a base class for others: what ``start`` runs may be a way to elsewhere."""
 
     def start(
         self, argv: Sequence[str], name: str, role: str, log: Path | None, environment: Mapping[str, str], mark: str
     ) -> Process:
         return Process(argv, name, log=log, environment=environment, mark=mark)
 
-    def tick(self, supervisor: Supervisor, snapshot: RunSnapshot | None) -> None:
-        """One machine has what it has."""
+    def tick(self, scaler: Scaler, status: RunStatus | None) -> None:
+        """Does nothing: one machine has what it has."""

@@ -1,31 +1,64 @@
-"""What a launcher is: it starts a run on one engine, and is chosen by name or dotted path.
+"""Services as the supervisor knows them: what is to run, what runs, how it ended, and who starts it.
 
-An engine with a queue of its own, such as Slurm, is handed the whole run. One that only places processes is a
-``Starter`` as well: the supervisor does the rest for it, which is restarts, scaling and the orderly end.
+Where services run is a ``Starter``'s business: this machine (deploy/supervisor/process.py), Ray
+(deploy/launchers/ray.py), or a user's own. Restarts, scaling and the orderly end are the supervisor's.
 """
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import Literal, Protocol
 
-from deploy.supervisor.process import Exit
-from schemas.config import TidemillConfig
-
-if TYPE_CHECKING:
-    from deploy.supervisor.supervisor import Supervisor
-    from deploy.terminal.snapshot import RunSnapshot
+from schemas.control_api import RunStatus
 
 
-class Launcher(Protocol):
-    """Made of ``launcher.args``: the parameters of its constructor are its options, ConfigError if they can't be."""
+@dataclass(frozen=True)
+class ServiceSpec:
+    """One service that is to run.
 
-    def launch(self, config: TidemillConfig, fresh: bool = False) -> int:
-        """Start the run or go on with it; returns the exit code when it is over, or is the engine's own business.
+    essential: the run is over when it fails for good; else when the last replica of its role does.
+    optional: the run goes on without it. finishes: its exit code 0 means that the run is done.
+    stop_order: lower ones are stopped earlier, higher ones are started earlier.
+    shared_output: it writes to this process's own output, not to a log.
+    """
 
-        fresh: delete what an earlier run of this name left, first. ConfigError, InfraError.
-        """
+    name: str
+    argv: Sequence[str]
+    role: str = ""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    essential: bool = True
+    optional: bool = False
+    finishes: bool = False
+    stop_order: int = 0
+    shared_output: bool = False
+
+
+@dataclass(frozen=True)
+class Change:
+    """Something that happened to a service, for people."""
+
+    service: str
+    text: str
+    level: Literal["info", "warning", "error"] = "info"
+
+
+@dataclass(frozen=True)
+class Exit:
+    """How a process ended: its exit code, negative for a signal."""
+
+    code: int
+
+    def __str__(self) -> str:
+        if self.code >= 0:
+            return f"exit code {self.code}"
+        try:
+            name = signal.Signals(-self.code).name
+        except ValueError:
+            name = f"signal {-self.code}"
+        return f"killed by {name}"
 
 
 class Running(Protocol):
@@ -53,6 +86,16 @@ class Running(Protocol):
         """Kill it and everything that it started."""
 
 
+class Scaler(Protocol):
+    """The part of the supervisor that a starter may call to change how many replicas there are."""
+
+    def scale(self, role: str, count: int) -> None:
+        """Start or stop replicas of a role until ``count`` of them live; ConfigError if that can't be."""
+
+    def replicas(self, role: str) -> int:
+        """How many of a role live, or are about to be started again."""
+
+
 class Starter(Protocol):
     """Starts services of a run. ``role`` says what a service is for; its log is a path that this process can write."""
 
@@ -61,5 +104,5 @@ class Starter(Protocol):
     ) -> Running:
         """Start it; returns at once, InfraError if that can't be. mark: tells processes of this run from others."""
 
-    def tick(self, supervisor: Supervisor, snapshot: RunSnapshot | None) -> None:
-        """Called several times a second: a place to scale. ``snapshot`` is the newest look at the run, if any."""
+    def tick(self, scaler: Scaler, status: RunStatus | None) -> None:
+        """Called several times a second: a place to scale. ``status`` is the newest look at the run, if any."""

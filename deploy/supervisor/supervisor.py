@@ -12,16 +12,16 @@ import os
 import select
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Literal, Self
 
 from deploy.supervisor.failures import Failure, last_error, root_cause
-from deploy.supervisor.process import Exit, Processes, Strays, become_subreaper
+from deploy.supervisor.process import Processes, Strays, become_subreaper
 from deploy.supervisor.restart_policy import Life, State
-from deploy.supervisor.services import Running, Starter
+from deploy.supervisor.services import Change, Exit, Running, ServiceSpec, Starter
 from schemas.config import SupervisorConfig
 from schemas.errors import HOPELESS, OK_EXIT, ConfigError, InfraError
 
@@ -29,36 +29,6 @@ TICK_S = 0.1
 SWEEP_S = 3.0
 """How long to look for what a killed guardian left."""
 KILL_DEADLINE_S = 15.0
-
-
-@dataclass(frozen=True)
-class ServiceSpec:
-    """One service.
-
-    essential: the run is over when it fails for good; else when the last replica of its role does.
-    optional: the run goes on without it. finishes: its exit code 0 means that the run is done.
-    stop_order: lower ones are stopped earlier, higher ones are started earlier.
-    shared_output: it writes to this process's own output, not to a log.
-    """
-
-    name: str
-    argv: Sequence[str]
-    role: str = ""
-    environment: Mapping[str, str] = field(default_factory=dict)
-    essential: bool = True
-    optional: bool = False
-    finishes: bool = False
-    stop_order: int = 0
-    shared_output: bool = False
-
-
-@dataclass(frozen=True)
-class Change:
-    """Something that happened to a service, for people."""
-
-    service: str
-    text: str
-    level: Literal["info", "warning", "error"] = "info"
 
 
 @dataclass(frozen=True)

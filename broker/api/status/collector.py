@@ -71,9 +71,11 @@ class Plan:
 class Collector:
     """Reads the run again and again; keeps the metrics that it has read. Used by one thread."""
 
-    def __init__(self, broker: Broker, plan: Plan) -> None:
+    def __init__(self, broker: Broker, plan: Plan, measure_memory: bool = True) -> None:
+        """measure_memory: whether ``memory_bytes`` is read, which asks for the size of every key of the run."""
         self._broker = broker
         self._plan = plan
+        self._measure_memory = measure_memory
         self._rates = Rates()
         self._surplus: dict[str, int] = {}
         self._memory: int | None = None
@@ -85,6 +87,10 @@ class Collector:
         self.history = History()
         self.ages: Counter[int] = Counter()
         """Loss tokens by age, of all steps that were read."""
+        self.control: ControlState | None = None
+        """What people asked for, as it was last read; None before."""
+        self.evaluations: list[EvalResult] = []
+        """All evaluations, by version, as they were last read."""
 
     def read(self) -> RunStatus:
         """The run now; InfraError when the broker does not answer."""
@@ -96,11 +102,13 @@ class Collector:
         now = broker.services.clock()
         beats = [beat for beat in known if now - beat.time < FORGOTTEN_S]
         self._follow_metrics()
-        if time.monotonic() >= self._memory_due:
+        if self._measure_memory and time.monotonic() >= self._memory_due:
             self._memory = broker.memory()
             self._memory_due = time.monotonic() + MEMORY_EVERY_S
         self._rates.add(now, _counts(ledger, gauges))
         self._follow_loads(beats)
+        self.control = ledger.control
+        self.evaluations = results
         return self._status(ledger, gauges, beats, results, now)
 
     def _follow_loads(self, beats: Sequence[Heartbeat]) -> None:

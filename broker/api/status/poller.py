@@ -1,4 +1,4 @@
-"""Looks at the run once a second for all who ask: answers come from here, whatever the number of open pages."""
+"""Looks at the run again and again for all who ask: the control plane's pages, and the terminal of ``tidemill up``."""
 
 from __future__ import annotations
 
@@ -9,19 +9,21 @@ from collections.abc import Callable
 import redis
 import structlog
 
-from broker.api.status.collector import Collector, Plan
+from broker.api.status.collector import Collector, Plan, evaluation
 from broker.api.status.kubernetes import Deployments
 from broker.api.status.prometheus import render
 from broker.api.status.series import Pace
 from broker.client import Broker
+from broker.flow.run_control import ControlState
 from broker.telemetry.streams import StoredEvent
 from schemas.config import TidemillConfig
-from schemas.control_api import MetricsHistory, RunStatus, ThroughputHistory, Verdict
+from schemas.control_api import EvaluationStatus, MetricsHistory, RunStatus, ThroughputHistory, Verdict
 from schemas.errors import InfraError, TidemillError
 
 EVERY_S = 1.0
 EVENTS_AT_ONCE = 200
 BLOCK_MS = 1000
+REWARDS = 240
 
 log = structlog.get_logger()
 
@@ -30,18 +32,34 @@ class Watch:
     """Two threads: one reads the status, one follows the timeline.
 
     on_status, on_metrics and on_events are called from them with what is new. ``latest`` is the newest status.
+    ``control``, ``evaluations`` and ``rewards`` belong to it. These attributes never wait for the broker; ``refresh``,
+    ``history``, ``throughput`` and ``metrics`` may wait as long as a look takes.
     """
 
-    def __init__(self, broker: Broker, config: TidemillConfig, deployments: Deployments | None = None) -> None:
-        """deployments: who scales, on Kubernetes."""
+    def __init__(
+        self,
+        broker: Broker,
+        config: TidemillConfig,
+        deployments: Deployments | None = None,
+        every_s: float = EVERY_S,
+        measure_memory: bool = True,
+    ) -> None:
+        """deployments: who scales, on Kubernetes. every_s: pause between two looks. measure_memory: see Collector."""
         self._broker = broker
         self._deployments = deployments
-        self._collector = Collector(broker, Plan.of(config))
+        self._every_s = every_s
+        self._collector = Collector(broker, Plan.of(config), measure_memory)
         self._pace = Pace()
         self._lock = threading.Lock()
         self._stop = threading.Event()
         self._latest: RunStatus | None = None
         self._answer = b""
+        self.control: ControlState | None = None
+        """What people asked for; None before the first look."""
+        self.evaluations: list[EvaluationStatus] = []
+        """All evaluations on held-out prompts, by version."""
+        self.rewards: list[float] = []
+        """Mean reward of each of the last REWARDS steps, oldest first."""
         self.error = "the broker has not been asked yet"
         self.started = False
         """Whether the broker has ever answered."""
@@ -93,6 +111,9 @@ class Watch:
                 status = status.model_copy(update={"scaling": self._deployments.scaling})
             new = self._collector.history.since(last, EVENTS_AT_ONCE)
             self._pace.add(status)
+            self.control = self._collector.control
+            self.evaluations = [evaluation(result) for result in self._collector.evaluations]
+            self.rewards = self._collector.history.last("reward/mean", REWARDS)
             self._keep(status)
             self.error, self.started = "", True
         if new.step:
@@ -129,16 +150,13 @@ class Watch:
                 self.refresh()
             except (TidemillError, redis.RedisError) as error:
                 self._lost(str(error))
-            self._stop.wait(EVERY_S)
+            self._stop.wait(self._every_s)
 
     def _lost(self, error: str) -> None:
         self.error = " ".join(error.split())
         log.warning("cannot look at the run", error=self.error)
         if self._latest is not None:
-            said = Verdict(
-                limit="broker", text="The broker does not answer: what follows is the last look.", figures={}
-            )
-            self._keep(self._latest.model_copy(update={"state": "unreachable", "cause": self.error, "verdict": said}))
+            self._keep(unreachable(self._latest, self.error))
 
     def _follow(self) -> None:
         position: str | None = None
@@ -155,3 +173,9 @@ class Watch:
             if events:
                 position = events[-1].id
                 self.on_events(events)
+
+
+def unreachable(status: RunStatus, cause: str) -> RunStatus:
+    """The last look at a run whose broker does not answer, marked as such."""
+    said = Verdict(limit="broker", text="The broker does not answer: what follows is the last look.", figures={})
+    return status.model_copy(update={"state": "unreachable", "cause": cause, "verdict": said})

@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 
 from deploy.supervisor.restart_policy import State
-from deploy.supervisor.supervisor import Change, RunOutcome, ServiceSpec, Supervisor
+from deploy.supervisor.services import Change, ServiceSpec
+from deploy.supervisor.supervisor import RunOutcome, Supervisor
 from schemas.config import SupervisorConfig
 from schemas.errors import CONFIG_EXIT, ConfigError
 
@@ -323,7 +324,8 @@ def test_a_guardian_does_not_look_like_its_service(tmp_path: Path, token: str) -
 SUPERVISE = """
 import sys
 from pathlib import Path
-from deploy.supervisor import ServiceSpec, Supervisor
+from deploy.supervisor.services import ServiceSpec
+from deploy.supervisor.supervisor import Supervisor
 from schemas.config import SupervisorConfig
 
 with Supervisor(SupervisorConfig(grace_s=float(sys.argv[2])), Path(sys.argv[1])) as supervisor:

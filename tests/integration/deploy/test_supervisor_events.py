@@ -1,17 +1,24 @@
-"""What the supervisor does to a service is in the run's timeline, also when the broker comes late."""
+"""What the supervisor does to a service is in the timeline, also when the broker comes late, and in the live view."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
+from broker.api.status.poller import Watch
 from broker.client import Broker
-from deploy.supervisor.events import KEPT, Notices
-from deploy.supervisor.supervisor import Change
-from deploy.terminal.snapshot import collect
-from schemas.config import parse_config
+from broker.connection.connection import Connection
+from broker.connection.embedded import EmbeddedServer
+from broker.connection.keys import Keys
+from deploy.run.up import _Run, latest
+from deploy.supervisor.events import KEPT, TimelineWriter
+from deploy.supervisor.process import Processes
+from deploy.supervisor.services import Change
+from deploy.terminal.live import Picture, plain_line
+from schemas.config import BrokerConfig, parse_config
 from schemas.errors import InfraError
 from schemas.messages import Event
 
@@ -30,11 +37,11 @@ def wait(what: str, reached: Callable[[], bool]) -> None:
         time.sleep(0.02)
 
 
-def test_notices_from_before_the_broker_come_first_and_none_is_lost_at_the_end(broker: Broker) -> None:
-    notices = Notices()
-    notices.put(Change("broker", "started"))
-    with notices.to(broker):
-        notices.put(Change("generator-0", "killed by SIGKILL; restart 1 in 0.5 s", "warning"))
+def test_changes_from_before_the_broker_come_first_and_none_is_lost_at_the_end(broker: Broker) -> None:
+    timeline = TimelineWriter()
+    timeline.put(Change("broker", "started"))
+    with timeline.to(broker):
+        timeline.put(Change("generator-0", "killed by SIGKILL; restart 1 in 0.5 s", "warning"))
     assert texts(broker) == ["broker: started", "generator-0: killed by SIGKILL; restart 1 in 0.5 s"]
     newest = broker.events.newest(1)[0].event
     assert (newest.name, newest.level, newest.data) == ("service", "warning", {"by": "supervisor"})
@@ -49,28 +56,65 @@ def test_a_broker_that_takes_nothing_gets_them_later_and_the_oldest_go_first(bro
         emit(event)
 
     broker.events.emit = sometimes  # type: ignore[method-assign]
-    notices = Notices()
+    timeline = TimelineWriter()
     for number in range(KEPT + 50):
-        notices.put(Change("s", str(number)))
-    with notices.to(broker):
-        notices.put(Change("s", "last"))
+        timeline.put(Change("s", str(number)))
+    with timeline.to(broker):
+        timeline.put(Change("s", "last"))
         refused[0] = False
-        wait("the last notice", lambda: texts(broker)[-1:] == ["s: last"])
+        wait("the last change", lambda: texts(broker)[-1:] == ["s: last"])
     assert len(texts(broker)) <= KEPT + 1
 
 
-def test_the_live_view_does_not_say_twice_what_the_supervisor_did(broker: Broker) -> None:
+def up_run(folder: Path) -> _Run:
     config = parse_config(
         {
-            "run": {"name": "notices"},
+            "run": {"name": "live", "folder": str(folder)},
             "model": {"path": "nowhere"},
             "train": {"name": "arithmetic"},
             "reward": {"terms": [{"name": "exact"}]},
         }
     )
-    broker.events.emit(Event(name="checkpoint", service="trainer", text="written"))
-    with Notices().to(broker) as notices:
-        notices.put(Change("trainer", "started"))
-    shown = collect(broker, config).notices
-    assert [(notice.service, notice.text) for notice in shown] == [("trainer", "written")]
-    assert shown[0].time > 0
+    return _Run(config, folder / "config.yaml", Processes())
+
+
+def test_the_live_view_does_not_say_twice_what_the_supervisor_did(broker: Broker, tmp_path: Path) -> None:
+    run = up_run(tmp_path)
+
+    def heard() -> bool:
+        # The view follows the timeline from where it stands when the view begins.
+        broker.events.emit(Event(name="checkpoint", service="trainer", text="written"))
+        return bool(run.other_events)
+
+    with run._watch(broker), TimelineWriter().to(broker) as timeline:
+        timeline.put(Change("trainer", "started"))
+        wait("an event", heard)
+    assert {(event.service, event.text) for event in run.other_events} == {("trainer", "written")}
+    assert run.other_events[0].time > 0
+
+
+def test_while_the_broker_is_down_the_last_look_is_shown_as_such_and_nothing_waits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("deploy.run.up.QUIET_S", 0.2)
+    server = EmbeddedServer(tmp_path / "broker")
+    settings = BrokerConfig(deadline_s=60)
+    broker = Broker(Connection(server.start(), Keys(settings.prefix, "live"), settings.deadline_s), settings)
+
+    def shown(watch: Watch) -> str:
+        status = latest(watch)
+        return "" if status is None else plain_line(Picture(status, watch.rewards, watch.evaluations))
+
+    try:
+        broker.run_control.scale("generator", 2, "somebody")
+        with up_run(tmp_path / "run")._watch(broker) as watch:
+            wait("the first look", lambda: shown(watch) != "")
+            assert shown(watch).endswith("starting")
+            server.stop()
+            wait("the loss to show", lambda: shown(watch).endswith("waiting for the broker"))
+            assert watch.control is not None
+            assert watch.control.replicas == {"generator": 2}
+            server.start()
+            wait("the broker to be back", lambda: shown(watch).endswith("starting"))
+    finally:
+        server.stop()

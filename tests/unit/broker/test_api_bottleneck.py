@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from broker.api.routes.views import pieces
 from broker.api.status.bottleneck import Evidence, verdict
-from broker.api.status.collector import natural
+from broker.api.status.collector import Collector, Plan, natural
 from broker.api.status.poller import Watch
 from broker.api.status.run_state import LIVE_S, pause_status, run_state
 from broker.api.status.series import History, Rates
@@ -208,6 +209,19 @@ def test_a_broker_that_is_gone_is_the_limit_and_the_last_look_stays() -> None:
     watch._lost("no answer\nfor 5 s")
     assert (watch.latest.state, watch.latest.cause, watch.latest.step) == ("unreachable", "no answer for 5 s", 3)
     assert (watch.latest.verdict.limit, watch.error) == ("broker", "no answer for 5 s")
+
+
+def test_time_to_go_is_the_pace_of_the_last_steps() -> None:
+    def remaining(lines: list[dict[str, Any]]) -> float | None:
+        collector = Collector(None, Plan("run"))  # type: ignore[arg-type]
+        for line in lines:
+            collector.history.add(line)
+        return collector._remaining(59)
+
+    lines = [{"step": step, "wall_s": 100.0 + 2.0 * step} for step in range(1, 50)]
+    assert remaining(lines) == 20.0
+    assert remaining(lines[:1]) is None
+    assert remaining([{"step": 5, "wall_s": 3.0}, {"step": 4, "wall_s": 4.0}]) is None
 
 
 def test_names_are_sorted_as_people_count() -> None:

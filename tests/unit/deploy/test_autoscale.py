@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from deploy.launchers.autoscale import GROW_S, SHRINK_S, Autoscaler
+from deploy.launchers.ray import GROW_S, SHRINK_S, Autoscaler
 
 
 def test_one_more_when_tasks_have_waited_long_enough_and_then_the_count_starts_anew() -> None:

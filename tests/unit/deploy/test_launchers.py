@@ -11,10 +11,10 @@ from typer.testing import CliRunner
 
 from deploy.cli.app import app
 from deploy.launchers import LAUNCHERS
-from deploy.launchers.factory import build_launcher
+from deploy.launchers.factory import Launcher, build_launcher
 from deploy.launchers.ray import RayCluster
 from deploy.supervisor.process import Processes
-from deploy.supervisor.services import Launcher, Starter
+from deploy.supervisor.services import Starter
 from schemas.config import TidemillConfig, parse_config
 from schemas.errors import ConfigError
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from deploy.supervisor.failures import Failure, last_error, root_cause
-from deploy.supervisor.process import Exit
 from deploy.supervisor.restart_policy import MAX_BACKOFF_S, RETURN_S, SETTLED_S, Life, State
+from deploy.supervisor.services import Exit
 from schemas.config import SupervisorConfig
 from schemas.errors import CONFIG_EXIT, FENCED_EXIT
 

@@ -1,7 +1,7 @@
-"""Follows what people order of the local supervisor: so many replicas, and the end of the run.
+"""Follows the commands that people give to the supervisor through the broker: numbers of replicas, and the run's end.
 
-The wanted numbers of replicas are in the broker; this only makes it so. At its start it writes those of the
-configuration there, and takes no order from before.
+The wanted numbers of replicas are in the broker. At the start those of the configuration are written there, and no
+command from before is followed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,10 @@ log = structlog.get_logger()
 
 
 class CommandFollower:
-    """``obey`` is called at every tick of the supervisor, ``describe`` goes into its heartbeat."""
+    """The supervisor calls ``follow`` at every tick; ``describe`` goes into its heartbeat.
+
+    ``ordered`` tells whether a command has ended the run; set ``stopping`` when services are being stopped.
+    """
 
     def __init__(self, supervisor: Supervisor, broker: Broker) -> None:
         self._supervisor = supervisor
@@ -33,7 +36,7 @@ class CommandFollower:
         self.ordered = False
 
     def begin(self, replicas: Mapping[str, int]) -> None:
-        """Say how many replicas there are to be at first, and look which orders are old."""
+        """Write how many replicas there are to be at first, and remember which commands are old."""
         orders = self._broker.run_control.read() or ControlState()
         self._stop_seen = orders.stop
         self._done = dict(replicas)
@@ -41,10 +44,11 @@ class CommandFollower:
             self._broker.run_control.scale(role, count, BY)
 
     def describe(self) -> tuple[str, int, dict[str, float]]:
+        """State, weight version (none) and figures (none) of the supervisor's heartbeat."""
         return "stopping" if self.stopping else "running", -1, {}
 
-    def obey(self, orders: ControlState | None) -> None:
-        """Do what is new. Called often; what was done once is not done again."""
+    def follow(self, orders: ControlState | None) -> None:
+        """Carry out commands that are new; a command that was carried out once is not repeated."""
         if orders is None or self.stopping:
             return
         if orders.stop > self._stop_seen:
@@ -61,7 +65,7 @@ class CommandFollower:
             self._done[role] = replicas
 
     def record(self, outcome: RunOutcome) -> None:
-        """Leave word in the broker how the run ended, unless the trainer has said that it is finished."""
+        """Write into the broker how the run ended, unless the trainer has written that it is finished."""
         if outcome.reason == "finished":
             return
         try:
