@@ -8,12 +8,13 @@ from broker.client import Broker
 from broker.flow.ledger import LedgerState
 from broker.presence import Presence
 from broker.queues.tasks import eval_task_id
-from producers.datasets.base import Dataset, Example
+from producers.datasets.base import Dataset
 from producers.datasets.loading import build_dataset
 from producers.datasets.prompt_order import PromptOrder
-from schemas.config import SamplingConfig, TidemillConfig
+from producers.tasks import make_task
+from schemas.config import TidemillConfig
 from schemas.lifecycle import StopFlag
-from schemas.messages import Event, Kind, Sampling, Task
+from schemas.messages import Event, Task
 
 AT_ONCE = 16
 """Most groups admitted in one round trip."""
@@ -110,27 +111,3 @@ class Feeder:
         if self._broker.evals.open(version, tasks):
             log.info("evaluation opened", version=version, prompts=len(tasks))
         self._evaluated = version
-
-
-def make_sampling(settings: SamplingConfig) -> Sampling:
-    """The message for the sampling settings."""
-    return Sampling(
-        temperature=settings.temperature,
-        top_p=settings.top_p,
-        top_k=settings.top_k,
-        max_tokens=settings.max_tokens,
-        stop=list(settings.stop),
-    )
-
-
-def make_task(task_id: int, kind: Kind, example: Example, sampling: SamplingConfig) -> Task:
-    """The message for one example."""
-    return Task(
-        task_id=task_id,
-        kind=kind,
-        n=sampling.n,
-        sampling=make_sampling(sampling),
-        text=example.text,
-        messages=example.messages,
-        data=example.data,
-    )

@@ -14,7 +14,7 @@ from safetensors import safe_open
 from deploy.bench.weights_model import WIRE
 from producers.engines.base import Completion, Engine, EngineSettings
 from producers.engines.factory import make_engine
-from schemas.messages import Sampling
+from schemas.messages import FileSource, Sampling
 
 REQUESTS = 4
 """In flight while weights are loaded."""
@@ -55,7 +55,7 @@ async def _pause(engine: Engine, file: Path, version: int) -> float:
     running = [asyncio.create_task(engine.generate([5, 6, 7], sampling, progress=heard)) for _ in range(REQUESTS)]
     await more()
     started = time.perf_counter()
-    await engine.load(file, version)
+    await engine.load(FileSource(file), version)
     loaded = time.perf_counter()
     await more()
     await engine.abort_all()

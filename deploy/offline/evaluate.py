@@ -19,8 +19,8 @@ from deploy.logs import configure_logging
 from producers.datasets.loading import build_dataset
 from producers.engines.base import Engine, EngineSettings
 from producers.engines.factory import engine_name, make_engine
-from producers.feeder import make_task
 from producers.rendering.tokenizer import HfTokenizer
+from producers.tasks import make_task
 from producers.workflows import WORKFLOWS
 from producers.workflows.base import RolloutContext, Workflow
 from schemas.config import EvalConfig, TidemillConfig

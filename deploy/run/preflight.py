@@ -10,7 +10,7 @@ from consumers.trainer.metrics.trackers import check_trackers
 from producers.datasets import DATASETS
 from producers.engines import ENGINES
 from producers.engines.factory import check_sampling, engine_name
-from producers.feeder import make_sampling
+from producers.tasks import make_sampling
 from producers.workflows import WORKFLOWS
 from schemas.config import TidemillConfig
 from schemas.errors import ConfigError

@@ -5,7 +5,7 @@ Life cycle::
     engine = VllmEngine(settings)
     await engine.start()                       # loads settings.model_path as version settings.version
     completions = await engine.generate(ids, sampling, n=8)
-    await engine.load(path, version=7)         # requests in flight go on, their spans say so
+    await engine.load(FileSource(path), version=7)   # requests in flight go on, their spans say so
     await engine.close()
 """
 
@@ -13,14 +13,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from schemas.config import LoraConfig
-from schemas.messages import FinishReason, Sampling, Span
+from schemas.messages import FinishReason, Sampling, Span, WeightSource
 
 
 @dataclass(frozen=True)
@@ -124,8 +123,8 @@ class Engine(Protocol):
         """
         ...
 
-    async def load(self, path: Path, version: int) -> None:
-        """Replace all weights, or the adapter, by a safetensors file, under requests in flight: ``settings.recompute``.
+    async def load(self, source: WeightSource, version: int) -> None:
+        """Replace all weights, or the adapter, by those of ``source`` under requests in flight: ``settings.recompute``.
 
         No request that begins afterwards uses keys and values of older weights.
 

@@ -10,7 +10,6 @@ import asyncio
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -18,7 +17,7 @@ import numpy.typing as npt
 from producers.engines.base import Completion, EngineSettings, KvCacheUsage, Progress
 from producers.engines.factory import room
 from schemas.errors import ConfigError, DataError, InfraError
-from schemas.messages import FinishReason, Sampling, Span
+from schemas.messages import FinishReason, Sampling, Span, WeightSource
 
 
 @dataclass(frozen=True)
@@ -158,7 +157,7 @@ class ScriptedEngine:
             for wait in waits:
                 wait.cancel()
 
-    async def load(self, path: Path, version: int) -> None:
+    async def load(self, source: WeightSource, version: int) -> None:
         """Switch to ``version``; nothing is read."""
         self._check_open()
         self._version = version

@@ -17,31 +17,13 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from schemas.config import LoraConfig
-from schemas.errors import ConfigError, DataError
+from schemas.errors import DataError
 
 Shapes = dict[str, tuple[int, ...]]
 """Shape of each tensor by its name."""
 
 _MAX_HEADER = 100_000_000
 _DERIVED = (".rotary_emb.inv_freq",)
-
-
-def resolve_folder(path: str, hub: bool = True) -> Path:
-    """The model's folder: ``path`` itself, or where the hub's snapshot of that id is (downloaded if need be)."""
-    folder = Path(path).expanduser()
-    if folder.is_dir():
-        return folder
-    if not hub or path.startswith((".", "/", "~")) or path.count("/") > 1:
-        raise ConfigError(f"model.path {path}: no such folder")
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
-    patterns = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model", "*.py"]
-    try:
-        return Path(snapshot_download(path, allow_patterns=patterns))
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise ConfigError(f"model.path {path}: no such folder, and the model hub says: {reason}") from error
 
 
 def read_shapes(path: Path) -> Shapes:

@@ -12,12 +12,12 @@ from broker.client import Broker
 from broker.presence import Presence
 from producers.engines.base import Engine, EngineSettings
 from producers.engines.factory import check_sampling, make_engine
-from producers.feeder import make_sampling
 from producers.generator.hang_watchdog import HangWatchdog, end_process
 from producers.generator.pause import PauseFollower
 from producers.generator.task_loop import TaskLoop
 from producers.generator.weight_updates import WeightUpdater
 from producers.rendering.tokenizer import HfTokenizer
+from producers.tasks import make_sampling
 from producers.workflows import WORKFLOWS
 from schemas.config import TidemillConfig
 from schemas.lifecycle import StopFlag

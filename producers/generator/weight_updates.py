@@ -21,14 +21,14 @@ import structlog
 from broker.client import Broker
 from broker.weights.local_copy import LocalWeights
 from producers.engines.base import Engine
-from producers.engines.weight_files import resolve_folder
 from producers.generator.eval_versions import Evaluations, next_version
 from producers.generator.pause import PauseFollower
+from producers.model_folder import resolve_folder
 from schemas.config import TidemillConfig
 from schemas.digests import base_digest
 from schemas.errors import ConfigError, DataError, InfraError
 from schemas.lifecycle import StopFlag, until_stopped
-from schemas.messages import Adapter, Event, Manifest, Span
+from schemas.messages import Adapter, Event, FileSource, Manifest, Span, WeightSource
 
 
 class Belongs:
@@ -200,8 +200,8 @@ class WeightUpdater:
     def _good(self, span: Span) -> bool:
         return span.version <= self.version and span.version not in self._refused and not self._restoring
 
-    async def _fetch(self, manifest: Manifest, stop: StopFlag) -> Path | None:
-        """A checked local file; None when it is no longer the newest version, or when asked to stop.
+    async def _fetch(self, manifest: Manifest, stop: StopFlag) -> WeightSource | None:
+        """Checked bytes on this machine; None when it is no longer the newest version, or when asked to stop.
 
         What is missing may be put back, and a full disk emptied: the old version serves on while it is tried again.
         InfraError after the deadline.
@@ -210,7 +210,7 @@ class WeightUpdater:
         wait, tries = 0.5, 0
         while True:
             try:
-                return await until_stopped(stop, asyncio.to_thread(self._copy.fetch, manifest))
+                return await until_stopped(stop, asyncio.to_thread(self._source, manifest))
             except InfraError as error:
                 newest = await asyncio.to_thread(self._broker.weights.newest)
                 if newest is None or newest.version != manifest.version:
@@ -228,19 +228,22 @@ class WeightUpdater:
                 return None
             wait = min(2 * wait, 10.0)
 
+    def _source(self, manifest: Manifest) -> WeightSource:
+        return FileSource(self._copy.fetch(manifest))
+
     async def _update(self, manifest: Manifest, stop: StopFlag) -> None:
         problem = await asyncio.to_thread(self._belongs.problem, manifest.adapter)
         if problem is not None:
             text = f"weights version {manifest.version} is not for this generator: {problem}"
             await self._in_use(await self._refuse(manifest, text))
             return
-        path = await self._fetch(manifest, stop)
-        if path is None:
+        source = await self._fetch(manifest, stop)
+        if source is None:
             return
         async with self._drained(), self._pause.held_open() as opened:
             # Neither loaded nor probed while the run is frozen.
             if opened:
-                await self._take(manifest, path)
+                await self._take(manifest, source)
 
     @asynccontextmanager
     async def _drained(self) -> AsyncIterator[None]:
@@ -255,9 +258,9 @@ class WeightUpdater:
                 self._draining = False
                 self._changed.notify_all()
 
-    async def _take(self, manifest: Manifest, path: Path) -> None:
+    async def _take(self, manifest: Manifest, source: WeightSource) -> None:
         try:
-            await self._load(manifest, path)
+            await self._load(manifest, source)
         except DataError as error:
             text = f"weights version {manifest.version} does not fit this model: {error}"
             await self._in_use(await self._refuse(manifest, text))
@@ -268,12 +271,12 @@ class WeightUpdater:
         else:
             await self._restore(await self._refuse(manifest, problem))
 
-    async def _load(self, manifest: Manifest, path: Path) -> None:
+    async def _load(self, manifest: Manifest, source: WeightSource) -> None:
         async with self._changed:
             self._verified = False
         started = time.monotonic()
         try:
-            await self._engine.load(path, manifest.version)
+            await self._engine.load(source, manifest.version)
         except OSError as error:
             # The trainer frees old versions; of a model that is half loaded nothing can be used.
             raise InfraError(f"weights version {manifest.version} cannot be loaded: {error}") from error
@@ -312,7 +315,7 @@ class WeightUpdater:
         async with self._changed:
             self._restoring = True
         await self._engine.abort_all()
-        await self._load(old, await asyncio.to_thread(self._copy.fetch, old))
+        await self._load(old, await asyncio.to_thread(self._source, old))
         problem = await self._probe(old)
         if problem is not None:
             raise InfraError(f"the weights in use before can't be restored: {problem}")

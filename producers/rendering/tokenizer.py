@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
-from producers.engines.weight_files import resolve_folder
+from producers.model_folder import resolve_folder
 from schemas.errors import ConfigError, DataError
 from schemas.messages import Task
 

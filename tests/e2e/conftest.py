@@ -12,6 +12,7 @@ import pytest
 from broker.connection.embedded import EmbeddedServer
 from producers.engines.base import EngineSettings
 from producers.engines.vllm.engine import VllmEngine
+from schemas.messages import FileSource
 from tests.support.tiny_model import make_tiny_model
 from tests.support.vllm_checks import EVERY, Run
 
@@ -52,6 +53,6 @@ def weights(engine: VllmEngine, folders: dict[int, Path], run: Run) -> Callable[
     """Load the weights of a seed as a version."""
 
     def load(seed: int, version: int) -> None:
-        run(engine.load(folders[seed] / "model.safetensors", version))
+        run(engine.load(FileSource(folders[seed] / "model.safetensors"), version))
 
     return load

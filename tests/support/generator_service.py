@@ -18,7 +18,7 @@ from schemas.codec import Array, decode
 from schemas.config import TidemillConfig, parse_config
 from schemas.errors import DataError
 from schemas.lifecycle import StopFlag
-from schemas.messages import Probe, Sampling, Task, Trajectory
+from schemas.messages import Probe, Sampling, Task, Trajectory, WeightSource
 
 
 class Engine(ScriptedEngine):
@@ -31,10 +31,10 @@ class Engine(ScriptedEngine):
         self.misfits: set[int] = set()
         self.generating = asyncio.Event()
 
-    async def load(self, path: Path, version: int) -> None:
+    async def load(self, source: WeightSource, version: int) -> None:
         if version in self.misfits:
             raise DataError("the file lacks a tensor")
-        await super().load(path, version)
+        await super().load(source, version)
         self.loaded.append(version)
 
     async def logprobs(self, token_ids: Sequence[int]) -> Any:

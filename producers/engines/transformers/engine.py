@@ -27,10 +27,11 @@ from producers.engines.base import Completion, EngineSettings, KvCacheUsage, Pro
 from producers.engines.factory import room
 from producers.engines.transformers.batching import Batch, Draw, Row
 from producers.engines.transformers.weights import PeftAdapter, map_tensors
-from producers.engines.weight_files import check_fits, read_shapes, resolve_folder
+from producers.engines.weight_files import check_fits, read_shapes
+from producers.model_folder import resolve_folder
 from producers.rendering.tokenizer import HfTokenizer
 from schemas.errors import ConfigError, DataError, InfraError
-from schemas.messages import Sampling
+from schemas.messages import Sampling, WeightSource
 
 T = TypeVar("T")
 
@@ -164,9 +165,9 @@ class TransformersEngine:
         await self._ask(lambda: self._waiting.append(request))
         return await self._answer(request.done)
 
-    async def load(self, path: Path, version: int) -> None:
+    async def load(self, source: WeightSource, version: int) -> None:
         """See Engine. A file that does not fit is refused with DataError before anything is touched."""
-        tensors = await asyncio.to_thread(self._read, path)
+        tensors = await asyncio.to_thread(self._read, source.path)
         await self._ask(lambda: self._replace(tensors, version))
 
     def _read(self, path: Path) -> dict[str, Tensor]:

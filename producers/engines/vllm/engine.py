@@ -23,9 +23,10 @@ from producers.engines.factory import room
 from producers.engines.vllm.boot import boot
 from producers.engines.vllm.lora import VllmAdapter
 from producers.engines.vllm.requests import Growing, Hear, final_output, sampling_params
-from producers.engines.weight_files import Shapes, check_fits, read_shapes, resolve_folder
+from producers.engines.weight_files import Shapes, check_fits, read_shapes
+from producers.model_folder import resolve_folder
 from schemas.errors import ConfigError, DataError, InfraError
-from schemas.messages import FinishReason, Sampling
+from schemas.messages import FinishReason, Sampling, WeightSource
 
 if TYPE_CHECKING:
     from vllm.outputs import RequestOutput
@@ -222,9 +223,9 @@ class VllmEngine:
         given = zip(token_ids[1:], list(output.prompt_logprobs)[1:], strict=True)
         return np.array([position[token].logprob for token, position in given if position], dtype=np.float32)
 
-    async def load(self, path: Path, version: int) -> None:
+    async def load(self, source: WeightSource, version: int) -> None:
         """See Engine. A file that does not fit is refused with DataError before anything is touched."""
-        llm = self._alive()
+        llm, path = self._alive(), source.path
         shapes = await asyncio.to_thread(read_shapes, path)
         if self._adapter is not None:
             self._adapter.check(path, shapes)

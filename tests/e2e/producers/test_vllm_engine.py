@@ -22,7 +22,7 @@ from producers.engines.vllm.boot import engine_arguments
 from producers.engines.vllm.engine import VllmEngine
 from producers.rendering.tokenizer import HfTokenizer
 from schemas.errors import ConfigError, DataError
-from schemas.messages import Sampling, Span
+from schemas.messages import FileSource, Sampling, Span
 from tests.support.tiny_model import EOS, make_tiny_model
 from tests.support.vllm_checks import EVERY, Run, alive, assert_matches, engine_cores, reference
 
@@ -74,7 +74,7 @@ def test_an_update_in_flight_keeps_requests_and_shows_in_their_spans(
     async def scenario() -> tuple[list[Completion], list[Completion]]:
         running = asyncio.create_task(engine.generate(PROMPT, Sampling(max_tokens=450), n=16))
         await engine.generate(PROMPT[:3], Sampling(max_tokens=3))  # batched with the others: they are under way
-        await engine.load(folders[7] / "model.safetensors", 7)
+        await engine.load(FileSource(folders[7] / "model.safetensors"), 7)
         return await running, await engine.generate(PROMPT, Sampling(max_tokens=12), n=2)
 
     running, fresh = run(scenario())
@@ -120,7 +120,7 @@ def test_a_request_that_came_while_weights_changed_uses_nothing_of_the_old_ones(
         await engine.pause()
         waiting = asyncio.create_task(engine.generate(SHARED, Sampling(max_tokens=4)))
         await asyncio.sleep(0)
-        await engine.load(folders[7] / "model.safetensors", 23)
+        await engine.load(FileSource(folders[7] / "model.safetensors"), 23)
         await engine.resume()
         (completion,) = await waiting
         return completion
@@ -141,7 +141,7 @@ def test_samples_are_told_of_as_they_grow_with_their_versions_so_far(
             engine.generate(PROMPT, Sampling(max_tokens=450), n=8, progress=lambda k, c: told.append((k, c)))
         )
         await engine.generate(PROMPT[:3], Sampling(max_tokens=3))
-        await engine.load(folders[0] / "model.safetensors", 25)
+        await engine.load(FileSource(folders[0] / "model.safetensors"), 25)
         return await running
 
     completions = run(scenario())
@@ -171,7 +171,7 @@ def test_recompute_makes_tokens_as_if_the_new_weights_had_read_all_before_them(
     async def scenario() -> tuple[list[Completion], list[Completion]]:
         running = asyncio.create_task(engine.generate(PROMPT, Sampling(max_tokens=400), n=16))
         await engine.generate(PROMPT[:3], Sampling(max_tokens=3))
-        loading = asyncio.create_task(engine.load(folders[7] / "model.safetensors", 27))
+        loading = asyncio.create_task(engine.load(FileSource(folders[7] / "model.safetensors"), 27))
         await asyncio.sleep(0.05)
         late = asyncio.create_task(engine.generate(PROMPT, Sampling(max_tokens=4)))
         await loading
@@ -197,7 +197,7 @@ def test_weights_that_do_not_fit_are_refused_and_the_old_ones_stay(
     cut.write_bytes((folders[0] / "model.safetensors").read_bytes()[:-100])
     for file, reason in ((other / "model.safetensors", "don't fit"), (cut, "cut short")):
         with pytest.raises(DataError, match=reason):
-            run(engine.load(file, 31))
+            run(engine.load(FileSource(file), 31))
     assert engine.version == 30
     (completion,) = run(engine.generate(PROMPT, Sampling(max_tokens=6)))
     assert [span.version for span in completion.spans] == [30]
@@ -213,7 +213,7 @@ def test_pause_keeps_requests_and_abort_returns_parts_to_go_on_from(
         running = asyncio.create_task(engine.generate(PROMPT, Sampling(max_tokens=450), n=8))
         await engine.generate(PROMPT[:3], Sampling(max_tokens=3))
         await engine.pause()
-        await engine.load(folders[0] / "model.safetensors", 41)  # while paused: stays paused
+        await engine.load(FileSource(folders[0] / "model.safetensors"), 41)  # while paused: stays paused
         waiting = asyncio.create_task(engine.generate(PROMPT, Sampling(max_tokens=4)))
         done, _ = await asyncio.wait({running, waiting}, timeout=0.3)
         assert not done

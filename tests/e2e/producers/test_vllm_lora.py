@@ -19,7 +19,7 @@ from producers.engines.base import Completion, EngineSettings
 from producers.engines.vllm.engine import VllmEngine
 from schemas.config import LoraConfig
 from schemas.errors import DataError
-from schemas.messages import Sampling, Span
+from schemas.messages import FileSource, Sampling, Span
 from tests.support.adapters import ALPHA, RANK, logprobs, merged, write_adapter
 from tests.support.tiny_model import make_tiny_model
 from tests.support.up_runs import Run, trained_samples
@@ -84,7 +84,7 @@ def test_before_the_first_adapter_it_is_the_model_itself_which_nothing_is_left_o
     async def scenario() -> tuple[list[Completion], Completion]:
         running = asyncio.create_task(engine.generate(PROMPT, Sampling(max_tokens=450), n=4))
         await engine.generate(PROMPT[:3], Sampling(max_tokens=3))  # batched with the others: they are under way
-        await engine.load(files[2], 4)  # type: ignore[arg-type]
+        await engine.load(FileSource(files[2]), 4)  # type: ignore[arg-type]
         (fresh,) = await engine.generate(PROMPT, Sampling(max_tokens=8))
         return await running, fresh
 
@@ -111,10 +111,10 @@ def test_requests_in_flight_go_on_under_the_new_adapter_and_their_spans_say_so(
     seeds = {old: 2, new: 1}
 
     async def scenario() -> tuple[list[Completion], Completion, Completion]:
-        await engine.load(files[2], old)  # type: ignore[arg-type]
+        await engine.load(FileSource(files[2]), old)  # type: ignore[arg-type]
         running = asyncio.create_task(engine.generate(PROMPT, Sampling(max_tokens=400), n=16))
         await engine.generate(PROMPT[:3], Sampling(max_tokens=3))
-        loading = asyncio.create_task(engine.load(files[1], new))  # type: ignore[arg-type]
+        loading = asyncio.create_task(engine.load(FileSource(files[1]), new))  # type: ignore[arg-type]
         await asyncio.sleep(0)
         (late,) = await engine.generate(PROMPT, Sampling(max_tokens=8))
         await loading
@@ -139,7 +139,7 @@ def test_the_probe_is_run_through_the_new_adapter(
     engine: VllmEngine, model: Path, files: dict[int, Path | None], run: Await
 ) -> None:
     for version, seed in ((20, 1), (21, 2), (22, 1)):
-        run(engine.load(files[seed], version))  # type: ignore[arg-type]
+        run(engine.load(FileSource(files[seed]), version))  # type: ignore[arg-type]
         want = logprobs(merged(model, files[seed]), PROMPT)
         np.testing.assert_allclose(run(engine.logprobs(PROMPT)), want, atol=1e-3)
 
@@ -148,7 +148,7 @@ def test_the_prefix_cache_of_another_version_is_never_used(
     engine: VllmEngine, files: dict[int, Path | None], run: Await, holds: Callable[..., None]
 ) -> None:
     for version, seed in ((30, 1), (31, 2)):
-        run(engine.load(files[seed], version))  # type: ignore[arg-type]
+        run(engine.load(FileSource(files[seed]), version))  # type: ignore[arg-type]
         for _ in range(2):  # the second time from this version's own cache
             (completion,) = run(engine.generate(SHARED, Sampling(max_tokens=4)))
             holds(SHARED, completion, {version: seed}, completion.spans)
@@ -158,18 +158,18 @@ def test_one_adapter_is_held_however_many_versions_there_were(
     engine: VllmEngine, files: dict[int, Path | None], run: Await
 ) -> None:
     for version in range(40, 46):
-        run(engine.load(files[1 + version % 2], version))  # type: ignore[arg-type]
+        run(engine.load(FileSource(files[1 + version % 2]), version))  # type: ignore[arg-type]
     assert list(run(engine.llm.list_loras())) == [1]
 
 
 def test_a_file_that_does_not_fit_is_refused_and_the_old_one_stays(
     engine: VllmEngine, model: Path, files: dict[int, Path | None], run: Await, tmp_path: Path
 ) -> None:
-    run(engine.load(files[1], 50))  # type: ignore[arg-type]
+    run(engine.load(FileSource(files[1]), 50))  # type: ignore[arg-type]
     with pytest.raises(DataError, match="is no adapter"):
-        run(engine.load(model / "model.safetensors", 51))
+        run(engine.load(FileSource(model / "model.safetensors"), 51))
     with pytest.raises(DataError, match=r"lora_A of .* is \[8, 256\], not \[4, 256\]"):
-        run(engine.load(write_adapter(model, tmp_path / "other", seed=1, rank=8), 51))
+        run(engine.load(FileSource(write_adapter(model, tmp_path / "other", seed=1, rank=8)), 51))
     assert engine.version == 50
     np.testing.assert_allclose(run(engine.logprobs(PROMPT)), logprobs(merged(model, files[1]), PROMPT), atol=1e-3)
 

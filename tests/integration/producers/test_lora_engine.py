@@ -24,7 +24,7 @@ from schemas.config import LoraConfig, TidemillConfig, parse_config
 from schemas.digests import base_digest
 from schemas.errors import DataError
 from schemas.lifecycle import StopFlag
-from schemas.messages import Sampling
+from schemas.messages import FileSource, Sampling
 from tests.support.adapters import ALPHA, RANK, logprobs, merged, write_adapter
 from tests.support.tiny_model import make_tiny_model
 from tests.support.trainer_sessions import begin
@@ -60,7 +60,7 @@ def test_each_version_is_the_model_with_that_adapter(model: Path, tmp_path: Path
         seen = []
         for version in (1, 2, 1):
             file = write_adapter(model, tmp_path / f"v{version}.safetensors", seed=version)
-            await engine.load(file, version)
+            await engine.load(FileSource(file), version)
             want = logprobs(merged(model, file), PROMPT)
             np.testing.assert_allclose(await engine.logprobs(PROMPT), want, atol=1e-4)
             seen.append(want)
@@ -74,14 +74,14 @@ def test_spans_name_the_adapter_that_made_each_token(model: Path, tmp_path: Path
     one, two = (write_adapter(model, tmp_path / f"{seed}.safetensors", seed) for seed in (1, 2))
 
     async def scenario(engine: TransformersEngine) -> None:
-        await engine.load(one, 1)
+        await engine.load(FileSource(one), 1)
         await engine.pause()
         running = asyncio.create_task(engine.generate(PROMPT, Sampling(max_tokens=200), n=8))
         await engine.resume()
         async with asyncio.timeout(30):
             while not engine._batch.rows:  # noqa: ASYNC110 - a test's look inside, there is no event for it
                 await asyncio.sleep(0.001)
-        await engine.load(two, 2)
+        await engine.load(FileSource(two), 2)
         completions = await running
         versions = {tuple(span.version for span in completion.spans) for completion in completions}
         assert (1, 2) in versions
@@ -106,10 +106,10 @@ def test_a_file_that_does_not_fit_is_refused_and_the_old_one_stays(model: Path, 
     }
 
     async def scenario(engine: TransformersEngine) -> None:
-        await engine.load(good, 1)
+        await engine.load(FileSource(good), 1)
         for message, file in others.items():
             with pytest.raises(DataError, match=message):
-                await engine.load(file, 2)
+                await engine.load(FileSource(file), 2)
         assert engine.version == 1
         np.testing.assert_allclose(await engine.logprobs(PROMPT), logprobs(merged(model, good), PROMPT), atol=1e-4)
 

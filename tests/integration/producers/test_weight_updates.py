@@ -20,7 +20,7 @@ from schemas.config import TidemillConfig, parse_config
 from schemas.digests import base_digest
 from schemas.errors import InfraError
 from schemas.lifecycle import StopFlag
-from schemas.messages import Adapter, Event
+from schemas.messages import Adapter, Event, WeightSource
 from tests.support.one_group import publish_weights
 from tests.support.tiny_model import make_tiny_model
 from tests.support.trainer_sessions import begin
@@ -34,8 +34,8 @@ class Loads:
     def __init__(self) -> None:
         self.versions: list[int] = []
 
-    async def load(self, path: Path, version: int) -> None:
-        assert path.is_file()
+    async def load(self, source: WeightSource, version: int) -> None:
+        assert source.path.is_file()
         self.versions.append(version)
 
 

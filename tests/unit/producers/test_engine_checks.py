@@ -11,7 +11,8 @@ import pytest
 
 from producers.engines.base import EngineSettings
 from producers.engines.factory import check_sampling, engine_name, room
-from producers.engines.weight_files import check_fits, read_shapes, resolve_folder
+from producers.engines.weight_files import check_fits, read_shapes
+from producers.model_folder import resolve_folder
 from schemas.errors import ConfigError, DataError
 from schemas.messages import Sampling
 

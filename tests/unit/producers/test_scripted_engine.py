@@ -13,7 +13,7 @@ import pytest
 from producers.engines.base import EngineSettings
 from producers.engines.scripted import ScriptedEngine
 from schemas.errors import ConfigError, DataError, InfraError
-from schemas.messages import Sampling, Span
+from schemas.messages import FileSource, Sampling, Span
 
 LONG = {"min_length": 50, "max_length": 50, "token_s": 0.001}
 
@@ -52,7 +52,7 @@ def test_a_new_version_shows_in_the_spans_of_running_requests():
         subject = engine(version=3, **LONG)
         task = asyncio.create_task(subject.generate([1], Sampling(max_tokens=60)))
         await asyncio.sleep(0.02)
-        await subject.load(Path("nowhere"), 7)
+        await subject.load(FileSource(Path("nowhere")), 7)
         (completion,) = await task
         assert [span.version for span in completion.spans] == [3, 7]
         assert completion.spans[0].start == 0

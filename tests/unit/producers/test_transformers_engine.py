@@ -18,7 +18,7 @@ from producers.engines.transformers.batching import Draw, draw, truncate
 from producers.engines.transformers.engine import TransformersEngine
 from producers.engines.transformers.weights import map_tensors
 from schemas.errors import ConfigError, DataError, InfraError
-from schemas.messages import Sampling, Span
+from schemas.messages import FileSource, Sampling, Span
 from tests.support.tiny_model import make_tiny_model
 
 PROMPTS = [[5, 6, 7], [90, 80, 70, 60, 50, 40, 30, 20], [11], [200, 100, 150, 3, 4]]
@@ -94,7 +94,7 @@ def test_an_update_in_flight_shows_in_the_spans_and_new_requests_use_it(models: 
         running = asyncio.create_task(engine.generate(PROMPTS[0], Sampling(max_tokens=200), n=8))
         await engine.resume()
         await underway(engine)
-        await engine.load(models[1] / "model.safetensors", 7)
+        await engine.load(FileSource(models[1] / "model.safetensors"), 7)
         assert engine.version == 7
         (fresh,) = await engine.generate(PROMPTS[1], Sampling(max_tokens=8))
         assert [span.version for span in fresh.spans] == [7]
@@ -114,7 +114,7 @@ def test_weights_that_do_not_fit_are_refused_and_the_old_ones_stay(models: tuple
 
     async def scenario(engine: TransformersEngine) -> None:
         with pytest.raises(DataError, match="don't fit"):
-            await engine.load(other / "model.safetensors", 7)
+            await engine.load(FileSource(other / "model.safetensors"), 7)
         assert engine.version == 0
         np.testing.assert_allclose(await engine.logprobs(PROMPTS[1]), reference(models[0], PROMPTS[1]), atol=1e-4)
 
@@ -138,7 +138,7 @@ def test_tied_embeddings_are_updated_on_both_ends(tmp_path: Path):
     old, new = (make_tiny_model(tmp_path / str(seed), seed=seed, tied=True) for seed in (0, 7))
 
     async def scenario(engine: TransformersEngine) -> None:
-        await engine.load(new / "model.safetensors", 1)
+        await engine.load(FileSource(new / "model.safetensors"), 1)
         np.testing.assert_allclose(await engine.logprobs(PROMPTS[1]), reference(new, PROMPTS[1]), atol=1e-4)
 
     run(old, scenario)
@@ -241,7 +241,7 @@ async def update_under_way(engine: TransformersEngine, new: Path) -> tuple[list[
     running = asyncio.create_task(engine.generate(PROMPTS[0], Sampling(max_tokens=120), n=6))
     other = asyncio.create_task(engine.generate(PROMPTS[1], Sampling(max_tokens=100)))  # of another length
     await underway(engine)
-    await engine.load(new / "model.safetensors", 7)
+    await engine.load(FileSource(new / "model.safetensors"), 7)
     return [*await running, *await other]
 
 
