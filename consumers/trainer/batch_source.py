@@ -1,11 +1,9 @@
-"""Which groups the next step trains on: a pure state machine over outcomes and slots.
+"""Batches from the broker: assembled in admission order, checked for staleness, journaled before they are trained.
 
-Groups are taken in admission order. With a look-ahead window W a finished group may overtake
-the oldest one that is not taken yet if it was admitted less than W admissions after it;
-W = 1 is strict order. A window over the list of waiting groups instead would let a slow group
-be overtaken without end.
-
-Batches from the broker: assembled in admission order, checked for staleness, journaled before they are trained.
+GroupBuffer is a pure state machine over outcomes and slots: which groups the next step trains on. With a look-ahead
+window W a finished group may overtake the oldest one that is not taken yet if it was admitted less than W admissions
+after it; W = 1 is strict order. A window over the list of waiting groups instead would let a slow group be overtaken
+without end.
 """
 
 from __future__ import annotations
@@ -18,20 +16,18 @@ from dataclasses import dataclass
 import msgspec
 import structlog
 
-from broker.flow.pipeline import ScoredSample, Slot
-from broker.flow.progress import Progress
-from broker.flow.trainer_session import TrainerSession
+from broker.flow.pipeline import PipelineSnapshot, ScoredSample, Slot
 from consumers.trainer.algorithms.advantages import has_signal, within
+from consumers.trainer.context import TrainerContext
 from consumers.trainer.data.microbatches import Group
 from consumers.trainer.pause import PauseFollower
-from schemas.config import TidemillConfig
 from schemas.errors import BrokerDamaged, InfraError
 from schemas.lifecycle import StopFlag
 from schemas.messages import BatchRecord, GroupRef, Member
 
 
 class GroupBuffer:
-    """``add`` outcomes as they come, ``choose`` complete groups, ``take`` one for good."""
+    """Prompt groups that are on their way: ``add`` outcomes, ``choose`` a complete group, ``take`` it for good."""
 
     def __init__(self, window: int) -> None:
         self._window = window
@@ -73,7 +69,7 @@ class GroupBuffer:
         return set(self._groups)
 
     def missing(self, active: Sequence[Slot]) -> str:
-        """What the oldest group lacks, for people."""
+        """A sentence for people about what the oldest group lacks."""
         if not active:
             return "no prompt group is in the pipeline; is the feeder running?"
         group = self._groups.get(active[0].task_id, {})
@@ -86,14 +82,17 @@ CLAIM = 2000
 """Outcomes claimed at once."""
 
 QUIET_S = 2.0
-"""After so long without an outcome it is looked at whether any can come."""
+"""After so long without an outcome it is examined whether any can come."""
 
 log = structlog.get_logger()
 
 
 @dataclass(frozen=True)
 class Batch:
-    """What one step trains on, and its journal record. excluded: published samples of it that have no reward."""
+    """The groups that one step trains on, and its journal record.
+
+    excluded: how many published samples of them have no reward.
+    """
 
     record: BatchRecord
     groups: list[Group]
@@ -103,151 +102,167 @@ class Batch:
 class BatchSource:
     """``next`` waits for the groups of a step; ``replay`` gives those of a journaled one again.
 
-    quiet: called while nothing comes in, to look for what the others may wait for.
-    heed: what people ask for is followed between steps.
+    pause: people's orders are followed between steps, and while no batch comes. on_idle: called while nothing comes
+    in, to look for what generators and feeder may wait for. last_outcome_at: when an outcome came, or was looked for.
     """
 
-    def __init__(
-        self,
-        config: TidemillConfig,
-        training: TrainerSession,
-        progress: Progress,
-        quiet: Callable[[], None],
-        heed: PauseFollower,
-    ) -> None:
-        self._config = config
-        self._training = training
-        self._progress = progress
-        self._quiet = quiet
-        self._heed = heed
-        self._assembly = GroupBuffer(config.flow.window)
+    def __init__(self, context: TrainerContext, pause: PauseFollower, on_idle: Callable[[], None]) -> None:
+        self._config = context.config
+        self._session = context.session
+        self._progress = context.progress
+        self._pause = pause
+        self._on_idle = on_idle
+        self._buffer = GroupBuffer(context.config.flow.window)
         self._claimed: dict[bytes, ScoredSample] = {}
+        self._taken: list[tuple[Group, list[ScoredSample]]] = []
         self._ended: Counter[str] = Counter()
-        self._news = time.monotonic()
+        self._deadline = 0.0
+        self.last_outcome_at = time.monotonic()
 
-    def next(self, makes: int, stop: StopFlag) -> Batch | None:
-        """The next step's batch; None when asked to stop. InfraError after the deadline.
+    def next(self, new_version: int, stop: StopFlag) -> Batch | None:
+        """The next step's batch, in the journal; None when asked to stop. InfraError after the deadline.
 
-        makes: the version that the step will make.
+        new_version: the version that the step will make.
         """
-        step, version = self._progress.step, self._progress.version
-        groups: list[tuple[Group, list[ScoredSample]]] = []
-        taken: set[int] = set()
+        self._taken = []
         self._ended.clear()
-        deadline = time.monotonic() + self._config.trainer.batch_timeout_s
+        self._extend_deadline()
+        while not self._try_assemble():
+            if not self._wait_for_outcomes(stop):
+                return None
+        references = [_reference(outcomes) for _, outcomes in self._taken]
+        progress = self._progress
+        record = BatchRecord(step=progress.step, version=progress.version, makes=new_version, groups=references)
+        self._session.journal(record)
+        return self._batch(record, [group for group, _ in self._taken])
+
+    def _try_assemble(self) -> bool:
+        """Take groups, whether the step has all of them now; False also while a pause is ordered."""
         while True:
             self._claim()
-            look = self._training.look()
-            self._progress.update(look)
-            if self._heed.follow(look.control):
-                if stop:
-                    return None
-                self._heed.wait(look.control.pause_id)
-                deadline = time.monotonic() + self._config.trainer.batch_timeout_s
-                continue
-            self._discard_ended({slot.task_id for slot in look.slots} | taken)
-            active = [slot for slot in look.slots if slot.task_id not in taken]
-            chosen: list[int] = []
-            while len(groups) + len(chosen) < look.batch:
-                slot = self._assembly.choose(active)
-                if slot is None:
-                    break
-                active.remove(slot)
-                chosen.append(slot.task_id)
-            for group, outcomes in self._usable(chosen, version, look.staleness):
-                taken.add(group.task_id)
-                groups.append((group, outcomes))
-            if len(groups) >= look.batch:
+            pipeline = self._pipeline = self._session.look()
+            self._progress.update(pipeline)
+            if self._pause.follow(pipeline.control):
+                return False
+            self._discard_ended({slot.task_id for slot in pipeline.slots} | self._taken_ids())
+            chosen = self._choose(pipeline)
+            self._taken += self._usable(chosen, pipeline.staleness)
+            if len(self._taken) >= pipeline.batch:
+                return True
+            if not chosen:
+                return False
+
+    def _choose(self, pipeline: PipelineSnapshot) -> list[int]:
+        """Complete groups for the places that are left in the step."""
+        active = self._active(pipeline)
+        chosen: list[int] = []
+        while len(self._taken) + len(chosen) < pipeline.batch:
+            slot = self._buffer.choose(active)
+            if slot is None:
                 break
-            if chosen:
-                continue
-            if stop:
-                return None
-            if not active and self._heed.follow(look.control, drained=True):
-                self._heed.wait(look.control.pause_id)
-                deadline = time.monotonic() + self._config.trainer.batch_timeout_s
-                continue
-            if time.monotonic() > deadline:
-                raise InfraError(
-                    f"step {step} waited {self._config.trainer.batch_timeout_s:.0f} s for"
-                    f" {look.batch} prompt groups and has {len(groups)}:"
-                    f" {self._assembly.missing(active)}{self._ends()}"
-                )
-            if active and time.monotonic() - self._news > QUIET_S:
-                self._examine(active[0].task_id)
-                self._quiet()
-            self._training.wait()
-        references = [_reference(outcomes) for _, outcomes in groups]
-        record = BatchRecord(step=step, version=version, makes=makes, groups=references)
-        self._training.journal(record)
-        return self._batch(record, [group for group, _ in groups])
+            active.remove(slot)
+            chosen.append(slot.task_id)
+        return chosen
+
+    def _wait_for_outcomes(self, stop: StopFlag) -> bool:
+        """Wait for outcomes, or for the end of a pause; False when asked to stop. InfraError after the deadline."""
+        pipeline = self._pipeline
+        if stop:
+            return False
+        active = self._active(pipeline)
+        if self._pause.reasons or (not active and self._pause.follow(pipeline.control, drained=True)):
+            self._pause.wait_order_after(pipeline.control.pause_id)
+            self._extend_deadline()
+            return True
+        if time.monotonic() > self._deadline:
+            raise InfraError(
+                f"step {self._progress.step} waited {self._config.trainer.batch_timeout_s:.0f} s for"
+                f" {pipeline.batch} prompt groups and has {len(self._taken)}:"
+                f" {self._buffer.missing(active)}{self._ends()}"
+            )
+        if active and time.monotonic() - self.last_outcome_at > QUIET_S:
+            self._examine(active[0].task_id)
+            self._on_idle()
+        self._session.wait()
+        return True
+
+    def _extend_deadline(self) -> None:
+        self._deadline = time.monotonic() + self._config.trainer.batch_timeout_s
+
+    def _taken_ids(self) -> set[int]:
+        return {group.task_id for group, _ in self._taken}
+
+    def _active(self, pipeline: PipelineSnapshot) -> list[Slot]:
+        """Slots of groups that this step has not taken, in admission order."""
+        taken = self._taken_ids()
+        return [slot for slot in pipeline.slots if slot.task_id not in taken]
 
     def replay(self, record: BatchRecord) -> Batch:
-        """The same data as before; InfraError when the broker has lost some of it."""
+        """The batch of a journaled step, with the same data; BrokerDamaged when the broker has lost some of it."""
         self._claim()
         groups = []
         for reference in record.groups:
             ids = [member.trajectory_id for member in reference.members if member.trajectory_id]
             scores = [self._claimed.get(member.scored_id) for member in reference.members if member.trajectory_id]
-            bodies = self._training.fetch(ids)
+            bodies = self._session.fetch(ids)
             if None in bodies or None in scores:
                 raise BrokerDamaged(f"the broker has lost a part of journaled step {record.step}")
-            self._assembly.take(reference.task_id)
+            self._buffer.take(reference.task_id)
             samples = [(body, score.score.reward) for body, score in zip(bodies, scores, strict=True) if body and score]
             groups.append(Group(reference.task_id, samples))
         return self._batch(record, groups)
 
-    def hold(self, records: Sequence[BatchRecord]) -> None:
-        """These steps are in the weights already; their data stays until a checkpoint covers it."""
+    def keep_uncommitted(self, records: Sequence[BatchRecord]) -> None:
+        """Keep the data of steps that are in the weights already, until a checkpoint covers them."""
         self._claim()
         for record in records:
             for group in record.groups:
-                self._assembly.take(group.task_id)
+                self._buffer.take(group.task_id)
 
     def _batch(self, record: BatchRecord, groups: list[Group]) -> Batch:
         members = [member.scored_id for group in record.groups for member in group.members]
         excluded = sum(self._claimed[entry].excluded for entry in members if entry in self._claimed)
         return Batch(record, groups, excluded)
 
-    def committed(self, records: Sequence[BatchRecord]) -> None:
-        """Forget what a checkpoint covers."""
+    def forget(self, records: Sequence[BatchRecord]) -> None:
+        """Forget the outcomes of steps that a checkpoint covers."""
         for record in records:
             for group in record.groups:
                 for member in group.members:
                     self._claimed.pop(member.scored_id, None)
 
     def _examine(self, task_id: int) -> None:
-        """The oldest group holds all others up: nothing may be missing of what it waits for."""
-        if self._training.examine(task_id) == "complete":
+        """BrokerDamaged when something is missing that the oldest group, which holds all others up, waits for."""
+        if self._session.examine(task_id) == "complete":
             # Its last outcome may just have come in.
             self._claim()
-            if not self._assembly.complete(task_id):
+            if not self._buffer.complete(task_id):
                 raise BrokerDamaged(f"the broker has lost scores of prompt group {task_id}")
-        self._news = time.monotonic()
+        self.last_outcome_at = time.monotonic()
 
     def _discard_ended(self, active: set[int]) -> None:
-        """Outcomes of groups that hold no slot any more, or of none at all, are in nobody's way."""
-        for task_id in self._assembly.waiting() - active:
-            outcomes = self._assembly.take(task_id)
-            self._training.discard(outcomes)
+        """Remove outcomes of groups that hold no slot any more, or never did."""
+        for task_id in self._buffer.waiting() - active:
+            outcomes = self._buffer.take(task_id)
+            self._session.discard(outcomes)
             for outcome in outcomes:
                 self._claimed.pop(outcome.scored_id, None)
 
     def _claim(self) -> None:
         while True:
-            outcomes = self._training.claim(CLAIM)
+            outcomes = self._session.claim(CLAIM)
             if outcomes:
-                self._news = time.monotonic()
+                self.last_outcome_at = time.monotonic()
             for outcome in outcomes:
                 self._claimed[outcome.scored_id] = outcome
-                if self._assembly.add(outcome):
+                if self._buffer.add(outcome):
                     self._drop_if_useless(outcome.task_id)
             if len(outcomes) < CLAIM:
                 return
 
     def _drop_if_useless(self, task_id: int) -> None:
-        """A group that would teach nothing gives its slot back at once, out of turn."""
-        outcomes = self._assembly.take(task_id)
+        """End a complete group that would teach nothing: its slot returns at once, out of turn."""
+        outcomes = self._buffer.take(task_id)
         rewards = [outcome.score.reward for outcome in outcomes if outcome.trajectory_id]
         settings = self._config.trainer.advantage
         if not rewards:
@@ -260,20 +275,19 @@ class BatchSource:
             self._end(task_id, outcomes, "mean_reward")
         else:
             for outcome in outcomes:
-                self._assembly.add(outcome)
+                self._buffer.add(outcome)
 
-    def _usable(
-        self, task_ids: Sequence[int], version: int, staleness: int
-    ) -> Iterator[tuple[Group, list[ScoredSample]]]:
+    def _usable(self, task_ids: Sequence[int], staleness: int) -> Iterator[tuple[Group, list[ScoredSample]]]:
         """These groups with their trajectories, without those that are dropped for their age."""
-        taken = [self._assembly.take(task_id) for task_id in task_ids]
+        version = self._progress.version
+        taken = [self._buffer.take(task_id) for task_id in task_ids]
         scored = [[outcome for outcome in outcomes if outcome.trajectory_id] for outcomes in taken]
-        bodies = iter(self._training.fetch([outcome.trajectory_id or b"" for group in scored for outcome in group]))
+        bodies = iter(self._session.fetch([outcome.trajectory_id or b"" for group in scored for outcome in group]))
         for task_id, outcomes, members in zip(task_ids, taken, scored, strict=True):
             samples = [(body, outcome.score.reward) for outcome in members if (body := next(bodies)) is not None]
             if len(samples) < len(members):
                 # Perhaps it only went back in time since the last look, which is mended with less.
-                self._training.look()
+                self._session.look()
                 raise BrokerDamaged(f"the broker has lost samples of prompt group {task_id}")
             oldest = min(body.oldest_version for body, _ in samples)
             if version - oldest > staleness:
@@ -283,14 +297,14 @@ class BatchSource:
             yield Group(task_id, samples), outcomes
 
     def _ends(self) -> str:
-        """Groups that were given up since the last step, for people."""
+        """A sentence part for people about groups that were given up since the last step."""
         if not self._ended:
             return ""
         return "; given up meanwhile: " + ", ".join(f"{count} {reason}" for reason, count in self._ended.items())
 
     def _end(self, task_id: int, outcomes: Sequence[ScoredSample], reason: str, how: str = "dropped") -> None:
         self._ended[reason] += 1
-        if self._training.drop(task_id, reason, [outcome.scored_id for outcome in outcomes], how):
+        if self._session.drop(task_id, reason, [outcome.scored_id for outcome in outcomes], how):
             self._progress.unfinished.discard(task_id)
         for outcome in outcomes:
             self._claimed.pop(outcome.scored_id, None)

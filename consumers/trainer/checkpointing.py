@@ -1,21 +1,19 @@
 """When checkpoints are written, and what the broker may forget after one: a step's data, once it is durable.
 
-Until then a step's record is kept here, and its data in the broker, where it is read again after a crash.
+Until then a step's record is kept here, and its data in the broker, where it is read again after a crash. With
+trainer.record the data of every step is in a file besides, for ``tidemill replay``.
 """
 
 from __future__ import annotations
 
+from functools import partial
+
 import structlog
 
-from broker.flow.progress import Progress
-from broker.flow.trainer_session import TrainerSession
-from consumers.trainer.batch_source import BatchSource
-from consumers.trainer.disk_retry import DiskRetry, Tell
-from consumers.trainer.leadership import Incarnation
-from consumers.trainer.metrics.timing import StepTimer
-from consumers.trainer.rank_group import RankGroup
-from consumers.trainer.step_log import Books
-from schemas.config import TidemillConfig
+from broker.flow.fencing import term_number
+from consumers.trainer.batch_source import Batch, BatchSource
+from consumers.trainer.checkpoint.batch_files import BatchFiles, step_record
+from consumers.trainer.context import TrainerContext
 from schemas.errors import DiskError
 from schemas.messages import BatchRecord
 
@@ -23,135 +21,153 @@ log = structlog.get_logger()
 
 
 class Checkpointing:
-    """The checkpoints of one trainer, one at a time; ``step`` is the one up to which they are durable."""
+    """The checkpoints of one trainer, one at a time. step: the step up to which they are durable."""
 
-    def __init__(
-        self,
-        config: TidemillConfig,
-        crew: RankGroup,
-        training: TrainerSession,
-        progress: Progress,
-        incarnation: Incarnation,
-        books: Books,
-        patience: DiskRetry,
-        clock: StepTimer,
-        tell: Tell,
-    ) -> None:
-        self._every = config.trainer.checkpoint.every
-        self._crew = crew
-        self._training = training
-        self._progress = progress
-        self._incarnation = incarnation
-        self._books = books
-        self._patience = patience
-        self._clock = clock
-        self._tell = tell
+    def __init__(self, context: TrainerContext) -> None:
+        self._context = context
+        self._rank_group = context.rank_group
+        self._session = context.session
+        self._progress = context.progress
+        self._every = context.config.trainer.checkpoint.every
+        self._batch_files = BatchFiles(context.config.folder)
+        self._records = context.config.trainer.record
         self._source: BatchSource | None = None
         self._uncommitted: list[BatchRecord] = []
-        self._begun: int | None = None
-        """Up to which step the one goes that is being written."""
+        self._pending: int | None = None
+        """The step up to which the checkpoint goes that is being written."""
         self.step = 0
 
-    def begin(self, source: BatchSource) -> None:
+    def load_latest(self) -> bool:
+        """Load the newest whole checkpoint into weights and progress; whether there is one."""
+        newest = self._rank_group.checkpoints.newest()
+        for refused in newest.refused:
+            log.warning("a damaged checkpoint is not used", problem=refused)
+        if newest.path is None:
+            return False
+        restored = self._rank_group.load(newest.path)
+        self._progress.restore(restored.step, restored.version, restored.extra)
+        self.step = restored.step
+        log.info("resumed from a checkpoint", step=restored.step)
+        return True
+
+    def attach(self, source: BatchSource) -> None:
         """After a take-over: ``source`` has the data of the steps to come."""
         self._source = source
         self._uncommitted = []
 
-    def resume(self) -> list[BatchRecord]:
-        """Let the broker forget what a checkpoint covers; returns the journaled steps that the weights do not have."""
-        records = [record for _, record in sorted(self._training.records().items())]
-        self._training.commit([record for record in records if record.step < self.step])
+    def replayable(self) -> list[BatchRecord]:
+        """Let the broker forget what a checkpoint covers; the journaled steps that the weights do not have."""
+        records = [record for _, record in sorted(self._session.records().items())]
+        self._session.commit([record for record in records if record.step < self.step])
         self._uncommitted = [record for record in records if self.step <= record.step < self._progress.step]
         if self._source is not None:
-            self._source.hold(self._uncommitted)
+            self._source.keep_uncommitted(self._uncommitted)
         return [record for record in records if record.step >= self._progress.step]
 
-    def trained(self, record: BatchRecord) -> None:
-        """The weights have this step now."""
+    def add_uncommitted(self, record: BatchRecord) -> None:
+        """Count a step that the weights have now, and that no checkpoint covers."""
         self._uncommitted.append(record)
 
-    def if_due(self) -> None:
-        """Begin one after every trainer.checkpoint.every steps, counted from the last.
+    def record_batch(self, batch: Batch) -> None:
+        """With trainer.record: keep what the weights, still counted as before, have just been trained on."""
+        if self._records:
+            with self._context.timer.phase("record"):
+                record = step_record(
+                    batch.groups,
+                    step=batch.record.step,
+                    version=self._progress.version,
+                    leader_term=term_number(self._session.leader_term),
+                    world=self._rank_group.ranks.world,
+                )
+                self._context.retry("batches", partial(self._batch_files.write, record))
+
+    def save_if_due(self) -> None:
+        """Begin a checkpoint after every trainer.checkpoint.every steps, counted from the last.
 
         It is written while training goes on, and the next one waits for it: the broker holds at most twice as many.
         """
-        with self._clock.phase("checkpoint"):
-            self.look()
-            last = self.step if self._begun is None else self._begun
+        with self._context.timer.phase("checkpoint"):
+            self.poll()
+            last = self.step if self._pending is None else self._pending
             if self._progress.step - last >= self._every:
-                self._settle()
+                self._finish_pending()
                 self._begin()
-                self.look()
+                self.poll()
 
-    def look(self) -> None:
-        """Without waiting: let the broker forget what is durable now."""
-        if self._begun is not None and not self._crew.saving:
-            self._settle()
+    def poll(self) -> None:
+        """Without waiting: if the pending checkpoint is durable now, let the broker forget what it covers."""
+        if self._pending is not None and not self._rank_group.saving:
+            self._finish_pending()
 
-    def asked(self) -> None:
-        """Somebody wants one; nothing is written when the last one is of this step."""
-        self._settle()
+    def save_now(self) -> None:
+        """Have everything up to here durable, and tell people; nothing is written when it is already."""
+        self._finish_pending()
         if self._progress.step != self.step:
             self.save()
-        self._tell("checkpoint", "info", f"a checkpoint covers step {self._progress.step}")
+        self._context.notify("checkpoint", "info", f"a checkpoint covers step {self._progress.step}")
 
-    def last(self) -> None:
+    def save_final(self) -> None:
         """Cover what no checkpoint does."""
-        self._settle()
+        self._finish_pending()
         if self._uncommitted:
             self.save()
 
     def save(self) -> None:
         """Make everything up to here durable, and then let the broker forget it."""
-        self._settle()
-        self._patience("checkpoint", self._complete)
+        self._finish_pending()
+        self._context.retry("checkpoint", self._finish_or_write)
 
-    def leave(self) -> None:
-        """The broker is lost: wait for what is under way, and let it forget nothing."""
+    def abandon(self) -> None:
+        """The broker is lost: wait for the pending checkpoint, and let the broker forget nothing."""
         try:
-            self._wait()
+            self._wait_written()
         except DiskError as error:
             log.warning("a checkpoint was not written", error=str(error))
 
-    def _settle(self) -> None:
-        """Wait for the one that is under way. If it found no room, training waits until another one of now did."""
-        if self._begun is None:
+    def _finish_pending(self) -> None:
+        """Wait for the pending checkpoint. If it found no room, training waits until another one of now did."""
+        if self._pending is None:
             return
         try:
-            self._complete()
+            self._finish_or_write()
         except DiskError as error:
-            self._patience.refused("checkpoint", error)
-            self._patience("checkpoint", self._complete)
+            self._context.retry.report("checkpoint", error)
+            self._context.retry("checkpoint", self._finish_or_write)
 
-    def _complete(self) -> None:
-        """One is durable: the one under way, or else one of now."""
-        if self._begun is None:
+    def _finish_or_write(self) -> None:
+        """Have one checkpoint durable, the pending one or else one of now, and let the broker forget what it covers."""
+        if self._pending is None:
             self._begin()
-        self._wait()
-        self._books.covered()
+        self._wait_written()
+        if self._records:
+            self._batch_files.remove_before(self._rank_group.checkpoints.oldest_step())
         covered = [record for record in self._uncommitted if record.step < self.step]
-        self._training.commit(covered)
+        self._session.commit(covered)
         if self._source is not None:
-            self._source.committed(covered)
+            self._source.forget(covered)
         self._uncommitted = [record for record in self._uncommitted if record.step >= self.step]
 
-    def _wait(self) -> None:
-        """For the one under way; DiskError when it found no room, and then none is."""
-        begun, self._begun = self._begun, None
-        self._crew.saved()
-        if begun is not None:
-            self.step = begun
+    def _wait_written(self) -> None:
+        """Wait for the pending checkpoint; DiskError when it found no room. None is pending after it."""
+        pending, self._pending = self._pending, None
+        self._rank_group.wait_saved()
+        if pending is not None:
+            self.step = pending
 
     def _begin(self) -> None:
+        """Begin a checkpoint of the state as it is now."""
         progress = self._progress
-        look = self._training.look()
-        progress.update(look)
-        if look.step > progress.step:
+        pipeline = self._session.look()
+        progress.update(pipeline)
+        if pipeline.step > progress.step:
             # Between replays: what is still to be replayed is not in these weights, though its slots have returned.
             progress.mark_unfinished(
-                [record for step, record in self._training.records().items() if step >= progress.step]
+                [record for step, record in self._session.records().items() if step >= progress.step]
             )
-        self._crew.save(
-            step=progress.step, version=progress.version, leader_term=self._incarnation.number, extra=progress.to_json()
+        self._rank_group.save(
+            step=progress.step,
+            version=progress.version,
+            leader_term=term_number(self._session.leader_term),
+            extra=progress.to_json(),
         )
-        self._begun = progress.step
+        self._pending = progress.step

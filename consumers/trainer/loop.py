@@ -1,164 +1,160 @@
 """The trainer's loop, on one page: claim, journal, step, publish, free the slots; now and then a checkpoint.
 
-Exactly once: a step's data is in the journal before it is trained, and is acknowledged only when a
-durable checkpoint covers it. A restarted trainer replays the journal on the same data. A broker that lost its
-memory is mended from what the trainer knows, in the same process.
+Exactly once: a step's data is in the journal before it is trained, and is acknowledged only when a durable checkpoint
+covers it. A restarted trainer replays the journal on the same data. A broker that lost its memory is mended from what
+the trainer knows, in the same process.
 """
 
 from __future__ import annotations
 
-from typing import Literal
+import time
 
 import structlog
 
 from broker.client import Broker
-from broker.flow.progress import Progress
 from consumers.trainer.batch_source import Batch, BatchSource
 from consumers.trainer.checkpointing import Checkpointing
-from consumers.trainer.disk_retry import DiskRetry
-from consumers.trainer.finish import wait_for_evaluation, write_model
-from consumers.trainer.leadership import Incarnation, Succession
-from consumers.trainer.metrics.timing import StepTimer
+from consumers.trainer.context import TrainerContext
+from consumers.trainer.leadership import Leadership
+from consumers.trainer.model.hf_weights import copy_tokenizer
 from consumers.trainer.pause import PauseFollower
-from consumers.trainer.publishing import Offers
-from consumers.trainer.rank_group import RankGroup
+from consumers.trainer.publishing import WeightPublisher
 from consumers.trainer.step.train_step import TrainStep
-from consumers.trainer.step_log import Books
+from consumers.trainer.step_log import StepLog
 from schemas.config import TidemillConfig
-from schemas.errors import BrokerLost, DiskError, InfraError
+from schemas.errors import BrokerLost, DiskError
 from schemas.lifecycle import StopFlag
-from schemas.messages import BatchRecord, Event
+from schemas.messages import BatchRecord
+
+EVAL_DEADLINE_S = 300.0
 
 log = structlog.get_logger()
 
 
 class Trainer:
-    """One trainer process; ``progress`` is how far its weights are, and ``heed`` follows what people ask."""
+    """One trainer process: ``progress`` is how far its weights are, and ``pause`` follows what people order."""
 
     def __init__(self, config: TidemillConfig, name: str, broker: Broker, step: TrainStep) -> None:
-        self._config, self._name, self._broker = config, name, broker
-        self._state = "starting"
-        self._clock = StepTimer()
-        self._training = broker.training()
-        self.progress = progress = Progress()
-        self._crew = crew = RankGroup(config, step)
-        self._incarnation = incarnation = Incarnation(crew.checkpoints.folder)
-        self._patience = patience = DiskRetry(config.trainer.checkpoint.deadline_s, self._tell)
-        self._books = books = Books(config, broker, crew, progress, incarnation, patience, self._clock)
-        self._offers = Offers(config, broker, crew, progress, incarnation, patience)
-        self._saving = Checkpointing(
-            config,
-            crew,
-            self._training,
-            progress,
-            incarnation,
-            books,
-            patience,
-            self._clock,
-            self._tell,
-        )
-        self._succession = Succession(config, crew, self._training, progress, incarnation, patience, self._tell)
-        self.heed = PauseFollower(crew.checkpoints.folder, broker, self._saving.asked)
+        self.config, self.broker, self.state = config, broker, "starting"
+        self.context = context = TrainerContext.create(config, name, broker, step)
+        self.session, self.rank_group = context.session, context.rank_group
+        self.progress, self.timer = context.progress, context.timer
+        self.step_log = StepLog(context)
+        self.leadership = Leadership(context)
+        self.publisher = WeightPublisher(context, self.leadership)
+        self.checkpoints = Checkpointing(context)
+        self.pause = PauseFollower(context, save=self.checkpoints.save_now)
 
     def describe(self) -> tuple[str, int, dict[str, float]]:
         """State, version and figures for the heartbeat."""
-        state = "paused" if self.heed.paused else self._state
-        rate = 0.0 if self.heed.paused else self._books.tokens_per_s
+        state = "paused" if self.pause.reasons else self.state
+        rate = 0.0 if self.pause.reasons else self.step_log.tokens_per_s
         return state, self.progress.version, {"step": float(self.progress.step), "tokens_per_s": rate}
 
     def run(self, stop: StopFlag) -> None:
-        """Recover, replay, train, finish; once more after the broker lost what it knew."""
-        self._patience.stop = stop
-        self._saving.step = self._succession.recover()
-        self.heed.restore(self.progress)
+        """Load, take over, replay, train, finish; take over once more when the broker has lost what it knew."""
+        self.context.retry.stop = stop
+        self.leadership.restore(from_checkpoint=self.checkpoints.load_latest())
+        self.pause.restore()
         while True:
             try:
-                replays = self._take_over()
-                self._replay(replays, stop)
-                self._work(stop)
-                self._finish(stop)
-                return
+                journaled = self.take_over()
+                self.replay(journaled, stop)
+                self.train(stop)
+                return self.finish(stop)
             except BrokerLost as error:
-                self._succession.lost(error)
+                self.leadership.lost(error)
                 # What is still under way has the old term; after the take-over that would be another trainer's.
-                self._offers.settle(InfraError)
-                self._saving.leave()
+                self.publisher.abandon()
+                self.checkpoints.abandon()
 
-    def _take_over(self) -> list[BatchRecord]:
+    def take_over(self) -> list[BatchRecord]:
         """Become the one trainer; returns the steps to replay."""
-        mended = self._succession.take_over(self._saving.step)
-        self._books.resumed()
-        self._source = BatchSource(self._config, self._training, self.progress, self._idle, self.heed)
-        self._saving.begin(self._source)
+        mended = self.leadership.take_over(self.checkpoints.step)
+        self.step_log.write_resumed()
+        self.batches = BatchSource(self.context, self.pause, on_idle=self.unblock_others)
+        self.checkpoints.attach(self.batches)
         if mended:
-            self._saving.save()
-        self._offers.offer()
-        return self._saving.resume()
+            self.checkpoints.save()
+        self.publisher.publish()
+        return self.checkpoints.replayable()
 
-    def _idle(self) -> None:
-        """While no batch comes: what the others may wait for, room in the broker or weights."""
-        self._saving.look()
-        self._offers.offer()
+    def unblock_others(self) -> None:
+        """While no batch comes: provide what the others may wait for, room in the broker or weights."""
+        self.checkpoints.poll()
+        self.publisher.publish()
 
-    def _replay(self, records: list[BatchRecord], stop: StopFlag) -> None:
+    def replay(self, journaled: list[BatchRecord], stop: StopFlag) -> None:
         """Train journaled steps that the weights do not have, on the same data as before."""
-        self._state = "replaying"
-        for record in records:
-            if self.heed.hold(stop, self.progress) and stop:
+        self.state = "replaying"
+        for record in journaled:
+            if self.pause.hold(stop) and stop:
                 break
             log.info("replaying a journaled step", step=record.step)
-            self._train(self._source.replay(record))
-            self._saving.if_due()
+            self.train_step(self.batches.replay(record))
+            self.checkpoints.save_if_due()
 
-    def _work(self, stop: StopFlag) -> None:
+    def train(self, stop: StopFlag) -> None:
         """Train as batches come, until trainer.steps are done or the trainer is asked to stop."""
-        self._state = "running"
-        while self.progress.step < self._config.trainer.steps and not stop:
-            held = self.heed.held_s
-            with self._clock.phase("wait"):
-                # A number that may have been published names those weights, also when they are lost.
-                batch = self._source.next(max(self.progress.version, self._incarnation.floor) + 1, stop)
-            self._clock.split("wait", {"paused": self.heed.held_s - held})
+        self.state = "running"
+        while self.progress.step < self.config.trainer.steps and not stop:
+            paused_s = self.pause.waited_s
+            with self.timer.phase("wait"):
+                batch = self.batches.next(self.leadership.next_version(), stop)
+            self.timer.split("wait", {"paused": self.pause.waited_s - paused_s})
             if batch is None:
                 break
-            self._train(batch)
-            self._saving.if_due()
+            self.train_step(batch)
+            self.checkpoints.save_if_due()
 
-    def _train(self, batch: Batch) -> None:
+    def train_step(self, batch: Batch) -> None:
         """One step: its batch is in the journal already, and its slots return at the end."""
-        with self._clock.phase("assemble"):
-            trace = self._books.profile(batch.record.step)
-            result = self._crew.train(batch.groups, self.progress.version, trace)
+        with self.timer.phase("assemble"):
+            trace = self.step_log.profile_folder(batch.record.step)
+            result = self.rank_group.train(batch.groups, self.progress.version, trace)
         # What is left of it: planning, sending, collating.
         parts = {name: seconds for name, seconds in result.seconds.items() if name not in ("other", "total")}
-        self._clock.split("assemble", parts)
+        self.timer.split("assemble", parts)
         if result.skipped:
             log.warning("step skipped: its loss or gradient is not finite", step=self.progress.step)
-        self._books.record(batch)
+        self.checkpoints.record_batch(batch)
         self.progress.advance(batch.record)
-        self._books.trained(batch)
-        self._saving.trained(batch.record)
-        with self._clock.phase("publish"):
-            self._offers.offer()
-        line = self._books.figures(batch, result)
-        self._training.step(batch.record)
-        self._books.show(line, batch)
+        self.step_log.write_trained(batch)
+        self.checkpoints.add_uncommitted(batch.record)
+        with self.timer.phase("publish"):
+            self.publisher.publish()
+        figures = self.step_log.write(batch, result)
+        self.session.step(batch.record)
+        self.step_log.show(figures, batch)
 
-    def _finish(self, stop: StopFlag) -> None:
+    def finish(self, stop: StopFlag) -> None:
         """Leave a checkpoint; and the model, when all steps are done."""
-        self._saving.last()
-        self._offers.settle(DiskError)
-        if self.progress.step >= self._config.trainer.steps:
-            self._state = "finishing"
-            self._offers.send()
-            if self._config.eval is not None:
-                wait_for_evaluation(self._broker, self.heed, self.progress, stop, self._tell)
+        self.checkpoints.save_final()
+        self.publisher.abandon(tolerated=DiskError)
+        if self.progress.step >= self.config.trainer.steps:
+            self.state = "finishing"
+            self.publisher.publish(wait=True)
+            if self.config.eval is not None:
+                self.wait_for_evaluation(stop)
             if not stop:
-                write_model(self._config, self._crew)
-                self._training.finish()
-        self._offers.close()
-        self._crew.dismiss()
-        self._books.close()
+                self.rank_group.export(self.config.folder / "model")
+                copy_tokenizer(self.config.model, self.config.folder / "model")
+                self.session.finish()
+        self.publisher.close()
+        self.rank_group.dismiss()
+        self.step_log.close()
 
-    def _tell(self, name: str, level: Literal["info", "warning", "error"], text: str) -> None:
-        self._broker.events.emit(Event(name=name, service=self._name, level=level, text=text))
+    def wait_for_evaluation(self, stop: StopFlag) -> None:
+        """Wait until the evaluation of these weights is complete, or the deadline, of which people are told."""
+        deadline = time.monotonic() + EVAL_DEADLINE_S
+        while not stop and time.monotonic() < deadline:
+            if self.pause.hold(stop):
+                deadline = time.monotonic() + EVAL_DEADLINE_S
+            position = self.broker.ledger.change_position()
+            if any(found.version == self.progress.version and found.complete for found in self.broker.evals.results()):
+                return
+            self.broker.ledger.wait_change(position, 200)
+        if not stop:
+            text = f"the evaluation of version {self.progress.version} was not complete after {EVAL_DEADLINE_S:.0f} s"
+            log.warning(text)
+            self.context.notify("evaluation", "warning", text)

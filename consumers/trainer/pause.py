@@ -8,19 +8,17 @@ outlives the loss of broker and trainer together.
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import structlog
 
-from broker.client import Broker
 from broker.connection.connection import BLOCK_MS
-from broker.flow.progress import Progress
 from broker.flow.run_control import ControlState
+from consumers.trainer.context import TrainerContext
 from schemas.errors import BrokerLost, InfraError
-from schemas.lifecycle import StopFlag
+from schemas.files import atomic_write
+from schemas.lifecycle import PauseReasons, StopFlag
 
 FILE = "PAUSE"
 
@@ -28,96 +26,91 @@ log = structlog.get_logger()
 
 
 class PauseFollower:
-    """``acknowledged`` goes into the heartbeat; ``changed`` is called when it has changed, to send one at once.
+    """Pauses and resumes one trainer.
 
-    held_s: all seconds that pauses took. checkpoint: makes everything so far durable, unless it is already.
+    reasons: why it pauses. acknowledged: goes into the heartbeat; ``changed`` is called when it has changed, to send
+    one at once. waited_s: all seconds that pauses took. save: makes everything so far durable, unless it is already.
     """
 
-    def __init__(
-        self, folder: Path, broker: Broker, checkpoint: Callable[[], None], changed: Callable[[], None] = lambda: None
-    ) -> None:
-        self._file = folder / FILE
-        self._broker = broker
-        self._checkpoint = checkpoint
-        self.changed = changed
+    def __init__(self, context: TrainerContext, save: Callable[[], None]) -> None:
+        self._file = context.rank_group.checkpoints.folder / FILE
+        self._broker = context.broker
+        self._progress = context.progress
+        self._save = save
         self._written: ControlState | None = None
         self._drained = -1
-        self.paused = False
-        self.held_s = 0.0
+        self.changed: Callable[[], None] = lambda: None
+        self.reasons = PauseReasons()
+        self.waited_s = 0.0
         self.acknowledged: dict[str, int] = {}
 
-    def restore(self, progress: Progress) -> None:
-        """Take the pause that was seen last, for a broker that may have forgotten it."""
+    def restore(self) -> None:
+        """Note the pause that was seen last, for a broker that may have forgotten it."""
         try:
             found = json.loads(self._file.read_text(encoding="utf-8"))
             known = ControlState(found["pause"], int(found["pause_id"]), str(found["by"]), float(found["since"]))
         except (OSError, ValueError, KeyError, TypeError):
             return
-        progress.note_pause(known)
+        self._progress.note_pause(known)
 
-    def follow(self, orders: ControlState, drained: bool = False) -> bool:
-        """Do what is asked; whether the trainer has to hold. ``drained``: nothing is left to train."""
-        self._remember(orders)
-        if orders.checkpoint > self.acknowledged.get("checkpoint", 0):
-            self._checkpoint()
-            self._obey("checkpoint", orders.checkpoint)
-        if orders.pause == "drain" and drained and self._drained != orders.pause_id:
-            self._checkpoint()
+    def follow(self, control: ControlState, drained: bool = False) -> bool:
+        """Do what is asked; whether the trainer has to pause. ``drained``: nothing is left to train."""
+        self._remember(control)
+        if control.checkpoint > self.acknowledged.get("checkpoint", 0):
+            self._save()
+            self._acknowledge("checkpoint", control.checkpoint)
+        if control.pause == "drain" and drained and self._drained != control.pause_id:
+            self._save()
             # Nothing is admitted until the next order, so it stays that way.
-            self._drained = orders.pause_id
-        hold = orders.pause == "freeze" or (orders.pause == "drain" and self._drained == orders.pause_id)
-        if hold != self.paused:
-            log.info("paused" if hold else "going on", by=orders.by)
-        self.paused = hold
-        if hold or orders.pause == "none":
-            self._obey("pause", orders.pause_id)
-        return hold
+            self._drained = control.pause_id
+        ordered = control.pause == "freeze" or (control.pause == "drain" and self._drained == control.pause_id)
+        reasons = self.reasons.setting("ordered", ordered)
+        if bool(reasons) != bool(self.reasons):
+            log.info("paused" if reasons else "going on", by=control.by)
+        self.reasons = reasons
+        if ordered or control.pause == "none":
+            self._acknowledge("pause", control.pause_id)
+        return bool(reasons)
 
-    def hold(self, stop: StopFlag, progress: Progress) -> bool:
+    def hold(self, stop: StopFlag) -> bool:
         """Wait while a freeze is ordered; whether there was one. BrokerLost when the broker has lost its orders."""
         held = False
         while not stop:
             position = self._broker.ledger.change_position()
-            orders = self._broker.run_control.read()
-            if orders is None:
+            control = self._broker.run_control.read()
+            if control is None:
                 raise BrokerLost("the broker has forgotten what was asked of this run")
-            progress.note_pause(orders)
-            if not self.follow(orders):
+            self._progress.note_pause(control)
+            if not self.follow(control):
                 return held
             held = True
             self._wait_change(position)
         return held
 
-    def wait(self, seen: int) -> None:
-        """Until the orders are others than those with the number ``seen``, a second at most."""
+    def wait_order_after(self, seen: int) -> None:
+        """Wait for an order to pause or resume that is not the one with the number ``seen``, a second at most."""
         position = self._broker.ledger.change_position()
-        orders = self._broker.run_control.read()
-        if orders is not None and orders.pause_id == seen:
+        control = self._broker.run_control.read()
+        if control is not None and control.pause_id == seen:
             self._wait_change(position)
 
     def _wait_change(self, position: bytes) -> None:
         started = time.monotonic()
         self._broker.ledger.wait_change(position, BLOCK_MS)
-        self.held_s += time.monotonic() - started
+        self.waited_s += time.monotonic() - started
 
-    def _obey(self, order: str, number: int) -> None:
+    def _acknowledge(self, order: str, number: int) -> None:
         if self.acknowledged.get(order) != number:
             self.acknowledged[order] = number
             self.changed()
 
-    def _remember(self, orders: ControlState) -> None:
-        seen = ControlState(orders.pause, orders.pause_id, orders.by, orders.since)
+    def _remember(self, control: ControlState) -> None:
+        seen = ControlState(control.pause, control.pause_id, control.by, control.since)
         if seen == self._written:
             return
         fields = {"pause": seen.pause, "pause_id": seen.pause_id, "by": seen.by, "since": seen.since}
-        aside = self._file.with_suffix(".writing")
         try:
-            self._file.parent.mkdir(parents=True, exist_ok=True)
-            with aside.open("w", encoding="utf-8") as stream:
-                stream.write(json.dumps(fields))
-                stream.flush()
-                os.fsync(stream.fileno())
-            os.replace(aside, self._file)
+            atomic_write(self._file, json.dumps(fields), durable=True)
         except OSError as error:
             raise InfraError(f"cannot write {self._file}: {error}") from error
         self._written = seen

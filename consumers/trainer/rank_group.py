@@ -1,7 +1,7 @@
-"""What all ranks do together: rank 0 calls, the others follow.
+"""All ranks of one trainer as one object: rank 0 calls, the others follow its commands.
 
 A sharded model computes, is gathered, saved and loaded by all ranks at once. Rank 0 alone knows the broker and what
-comes next; it sends each other rank a command with all that it needs, and takes part itself.
+comes next; it sends every other rank a command with all that the rank needs, and takes part itself.
 """
 
 from __future__ import annotations
@@ -83,14 +83,14 @@ _decoder: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)
 
 
 class RankGroup:
-    """All ranks of one trainer. In a single process the calls are what they are called::
+    """All ranks of one trainer, which compute each step, snapshot and checkpoint together::
 
-    crew = Crew(config, step)
-    if crew.ranks.is_main:
-        result = crew.train(groups, version=7)
-        crew.dismiss()
+    rank_group = RankGroup(config, step)
+    if rank_group.ranks.is_main:
+        result = rank_group.train(groups, version=7)
+        rank_group.dismiss()
     else:
-        crew.follow()
+        rank_group.follow()
     """
 
     def __init__(self, config: TidemillConfig, step: TrainStep) -> None:
@@ -103,7 +103,7 @@ class RankGroup:
         self._dtype = config.model.dtype
         self._snapshots = Snapshots(step.policy, self._dtype, main=self.ranks.is_main, world=self.ranks.world)
         self._snapshot: Snapshot | None = None
-        step.optimizer.register_step_pre_hook(lambda *_: self._settle())
+        step.optimizer.register_step_pre_hook(lambda *_: self._wait_copied())
 
     def train(self, groups: Sequence[Group], version: int, trace: Path | None = None) -> StepResult:
         """One optimizer step over these groups, dealt to the ranks; ``version`` is that of the weights before.
@@ -128,7 +128,7 @@ class RankGroup:
         return snapshot, logprobs
 
     def save(self, *, step: int, version: int, leader_term: int, extra: dict[str, Any]) -> None:
-        """Begin a checkpoint of the state as it is now; see Checkpoints. ``saved`` has to be called before the next.
+        """Begin a checkpoint of the state as it is now; see Checkpoints. Call ``wait_saved`` before the next one.
 
         Training may go on at once: with trainer.checkpoint.asynchronous it is written meanwhile, else it is written.
         """
@@ -145,7 +145,7 @@ class RankGroup:
         """Whether a checkpoint is still being written."""
         return self._writing is not None and not self._writing.done()
 
-    def saved(self) -> None:
+    def wait_saved(self) -> None:
         """Wait until the checkpoint that was begun is durable; its error is raised here, once."""
         writing, self._writing = self._writing, None
         if writing is None:
@@ -158,7 +158,7 @@ class RankGroup:
     def load(self, path: Path) -> Restored:
         """Read a checkpoint; see Checkpoints.load."""
         self._send_all(Load(str(path)))
-        self._settle()
+        self._wait_copied()
         return self.checkpoints.load(path, self.step)
 
     def export(self, folder: Path) -> None:
@@ -173,20 +173,20 @@ class RankGroup:
         return compare(self.step, path)
 
     def dismiss(self) -> None:
-        """Let the others end."""
+        """End the work of the other ranks."""
         self._send_all(Dismiss())
         self._writer.shutdown()
 
     def follow(self) -> None:
-        """Do what rank 0 says, until it dismisses this rank."""
+        """Execute the commands of rank 0, until it dismisses this rank."""
         while True:
             command = _decoder.decode(self.ranks.channel.receive(0))
             if isinstance(command, Dismiss):
                 self._writer.shutdown()
                 return
             if isinstance(command, Save) or not self.saving:
-                self._attempt(self.saved)
-            self._attempt(partial(self._obey, command))
+                self._attempt(self.wait_saved)
+            self._attempt(partial(self._execute, command))
 
     def _attempt(self, act: Callable[[], None]) -> None:
         try:
@@ -195,7 +195,7 @@ class RankGroup:
             # Every rank has the same error; what comes next is for rank 0 to say.
             log.warning("rank 0 decides", error=str(error))
 
-    def _obey(self, command: Command) -> None:
+    def _execute(self, command: Command) -> None:
         if isinstance(command, Train):
             trace = Path(command.trace) if command.trace else None
             self._run(self.step.batch(command.micro_batches), command.version, trace)
@@ -210,8 +210,8 @@ class RankGroup:
         elif isinstance(command, Compare):
             self.compare(Path(command.path))
 
-    def _settle(self) -> None:
-        """Wait until the weights are copied; they change now."""
+    def _wait_copied(self) -> None:
+        """Wait until the snapshot's weights are copied, before they change."""
         snapshot, self._snapshot = self._snapshot, None
         if snapshot is not None:
             snapshot.wait()

@@ -79,19 +79,19 @@ def run_replay(config: TidemillConfig, plan: Plan, did: Callable[[int], None]) -
     torch.manual_seed(config.run.seed)
     ranks, batches = Ranks(), BatchFiles(config.folder)
     with ranks.lifeline():
-        crew = RankGroup(config, TrainStep.from_config(make_policy(config), config, ranks))
+        rank_group = RankGroup(config, TrainStep.from_config(make_policy(config), config, ranks))
         if not ranks.is_main:
-            crew.follow()
+            rank_group.follow()
             return None
         if plan.start is not None:
-            crew.load(plan.start)
+            rank_group.load(plan.start)
         for step in range(plan.first, plan.last):
             record = batches.read(step)
             groups = [
                 Group(group.task_id, list(zip(group.samples, group.rewards, strict=True))) for group in record.groups
             ]
-            crew.train(groups, record.version)
+            rank_group.train(groups, record.version)
             did(step)
-        answer = crew.compare(plan.goal)
-        crew.dismiss()
+        answer = rank_group.compare(plan.goal)
+        rank_group.dismiss()
     return answer

@@ -43,9 +43,9 @@ def run_trainer(config: TidemillConfig, name: str) -> None:
             name,
             "trainer",
             trainer.describe,
-            acknowledged=lambda: trainer.heed.acknowledged,
+            acknowledged=lambda: trainer.pause.acknowledged,
             probes=config.probes,
         )
-        trainer.heed.changed = presence.soon
+        trainer.pause.changed = presence.soon
         with presence:
             trainer.run(stop)

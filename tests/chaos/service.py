@@ -177,7 +177,7 @@ def _trainer(evidence: Evidence, folder: Path) -> None:
     from consumers.trainer import service
     from consumers.trainer.checkpoint.store import Checkpoints
     from consumers.trainer.step.train_step import TrainStep
-    from consumers.trainer.step_log import RunLog
+    from consumers.trainer.step_log import StepLog
 
     _once(evidence, service, "make_policy", "ready")
     last: dict[str, Any] = {"x": [], "version": -1}
@@ -222,18 +222,18 @@ def _trainer(evidence: Evidence, folder: Path) -> None:
         return run
 
     def logging(original: Callable[..., Any]) -> Callable[..., Any]:
-        def trained(self: RunLog, batch: Any, leader_term: str) -> None:
-            original(self, batch, leader_term)
-            evidence.write("step", step=batch.record.step, leader_term=leader_term, **last)
+        def write_trained(self: StepLog, batch: Any) -> None:
+            original(self, batch)
+            evidence.write("step", step=batch.record.step, leader_term=self._session.leader_term, **last)
 
-        return trained
+        return write_trained
 
     _replace(Checkpoints, "take", saving)
     _replace(Checkpoints, "load", loading)
     _replace(TrainerSession, "begin", beginning)
     _replace(TrainStep, "assemble", assembling)
     _replace(TrainStep, "run", running)
-    _replace(RunLog, "trained", logging)
+    _replace(StepLog, "write_trained", logging)
     _fill_disk(folder / FULL_DISK)
 
 

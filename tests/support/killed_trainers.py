@@ -26,7 +26,7 @@ from consumers.trainer.distributed.ranks import Ranks
 from consumers.trainer.rank_group import RankGroup
 from consumers.trainer.service import run_trainer
 from consumers.trainer.step.train_step import TrainStep
-from consumers.trainer.step_log import RunLog
+from consumers.trainer.step_log import StepLog
 from schemas.config import parse_config
 
 DEADLINE_S = 120
@@ -59,7 +59,7 @@ POINTS: dict[str, tuple[Any, str, str, int, Callable[..., bool] | None]] = {
     "backward": (Ranks, "backward", "after", 4, None),
     "optimizer step": (TrainStep, "_update", "after", 4, None),
     "batch recorded": (BatchFiles, "write", "after", 4, None),
-    "step in the run's log": (RunLog, "trained", "after", 4, None),
+    "step in the run's log": (StepLog, "write_trained", "after", 4, None),
     "weights written, not sent": (RankGroup, "gather", "after", 5, None),
     "weights published": (WeightStore, "publish", "after", 5, None),
     "slots not returned": (TrainerSession, "step", "before", 4, None),

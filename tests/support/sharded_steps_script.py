@@ -37,11 +37,11 @@ def main(model: str, folder: str, first: str, last: str, sizes: str, dtype: str,
     ranks = Ranks(deadline_s=100.0)
     with ranks.lifeline():
         step = TrainStep.from_config(make_policy(config), config, ranks)
-        crew = RankGroup(config, step)
+        rank_group = RankGroup(config, step)
         if ranks.is_main:
-            lead(crew, Path(folder), int(first), int(last), [int(size) for size in sizes.split(",")], dtype)
+            lead(rank_group, Path(folder), int(first), int(last), [int(size) for size in sizes.split(",")], dtype)
         else:
-            crew.follow()
+            rank_group.follow()
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
@@ -49,33 +49,33 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).clone()
 
 
-def lead(crew: RankGroup, folder: Path, first: int, last: int, sizes: list[int], dtype: str) -> None:
-    newest = crew.checkpoints.newest().path
+def lead(rank_group: RankGroup, folder: Path, first: int, last: int, sizes: list[int], dtype: str) -> None:
+    newest = rank_group.checkpoints.newest().path
     assert (newest is not None) == (first > 0)
     if newest is not None:
-        assert crew.load(newest).step == first
+        assert rank_group.load(newest).step == first
     folder.mkdir(exist_ok=True)
     file = folder / "weights"
     results, late = [], []
     for version in range(first, last):
-        crew.gather([5, 6])
-        snapshot, _ = crew.gather([5, 6])
-        weights = wire_weights(crew.step.policy) if crew.ranks.world == 1 else ()
+        rank_group.gather([5, 6])
+        snapshot, _ = rank_group.gather([5, 6])
+        weights = wire_weights(rank_group.step.policy) if rank_group.ranks.world == 1 else ()
         before = {name: local(tensor).to(getattr(torch, dtype)) for name, tensor in weights}
         # As late as can be: when the optimizer is about to change the weights.
         snapshot.wait = snapshot.fill  # type: ignore[method-assign]
-        results.append(crew.train(groups_of(sizes, seed=version), version))
+        results.append(rank_group.train(groups_of(sizes, seed=version), version))
         snapshot.write(file)
         written = load_file(file)
         late.append(all(torch.equal(tensor, written[name]) for name, tensor in before.items()))
-    snapshot, logprobs = crew.gather([5, 6, 7, 8])
+    snapshot, logprobs = rank_group.gather([5, 6, 7, 8])
     snapshot.fill()
     snapshot.write(file)
-    crew.save(step=last, version=last, leader_term=1, extra={})
-    crew.export(folder / "model")
-    crew.saved()
-    crew.dismiss()
-    parameters = list(crew.step.policy.parameters())
+    rank_group.save(step=last, version=last, leader_term=1, extra={})
+    rank_group.export(folder / "model")
+    rank_group.wait_saved()
+    rank_group.dismiss()
+    parameters = list(rank_group.step.policy.parameters())
     content = {
         "sharded": all(isinstance(p, DTensor) for p in parameters),
         "bytes": sum(p.to_local().nbytes if isinstance(p, DTensor) else p.nbytes for p in parameters),
@@ -86,7 +86,7 @@ def lead(crew: RankGroup, folder: Path, first: int, last: int, sizes: list[int],
         "logprobs": logprobs.tolist(),
         "late": late,
     }
-    (folder / f"report-{first}-{crew.ranks.world}.json").write_text(json.dumps(content))
+    (folder / f"report-{first}-{rank_group.ranks.world}.json").write_text(json.dumps(content))
 
 
 if __name__ == "__main__":

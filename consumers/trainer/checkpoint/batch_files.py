@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 import torch
 import zstandard
 
-from consumers.trainer.batch_source import Batch
 from consumers.trainer.checkpoint.files import refuse_older_names
-from consumers.trainer.checkpoint.store import Checkpoints
+from consumers.trainer.data.microbatches import Group
 from schemas.codec import BadMessage, decode, encode
 from schemas.errors import ConfigError, DiskError
 from schemas.messages import RecordedGroup, StepRecord, Trajectory
@@ -29,10 +29,14 @@ _NAME = re.compile(r"step-(\d{8,})-t(\d{4,})\.msgpack\.zst")
 
 
 class BatchFiles:
-    """The files in one folder. Of a step that was trained in several leader terms the last one's counts."""
+    """The batch files of one run; ConfigError when an older version has written there.
+
+    Of a step that was trained in several leader terms the last one's file counts.
+    """
 
     def __init__(self, run: Path) -> None:
         self.folder = run / FOLDER
+        refuse_older_names(self.folder)
 
     def write(self, record: StepRecord) -> None:
         """Durably and whole; DiskError when there is no room."""
@@ -77,43 +81,26 @@ class BatchFiles:
         """Step, term and file."""
         if not self.folder.is_dir():
             return []
-        refuse_older_names(self.folder)
         found = [(match, file) for file in self.folder.iterdir() if (match := _NAME.fullmatch(file.name))]
         return [(int(match[1]), int(match[2]), file) for match, file in found]
 
 
-class Recorder:
-    """The trainer's side: ``trained`` with every step, ``covered`` after every checkpoint."""
-
-    def __init__(self, run: Path, checkpoints: Checkpoints, world: int) -> None:
-        self._files = BatchFiles(run)
-        self._files.steps()  # ConfigError at once when an older version has written here
-        self._checkpoints = checkpoints
-        self._world = world
-
-    def trained(self, batch: Batch, version: int, leader_term: int) -> None:
-        """``batch`` was trained on weights ``version``; DiskError when there is no room."""
-        groups = [
+def step_record(groups: Sequence[Group], *, step: int, version: int, leader_term: int, world: int) -> StepRecord:
+    """The record of a step that trained these groups on weights ``version``, over ``world`` ranks."""
+    return StepRecord(
+        step=step,
+        version=version,
+        leader_term=leader_term,
+        world=world,
+        threads=torch.get_num_threads(),
+        torch=str(torch.__version__),
+        groups=[
             RecordedGroup(
                 group.task_id, [_bare(sample) for sample, _ in group.samples], [reward for _, reward in group.samples]
             )
-            for group in batch.groups
-        ]
-        self._files.write(
-            StepRecord(
-                step=batch.record.step,
-                version=version,
-                leader_term=leader_term,
-                world=self._world,
-                threads=torch.get_num_threads(),
-                torch=str(torch.__version__),
-                groups=groups,
-            )
-        )
-
-    def covered(self) -> None:
-        """A checkpoint was written: what no kept one leads to is removed."""
-        self._files.remove_before(self._checkpoints.oldest_step())
+            for group in groups
+        ],
+    )
 
 
 def _bare(sample: Trajectory) -> Trajectory:

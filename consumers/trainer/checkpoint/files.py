@@ -66,7 +66,7 @@ def complete(aside: Path, path: Path) -> None:
 
 def refuse_older_names(folder: Path) -> None:
     """ConfigError if a folder holds what an older version has written: nobody may begin anew beside it unawares."""
-    older = sorted(path.name for path in folder.iterdir() if _OLDER.fullmatch(path.name))
+    older = sorted(path.name for path in folder.glob("*") if _OLDER.fullmatch(path.name))
     if older:
         raise ConfigError(
             f"{folder} holds {older[0]}, which an older version of Tidemill has written and this one cannot read:"

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
 from broker.client import Broker
 from broker.flow.fencing import term_number
+from broker.flow.progress import Progress
 from broker.weights.store import make_transport
-from consumers.trainer.leadership import Incarnation, Seen
+from consumers.trainer.checkpoint.store import Checkpoints
+from consumers.trainer.context import DiskRetry, TrainerContext
+from consumers.trainer.leadership import LeaderRecord, Leadership
+from consumers.trainer.metrics.timing import StepTimer
+from consumers.trainer.rank_group import RankGroup
+from schemas.config import parse_config
 from schemas.errors import BrokerLost, FencedError
 from tests.support.one_group import fetch_weights, publish_weights
 from tests.support.trainer_sessions import begin
@@ -82,12 +90,34 @@ def test_a_broker_that_was_wiped_takes_no_weights_before_it_is_mended(broker: Br
         training.finish()
 
 
-def test_a_replaced_trainer_leaves_the_term_file_as_its_successor_wrote_it(tmp_path: Path) -> None:
-    old, new = Incarnation(tmp_path), Incarnation(tmp_path)
-    old.begin("1-aa", 4)
-    new.begin("2-bb", 5)
-    with pytest.raises(FencedError, match="replaced by 2-bb"):
-        old.publishes(6)
-    assert new.read() == Seen("2-bb", 5)
-    new.publishes(6)
-    assert new.read() == Seen("2-bb", 6)
+def leadership_in(folder: Path, broker: Broker) -> Leadership:
+    """Of a trainer without a model."""
+    config = parse_config(
+        {
+            "run": {"folder": str(folder)},
+            "model": {"path": "m"},
+            "train": {"name": "arithmetic"},
+            "reward": {"terms": [{"name": "exact"}]},
+            "trainer": {"steps": 9},
+        }
+    )
+    rank_group = cast(RankGroup, SimpleNamespace(checkpoints=Checkpoints(folder)))
+    retry = DiskRetry(0.0, lambda *_: None)
+    session, progress, timer = broker.training(), Progress(), StepTimer()
+    return Leadership(TrainerContext(config, broker, session, rank_group, progress, timer, retry, lambda *_: None))
+
+
+def test_a_replaced_trainer_leaves_the_term_file_as_its_successor_wrote_it(broker: Broker, tmp_path: Path) -> None:
+    old, new = leadership_in(tmp_path, broker), leadership_in(tmp_path, broker)
+    old.take_over(saved=0)
+    old.reserve_version(4)
+    new.restore(from_checkpoint=False)
+    new.take_over(saved=0)
+    assert (old.number, new.number) == (1, 2)
+    assert new.read() == LeaderRecord(new.leader_term, 4)
+    with pytest.raises(FencedError, match=f"replaced by {new.leader_term}"):
+        old.reserve_version(6)
+    assert new.read() == LeaderRecord(new.leader_term, 4)
+    new.reserve_version(6)
+    assert new.read() == LeaderRecord(new.leader_term, 6)
+    assert new.next_version() == 7

@@ -12,9 +12,10 @@ import pytest
 import torch
 
 from broker.client import Broker
+from consumers.trainer.context import TrainerContext
+from consumers.trainer.leadership import Leadership
 from consumers.trainer.model.lora import make_policy
-from consumers.trainer.publishing import Publisher
-from consumers.trainer.rank_group import RankGroup
+from consumers.trainer.publishing import WeightPublisher
 from consumers.trainer.step.train_step import TrainStep
 from producers.engines.base import EngineSettings
 from producers.engines.transformers.engine import TransformersEngine
@@ -27,7 +28,6 @@ from schemas.lifecycle import StopFlag
 from schemas.messages import FileSource, Sampling
 from tests.support.adapters import ALPHA, RANK, logprobs, merged, write_adapter
 from tests.support.tiny_model import make_tiny_model
-from tests.support.trainer_sessions import begin
 from tests.support.trajectories import groups_of
 
 pytestmark = pytest.mark.integration
@@ -139,9 +139,10 @@ def test_a_generator_follows_a_trainer_of_an_adapter_and_passes_every_probe(
 ) -> None:
     config = configuration(tmp_path / "run", model, broker, dtype, transport)
     step = TrainStep.from_config(make_policy(config), config)
-    crew = RankGroup(config, step)
-    publisher = Publisher(config, broker, step.policy.causal_lm.config.vocab_size)
-    publisher.leader_term = begin(broker).leader_term
+    context = TrainerContext.create(config, "trainer", broker, step)
+    leadership = Leadership(context)
+    leadership.take_over(saved=0)
+    publisher = WeightPublisher(context, leadership)
     engine = TransformersEngine(
         EngineSettings(str(model), dtype, max_length=64, max_samples=4, lora=config.trainer.lora)
     )
@@ -150,9 +151,9 @@ def test_a_generator_follows_a_trainer_of_an_adapter_and_passes_every_probe(
 
     def train_and_publish(version: int) -> None:
         if version:
-            crew.train(groups_of([3, 4], seed=version), version - 1)
-        publisher.publish(crew, version, version)
-        publisher.flush()
+            context.rank_group.train(groups_of([3, 4], seed=version), version - 1)
+        context.progress.step = context.progress.version = version
+        publisher.publish(wait=True)
 
     async def scenario() -> None:
         await engine.start()

@@ -91,9 +91,9 @@ class System:
             step = TrainStep.from_config(Policy(load_model(self.config.model.path, "float32")), self.config)
             self.trainer = trainer = Trainer(self.config, "trainer", self.connect(), step)
             presence = Presence(
-                self.connect(), "trainer", "trainer", trainer.describe, acknowledged=lambda: trainer.heed.acknowledged
+                self.connect(), "trainer", "trainer", trainer.describe, acknowledged=lambda: trainer.pause.acknowledged
             )
-            trainer.heed.changed = presence.soon
+            trainer.pause.changed = presence.soon
             with presence:
                 trainer.run(stop)
 
@@ -270,7 +270,7 @@ def test_a_checkpoint_is_written_on_request(system: System) -> None:
     system.wait("steps", lambda: system.step >= 1)
     number = system.broker.run_control.checkpoint("test")
     assert system.trainer is not None
-    system.wait("the checkpoint", lambda: system.trainer.heed.acknowledged.get("checkpoint") == number)  # type: ignore[union-attr]
+    system.wait("the checkpoint", lambda: system.trainer.pause.acknowledged.get("checkpoint") == number)  # type: ignore[union-attr]
     assert any((system.config.folder / "checkpoints").iterdir())
 
 

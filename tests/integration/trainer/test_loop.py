@@ -16,7 +16,7 @@ import pytest
 from broker.client import Broker
 from broker.weights.transports import FileTransport
 from consumers.trainer import batch_source as source_module
-from consumers.trainer import disk_retry
+from consumers.trainer import context
 from consumers.trainer.checkpoint import store as checkpoints_module
 from consumers.trainer.checkpoint.store import Checkpoints, Taken
 from consumers.trainer.loop import Trainer
@@ -206,7 +206,7 @@ def test_a_run_of_an_older_version_is_not_begun_anew(
 ) -> None:
     (tmp_path / "run" / older).mkdir(parents=True)
     with pytest.raises(ConfigError, match=Path(older).name):
-        run(trainer(record=True))
+        run(trainer())
     assert broker.ledger.state().state == "starting"
 
 
@@ -407,7 +407,7 @@ def test_training_waits_while_weights_find_no_room(
         return real(*args, **kwargs)
 
     monkeypatch.setattr(owner, place, full)
-    monkeypatch.setattr(disk_retry, "FIRST_WAIT_S", 0.01)
+    monkeypatch.setattr(context, "FIRST_WAIT_S", 0.01)
     one = trainer(steps=3)
     with Rest(broker):
         run(one)
@@ -433,7 +433,7 @@ def test_a_trainer_that_waits_for_room_for_weights_ends_when_asked(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(Snapshot, "write", full)
-    monkeypatch.setattr(disk_retry, "FIRST_WAIT_S", 0.01)
+    monkeypatch.setattr(context, "FIRST_WAIT_S", 0.01)
     with Rest(broker), pytest.raises(DiskError, match="cannot publish weights version 1"):
         run(trainer(), stop)
     assert len(failures) == 2

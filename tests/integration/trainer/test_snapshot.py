@@ -39,7 +39,7 @@ def wire(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def crew(model: Path, tmp_path: Path, wire: str) -> RankGroup:
+def rank_group(model: Path, tmp_path: Path, wire: str) -> RankGroup:
     config = parse_config(
         {
             "run": {"folder": str(tmp_path)},
@@ -55,8 +55,8 @@ def crew(model: Path, tmp_path: Path, wire: str) -> RankGroup:
     return RankGroup(config.model_copy(update={"model": config.model.model_copy(update={"dtype": wire})}), step)
 
 
-def weights(crew: RankGroup, wire: str) -> Weights:
-    named = crew.step.policy.causal_lm.named_parameters()
+def weights(rank_group: RankGroup, wire: str) -> Weights:
+    named = rank_group.step.policy.causal_lm.named_parameters()
     return {name: tensor.detach().to(getattr(torch, wire), copy=True) for name, tensor in named}
 
 
@@ -83,82 +83,82 @@ def held_back(snapshot: Snapshot, monkeypatch: pytest.MonkeyPatch) -> tuple[thre
 
 
 def test_the_optimizer_waits_for_the_copy_and_for_nothing_more(
-    crew: RankGroup, wire: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    rank_group: RankGroup, wire: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with ThreadPoolExecutor(2) as threads:
         for version in range(3):
-            before = weights(crew, wire)
-            snapshot, _ = crew.gather(PROBE)
+            before = weights(rank_group, wire)
+            snapshot, _ = rank_group.gather(PROBE)
             go, waiting = held_back(snapshot, monkeypatch)
             filled = threads.submit(snapshot.fill)
-            trained = threads.submit(crew.train, groups_of([4, 3], seed=version), version)
+            trained = threads.submit(rank_group.train, groups_of([4, 3], seed=version), version)
             assert waiting.wait(WAIT_S), "forward and backward needed no copy"
-            assert same(weights(crew, wire), before), "not changed yet"
+            assert same(weights(rank_group, wire), before), "not changed yet"
             go.set()
             filled.result(WAIT_S)
             trained.result(WAIT_S)
-            assert not same(weights(crew, wire), before)
+            assert not same(weights(rank_group, wire), before)
             # The file may be written, hashed and sent long after.
             digests = snapshot.write(tmp_path / "v")
             assert same(load_file(tmp_path / "v"), before)
             assert digests == chunk_digests(tmp_path / "v")
 
 
-def test_one_buffer_serves_all_versions(crew: RankGroup, wire: str) -> None:
+def test_one_buffer_serves_all_versions(rank_group: RankGroup, wire: str) -> None:
     places = set()
     for version in range(3):
-        snapshot, _ = crew.gather(PROBE)
+        snapshot, _ = rank_group.gather(PROBE)
         snapshot.fill()
         places.add(snapshot._image.data_ptr())
-        crew.train(groups_of([4, 3], seed=version), version)
+        rank_group.train(groups_of([4, 3], seed=version), version)
     assert len(places) == 1
 
 
 def test_a_checkpoint_is_not_loaded_over_weights_that_are_still_to_be_copied(
-    crew: RankGroup, wire: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    rank_group: RankGroup, wire: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    crew.save(step=0, version=0, leader_term=1, extra={})
-    crew.saved()
-    saved = crew.checkpoints.at()
-    crew.train(groups_of([4, 3], seed=1), 0)
-    before = weights(crew, wire)
-    snapshot, _ = crew.gather(PROBE)
+    rank_group.save(step=0, version=0, leader_term=1, extra={})
+    rank_group.wait_saved()
+    saved = rank_group.checkpoints.at()
+    rank_group.train(groups_of([4, 3], seed=1), 0)
+    before = weights(rank_group, wire)
+    snapshot, _ = rank_group.gather(PROBE)
     go, waiting = held_back(snapshot, monkeypatch)
     with ThreadPoolExecutor(2) as threads:
-        filled, loaded = threads.submit(snapshot.fill), threads.submit(crew.load, saved)
+        filled, loaded = threads.submit(snapshot.fill), threads.submit(rank_group.load, saved)
         assert waiting.wait(WAIT_S)
         go.set()
         filled.result(WAIT_S)
         loaded.result(WAIT_S)
     snapshot.write(tmp_path / "v")
     assert same(load_file(tmp_path / "v"), before)
-    assert not same(weights(crew, wire), before)
+    assert not same(weights(rank_group, wire), before)
 
 
 def test_a_copy_that_fails_lets_the_step_go_on_and_is_reported_by_its_thread(
-    crew: RankGroup, wire: str, monkeypatch: pytest.MonkeyPatch
+    rank_group: RankGroup, wire: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(self: Snapshot) -> None:
         raise RuntimeError("no memory")
 
     monkeypatch.setattr(Snapshot, "_copy", broken)
-    snapshot, _ = crew.gather(PROBE)
+    snapshot, _ = rank_group.gather(PROBE)
     with pytest.raises(RuntimeError, match="no memory"):
         snapshot.fill()
-    assert not crew.train(groups_of([4, 3], seed=1), 0).skipped
+    assert not rank_group.train(groups_of([4, 3], seed=1), 0).skipped
 
 
 def test_waiting_for_a_copy_that_never_comes_has_a_deadline(
-    crew: RankGroup, wire: str, monkeypatch: pytest.MonkeyPatch
+    rank_group: RankGroup, wire: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(snapshot_module, "COPY_DEADLINE_S", 0.01)
-    crew.gather(PROBE)
+    rank_group.gather(PROBE)
     with pytest.raises(InfraError, match="were not copied"):
-        crew.train(groups_of([4, 3], seed=1), 0)
+        rank_group.train(groups_of([4, 3], seed=1), 0)
 
 
-def test_a_file_that_finds_no_room_is_not_there(crew: RankGroup, wire: str, tmp_path: Path) -> None:
-    snapshot, _ = crew.gather(PROBE)
+def test_a_file_that_finds_no_room_is_not_there(rank_group: RankGroup, wire: str, tmp_path: Path) -> None:
+    snapshot, _ = rank_group.gather(PROBE)
     snapshot.fill()
     (tmp_path / "v").symlink_to("/dev/full")
     with pytest.raises(OSError, match="No space"):

@@ -88,7 +88,7 @@ def test_a_step_that_is_trained_again_is_not_sent_again(
     make: Callable[..., Trainer], broker: Broker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = make("own.py:Lines")
-    real, saves = first._crew.save, []
+    real, saves = first.rank_group.save, []
 
     def dying(**settings: Any) -> Path:
         saves.append(settings["step"])
@@ -96,7 +96,7 @@ def test_a_step_that_is_trained_again_is_not_sent_again(
             raise RuntimeError("killed")
         return real(**settings)
 
-    monkeypatch.setattr(first._crew, "save", dying)
+    monkeypatch.setattr(first.rank_group, "save", dying)
     with Pipeline(broker):
         with pytest.raises(RuntimeError, match="killed"):
             first.run(StopFlag())

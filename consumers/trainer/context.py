@@ -1,0 +1,95 @@
+"""What all parts of a trainer share, among it how they wait for room on a full disk."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+import structlog
+
+from broker.client import Broker
+from broker.flow.progress import Progress
+from broker.flow.trainer_session import TrainerSession
+from consumers.trainer.metrics.timing import StepTimer
+from consumers.trainer.rank_group import RankGroup
+from consumers.trainer.step.train_step import TrainStep
+from schemas.config import TidemillConfig
+from schemas.errors import DiskError
+from schemas.lifecycle import StopFlag
+from schemas.messages import Event
+
+FIRST_WAIT_S, LONGEST_WAIT_S = 0.5, 10.0
+
+Notify: TypeAlias = Callable[[str, Literal["info", "warning", "error"], str], None]
+"""Tells people something through the broker: the event's name, its level, and the text."""
+
+log = structlog.get_logger()
+
+
+class DiskRetry:
+    """Repeats what needs room on a disk: training waits, because going on would leave the broker with ever more data.
+
+    stop: the trainer's own, once it runs; a trainer that is asked to stop does not wait for room.
+    """
+
+    def __init__(self, deadline_s: float, notify: Notify) -> None:
+        self._deadline_s = deadline_s
+        self._notify = notify
+        self.stop = StopFlag()
+
+    def __call__(self, what: str, act: Callable[[], None]) -> None:
+        """Do ``act``, and again while it fails with DiskError; that error when asked to stop or after the deadline."""
+        deadline = time.monotonic() + self._deadline_s
+        wait = FIRST_WAIT_S
+        while True:
+            try:
+                return act()
+            except DiskError as error:
+                if self.stop or time.monotonic() > deadline:
+                    raise
+                self.report(what, error)
+            self.stop.wait(wait)
+            wait = min(2 * wait, LONGEST_WAIT_S)
+
+    def report(self, what: str, error: DiskError) -> None:
+        """Say that there is no room for ``what``, which will be tried again."""
+        log.warning("waiting for room", writing=what, error=str(error))
+        self._notify(what, "error", str(error))
+
+
+@dataclass(frozen=True)
+class TrainerContext:
+    """The configuration and the objects of which a trainer has one each.
+
+    session: this trainer's fenced access to the run. rank_group: computes on all ranks. progress: how far the weights
+    are. timer: where a step's time goes. notify: tells people something through the broker.
+    """
+
+    config: TidemillConfig
+    broker: Broker
+    session: TrainerSession
+    rank_group: RankGroup
+    progress: Progress
+    timer: StepTimer
+    retry: DiskRetry
+    notify: Notify
+
+    @classmethod
+    def create(cls, config: TidemillConfig, name: str, broker: Broker, step: TrainStep) -> TrainerContext:
+        """The context of the trainer ``name``, before it has loaded or taken over anything."""
+
+        def notify(event: str, level: Literal["info", "warning", "error"], text: str) -> None:
+            broker.events.emit(Event(name=event, service=name, level=level, text=text))
+
+        return cls(
+            config=config,
+            broker=broker,
+            session=broker.training(),
+            rank_group=RankGroup(config, step),
+            progress=Progress(),
+            timer=StepTimer(),
+            retry=DiskRetry(config.trainer.checkpoint.deadline_s, notify),
+            notify=notify,
+        )
