@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,21 +12,10 @@ from broker.client import Broker
 from schemas.errors import DataError
 from schemas.messages import Score
 from tests.integration.broker.test_flow import run_group, task
+from tests.support.command_line import run_tidemill
 from tests.support.trainer_sessions import begin
 
 pytestmark = pytest.mark.integration
-
-
-def tidemill(*arguments: str, answer: str = "", cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "deploy.cli", *arguments],
-        input=answer,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-        cwd=cwd,
-    )
 
 
 def test_status_shows_the_invariant_and_says_when_it_is_broken(make_broker: Callable[..., Broker]) -> None:
@@ -38,16 +25,16 @@ def test_status_shows_the_invariant_and_says_when_it_is_broken(make_broker: Call
         broker.ledger.admit(task(task_id))
     training.drop(1, "stale", [])
     url = broker.link.url
-    done = tidemill("status", "status-run", "--url", url)
+    done = run_tidemill("status", "status-run", "--url", url)
     assert done.returncode == 0, done.stderr
     assert "3 admitted = 2 active + 0 trained + 1 dropped + 0 failed: balanced" in done.stdout
     assert "1 dropped: stale" in done.stdout
     assert "2 of at most 18" in done.stdout
-    figures = json.loads(tidemill("status", "status-run", "--url", url, "--json").stdout)
+    figures = json.loads(run_tidemill("status", "status-run", "--url", url, "--json").stdout)
     ledger = figures["ledger"]
     assert (ledger["balanced"], ledger["active"], ledger["live_bound"]) == (True, 2, 18)
     broker.link.client.zrem(broker.link.keys.slots, "0")
-    done = tidemill("status", "status-run", "--url", url)
+    done = run_tidemill("status", "status-run", "--url", url)
     assert done.returncode == 1
     assert "NOT BALANCED" in done.stdout
 
@@ -55,7 +42,7 @@ def test_status_shows_the_invariant_and_says_when_it_is_broken(make_broker: Call
 def test_a_run_that_is_not_there_is_one_line_with_those_that_are(make_broker: Callable[..., Broker]) -> None:
     broker = make_broker("here")
     begin(broker)
-    done = tidemill("status", "elsewhere", "--url", broker.link.url)
+    done = run_tidemill("status", "elsewhere", "--url", broker.link.url)
     assert done.returncode == 2
     assert "no run 'elsewhere'" in done.stderr
     assert "here" in done.stderr
@@ -63,7 +50,7 @@ def test_a_run_that_is_not_there_is_one_line_with_those_that_are(make_broker: Ca
 
 
 def test_without_a_broker_the_message_says_where_one_was_looked_for(tmp_path: Path) -> None:
-    done = tidemill("status", "nothing", cwd=tmp_path)
+    done = run_tidemill("status", "nothing", cwd=tmp_path)
     assert done.returncode == 2
     assert "no embedded one answers at runs/nothing/broker/broker.sock" in done.stderr
 
@@ -74,12 +61,12 @@ def test_runs_are_listed_with_their_memory_and_deleted_after_asking(make_broker:
         begin(each)
     broker.link.client.set(f"{broker.link.keys.base}:ballast", b"x" * 100_000)
     url = broker.link.url
-    listed = {run["name"]: run for run in json.loads(tidemill("runs", "--url", url, "--json").stdout)}
+    listed = {run["name"]: run for run in json.loads(run_tidemill("runs", "--url", url, "--json").stdout)}
     assert listed["big-run"]["memory"] > 100_000 > listed["small-run"]["memory"] > 0
     assert listed["big-run"]["state"] == "running"
-    assert "nothing was deleted" in tidemill("purge", "big-run", "--url", url, answer="n\n").stdout
-    assert tidemill("purge", "big-run", "--url", url, answer="y\n").returncode == 0
-    listed = {run["name"] for run in json.loads(tidemill("runs", "--url", url, "--json").stdout)}
+    assert "nothing was deleted" in run_tidemill("purge", "big-run", "--url", url, answer="n\n").stdout
+    assert run_tidemill("purge", "big-run", "--url", url, answer="y\n").returncode == 0
+    listed = {run["name"] for run in json.loads(run_tidemill("runs", "--url", url, "--json").stdout)}
     assert "big-run" not in listed
     assert "small-run" in listed
 
@@ -90,10 +77,10 @@ def test_settings_change_while_the_run_goes_on_and_wrong_ones_change_nothing(
     broker = make_broker("set-run")
     begin(broker)
     url = broker.link.url
-    assert tidemill("set", "set-run", "staleness=1", "batch=4", "--url", url).returncode == 0
+    assert run_tidemill("set", "set-run", "staleness=1", "batch=4", "--url", url).returncode == 0
     assert broker.ledger.state().capacity == 8
     for wrong in ("staleness=-1", "batch=0", "lr=3", "batch=many"):
-        done = tidemill("set", "set-run", "staleness=5", wrong, "--url", url)
+        done = run_tidemill("set", "set-run", "staleness=5", wrong, "--url", url)
         assert done.returncode == 2, wrong
         assert wrong.partition("=")[0] in done.stderr
     assert broker.ledger.state().staleness == 1
@@ -107,13 +94,13 @@ def test_a_failed_group_is_admitted_again_from_its_dead_letter(make_broker: Call
         broker.tasks(name).claim_stale(0.0, 10) or broker.tasks(name).read(1, 10)
     assert broker.ledger.state().failed == {"dead_letter": 1}
     url = broker.link.url
-    listed = json.loads(tidemill("dead-letters", "list", "letters-run", "--url", url, "--json").stdout)
+    listed = json.loads(run_tidemill("dead-letters", "list", "letters-run", "--url", url, "--json").stdout)
     (letter,) = listed["letters"]
     assert listed["total"] == 1
     assert "delivered 2 times" in letter["reason"]
-    shown = json.loads(tidemill("dead-letters", "show", "letters-run", letter["id"], "--url", url).stdout)
+    shown = json.loads(run_tidemill("dead-letters", "show", "letters-run", letter["id"], "--url", url).stdout)
     assert shown["payload"]["text"] == "1+1="
-    assert tidemill("dead-letters", "requeue", "letters-run", letter["id"], "--url", url).returncode == 0
+    assert run_tidemill("dead-letters", "requeue", "letters-run", letter["id"], "--url", url).returncode == 0
     state = broker.ledger.state()
     assert (state.redo, state.balanced, sum(state.failed.values())) == (1, True, 0)
     assert broker.ledger.admit(task(1)).next == 0

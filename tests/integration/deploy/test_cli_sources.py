@@ -5,38 +5,19 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Iterator
-from subprocess import PIPE, CompletedProcess, Popen
+from subprocess import PIPE, Popen
 
 import pytest
 
 from broker.client import Broker
-from deploy.cli.app import main
 from schemas.messages import Score
 from tests.integration.broker.test_api import Api
 from tests.integration.broker.test_flow import task, trajectory
+from tests.support.command_line import run_tidemill
 from tests.support.trainer_sessions import begin
 
 pytestmark = pytest.mark.integration
 RUN = "sources"
-
-
-Command = Callable[..., "CompletedProcess[str]"]
-
-
-@pytest.fixture
-def tidemill(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
-    """The command line in this process, which has loaded everything already."""
-
-    def tidemill(*arguments: str) -> CompletedProcess[str]:
-        monkeypatch.setattr(sys, "argv", ["tidemill", *arguments])
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as ended:
-            main()
-        said = capsys.readouterr()
-        code = ended.value.code
-        return CompletedProcess(arguments, int(code or 0), said.out, said.err)
-
-    return tidemill
 
 
 @pytest.fixture
@@ -65,41 +46,37 @@ def way(request: pytest.FixtureRequest, broker: Broker) -> Iterator[tuple[str, s
             yield "--control", api.url
 
 
-def test_dead_letters_are_listed_shown_refused_and_dropped(
-    tidemill: Command, way: tuple[str, str], broker: Broker
-) -> None:
-    listed = json.loads(tidemill("dead-letters", "list", RUN, *way, "--json").stdout)
+def test_dead_letters_are_listed_shown_refused_and_dropped(way: tuple[str, str], broker: Broker) -> None:
+    listed = json.loads(run_tidemill("dead-letters", "list", RUN, *way, "--json").stdout)
     assert (listed["total"], [letter["reason"] for letter in listed["letters"]]) == (1, ["too long"])
-    assert "too long" in tidemill("dead-letters", "list", RUN, *way).stdout
+    assert "too long" in run_tidemill("dead-letters", "list", RUN, *way).stdout
     id = listed["letters"][0]["id"]
     for form in ((), ("--json",)):
-        assert json.loads(tidemill("dead-letters", "show", RUN, id, *way, *form).stdout)["task_id"] == 0
-    refused = tidemill("dead-letters", "requeue", RUN, id, *way)
+        assert json.loads(run_tidemill("dead-letters", "show", RUN, id, *way, *form).stdout)["task_id"] == 0
+    refused = run_tidemill("dead-letters", "requeue", RUN, id, *way)
     assert (refused.returncode, refused.stderr.count("\n")) == (5, 1)
     assert "still in the pipeline" in refused.stderr
-    dropped = tidemill("dead-letters", "drop", RUN, id, *way, "--json")
+    dropped = run_tidemill("dead-letters", "drop", RUN, id, *way, "--json")
     assert (dropped.returncode, json.loads(dropped.stdout)["order"]) == (0, "drop")
-    assert tidemill("dead-letters", "drop", RUN, id, *way).returncode == 5
+    assert run_tidemill("dead-letters", "drop", RUN, id, *way).returncode == 5
     assert broker.events.tail(1)[0].name == "drop"
 
 
-def test_trajectories_are_found_and_shown(tidemill: Command, way: tuple[str, str]) -> None:
-    found = json.loads(tidemill("trajectories", "list", RUN, *way, "--state", "scored", "--json").stdout)
+def test_trajectories_are_found_and_shown(way: tuple[str, str]) -> None:
+    found = json.loads(run_tidemill("trajectories", "list", RUN, *way, "--state", "scored", "--json").stdout)
     assert [(one["sample"], one["reward"]) for one in found["trajectories"]] == [(0, 0.5)]
-    assert "no such" in tidemill("trajectories", "list", RUN, *way, "--version", "99").stdout
-    assert "reward 0.5" in tidemill("trajectories", "show", RUN, "0", "0", *way).stdout
-    assert tidemill("trajectories", "show", RUN, "7", "0", *way).returncode == 5
-    assert tidemill("trajectories", "list", RUN, *way, "--finish", "never").returncode == 2
+    assert "no such" in run_tidemill("trajectories", "list", RUN, *way, "--version", "99").stdout
+    assert "reward 0.5" in run_tidemill("trajectories", "show", RUN, "0", "0", *way).stdout
+    assert run_tidemill("trajectories", "show", RUN, "7", "0", *way).returncode == 5
+    assert run_tidemill("trajectories", "list", RUN, *way, "--finish", "never").returncode == 2
 
 
-def test_settings_are_changed_and_logged_with_who_did_it(
-    tidemill: Command, way: tuple[str, str], broker: Broker
-) -> None:
-    done = tidemill("set", RUN, "staleness=2", "concurrency=9", *way, "--json")
+def test_settings_are_changed_and_logged_with_who_did_it(way: tuple[str, str], broker: Broker) -> None:
+    done = run_tidemill("set", RUN, "staleness=2", "concurrency=9", *way, "--json")
     assert (json.loads(done.stdout)["staleness"], json.loads(done.stdout)["concurrency"]) == (2, 9)
     assert "@" in broker.events.tail(1)[0].data["by"]
-    assert json.loads(tidemill("status", RUN, *way, "--json").stdout)["settings"]["staleness"] == 2
-    assert tidemill("set", RUN, "staleness=1001", *way).returncode == 2
+    assert json.loads(run_tidemill("status", RUN, *way, "--json").stdout)["settings"]["staleness"] == 2
+    assert run_tidemill("set", RUN, "staleness=1001", *way).returncode == 2
 
 
 def test_top_is_a_status_a_line_for_scripts(way: tuple[str, str]) -> None:
@@ -112,6 +89,6 @@ def test_top_is_a_status_a_line_for_scripts(way: tuple[str, str]) -> None:
         assert (process.wait(30), process.stderr.read()) == (0, "")
 
 
-def test_nobody_who_answers_is_an_error_of_its_own(tidemill: Command) -> None:
-    done = tidemill("dead-letters", "list", RUN, "--control", "http://127.0.0.1:9")
+def test_nobody_who_answers_is_an_error_of_its_own() -> None:
+    done = run_tidemill("dead-letters", "list", RUN, "--control", "http://127.0.0.1:9")
     assert (done.returncode, "does not answer" in done.stderr) == (1, True)

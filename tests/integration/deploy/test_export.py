@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +18,7 @@ from consumers.trainer.step.train_step import TrainStep
 from deploy.run_files import config_of
 from schemas.config import TidemillConfig, parse_config, save_config
 from schemas.errors import ConfigError
+from tests.support.command_line import run_tidemill
 from tests.support.tiny_model import make_tiny_model
 from tests.support.trajectories import groups_of
 
@@ -126,8 +125,7 @@ def test_a_checkpoint_of_another_model_is_refused(run: TidemillConfig, tmp_path:
 
 
 def test_the_command_finds_a_run_by_its_folder_and_shows_what_it_does(run: TidemillConfig, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "deploy.cli", "export", str(run.folder), "--step", "1", "--to", "out"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, cwd=tmp_path)
+    done = run_tidemill("export", str(run.folder), "--step", "1", "--to", "out", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("out: step-00000001-t0001 in float32, ")
     assert "export: writing out" in done.stderr

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -26,6 +24,7 @@ from schemas.codec import Array
 from schemas.config import BrokerConfig, TidemillConfig, parse_config, save_config
 from schemas.errors import ConfigError
 from schemas.lifecycle import StopFlag
+from tests.support.command_line import run_tidemill
 from tests.support.deterministic_run import EVERY, STEPS, Pipeline, configuration
 from tests.support.tiny_model import make_tiny_model
 
@@ -158,12 +157,11 @@ def test_batches_are_kept_as_long_as_the_checkpoint_before_them(
 
 
 def test_the_command_says_so_in_one_line_and_in_its_exit_code(finished: TidemillConfig, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "deploy.cli", "replay", str(finished.folder), "--from", "4"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False, cwd=tmp_path)
+    done = run_tidemill("replay", str(finished.folder), "--from", "4", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("equal: steps 4 to 4 of run replayed, trained again from step-00000004-t0001,")
     assert "replay: step 4, up to 4" in done.stderr
-    done = subprocess.run([*command, "--to", "4"], capture_output=True, text=True, timeout=200, check=False)
+    done = run_tidemill("replay", str(finished.folder), "--from", "4", "--to", "4")
     assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
 
 

@@ -8,17 +8,14 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.command_line import run_tidemill
+
 CONFIG = """
 run: {name: clitest}
 model: {path: nowhere}
 train: {name: arithmetic}
 reward: {terms: [{name: exact}]}
 """
-
-
-def tidemill(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "deploy.cli", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, cwd=cwd)
 
 
 @pytest.fixture
@@ -29,7 +26,7 @@ def config(tmp_path: Path) -> str:
 
 
 def test_help_names_every_command() -> None:
-    done = tidemill("--help")
+    done = run_tidemill("--help")
     assert done.returncode == 0
     for command in (
         "up",
@@ -51,7 +48,13 @@ def test_help_names_every_command() -> None:
 
 
 def test_the_version() -> None:
-    assert tidemill("--version").stdout.startswith("tidemill 0.")
+    """Also in a process of its own, whose exit code is the command's."""
+    assert run_tidemill("--version").stdout.startswith("tidemill 0.")
+    for arguments, code in (["--version"], 0), (["up", "none.yaml"], 2):
+        command = [sys.executable, "-m", "deploy.cli", *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        same = run_tidemill(*arguments)
+        assert (done.returncode, done.stdout, done.stderr) == (code, same.stdout, same.stderr)
 
 
 def test_help_loads_nothing_heavy() -> None:
@@ -64,20 +67,20 @@ def test_help_loads_nothing_heavy() -> None:
     assert done.stdout.splitlines()[-1] == "[]"
 
 
-@pytest.mark.parametrize(
-    "module", ["deploy.run.up", "deploy.cli.control", "producers.feeder", "consumers.reward.service"]
-)
-def test_what_trains_no_model_loads_no_model_library(module: str) -> None:
+def test_what_trains_no_model_loads_no_model_library() -> None:
     """Nor what only the end of a run needs."""
     heavy = ("torch", "transformers", "vllm", "matplotlib")
-    code = f"import sys, {module}\nprint([m for m in {heavy} if m in sys.modules])"
+    modules = (
+        "deploy.run.up, deploy.cli.control, producers.feeder, producers.generator.service, consumers.reward.service"
+    )
+    code = f"import sys, {modules}\nprint([m for m in {heavy} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert done.stdout == "[]\n"
 
 
 @pytest.mark.parametrize("command", ["up", "feeder", "generator", "reward", "trainer", "prepare", "sft", "eval"])
 def test_a_wrong_configuration_is_one_line_and_exit_code_2(command: str, config: str, tmp_path: Path) -> None:
-    done = tidemill(command, config, "trainer.stepps=5", cwd=tmp_path)
+    done = run_tidemill(command, config, "trainer.stepps=5", cwd=tmp_path)
     assert done.returncode == 2
     assert done.stderr == "tidemill: trainer.stepps: unknown key, did you mean 'steps'?\n"
     assert done.stdout == ""
@@ -98,7 +101,7 @@ def test_a_wrong_configuration_is_one_line_and_exit_code_2(command: str, config:
 def test_what_cannot_work_is_refused_before_anything_starts(
     override: str, message: str, config: str, tmp_path: Path
 ) -> None:
-    done = tidemill("up", config, override, cwd=tmp_path)
+    done = run_tidemill("up", config, override, cwd=tmp_path)
     assert done.returncode == 2, done.stderr
     assert message in done.stderr
     assert len(done.stderr.splitlines()) == 1
@@ -106,14 +109,14 @@ def test_what_cannot_work_is_refused_before_anything_starts(
 
 
 def test_a_configuration_that_is_not_there(tmp_path: Path) -> None:
-    done = tidemill("up", str(tmp_path / "none.yaml"))
+    done = run_tidemill("up", str(tmp_path / "none.yaml"))
     assert done.returncode == 2
     assert done.stderr.startswith("tidemill: cannot read the configuration")
     assert len(done.stderr.splitlines()) == 1
 
 
 def test_a_warm_start_that_is_not_configured(config: str, tmp_path: Path) -> None:
-    done = tidemill("sft", config, cwd=tmp_path)
+    done = run_tidemill("sft", config, cwd=tmp_path)
     assert done.returncode == 2
     assert done.stderr == "tidemill: the configuration has no warm_start section, there is no model to make\n"
 
@@ -125,14 +128,14 @@ def test_two_runs_cannot_share_a_folder(config: str, tmp_path: Path) -> None:
     folder.mkdir(parents=True)
     with (folder / "up.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        done = tidemill("up", config, cwd=tmp_path)
+        done = run_tidemill("up", config, cwd=tmp_path)
     assert done.returncode == 2
     assert "another `tidemill up` uses the folder" in done.stderr
 
 
 def test_a_run_without_a_warm_start_is_prepared_when_its_model_is_there(config: str, tmp_path: Path) -> None:
-    assert tidemill("prepare", config, cwd=tmp_path).returncode == 0
-    done = tidemill("prepare", config, "model.path=./none", cwd=tmp_path)
+    assert run_tidemill("prepare", config, cwd=tmp_path).returncode == 0
+    done = run_tidemill("prepare", config, "model.path=./none", cwd=tmp_path)
     assert done.returncode == 2
     assert done.stderr.startswith("tidemill: model.path ./none does not exist")
 
@@ -146,13 +149,13 @@ def test_a_secret_file_that_holds_no_url_is_one_line(
         secret.write_text(content)
     monkeypatch.delenv("REDIS_URL", raising=False)
     monkeypatch.setenv("REDIS_URL_FILE", str(secret))
-    done = tidemill("feeder", config, cwd=tmp_path)
+    done = run_tidemill("feeder", config, cwd=tmp_path)
     assert done.returncode == 2
     assert message in done.stderr
     assert len(done.stderr.splitlines()) == 1
 
 
 def test_readiness_of_an_unknown_role_is_one_line(config: str) -> None:
-    done = tidemill("ready", config, "trayner")
+    done = run_tidemill("ready", config, "trayner")
     assert done.returncode == 2
     assert done.stderr == "tidemill: unknown role 'trayner': one of control, feeder, generator, reward, trainer\n"

@@ -1,0 +1,42 @@
+"""The ``tidemill`` command as a user calls it, in this process: starting another one takes longer than most commands."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from unittest.mock import patch
+
+from deploy.cli.app import main
+
+
+@dataclass(frozen=True)
+class Finished:
+    """What a command left: its exit code and what it printed."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+def run_tidemill(*arguments: str, answer: str = "", cwd: Path | None = None) -> Finished:
+    """Run ``tidemill`` with these arguments in the folder ``cwd`` and ``answer`` as its standard input.
+
+    An exception that the command does not turn into a message and an exit code is raised here.
+    """
+    stdout, stderr = io.StringIO(), io.StringIO()
+    with (
+        patch.object(sys, "argv", ["tidemill", *arguments]),
+        patch.object(sys, "stdin", io.StringIO(answer)),
+        contextlib.chdir(cwd or "."),
+        contextlib.redirect_stdout(stdout),
+        contextlib.redirect_stderr(stderr),
+    ):
+        try:
+            main()
+            code = 0
+        except SystemExit as ending:
+            code = ending.code if isinstance(ending.code, int) else int(ending.code is not None)
+    return Finished(code, stdout.getvalue(), stderr.getvalue())
