@@ -1,4 +1,4 @@
-"""The ``tidemill`` command as a user calls it, in this process: starting another one takes longer than most commands."""
+"""The ``tidemill`` command as a user calls it, in this process: another one takes longer to start than to run."""
 
 from __future__ import annotations
 

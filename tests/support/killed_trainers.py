@@ -1,17 +1,12 @@
-"""Trainers as real processes that kill themselves (SIGKILL) at a named point of the step or of the save.
-
-They are forked from a process that has loaded PyTorch already, so that each takes a second and not ten.
-"""
+"""Trainers as real processes that kill themselves (SIGKILL) at a named point of the step or of the save."""
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import shutil
 import signal
-import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import wraps
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
@@ -28,11 +23,7 @@ from consumers.trainer.service import run_trainer
 from consumers.trainer.step.train_step import TrainStep
 from consumers.trainer.step_log import StepLog
 from schemas.config import parse_config
-
-DEADLINE_S = 120
-
-_context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["tests.support.killed_trainers", "pytest"])
+from tests.support.forked_ranks import DEADLINE_S, start_ranks, wait_for_exit_codes
 
 
 def _named(ending: str) -> Callable[..., bool]:
@@ -93,41 +84,22 @@ HELD: dict[str, tuple[Any, str, str, int, Callable[..., bool] | None]] = {
 }
 
 
-def start(data: dict[str, Any], output: Path, point: str | None = None, victim: int = 0) -> list[ForkServerProcess]:
+def start_trainer(
+    data: dict[str, Any], output: Path, point: str | None = None, victim: int = 0
+) -> list[ForkServerProcess]:
     """Start the trainer of this configuration in trainer.processes ranks, of which ``victim`` dies at ``point``."""
-    world = data["trainer"].get("processes", 1)
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port = found.getsockname()[1]
-    ranks = [
-        _context.Process(target=_rank, args=(data, output, rank, world, port, point if rank == victim else None))
-        for rank in range(world)
-    ]
-    for process in ranks:
-        process.start()
-    return ranks
+    return start_ranks(data["trainer"].get("processes", 1), _train, data, point, victim, output=output)
 
 
-def exit_codes(ranks: Sequence[ForkServerProcess]) -> list[int | None]:
-    """Wait until all have ended; None for one that had to be killed, because it did not."""
-    codes: list[int | None] = []
-    for process in ranks:
-        process.join(DEADLINE_S)
-        codes.append(process.exitcode)
-        if process.exitcode is None:
-            process.kill()
-            process.join()
-    return codes
+def run_trainer_to_its_end(
+    data: dict[str, Any], output: Path, point: str | None = None, victim: int = 0
+) -> list[int | None]:
+    """``start_trainer``, and wait; the exit code of each rank, None for one that had to be killed."""
+    return wait_for_exit_codes(start_trainer(data, output, point, victim))
 
 
-def _rank(data: dict[str, Any], output: Path, rank: int, world: int, port: int, point: str | None) -> None:
-    stream = os.open(output, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
-    os.dup2(stream, 1)
-    os.dup2(stream, 2)
-    if world > 1:
-        names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_PORT": port}
-        os.environ.update({name: str(value) for name, value in names.items()}, MASTER_ADDR="127.0.0.1")
-    if point is not None:
+def _train(data: dict[str, Any], point: str | None, victim: int) -> None:
+    if point is not None and int(os.environ.get("RANK", 0)) == victim:
         _arm(*POINTS[point])
         if point in HELD:
             _arm(*HELD[point], act=_stand_still)
@@ -155,7 +127,7 @@ def _arm(
     real, left = getattr(owner, name), [times]
 
     @wraps(real)
-    def dying(*args: Any, **kwargs: Any) -> Any:
+    def kill_or_call(*args: Any, **kwargs: Any) -> Any:
         if meant is not None and not meant(*args):
             return real(*args, **kwargs)
         left[0] -= 1
@@ -168,4 +140,4 @@ def _arm(
             act()
         return result
 
-    setattr(owner, name, dying)
+    setattr(owner, name, kill_or_call)

@@ -16,7 +16,7 @@ from broker.connection.keys import Keys
 from consumers.trainer.checkpoint.convert import export_checkpoint
 from schemas.config import BrokerConfig, parse_config
 from tests.support.deterministic_run import Pipeline, configuration
-from tests.support.killed_trainers import exit_codes, start
+from tests.support.killed_trainers import run_trainer_to_its_end
 from tests.support.tiny_model import make_tiny_model
 
 pytestmark = pytest.mark.e2e
@@ -32,7 +32,7 @@ def settings(folder: Path, model: Path, broker: Broker) -> dict[str, Any]:
 
 
 def train(data: dict[str, Any], folder: Path, point: str | None = None, victim: int = 0) -> list[int | None]:
-    return exit_codes(start(data, folder / "output.txt", point, victim))
+    return run_trainer_to_its_end(data, folder / "output.txt", point, victim)
 
 
 def weights(data: dict[str, Any]) -> bytes:

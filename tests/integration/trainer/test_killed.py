@@ -24,7 +24,7 @@ from consumers.trainer.step.train_step import TrainStep
 from deploy.run.summary import read_lines, surviving_lines
 from schemas.config import BrokerConfig, parse_config
 from tests.support.deterministic_run import STEPS, Pipeline, configuration
-from tests.support.killed_trainers import POINTS, exit_codes, start
+from tests.support.killed_trainers import POINTS, run_trainer_to_its_end
 from tests.support.tiny_model import make_tiny_model
 
 pytestmark = pytest.mark.integration
@@ -54,7 +54,7 @@ def end_of_run(name: str, server: EmbeddedServer, model: Path, folder: Path, **t
 
 
 def train(data: dict[str, Any], folder: Path, point: str | None = None) -> list[int | None]:
-    return exit_codes(start(data, folder / "output.txt", point))
+    return run_trainer_to_its_end(data, folder / "output.txt", point)
 
 
 def assert_as_undisturbed(folder: Path, undisturbed: TrainStep) -> None:
@@ -81,7 +81,7 @@ def test_after_a_kill_the_weights_are_those_of_an_undisturbed_run(
     assert_as_undisturbed(tmp_path, undisturbed)
 
 
-def test_after_kills_of_every_incarnation_too(
+def test_after_kills_of_every_trainer_too(
     model: Path, undisturbed: TrainStep, make_broker: Callable[..., Broker], tmp_path: Path
 ) -> None:
     broker = make_broker()

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
-import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +12,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.support import sharded_steps_script as ranks_script
+from tests.support.forked_ranks import run_in_ranks
+from tests.support.sharded_steps import run_steps
 from tests.support.tiny_model import make_tiny_model
 
-# On a busy machine a launch of two ranks takes a minute, nearly all of it imports.
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(1200)]
+pytestmark = pytest.mark.integration
 
 TOLERANCE = {"rel": 1e-4, "abs": 1e-5}
 """Gradients are summed in another order; AdamW's first steps make the most of it."""
@@ -35,20 +33,16 @@ def launch(
     folder: Path,
     first: int,
     last: int,
-    sizes: str = "4,1,5,2,3",
+    sizes: Sequence[int] = (4, 1, 5, 2, 3),
     dtype: str = "float32",
     **trainer: Any,
 ) -> dict[str, Any]:
     """Train steps ``first`` to ``last`` on ``world`` ranks; what rank 0 reported."""
-    arguments = (str(model), str(folder), str(first), str(last), sizes, dtype, json.dumps(trainer))
+    arguments = (model, folder, first, last, sizes, dtype, trainer)
     if world == 1 and dtype == "float32":
-        ranks_script.main(*arguments)
+        run_steps(*arguments)
     else:
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(world)]
-        command = [sys.executable, *(launcher if world > 1 else []), ranks_script.__file__, *arguments]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400, check=False)
-        assert done.returncode == 0, done.stderr[-3000:]
+        run_in_ranks(world, run_steps, *arguments, output=folder.with_suffix(".txt"))
     result: dict[str, Any] = json.loads((folder / f"report-{first}-{world}.json").read_text())
     return result
 
@@ -92,7 +86,7 @@ def test_two_ranks_train_like_one(one: dict[str, Any], two: dict[str, Any]) -> N
 
 def test_a_rank_without_samples_takes_part(model: Path, folders: Path) -> None:
     """Three ranks, two samples."""
-    small, alone = (launch(world, model, folders / f"few-{world}", 0, 1, "2") for world in (3, 1))
+    small, alone = (launch(world, model, folders / f"few-{world}", 0, 1, [2]) for world in (3, 1))
     same(small, alone)
 
 

@@ -4,9 +4,6 @@ without generators (DPO, IPO, reward model, SFT)."""
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +11,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from tests.support import sharded_algorithms_script as training_script
+from tests.support.forked_ranks import run_in_ranks
+from tests.support.sharded_algorithms import ALGORITHMS, run_algorithms
 from tests.support.tiny_model import make_tiny_model
 
-# On a busy machine a launch of two ranks takes a minute, nearly all of it imports.
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(1200)]
+pytestmark = pytest.mark.integration
 
 
 @pytest.fixture(scope="module")
@@ -33,17 +30,12 @@ def reports(folders: Path) -> dict[int, dict[str, Any]]:
     other = make_tiny_model(folders / "other", seed=1, hidden=32, layers=2)
     for world in (1, 2):
         (folders / str(world)).mkdir()
-    arguments = [str(model), str(other)]
-    training_script.main(*arguments, str(folders / "1"))
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    command = [*launcher, training_script.__file__, *arguments, str(folders / "2")]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_algorithms(model, other, folders / "1")
+    run_in_ranks(2, run_algorithms, model, other, folders / "2", output=folders / "output.txt")
     return {world: json.loads((folders / str(world) / "report.json").read_text()) for world in (1, 2)}
 
 
-@pytest.mark.parametrize("name", training_script.ALGORITHMS)
+@pytest.mark.parametrize("name", ALGORITHMS)
 def test_an_algorithm_on_two_ranks_is_that_of_one(reports: dict[int, dict[str, Any]], name: str) -> None:
     one, two = (reports[world][name] for world in (1, 2))
     whole = {"imbalance", "micro_batches"}
@@ -57,7 +49,7 @@ def test_an_algorithm_on_two_ranks_is_that_of_one(reports: dict[int, dict[str, A
 
 
 def test_what_was_tested_there_did_something(reports: dict[int, dict[str, Any]]) -> None:
-    first = {name: reports[2][name]["metrics"][0] for name in training_script.ALGORITHMS}
+    first = {name: reports[2][name]["metrics"][0] for name in ALGORITHMS}
     assert first["m2po"]["masked_fraction"] > 0
     assert first["gae"]["critic_grad_norm"] > 0
     assert first["kl in the loss"]["grad_norm"] == pytest.approx(

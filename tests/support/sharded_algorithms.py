@@ -1,10 +1,9 @@
-"""What test_trainer_shards.py runs on every rank: each algorithm that looks beyond a rank's own samples, and the
+"""What tests run on every rank of a trainer: each algorithm that looks beyond a rank's own samples, and the
 trainers without generators. Rank 0 reports what came out."""
 
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,6 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
 from consumers.offline.pairs import Preference
 from consumers.offline.preference import PairwiseProgress, train_dpo, train_reward_model
 from consumers.offline.sft import SftProgress, train_sft
@@ -33,13 +31,14 @@ PAIRS = [Preference(f"{a}>", "xyz"[a % 3] * 2, "abc"[a % 3] * (1 + a % 4)) for a
 EXAMPLES = [(f"{a}>", "xyz"[a % 3] * (1 + a % 2)) for a in range(13)]
 
 
-def main(model: str, reference: str, folder: str) -> None:
+def run_algorithms(model: Path, reference: Path, folder: Path) -> None:
+    """Train each in turn on this rank; rank 0 writes ``folder/report.json``."""
     ranks = Ranks(deadline_s=100.0)
     with ranks.lifeline():
-        report = {name: algorithm(ranks, model, reference, trainer) for name, trainer in ALGORITHMS.items()}
-        report |= without_generators(ranks, model, Path(folder))
+        report = {name: algorithm(ranks, str(model), str(reference), trainer) for name, trainer in ALGORITHMS.items()}
+        report |= without_generators(ranks, str(model), folder)
         if ranks.is_main:
-            (Path(folder) / "report.json").write_text(json.dumps(report))
+            (folder / "report.json").write_text(json.dumps(report))
 
 
 def algorithm(ranks: Ranks, model: str, reference: str, trainer: dict[str, Any]) -> dict[str, Any]:
@@ -93,7 +92,3 @@ def without_generators(ranks: Ranks, path: str, folder: Path) -> dict[str, Any]:
     )
     train_sft(folder / "sft", path, EXAMPLES, EXAMPLES, warm, progress=note("sft"), ranks=ranks)
     return {name: {"looks": looks} for name, looks in found.items()}
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

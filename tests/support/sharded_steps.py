@@ -1,4 +1,4 @@
-"""What test_trainer_ranks.py runs on every rank: rank 0 leads some steps of uneven batches, the others follow.
+"""What tests run on every rank of a trainer: rank 0 leads some steps of uneven batches, the others follow.
 
 It goes on from the newest checkpoint of the run's folder, and saves one at the end.
 """
@@ -6,14 +6,14 @@ It goes on from the newest checkpoint of the run's folder, and saves one at the 
 from __future__ import annotations
 
 import json
-import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
 from consumers.trainer.distributed.ranks import Ranks
 from consumers.trainer.model.hf_weights import wire_weights
 from consumers.trainer.model.lora import make_policy
@@ -23,15 +23,21 @@ from schemas.config import parse_config
 from tests.support.trajectories import groups_of
 
 
-def main(model: str, folder: str, first: str, last: str, sizes: str, dtype: str, lora: str) -> None:
+def run_steps(
+    model: Path, folder: Path, first: int, last: int, sizes: Sequence[int], dtype: str, trainer: Mapping[str, Any]
+) -> None:
+    """Train steps ``first`` to ``last`` of groups of these ``sizes``, and report to a file in ``folder``.
+
+    trainer: more settings of the configuration's trainer.
+    """
     config = parse_config(
         {
-            "run": {"folder": folder},
-            "model": {"path": model, "dtype": dtype, "max_length": 64},
+            "run": {"folder": str(folder)},
+            "model": {"path": str(model), "dtype": dtype, "max_length": 64},
             "train": {"name": "arithmetic"},
             "reward": {"terms": [{"name": "exact"}]},
             "sampling": {"max_tokens": 8},
-            "trainer": {"steps": 9, "micro_batch_tokens": 60, "optimizer": {"lr": 1e-3}, **json.loads(lora)},
+            "trainer": {"steps": 9, "micro_batch_tokens": 60, "optimizer": {"lr": 1e-3}, **trainer},
         }
     )
     ranks = Ranks(deadline_s=100.0)
@@ -39,7 +45,7 @@ def main(model: str, folder: str, first: str, last: str, sizes: str, dtype: str,
         step = TrainStep.from_config(make_policy(config), config, ranks)
         rank_group = RankGroup(config, step)
         if ranks.is_main:
-            lead(rank_group, Path(folder), int(first), int(last), [int(size) for size in sizes.split(",")], dtype)
+            lead(rank_group, folder, first, last, sizes, dtype)
         else:
             rank_group.follow()
 
@@ -49,7 +55,7 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).clone()
 
 
-def lead(rank_group: RankGroup, folder: Path, first: int, last: int, sizes: list[int], dtype: str) -> None:
+def lead(rank_group: RankGroup, folder: Path, first: int, last: int, sizes: Sequence[int], dtype: str) -> None:
     newest = rank_group.checkpoints.newest().path
     assert (newest is not None) == (first > 0)
     if newest is not None:
@@ -87,7 +93,3 @@ def lead(rank_group: RankGroup, folder: Path, first: int, last: int, sizes: list
         "late": late,
     }
     (folder / f"report-{first}-{rank_group.ranks.world}.json").write_text(json.dumps(content))
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])
