@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from deploy.bench.cli import app as bench
 from deploy.cli.control import app as control_commands
-from deploy.cli.inspect import app as reading_commands
-from deploy.cli.launch import ConfigFile, Overrides
+from deploy.cli.inspect import app as inspect_commands
 from deploy.cli.launch import app as launch_commands
 from deploy.cli.offline import app as offline_commands
+from deploy.cli.options import ConfigFile, Name, Overrides, in_ranks, load
 from deploy.cli.runs import app as run_commands
 from schemas.errors import (
     CONFIG_EXIT,
@@ -31,9 +31,6 @@ from schemas.errors import (
     TidemillError,
 )
 
-if TYPE_CHECKING:
-    from schemas.config import TidemillConfig
-
 app = typer.Typer(
     name="tidemill",
     help="Asynchronous reinforcement learning of language models over a message broker.",
@@ -45,11 +42,9 @@ app = typer.Typer(
 app.add_typer(launch_commands)
 app.add_typer(bench, name="bench")
 app.add_typer(control_commands)
-app.add_typer(reading_commands)
+app.add_typer(inspect_commands)
 app.add_typer(run_commands)
 app.add_typer(offline_commands)
-
-Name = Annotated[str | None, typer.Option(help="Name of this service; must differ from replica to replica.")]
 
 
 def _version(wanted: bool) -> None:
@@ -90,26 +85,11 @@ def reward(config: ConfigFile, overrides: Overrides = None, name: Name = None) -
 @app.command()
 def trainer(config: ConfigFile, overrides: Overrides = None, name: Name = None) -> None:
     """Run the trainer, in trainer.processes ranks unless it was started as one of several."""
-    loaded = _load(config, overrides)
-    _in_ranks(loaded, ["trainer", str(config), *(overrides or []), "--name", name or "trainer"])
+    loaded = load(config, overrides)
+    in_ranks(loaded, ["trainer", str(config), *(overrides or []), "--name", name or "trainer"])
     from deploy.services.main import run_role
 
     run_role("trainer", loaded, name)
-
-
-@app.command()
-def sft(config: ConfigFile, overrides: Overrides = None) -> None:
-    """Make the model of warm_start by supervised training, in trainer.processes ranks."""
-    loaded = _load(config, overrides)
-    if loaded.warm_start is None:
-        raise ConfigError("the configuration has no warm_start section, there is no model to make")
-    from deploy.offline.warm_start import make_model, up_to_date
-    from deploy.services.torchrun import is_rank
-
-    if loaded.trainer.processes > 1 and not is_rank() and up_to_date(loaded, loaded.warm_start):
-        return
-    _in_ranks(loaded, ["sft", str(config), *(overrides or [])])
-    make_model(loaded, loaded.warm_start)
 
 
 @app.command()
@@ -128,7 +108,7 @@ def control(
 @app.command()
 def prepare(config: ConfigFile, overrides: Overrides = None) -> None:
     """Check the configuration and its model, and make that of warm_start if there is one: before services start."""
-    loaded = _load(config, overrides)
+    loaded = load(config, overrides)
     from deploy.run.preflight import check_model
 
     check_model(loaded)
@@ -146,52 +126,13 @@ def ready(
     name: Name = None,
 ) -> None:
     """Exit with 0 if this machine's service of a role is up: the health check of its container."""
-    loaded = _load(config, overrides)
+    loaded = load(config, overrides)
     from deploy.services.main import problem, service_name
 
     found = problem(loaded, service_name(role, name))
     if found is not None:
         print(f"tidemill: {found}", file=sys.stderr)
         raise typer.Exit(ERROR_EXIT)
-
-
-@app.command()
-def dpo(config: ConfigFile, overrides: Overrides = None) -> None:
-    """Train the model on preferred and rejected answers, in trainer.processes ranks, without a broker."""
-    loaded = _load(config, overrides)
-    if loaded.dpo is None:
-        raise ConfigError("the configuration has no dpo section, there is nothing to train on")
-    _in_ranks(loaded, ["dpo", str(config), *(overrides or [])])
-    from deploy.offline.preference import make_dpo_model
-
-    make_dpo_model(loaded, loaded.dpo)
-
-
-@app.command("reward-model")
-def reward_model(config: ConfigFile, overrides: Overrides = None) -> None:
-    """Train a reward model on preferred and rejected answers, in trainer.processes ranks, without a broker."""
-    loaded = _load(config, overrides)
-    if loaded.reward_model is None:
-        raise ConfigError("the configuration has no reward_model section, there is nothing to train on")
-    _in_ranks(loaded, ["reward-model", str(config), *(overrides or [])])
-    from deploy.offline.preference import make_reward_model
-
-    make_reward_model(loaded, loaded.reward_model)
-
-
-@app.command("eval")
-def evaluate(
-    config: ConfigFile,
-    overrides: Overrides = None,
-    model: Annotated[Path | None, typer.Option(help="Folder of the model; model.path by default.")] = None,
-) -> None:
-    """Answer the held-out prompts with a model, without a broker, and print its accuracy."""
-    loaded = _load(config, overrides)
-    if loaded.eval is None:
-        raise ConfigError("the configuration has no eval section, there are no held-out prompts")
-    from deploy.offline.evaluate import evaluate_model
-
-    evaluate_model(loaded, loaded.eval, model)
 
 
 @app.command()
@@ -208,25 +149,10 @@ def doctor(
 
 
 def _serve(role: str, file: Path, overrides: list[str] | None, name: str | None) -> None:
-    loaded = _load(file, overrides)
+    loaded = load(file, overrides)
     from deploy.services.main import run_role
 
     run_role(role, loaded, name)
-
-
-def _in_ranks(config: TidemillConfig, arguments: list[str]) -> None:
-    """Do this command in trainer.processes ranks and exit; returns where there is one, or this is one of them."""
-    from deploy.services import torchrun
-
-    if config.trainer.processes > 1 and not torchrun.is_rank():
-        raise typer.Exit(torchrun.launch(config.trainer.processes, arguments, config.supervisor.grace_s))
-
-
-def _load(file: Path, overrides: list[str] | None) -> TidemillConfig:
-    """The configuration, before anything heavier is imported."""
-    from schemas.config import load_config
-
-    return load_config(file, overrides or [])
 
 
 def main() -> None:

@@ -9,14 +9,9 @@ from typing import Annotated
 
 import typer
 
-from deploy.cli.runs import Json, Prefix, Run, Url
+from deploy.cli.options import Control, Json, Prefix, Run, Url, Wait
 
 app = typer.Typer()
-Control = Annotated[
-    str | None,
-    typer.Option(help="URL of the control plane; TIDEMILL_CONTROL_URL, else that of the run's folder, by default."),
-]
-Wait = Annotated[float, typer.Option(min=0, max=300, help="Seconds to wait until it is done.")]
 
 
 @app.command()

@@ -9,8 +9,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from deploy.cli.control import Control
-from deploy.cli.runs import Json, Prefix, Run, Url
+from deploy.cli.options import Control, Json, Prefix, Run, Url
 
 app = typer.Typer()
 letters = typer.Typer(help="Messages that could not be processed.", no_args_is_help=True)
@@ -31,10 +30,10 @@ def list_letters(
     as_json: Json = False,
 ) -> None:
     """List the newest dead letters with their reasons, newest first."""
-    from deploy.client import listing
+    from deploy.client import run_commands
     from deploy.client.client import open_source
 
-    listing.letters(open_source(run, control, url, prefix).letters(limit), as_json)
+    run_commands.print_letters(open_source(run, control, url, prefix).letters(limit), as_json)
 
 
 @letters.command()
@@ -63,10 +62,10 @@ def requeue(
     as_json: Json = False,
 ) -> None:
     """Admit the prompt group of a dead letter again, before all others."""
-    from deploy.client import listing
+    from deploy.client import run_commands
     from deploy.client.client import open_source
 
-    listing.accepted(open_source(run, control, url, prefix).requeue(letter), as_json)
+    run_commands.print_accepted(open_source(run, control, url, prefix).requeue(letter), as_json)
 
 
 @letters.command()
@@ -79,10 +78,10 @@ def drop(
     as_json: Json = False,
 ) -> None:
     """Delete one dead letter."""
-    from deploy.client import listing
+    from deploy.client import run_commands
     from deploy.client.client import open_source
 
-    listing.accepted(open_source(run, control, url, prefix).drop(letter), as_json)
+    run_commands.print_accepted(open_source(run, control, url, prefix).drop(letter), as_json)
 
 
 @found.command("list")
@@ -102,7 +101,7 @@ def list_trajectories(
     as_json: Json = False,
 ) -> None:
     """List trajectories in the pipeline and recently trained ones, newest first."""
-    from deploy.client import listing
+    from deploy.client import run_commands
     from deploy.client.client import open_source
 
     wanted = {
@@ -115,7 +114,7 @@ def list_trajectories(
         "reward_max": reward_max,
         "limit": limit,
     }
-    listing.trajectories(open_source(run, control, url, prefix).trajectories(wanted), as_json)
+    run_commands.print_trajectories(open_source(run, control, url, prefix).trajectories(wanted), as_json)
 
 
 @found.command("show")
@@ -129,7 +128,7 @@ def show_trajectory(
     as_json: Json = False,
 ) -> None:
     """Print one trajectory with what is known of each token."""
-    from deploy.client import listing
+    from deploy.client import run_commands
     from deploy.client.client import open_source
 
-    listing.trajectory(open_source(run, control, url, prefix).trajectory(task, sample), as_json)
+    run_commands.print_trajectory(open_source(run, control, url, prefix).trajectory(task, sample), as_json)

@@ -7,21 +7,15 @@ from typing import Annotated
 
 import typer
 
+from deploy.cli.options import ConfigFile, Fresh, Overrides, load
+
 app = typer.Typer()
-ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="The YAML configuration.")]
-Overrides = Annotated[
-    list[str] | None,
-    typer.Argument(metavar="[a.b=c]...", help="Settings that win over the file, e.g. trainer.steps=50."),
-]
-Fresh = Annotated[bool, typer.Option("--fresh", help="Delete what an earlier run left, and start anew.")]
 
 
 @app.command()
 def up(config: ConfigFile, overrides: Overrides = None, fresh: Fresh = False) -> None:
     """Run everything until the training is done, here or on what launcher.name says; goes on with a stopped run."""
-    from schemas.config import load_config
-
-    loaded = load_config(config, overrides or [])
+    loaded = load(config, overrides)
     from deploy.launchers.factory import build_launcher
 
     raise typer.Exit(build_launcher(loaded).launch(loaded, fresh))
@@ -49,9 +43,7 @@ def slurm(
     broker: Annotated[bool, typer.Option(help="Start a broker in a job, or use the REDIS_URL of the user.")] = True,
 ) -> None:
     """Write the scripts that run everything as Slurm jobs; look at them, then run the last one."""
-    from schemas.config import load_config
-
-    loaded = load_config(config, overrides or [])
+    loaded = load(config, overrides)
     from deploy.launchers.slurm import Slurm
 
     launcher = Slurm(
@@ -85,9 +77,7 @@ def ray(
     fresh: Fresh = False,
 ) -> None:
     """Run everything on a Ray cluster until the training is done; goes on with a run that was stopped."""
-    from schemas.config import load_config
-
-    loaded = load_config(config, overrides or [])
+    loaded = load(config, overrides)
     from deploy.launchers.ray import Ray
 
     launcher = Ray(address, trainer_cpus, trainer_gpus, generator_cpus, generator_gpus, generators, max_generators)
@@ -103,9 +93,7 @@ def broker(
     url_file: Annotated[Path | None, typer.Option(help="Where its URL goes; redis_url in the run's folder.")] = None,
 ) -> None:
     """Run a Redis or Valkey server with a password for the services of a run on several machines."""
-    from schemas.config import load_config
-
-    loaded = load_config(config, overrides or [])
+    loaded = load(config, overrides)
     from deploy.run.broker_server import run_broker
 
     raise typer.Exit(run_broker(loaded, host, port, url_file))

@@ -1,4 +1,4 @@
-"""Commands on what a run left on disk, without a broker: export and replay."""
+"""Commands that need no broker: sft, dpo, reward-model and eval; export and replay of what a run left on disk."""
 
 from __future__ import annotations
 
@@ -7,16 +7,69 @@ from typing import Annotated
 
 import typer
 
+from deploy.cli.options import ConfigFile, Overrides, RunOnDisk, in_ranks, load
+from schemas.errors import ConfigError
+
 app = typer.Typer()
 
-Run = Annotated[
-    str, typer.Argument(metavar="CONFIG|RUN", help="The YAML configuration, or the run's name under runs/ or folder.")
-]
+
+@app.command()
+def sft(config: ConfigFile, overrides: Overrides = None) -> None:
+    """Make the model of warm_start by supervised training, in trainer.processes ranks."""
+    loaded = load(config, overrides)
+    if loaded.warm_start is None:
+        raise ConfigError("the configuration has no warm_start section, there is no model to make")
+    from deploy.offline.warm_start import make_model, up_to_date
+    from deploy.services.torchrun import is_rank
+
+    if loaded.trainer.processes > 1 and not is_rank() and up_to_date(loaded, loaded.warm_start):
+        return
+    in_ranks(loaded, ["sft", str(config), *(overrides or [])])
+    make_model(loaded, loaded.warm_start)
+
+
+@app.command()
+def dpo(config: ConfigFile, overrides: Overrides = None) -> None:
+    """Train the model on preferred and rejected answers, in trainer.processes ranks, without a broker."""
+    loaded = load(config, overrides)
+    if loaded.dpo is None:
+        raise ConfigError("the configuration has no dpo section, there is nothing to train on")
+    in_ranks(loaded, ["dpo", str(config), *(overrides or [])])
+    from deploy.offline.preference import make_dpo_model
+
+    make_dpo_model(loaded, loaded.dpo)
+
+
+@app.command("reward-model")
+def reward_model(config: ConfigFile, overrides: Overrides = None) -> None:
+    """Train a reward model on preferred and rejected answers, in trainer.processes ranks, without a broker."""
+    loaded = load(config, overrides)
+    if loaded.reward_model is None:
+        raise ConfigError("the configuration has no reward_model section, there is nothing to train on")
+    in_ranks(loaded, ["reward-model", str(config), *(overrides or [])])
+    from deploy.offline.preference import make_reward_model
+
+    make_reward_model(loaded, loaded.reward_model)
+
+
+@app.command("eval")
+def evaluate(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    model: Annotated[Path | None, typer.Option(help="Folder of the model; model.path by default.")] = None,
+) -> None:
+    """Answer the held-out prompts with a model, without a broker, and print its accuracy."""
+    loaded = load(config, overrides)
+    if loaded.eval is None:
+        raise ConfigError("the configuration has no eval section, there are no held-out prompts")
+    from deploy.offline.evaluate import evaluate_model
+
+    evaluate_model(loaded, loaded.eval, model)
 
 
 @app.command()
 def export(
-    run: Run,
+    run: RunOnDisk,
     step: Annotated[int | None, typer.Option(help="The checkpoint of this step; the newest whole one.")] = None,
     to: Annotated[Path | None, typer.Option(help="A new folder; exports/CHECKPOINT in the run's folder.")] = None,
     adapter: Annotated[bool, typer.Option("--adapter", help="Only the adapter of trainer.lora, for peft.")] = False,
@@ -32,7 +85,7 @@ def export(
 
 @app.command()
 def replay(
-    run: Run,
+    run: RunOnDisk,
     first: Annotated[int, typer.Option("--from", help="A checkpoint's step; 0 is where the run began.")],
     last: Annotated[int | None, typer.Option("--to", help="A later checkpoint's step; the newest whole one.")] = None,
 ) -> None:

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
-app = typer.Typer()
+from deploy.cli.options import ConfigFile, Json, Overrides, Prefix, Run, Url, load
 
-Run = Annotated[str, typer.Argument(metavar="RUN", help="Name of the run, or its YAML configuration.")]
-Url = Annotated[str | None, typer.Option(help="The broker; REDIS_URL, else the embedded one of the run, by default.")]
-Prefix = Annotated[str, typer.Option(help="broker.prefix of the run; read from the configuration if that is given.")]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+app = typer.Typer()
 
 
 @app.command()
@@ -38,11 +34,10 @@ def purge(
 
 @app.command()
 def acl(
-    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="The YAML configuration.")],
-    overrides: Annotated[list[str] | None, typer.Argument(metavar="[a.b=c]...", help="Settings that win.")] = None,
+    config: ConfigFile,
+    overrides: Overrides = None,
 ) -> None:
     """Make users for the server, one a role: ACL lines on stdout, their passwords on stderr."""
     from deploy.client.find import print_users
-    from schemas.config import load_config
 
-    print_users(load_config(config, overrides or []))
+    print_users(load(config, overrides))

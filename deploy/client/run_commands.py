@@ -1,17 +1,28 @@
-"""What the commands over the control plane do and print."""
+"""Commands on a run, behind deploy/cli: each asks the control plane or the broker, and prints for people or as JSON."""
 
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Mapping
 from typing import Any
 
 from pydantic import ValidationError
 from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
 from deploy.client import find
 from deploy.client.client import Client, connect, open_source
-from schemas.control_api import RunStatus, SettingsChange
+from schemas.control_api import (
+    Accepted,
+    DeadLetters,
+    RunStatus,
+    ServiceStatus,
+    SettingsChange,
+    Trajectories,
+    TrajectoryDetail,
+)
 from schemas.errors import ERROR_EXIT, NOT_DONE_EXIT, OK_EXIT, ConfigError
 
 
@@ -42,7 +53,7 @@ def rows(s: RunStatus) -> list[tuple[str, str]]:
     lines = [
         ("state", f"{s.state}{': ' + s.cause if s.cause else ''}"),
         ("limited by", s.verdict.text),
-        ("step", f"{s.step} of {s.steps}, weights version {s.version}, trainer leader_term {s.leader_term}"),
+        ("step", f"{s.step} of {s.steps}, weights version {s.version}, the trainer's leader term {s.leader_term}"),
         ("prompt groups", f"{total}: {balance}"),
         ("ended untrained", ", ".join(ended) or "none"),
         ("to admit again", str(ledger.redo)),
@@ -61,7 +72,7 @@ def rows(s: RunStatus) -> list[tuple[str, str]]:
     return lines
 
 
-def _service(service: Any) -> str:
+def _service(service: ServiceStatus) -> str:
     silent = "" if service.live else f", silent for {service.silent_s:.0f} s"
     return f"{service.name} {service.state}{silent}"
 
@@ -121,3 +132,52 @@ def change(run: str, control: str | None, url: str | None, prefix: str, assignme
         return
     for name, number in wanted.items():
         print(f"{name}: {'as configured, from the next start of the trainer' if number is None else number}")
+
+
+def print_accepted(answer: Accepted, as_json: bool) -> None:
+    """Print the answer to a command, on one line."""
+    print(answer.model_dump_json() if as_json else f"{answer.order}: {answer.text}")
+
+
+def print_letters(answer: DeadLetters, as_json: bool) -> None:
+    """Print one line a letter, newest first."""
+    if as_json:
+        print(answer.model_dump_json())
+        return
+    table = Table("id", "at", "from", "task:sample", "deliveries", "reason", box=None, header_style="dim")
+    for item in answer.letters:
+        sample = "*" if item.sample is None else item.sample
+        where = "-" if item.task_id is None else f"{item.task_id}:{sample}"
+        at = time.strftime("%H:%M:%S", time.localtime(item.time))
+        table.add_row(item.id, at, item.source, where, str(item.deliveries), Text(item.reason))
+    Console().print(table if answer.letters else "no dead letters")
+
+
+def print_trajectories(answer: Trajectories, as_json: bool) -> None:
+    """Print one line a trajectory."""
+    if as_json:
+        print(answer.model_dump_json())
+        return
+    table = Table("task", "sample", "state", "reward", "versions", "finish", "tokens", "completion", box=None)
+    for item in answer.trajectories:
+        versions = "-" if item.oldest_version is None else f"{item.oldest_version}-{item.newest_version}"
+        reward = "-" if item.reward is None else f"{item.reward:g}"
+        cells = (item.task_id, item.sample, item.state, reward, versions, item.finish, item.tokens)
+        table.add_row(*(str(cell) for cell in cells), Text(" ".join(item.completion.split())[:60]))
+    Console().print(table if answer.trajectories else "no such trajectories")
+
+
+def print_trajectory(one: TrajectoryDetail, as_json: bool) -> None:
+    """Print a trajectory in full; below its text one line a generated token."""
+    if as_json:
+        print(one.model_dump_json())
+        return
+    reward = "no reward" if one.reward is None else f"reward {one.reward:g}"
+    print(f"task {one.task_id}, sample {one.sample}: {one.state}, {reward}, finish {one.finish}")
+    print(f"\n{one.full_prompt}\n---\n{one.full_completion}\n")
+    tokens = one.token_table
+    texts = tokens.text or [""] * len(tokens.id)
+    for at, own in enumerate(tokens.mask):
+        if own:
+            figures = f"{tokens.id[at]:>8} {tokens.logprob[at]:>9.4f} {tokens.version[at]!s:>6}"
+            print(f"{at:>6} {figures}  {texts[at]!r}")

@@ -1,0 +1,47 @@
+"""Arguments and options that several commands share, and what several do first: load the configuration, start ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from schemas.config import TidemillConfig
+
+ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="The YAML configuration.")]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[a.b=c]...", help="Settings that win over the file, e.g. trainer.steps=50."),
+]
+Fresh = Annotated[bool, typer.Option("--fresh", help="Delete what an earlier run left, and start anew.")]
+Name = Annotated[str | None, typer.Option(help="Name of this service; must differ from replica to replica.")]
+
+Run = Annotated[str, typer.Argument(metavar="RUN", help="Name of the run, or its YAML configuration.")]
+RunOnDisk = Annotated[
+    str, typer.Argument(metavar="CONFIG|RUN", help="The YAML configuration, or the run's name under runs/ or folder.")
+]
+Control = Annotated[
+    str | None,
+    typer.Option(help="URL of the control plane; TIDEMILL_CONTROL_URL, else that of the run's folder, by default."),
+]
+Url = Annotated[str | None, typer.Option(help="The broker; REDIS_URL, else the embedded one of the run, by default.")]
+Prefix = Annotated[str, typer.Option(help="broker.prefix of the run; read from the configuration if that is given.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Wait = Annotated[float, typer.Option(min=0, max=300, help="Seconds to wait until it is done.")]
+
+
+def load(file: Path, overrides: list[str] | None) -> TidemillConfig:
+    """The configuration, checked before anything heavier is imported; ConfigError."""
+    from schemas.config import load_config
+
+    return load_config(file, overrides or [])
+
+
+def in_ranks(config: TidemillConfig, arguments: list[str]) -> None:
+    """Do this command in trainer.processes ranks and exit; returns where there is one, or this is one of them."""
+    from deploy.services import torchrun
+
+    if config.trainer.processes > 1 and not torchrun.is_rank():
+        raise typer.Exit(torchrun.launch(config.trainer.processes, arguments, config.supervisor.grace_s))
