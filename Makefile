@@ -2,7 +2,8 @@
 #
 # Variables:
 #   PYTHON       Python 3.11 or 3.12; found by itself when not given.
-#   VLLM         cpu, cuda or none; by default cuda with an NVIDIA GPU, cpu on other Linux machines, else none.
+#   VLLM         cpu, cuda or none; by default what .venv has, at first cuda with an NVIDIA GPU, cpu on other Linux
+#                machines, else none.
 #   TORCH_INDEX  Extra pip arguments for PyTorch. Empty, because pip's own settings may know where to look. On a
 #                Linux machine without a GPU give it PyTorch's own index of CPU wheels, else pip fetches the CUDA build:
 #                make demo TORCH_INDEX="--index-url https://download.pytorch.org/whl/cpu"
@@ -11,7 +12,9 @@
 
 VENV := .venv
 BIN := $(VENV)/bin
+# What a run needs, and what is added to work on Tidemill itself.
 STAMP := $(VENV)/.set-up
+DEV := $(VENV)/.set-up-dev
 VLLM ?= auto
 TORCH_INDEX ?=
 ARGS ?=
@@ -22,45 +25,59 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3; do \
 	$$p -c '$(SUPPORTED)' >/dev/null 2>&1 && { echo $$p; break; }; done)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test system chaos lint types docs pins clean
+INSTALL = $(BIN)/python deploy/machine/install.py --vllm '$(VLLM)' --torch-index '$(TORCH_INDEX)' --record $(VENV)/.vllm
+.PHONY: help setup dev demo check test unit system chaos lint types docs pins clean
 
 help: ## List the targets
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1|\2/' | column -t -s '|' 2>/dev/null \
 		|| grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST)
 
-setup: $(STAMP) ## Set up .venv, once
+setup: $(STAMP) ## Set up .venv with all that a run needs, once; make demo does it by itself
+
+dev: $(DEV) ## Add the tools of development to .venv, once; make test, lint and docs do it by themselves
 
 $(STAMP): pyproject.toml deploy/machine/install.py
 	@test -n '$(PYTHON)' || { echo 'Tidemill needs Python 3.11 or 3.12, none was found: install one, or give it: make PYTHON=/path/to/python3.11' >&2; exit 1; }
 	@$(PYTHON) -c '$(SUPPORTED)' || { echo 'Tidemill needs Python 3.11 or 3.12, $(PYTHON) is another version or does not run' >&2; exit 1; }
 	@$(PYTHON) -m venv $(VENV) || { echo '$(PYTHON) cannot make virtual environments: install its venv module (Debian: python3-venv)' >&2; exit 1; }
-	@$(BIN)/python deploy/machine/install.py --vllm '$(VLLM)' --torch-index '$(TORCH_INDEX)'
+	@$(INSTALL) --extras train
+	@touch $@
+
+# Everything again, so that what is added agrees with what is there.
+$(DEV): $(STAMP)
+	@$(INSTALL) --extras dev
 	@touch $@
 
 demo: $(STAMP) ## A small model learns arithmetic on this machine: an embedded Redis and real vLLM
 	$(BIN)/tidemill up --fresh examples/arithmetic/config.yaml $(ARGS)
 
-test: $(STAMP) ## Run all tests
+check: $(DEV) ## Style, types and unit tests side by side: the minute before a commit
+	@$(MAKE) --no-print-directory -k -j 2 $(if $(filter output-sync,$(.FEATURES)),-O) lint unit
+
+test: $(DEV) ## Run all tests
 	$(BIN)/python -m pytest $(ARGS)
+
+unit: $(DEV) ## Run the unit tests
+	$(BIN)/python -m pytest tests/unit $(ARGS)
 
 system: ## Install the programs that tests drive: Chromium, Slurm, kubectl and others (Debian, Ubuntu; as root)
 	@tests/system.sh
 
-chaos: $(STAMP) ## Break a running system in every way for MINUTES (default 3), with SEED (default 1), and count what was lost
+chaos: $(DEV) ## Break a running system in every way for MINUTES (default 3), with SEED (default 1), and count what was lost
 	$(BIN)/python -m tests.chaos --minutes $(MINUTES) --seed $(SEED) $(ARGS)
 
-lint: $(STAMP) types ## Check style, types and the direction of imports
+lint: $(DEV) types ## Check style, types and the direction of imports
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports --no-cache
 
-types: $(STAMP) ## Check types
+types: $(DEV) ## Check types
 	$(BIN)/mypy
 
-docs: $(STAMP) ## Build the documentation into site/
+docs: $(DEV) ## Build the documentation into site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
-pins: $(STAMP) ## Write down the versions of .venv, which images are built with
+pins: $(DEV) ## Write down the versions of .venv, which images are built with
 	$(BIN)/python -m deploy.machine.pins >deploy/constraints.txt.new && mv deploy/constraints.txt.new deploy/constraints.txt
 
 clean: ## Remove .venv and everything that was built; runs/ stays

