@@ -9,7 +9,8 @@ from consumers.reward.scorer import check_reward
 from consumers.trainer.metrics.trackers import check_trackers
 from producers.datasets import DATASETS
 from producers.engines import ENGINES
-from producers.engines.factory import check_sampling, engine_name
+from producers.engines.factory import engine_name
+from producers.engines.sampling import check_sampling
 from producers.tasks import make_sampling
 from producers.workflows import WORKFLOWS
 from schemas.config import TidemillConfig

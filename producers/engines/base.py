@@ -1,4 +1,4 @@
-"""What every engine does. One engine is one copy of the policy in one generator process.
+"""The protocol of engines. An engine is one copy of the policy in one generator process.
 
 Life cycle::
 
@@ -24,7 +24,7 @@ from schemas.messages import FinishReason, Sampling, Span, WeightSource
 
 @dataclass(frozen=True)
 class EngineSettings:
-    """What an engine is built from.
+    """The arguments that an engine is built from.
 
     dtype: torch's name without prefix. max_length: tokens, prompt and completion.
     max_samples: most samples in flight. args: passed through to the engine library.
@@ -64,7 +64,7 @@ class Completion:
 
 @dataclass(frozen=True)
 class KvCacheUsage:
-    """Use of an engine's cache of keys and values.
+    """How full an engine's cache of keys and values is, in tokens.
 
     tokens: room for so many. used: by requests in flight, whole blocks. waiting: samples that have no token yet.
     block: tokens in a block, the least that a sample takes for itself.
@@ -76,8 +76,8 @@ class KvCacheUsage:
     block: int = 1
 
 
-Progress = Callable[[int, Completion], None]
-"""Hears, in the event loop, of sample k in [0, n): ``finish`` is ``abort`` while it grows."""
+ProgressCallback = Callable[[int, Completion], None]
+"""Called in the event loop with k in [0, n) and what sample k has; its ``finish`` is ``abort`` while it grows."""
 
 
 class Engine(Protocol):
@@ -95,8 +95,8 @@ class Engine(Protocol):
         """
         ...
 
-    def load_now(self) -> KvCacheUsage | None:
-        """What requests in flight take; None where ``settings.max_samples`` is the only limit. Answers at once."""
+    def cache_usage(self) -> KvCacheUsage | None:
+        """How full the cache is; None where ``settings.max_samples`` is the only limit. Answers at once."""
         ...
 
     async def start(self) -> None:
@@ -109,11 +109,11 @@ class Engine(Protocol):
         sampling: Sampling,
         n: int = 1,
         prefix: Sequence[int] = (),
-        progress: Progress | None = None,
+        progress: ProgressCallback | None = None,
     ) -> list[Completion]:
         """Sample n completions of one prompt.
 
-        ``progress`` hears of each sample once when it is finished, though others still run, and before
+        ``progress`` is called once for each sample when it is finished, though others still run, and before
         that each time it has grown by ``settings.report_every`` tokens.
 
         ``prefix`` holds tokens that were generated before (a sample handed over by another

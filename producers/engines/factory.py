@@ -1,68 +1,13 @@
-"""Checks of sampling parameters and lengths that all engines share.
-
-Which engine a configuration means: ``auto`` is vllm where it is installed, else transformers.
-"""
+"""Which engine a configuration means: ``auto`` is vllm where it is installed, else transformers."""
 
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from producers.engines import ENGINES
 from producers.engines.base import Engine, EngineSettings
-from schemas.errors import ConfigError, DataError
-from schemas.messages import Sampling
-
-BENDING = ("logits_processors", "reasoning_config", "watermark_config")
-"""Engine arguments under which tokens are not drawn from what the model says."""
-
-
-def check_sampling(sampling: Sampling, allow_truncated: bool = False, args: Mapping[str, Any] | None = None) -> None:
-    """ConfigError if training on samples drawn like this would be biased; call it once at start, for training only.
-
-    With top_p or top_k, engines give log-probabilities of the truncated, renormalised
-    distribution, but the trainer computes those of the full one: every importance ratio
-    is then wrong, by a factor that nothing in the data shows. ``allow_truncated`` accepts that.
-    args: of the engine.
-    """
-    if sampling.temperature == 0:
-        raise ConfigError("sampling.temperature 0 is greedy: there is no distribution to train on, set it above 0")
-    if allow_truncated:
-        return
-    for name, value, off, used in (
-        ("top_p", sampling.top_p, "1.0", sampling.top_p < 1),
-        ("top_k", sampling.top_k, "-1", sampling.top_k > 0),
-    ):
-        if used:
-            raise ConfigError(
-                f"sampling.{name} {value} cuts the distribution that is sampled from, so its log-probabilities are"
-                f" not the policy's and training on them is biased: set sampling.{name} to {off}, or accept it with"
-                " generator.allow_truncated"
-            )
-    for name in BENDING:
-        if (args or {}).get(name):
-            raise ConfigError(
-                f"generator.args.{name} changes what is sampled, so that log-probabilities are not the policy's and"
-                " training on them is biased: remove it, or accept it with generator.allow_truncated"
-            )
-
-
-def room(prompt: int, prefix: int, sampling: Sampling, max_length: int) -> int:
-    """How many tokens may still be generated; 0 if the prefix has used up ``max_tokens``.
-
-    prompt, prefix: lengths in tokens; the prefix counts as generated. DataError if there is
-    no prompt or no room for a single token.
-    """
-    if prompt < 1:
-        raise DataError("the prompt is empty: a model needs at least one token to go on from")
-    left = max_length - prompt - prefix
-    if left < 1 and prefix < sampling.max_tokens:
-        if prefix:
-            return 0
-        raise DataError(f"prompt of {prompt} tokens leaves no room in model.max_length {max_length}")
-    return max(0, min(sampling.max_tokens - prefix, left))
+from schemas.errors import ConfigError
 
 
 def engine_name(name: str) -> str:
@@ -76,6 +21,6 @@ def engine_name(name: str) -> str:
 
 
 def make_engine(name: str, settings: EngineSettings, base: Path) -> Engine:
-    """The engine, not started yet."""
+    """Build the engine of this name, or of a user's module below ``base``. It is not started yet."""
     engine: Engine = ENGINES.get(engine_name(name), base)(settings)
     return engine

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from producers.engines.base import Completion, EngineSettings, KvCacheUsage, Progress
-from producers.engines.factory import room
+from producers.engines.base import Completion, EngineSettings, KvCacheUsage, ProgressCallback
+from producers.engines.sampling import max_new_tokens
 from schemas.errors import ConfigError, DataError, InfraError
 from schemas.messages import FinishReason, Sampling, Span, WeightSource
 
@@ -90,7 +90,7 @@ class ScriptedEngine:
         """Rounds of tokens so far."""
         return self._rounds if self._active and self._running.is_set() else None
 
-    def load_now(self) -> KvCacheUsage | None:
+    def cache_usage(self) -> KvCacheUsage | None:
         """No limit."""
         return None
 
@@ -103,11 +103,11 @@ class ScriptedEngine:
         sampling: Sampling,
         n: int = 1,
         prefix: Sequence[int] = (),
-        progress: Progress | None = None,
+        progress: ProgressCallback | None = None,
     ) -> list[Completion]:
         """See Engine; ``prefix`` counts towards ``sampling.max_tokens``."""
         self._check_open()
-        limit = room(len(prompt_ids), len(prefix), sampling, self._settings.max_length)
+        limit = max_new_tokens(len(prompt_ids), len(prefix), sampling, self._settings.max_length)
         self._requests += 1
         if self._script.fail_every and self._requests % self._script.fail_every == 0:
             raise InfraError(f"scripted failure of request {self._requests}")
@@ -120,7 +120,9 @@ class ScriptedEngine:
             self._active -= 1
         return [_completion(sample) for sample in samples]
 
-    async def _advance(self, samples: list[_Running], aborted: asyncio.Event, progress: Progress | None) -> None:
+    async def _advance(
+        self, samples: list[_Running], aborted: asyncio.Event, progress: ProgressCallback | None
+    ) -> None:
         while not aborted.is_set() and any(len(sample.tokens) < sample.until for sample in samples):
             await self._tick(aborted)
             self._check_open()
@@ -128,7 +130,7 @@ class ScriptedEngine:
                 self._rounds += 1
                 self._step(samples, progress)
 
-    def _step(self, samples: list[_Running], progress: Progress | None) -> None:
+    def _step(self, samples: list[_Running], progress: ProgressCallback | None) -> None:
         every = self._settings.report_every
         for index, sample in enumerate(samples):
             length = len(sample.tokens)

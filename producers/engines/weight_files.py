@@ -1,11 +1,8 @@
-"""What weights a model folder or a safetensors file holds, read from the headers alone.
+"""Whether a file of weights fits the model in an engine, from safetensors headers alone: a whole model or an adapter.
 
-Engines compare a new file with the model before they touch anything: loaders of both
-vLLM and transformers go on silently with whatever a file lacks.
-
-A published adapter on the generator's side: whether its file fits the model, and the folder that vLLM loads.
-
-The file has peft's names: ``base_model.model.LAYER.lora_A.weight`` [rank, in] and ``...lora_B.weight`` [out, rank].
+Engines compare a new file with the model before they touch anything: loaders of both vLLM and transformers go on
+silently with whatever a file lacks. An adapter's file has peft's names:
+``base_model.model.LAYER.lora_A.weight`` [rank, in] and ``...lora_B.weight`` [out, rank].
 """
 
 from __future__ import annotations
@@ -27,7 +24,7 @@ _DERIVED = (".rotary_emb.inv_freq",)
 
 
 def read_shapes(path: Path) -> Shapes:
-    """Names and shapes in a safetensors file, or in all safetensors files of a folder. DataError if it is neither."""
+    """Read names and shapes in a safetensors file, or in all those of a folder. DataError if it is neither."""
     files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
     if not files:
         raise DataError(f"{path} holds no safetensors file")
@@ -82,7 +79,7 @@ _NAME = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
 
 
 def adapted_layers(path: Path, new: Shapes, model: Shapes, rank: int) -> list[str]:
-    """The layers that the adapter ``new``, read from ``path``, is of; DataError unless all of it fits ``model``."""
+    """Return the layers of the adapter ``new``, read from ``path``. DataError unless all of it fits ``model``."""
     parts: dict[str, dict[str, tuple[int, ...]]] = {}
     for name, shape in new.items():
         found = _NAME.fullmatch(name)
@@ -105,8 +102,8 @@ def adapted_layers(path: Path, new: Shapes, model: Shapes, rank: int) -> list[st
     return sorted(parts)
 
 
-def write_folder(folder: Path, lora: LoraConfig, layers: list[str], file: Path) -> None:
-    """Make of an adapter's ``file``, which stays where it is, a folder as peft writes it."""
+def write_adapter_folder(folder: Path, lora: LoraConfig, layers: list[str], file: Path) -> None:
+    """Write a folder as peft does for an adapter whose ``file`` stays where it is."""
     folder.mkdir(parents=True)
     (folder / "adapter_model.safetensors").symlink_to(file.resolve())
     described = {

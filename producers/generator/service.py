@@ -11,7 +11,8 @@ import structlog
 from broker.client import Broker
 from broker.presence import Presence
 from producers.engines.base import Engine, EngineSettings
-from producers.engines.factory import check_sampling, make_engine
+from producers.engines.factory import make_engine
+from producers.engines.sampling import check_sampling
 from producers.generator.hang_watchdog import HangWatchdog, end_process
 from producers.generator.pause import PauseFollower
 from producers.generator.task_loop import TaskLoop

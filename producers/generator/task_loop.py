@@ -166,7 +166,7 @@ class TaskLoop:
         return self._room_now(self._config.sampling.n)
 
     def _room_now(self, n: int) -> int:
-        return room(self.most, self.in_flight, self._engine.load_now(), self._lengths.mean, n)
+        return room(self.most, self.in_flight, self._engine.cache_usage(), self._lengths.mean, n)
 
     async def _evaluations(self) -> list[Delivery[Task]]:
         """Evaluation tasks for the weights in use, or those for older ones that no generator has any more."""

@@ -1,9 +1,8 @@
-"""Sampling from logits, with the log-probability each token was sampled with.
+"""Continuous batching over a Hugging Face model: rows join by prefill, step together, and leave when they are done.
 
-Continuous batching over a Hugging Face model: rows join by prefill, step together, leave when done.
-
-Rows are left-padded to one length: joining pads the shorter cache, leaving drops rows and
-the columns that only they needed. All of it runs in one thread, see transformers.py.
+Each step samples one token a row from its logits, with the log-probability that it was sampled with. Rows are
+left-padded to one length: joining pads the shorter cache, leaving drops rows and the columns that only they needed.
+All of it runs in the engine's thread. Shapes: B rows in flight, T positions, V vocabulary, G generated tokens.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ class Draw:
 
 
 def draw(logits: Tensor, rows: Sequence[Draw]) -> tuple[list[int], list[float]]:
-    """One token for each row of logits float32 [B, V].
+    """Sample one token for each row of logits float32 [B, V].
 
     Returns ids [B] and natural log-probabilities [B] of the distribution sampled from: after
     temperature, top_k and top_p, renormalised. A greedy row's are those at temperature 1.
@@ -64,7 +63,7 @@ def truncate(logprobs: Tensor, rows: Sequence[Draw]) -> Tensor:
 
 @dataclass
 class Row:
-    """One sample being generated. ``finish`` is None while it runs; ``prompt`` is what it joined with."""
+    """A sample that is being generated. ``finish`` is None while it runs; ``prompt``: what it joined with."""
 
     draw: Draw
     max_tokens: int
@@ -86,7 +85,7 @@ class Row:
         return spans
 
 
-class Batch:
+class ContinuousBatch:
     """The rows in flight, B of them over T positions, with their keys and values.
 
     eos: ids that end a row. decode: tokens to text, for stop strings.
@@ -123,7 +122,7 @@ class Batch:
         self.drop_finished()
 
     def step(self, version: int) -> None:
-        """One more token for every row."""
+        """Sample one more token for every row."""
         last = torch.tensor([[row.tokens[-1]] for row in self.rows], device=self._model.device)
         positions = self._mask.sum(dim=1, keepdim=True)
         self._mask = torch.cat([self._mask, torch.ones_like(last)], dim=1)

@@ -1,4 +1,4 @@
-"""A Hugging Face model as an engine: no vLLM needed, right before fast. For macOS, Windows and small machines.
+"""The engine on Hugging Face transformers: no vLLM needed, correctness before speed. For macOS and small machines.
 
 One thread owns the model and the batch; everything else asks it through a queue and is
 answered between two tokens. Requests in flight keep their keys and values across an update.
@@ -23,9 +23,9 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from producers.engines.base import Completion, EngineSettings, KvCacheUsage, Progress
-from producers.engines.factory import room
-from producers.engines.transformers.batching import Batch, Draw, Row
+from producers.engines.base import Completion, EngineSettings, KvCacheUsage, ProgressCallback
+from producers.engines.sampling import max_new_tokens
+from producers.engines.transformers.batching import ContinuousBatch, Draw, Row
 from producers.engines.transformers.weights import PeftAdapter, map_tensors
 from producers.engines.weight_files import check_fits, read_shapes
 from producers.model_folder import resolve_folder
@@ -42,19 +42,19 @@ _ATTENTION = {"full_attention", "sliding_attention"}
 class _Request:
     prompt: list[int]
     rows: list[Row]
-    tell: Progress | None = None
+    progress: ProgressCallback | None = None
     done: Future[list[Completion]] = field(default_factory=Future)
-    told: dict[int, int] = field(default_factory=dict)
+    reported: dict[int, int] = field(default_factory=dict)
 
     def report(self, every: int | None) -> None:
-        """Tell of rows that have finished or grown by ``every`` tokens since they were told of."""
-        if self.tell is None:
+        """Report rows that have finished, or have grown by ``every`` tokens since their last report."""
+        if self.progress is None:
             return
         for index, row in enumerate(self.rows):
-            known = self.told.get(index, 0)
+            known = self.reported.get(index, 0)
             if known >= 0 and (row.finish or (every and len(row.tokens) - known >= every)):
-                self.told[index] = -1 if row.finish else len(row.tokens)
-                self.tell(index, _completion(row))
+                self.reported[index] = -1 if row.finish else len(row.tokens)
+                self.progress(index, _completion(row))
 
     def finished(self) -> bool:
         return all(row.finish is not None for row in self.rows)
@@ -86,7 +86,7 @@ class TransformersEngine:
         self._failure: str | None = "it was not started"
         # From here on only the thread's.
         self._model: PreTrainedModel
-        self._batch: Batch
+        self._batch: ContinuousBatch
         self._adapter: PeftAdapter | None = None
         self._waiting: deque[_Request] = deque()
         self._active: list[_Request] = []
@@ -103,7 +103,7 @@ class TransformersEngine:
         running = not self._paused and self._failure is None and (self._active or self._waiting)
         return self._steps if running else None
 
-    def load_now(self) -> KvCacheUsage | None:
+    def cache_usage(self) -> KvCacheUsage | None:
         """No limit: the cache grows as rows do."""
         return None
 
@@ -139,7 +139,7 @@ class TransformersEngine:
                 # Views of the file, of which the first load would copy page after page while requests wait.
                 parameter.data = parameter.data.clone()
         tokenizer = HfTokenizer(str(folder), settings.trust_remote_code)
-        self._batch = Batch(self._model, _eos(model), tokenizer.decode)
+        self._batch = ContinuousBatch(self._model, _eos(model), tokenizer.decode)
 
     async def generate(
         self,
@@ -147,21 +147,21 @@ class TransformersEngine:
         sampling: Sampling,
         n: int = 1,
         prefix: Sequence[int] = (),
-        progress: Progress | None = None,
+        progress: ProgressCallback | None = None,
     ) -> list[Completion]:
         """See Engine; ``prefix`` counts towards ``sampling.max_tokens``."""
-        max_tokens = room(len(prompt_ids), len(prefix), sampling, self._settings.max_length)
+        max_tokens = max_new_tokens(len(prompt_ids), len(prefix), sampling, self._settings.max_length)
         if max_tokens == 0:
             return [Completion([], np.zeros(0, np.float32), [], "length") for _ in range(n)]
         rows = [Row(_draw(sampling, index), max_tokens, sampling.stop) for index in range(n)]
-        tell: Progress | None = None
+        report: ProgressCallback | None = None
         if progress is not None:
-            loop, told = asyncio.get_running_loop(), progress
+            loop, callback = asyncio.get_running_loop(), progress
 
-            def tell(index: int, sample: Completion) -> None:
-                loop.call_soon_threadsafe(told, index, sample)
+            def report(index: int, sample: Completion) -> None:
+                loop.call_soon_threadsafe(callback, index, sample)
 
-        request = _Request([*prompt_ids, *prefix], rows, tell)
+        request = _Request([*prompt_ids, *prefix], rows, report)
         await self._ask(lambda: self._waiting.append(request))
         return await self._answer(request.done)
 
@@ -230,7 +230,7 @@ class TransformersEngine:
         try:
             while not self._closing:
                 idle = self._paused or not (self._active or self._waiting)
-                self._obey(wait=idle)
+                self._run_commands(wait=idle)
                 if not self._paused and not self._closing:
                     self._advance()
             self._failure = "it was closed"
@@ -242,7 +242,7 @@ class TransformersEngine:
                 with suppress(InvalidStateError):
                     request.done.set_exception(InfraError(f"the transformers engine ended: {self._failure}"))
 
-    def _obey(self, wait: bool) -> None:
+    def _run_commands(self, wait: bool) -> None:
         """Run the commands that are there; with ``wait``, at least one."""
         if wait:
             self._commands.get()()

@@ -1,8 +1,7 @@
-"""A file of weights in memory without a copy: what can be done before an engine has to stand still for a load.
+"""The transformers engine's new weights: files mapped before the engine has to stand still, and adapters by peft.
 
-An adapter on a Hugging Face model, by peft: the same arithmetic as in the trainer.
-
-Not merged into the weights: in a 16-bit type most of what a step changes would be rounded away.
+An adapter is not merged into the weights, as in the trainer: in a 16-bit type most of what a step changes would be
+rounded away.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ PAGE = 4096
 
 
 def map_tensors(path: Path, names: Iterable[str]) -> dict[str, Tensor]:
-    """Tensors of a safetensors file, as views of it, with all their pages read and mapped.
+    """Return tensors of a safetensors file as views of it, with all their pages read and mapped.
 
     They stay as they are when the file is deleted. OSError if it can't be opened.
     """
@@ -37,7 +36,7 @@ def map_tensors(path: Path, names: Iterable[str]) -> dict[str, Tensor]:
 
 
 class PeftAdapter:
-    """Put on the model with the first version, replaced in place by each other one."""
+    """An adapter that the first version puts on the model and each later version replaces in place."""
 
     def __init__(self, model: PreTrainedModel, lora: LoraConfig) -> None:
         try:

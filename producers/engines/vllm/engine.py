@@ -1,9 +1,8 @@
-"""New requests wait before the gate while it is shut: none may be prepared for weights that are about to go.
+"""The engine on vLLM, which runs in this process's event loop and has its engine core in a child process.
 
-vLLM in this process's event loop, its engine core in a child process.
-
-Weights change under way through vLLM's own update protocol and our file transport
-(vllm_weights.py), adapters in place (vllm_lora.py); version spans are stamped inside the engine, token by token.
+Weights change under way through vLLM's own update protocol and our loader of files (plugin.py, weight_loader.py),
+adapters in place (lora.py). New requests wait meanwhile: none may be prepared for weights that are about to go.
+Version spans are stamped inside the engine, token by token.
 """
 
 from __future__ import annotations
@@ -18,11 +17,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from producers.engines.base import Completion, EngineSettings, KvCacheUsage, Progress
-from producers.engines.factory import room
+from producers.engines.base import Completion, EngineSettings, KvCacheUsage, ProgressCallback
+from producers.engines.sampling import max_new_tokens
 from producers.engines.vllm.boot import boot
 from producers.engines.vllm.lora import VllmAdapter
-from producers.engines.vllm.requests import Growing, Hear, final_output, sampling_params
+from producers.engines.vllm.requests import GrowingCompletion, OnOutput, final_output, sampling_params
 from producers.engines.weight_files import Shapes, check_fits, read_shapes
 from producers.model_folder import resolve_folder
 from schemas.errors import ConfigError, DataError, InfraError
@@ -34,36 +33,36 @@ if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
 
-class Gate:
-    """Open at first; shut while anybody holds it shut. All in one event loop."""
+class RequestGate:
+    """Lets requests in unless somebody holds it closed. All in one event loop."""
 
     def __init__(self) -> None:
-        self._shut = 0
-        self._turned_away = 0
+        self._closed = 0
+        self._rejections = 0
         self._changed = asyncio.Condition()
 
-    async def enter(self) -> bool:
-        """Wait until the gate is open; False when ``turn_away`` came first."""
-        if not self._shut:
+    async def wait_open(self) -> bool:
+        """Wait until the gate is open; False when ``reject_waiting`` came first."""
+        if not self._closed:
             return True
         async with self._changed:
-            then = self._turned_away
-            await self._changed.wait_for(lambda: not self._shut or self._turned_away != then)
-            return self._turned_away == then
+            then = self._rejections
+            await self._changed.wait_for(lambda: not self._closed or self._rejections != then)
+            return self._rejections == then
 
     @asynccontextmanager
-    async def shut(self) -> AsyncIterator[None]:
-        """Nobody gets in meanwhile."""
-        self._shut += 1
+    async def held_closed(self) -> AsyncIterator[None]:
+        """Let no request in for as long as the block takes."""
+        self._closed += 1
         try:
             yield
         finally:
-            self._shut -= 1
+            self._closed -= 1
             await self._notify()
 
-    async def turn_away(self) -> None:
-        """Send all away who wait before the gate now."""
-        self._turned_away += 1
+    async def reject_waiting(self) -> None:
+        """Refuse all requests that wait before the gate now."""
+        self._rejections += 1
         await self._notify()
 
     async def _notify(self) -> None:
@@ -96,7 +95,7 @@ class VllmEngine:
         self._paused: AsyncExitStack | None = None
         self._loading = asyncio.Lock()
         self._update = asyncio.Lock()
-        self._gate = Gate()
+        self._gate = RequestGate()
         self._loads = 0
         self._shared = 0
         """Blocks of prompts in flight, each counted once for all samples of a call."""
@@ -116,8 +115,8 @@ class VllmEngine:
         states = list(self._llm.output_processor.request_states.values())
         return sum(state.detokenizer.num_output_tokens() for state in states if state.detokenizer is not None)
 
-    def load_now(self) -> KvCacheUsage | None:
-        """From what vLLM keeps on our side of every step.
+    def cache_usage(self) -> KvCacheUsage | None:
+        """See Engine; from what vLLM keeps of every step in this process.
 
         Samples of a call share the whole blocks of their prompt; the block that a sample is in is its own.
         """
@@ -157,13 +156,13 @@ class VllmEngine:
         sampling: Sampling,
         n: int = 1,
         prefix: Sequence[int] = (),
-        progress: Progress | None = None,
+        progress: ProgressCallback | None = None,
     ) -> list[Completion]:
         """See Engine; ``prefix`` counts towards ``sampling.max_tokens``."""
-        max_tokens = room(len(prompt_ids), len(prefix), sampling, self._settings.max_length)
+        max_tokens = max_new_tokens(len(prompt_ids), len(prefix), sampling, self._settings.max_length)
         if max_tokens == 0:
             return [_nothing("length") for _ in range(n)]
-        if not await self._gate.enter():
+        if not await self._gate.wait_open():
             return [_nothing("abort") for _ in range(n)]
         # One request for each, as vLLM itself would make of them, but each can be heard of by itself.
         ids = [*prompt_ids, *prefix]
@@ -178,18 +177,18 @@ class VllmEngine:
                 sample.cancel()
 
     async def _sample(
-        self, ids: list[int], sampling: Sampling, max_tokens: int, index: int, progress: Progress | None
+        self, ids: list[int], sampling: Sampling, max_tokens: int, index: int, progress: ProgressCallback | None
     ) -> Completion:
         every = self._settings.report_every if progress is not None else None
         params = sampling_params(sampling, index, max_tokens, every)
-        growing = Growing()
+        growing = GrowingCompletion()
 
-        def hear(name: str, output: RequestOutput) -> None:
+        def on_output(name: str, output: RequestOutput) -> None:
             growing.add(output.outputs[0])
             if progress is not None and every is not None and growing.since_report >= every and not output.finished:
                 progress(index, growing.report(self._version_starts(name)))
 
-        completion = growing.completion(await self._request(ids, params, hear, abortable=True))
+        completion = growing.completion(await self._request(ids, params, on_output, abortable=True))
         if progress is not None and completion.finish != "abort":
             progress(index, completion)
         return completion
@@ -215,7 +214,7 @@ class VllmEngine:
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
-        if not await self._gate.enter():
+        if not await self._gate.wait_open():
             raise InfraError("the vllm engine was asked to end before it could answer the probe")
         output = await self._request(list(token_ids), params, None, abortable=False)
         if output.prompt_logprobs is None or len(output.prompt_logprobs) != len(token_ids):
@@ -231,7 +230,7 @@ class VllmEngine:
             self._adapter.check(path, shapes)
         else:
             check_fits(path, shapes, self._shapes, self._tied)
-        async with self._loading, self._gate.shut():
+        async with self._loading, self._gate.held_closed():
             if self._adapter is not None and self._adapter.request is None:
                 # What began without any adapter would go on without one, and its spans would not say so.
                 await self.abort_all()
@@ -270,23 +269,23 @@ class VllmEngine:
             await self._rpc(self._alive().pause_generation(mode="keep", clear_cache=False))
             if self._paused is None:
                 self._paused = AsyncExitStack()
-                await self._paused.enter_async_context(self._gate.shut())
+                await self._paused.enter_async_context(self._gate.held_closed())
 
     async def resume(self) -> None:
         async with self._update:
             await self._rpc(self._alive().resume_generation())
-            shut, self._paused = self._paused, None
-            if shut is not None:
-                await shut.aclose()
+            held, self._paused = self._paused, None
+            if held is not None:
+                await held.aclose()
 
     @property
     def llm(self) -> AsyncLLM:
-        """vLLM itself, for who measures it bare. InfraError when it is not running."""
+        """The vLLM object itself, for measuring it without us. InfraError when it is not running."""
         return self._alive()
 
     async def abort_all(self) -> None:
         llm = self._alive()
-        await self._gate.turn_away()
+        await self._gate.reject_waiting()
         tasks = dict(self._requests)
         try:
             async with asyncio.timeout(_ABORT_DEADLINE_S):
@@ -329,13 +328,13 @@ class VllmEngine:
             raise InfraError(f"the vllm engine core failed: {_line(error)}") from error
 
     async def _request(
-        self, ids: list[int], params: SamplingParams, hear: Hear | None, abortable: bool
+        self, ids: list[int], params: SamplingParams, on_output: OnOutput | None, abortable: bool
     ) -> RequestOutput:
         """Run one request, which has passed the gate, to its end or to the engine's."""
         llm = self._alive()
         name = f"r{next(self._ids)}"
         adapter = self._adapter.request if self._adapter is not None else None
-        task = asyncio.create_task(final_output(llm, name, ids, params, str(self._loads), hear, adapter))
+        task = asyncio.create_task(final_output(llm, name, ids, params, str(self._loads), on_output, adapter))
         if abortable:
             self._requests[name] = task
         try:

@@ -11,7 +11,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
-from producers.engines.weight_files import Shapes, adapted_layers, read_shapes, write_folder
+from producers.engines.weight_files import Shapes, adapted_layers, read_shapes, write_adapter_folder
 from schemas.config import LoraConfig
 from schemas.errors import ConfigError, InfraError
 
@@ -56,7 +56,7 @@ class VllmAdapter:
         # vLLM reads it once: one that is in use is never read again.
         with tempfile.TemporaryDirectory(prefix="tidemill-adapter-") as parent:
             folder = Path(parent) / name
-            write_folder(folder, self._lora, layers, file)
+            write_adapter_folder(folder, self._lora, layers, file)
             if not await llm.add_lora(LoRARequest(name, _ID, str(folder), load_inplace=True)):
                 raise InfraError(f"vllm did not take the adapter {name}")
             # Not in place again: that is for the engine to do once, and not at every step of a request.

@@ -1,4 +1,4 @@
-"""One request to vLLM: its parameters, its run to the end, and the pieces that come under way."""
+"""A request to vLLM: its parameters, its run to the end, and the pieces that come under way."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
     from vllm.v1.engine.async_llm import AsyncLLM
 
-Hear = Callable[[str, "RequestOutput"], None]
-"""Is told the name of a request and each of its outputs."""
+OnOutput = Callable[[str, "RequestOutput"], None]
+"""Called with the name of a request and each of its outputs."""
 
 _FINISH: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
 
@@ -30,16 +30,16 @@ async def final_output(
     ids: list[int],
     params: SamplingParams,
     salt: str,
-    hear: Hear | None,
+    on_output: OnOutput | None,
     adapter: LoRARequest | None,
 ) -> RequestOutput:
-    """Run a request under ``adapter`` to its end; ``hear`` is told of each output. Nothing is cached across salts."""
+    """Run a request under ``adapter`` to its end. ``on_output`` hears each output; nothing is cached across salts."""
     from vllm.inputs.engine import tokens_input
 
     final: RequestOutput | None = None
     async for output in llm.generate(tokens_input(ids, cache_salt=salt), params, name, lora_request=adapter):
-        if hear is not None:
-            hear(name, output)
+        if on_output is not None:
+            on_output(name, output)
         final = output
     if final is None:
         raise InfraError("vllm ended a request without any output")
@@ -47,7 +47,7 @@ async def final_output(
 
 
 def sampling_params(sampling: Sampling, index: int, max_tokens: int, every: int | None) -> SamplingParams:
-    """Of the sample with this index; it is heard of every so many tokens, or at its end only."""
+    """Return the parameters of the sample with this index. every: tokens between two outputs; only the end for None."""
     from vllm.sampling_params import RequestOutputKind, SamplingParams
 
     return SamplingParams(
@@ -67,8 +67,8 @@ def sampling_params(sampling: Sampling, index: int, max_tokens: int, every: int 
 
 
 @dataclass
-class Growing:
-    """What one request has given so far, piece by piece; in one piece where only the end is heard of."""
+class GrowingCompletion:
+    """The tokens of one request so far, piece by piece; in one piece where vLLM gives only the end."""
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -85,7 +85,7 @@ class Growing:
         self.logprobs += output.logprobs.logprobs if isinstance(output.logprobs, FlatLogprobs) else []
 
     def report(self, starts: Sequence[tuple[str, int]]) -> Completion:
-        """What there is; versions begin at ``starts``, of which the last may lie ahead of what was heard."""
+        """Return what there is; versions begin at ``starts``, of which the last may lie ahead of what was heard."""
         self.reported = length = len(self.tokens)
         ends = [start for _, start in starts[1:]] + [length]
         spans = [
@@ -96,7 +96,7 @@ class Growing:
         return Completion(list(self.tokens), np.asarray(self.logprobs, dtype=np.float32), spans, "abort")
 
     def completion(self, final: RequestOutput) -> Completion:
-        """The whole, after the last output was added."""
+        """Return the whole completion, after the last output was added."""
         output = final.outputs[0]
         finish = _FINISH.get(output.finish_reason or "")
         if finish is None:

@@ -1,6 +1,6 @@
 """The weight transfer engine inside vLLM's workers: a safetensors file, mapped, tensor by tensor.
 
-Imported in vLLM's worker processes only, by the name that ``vllm_weights.register`` gives.
+Imported in vLLM's worker processes only, by the name that ``plugin.register`` gives.
 """
 
 from __future__ import annotations

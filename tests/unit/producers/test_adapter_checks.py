@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from producers.engines.vllm.boot import checked_args
-from producers.engines.weight_files import Shapes, adapted_layers, read_shapes, write_folder
+from producers.engines.weight_files import Shapes, adapted_layers, read_shapes, write_adapter_folder
 from schemas.config import LoraConfig, parse_config
 from schemas.digests import SAMPLE, base_digest
 from schemas.errors import ConfigError, DataError
@@ -47,7 +47,7 @@ def test_one_that_does_not_is_refused_with_the_reason(change: dict[str, Any], me
 def test_the_folder_is_as_peft_writes_it_and_does_not_copy(tmp_path: Path) -> None:
     file = tmp_path / "v7.safetensors"
     save_file({A: torch.ones(2, 4), B: torch.ones(6, 2)}, file)
-    write_folder(tmp_path / "version-7", LoraConfig(rank=2, alpha=3.0), ["model.q_proj"], file)
+    write_adapter_folder(tmp_path / "version-7", LoraConfig(rank=2, alpha=3.0), ["model.q_proj"], file)
     described = json.loads((tmp_path / "version-7/adapter_config.json").read_text())
     assert (described["r"], described["lora_alpha"], described["target_modules"]) == (2, 3.0, ["q_proj"])
     assert (tmp_path / "version-7/adapter_model.safetensors").resolve() == file

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from producers.engines.base import EngineSettings
-from producers.engines.factory import check_sampling, engine_name, room
+from producers.engines.factory import engine_name
+from producers.engines.sampling import check_sampling, max_new_tokens
 from producers.engines.weight_files import check_fits, read_shapes
 from producers.model_folder import resolve_folder
 from schemas.errors import ConfigError, DataError
@@ -94,14 +95,14 @@ def test_engine_arguments_that_change_what_is_sampled_are_refused_unless_accepte
 
 
 def test_room_is_bounded_by_max_tokens_and_by_the_model():
-    assert room(10, 0, Sampling(max_tokens=5), 100) == 5
-    assert room(10, 3, Sampling(max_tokens=5), 100) == 2
-    assert room(98, 0, Sampling(max_tokens=5), 100) == 2
-    assert room(90, 10, Sampling(max_tokens=50), 100) == 0
+    assert max_new_tokens(10, 0, Sampling(max_tokens=5), 100) == 5
+    assert max_new_tokens(10, 3, Sampling(max_tokens=5), 100) == 2
+    assert max_new_tokens(98, 0, Sampling(max_tokens=5), 100) == 2
+    assert max_new_tokens(90, 10, Sampling(max_tokens=50), 100) == 0
     with pytest.raises(DataError, match="no room"):
-        room(100, 0, Sampling(max_tokens=5), 100)
+        max_new_tokens(100, 0, Sampling(max_tokens=5), 100)
     with pytest.raises(DataError, match="empty"):
-        room(0, 0, Sampling(max_tokens=5), 100)
+        max_new_tokens(0, 0, Sampling(max_tokens=5), 100)
 
 
 def test_vllm_arguments_are_checked_before_anything_starts():

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from producers.engines.base import Completion, EngineSettings, Progress
+from producers.engines.base import Completion, EngineSettings, ProgressCallback
 from producers.engines.scripted import ScriptedEngine
 from producers.rendering.tokenizer import HfTokenizer
 from producers.workflows.base import RolloutContext
@@ -44,7 +44,7 @@ class Recording(ScriptedEngine):
         sampling: Sampling,
         n: int = 1,
         prefix: Sequence[int] = (),
-        progress: Progress | None = None,
+        progress: ProgressCallback | None = None,
     ) -> list[Completion]:
         self.calls.append((list(prompt_ids), n, list(prefix)))
         completions = await super().generate(prompt_ids, sampling, n, prefix)

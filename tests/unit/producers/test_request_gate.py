@@ -1,10 +1,10 @@
-"""Who gets through an engine's gate, and when."""
+"""When a request gets through vLLM's gate."""
 
 from __future__ import annotations
 
 import asyncio
 
-from producers.engines.vllm.engine import Gate
+from producers.engines.vllm.engine import RequestGate
 
 
 async def settle() -> None:
@@ -12,20 +12,20 @@ async def settle() -> None:
         await asyncio.sleep(0)
 
 
-def test_it_stays_shut_until_the_last_who_shut_it_is_done_and_can_send_away_who_waits():
+def test_the_gate_stays_closed_until_its_last_holder_is_done_and_can_reject_what_waits():
     async def scenario() -> None:
-        gate = Gate()
-        assert await gate.enter()
-        async with gate.shut():
-            async with gate.shut():
+        gate = RequestGate()
+        assert await gate.wait_open()
+        async with gate.held_closed():
+            async with gate.held_closed():
                 pass
-            waiting = asyncio.create_task(gate.enter())
+            waiting = asyncio.create_task(gate.wait_open())
             await settle()
             assert not waiting.done()
-            await gate.turn_away()
+            await gate.reject_waiting()
             async with asyncio.timeout(5):
                 assert not await waiting
-            later = asyncio.create_task(gate.enter())
+            later = asyncio.create_task(gate.wait_open())
             await settle()
             assert not later.done()
         async with asyncio.timeout(5):
