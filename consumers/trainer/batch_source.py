@@ -35,7 +35,7 @@ class GroupBuffer:
         self._extra: dict[int, list[ScoredSample]] = {}
 
     def add(self, outcome: ScoredSample) -> bool:
-        """Count an outcome; True when it completes its group. A sample's second outcome changes nothing."""
+        """Keep an outcome; True when it completes its group. A sample's second outcome changes nothing."""
         group = self._groups.setdefault(outcome.task_id, {})
         if outcome.sample in group:
             # It is acknowledged with its group, never trained.
@@ -45,7 +45,7 @@ class GroupBuffer:
         group[outcome.sample] = outcome
         return len(group) == outcome.group_size
 
-    def complete(self, task_id: int) -> bool:
+    def is_complete(self, task_id: int) -> bool:
         """Whether every sample of the group has an outcome."""
         group = self._groups.get(task_id)
         return group is not None and len(group) >= next(iter(group.values())).group_size
@@ -55,21 +55,21 @@ class GroupBuffer:
         for slot in active:
             if slot.sequence - active[0].sequence >= self._window:
                 return None
-            if self.complete(slot.task_id):
+            if self.is_complete(slot.task_id):
                 return slot
         return None
 
     def take(self, task_id: int) -> list[ScoredSample]:
-        """Hand a group over, in sample order."""
+        """Remove a group and return its outcomes, in sample order."""
         group = self._groups.pop(task_id, {})
         return [group[sample] for sample in sorted(group)] + self._extra.pop(task_id, [])
 
-    def waiting(self) -> set[int]:
+    def waiting_ids(self) -> set[int]:
         """Task ids of all groups that have an outcome and were not taken."""
         return set(self._groups)
 
-    def missing(self, active: Sequence[Slot]) -> str:
-        """A sentence for people about what the oldest group lacks."""
+    def describe_missing(self, active: Sequence[Slot]) -> str:
+        """A sentence for people that says what the oldest group lacks."""
         if not active:
             return "no prompt group is in the pipeline; is the feeder running?"
         group = self._groups.get(active[0].task_id, {})
@@ -134,7 +134,7 @@ class BatchSource:
         progress = self._progress
         record = BatchRecord(step=progress.step, version=progress.version, makes=new_version, groups=references)
         self._session.journal(record)
-        return self._batch(record, [group for group, _ in self._taken])
+        return self._make_batch(record, [group for group, _ in self._taken])
 
     def _try_assemble(self) -> bool:
         """Take groups, whether the step has all of them now; False also while a pause is ordered."""
@@ -154,7 +154,7 @@ class BatchSource:
 
     def _choose(self, pipeline: PipelineSnapshot) -> list[int]:
         """Complete groups for the places that are left in the step."""
-        active = self._active(pipeline)
+        active = self._untaken_slots(pipeline)
         chosen: list[int] = []
         while len(self._taken) + len(chosen) < pipeline.batch:
             slot = self._buffer.choose(active)
@@ -169,7 +169,7 @@ class BatchSource:
         pipeline = self._pipeline
         if stop:
             return False
-        active = self._active(pipeline)
+        active = self._untaken_slots(pipeline)
         if self._pause.reasons or (not active and self._pause.follow(pipeline.control, drained=True)):
             self._pause.wait_order_after(pipeline.control.pause_id)
             self._extend_deadline()
@@ -178,7 +178,7 @@ class BatchSource:
             raise InfraError(
                 f"step {self._progress.step} waited {self._config.trainer.batch_timeout_s:.0f} s for"
                 f" {pipeline.batch} prompt groups and has {len(self._taken)}:"
-                f" {self._buffer.missing(active)}{self._ends()}"
+                f" {self._buffer.describe_missing(active)}{self._describe_ended()}"
             )
         if active and time.monotonic() - self.last_outcome_at > QUIET_S:
             self._examine(active[0].task_id)
@@ -192,7 +192,7 @@ class BatchSource:
     def _taken_ids(self) -> set[int]:
         return {group.task_id for group, _ in self._taken}
 
-    def _active(self, pipeline: PipelineSnapshot) -> list[Slot]:
+    def _untaken_slots(self, pipeline: PipelineSnapshot) -> list[Slot]:
         """Slots of groups that this step has not taken, in admission order."""
         taken = self._taken_ids()
         return [slot for slot in pipeline.slots if slot.task_id not in taken]
@@ -210,7 +210,7 @@ class BatchSource:
             self._buffer.take(reference.task_id)
             samples = [(body, score.score.reward) for body, score in zip(bodies, scores, strict=True) if body and score]
             groups.append(Group(reference.task_id, samples))
-        return self._batch(record, groups)
+        return self._make_batch(record, groups)
 
     def keep_uncommitted(self, records: Sequence[BatchRecord]) -> None:
         """Keep the data of steps that are in the weights already, until a checkpoint covers them."""
@@ -219,12 +219,12 @@ class BatchSource:
             for group in record.groups:
                 self._buffer.take(group.task_id)
 
-    def _batch(self, record: BatchRecord, groups: list[Group]) -> Batch:
+    def _make_batch(self, record: BatchRecord, groups: list[Group]) -> Batch:
         members = [member.scored_id for group in record.groups for member in group.members]
         excluded = sum(self._claimed[entry].excluded for entry in members if entry in self._claimed)
         return Batch(record, groups, excluded)
 
-    def forget(self, records: Sequence[BatchRecord]) -> None:
+    def forget_covered(self, records: Sequence[BatchRecord]) -> None:
         """Forget the outcomes of steps that a checkpoint covers."""
         for record in records:
             for group in record.groups:
@@ -236,13 +236,13 @@ class BatchSource:
         if self._session.examine(task_id) == "complete":
             # Its last outcome may just have come in.
             self._claim()
-            if not self._buffer.complete(task_id):
+            if not self._buffer.is_complete(task_id):
                 raise BrokerDamaged(f"the broker has lost scores of prompt group {task_id}")
         self.last_outcome_at = time.monotonic()
 
     def _discard_ended(self, active: set[int]) -> None:
         """Remove outcomes of groups that hold no slot any more, or never did."""
-        for task_id in self._buffer.waiting() - active:
+        for task_id in self._buffer.waiting_ids() - active:
             outcomes = self._buffer.take(task_id)
             self._session.discard(outcomes)
             for outcome in outcomes:
@@ -266,13 +266,13 @@ class BatchSource:
         rewards = [outcome.score.reward for outcome in outcomes if outcome.trajectory_id]
         settings = self._config.trainer.advantage
         if not rewards:
-            self._end(task_id, outcomes, "no_reward", "failed")
+            self._end_group(task_id, outcomes, "no_reward", "failed")
         elif settings.partial_groups == "drop" and len(rewards) < outcomes[0].group_size:
-            self._end(task_id, outcomes, "partial")
+            self._end_group(task_id, outcomes, "partial")
         elif settings.drops_zero_variance and not has_signal(rewards, settings.least_std):
-            self._end(task_id, outcomes, "zero_variance")
+            self._end_group(task_id, outcomes, "zero_variance")
         elif not within(rewards, settings.mean_between):
-            self._end(task_id, outcomes, "mean_reward")
+            self._end_group(task_id, outcomes, "mean_reward")
         else:
             for outcome in outcomes:
                 self._buffer.add(outcome)
@@ -292,17 +292,18 @@ class BatchSource:
             oldest = min(body.oldest_version for body, _ in samples)
             if version - oldest > staleness:
                 log.warning("group is too old", task_id=task_id, oldest=oldest, version=version)
-                self._end(task_id, outcomes, "stale")
+                self._end_group(task_id, outcomes, "stale")
                 continue
             yield Group(task_id, samples), outcomes
 
-    def _ends(self) -> str:
-        """A sentence part for people about groups that were given up since the last step."""
+    def _describe_ended(self) -> str:
+        """Groups that were given up since the last step, as the end of a sentence for people."""
         if not self._ended:
             return ""
         return "; given up meanwhile: " + ", ".join(f"{count} {reason}" for reason, count in self._ended.items())
 
-    def _end(self, task_id: int, outcomes: Sequence[ScoredSample], reason: str, how: str = "dropped") -> None:
+    def _end_group(self, task_id: int, outcomes: Sequence[ScoredSample], reason: str, how: str = "dropped") -> None:
+        """End a group without training it; its slot returns."""
         self._ended[reason] += 1
         if self._session.drop(task_id, reason, [outcome.scored_id for outcome in outcomes], how):
             self._progress.unfinished.discard(task_id)

@@ -144,7 +144,7 @@ class Checkpointing:
         covered = [record for record in self._uncommitted if record.step < self.step]
         self._session.commit(covered)
         if self._source is not None:
-            self._source.forget(covered)
+            self._source.forget_covered(covered)
         self._uncommitted = [record for record in self._uncommitted if record.step >= self.step]
 
     def _wait_written(self) -> None:

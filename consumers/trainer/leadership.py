@@ -38,7 +38,7 @@ class LeaderRecord:
 
 
 class Leadership:
-    """One trainer's claim to its run: ``restore`` once, then ``take_over``; and after ``lost`` again.
+    """The claim of a trainer to be the only one of its run: ``restore`` once, ``take_over``, and after ``lost`` again.
 
     leader_term: this trainer's, once it has taken over. published: highest version that was or may have been published.
     """

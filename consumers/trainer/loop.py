@@ -32,7 +32,7 @@ log = structlog.get_logger()
 
 
 class Trainer:
-    """One trainer process: ``progress`` is how far its weights are, and ``pause`` follows what people order."""
+    """A trainer process: ``progress`` is how far its weights are, and ``pause`` follows what people order."""
 
     def __init__(self, config: TidemillConfig, name: str, broker: Broker, step: TrainStep) -> None:
         self.config, self.broker, self.state = config, broker, "starting"
@@ -108,11 +108,11 @@ class Trainer:
             self.checkpoints.save_if_due()
 
     def train_step(self, batch: Batch) -> None:
-        """One step: its batch is in the journal already, and its slots return at the end."""
+        """Train one step: its batch is in the journal already, and its slots return at the end."""
         with self.timer.phase("assemble"):
             trace = self.step_log.profile_folder(batch.record.step)
             result = self.rank_group.train(batch.groups, self.progress.version, trace)
-        # What is left of it: planning, sending, collating.
+        # What is left of the phase: planning, sending, collating.
         parts = {name: seconds for name, seconds in result.seconds.items() if name not in ("other", "total")}
         self.timer.split("assemble", parts)
         if result.skipped:

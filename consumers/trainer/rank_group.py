@@ -34,7 +34,7 @@ log = structlog.get_logger()
 
 
 class Train(msgspec.Struct, tag="train"):
-    """One optimizer step over this rank's micro-batches; trace: folder for a profile of it, or nothing."""
+    """Take one optimizer step over this rank's micro-batches; trace: folder for a profile of it, or nothing."""
 
     version: int
     micro_batches: list[list[TrainSample]]
@@ -68,13 +68,13 @@ class Export(msgspec.Struct, tag="export"):
 
 
 class Compare(msgspec.Struct, tag="compare"):
-    """Hold the state of training against a checkpoint that rank 0 has found whole."""
+    """Compare the state of training with a checkpoint that rank 0 has found whole."""
 
     path: str
 
 
 class Dismiss(msgspec.Struct, tag="dismiss"):
-    """The training is over."""
+    """End: the training is over."""
 
 
 Command: TypeAlias = Train | Gather | Save | Load | Export | Compare | Dismiss
@@ -106,7 +106,7 @@ class RankGroup:
         step.optimizer.register_step_pre_hook(lambda *_: self._wait_copied())
 
     def train(self, groups: Sequence[Group], version: int, trace: Path | None = None) -> StepResult:
-        """One optimizer step over these groups, dealt to the ranks; ``version`` is that of the weights before.
+        """Take one optimizer step over these groups, dealt to the ranks; ``version`` is that of the weights before.
 
         trace: folder in which every rank writes a profile of it.
         """
@@ -114,14 +114,14 @@ class RankGroup:
         if batch.plan is not None:
             for rank in range(1, self.ranks.world):
                 self._send(rank, Train(version, batch.plan.share(rank), str(trace or "")))
-        return self._run(batch, version, trace)
+        return self._run_step(batch, version, trace)
 
     def gather(self, tokens: Sequence[int]) -> tuple[Snapshot, npt.NDArray[np.float32]]:
         """The weights as they are now, in the wire dtype, and log-probabilities of all ``tokens`` but the first.
 
         In a single process they have still to be copied, by ``Snapshot.fill``: the next optimizer step waits for that.
         """
-        self._send_all(Gather(list(tokens)))
+        self._send_to_all(Gather(list(tokens)))
         snapshot = self._snapshots.take()
         logprobs = reference_logprobs(self.step.policy, tokens)
         self._snapshot = snapshot
@@ -132,7 +132,7 @@ class RankGroup:
 
         Training may go on at once: with trainer.checkpoint.asynchronous it is written meanwhile, else it is written.
         """
-        self._send_all(Save(step, version, leader_term))
+        self._send_to_all(Save(step, version, leader_term))
         taken = self.checkpoints.take(
             self.step, step=step, version=version, leader_term=leader_term, extra=extra, copy=self._asynchronous
         )
@@ -157,24 +157,24 @@ class RankGroup:
 
     def load(self, path: Path) -> Restored:
         """Read a checkpoint; see Checkpoints.load."""
-        self._send_all(Load(str(path)))
+        self._send_to_all(Load(str(path)))
         self._wait_copied()
         return self.checkpoints.load(path, self.step)
 
     def export(self, folder: Path) -> None:
         """Write the model for transformers and vLLM."""
-        self._send_all(Export(str(folder)))
+        self._send_to_all(Export(str(folder)))
         with self.ranks.together(f"cannot write the model {folder}"):
             save_model(self.step.policy, folder, self._dtype, main=self.ranks.is_main)
 
     def compare(self, path: Path) -> Comparison:
-        """Hold the state of training against a checkpoint; see comparison.compare."""
-        self._send_all(Compare(str(path)))
+        """Compare the state of training with a checkpoint; see checkpoint/compare.py."""
+        self._send_to_all(Compare(str(path)))
         return compare(self.step, path)
 
     def dismiss(self) -> None:
         """End the work of the other ranks."""
-        self._send_all(Dismiss())
+        self._send_to_all(Dismiss())
         self._writer.shutdown()
 
     def follow(self) -> None:
@@ -198,7 +198,7 @@ class RankGroup:
     def _execute(self, command: Command) -> None:
         if isinstance(command, Train):
             trace = Path(command.trace) if command.trace else None
-            self._run(self.step.batch(command.micro_batches), command.version, trace)
+            self._run_step(self.step.batch(command.micro_batches), command.version, trace)
         elif isinstance(command, Gather):
             self.gather(command.tokens)
         elif isinstance(command, Save):
@@ -216,11 +216,11 @@ class RankGroup:
         if snapshot is not None:
             snapshot.wait()
 
-    def _run(self, batch: StepBatch, version: int, trace: Path | None) -> StepResult:
+    def _run_step(self, batch: StepBatch, version: int, trace: Path | None) -> StepResult:
         with traced(trace / f"rank-{self.ranks.rank}.json" if trace else None):
             return self.step.run(batch, version=version)
 
-    def _send_all(self, command: Command) -> None:
+    def _send_to_all(self, command: Command) -> None:
         for rank in range(1, self.ranks.world):
             self._send(rank, command)
 

@@ -1,6 +1,6 @@
-"""Trains recorded batches again, without a broker, and holds the outcome against a later checkpoint.
+"""Recorded batches are trained again, without a broker, and the outcome is compared with a later checkpoint.
 
-It writes nothing. Ranks and threads are those of the run, since sums depend on them in their last bits.
+A replay writes nothing. Ranks and threads are those of the run, since sums depend on them in their last bits.
 """
 
 from __future__ import annotations
@@ -24,8 +24,11 @@ from schemas.errors import ConfigError
 
 
 @dataclass(frozen=True)
-class Plan:
-    """From ``start`` (None: where the run began) to ``goal``, both checkpoints, over the steps [first, last)."""
+class ReplayPlan:
+    """The steps [first, last) are trained from ``start`` (None: where the run began) to ``goal``, both checkpoints.
+
+    world, threads, torch: ranks, threads and PyTorch version that the run trained them with.
+    """
 
     start: Path | None
     goal: Path
@@ -36,8 +39,8 @@ class Plan:
     torch: str
 
 
-def plan_replay(config: TidemillConfig, first: int, last: int | None) -> Plan:
-    """What has to be done; ConfigError when checkpoints or batches for it are missing or damaged.
+def plan_replay(config: TidemillConfig, first: int, last: int | None) -> ReplayPlan:
+    """The plan of a replay; ConfigError when checkpoints or batches for it are missing or damaged.
 
     last: the step of the checkpoint to compare with, the newest by default.
     """
@@ -54,26 +57,26 @@ def plan_replay(config: TidemillConfig, first: int, last: int | None) -> Plan:
             f"the batches of {len(missing)} of the steps {first} to {last - 1} are not in {batches.folder}, the first"
             f" is {missing[0]}: they are kept with trainer.record: true, as long as the checkpoint before them"
         )
-    ways = []
+    setups = []
     for step in range(first, last):
         record = batches.read(step)
         if record.leader_term > leader_term_of(goal):
             raise ConfigError(
                 f"{goal.name} is of weights that were given up: a later trainer trained step {step} again"
             )
-        ways.append((record.world, record.threads, record.torch))
-        if ways[0] != ways[-1]:
+        setups.append((record.world, record.threads, record.torch))
+        if setups[0] != setups[-1]:
             raise ConfigError(
                 f"other ranks, threads or another PyTorch trained from step {step} on: replay up to a checkpoint before"
                 " it, or from one after it"
             )
-    return Plan(start, goal, first, last, *ways[0])
+    return ReplayPlan(start, goal, first, last, *setups[0])
 
 
-def run_replay(config: TidemillConfig, plan: Plan, did: Callable[[int], None]) -> Comparison | None:
+def run_replay(config: TidemillConfig, plan: ReplayPlan, on_step: Callable[[int], None]) -> Comparison | None:
     """Train and compare; every rank of ``plan.world`` calls this, and rank 0 has the answer, others None.
 
-    did: told the number of each step that was trained.
+    on_step: called with the number of each step that was trained.
     """
     torch.set_num_threads(plan.threads)
     torch.manual_seed(config.run.seed)
@@ -91,7 +94,7 @@ def run_replay(config: TidemillConfig, plan: Plan, did: Callable[[int], None]) -
                 Group(group.task_id, list(zip(group.samples, group.rewards, strict=True))) for group in record.groups
             ]
             rank_group.train(groups, record.version)
-            did(step)
+            on_step(step)
         answer = rank_group.compare(plan.goal)
         rank_group.dismiss()
     return answer

@@ -88,7 +88,7 @@ class Assembler:
     def __init__(self, url: str, run: str, pool: Pool, flow: Flow) -> None:
         self._training = open_broker(url, run).training()
         begin(self._training, flow)
-        self._assembly = GroupBuffer(window=1)
+        self._buffer = GroupBuffer(window=1)
         self._pool = pool
         self._flow = flow
         self._step = 0
@@ -122,17 +122,17 @@ class Assembler:
             if self._complete >= self._flow.batch:
                 active = self._training.look().slots
                 chosen = active[: self._flow.batch]
-                if all(self._assembly.complete(slot.task_id) for slot in chosen):
+                if all(self._buffer.is_complete(slot.task_id) for slot in chosen):
                     break
             outcomes = self._training.claim(CLAIM)
-            self._complete += sum(self._assembly.add(outcome) for outcome in outcomes)
+            self._complete += sum(self._buffer.add(outcome) for outcome in outcomes)
             if not outcomes:
                 self._training.wait()
         first = self._step * self._flow.batch
         if [slot.task_id for slot in chosen] != list(range(first, first + self._flow.batch)):
             raise InfraError(f"step {self._step} has groups {[slot.task_id for slot in chosen]}, out of order")
         self._complete -= len(chosen)
-        return [self._assembly.take(slot.task_id) for slot in chosen]
+        return [self._buffer.take(slot.task_id) for slot in chosen]
 
     def _arrays(self, outcomes: list[ScoredSample], bodies: list[Trajectory | None]) -> list[tuple[Any, ...]]:
         """Tokens, mask, log-probabilities and versions of each sample; each [T]."""

@@ -174,7 +174,7 @@ class Assembler:
     def __init__(self, url: str, run: str, flow: Flow) -> None:
         self._training = open_broker(url, run).training()
         begin(self._training, flow)
-        self._assembly = GroupBuffer(window=1)
+        self._buffer = GroupBuffer(window=1)
         self._flow = flow
         self._records: list[BatchRecord] = []
         self._groups: list[list[ScoredSample]] = []
@@ -185,7 +185,7 @@ class Assembler:
         end = time.monotonic() + seconds + 1.5
         while time.monotonic() < end:
             outcomes = self._training.claim(CLAIM)
-            completed = sum(self._assembly.add(outcome) for outcome in outcomes)
+            completed = sum(self._buffer.add(outcome) for outcome in outcomes)
             if completed:
                 self._train_all()
             if not outcomes:
@@ -196,10 +196,10 @@ class Assembler:
     def _train_all(self) -> None:
         active = self._training.look().slots
         ready = 0
-        while ready < len(active) and self._assembly.complete(active[ready].task_id):
+        while ready < len(active) and self._buffer.is_complete(active[ready].task_id):
             ready += 1
         for start in range(0, ready - self._flow.batch + 1, self._flow.batch):
-            self._train([self._assembly.take(slot.task_id) for slot in active[start : start + self._flow.batch]])
+            self._train([self._buffer.take(slot.task_id) for slot in active[start : start + self._flow.batch]])
 
     def _train(self, groups: list[list[ScoredSample]]) -> None:
         step = len(self._freed)

@@ -15,7 +15,7 @@ from rich.progress import Progress
 
 from consumers.trainer.checkpoint.compare import Comparison
 from consumers.trainer.checkpoint.convert import export_checkpoint
-from consumers.trainer.replay import Plan, plan_replay, run_replay
+from consumers.trainer.replay import ReplayPlan, plan_replay, run_replay
 from deploy.logs import configure_logging
 from deploy.services import torchrun
 from schemas.config import TidemillConfig
@@ -57,20 +57,20 @@ def replay_steps(config: TidemillConfig, run: str, first: int, last: int | None)
     return OK_EXIT if answer.equal else ERROR_EXIT
 
 
-def _replay(config: TidemillConfig, plan: Plan) -> Comparison | None:
+def _replay(config: TidemillConfig, plan: ReplayPlan) -> Comparison | None:
     console = Console(stderr=True)
     with Progress(console=console, disable=not console.is_terminal) as bar:
         shown = bar.add_task("replay", total=plan.last - plan.first)
 
-        def did(step: int) -> None:
+        def show_step(step: int) -> None:
             bar.advance(shown)
             if not console.is_terminal:
                 print(f"replay: step {step}, up to {plan.last - 1}", file=sys.stderr)
 
-        return run_replay(config, plan, did)
+        return run_replay(config, plan, show_step)
 
 
-def _verdict(config: TidemillConfig, plan: Plan, answer: Comparison) -> str:
+def _verdict(config: TidemillConfig, plan: ReplayPlan, answer: Comparison) -> str:
     start = plan.start.name if plan.start else config.model.path
     steps = f"steps {plan.first} to {plan.last - 1} of run {config.run.name}, trained again from {start},"
     if answer.equal:

@@ -159,12 +159,12 @@ class World:
             queue.publish([(item, Score(reward=1.0)) for item in queue.read(64, 200)])
 
     def _train(self) -> None:
-        training, assembly, done = self._training, GroupBuffer(window=1), []
+        training, buffer, done = self._training, GroupBuffer(window=1), []
         for step in itertools.count():
-            chosen = self._batch(training, assembly)
+            chosen = self._batch(training, buffer)
             if chosen is None:
                 break
-            groups = [assembly.take(task_id) for task_id in chosen]
+            groups = [buffer.take(task_id) for task_id in chosen]
             record = BatchRecord(step=step, version=step, makes=step + 1, groups=[reference(group) for group in groups])
             bodies = training.fetch([item.trajectory_id or b"" for group in groups for item in group])
             self.trained += [body for body in bodies if body is not None]
@@ -175,14 +175,14 @@ class World:
             self.steps = step + 1
         training.commit(done)
 
-    def _batch(self, training: TrainerSession, assembly: GroupBuffer) -> list[int] | None:
+    def _batch(self, training: TrainerSession, buffer: GroupBuffer) -> list[int] | None:
         while not self._stop.is_set():
             chosen = [slot.task_id for slot in training.look().slots[:BATCH]]
-            if len(chosen) == BATCH and all(assembly.complete(task_id) for task_id in chosen):
+            if len(chosen) == BATCH and all(buffer.is_complete(task_id) for task_id in chosen):
                 return chosen
             outcomes = training.claim(100)
             for outcome in outcomes:
-                assembly.add(outcome)
+                buffer.add(outcome)
             if not outcomes:
                 training.wait(200)
         return None

@@ -21,35 +21,35 @@ def slots(*task_ids: int) -> list[Slot]:
 
 
 def test_a_group_is_complete_with_its_last_sample_and_only_once() -> None:
-    assembly = GroupBuffer(window=1)
-    assert not assembly.add(outcome(0, 1))
-    assert not assembly.add(outcome(0, 1, entry=b"9-9"))
-    assert not assembly.complete(0)
-    assert assembly.add(outcome(0, 0))
-    taken = assembly.take(0)
+    buffer = GroupBuffer(window=1)
+    assert not buffer.add(outcome(0, 1))
+    assert not buffer.add(outcome(0, 1, entry=b"9-9"))
+    assert not buffer.is_complete(0)
+    assert buffer.add(outcome(0, 0))
+    taken = buffer.take(0)
     assert [(item.sample, item.scored_id) for item in taken] == [(0, b"1-1"), (1, b"1-1"), (1, b"9-9")]
     assert [item.trajectory_id for item in taken] == [b"2-2", b"2-2", None], "trained once"
-    assert not assembly.complete(0)
+    assert not buffer.is_complete(0)
 
 
 def test_strict_order_waits_for_the_oldest_group() -> None:
-    assembly = GroupBuffer(window=1)
+    buffer = GroupBuffer(window=1)
     for sample in (0, 1):
-        assembly.add(outcome(8, sample))
-    assert assembly.choose(slots(7, 8)) is None
-    assert "prompt group, 7, has no sample" in assembly.missing(slots(7, 8))
+        buffer.add(outcome(8, sample))
+    assert buffer.choose(slots(7, 8)) is None
+    assert "prompt group, 7, has no sample" in buffer.describe_missing(slots(7, 8))
     for sample in (0, 1):
-        assembly.add(outcome(7, sample))
-    assert assembly.choose(slots(7, 8)) == Slot(7, 7)
+        buffer.add(outcome(7, sample))
+    assert buffer.choose(slots(7, 8)) == Slot(7, 7)
 
 
 def test_a_window_lets_finished_groups_overtake_so_far_and_no_further() -> None:
-    assembly = GroupBuffer(window=3)
+    buffer = GroupBuffer(window=3)
     for task_id in (5, 6):
         for sample in (0, 1):
-            assembly.add(outcome(task_id, sample))
-    assert assembly.choose(slots(3, 4, 5, 6)) == Slot(5, 5)
-    assert assembly.choose(slots(2, 5, 6)) is None
+            buffer.add(outcome(task_id, sample))
+    assert buffer.choose(slots(3, 4, 5, 6)) == Slot(5, 5)
+    assert buffer.choose(slots(2, 5, 6)) is None
 
 
 @given(
@@ -64,7 +64,7 @@ def test_the_bound_holds_whatever_order_groups_finish_in(batch: int, staleness: 
     if capacity < batch:
         return
     rng = random.Random(seed)
-    assembly = GroupBuffer(window)
+    buffer = GroupBuffer(window)
     admitted_at: dict[int, int] = {}
     active: list[int] = []
     running: list[int] = []
@@ -76,11 +76,11 @@ def test_the_bound_holds_whatever_order_groups_finish_in(batch: int, staleness: 
             running.append(cursor)
             cursor += 1
         if running:
-            assembly.add(outcome(running.pop(rng.randrange(len(running))), 0, size=1))
-        while taken < batch and (slot := assembly.choose(slots(*active))) is not None:
+            buffer.add(outcome(running.pop(rng.randrange(len(running))), 0, size=1))
+        while taken < batch and (slot := buffer.choose(slots(*active))) is not None:
             task_id = slot.task_id
             active.remove(task_id)
-            assembly.take(task_id)
+            buffer.take(task_id)
             taken += 1
             assert version - admitted_at[task_id] <= staleness
         if taken == batch:
