@@ -3,7 +3,7 @@
 ::
 
     broker = Broker.connect(config)          # ConfigError when the server can't be used
-    queue = broker.tasks("generator-0")
+    queue = broker.task_queue("generator-0")
     for delivery in queue.read(8): ...
 """
 
@@ -14,7 +14,7 @@ from typing import Any
 import redis
 import structlog
 
-from broker.connection.connection import Connection, check_server, url_from
+from broker.connection.connection import Connection, check_server, find_url
 from broker.connection.keys import GENERATORS, REWARD, TRAINER, Keys
 from broker.connection.runs import memory_of
 from broker.flow.ledger import Ledger
@@ -24,8 +24,8 @@ from broker.queues.dead_letters import DeadLetters
 from broker.queues.partials import Partials
 from broker.queues.scores import ScoreQueue
 from broker.queues.tasks import TaskQueue
-from broker.telemetry.streams import Evals, Events, Metrics, Services
-from broker.telemetry.trajectories import Samples
+from broker.telemetry.streams import Evals, Events, Heartbeats, Metrics
+from broker.telemetry.trajectories import TrajectoryStore
 from broker.weights.store import WeightStore
 from schemas.config import BrokerConfig, TidemillConfig
 from schemas.errors import ConfigError
@@ -36,18 +36,18 @@ log = structlog.get_logger()
 class Broker:
     """Everything that is shared between the processes of one run."""
 
-    def __init__(self, link: Connection, config: BrokerConfig) -> None:
-        self.link = link
+    def __init__(self, connection: Connection, config: BrokerConfig) -> None:
+        self.connection = connection
         self._config = config
-        self.ledger = Ledger(link, config.max_message_bytes)
-        self.weights = WeightStore(link)
-        self.services = Services(link)
-        self.events = Events(link)
-        self.metrics = Metrics(link)
-        self.evals = Evals(link, config.max_message_bytes)
-        self.dead_letters = DeadLetters(link)
-        self.run_control = RunControl(link)
-        self.samples = Samples(link, config.max_message_bytes)
+        self.ledger = Ledger(connection, config.max_message_bytes)
+        self.weights = WeightStore(connection)
+        self.heartbeats = Heartbeats(connection)
+        self.events = Events(connection)
+        self.metrics = Metrics(connection)
+        self.evals = Evals(connection, config.max_message_bytes)
+        self.dead_letters = DeadLetters(connection)
+        self.run_control = RunControl(connection)
+        self.trajectory_store = TrajectoryStore(connection, config.max_message_bytes)
 
     @classmethod
     def connect(cls, config: TidemillConfig) -> Broker:
@@ -55,59 +55,61 @@ class Broker:
 
         ConfigError when there is none to use, InfraError when it does not answer before the deadline.
         """
-        url = url_from(config.broker.url)
+        url = find_url(config.broker.url)
         if url is None:
             raise ConfigError("no broker: set REDIS_URL or broker.url; `tidemill up` starts an embedded one by itself")
-        link = Connection(url, Keys(config.broker.prefix, config.run.name), config.broker.deadline_s)
-        for warning in link.run("looking at the server", lambda client: check_server(client, url)):
+        connection = Connection(url, Keys(config.broker.prefix, config.run.name), config.broker.deadline_s)
+        for warning in connection.run("looking at the server", lambda client: check_server(client, url)):
             log.warning(warning)
-        return cls(link, config.broker)
+        return cls(connection, config.broker)
 
-    def tasks(self, consumer: str) -> TaskQueue:
+    def task_queue(self, consumer: str) -> TaskQueue:
         """The generator's queue."""
-        return TaskQueue(self.link, consumer, self._config.max_deliveries, self._config.max_message_bytes)
+        return TaskQueue(self.connection, consumer, self._config.max_deliveries, self._config.max_message_bytes)
 
     def partials(self, generator: str) -> Partials:
         """What the generator saves of samples that grow, and finds of those that others had begun."""
-        return Partials(self.link, generator, self._config.max_message_bytes)
+        return Partials(self.connection, generator, self._config.max_message_bytes)
 
-    def trajectories(self, consumer: str) -> ScoreQueue:
+    def score_queue(self, consumer: str) -> ScoreQueue:
         """The reward service's queue."""
-        return ScoreQueue(self.link, consumer, self._config.max_deliveries, self._config.max_message_bytes)
+        return ScoreQueue(self.connection, consumer, self._config.max_deliveries, self._config.max_message_bytes)
 
-    def training(self) -> TrainerSession:
+    def trainer_session(self) -> TrainerSession:
         """The trainer's end."""
-        return TrainerSession(self.link, self._config.max_message_bytes)
+        return TrainerSession(self.connection, self._config.max_message_bytes)
 
-    def memory(self) -> int:
+    def measure_memory(self) -> int:
         """Bytes that the run takes in the broker."""
 
         def measure(client: redis.Redis) -> int:
-            return sum(memory_of(client, key) for key in client.scan_iter(match=f"{self.link.keys.base}:*", count=1000))
+            return sum(
+                memory_of(client, key) for key in client.scan_iter(match=f"{self.connection.keys.base}:*", count=1000)
+            )
 
-        return self.link.run("measuring the run", measure)
+        return self.connection.run("measuring the run", measure)
 
     def purge(self) -> int:
         """Delete every key of the run; returns how many there were."""
 
         def delete(client: redis.Redis) -> int:
-            keys = list(client.scan_iter(match=f"{self.link.keys.base}:*", count=1000))
+            keys = list(client.scan_iter(match=f"{self.connection.keys.base}:*", count=1000))
             for start in range(0, len(keys), 1000):
                 client.unlink(*keys[start : start + 1000])
             return len(keys)
 
-        return self.link.run("deleting the run", delete)
+        return self.connection.run("deleting the run", delete)
 
-    def lags(self) -> dict[str, int]:
+    def read_lags(self) -> dict[str, int]:
         """Entries waiting to be read or being worked on, by stream."""
-        keys = self.link.keys
+        keys = self.connection.keys
         lags = {}
         for name, stream, group in (
             ("tasks", keys.tasks, GENERATORS),
             ("trajectories", keys.trajectories, REWARD),
             ("scored", keys.scored, TRAINER),
         ):
-            lags[name] = self.link.run("reading lags", lambda client, s, g: _lag(client, s, g), stream, group)
+            lags[name] = self.connection.run("reading lags", lambda client, s, g: _lag(client, s, g), stream, group)
         return lags
 
 

@@ -67,7 +67,7 @@ class Presence:
         if self._server is not None:
             self._server.close()
         try:
-            self._broker.services.leave(self._service)
+            self._broker.heartbeats.remove(self._service)
         except InfraError as error:
             log.warning("could not sign off", error=str(error))
 
@@ -96,7 +96,7 @@ class Presence:
 
     def _beat(self) -> None:
         state, version, figures = self._describe()
-        self._broker.services.beat(
+        self._broker.heartbeats.send(
             Heartbeat(
                 service=self._service,
                 role=self._role,

@@ -57,7 +57,7 @@ class Feeder:
         """Until stop. A finished run needs no more prompts, but may be given more steps."""
         while not stop:
             position = self._broker.ledger.change_position()
-            state = self._broker.ledger.state()
+            state = self._broker.ledger.read_state()
             self._check(state)
             if state.broker_lifetime != self._broker_lifetime:
                 # The broker was rebuilt: an evaluation under way may be gone.
@@ -74,7 +74,9 @@ class Feeder:
         """Tell people, once, when slots leak: the feeder looks at the ledger all the time anyway."""
         if state.leader_term and state.balanced != self._balanced:
             self._balanced = state.balanced
-            text = "the ledger is balanced again" if state.balanced else f"the ledger is not balanced: {state.sum()}"
+            text = (
+                "the ledger is balanced again" if state.balanced else f"the ledger is not balanced: {state.describe()}"
+            )
             log.error(text)
             self._broker.events.emit(Event(name="ledger", service="feeder", level="error", text=text))
 

@@ -41,7 +41,7 @@ def run_control(config: TidemillConfig, name: str) -> None:
     listener = listen(config.control.host, config.control.port, token)
     host, port = listener.getsockname()[:2]
     broker = Broker.connect(config)
-    broker.link.deadline_s = min(broker.link.deadline_s, ANSWER_S)
+    broker.connection.deadline_s = min(broker.connection.deadline_s, ANSWER_S)
     hub = Hub()
     deployments = Deployments.here(config.control.deployments.model_dump())
     context = Context(config, name, broker, Watch(broker, config, deployments), hub, deployments)

@@ -19,7 +19,7 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from broker.connection import failures
-from broker.connection.failures import MOVING, redirected
+from broker.connection.failures import MOVING, redirect_url
 from broker.connection.keys import Keys
 from broker.connection.scripts import Script
 from schemas.errors import BrokerLost, ConfigError, InfraError
@@ -51,7 +51,7 @@ def open_client(url: str, connected: Callable[[], None] | None = None) -> redis.
 
     connected: called whenever a connection was made, also where the client mends one silently.
     """
-    failures.check_files(url)
+    failures.check_tls_files(url)
 
     def on_connect(connection: Any) -> None:
         connection.on_connect()
@@ -101,7 +101,7 @@ def answers(url: str) -> list[str]:
     try:
         return check_server(open_client(url), url)
     except redis.RedisError as error:
-        if why := failures.refusal(error):
+        if why := failures.explain_tls_refusal(error):
             raise ConfigError(f"cannot use the broker at {mask(url)}: {why}") from error
         raise ConfigError(
             f"cannot use the broker at {mask(url)}: {error}; start a Redis or Valkey 7.0+,"
@@ -156,7 +156,7 @@ class Connection:
             try:
                 return self._try(operation, args)
             except redis.RedisError as error:
-                self._check(what, error)
+                self._raise_unless_temporary(what, error)
                 waited = time.monotonic() - start
                 if waited > self.deadline_s:
                     raise InfraError(
@@ -167,12 +167,12 @@ class Connection:
             threading.Event().wait(wait)
             wait = min(wait * 2, 2.0)
 
-    def once(self, what: str, operation: Callable[..., T], *args: Any) -> T:
+    def run_once(self, what: str, operation: Callable[..., T], *args: Any) -> T:
         """Like ``run``, but tried a single time: for what comes again by itself, and must hold nothing up."""
         try:
             return self._try(operation, args)
         except redis.RedisError as error:
-            self._check(what, error)
+            self._raise_unless_temporary(what, error)
             raise InfraError(f"the broker at {mask(self.url)} did not answer while {what}: {error}") from error
 
     def _try(self, operation: Callable[..., T], args: tuple[Any, ...]) -> T:
@@ -182,18 +182,18 @@ class Connection:
             self._settled = True
         return operation(self.client, *args)
 
-    def _check(self, what: str, error: redis.RedisError) -> None:
+    def _raise_unless_temporary(self, what: str, error: redis.RedisError) -> None:
         """Return if the operation may be tried again."""
         if isinstance(error, ELSEWHERE) or any(text in str(error) for text in FORBIDDEN):
             raise ConfigError(f"the broker at {mask(self.url)} refuses {what}: {error}") from error
         if isinstance(error, redis.ConnectionError | redis.TimeoutError):
-            if why := failures.refusal(error):
+            if why := failures.explain_tls_refusal(error):
                 raise ConfigError(f"cannot use the broker at {mask(self.url)}: {why}") from error
             self.losses += 1
-            self._go([*self._nodes[1:], self._nodes[0]])
+            self._use_nodes([*self._nodes[1:], self._nodes[0]])
             return
         if isinstance(error, redis.exceptions.MovedError):
-            self._go([redirected(self.url, error), self.url])
+            self._use_nodes([redirect_url(self.url, error), self.url])
             return
         if isinstance(error, MOVING):
             return
@@ -204,22 +204,22 @@ class Connection:
         if word(error) not in WAITABLE:
             raise error
 
-    def _go(self, nodes: list[str]) -> None:
+    def _use_nodes(self, nodes: list[str]) -> None:
         """Ask the first of these from now on."""
         if nodes[0] != self._nodes[0]:
             self.client = open_client(nodes[0], self._connected)
         self._nodes = nodes
         self._settled = False
 
-    def script(self, name: str, *args: str | bytes | int | float) -> Any:
+    def run_script(self, name: str, *args: str | bytes | int | float) -> Any:
         """Run one script of lua/ on the keys it declares, retried like any operation."""
         return self.run(name, self._evaluate, name, args)
 
-    def script_once(self, name: str, *args: str | bytes | int | float) -> Any:
-        """``script``, tried a single time."""
-        return self.once(name, self._evaluate, name, args)
+    def run_script_once(self, name: str, *args: str | bytes | int | float) -> Any:
+        """``run_script``, tried a single time."""
+        return self.run_once(name, self._evaluate, name, args)
 
-    def scripts(self, name: str, calls: Sequence[Sequence[str | bytes | int | float]]) -> list[Any]:
+    def run_scripts(self, name: str, calls: Sequence[Sequence[str | bytes | int | float]]) -> list[Any]:
         """Run one script several times in one round trip; each call is as atomic as alone."""
         return self.run(name, self._evaluate_all, name, calls)
 
@@ -248,7 +248,7 @@ class Connection:
             return self._scripts[name]
 
 
-def url_from(configured: str | None) -> str | None:
+def find_url(configured: str | None) -> str | None:
     """The server to use: the configuration's, else REDIS_URL's, else that in the file which REDIS_URL_FILE names.
 
     None asks for an embedded one. ConfigError when the file can't be read or is empty.

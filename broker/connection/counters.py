@@ -27,12 +27,12 @@ COMMITS, COMMIT_SECONDS = "commits", "commit_seconds"
 log = structlog.get_logger()
 
 
-def add_counts(link: Connection, amounts: Mapping[str, float]) -> None:
+def add_counts(connection: Connection, amounts: Mapping[str, float]) -> None:
     """Add to some counts, such as ``duplicate:publish``; those with an amount of 0 are left out."""
     pairs = [(name, amount) for name, amount in amounts.items() if amount]
     if not pairs:
         return
     try:
-        link.script_once("add_counts", *(part for pair in pairs for part in pair))
+        connection.run_script_once("add_counts", *(part for pair in pairs for part in pair))
     except (TidemillError, redis.RedisError) as error:
         log.debug("not counted", counts=dict(pairs), error=str(error))

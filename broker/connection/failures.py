@@ -19,7 +19,7 @@ MOVING = (redis.exceptions.AskError, redis.exceptions.TryAgainError, redis.excep
 """Refusals that pass: the run's slot is on its way to another node, or has none for a moment."""
 
 
-def redirected(url: str, moved: redis.exceptions.MovedError) -> str:
+def redirect_url(url: str, moved: redis.exceptions.MovedError) -> str:
     """The URL of the node that a refusal names, with all else as in ``url``. An empty host is the one we asked."""
     parts = urlsplit(url)
     user, at, _ = parts.netloc.rpartition("@")
@@ -36,7 +36,7 @@ _REASONS = ("CERTIFICATE", "UNKNOWN_CA")
 """In what a server says that refuses our certificate, or that we have none."""
 
 
-def check_files(url: str) -> None:
+def check_tls_files(url: str) -> None:
     """ConfigError when a file that the URL names is not there."""
     named = parse_qs(urlsplit(url).query)
     for option in FILES:
@@ -45,7 +45,7 @@ def check_files(url: str) -> None:
                 raise ConfigError(f"the broker's URL says {option}={path}, which is not a file")
 
 
-def refusal(error: BaseException) -> str | None:
+def explain_tls_refusal(error: BaseException) -> str | None:
     """Why TLS with this server can't be, from the cause of a lost connection; None when trying again may help."""
     cause: BaseException | None = error
     while cause is not None:

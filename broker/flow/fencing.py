@@ -18,10 +18,10 @@ def term_number(leader_term: str) -> int:
     return int(digits) if digits.isdecimal() else -1
 
 
-def accepted(link: Connection, answer: Any, leader_term: str) -> Any:
+def accepted(connection: Connection, answer: Any, leader_term: str) -> Any:
     """A script's answer; FencedError when a newer trainer took over, BrokerLost when the broker knows of none."""
     if answer == b"fenced":
-        add_counts(link, {FENCED: 1})
+        add_counts(connection, {FENCED: 1})
         raise FencedError(f"trainer {leader_term} was replaced by a newer one and stops")
     if answer == b"lost":
         raise BrokerLost("the broker has forgotten this trainer")

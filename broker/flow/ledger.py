@@ -79,7 +79,7 @@ class LedgerState:
         ended = self.trained + sum(self.dropped.values()) + sum(self.failed.values())
         return self.admitted == self.active + ended == self.cursor - self.redo
 
-    def sum(self) -> str:
+    def describe(self) -> str:
         """The invariant with its figures."""
         dropped, failed = sum(self.dropped.values()), sum(self.failed.values())
         return (
@@ -101,8 +101,8 @@ class LedgerState:
 class Ledger:
     """Admission, control state, and a look at it all."""
 
-    def __init__(self, link: Connection, max_bytes: int) -> None:
-        self._link = link
+    def __init__(self, connection: Connection, max_bytes: int) -> None:
+        self._connection = connection
         self._max_bytes = max_bytes
 
     def admit(self, task: Task) -> Admission:
@@ -119,7 +119,7 @@ class Ledger:
             body, letter = body_or_letter(task, self._max_bytes)
             calls.append((task.task_id, body, task.n, letter))
         admitted, following = 0, tasks[0].task_id
-        for word, cursor in self._link.scripts("admit_task", calls):
+        for word, cursor in self._connection.run_scripts("admit_task", calls):
             answer, following = word.decode(), int(cursor)
             if answer != "ok":
                 return Admission(answer, following, admitted)
@@ -128,37 +128,37 @@ class Ledger:
 
     def change_position(self) -> bytes:
         """Take this before looking at the ledger, and hand it to ``wait_change``."""
-        keys = self._link.keys
-        found: Any = self._link.run("looking for changes", lambda client: client.xrevrange(keys.changes, count=1))
+        keys = self._connection.keys
+        found: Any = self._connection.run("looking for changes", lambda client: client.xrevrange(keys.changes, count=1))
         return bytes(found[0][0]) if found else b"0-0"
 
     def wait_change(self, position: bytes, timeout_ms: int = BLOCK_MS) -> None:
         """Return when slots or control state changed since ``position``, at the latest after the timeout."""
-        keys = self._link.keys
-        self._link.run("waiting for room", lambda client: client.xread({keys.changes: position}, 1, timeout_ms))
+        keys = self._connection.keys
+        self._connection.run("waiting for room", lambda client: client.xread({keys.changes: position}, 1, timeout_ms))
 
-    def set(self, name: Literal["state", "cause"], value: str) -> None:
+    def set_run_state(self, name: Literal["state", "cause"], value: str) -> None:
         """Change control state: that of the run, or why it has failed."""
-        self._link.script("set_run_state", name, value)
+        self._connection.run_script("set_run_state", name, value)
 
-    def change(self, setting: Setting, value: int | None) -> bool:
+    def change_setting(self, setting: Setting, value: int | None) -> bool:
         """Change the staleness bound or the batch while the run goes on; None goes back to the configuration's.
 
         False when no trainer has begun yet. The change outlives restarts of every service.
         """
-        return bool(self._link.script("change_setting", setting, "" if value is None else value) == b"ok")
+        return bool(self._connection.run_script("change_setting", setting, "" if value is None else value) == b"ok")
 
-    def samples_live(self) -> int:
+    def count_live_samples(self) -> int:
         """Published training samples of groups that hold a slot."""
-        keys = self._link.keys
-        active: Any = self._link.run("reading slots", lambda client: client.zrange(keys.slots, 0, -1))
-        samples: Any = self._link.run("reading samples", lambda client: client.hgetall(keys.samples))
+        keys = self._connection.keys
+        active: Any = self._connection.run("reading slots", lambda client: client.zrange(keys.slots, 0, -1))
+        samples: Any = self._connection.run("reading samples", lambda client: client.hgetall(keys.samples))
         held = set(active)
         return sum(entry != b"-" and sample.partition(b":")[0] in held for sample, entry in samples.items())
 
-    def state(self) -> LedgerState:
+    def read_state(self) -> LedgerState:
         """Read everything at one moment."""
-        raw = self._link.script("read_pipeline")
+        raw = self._connection.run_script("read_pipeline")
         control, count = pairs(raw[1]), {name: int(value) for name, value in pairs(raw[2]).items()}
 
         def number(name: str) -> int:

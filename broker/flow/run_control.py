@@ -58,12 +58,12 @@ class ControlState:
 class RunControl:
     """Giving and reading orders."""
 
-    def __init__(self, link: Connection) -> None:
-        self._link = link
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
 
     def read(self) -> ControlState | None:
         """All orders; None when the broker holds none (a new run, or one that was wiped and is not rebuilt yet)."""
-        found = self._link.run("reading orders", lambda client: client.hgetall(self._link.keys.run_control))
+        found = self._connection.run("reading orders", lambda client: client.hgetall(self._connection.keys.run_control))
         if not found:
             return None
         return ControlState.parse({name.decode(): value.decode() for name, value in dict(found).items()})
@@ -74,15 +74,15 @@ class RunControl:
 
     def checkpoint(self, by: str) -> int:
         """Ask the trainer for a checkpoint as soon as its step is done; the order's number."""
-        return int(self._link.script("set_run_control", "checkpoint", "", by))
+        return int(self._connection.run_script("set_run_control", "checkpoint", "", by))
 
     def stop(self, by: str) -> int:
         """Ask the supervisor to end the run in order; the order's number."""
-        return int(self._link.script("set_run_control", "stop", "", by))
+        return int(self._connection.run_script("set_run_control", "stop", "", by))
 
     def scale(self, role: str, replicas: int, by: str) -> bool:
         """Ask the supervisor for so many replicas; False if that many were asked for already."""
         return self._give(f"replicas:{role}", replicas, by)
 
     def _give(self, order: str, value: str | int, by: str) -> bool:
-        return bool(self._link.script("set_run_control", order, value, by) == b"ok")
+        return bool(self._connection.run_script("set_run_control", order, value, by) == b"ok")

@@ -3,7 +3,7 @@
 Exactly once: what a step trains on is fixed in the journal before it; slots return at
 the step; entries are acknowledged only when a durable checkpoint covers them. After a
 crash the next trainer finds the same entries and the same records. A broker that lost
-what it knew is mended by the next ``begin``, from what the trainer knows.
+what it knew is mended by the next ``take_over``, from what the trainer knows.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from broker.flow.ledger import changed_settings, pairs
 from broker.flow.pipeline import PipelineSnapshot, ScoredSample, Slot
 from broker.flow.progress import Takeover, TakeoverRequest
 from broker.flow.run_control import ControlState
-from broker.queues.consumer_group import AT_ONCE, Entry, ensure_group, number, of_group
+from broker.queues.consumer_group import AT_ONCE, Entry, ensure_group, number, with_group
 from schemas.codec import BadMessage, decode, encode
 from schemas.errors import BrokerDamaged, BrokerLost, ConfigError, FencedError
 from schemas.messages import BatchRecord, DeadLetter, Score, Trajectory
@@ -36,8 +36,8 @@ class TrainerSession:
     FencedError everywhere once a newer one took over; BrokerLost when the broker went back in time.
     """
 
-    def __init__(self, link: Connection, max_bytes: int) -> None:
-        self._link = link
+    def __init__(self, connection: Connection, max_bytes: int) -> None:
+        self._connection = connection
         self._max_bytes = max_bytes
         self._leader_term = ""
         self._server = ""
@@ -45,15 +45,15 @@ class TrainerSession:
         self._losses = -1
         self._seen: set[bytes] = set()
 
-    def begin(self, request: TakeoverRequest) -> Takeover:
+    def take_over(self, request: TakeoverRequest) -> Takeover:
         """Take the run over, mending the broker where it knows less than this trainer."""
-        self._link.authority = True
+        self._connection.authority = True
         self._seen.clear()
         self._losses = -1
         told = request.to_json() | {"nonce": secrets.token_hex(4)}
         self._server = self._server_id()
-        self._connections = self._link.connections
-        reply = self._link.script("take_over", json.dumps(told))
+        self._connections = self._connection.connections
+        reply = self._connection.run_script("take_over", json.dumps(told))
         if reply == b"foreign":
             raise ConfigError(
                 "the broker holds a run of this name whose checkpoints are not in this run's folder:"
@@ -70,16 +70,16 @@ class TrainerSession:
         return self._leader_term
 
     def _server_id(self) -> str:
-        info: Any = self._link.run("looking at the server", lambda client: client.info("server"))
+        info: Any = self._connection.run("looking at the server", lambda client: client.info("server"))
         return str(info["run_id"])
 
-    def look(self) -> PipelineSnapshot:
+    def read_pipeline(self) -> PipelineSnapshot:
         """The pipeline at this moment; also the place where a server that was restarted is noticed."""
-        raw = self._link.script("read_pipeline")
+        raw = self._connection.run_script("read_pipeline")
         control, counts = pairs(raw[1]), {name: int(value) for name, value in pairs(raw[2]).items()}
         self._current(raw[0].decode() if raw[0] and "step" in control else None)
-        if self._connections != self._link.connections:
-            self._connections = self._link.connections
+        if self._connections != self._connection.connections:
+            self._connections = self._connection.connections
             if self._server_id() != self._server:
                 raise BrokerLost("the broker was started anew; what it still knows has to be compared")
         look = PipelineSnapshot(
@@ -98,9 +98,9 @@ class TrainerSession:
             raise BrokerDamaged("the broker's ledger does not add up: a part of it is gone")
         return look
 
-    def examine(self, task_id: int) -> Literal["waiting", "complete"]:
+    def diagnose_group(self, task_id: int) -> Literal["waiting", "complete"]:
         """What a group with a slot waits for: generators and scores, or this trainer; BrokerDamaged if for nothing."""
-        answer: bytes = self._link.script("diagnose_group", task_id)
+        answer: bytes = self._connection.run_script("diagnose_group", task_id)
         if answer == b"damaged":
             raise BrokerDamaged(f"the broker has lost a part of prompt group {task_id}")
         return "complete" if answer == b"complete" else "waiting"
@@ -110,30 +110,30 @@ class TrainerSession:
             return
         if leader_term is None or term_number(leader_term) < term_number(self._leader_term):
             raise BrokerLost("the broker has forgotten this trainer")
-        add_counts(self._link, {FENCED: 1})
+        add_counts(self._connection, {FENCED: 1})
         raise FencedError(f"trainer {self._leader_term} was replaced by {leader_term} and stops")
 
-    def claim(self, count: int) -> list[ScoredSample]:
+    def claim_scores(self, count: int) -> list[ScoredSample]:
         """Outcomes that this trainer has not seen yet, without waiting. First all that is left from before."""
-        if self._losses != self._link.losses:
-            self._losses = self._link.losses
+        if self._losses != self._connection.losses:
+            self._losses = self._connection.losses
             recovered = self._recover(count)
             if recovered:
                 return self._parse(recovered)
-        entries = self._of_group("claim_scores", count)
+        entries = self._with_group("claim_scores", count)
         return self._parse([entry for entry in entries if entry[0] not in self._seen])
 
-    def _of_group(self, script: str, *args: str | bytes | int) -> Any:
+    def _with_group(self, script: str, *args: str | bytes | int) -> Any:
         """A script that reads as a member of the group, which is made again when somebody deleted it."""
-        return of_group(
-            self._link,
-            lambda: ensure_group(self._link, self._link.keys.scored, TRAINER),
-            lambda: self._fenced(self._link.script(script, self._leader_term, *args)),
+        return with_group(
+            self._connection,
+            lambda: ensure_group(self._connection, self._connection.keys.scored, TRAINER),
+            lambda: self._fenced(self._connection.run_script(script, self._leader_term, *args)),
         )
 
-    def wait(self, timeout_ms: int = BLOCK_MS) -> None:
+    def wait_for_scores(self, timeout_ms: int = BLOCK_MS) -> None:
         """Return when a new outcome may be there, at the latest after the timeout."""
-        keys = self._link.keys
+        keys = self._connection.keys
 
         def last_delivered(client: redis.Redis) -> bytes:
             info: Any = client.xinfo_groups(keys.scored) if client.exists(keys.scored) else []
@@ -142,21 +142,21 @@ class TrainerSession:
                     return bytes(group["last-delivered-id"])
             return b"$"
 
-        position = self._link.run("looking at scores", last_delivered)
-        self._link.run("waiting for scores", lambda client: client.xread({keys.scored: position}, 1, timeout_ms))
+        position = self._connection.run("looking at scores", last_delivered)
+        self._connection.run("waiting for scores", lambda client: client.xread({keys.scored: position}, 1, timeout_ms))
 
-    def fetch(self, ids: Sequence[bytes]) -> list[Trajectory | None]:
+    def fetch_trajectories(self, ids: Sequence[bytes]) -> list[Trajectory | None]:
         """Bodies of trajectory entries; None where one is gone or unreadable."""
 
         bodies: dict[bytes, Trajectory | None] = {}
         for first in range(0, len(ids), AT_ONCE):
-            bodies |= self._link.run("fetching trajectories", self._fetch, ids[first : first + AT_ONCE])
+            bodies |= self._connection.run("fetching trajectories", self._fetch, ids[first : first + AT_ONCE])
         return [bodies.get(entry_id) for entry_id in ids]
 
     def _fetch(self, client: redis.Redis, ids: Sequence[bytes]) -> dict[bytes, Trajectory | None]:
         pipe = client.pipeline(transaction=False)
         for first, last in _runs(ids):
-            pipe.xrange(self._link.keys.trajectories, first, last)
+            pipe.xrange(self._connection.keys.trajectories, first, last)
         return {entry: self._body(fields.get(b"b", b"")) for found in pipe.execute() for entry, fields in found}
 
     def _body(self, body: bytes) -> Trajectory | None:
@@ -165,32 +165,38 @@ class TrainerSession:
         except BadMessage:
             return None
 
-    def drop(self, task_id: int, reason: str, scored_ids: Sequence[bytes], outcome: str = "dropped") -> bool:
+    def drop_group(self, task_id: int, reason: str, scored_ids: Sequence[bytes], outcome: str = "dropped") -> bool:
         """End a group without training it; its slot returns. False if it held none."""
         answer = self._fenced(
-            self._link.script("close_group", task_id, outcome, reason, self._leader_term, *scored_ids)
+            self._connection.run_script("close_group", task_id, outcome, reason, self._leader_term, *scored_ids)
         )
         self._seen.difference_update(scored_ids)
         return bool(answer == b"ok")
 
-    def journal(self, record: BatchRecord) -> None:
+    def journal_batch(self, record: BatchRecord) -> None:
         """Fix what a step trains on."""
-        self._fenced(self._link.script("journal_batch", self._leader_term, record.step, encode(record, 1 << 30)))
+        self._fenced(
+            self._connection.run_script("journal_batch", self._leader_term, record.step, encode(record, 1 << 30))
+        )
 
-    def records(self) -> dict[int, BatchRecord]:
+    def read_journal(self) -> dict[int, BatchRecord]:
         """Journaled steps that no checkpoint covers yet, by step."""
-        found: Any = self._link.run("reading the journal", lambda client: client.hgetall(self._link.keys.journal))
+        found: Any = self._connection.run(
+            "reading the journal", lambda client: client.hgetall(self._connection.keys.journal)
+        )
         return {int(step): decode(body, BatchRecord, 1 << 30) for step, body in found.items()}
 
-    def step(self, record: BatchRecord) -> None:
+    def complete_step(self, record: BatchRecord) -> None:
         """The record's step is done: its slots return, the version that it makes is the newest."""
         samples = sum(bool(member.trajectory_id) for group in record.groups for member in group.members)
         tasks = [group.task_id for group in record.groups]
         self._fenced(
-            self._link.script("complete_step", self._leader_term, record.step + 1, record.makes, samples, *tasks)
+            self._connection.run_script(
+                "complete_step", self._leader_term, record.step + 1, record.makes, samples, *tasks
+            )
         )
 
-    def commit(self, records: Sequence[BatchRecord]) -> None:
+    def commit_steps(self, records: Sequence[BatchRecord]) -> None:
         """A durable checkpoint covers these steps: acknowledge and delete what they were trained on."""
         began = time.monotonic()
         for record in records:
@@ -200,16 +206,20 @@ class TrainerSession:
             bodies = [member.trajectory_id for member in members if member.trajectory_id]
             counts = (len(tasks), len(scored))
             self._fenced(
-                self._link.script("commit_step", self._leader_term, record.step, *counts, *tasks, *scored, *bodies)
+                self._connection.run_script(
+                    "commit_step", self._leader_term, record.step, *counts, *tasks, *scored, *bodies
+                )
             )
             self._seen.difference_update(scored)
-        add_counts(self._link, {COMMITS: len(records), COMMIT_SECONDS: time.monotonic() - began if records else 0})
+        add_counts(
+            self._connection, {COMMITS: len(records), COMMIT_SECONDS: time.monotonic() - began if records else 0}
+        )
 
     def _recover(self, count: int) -> list[Entry]:
         entries: list[Entry] = []
         cursor: bytes = b"0-0"
         while True:
-            cursor, batch = self._of_group("reclaim_scores", cursor, count)
+            cursor, batch = self._with_group("reclaim_scores", cursor, count)
             entries += [entry for entry in batch if entry and entry[0] not in self._seen]
             if cursor == b"0-0":
                 return entries
@@ -237,7 +247,7 @@ class TrainerSession:
             )
         return outcomes
 
-    def discard(self, outcomes: Sequence[ScoredSample]) -> None:
+    def discard_scores(self, outcomes: Sequence[ScoredSample]) -> None:
         """Remove outcomes of groups that ended before; what no task can be read from becomes a dead letter."""
         if not outcomes:
             return
@@ -247,15 +257,15 @@ class TrainerSession:
                 source="scored", reason=outcome.score.reason or "not an outcome", deliveries=1, payload=b""
             )
             args += [outcome.scored_id, encode(letter) if outcome.task_id < 0 else b""]
-        self._fenced(self._link.script("discard_scores", self._leader_term, *args))
+        self._fenced(self._connection.run_script("discard_scores", self._leader_term, *args))
         self._seen.difference_update(outcome.scored_id for outcome in outcomes)
 
-    def finish(self) -> None:
+    def finish_run(self) -> None:
         """All steps are done: every service may end."""
-        self._fenced(self._link.script("finish_run", self._leader_term))
+        self._fenced(self._connection.run_script("finish_run", self._leader_term))
 
     def _fenced(self, answer: Any) -> Any:
-        return accepted(self._link, answer, self._leader_term)
+        return accepted(self._connection, answer, self._leader_term)
 
 
 def _runs(ids: Sequence[bytes]) -> list[tuple[bytes, bytes]]:

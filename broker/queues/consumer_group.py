@@ -28,21 +28,23 @@ Entry = tuple[bytes, dict[bytes, bytes]]
 class Delivery(msgspec.Struct, Generic[M], frozen=True, gc=False):
     """One entry handed to one worker.
 
-    version: the least weight version to work with (tasks). again: another worker may have done a part.
+    version: the least weight version to work with (tasks). redelivered: another worker may have done a part.
     """
 
     entry_id: bytes
     stream: str
     message: M
     version: int = 0
-    again: bool = False
+    redelivered: bool = False
 
 
 class ConsumerGroup:
     """Reading as one consumer of a group: new entries, own pending ones after a lost reply, stale ones of others."""
 
-    def __init__(self, link: Connection, streams: list[str], group: str, consumer: str, max_deliveries: int) -> None:
-        self._link = link
+    def __init__(
+        self, connection: Connection, streams: list[str], group: str, consumer: str, max_deliveries: int
+    ) -> None:
+        self._connection = connection
         self._streams = streams
         self._group = group
         self._consumer = consumer
@@ -54,12 +56,12 @@ class ConsumerGroup:
 
     def _ensure_groups(self) -> None:
         for stream in self._streams:
-            ensure_group(self._link, stream, self._group)
+            ensure_group(self._connection, stream, self._group)
 
     def _read(self, count: int, block_ms: int, streams: list[str] | None = None) -> list[tuple[str, Entry, int]]:
-        if self._losses != self._link.losses:
+        if self._losses != self._connection.losses:
             # A reply may have been lost after the server gave us entries: look at what is pending for us.
-            self._losses = self._link.losses
+            self._losses = self._connection.losses
             self._ensure_groups()
             stranded = self._fetch("0", count=10_000, block_ms=None)
             fresh = [(stream, entry) for stream, entry in stranded if entry[0] not in self._held[stream]]
@@ -71,7 +73,7 @@ class ConsumerGroup:
     def _fetch(
         self, position: str, count: int, block_ms: int | None, streams: list[str] | None = None
     ) -> list[tuple[str, Entry]]:
-        reply: Any = self._of_group(
+        reply: Any = self._with_group(
             f"reading {self._group}",
             lambda client: client.xreadgroup(
                 self._group,
@@ -88,9 +90,9 @@ class ConsumerGroup:
             found += [(stream.decode(), entry) for entry in batch]
         return found
 
-    def _of_group(self, what: str, operation: Callable[..., Any], *args: Any) -> Any:
+    def _with_group(self, what: str, operation: Callable[..., Any], *args: Any) -> Any:
         """An operation on groups, which are made again when somebody deleted them or their streams."""
-        return of_group(self._link, self._ensure_groups, lambda: self._link.run(what, operation, *args))
+        return with_group(self._connection, self._ensure_groups, lambda: self._connection.run(what, operation, *args))
 
     def _take(self, entries: list[tuple[str, Entry]]) -> list[tuple[str, Entry]]:
         for stream, entry in entries:
@@ -100,7 +102,7 @@ class ConsumerGroup:
     def _release(self, stream: str, entry_id: bytes) -> None:
         self._held[stream].discard(entry_id)
 
-    def renew(self) -> None:
+    def renew_leases(self) -> None:
         """Tell the server that this worker is alive and still at all it holds. Call from a thread of its own."""
         for stream, held in self._held.items():
             ids = list(held.copy())
@@ -108,7 +110,7 @@ class ConsumerGroup:
                 self._claim_for_ourselves(stream, ids)
 
     def _claim_for_ourselves(self, stream: str, ids: list[bytes]) -> None:
-        self._of_group(
+        self._with_group(
             "renewing leases",
             lambda client: client.xclaim(
                 stream, self._group, self._consumer, min_idle_time=0, message_ids=ids, justid=True
@@ -119,7 +121,7 @@ class ConsumerGroup:
         claimed: list[tuple[str, Entry, int]] = []
         for stream in self._streams:
             self._undate(stream, lease_s)
-            reply: Any = self._of_group(
+            reply: Any = self._with_group(
                 "claiming stale work",
                 lambda client, stream: client.xautoclaim(
                     stream, self._group, self._consumer, min_idle_time=int(lease_s * 1000), count=count
@@ -131,12 +133,12 @@ class ConsumerGroup:
                     continue
                 self._held[stream].add(entry[0])
                 claimed.append((stream, entry, self._deliveries(stream, entry[0])))
-        add_counts(self._link, {f"{LEASES_EXPIRED}:{self._group}": len(claimed)})
+        add_counts(self._connection, {f"{LEASES_EXPIRED}:{self._group}": len(claimed)})
         return claimed
 
     def _deliveries(self, stream: str, entry_id: bytes) -> int:
         """How often the server has handed an entry out."""
-        details: Any = self._of_group(
+        details: Any = self._with_group(
             "counting deliveries",
             lambda client: client.xpending_range(stream, self._group, entry_id, entry_id, 1),
         )
@@ -147,7 +149,7 @@ class ConsumerGroup:
 
         What looks so for a whole lease, by our own clock, gets a date again and expires as usual.
         """
-        pending: Any = self._of_group(
+        pending: Any = self._with_group(
             "looking at leases", lambda client: client.xpending_range(stream, self._group, "-", "+", 1000)
         )
         now = time.monotonic()
@@ -158,7 +160,7 @@ class ConsumerGroup:
         for item in pending:
             entry = item["message_id"]
             if entry in fresh and now - since.get(entry, now) > lease_s:
-                self._of_group(
+                self._with_group(
                     "dating leases",
                     lambda client, entry, owner: client.xclaim(
                         stream, self._group, owner, min_idle_time=0, message_ids=[entry], idle=0, justid=True
@@ -173,9 +175,9 @@ def number(text: bytes | None) -> int:
     return int(text) if text is not None and text.isdigit() else -1
 
 
-def of_group(link: Connection, ensure: Callable[[], None], operation: Callable[[], T]) -> T:
+def with_group(connection: Connection, ensure: Callable[[], None], operation: Callable[[], T]) -> T:
     """An operation that needs consumer groups; when they are gone they are made again, until the deadline."""
-    end = time.monotonic() + link.deadline_s
+    end = time.monotonic() + connection.deadline_s
     while True:
         try:
             return operation()
@@ -187,7 +189,7 @@ def of_group(link: Connection, ensure: Callable[[], None], operation: Callable[[
         ensure()
 
 
-def ensure_group(link: Connection, stream: str, group: str) -> None:
+def ensure_group(connection: Connection, stream: str, group: str) -> None:
     """Make stream and group, from the first entry on, if they are not there."""
 
     def create(client: redis.Redis) -> None:
@@ -201,4 +203,4 @@ def ensure_group(link: Connection, stream: str, group: str) -> None:
             if not str(error).startswith("BUSYGROUP"):
                 raise
 
-    link.run(f"creating group {group}", create)
+    connection.run(f"creating group {group}", create)

@@ -32,20 +32,21 @@ class StoredLetter:
 class DeadLetters:
     """The newest dead letters of a run."""
 
-    def __init__(self, link: Connection) -> None:
-        self._link = link
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
 
     def list(self, count: int = KEPT) -> list[StoredLetter]:
         """The newest ``count``, oldest first."""
-        found: Any = self._link.run(
-            "reading dead letters", lambda client: client.xrevrange(self._link.keys.dead, count=count)
+        found: Any = self._connection.run(
+            "reading dead letters", lambda client: client.xrevrange(self._connection.keys.dead, count=count)
         )
         return [_filed(entry, fields) for entry, fields in reversed(found)]
 
     def get(self, id: str) -> StoredLetter:
         """One of them; DataError when it is not there."""
-        found: Any = self._link.run(
-            "reading a dead letter", lambda client: client.xrange(self._link.keys.dead, id, id) if "-" in id else []
+        found: Any = self._connection.run(
+            "reading a dead letter",
+            lambda client: client.xrange(self._connection.keys.dead, id, id) if "-" in id else [],
         )
         if not found:
             raise DataError(f"there is no dead letter {id!r}: `tidemill dead-letters list` shows those that are kept")
@@ -61,13 +62,13 @@ class DeadLetters:
         filed = self.get(id)
         if filed.letter.task_id < 0 or filed.letter.task_id >= 1 << 32:
             raise DataError(f"dead letter {id} belongs to no training prompt, it can only be dropped")
-        answer: bytes = self._link.script("requeue_group", id, filed.letter.task_id)
+        answer: bytes = self._connection.run_script("requeue_group", id, filed.letter.task_id)
         return WORDS.get(answer, "ended")
 
     def drop(self, id: str) -> None:
         """Delete one; DataError when it is not there."""
         self.get(id)
-        self._link.run("dropping a dead letter", lambda client: client.xdel(self._link.keys.dead, id))
+        self._connection.run("dropping a dead letter", lambda client: client.xdel(self._connection.keys.dead, id))
 
 
 def letter_bytes(letter: DeadLetter, max_bytes: int) -> bytes:

@@ -22,8 +22,8 @@ log = structlog.get_logger()
 class Partials:
     """``save`` for the generator that has a task, ``load`` for one that goes on with it."""
 
-    def __init__(self, link: Connection, generator: str, max_bytes: int) -> None:
-        self._link = link
+    def __init__(self, connection: Connection, generator: str, max_bytes: int) -> None:
+        self._connection = connection
         self._generator = generator
         self._max_bytes = max_bytes
 
@@ -38,11 +38,11 @@ class Partials:
             for number, piece in pieces:
                 call += [piece.partial.sample, number, encode(piece, self._max_bytes)]
             calls.append(call)
-        return [word == b"ok" for word in self._link.scripts("save_partials", calls)]
+        return [word == b"ok" for word in self._connection.run_scripts("save_partials", calls)]
 
     def load(self, task_id: int, samples: Sequence[int]) -> list[Partial]:
         """All that is saved of these samples; of damaged pieces, what comes before them."""
-        key = self._link.keys.partials
+        key = self._connection.keys.partials
         counts = self._read(key, [f"{task_id}:{sample}" for sample in samples])
         wanted = [(sample, int(count)) for sample, count in zip(samples, counts, strict=True) if count]
         fields = [f"{task_id}:{sample}:{piece}" for sample, count in wanted for piece in range(count)]
@@ -55,7 +55,9 @@ class Partials:
         found: list[bytes | None] = []
         for first in range(0, len(fields), 1000):
             part = fields[first : first + 1000]
-            answer: Any = self._link.run("reading saved samples", lambda client, part: client.hmget(key, part), part)
+            answer: Any = self._connection.run(
+                "reading saved samples", lambda client, part: client.hmget(key, part), part
+            )
             found += answer
         return found
 

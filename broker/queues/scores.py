@@ -21,8 +21,8 @@ from schemas.messages import DeadLetter, Score, Trajectory
 class ScoreQueue(ConsumerGroup):
     """Trajectories for one reward service."""
 
-    def __init__(self, link: Connection, consumer: str, max_deliveries: int, max_bytes: int) -> None:
-        super().__init__(link, [link.keys.trajectories], REWARD, consumer, max_deliveries)
+    def __init__(self, connection: Connection, consumer: str, max_deliveries: int, max_bytes: int) -> None:
+        super().__init__(connection, [connection.keys.trajectories], REWARD, consumer, max_deliveries)
         self._max_bytes = max_bytes
 
     def read(self, count: int, block_ms: int = BLOCK_MS) -> list[Delivery[Trajectory]]:
@@ -44,10 +44,10 @@ class ScoreQueue(ConsumerGroup):
             sent = self._fitting(score)
             calls[-1] += _scored(delivery.entry_id, delivery.message.task_id, delivery.message.sample, sent)
             calls[-1].append(self._dead_score(delivery.message, sent))
-        answers = self._link.scripts("publish_scores", calls) if calls else []
-        self._held[self._link.keys.trajectories].difference_update(keys)
+        answers = self._connection.run_scripts("publish_scores", calls) if calls else []
+        self._held[self._connection.keys.trajectories].difference_update(keys)
         said = [word.decode() for words in answers for word in words]
-        add_counts(self._link, {f"{DUPLICATE}:score": said.count("dup")})
+        add_counts(self._connection, {f"{DUPLICATE}:score": said.count("dup")})
         return said
 
     def _fitting(self, score: Score) -> Score:
@@ -99,10 +99,10 @@ class ScoreQueue(ConsumerGroup):
                 filed = letter_bytes(letter, self._max_bytes)
                 if task_id >= 0 and sample >= 0:
                     score = Score(status="error", reason=str(error), scorer="reward")
-                    self._link.script("publish_scores", *_scored(entry_id, task_id, sample, score), filed)
+                    self._connection.run_script("publish_scores", *_scored(entry_id, task_id, sample, score), filed)
                     self._release(stream, entry_id)
                 else:
-                    self._link.script("dead_letter", entry_id, filed)
+                    self._connection.run_script("dead_letter", entry_id, filed)
                     self._release(stream, entry_id)
                 continue
             deliveries.append(Delivery(entry_id, stream, trajectory))

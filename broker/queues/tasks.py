@@ -38,7 +38,7 @@ def eval_version(task_id: int) -> int:
 log = structlog.get_logger()
 
 
-class Evaluations(msgspec.Struct, frozen=True, gc=False):
+class TakenEvaluations(msgspec.Struct, frozen=True, gc=False):
     """What there is to evaluate.
 
     pending: version of the next task that nobody took, -1: none. opened: whether one's own version's was asked for.
@@ -52,9 +52,9 @@ class Evaluations(msgspec.Struct, frozen=True, gc=False):
 class TaskQueue(ConsumerGroup):
     """Tasks for one generator."""
 
-    def __init__(self, link: Connection, consumer: str, max_deliveries: int, max_bytes: int) -> None:
-        keys = link.keys
-        super().__init__(link, [keys.eval_tasks, keys.tasks], GENERATORS, consumer, max_deliveries)
+    def __init__(self, connection: Connection, consumer: str, max_deliveries: int, max_bytes: int) -> None:
+        keys = connection.keys
+        super().__init__(connection, [keys.eval_tasks, keys.tasks], GENERATORS, consumer, max_deliveries)
         self._max_bytes = max_bytes
 
     def read(self, count: int, block_ms: int = BLOCK_MS, evaluations: bool = True) -> list[Delivery[Task]]:
@@ -62,25 +62,29 @@ class TaskQueue(ConsumerGroup):
 
         Without ``evaluations`` new ones of training only; what was this generator's before comes all the same.
         """
-        return self._decode(self._read(count, block_ms, None if evaluations else [self._link.keys.tasks]))
+        return self._decode(self._read(count, block_ms, None if evaluations else [self._connection.keys.tasks]))
 
-    def take_evaluations(self, version: int, count: int, late: bool = False) -> Evaluations:
+    def take_evaluations(self, version: int, count: int, late: bool = False) -> TakenEvaluations:
         """Up to ``count`` evaluation tasks for exactly ``version``, with ``late`` for older ones, too; no waiting."""
-        stream = self._link.keys.eval_tasks
-        pending, opened, entries = self._link.script("take_evaluations", self._consumer, count, version, int(late))
+        stream = self._connection.keys.eval_tasks
+        pending, opened, entries = self._connection.run_script(
+            "take_evaluations", self._consumer, count, version, int(late)
+        )
         pairs = [(entry, dict(zip(fields[::2], fields[1::2], strict=True))) for entry, fields in entries]
         taken = self._take([(stream, pair) for pair in pairs])
-        return Evaluations(int(pending), bool(opened), self._decode([(stream, entry, 1) for stream, entry in taken]))
+        return TakenEvaluations(
+            int(pending), bool(opened), self._decode([(stream, entry, 1) for stream, entry in taken])
+        )
 
     def claim_stale(self, lease_s: float, count: int) -> list[Delivery[Task]]:
         """Tasks of generators that were silent for longer than the lease."""
         return self._decode(self._claim_stale(lease_s, count))
 
-    def missing(self, task: Task) -> list[int]:
+    def find_missing(self, task: Task) -> list[int]:
         """Sample indices of the task that nobody has published yet."""
         fields = [f"{task.task_id}:{sample}" for sample in range(task.n)]
-        present: Any = self._link.run(
-            "looking for missing samples", lambda client: client.hmget(self._link.keys.samples, fields)
+        present: Any = self._connection.run(
+            "looking for missing samples", lambda client: client.hmget(self._connection.keys.samples, fields)
         )
         return [sample for sample, entry in enumerate(present) if entry is None]
 
@@ -107,9 +111,9 @@ class TaskQueue(ConsumerGroup):
                     continue
                 args += [trajectory.sample, trajectory.loss_mask.data.count(1), body]
             calls.append(args)
-        answers = self._link.scripts("publish_samples", calls)
+        answers = self._connection.run_scripts("publish_samples", calls)
         said = [answer for words in answers for answer in words]
-        add_counts(self._link, {f"{DUPLICATE}:publish": said.count(b"dup"), CLOSED: said.count(b"closed")})
+        add_counts(self._connection, {f"{DUPLICATE}:publish": said.count(b"dup"), CLOSED: said.count(b"closed")})
         words = [iter(answer) for answer in answers]
         return [
             ["failed" if (task_id, item.sample) in refused else next(answer).decode() for item in trajectories]
@@ -122,9 +126,11 @@ class TaskQueue(ConsumerGroup):
             source="generator", reason=reason, deliveries=1, payload=payload, task_id=task_id, sample=sample
         )
         score = Score(status="error", reason=reason, scorer="generator")
-        self._link.script("fail_sample", task_id, sample, letter_bytes(letter, self._max_bytes), encode(score))
+        self._connection.run_script(
+            "fail_sample", task_id, sample, letter_bytes(letter, self._max_bytes), encode(score)
+        )
 
-    def hand_back(self, delivery: Delivery[Task], task: Task) -> bool:
+    def return_task(self, delivery: Delivery[Task], task: Task) -> bool:
         """Give an unfinished task to another generator at once; ``task`` carries the partial samples.
 
         It goes as it was delivered when the partial samples would make it too large.
@@ -134,11 +140,11 @@ class TaskQueue(ConsumerGroup):
         except BadMessage as error:
             log.warning("partial samples are lost", task_id=task.task_id, reason=str(error))
             body = encode(delivery.message, self._max_bytes)
-        answer = self._link.script("return_task", task.task_id, delivery.entry_id, body)
+        answer = self._connection.run_script("return_task", task.task_id, delivery.entry_id, body)
         self._release(delivery.stream, delivery.entry_id)
         return bool(answer == b"ok")
 
-    def done(self, delivery: Delivery[Task]) -> None:
+    def release(self, delivery: Delivery[Task]) -> None:
         """This worker is through with the task: its lease is no longer renewed."""
         self._release(delivery.stream, delivery.entry_id)
 
@@ -156,19 +162,21 @@ class TaskQueue(ConsumerGroup):
                 if version < 0:
                     raise BadMessage(f"its weight version {fields.get(b'v')!r} must be a number of 0 or more")
             except BadMessage as error:
-                self._dead_task(stream, entry_id, fields, times, str(error))
+                self._fail_task(stream, entry_id, fields, times, str(error))
                 continue
             again = times != 1 or bool(task.partials)
             deliveries.append(Delivery(entry_id, stream, task, version, again))
         return deliveries
 
-    def _dead_task(self, stream: str, entry_id: bytes, fields: dict[bytes, bytes], times: int, reason: str) -> None:
+    def _fail_task(self, stream: str, entry_id: bytes, fields: dict[bytes, bytes], times: int, reason: str) -> None:
         task_id = number(fields.get(b"t"))
         letter = DeadLetter(
             source="tasks", reason=reason, deliveries=abs(times), payload=fields.get(b"b", b""), task_id=task_id
         )
         task = "" if task_id < 0 else task_id
-        self._link.script("fail_task", stream.rpartition(":")[2], entry_id, task, letter_bytes(letter, self._max_bytes))
+        self._connection.run_script(
+            "fail_task", stream.rpartition(":")[2], entry_id, task, letter_bytes(letter, self._max_bytes)
+        )
         self._release(stream, entry_id)
 
 

@@ -16,7 +16,7 @@ NAMES = ("tasks", "eval_tasks", "trajectories", "scored")
 
 
 @dataclass(frozen=True)
-class Gauge:
+class StreamLag:
     """One stream. waiting: unread entries; pending: read and not done; entered: entries that ever came in.
 
     oldest: Unix seconds of the oldest entry that waits or is pending, by the broker's clock; None if there is none.
@@ -30,13 +30,15 @@ class Gauge:
     oldest: float | None
 
 
-def read_gauges(link: Connection, surplus: MutableMapping[str, int] | None = None) -> list[Gauge]:
+def read_stream_lags(connection: Connection, surplus: MutableMapping[str, int] | None = None) -> list[StreamLag]:
     """All streams at one moment. surplus: kept by the caller from one look to the next, for exact counts."""
     kept = {} if surplus is None else surplus
-    return [_gauge(name, row, kept) for name, row in zip(NAMES, link.script("measure_streams"), strict=True)]
+    return [
+        _stream_lag(name, row, kept) for name, row in zip(NAMES, connection.run_script("measure_streams"), strict=True)
+    ]
 
 
-def _gauge(name: str, row: list[Any], surplus: MutableMapping[str, int]) -> Gauge:
+def _stream_lag(name: str, row: list[Any], surplus: MutableMapping[str, int]) -> StreamLag:
     length, read, lag, pending = (int(value) for value in row[:4])
     if not row[5]:
         surplus[name] = max(0, lag)
@@ -47,4 +49,4 @@ def _gauge(name: str, row: list[Any], surplus: MutableMapping[str, int]) -> Gaug
         # Redis gives no lag when an entry was deleted before it was read; the length bounds it then.
         waiting = max(1, length - pending)
     oldest = [int(id.partition(b"-")[0]) / 1000 for id in row[4:6] if id]
-    return Gauge(name, length, waiting, pending, read + (lag if lag >= 0 else waiting), min(oldest, default=None))
+    return StreamLag(name, length, waiting, pending, read + (lag if lag >= 0 else waiting), min(oldest, default=None))

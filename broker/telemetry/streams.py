@@ -47,54 +47,58 @@ def _stamp(client: redis.Redis) -> float:
     return float(seconds) + micros / 1e6
 
 
-class Services:
+class Heartbeats:
     """Signs of life. A service silent for long is shown as such; nothing depends on it."""
 
-    def __init__(self, link: Connection) -> None:
-        self._link = link
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
 
-    def beat(self, heartbeat: Heartbeat) -> None:
+    def send(self, heartbeat: Heartbeat) -> None:
         """Say that the service is alive, stamped with the broker's clock. Tried once: the next one comes soon.
 
         Leases are renewed by the same thread, and must not wait for it.
         """
-        heartbeat.time = self._link.once("reading the broker's clock", _stamp)
-        self._link.script_once("heartbeat", heartbeat.service, encode(heartbeat), FORGOTTEN_S)
+        heartbeat.time = self._connection.run_once("reading the broker's clock", _stamp)
+        self._connection.run_script_once("heartbeat", heartbeat.service, encode(heartbeat), FORGOTTEN_S)
 
-    def beat_all(self, heartbeats: Sequence[Heartbeat]) -> None:
-        """``beat`` for many services in one round trip; who sends it has stamped them."""
+    def send_all(self, heartbeats: Sequence[Heartbeat]) -> None:
+        """``send`` for many services in one round trip; who sends it has stamped them."""
         calls = [(beat.service, encode(beat), FORGOTTEN_S) for beat in heartbeats]
-        self._link.scripts("heartbeat", calls)
+        self._connection.run_scripts("heartbeat", calls)
 
-    def clock(self) -> float:
+    def read_clock(self) -> float:
         """Unix seconds by the broker's clock."""
-        return self._link.run("reading the broker's clock", _stamp)
+        return self._connection.run("reading the broker's clock", _stamp)
 
-    def leave(self, service: str) -> None:
+    def remove(self, service: str) -> None:
         """The service ended on purpose. Tried once: an end waits for nothing."""
-        self._link.once("leaving", lambda client: client.hdel(self._link.keys.services, service))
+        self._connection.run_once("leaving", lambda client: client.hdel(self._connection.keys.services, service))
 
-    def age_s(self, service: str) -> float | None:
+    def read_age_s(self, service: str) -> float | None:
         """Seconds since the last heartbeat of a service, by the broker's clock; None if there is none."""
-        body: Any = self._link.run("reading a heartbeat", lambda c: c.hget(self._link.keys.services, service))
+        body: Any = self._connection.run(
+            "reading a heartbeat", lambda c: c.hget(self._connection.keys.services, service)
+        )
         if body is None:
             return None
-        return max(0.0, self._link.run("reading the broker's clock", _stamp) - decode(body, Heartbeat).time)
+        return max(0.0, self._connection.run("reading the broker's clock", _stamp) - decode(body, Heartbeat).time)
 
     def list(self) -> list[Heartbeat]:
         """The last heartbeat of every service, by name."""
-        found: Any = self._link.run("listing services", lambda client: client.hgetall(self._link.keys.services))
+        found: Any = self._connection.run(
+            "listing services", lambda client: client.hgetall(self._connection.keys.services)
+        )
         return sorted((decode(body, Heartbeat) for body in found.values()), key=lambda beat: beat.service)
 
 
 class Events:
     """The timeline of a run."""
 
-    def __init__(self, link: Connection) -> None:
-        self._link = link
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
 
     def emit(self, event: Event) -> None:
-        self._link.script("append_telemetry", "events", "b", encode(event), KEEP_LINES)
+        self._connection.run_script("append_telemetry", "events", "b", encode(event), KEEP_LINES)
 
     def tail(self, count: int) -> list[Event]:
         """The newest ``count`` events, oldest first."""
@@ -102,15 +106,15 @@ class Events:
 
     def newest(self, count: int) -> list[StoredEvent]:
         """The newest ``count`` events with their ids, oldest first."""
-        found: Any = self._link.run(
-            "reading events", lambda client: client.xrevrange(self._link.keys.events, count=count)
+        found: Any = self._connection.run(
+            "reading events", lambda client: client.xrevrange(self._connection.keys.events, count=count)
         )
         return _noted(reversed(found))
 
-    def after(self, id: str, count: int, block_ms: int | None = None) -> list[StoredEvent]:
+    def read_after(self, id: str, count: int, block_ms: int | None = None) -> list[StoredEvent]:
         """Up to ``count`` events after ``id``, oldest first; waits up to ``block_ms`` for one if given."""
-        key = self._link.keys.events
-        found: Any = self._link.run("following events", lambda client: client.xread({key: id}, count, block_ms))
+        key = self._connection.keys.events
+        found: Any = self._connection.run("following events", lambda client: client.xread({key: id}, count, block_ms))
         streams = found.values() if isinstance(found, dict) else [entries for _, entries in found or []]
         return _noted(entry for entries in streams for entry in _flat(entries))
 
@@ -145,23 +149,23 @@ def _flat(entries: Any) -> Any:
 class Metrics:
     """One JSON object a step; the trainer's metrics.jsonl holds them all."""
 
-    def __init__(self, link: Connection) -> None:
-        self._link = link
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
 
     def append(self, line: dict[str, Any]) -> None:
-        self._link.script("append_telemetry", "metrics", "j", json.dumps(line), KEEP_LINES)
+        self._connection.run_script("append_telemetry", "metrics", "j", json.dumps(line), KEEP_LINES)
 
     def tail(self, count: int) -> list[dict[str, Any]]:
         """The newest ``count`` lines, oldest first."""
-        found: Any = self._link.run(
-            "reading metrics", lambda client: client.xrevrange(self._link.keys.metrics, count=count)
+        found: Any = self._connection.run(
+            "reading metrics", lambda client: client.xrevrange(self._connection.keys.metrics, count=count)
         )
         return [json.loads(fields[b"j"]) for _, fields in reversed(found)]
 
-    def after(self, id: str, count: int) -> tuple[str, list[dict[str, Any]]]:
+    def read_after(self, id: str, count: int) -> tuple[str, list[dict[str, Any]]]:
         """Up to ``count`` lines after the entry ``id``, and the id to go on from."""
-        found: Any = self._link.run(
-            "following metrics", lambda client: client.xrange(self._link.keys.metrics, f"({id}", "+", count)
+        found: Any = self._connection.run(
+            "following metrics", lambda client: client.xrange(self._connection.keys.metrics, f"({id}", "+", count)
         )
         last = found[-1][0].decode() if found else id
         return last, [json.loads(fields[b"j"]) for _, fields in found]
@@ -170,8 +174,8 @@ class Metrics:
 class Evals:
     """Evaluations on held-out prompts, each opened once and counted as scores arrive."""
 
-    def __init__(self, link: Connection, max_bytes: int) -> None:
-        self._link = link
+    def __init__(self, connection: Connection, max_bytes: int) -> None:
+        self._connection = connection
         self._max_bytes = max_bytes
 
     def open(self, version: int, tasks: Sequence[Task]) -> bool:
@@ -182,11 +186,13 @@ class Evals:
         args: list[int | bytes] = [version, tasks[0].n]
         for task in tasks:
             args += [task.task_id, *body_or_letter(task, self._max_bytes)]
-        return bool(self._link.script("open_evaluation", *args))
+        return bool(self._connection.run_script("open_evaluation", *args))
 
-    def results(self) -> list[EvalResult]:
+    def read_results(self) -> list[EvalResult]:
         """All evaluations, by version, also those that are still under way."""
-        found: Any = self._link.run("reading evaluations", lambda client: client.hgetall(self._link.keys.evals))
+        found: Any = self._connection.run(
+            "reading evaluations", lambda client: client.hgetall(self._connection.keys.evals)
+        )
         versions: dict[int, dict[str, float]] = {}
         for key, value in found.items():
             version, _, name = key.decode().partition(":")

@@ -43,11 +43,11 @@ class SearchResult:
     complete: bool
 
 
-class Samples:
+class TrajectoryStore:
     """Search and reading for people, and keeping by the trainer."""
 
-    def __init__(self, link: Connection, max_bytes: int) -> None:
-        self._link = link
+    def __init__(self, connection: Connection, max_bytes: int) -> None:
+        self._connection = connection
         self._max_bytes = max_bytes
 
     def keep(self, step: int, trained: Sequence[tuple[Trajectory, float]]) -> None:
@@ -58,7 +58,7 @@ class Samples:
             if len(body) <= KEEP_BYTES:
                 args += [trajectory.task_id, trajectory.sample, encode(Score(reward=reward)), body]
         if len(args) > 2:
-            self._link.script("keep_samples", *args)
+            self._connection.run_script("keep_samples", *args)
 
     def search(
         self, wanted: Callable[[StoredTrajectory], bool], limit: int, examine: int, only_trained: bool = False
@@ -84,13 +84,15 @@ class Samples:
         for seen in self._kept():
             if (seen.trajectory.task_id, seen.trajectory.sample) == (task_id, sample):
                 return seen
-        keys = self._link.keys
-        entry: Any = self._link.run(
+        keys = self._connection.keys
+        entry: Any = self._connection.run(
             "looking for a sample", lambda client: client.hget(keys.samples, f"{task_id}:{sample}")
         )
         if entry and entry != b"-":
             id = entry.removeprefix(b"=")
-            found: Any = self._link.run("reading a trajectory", lambda client: client.xrange(keys.trajectories, id, id))
+            found: Any = self._connection.run(
+                "reading a trajectory", lambda client: client.xrange(keys.trajectories, id, id)
+            )
             for entry_id, fields in found:
                 live = self._live(entry_id, fields, self._scores())
                 if live is not None:
@@ -99,7 +101,7 @@ class Samples:
 
     def _all(self, scores: dict[tuple[int, int], Score]) -> Iterator[StoredTrajectory]:
         known: set[tuple[int, int]] = set()
-        for entry_id, fields in self._pages(self._link.keys.trajectories):
+        for entry_id, fields in self._pages(self._connection.keys.trajectories):
             live = self._live(entry_id, fields, scores)
             if live is not None:
                 known.add((live.trajectory.task_id, live.trajectory.sample))
@@ -112,7 +114,7 @@ class Samples:
         """A stream from its newest entry backwards, a few at a time: bodies are large."""
         last = "+"
         while True:
-            page: Any = self._link.run(
+            page: Any = self._connection.run(
                 "reading trajectories", lambda client, last: client.xrevrange(stream, last, "-", PAGE), last
             )
             yield from page
@@ -121,8 +123,8 @@ class Samples:
             last = f"({page[-1][0].decode()}"
 
     def _scores(self) -> dict[tuple[int, int], Score]:
-        found: Any = self._link.run(
-            "reading scores", lambda client: client.xrevrange(self._link.keys.scored, count=SCORES)
+        found: Any = self._connection.run(
+            "reading scores", lambda client: client.xrevrange(self._connection.keys.scored, count=SCORES)
         )
         scores: dict[tuple[int, int], Score] = {}
         for _, fields in found:
@@ -141,7 +143,7 @@ class Samples:
         return StoredTrajectory(trajectory, score, "scored" if score else "generated", _time(id))
 
     def _kept(self) -> Iterator[StoredTrajectory]:
-        for id, fields in self._pages(self._link.keys.recent):
+        for id, fields in self._pages(self._connection.keys.recent):
             trajectory = self._body(fields.get(b"b", b""))
             if trajectory is not None:
                 yield StoredTrajectory(

@@ -16,7 +16,7 @@ import numpy as np
 
 from broker.flow.fencing import term_number
 from broker.weights.delta import Extent, write_delta
-from broker.weights.versions import links
+from broker.weights.versions import count_deltas
 from schemas.digests import state_digest
 from schemas.messages import Manifest, TensorSpec
 
@@ -60,7 +60,7 @@ class DeltaWriter:
 
     def due(self, published: Sequence[Manifest]) -> bool:
         """Whether a version after these must also be there as a whole, so that the chain stays short."""
-        return links(published) >= self._max_chain
+        return count_deltas(published) >= self._max_chain
 
     def keep(self, file: Path) -> None:
         """Have ``file`` under a second name, if the next version may be a delta against it."""

@@ -28,8 +28,8 @@ _MOST = 1 << 28
 class WeightStore:
     """``publish`` for the trainer; ``newest``, ``wait_newer`` and ``published`` for generators, see also copy.py."""
 
-    def __init__(self, link: Connection) -> None:
-        self._link = link
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
         self._checked = -1
         """The last version whose bytes were looked at and found right."""
         self._restored = -1
@@ -66,7 +66,7 @@ class WeightStore:
             self._cleared = leader_term
         newest = published[-1] if published else None
         if newest is not None and newest.version >= version:
-            self._again(file, newest, published, version, leader_term)
+            self._republish(file, newest, published, version, leader_term)
             return
         state = Payload(transport.uri(version, leader_term), file.stat().st_size, digests or chunk_digests(file))
         made = deltas.make(file, tensors, published, leader_term) if deltas else None
@@ -90,21 +90,23 @@ class WeightStore:
             probe=probe,
             adapter=adapter,
         )
-        sent = self._link.script("add_version", leader_term, version, encode(manifest, _MOST))
-        answer = accepted(self._link, sent, leader_term)
+        sent = self._connection.run_script("add_version", leader_term, version, encode(manifest, _MOST))
+        answer = accepted(self._connection, sent, leader_term)
         if answer == b"exists":
             self._check_own(version, leader_term)
         if deltas is not None:
             deltas.confirm(state.chunks)
         self._trim(transport, keep)
 
-    def _again(self, file: Path, newest: Manifest, published: list[Manifest], version: int, leader_term: str) -> None:
+    def _republish(
+        self, file: Path, newest: Manifest, published: list[Manifest], version: int, leader_term: str
+    ) -> None:
         """A version this new is published; its bytes may not be there any more."""
         if newest.version > version or self.holds(newest):
             self._check_own(version, leader_term)
             file.unlink()
         elif chunk_digests(file) == newest.state.chunks:
-            self._of(newest.state.uri).put(file, newest.state.uri, leader_term)
+            self._transport_of(newest.state.uri).put(file, newest.state.uri, leader_term)
             self._restored = version
         else:
             file.unlink()
@@ -135,7 +137,7 @@ class WeightStore:
             return True
         try:
             for payload in payloads:
-                self._of(payload.uri).check(payload)
+                self._transport_of(payload.uri).check(payload)
         except InfraError as error:
             log.warning("a published weight version is damaged", version=manifest.version, error=str(error))
             return False
@@ -148,7 +150,7 @@ class WeightStore:
 
     def _have(self, payloads: list[Payload]) -> bool:
         return all(
-            self._of(kind).holds([payload for payload in payloads if payload.uri.startswith(kind)])
+            self._transport_of(kind).holds([payload for payload in payloads if payload.uri.startswith(kind)])
             for kind in {payload.uri.partition(":")[0] + ":" for payload in payloads}
         )
 
@@ -165,30 +167,32 @@ class WeightStore:
         transport.trim(old, kept)
         # Last: bytes without a manifest would stay for ever if the trainer died in between.
         for manifest in old:
-            self._link.run(
+            self._connection.run(
                 "deleting old weights",
-                lambda client, entry: client.xdel(self._link.keys.weights, entry),
+                lambda client, entry: client.xdel(self._connection.keys.weights, entry),
                 f"{manifest.version}-1",
             )
 
     def published(self) -> list[Manifest]:
         """All versions that are kept, oldest first."""
-        entries: Any = self._link.run("listing weights", lambda client: client.xrange(self._link.keys.weights))
+        entries: Any = self._connection.run(
+            "listing weights", lambda client: client.xrange(self._connection.keys.weights)
+        )
         return [decode(fields[b"b"], Manifest, _MOST) for _, fields in entries]
 
     def newest(self) -> Manifest | None:
         """The newest version, None before the first."""
-        found: Any = self._link.run(
-            "looking for weights", lambda client: client.xrevrange(self._link.keys.weights, count=1)
+        found: Any = self._connection.run(
+            "looking for weights", lambda client: client.xrevrange(self._connection.keys.weights, count=1)
         )
         return decode(found[0][1][b"b"], Manifest, _MOST) if found else None
 
     def wait_newer(self, version: int, timeout_ms: int = BLOCK_MS) -> Manifest | None:
         """The newest version above ``version``, as soon as there is one; None after the timeout."""
-        came = self._link.run(
+        came = self._connection.run(
             "waiting for weights",
             lambda client: client.xread(
-                {self._link.keys.weights: f"{version}-2" if version >= 0 else "0"}, 1, timeout_ms
+                {self._connection.keys.weights: f"{version}-2" if version >= 0 else "0"}, 1, timeout_ms
             ),
         )
         # Manifests of large models are large: none is read where nothing came.
@@ -197,16 +201,16 @@ class WeightStore:
 
     def fetch(self, payload: Payload, folder: Path) -> Path:
         """A verified local file, in ``folder`` where it does not lie in a shared one; InfraError: damaged or gone."""
-        return self._of(payload.uri).fetch(payload, folder)
+        return self._transport_of(payload.uri).fetch(payload, folder)
 
-    def _of(self, uri: str) -> Transport:
+    def _transport_of(self, uri: str) -> Transport:
         """The transport that a published version came by."""
         kind, _, place = uri.partition(":")
         if kind not in ("file", "redis"):
             raise InfraError(f"weights {uri!r} came by {kind!r}, which this release does not know")
-        return make_transport(self._link, kind, Path(place).parent)
+        return make_transport(self._connection, kind, Path(place).parent)
 
 
-def make_transport(link: Connection, kind: str, folder: Path) -> Transport:
+def make_transport(connection: Connection, kind: str, folder: Path) -> Transport:
     """The trainer's end of a transport: ``file`` or ``redis``."""
-    return FileTransport(folder) if kind == "file" else RedisTransport(link)
+    return FileTransport(folder) if kind == "file" else RedisTransport(connection)

@@ -88,8 +88,8 @@ def _path(uri: str) -> Path:
 class RedisTransport:
     """The payload travels through the broker."""
 
-    def __init__(self, link: Connection) -> None:
-        self._link = link
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
 
     def uri(self, version: int, leader_term: str, form: Form = "whole") -> str:
         # The version comes first: by it a chunk is known to be of no use any more.
@@ -98,7 +98,9 @@ class RedisTransport:
     def put(self, file: Path, uri: str, leader_term: str) -> None:
         for index, chunk in enumerate(chunks(file)):
             accepted(
-                self._link, self._link.script("put_chunk", leader_term, f"{_name(uri)}:{index}", chunk), leader_term
+                self._connection,
+                self._connection.run_script("put_chunk", leader_term, f"{_name(uri)}:{index}", chunk),
+                leader_term,
             )
         file.unlink()
 
@@ -122,13 +124,13 @@ class RedisTransport:
     def _read(self, payload: Payload) -> Iterator[bytes]:
         """Its chunks, each one checked."""
         for index, (field, expected) in enumerate(zip(_fields(payload), payload.chunks, strict=True)):
-            chunk = self._link.run("fetching weights", lambda client, field: self._get(client, field), field)
+            chunk = self._connection.run("fetching weights", lambda client, field: self._get(client, field), field)
             if digest(chunk) != expected:
                 raise InfraError(f"{payload.uri}: chunk {index} is damaged")
             yield chunk
 
     def _get(self, client: redis.Redis, field: str) -> bytes:
-        chunk: Any = client.hget(self._link.keys.chunks, field)
+        chunk: Any = client.hget(self._connection.keys.chunks, field)
         if not isinstance(chunk, bytes):
             raise InfraError(f"chunk {field} is gone from the broker")
         return chunk
@@ -147,10 +149,12 @@ class RedisTransport:
 
         gone = [field for field in self._there() if freed(field)]
         if gone:
-            self._link.run("deleting old weights", lambda client: client.hdel(self._link.keys.chunks, *gone))
+            self._connection.run(
+                "deleting old weights", lambda client: client.hdel(self._connection.keys.chunks, *gone)
+            )
 
     def _there(self) -> set[bytes]:
-        found: Any = self._link.run("listing weights", lambda client: client.hkeys(self._link.keys.chunks))
+        found: Any = self._connection.run("listing weights", lambda client: client.hkeys(self._connection.keys.chunks))
         return set(found)
 
 

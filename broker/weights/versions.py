@@ -65,7 +65,7 @@ def find_route(published: Sequence[Manifest], target: Manifest, held: Held | Non
         at = base
 
 
-def links(published: Sequence[Manifest]) -> int:
+def count_deltas(published: Sequence[Manifest]) -> int:
     """How many deltas a newcomer applies to have the newest version."""
     count = 0
     for manifest in reversed(published):

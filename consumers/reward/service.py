@@ -35,7 +35,7 @@ def run_reward(config: TidemillConfig, name: str) -> None:
     scorer = _scorer(config, config.reward.terms, name)
     eval_terms = config.eval.terms if config.eval else None
     eval_scorer = _scorer(config, eval_terms, name) if eval_terms else scorer
-    service = RewardService(broker.trajectories(name), scorer, eval_scorer, lease_s=2 * config.reward.timeout_s + 10)
+    service = RewardService(broker.score_queue(name), scorer, eval_scorer, lease_s=2 * config.reward.timeout_s + 10)
     try:
         renew_s = config.reward.timeout_s / 2
         with Presence(broker, name, "reward", service.describe, service.renew, renew_s, probes=config.probes):
@@ -64,7 +64,7 @@ class RewardService:
 
     def renew(self) -> None:
         """Keep the leases of what is being scored."""
-        self._queue.renew()
+        self._queue.renew_leases()
 
     def run(self, stop: StopFlag) -> None:
         """Until stop; what was read is scored first."""

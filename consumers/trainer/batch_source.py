@@ -133,14 +133,14 @@ class BatchSource:
         references = [_reference(outcomes) for _, outcomes in self._taken]
         progress = self._progress
         record = BatchRecord(step=progress.step, version=progress.version, makes=new_version, groups=references)
-        self._session.journal(record)
+        self._session.journal_batch(record)
         return self._make_batch(record, [group for group, _ in self._taken])
 
     def _try_assemble(self) -> bool:
         """Take groups, whether the step has all of them now; False also while a pause is ordered."""
         while True:
             self._claim()
-            pipeline = self._pipeline = self._session.look()
+            pipeline = self._pipeline = self._session.read_pipeline()
             self._progress.update(pipeline)
             if self._pause.follow(pipeline.control):
                 return False
@@ -183,7 +183,7 @@ class BatchSource:
         if active and time.monotonic() - self.last_outcome_at > QUIET_S:
             self._examine(active[0].task_id)
             self._on_idle()
-        self._session.wait()
+        self._session.wait_for_scores()
         return True
 
     def _extend_deadline(self) -> None:
@@ -204,7 +204,7 @@ class BatchSource:
         for reference in record.groups:
             ids = [member.trajectory_id for member in reference.members if member.trajectory_id]
             scores = [self._claimed.get(member.scored_id) for member in reference.members if member.trajectory_id]
-            bodies = self._session.fetch(ids)
+            bodies = self._session.fetch_trajectories(ids)
             if None in bodies or None in scores:
                 raise BrokerDamaged(f"the broker has lost a part of journaled step {record.step}")
             self._buffer.take(reference.task_id)
@@ -233,7 +233,7 @@ class BatchSource:
 
     def _examine(self, task_id: int) -> None:
         """BrokerDamaged when something is missing that the oldest group, which holds all others up, waits for."""
-        if self._session.examine(task_id) == "complete":
+        if self._session.diagnose_group(task_id) == "complete":
             # Its last outcome may just have come in.
             self._claim()
             if not self._buffer.is_complete(task_id):
@@ -244,13 +244,13 @@ class BatchSource:
         """Remove outcomes of groups that hold no slot any more, or never did."""
         for task_id in self._buffer.waiting_ids() - active:
             outcomes = self._buffer.take(task_id)
-            self._session.discard(outcomes)
+            self._session.discard_scores(outcomes)
             for outcome in outcomes:
                 self._claimed.pop(outcome.scored_id, None)
 
     def _claim(self) -> None:
         while True:
-            outcomes = self._session.claim(CLAIM)
+            outcomes = self._session.claim_scores(CLAIM)
             if outcomes:
                 self.last_outcome_at = time.monotonic()
             for outcome in outcomes:
@@ -282,12 +282,14 @@ class BatchSource:
         version = self._progress.version
         taken = [self._buffer.take(task_id) for task_id in task_ids]
         scored = [[outcome for outcome in outcomes if outcome.trajectory_id] for outcomes in taken]
-        bodies = iter(self._session.fetch([outcome.trajectory_id or b"" for group in scored for outcome in group]))
+        bodies = iter(
+            self._session.fetch_trajectories([outcome.trajectory_id or b"" for group in scored for outcome in group])
+        )
         for task_id, outcomes, members in zip(task_ids, taken, scored, strict=True):
             samples = [(body, outcome.score.reward) for outcome in members if (body := next(bodies)) is not None]
             if len(samples) < len(members):
                 # Perhaps it only went back in time since the last look, which is mended with less.
-                self._session.look()
+                self._session.read_pipeline()
                 raise BrokerDamaged(f"the broker has lost samples of prompt group {task_id}")
             oldest = min(body.oldest_version for body, _ in samples)
             if version - oldest > staleness:
@@ -305,7 +307,7 @@ class BatchSource:
     def _end_group(self, task_id: int, outcomes: Sequence[ScoredSample], reason: str, how: str = "dropped") -> None:
         """End a group without training it; its slot returns."""
         self._ended[reason] += 1
-        if self._session.drop(task_id, reason, [outcome.scored_id for outcome in outcomes], how):
+        if self._session.drop_group(task_id, reason, [outcome.scored_id for outcome in outcomes], how):
             self._progress.unfinished.discard(task_id)
         for outcome in outcomes:
             self._claimed.pop(outcome.scored_id, None)

@@ -57,8 +57,8 @@ class Checkpointing:
 
     def replayable(self) -> list[BatchRecord]:
         """Let the broker forget what a checkpoint covers; the journaled steps that the weights do not have."""
-        records = [record for _, record in sorted(self._session.records().items())]
-        self._session.commit([record for record in records if record.step < self.step])
+        records = [record for _, record in sorted(self._session.read_journal().items())]
+        self._session.commit_steps([record for record in records if record.step < self.step])
         self._uncommitted = [record for record in records if self.step <= record.step < self._progress.step]
         if self._source is not None:
             self._source.keep_uncommitted(self._uncommitted)
@@ -142,7 +142,7 @@ class Checkpointing:
         if self._records:
             self._batch_files.remove_before(self._rank_group.checkpoints.oldest_step())
         covered = [record for record in self._uncommitted if record.step < self.step]
-        self._session.commit(covered)
+        self._session.commit_steps(covered)
         if self._source is not None:
             self._source.forget_covered(covered)
         self._uncommitted = [record for record in self._uncommitted if record.step >= self.step]
@@ -157,12 +157,12 @@ class Checkpointing:
     def _begin(self) -> None:
         """Begin a checkpoint of the state as it is now."""
         progress = self._progress
-        pipeline = self._session.look()
+        pipeline = self._session.read_pipeline()
         progress.update(pipeline)
         if pipeline.step > progress.step:
             # Between replays: what is still to be replayed is not in these weights, though its slots have returned.
             progress.mark_unfinished(
-                [record for step, record in self._session.records().items() if step >= progress.step]
+                [record for step, record in self._session.read_journal().items() if step >= progress.step]
             )
         self._rank_group.save(
             step=progress.step,

@@ -86,7 +86,7 @@ class TrainerContext:
         return cls(
             config=config,
             broker=broker,
-            session=broker.training(),
+            session=broker.trainer_session(),
             rank_group=RankGroup(config, step),
             progress=Progress(),
             timer=StepTimer(),

@@ -73,7 +73,7 @@ class Leadership:
         saved: the step up to which checkpoints go. FencedError if a newer trainer has used the folder.
         """
         context, progress = self._context, self._context.progress
-        takeover = context.session.begin(self._request(saved))
+        takeover = context.session.take_over(self._request(saved))
         context.retry("leader_term", lambda: self._begin(takeover.leader_term))
         context.rank_group.checkpoints.sweep(self.number)
         progress.broker_lifetime, progress.started = takeover.broker_lifetime, takeover.started

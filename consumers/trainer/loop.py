@@ -124,7 +124,7 @@ class Trainer:
         with self.timer.phase("publish"):
             self.publisher.publish()
         figures = self.step_log.write(batch, result)
-        self.session.step(batch.record)
+        self.session.complete_step(batch.record)
         self.step_log.show(figures, batch)
 
     def finish(self, stop: StopFlag) -> None:
@@ -139,7 +139,7 @@ class Trainer:
             if not stop:
                 self.rank_group.export(self.config.folder / "model")
                 copy_tokenizer(self.config.model, self.config.folder / "model")
-                self.session.finish()
+                self.session.finish_run()
         self.publisher.close()
         self.rank_group.dismiss()
         self.step_log.close()
@@ -151,7 +151,9 @@ class Trainer:
             if self.pause.hold(stop):
                 deadline = time.monotonic() + EVAL_DEADLINE_S
             position = self.broker.ledger.change_position()
-            if any(found.version == self.progress.version and found.complete for found in self.broker.evals.results()):
+            if any(
+                found.version == self.progress.version and found.complete for found in self.broker.evals.read_results()
+            ):
                 return
             self.broker.ledger.wait_change(position, 200)
         if not stop:

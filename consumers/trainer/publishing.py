@@ -33,7 +33,7 @@ class WeightPublisher:
         self._leadership = leadership
         self._store = context.broker.weights
         self._folder = (settings.folder or config.folder / "weights").resolve()
-        self._transport = make_transport(context.broker.link, settings.transport, self._folder)
+        self._transport = make_transport(context.broker.connection, settings.transport, self._folder)
         self._deltas = DeltaWriter(self._folder, settings.max_chain) if settings.deltas else None
         self._keep = settings.keep
         vocabulary = context.rank_group.step.policy.causal_lm.config.get_text_config().vocab_size

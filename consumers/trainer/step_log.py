@@ -70,7 +70,9 @@ class StepLog:
     def show(self, figures: dict[str, Any], batch: Batch) -> None:
         """Send the step's figures and samples to the broker, where dashboards read them."""
         self._broker.metrics.append(figures)
-        self._broker.samples.keep(self._progress.step, [sample for group in batch.groups for sample in group.samples])
+        self._broker.trajectory_store.keep(
+            self._progress.step, [sample for group in batch.groups for sample in group.samples]
+        )
 
     def close(self) -> None:
         self._trackers.close()

@@ -170,7 +170,7 @@ class Crowd:
         roles = ("generator", "reward")
         while not self._stop.wait(max(0.0, self._started + self.sent / self._events - time.monotonic())):
             if self.sent % max(1, int(self._events)) == 0:
-                now = self._broker.services.clock()
+                now = self._broker.heartbeats.read_clock()
                 beats = [
                     Heartbeat(
                         service=f"service-{index}",
@@ -184,7 +184,7 @@ class Crowd:
                     )
                     for index in range(self._services)
                 ]
-                self._broker.services.beat_all(beats)
+                self._broker.heartbeats.send_all(beats)
             self._broker.events.emit(Event(name="bench", service="service-0", text=f"event {self.sent}"))
             self.sent += 1
 

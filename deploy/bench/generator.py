@@ -134,7 +134,7 @@ class Bench:
             stop = StopFlag()
             service = asyncio.create_task(Generator(self._config, "generator-0", self._broker, self._engine).run(stop))
             try:
-                await self._until(service, lambda: any(beat.version == 0 for beat in self._broker.services.list()))
+                await self._until(service, lambda: any(beat.version == 0 for beat in self._broker.heartbeats.list()))
                 pairs = []
                 for _ in range(rounds + 1):
                     first, self._next = self._next, self._next + groups
@@ -151,14 +151,14 @@ class Bench:
         """A trainer that has published version 0 and has room for all groups."""
         from broker.flow.progress import TakeoverRequest
 
-        training: TrainerSession = self._broker.training()
-        leader_term = training.begin(
+        training: TrainerSession = self._broker.trainer_session()
+        leader_term = training.take_over(
             TakeoverRequest(batch=groups, staleness=0, window=1, steps=ENDLESS, every=1)
         ).leader_term
         file = self._folder / "weights.safetensors"
         shutil.copyfile(self._folder / "model" / "model.safetensors", file)
         self._broker.weights.publish(
-            make_transport(self._broker.link, "file", self._folder / "weights"),
+            make_transport(self._broker.connection, "file", self._folder / "weights"),
             file,
             version=0,
             step=0,
@@ -170,7 +170,7 @@ class Bench:
 
     async def _ours(self, service: asyncio.Task[None], first: int, groups: int) -> Round:
         ledger = self._broker.ledger
-        before = await asyncio.to_thread(ledger.state)
+        before = await asyncio.to_thread(ledger.read_state)
         tasks = [
             Task(task_id=i, kind="train", n=self._group, sampling=self._sampling, token_ids=prompt(i))
             for i in range(first, first + groups)
@@ -180,12 +180,12 @@ class Bench:
         wanted = before.samples_published + groups * self._group
         await self._until(service, lambda: self._published() >= wanted)
         seconds, cpu = time.perf_counter() - started, time.process_time() - cpu
-        tokens = (await asyncio.to_thread(ledger.state)).tokens_generated - before.tokens_generated
+        tokens = (await asyncio.to_thread(ledger.read_state)).tokens_generated - before.tokens_generated
         return Round(tokens / seconds, cpu * 1e6 / tokens)
 
     def _published(self) -> int:
-        link = self._broker.link
-        found: Any = link.run("counting samples", lambda client: client.hget(link.keys.counts, "published"))
+        connection = self._broker.connection
+        found: Any = connection.run("counting samples", lambda client: client.hget(connection.keys.counts, "published"))
         return int(found or 0)
 
     async def _until(self, service: asyncio.Task[None], condition: Callable[[], bool]) -> None:

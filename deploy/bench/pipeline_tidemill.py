@@ -31,7 +31,7 @@ class Producer:
     def __init__(self, url: str, run: str, pool: Pool, flow: Flow) -> None:
         broker = open_broker(url, run)
         self._ledger = broker.ledger
-        self._queue = broker.tasks("generator-0")
+        self._queue = broker.task_queue("generator-0")
         self._pool = pool
         self._flow = flow
         self._cursor = 0
@@ -50,7 +50,7 @@ class Producer:
             if any(answer != "ok" for words in answers for answer in words):
                 raise InfraError(f"samples were refused: {answers}")
             for delivery in deliveries:
-                self._queue.done(delivery)
+                self._queue.release(delivery)
             missing -= len(deliveries)
         return {}
 
@@ -69,7 +69,7 @@ class Rewarder:
     """The reward service without a reward function."""
 
     def __init__(self, url: str, run: str, pool: Pool, flow: Flow) -> None:
-        self._queue = open_broker(url, run).trajectories("reward-0")
+        self._queue = open_broker(url, run).score_queue("reward-0")
         self._pool = pool
         self._flow = flow
 
@@ -86,7 +86,7 @@ class Assembler:
     """The trainer without a model. Every sample must arrive once, whole, in admission order; else InfraError."""
 
     def __init__(self, url: str, run: str, pool: Pool, flow: Flow) -> None:
-        self._training = open_broker(url, run).training()
+        self._training = open_broker(url, run).trainer_session()
         begin(self._training, flow)
         self._buffer = GroupBuffer(window=1)
         self._pool = pool
@@ -105,29 +105,31 @@ class Assembler:
         record = BatchRecord(
             step=self._step, version=self._step, makes=self._step + 1, groups=[reference(group) for group in groups]
         )
-        bodies = self._training.fetch([outcome.trajectory_id or b"" for group in groups for outcome in group])
+        bodies = self._training.fetch_trajectories(
+            [outcome.trajectory_id or b"" for group in groups for outcome in group]
+        )
         arrays = self._arrays([outcome for group in groups for outcome in group], bodies)
-        self._training.journal(record)
-        self._training.step(record)
+        self._training.journal_batch(record)
+        self._training.complete_step(record)
         self._step += 1
         self._uncommitted.append(record)
         if len(arrays) != self._flow.per_step:
             raise InfraError(f"step {self._step} has {len(arrays)} samples instead of {self._flow.per_step}")
         if self._step % self._flow.commit_every == 0:
-            self._training.commit(self._uncommitted)
+            self._training.commit_steps(self._uncommitted)
             self._uncommitted.clear()
 
     def _groups(self) -> list[list[ScoredSample]]:
         while True:
             if self._complete >= self._flow.batch:
-                active = self._training.look().slots
+                active = self._training.read_pipeline().slots
                 chosen = active[: self._flow.batch]
                 if all(self._buffer.is_complete(slot.task_id) for slot in chosen):
                     break
-            outcomes = self._training.claim(CLAIM)
+            outcomes = self._training.claim_scores(CLAIM)
             self._complete += sum(self._buffer.add(outcome) for outcome in outcomes)
             if not outcomes:
-                self._training.wait()
+                self._training.wait_for_scores()
         first = self._step * self._flow.batch
         if [slot.task_id for slot in chosen] != list(range(first, first + self._flow.batch)):
             raise InfraError(f"step {self._step} has groups {[slot.task_id for slot in chosen]}, out of order")

@@ -58,7 +58,7 @@ class Generators:
     """One process's share of the generators, one thread each."""
 
     def __init__(self, url: str, run: str, first: int, count: int, lengths: Lengths) -> None:
-        self._queues = [open_broker(url, run).tasks(f"generator-{first + index}") for index in range(count)]
+        self._queues = [open_broker(url, run).task_queue(f"generator-{first + index}") for index in range(count)]
         self._lengths = lengths
         sizes = np.unique(np.geomspace(16, lengths.longest * 4 / 3, BUCKETS).astype(int))
         self._pools = {int(size): Pool(int(size)) for size in sizes}
@@ -116,7 +116,7 @@ class Generators:
             accepted = queue.publish(task.task_id, samples).count("ok")
             published += accepted
             in_time += accepted if started + seconds < end else 0
-            queue.done(delivery)
+            queue.release(delivery)
             wanted = time.monotonic()
         return {"received": received, "published": published, "in_time": in_time, "busy_s": busy}
 
@@ -154,7 +154,7 @@ class Rewarder:
     """Scores until nothing comes any more after the end."""
 
     def __init__(self, url: str, run: str) -> None:
-        self._queue = open_broker(url, run).trajectories("reward-0")
+        self._queue = open_broker(url, run).score_queue("reward-0")
         self._pool = Pool(16)
 
     def run(self, job: str, seconds: float) -> dict[str, Any]:
@@ -172,7 +172,7 @@ class Assembler:
     """Trains, without computing, whole steps in admission order. Remembers when each step freed its slots."""
 
     def __init__(self, url: str, run: str, flow: Flow) -> None:
-        self._training = open_broker(url, run).training()
+        self._training = open_broker(url, run).trainer_session()
         begin(self._training, flow)
         self._buffer = GroupBuffer(window=1)
         self._flow = flow
@@ -184,17 +184,17 @@ class Assembler:
     def run(self, job: str, seconds: float) -> dict[str, Any]:
         end = time.monotonic() + seconds + 1.5
         while time.monotonic() < end:
-            outcomes = self._training.claim(CLAIM)
+            outcomes = self._training.claim_scores(CLAIM)
             completed = sum(self._buffer.add(outcome) for outcome in outcomes)
             if completed:
                 self._train_all()
             if not outcomes:
-                self._training.wait(200)
-        self._training.commit(self._records)
+                self._training.wait_for_scores(200)
+        self._training.commit_steps(self._records)
         return {"freed": self._freed, "trained": len(self._freed) * self._flow.per_step, "tokens": self._tokens}
 
     def _train_all(self) -> None:
-        active = self._training.look().slots
+        active = self._training.read_pipeline().slots
         ready = 0
         while ready < len(active) and self._buffer.is_complete(active[ready].task_id):
             ready += 1
@@ -205,18 +205,20 @@ class Assembler:
         step = len(self._freed)
         if [group[0].task_id for group in groups] != list(range(step * len(groups), (step + 1) * len(groups))):
             raise InfraError(f"step {step} is out of admission order")
-        bodies = self._training.fetch([outcome.trajectory_id or b"" for group in groups for outcome in group])
+        bodies = self._training.fetch_trajectories(
+            [outcome.trajectory_id or b"" for group in groups for outcome in group]
+        )
         for body in bodies:
             if body is None:
                 raise InfraError(f"step {step} lost a sample")
             self._tokens += len(body.versions())
         record = BatchRecord(step=step, version=step, makes=step + 1, groups=[reference(group) for group in groups])
-        self._training.journal(record)
-        self._training.step(record)
+        self._training.journal_batch(record)
+        self._training.complete_step(record)
         self._freed.append(time.monotonic())
         self._records.append(record)
         if len(self._records) == self._flow.commit_every:
-            self._training.commit(self._records)
+            self._training.commit_steps(self._records)
             self._records.clear()
 
 
@@ -249,8 +251,8 @@ def measure(
                 shares = crew.run("scale", seconds, seconds + DEADLINE_S, tick)
                 wall = time.monotonic() - started
                 after = Usage.of(address)
-            state = broker.ledger.state()
-            waiting = int(broker.link.client.xlen(broker.link.keys.trajectories))
+            state = broker.ledger.read_state()
+            waiting = int(broker.connection.client.xlen(broker.connection.keys.trajectories))
             server = describe(address)
         finally:
             broker.purge()

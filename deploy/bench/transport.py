@@ -95,7 +95,7 @@ class Bench:
 
     def balanced(self) -> None:
         """InfraError unless the run's ledger adds up."""
-        state = open_broker(self._url, self.run).ledger.state()
+        state = open_broker(self._url, self.run).ledger.read_state()
         if not state.balanced or state.active:
             raise InfraError(f"the ledger does not add up: {state}")
 

@@ -64,9 +64,9 @@ class Line:
 
     def __init__(self, url: str, kind: str, folder: Path, subject: Subject, clock: Clock) -> None:
         self.broker = open_broker(url, f"bench-{secrets.token_hex(4)}")
-        self._training = self.broker.training()
-        self._training.begin(KNOWN)
-        self._transport = make_transport(self.broker.link, kind, folder / "out")
+        self._training = self.broker.trainer_session()
+        self._training.take_over(KNOWN)
+        self._transport = make_transport(self.broker.connection, kind, folder / "out")
         self._folder = folder
         self.subject = subject
         self._clock = clock

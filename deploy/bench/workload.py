@@ -114,7 +114,7 @@ def open_broker(url: str, run: str) -> Broker:
 
 def begin(training: TrainerSession, flow: Flow) -> None:
     """Take a new run over, as a trainer without a checkpoint does."""
-    training.begin(
+    training.take_over(
         TakeoverRequest(
             batch=flow.batch,
             staleness=flow.staleness,

@@ -14,7 +14,7 @@ from rich.table import Table
 
 from broker.client import Broker
 from broker.connection import acl
-from broker.connection.connection import Connection, answers, mask, open_client, url_from
+from broker.connection.connection import Connection, answers, find_url, mask, open_client
 from broker.connection.keys import Keys
 from broker.connection.runs import RunInfo, list_runs
 from schemas.config import BrokerConfig, TidemillConfig, load_config
@@ -35,7 +35,7 @@ def find(run: str, url: str | None, prefix: str) -> Broker:
         config = load_config(run)
         run, prefix = config.run.name, config.broker.prefix
     folder = config.folder if config else RUNS / run
-    found = url or url_from(config.broker.url if config else None) or embedded(folder)
+    found = url or find_url(config.broker.url if config else None) or embedded(folder)
     if found is None:
         raise ConfigError(
             f"no broker for run {run!r}: no embedded one answers at {folder / SOCKET}; give --url or set REDIS_URL,"
@@ -44,8 +44,8 @@ def find(run: str, url: str | None, prefix: str) -> Broker:
     answers(found)
     settings = BrokerConfig(deadline_s=DEADLINE_S, prefix=prefix)
     broker = Broker(Connection(found, Keys(prefix, run), DEADLINE_S), settings)
-    if not broker.link.run("looking for the run", lambda client: client.exists(broker.link.keys.ctl)):
-        known = ", ".join(sorted(info.name for info in list_runs(broker.link.client))) or "none"
+    if not broker.connection.run("looking for the run", lambda client: client.exists(broker.connection.keys.ctl)):
+        known = ", ".join(sorted(info.name for info in list_runs(broker.connection.client))) or "none"
         raise ConfigError(f"no run {run!r} at {mask(found)}; runs there: {known}")
     return broker
 
@@ -74,7 +74,7 @@ def size(count: float) -> str:
 
 def show_runs(url: str | None, as_json: bool) -> None:
     """Runs of one server, or of every embedded server under runs/."""
-    found = url or url_from(None)
+    found = url or find_url(None)
     urls = [found] if found else [each for folder in sorted(RUNS.glob("*")) if (each := embedded(folder))]
     if not urls:
         raise ConfigError(f"no broker: give --url or set REDIS_URL; no embedded one answers under {RUNS}{os.sep}")
@@ -93,10 +93,10 @@ def show_runs(url: str | None, as_json: bool) -> None:
 
 def purge(broker: Broker, run: str, yes: bool) -> None:
     """Delete a run after asking; a run whose services are alive is named as such."""
-    alive = [beat.service for beat in broker.services.list()]
+    alive = [beat.service for beat in broker.heartbeats.list()]
     if not yes:
         note = f" It has services: {', '.join(alive)}." if alive else ""
-        if input(f"Delete all data of run {run} in the broker ({size(broker.memory())})?{note} [y/N] ") != "y":
+        if input(f"Delete all data of run {run} in the broker ({size(broker.measure_memory())})?{note} [y/N] ") != "y":
             print("nothing was deleted")
             return
     print(f"deleted {broker.purge()} keys")

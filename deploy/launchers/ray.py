@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from broker.connection.connection import url_from
+from broker.connection.connection import find_url
 from deploy.run.up import run_up
 from deploy.supervisor.process import Process, Processes
 from deploy.supervisor.services import Exit, Running, Scaler
@@ -122,7 +122,7 @@ class RayCluster:
             self._ray.init(address=options.address, log_to_driver=False, logging_level="ERROR", include_dashboard=False)
         except (ConnectionError, RuntimeError, ValueError) as error:
             raise ConfigError(f"no Ray cluster at {options.address!r}: {' '.join(str(error).split())}") from error
-        if url_from(broker_url) is None and sum(bool(node["Alive"]) for node in self._ray.nodes()) > 1:
+        if find_url(broker_url) is None and sum(bool(node["Alive"]) for node in self._ray.nodes()) > 1:
             raise ConfigError("the embedded broker serves one machine: set REDIS_URL to a server that all nodes reach")
         self._group = self._reserve()
 

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from broker.connection.connection import answers, mask, url_from
+from broker.connection.connection import answers, find_url, mask
 from broker.connection.embedded import find_server
 from schemas.config import TidemillConfig, load_config
 from schemas.errors import ConfigError, TidemillError
@@ -121,7 +121,7 @@ def check_memory() -> Finding:
 def check_broker(configured: str | None) -> Finding:
     """The server that would be used: reachable, new enough, keeping what it is given."""
     try:
-        url = url_from(configured)
+        url = find_url(configured)
         if url is None:
             return Finding("broker", "ok", f"embedded, {find_server()}")
         warnings = answers(url)

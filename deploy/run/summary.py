@@ -287,19 +287,19 @@ def finish(config: TidemillConfig, outcome: RunOutcome, phases: Mapping[str, flo
 
 
 def _counts(config: TidemillConfig, broker: Broker, reason: str, phases: Mapping[str, float]) -> Final:
-    ledger = broker.ledger.state()
+    ledger = broker.ledger.read_state()
     return Final(
         exit_reason=reason,
         published=ledger.samples_published,
         dropped=ledger.samples_dropped,
         failed=ledger.samples_failed,
-        live=broker.ledger.samples_live(),
+        live=broker.ledger.count_live_samples(),
         # Groups are counted by reason; nearly all have all their samples.
         dropped_stale=ledger.dropped.get("stale", 0) * config.sampling.n,
         tokens_generated=ledger.tokens_generated,
         evaluations=[
             Evaluation(result.version, result.mean, max(0.0, result.time - ledger.started))
-            for result in broker.evals.results()
+            for result in broker.evals.read_results()
             if result.complete and result.n
         ],
         phases_s=phases,

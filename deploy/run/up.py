@@ -26,7 +26,7 @@ from broker.api.address import ADDRESS, address_of
 from broker.api.status.poller import Watch, unreachable
 from broker.api.web.sse import timeline_event
 from broker.client import Broker
-from broker.connection.connection import answers, open_client, url_from
+from broker.connection.connection import answers, find_url, open_client
 from broker.connection.embedded import EmbeddedServer
 from broker.presence import Presence
 from broker.telemetry.streams import StoredEvent
@@ -174,7 +174,7 @@ class _Run:
 
     def _start_broker(self, supervisor: Supervisor) -> RunOutcome | None:
         """An embedded server, unless there is one to use; an outcome only when it can't be started."""
-        url = url_from(self.config.broker.url)
+        url = find_url(self.config.broker.url)
         if url is not None:
             for warning in answers(url):
                 self.console.print(warning, soft_wrap=True, highlight=False)
@@ -370,5 +370,5 @@ def _forget(config: TidemillConfig) -> None:
             shutil.rmtree(path)
         elif path.name != LOCK:
             path.unlink()
-    if url_from(config.broker.url) is not None:
+    if find_url(config.broker.url) is not None:
         Broker.connect(config).purge()

@@ -24,8 +24,8 @@ DEADLINE_S = 5.0
 def problem(config: TidemillConfig, name: str) -> str | None:
     """What is wrong with the service called ``name``, in a few words; None when it is ready. InfraError: no broker."""
     settings = config.broker.model_copy(update={"deadline_s": DEADLINE_S})
-    services = Broker.connect(config.model_copy(update={"broker": settings})).services
-    age_s = services.age_s(name)
+    heartbeats = Broker.connect(config.model_copy(update={"broker": settings})).heartbeats
+    age_s = heartbeats.read_age_s(name)
     if age_s is None:
         return f"{name} has not come up"
     return None if age_s <= FRESH_S else f"{name} has been silent for {age_s:.0f} s"

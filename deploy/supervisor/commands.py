@@ -69,9 +69,9 @@ class CommandFollower:
         if outcome.reason == "finished":
             return
         try:
-            self._broker.link.deadline_s = 2.0
-            self._broker.ledger.set("state", outcome.reason)
-            self._broker.ledger.set("cause", str(outcome.cause) if outcome.cause else "")
+            self._broker.connection.deadline_s = 2.0
+            self._broker.ledger.set_run_state("state", outcome.reason)
+            self._broker.ledger.set_run_state("cause", str(outcome.cause) if outcome.cause else "")
         except (TidemillError, redis.RedisError) as error:
             # It may have ended because of the broker.
             log.warning("cannot say how the run ended", error=str(error))

@@ -63,8 +63,8 @@ class Rollout:
         """Return when every sample is published, failed or handed back."""
         context, task = self._context, self._task
         missing: Sequence[int] = range(task.n)
-        if self._delivery.again:
-            missing = await asyncio.to_thread(context.queue.missing, task)
+        if self._delivery.redelivered:
+            missing = await asyncio.to_thread(context.queue.find_missing, task)
             saved = await asyncio.to_thread(context.partials.load, task.task_id, missing)
             task = msgspec.structs.replace(task, partials=longest([*task.partials, *saved]))
         rollout = RolloutContext(context.engine, context.tokenizer, task, missing, self._save)
@@ -80,7 +80,7 @@ class Rollout:
             context.saver.forget(task)
         if self._unfinished:
             partial = msgspec.structs.replace(self._task, partials=self._unfinished)
-            await asyncio.to_thread(context.queue.hand_back, self._delivery, partial)
+            await asyncio.to_thread(context.queue.return_task, self._delivery, partial)
 
     async def _deliver(self, sample: SampledCompletion, seconds: float) -> None:
         """Weights that came in under the sample must have passed their probe before any token of theirs leaves."""

@@ -94,7 +94,7 @@ class TaskLoop:
         self._engine = engine
         self._updates = updates
         self._pause = pause
-        self._queue = broker.tasks(name)
+        self._queue = broker.task_queue(name)
         self._saver = PartialSaver(broker.partials(name))
         self._context = GeneratorContext(
             run=config.run.name,
@@ -108,7 +108,7 @@ class TaskLoop:
             outbox=Outbox(self._queue),
             saver=self._saver,
         )
-        self._services = broker.services
+        self._services = broker.heartbeats
         self._lengths = Lengths(min(config.sampling.max_tokens, config.model.max_length))
         self._room = asyncio.Condition()
         self._jobs: set[asyncio.Task[None]] = set()
@@ -122,7 +122,7 @@ class TaskLoop:
 
     def renew(self) -> None:
         """Keep the leases of what is in progress; called from the presence thread."""
-        self._queue.renew()
+        self._queue.renew_leases()
 
     async def run(self, stop: StopFlag) -> None:
         """Until stop; then everything unfinished is handed back, while the last read may still be waiting."""
@@ -196,9 +196,9 @@ class TaskLoop:
                 if ready and not stop:
                     await Rollout(self._context, delivery, published).run()
                 else:
-                    await asyncio.to_thread(self._queue.hand_back, delivery, task)
+                    await asyncio.to_thread(self._queue.return_task, delivery, task)
         finally:
-            self._queue.done(delivery)
+            self._queue.release(delivery)
             await self._give_room(left)
 
     async def _give_room(self, samples: int) -> None:

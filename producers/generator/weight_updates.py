@@ -105,7 +105,7 @@ class WeightUpdater:
         self._tasks = 0
         self.evaluating = 0
         self._every = config.eval.every if config.eval else None
-        self._queue = broker.tasks(name)
+        self._queue = broker.task_queue(name)
         self._unreachable: set[int] = set()
         self._loaded = time.monotonic()
         self._waiting_since: float | None = None

@@ -97,7 +97,7 @@ def _watch_ends(evidence: Evidence) -> None:
 
         return script
 
-    _replace(Connection, "script", make)
+    _replace(Connection, "run_script", make)
 
 
 def _feeder(evidence: Evidence, folder: Path) -> None:
@@ -230,7 +230,7 @@ def _trainer(evidence: Evidence, folder: Path) -> None:
 
     _replace(Checkpoints, "take", saving)
     _replace(Checkpoints, "load", loading)
-    _replace(TrainerSession, "begin", beginning)
+    _replace(TrainerSession, "take_over", beginning)
     _replace(TrainStep, "assemble", assembling)
     _replace(TrainStep, "run", running)
     _replace(StepLog, "write_trained", logging)

@@ -61,7 +61,7 @@ class Watch:
             for stream in (keys.tasks, keys.trajectories, keys.scored, keys.dead):
                 pipe.xlen(stream)
             lengths = pipe.execute()
-            state = self._ledger.state()
+            state = self._ledger.read_state()
         except (redis.RedisError, TidemillError, ValueError):
             return
         self.cursor = max(self.cursor, state.cursor)

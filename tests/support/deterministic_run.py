@@ -19,8 +19,8 @@ STEPS, EVERY = 5, 2
 def configuration(folder: Path, model: Path, broker: Broker, **trainer: Any) -> dict[str, Any]:
     """For ``parse_config``: five steps of two groups, a checkpoint after every second."""
     return {
-        "run": {"name": broker.link.keys.base.strip("{}").partition(":")[2], "folder": str(folder)},
-        "broker": {"url": broker.link.url},
+        "run": {"name": broker.connection.keys.base.strip("{}").partition(":")[2], "folder": str(folder)},
+        "broker": {"url": broker.connection.url},
         "model": {"path": str(model), "dtype": "float32", "max_length": 64},
         "train": {"name": "arithmetic"},
         "sampling": {"n": 2, "max_tokens": 16},
@@ -56,7 +56,7 @@ class Pipeline:
         assert not self._thread.is_alive()
 
     def _run(self) -> None:
-        tasks, rewards = self._broker.tasks("g"), self._broker.trajectories("r")
+        tasks, rewards = self._broker.task_queue("g"), self._broker.score_queue("r")
         following = 0
         while not self._stop.is_set():
             task = Task(task_id=following, kind="train", n=2, sampling=Sampling(), text="?")
@@ -64,5 +64,5 @@ class Pipeline:
             for delivery in tasks.read(8, 5):
                 task_id = delivery.message.task_id
                 tasks.publish(task_id, [trajectory(task_id, sample, completion=5 + task_id % 3) for sample in range(2)])
-                tasks.done(delivery)
+                tasks.release(delivery)
             rewards.publish([(item, Score(reward=float(item.message.sample))) for item in rewards.read(64, 5)])

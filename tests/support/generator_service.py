@@ -77,7 +77,7 @@ def publish(
     file = folder / f"new-{version}"
     file.write_bytes(content)
     broker.weights.publish(
-        make_transport(broker.link, "redis", folder),
+        make_transport(broker.connection, "redis", folder),
         file,
         version=version,
         step=version,
@@ -119,7 +119,7 @@ async def living(config: TidemillConfig, broker: Broker, engine: AnyEngine, scen
 
 async def published(broker: Broker, count: int) -> list[Trajectory]:
     """The first ``count`` trajectories, when they are there."""
-    client, key = broker.link.client, broker.link.keys.trajectories
+    client, key = broker.connection.client, broker.connection.keys.trajectories
     position: Any = "0"
     found: list[Trajectory] = []
     async with asyncio.timeout(30):
@@ -142,7 +142,7 @@ def freeze(broker: Broker) -> Callable[[], bool]:
     orders = broker.run_control.read()
     assert orders is not None
     number = orders.pause_id
-    return lambda: any(b.service == "g" and b.acknowledged.get("pause") == number for b in broker.services.list())
+    return lambda: any(b.service == "g" and b.acknowledged.get("pause") == number for b in broker.heartbeats.list())
 
 
 def versions(trajectories: Sequence[Trajectory]) -> set[int]:

@@ -18,26 +18,26 @@ def one_group(roles: Mapping[str, Broker], folder: Path) -> TrainerSession:
     """The first group of a run is admitted, generated, scored, trained and committed, its weights go out and in."""
     training = begin(roles["trainer"])
     assert roles["feeder"].ledger.admit(task(0)).answer == "ok"
-    tasks = roles["generator"].tasks("g")
+    tasks = roles["generator"].task_queue("g")
     (delivery,) = tasks.read(10, 10)
     assert tasks.publish(0, [trajectory(0, 0), trajectory(0, 1)]) == ["ok", "ok"]
-    tasks.done(delivery)
-    trajectories = roles["reward"].trajectories("r")
+    tasks.release(delivery)
+    trajectories = roles["reward"].score_queue("r")
     scores = [(item, Score(reward=float(item.message.sample))) for item in trajectories.read(10, 10)]
     assert trajectories.publish(scores) == ["ok", "ok"]
-    training.wait(1)
+    training.wait_for_scores(1)
     record = record_of(training)
-    bodies = training.fetch([member.trajectory_id for member in record.groups[0].members])
+    bodies = training.fetch_trajectories([member.trajectory_id for member in record.groups[0].members])
     assert [body is None for body in bodies] == [False, False]
-    training.journal(record)
-    assert training.records() == {0: record}
-    training.step(record)
+    training.journal_batch(record)
+    assert training.read_journal() == {0: record}
+    training.complete_step(record)
     publish_weights(roles["trainer"], training.leader_term, 1, folder)
-    training.commit([record])
+    training.commit_steps([record])
     assert fetch_weights(roles["generator"], folder).version == 1
     for role, broker in roles.items():
         if role not in ("observer", "operator"):
-            broker.services.beat(Heartbeat(service=role, role=role, host="h", pid=1, state="running"))
+            broker.heartbeats.send(Heartbeat(service=role, role=role, host="h", pid=1, state="running"))
     roles["generator"].events.emit(Event(name="weights", service="g"))
     roles["trainer"].metrics.append({"step": 0})
     look_at(roles["observer"], trained=1)
@@ -61,7 +61,7 @@ def publish_weights(
     """The weights of the trainer with this term, by default through the broker itself."""
     file = folder / "new.safetensors"
     file.write_bytes(content)
-    transport = make_transport(broker.link, kind, folder)
+    transport = make_transport(broker.connection, kind, folder)
     broker.weights.publish(
         transport,
         file,
@@ -85,12 +85,12 @@ def fetch_weights(broker: Broker, folder: Path) -> Manifest:
 
 def look_at(broker: Broker, trained: int) -> None:
     """All that a status or a dashboard shows."""
-    state = broker.ledger.state()
+    state = broker.ledger.read_state()
     assert (state.trained, state.active, state.balanced) == (trained, 0, True)
-    assert broker.lags() == {"tasks": 0, "trajectories": 0, "scored": 0}
-    assert [beat.service for beat in broker.services.list()] == ["feeder", "generator", "reward", "trainer"]
+    assert broker.read_lags() == {"tasks": 0, "trajectories": 0, "scored": 0}
+    assert [beat.service for beat in broker.heartbeats.list()] == ["feeder", "generator", "reward", "trainer"]
     assert [event.name for event in broker.events.tail(8)] == ["weights"]
     assert broker.metrics.tail(8) == [{"step": 0}]
-    assert broker.evals.results() == []
+    assert broker.evals.read_results() == []
     assert broker.dead_letters.list() == []
-    assert broker.memory() > 0
+    assert broker.measure_memory() > 0

@@ -26,5 +26,5 @@ def begin(broker: Broker, **changes: Any) -> TrainerSession:
 
 def begin_as(broker: Broker, request: TakeoverRequest) -> tuple[TrainerSession, Takeover]:
     """Take over with this knowledge."""
-    training = broker.training()
-    return training, training.begin(request)
+    training = broker.trainer_session()
+    return training, training.take_over(request)

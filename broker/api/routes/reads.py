@@ -92,7 +92,7 @@ async def events(
     missed: list[StoredEvent] = []
     try:
         if position := last_event_id or since:
-            missed = await asyncio.to_thread(context.broker.events.after, position, KEEP_LINES)
+            missed = await asyncio.to_thread(context.broker.events.read_after, position, KEEP_LINES)
     except BaseException:
         context.hub.leave(page)
         raise
@@ -130,4 +130,4 @@ def trajectory(
 @router.get("/evaluations")
 def evaluations(context: InContext) -> Evaluations:
     """All evaluations on held-out prompts."""
-    return Evaluations(evaluations=[evaluation(result) for result in context.broker.evals.results()])
+    return Evaluations(evaluations=[evaluation(result) for result in context.broker.evals.read_results()])

@@ -102,7 +102,7 @@ def timeline(broker: Broker, limit: int) -> Timeline:
 def letters(broker: Broker, limit: int) -> DeadLetters:
     """The newest messages that could not be processed, newest first."""
     found = [letter_head(filed) for filed in reversed(broker.dead_letters.list(limit))]
-    return DeadLetters(letters=found, total=broker.ledger.state().dead_letters)
+    return DeadLetters(letters=found, total=broker.ledger.read_state().dead_letters)
 
 
 def letter(broker: Broker, id: str) -> LetterDetail:
@@ -148,7 +148,7 @@ def dropped(state: RunState) -> Accepted:
 
 def trajectories(broker: Broker, search: Search, limit: int) -> Trajectories:
     """Search what is in the pipeline, and the trained samples that are kept for reading; newest first."""
-    found = broker.samples.search(search.wants, limit, EXAMINED, search.state == "trained")
+    found = broker.trajectory_store.search(search.wants, limit, EXAMINED, search.state == "trained")
     return Trajectories(
         trajectories=[head(seen) for seen in found.items], examined=found.examined, complete=found.complete
     )
@@ -156,7 +156,7 @@ def trajectories(broker: Broker, search: Search, limit: int) -> Trajectories:
 
 def trajectory(broker: Broker, task_id: int, sample: int, decode: Decode | None) -> TrajectoryDetail:
     """One in full; Refusal when it is gone."""
-    seen = broker.samples.get(task_id, sample)
+    seen = broker.trajectory_store.get(task_id, sample)
     if seen is None:
         raise Refusal(
             404, f"sample {sample} of task {task_id} is not in the pipeline, and not among the trained ones kept"
@@ -172,7 +172,7 @@ def change(broker: Broker, wanted: SettingsChange, service: str, by: str) -> Non
     for name in SETTINGS:
         if name in given:
             value = getattr(wanted, name)
-            if not broker.ledger.change(name, value):
+            if not broker.ledger.change_setting(name, value):
                 raise Refusal(409, "the run has no trainer yet that could follow; try again when it has begun")
             text = f"{name} set to {value}" if value is not None else f"{name} set back to the configuration's"
             note(broker, service, "settings", text, by)

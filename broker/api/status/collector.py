@@ -15,7 +15,7 @@ from broker.api.status.series import HISTOGRAM, History, Rates
 from broker.client import Broker
 from broker.flow.ledger import LedgerState
 from broker.flow.run_control import ControlState
-from broker.telemetry.stream_lag import Gauge, read_gauges
+from broker.telemetry.stream_lag import StreamLag, read_stream_lags
 from broker.telemetry.streams import FORGOTTEN_S, EvalResult
 from schemas.config import TidemillConfig
 from schemas.control_api import (
@@ -95,21 +95,21 @@ class Collector:
     def read(self) -> RunStatus:
         """The run now; InfraError when the broker does not answer."""
         broker = self._broker
-        ledger = broker.ledger.state()
-        gauges = read_gauges(broker.link, self._surplus)
-        known = broker.services.list()
-        results = broker.evals.results()
-        now = broker.services.clock()
+        ledger = broker.ledger.read_state()
+        lags = read_stream_lags(broker.connection, self._surplus)
+        known = broker.heartbeats.list()
+        results = broker.evals.read_results()
+        now = broker.heartbeats.read_clock()
         beats = [beat for beat in known if now - beat.time < FORGOTTEN_S]
         self._follow_metrics()
         if self._measure_memory and time.monotonic() >= self._memory_due:
-            self._memory = broker.memory()
+            self._memory = broker.measure_memory()
             self._memory_due = time.monotonic() + MEMORY_EVERY_S
-        self._rates.add(now, _counts(ledger, gauges))
+        self._rates.add(now, _counts(ledger, lags))
         self._follow_loads(beats)
         self.control = ledger.control
         self.evaluations = results
-        return self._status(ledger, gauges, beats, results, now)
+        return self._status(ledger, lags, beats, results, now)
 
     def _follow_loads(self, beats: Sequence[Heartbeat]) -> None:
         """How long generators stood still for the last versions that they loaded: a single slow one says little."""
@@ -120,7 +120,7 @@ class Collector:
 
     def _follow_metrics(self) -> None:
         while True:
-            self._metrics_id, lines = self._broker.metrics.after(self._metrics_id, METRICS_AT_ONCE)
+            self._metrics_id, lines = self._broker.metrics.read_after(self._metrics_id, METRICS_AT_ONCE)
             for line in lines:
                 self.history.add(line)
                 counts = line.get(HISTOGRAM)
@@ -132,13 +132,13 @@ class Collector:
     def _status(
         self,
         ledger: LedgerState,
-        gauges: Sequence[Gauge],
+        lags: Sequence[StreamLag],
         beats: Sequence[Heartbeat],
         results: Sequence[EvalResult],
         now: float,
     ) -> RunStatus:
         orders, history, rates = ledger.control, self.history, self._rates
-        pause = pause_status(orders, beats, gauges, now)
+        pause = pause_status(orders, beats, lags, now)
         state, cause = run_state(ledger, pause, beats, now)
         services = [self._service(beat, orders, now) for beat in beats]
         services.sort(key=lambda service: (_rank(service.role), natural(service.name)))
@@ -159,7 +159,7 @@ class Collector:
             reward=next(iter(history.last("reward/mean")), None),
             evaluation=evaluation(complete[-1]) if complete else None,
             pause=pause,
-            verdict=verdict(self._evidence(state, cause, ledger, gauges, beats, now)),
+            verdict=verdict(self._evidence(state, cause, ledger, lags, beats, now)),
             throughput=Throughput(
                 generated_tokens=_sum(services, "generator"),
                 trained_tokens=_sum(services, "trainer"),
@@ -171,7 +171,7 @@ class Collector:
             ),
             staleness=self._staleness(ledger),
             ledger=_ledger(ledger),
-            streams=[self._stream(gauge, now) for gauge in gauges],
+            streams=[self._stream(lag, now) for lag in lags],
             services=services,
             settings=Settings(
                 staleness=ledger.staleness if ledger.leader_term else self._plan.staleness,
@@ -205,15 +205,15 @@ class Collector:
             figures=figures,
         )
 
-    def _stream(self, gauge: Gauge, now: float) -> StreamStatus:
+    def _stream(self, lag: StreamLag, now: float) -> StreamStatus:
         return StreamStatus.model_validate(
             {
-                "name": gauge.name,
-                "length": gauge.length,
-                "waiting": gauge.waiting,
-                "pending": gauge.pending,
-                "oldest_s": None if gauge.oldest is None else round(max(0.0, now - gauge.oldest), 2),
-                "rate": self._rates.of(gauge.name),
+                "name": lag.name,
+                "length": lag.length,
+                "waiting": lag.waiting,
+                "pending": lag.pending,
+                "oldest_s": None if lag.oldest is None else round(max(0.0, now - lag.oldest), 2),
+                "rate": self._rates.of(lag.name),
             }
         )
 
@@ -241,13 +241,13 @@ class Collector:
         state: RunState,
         cause: str,
         ledger: LedgerState,
-        gauges: Sequence[Gauge],
+        lags: Sequence[StreamLag],
         beats: Sequence[Heartbeat],
         now: float,
     ) -> Evidence:
         history, live = self.history, [beat for beat in beats if is_live(beat, now)]
         total = sum(history.last("time/total_s", RECENT))
-        stream = {gauge.name: gauge for gauge in gauges}
+        stream = {lag.name: lag for lag in lags}
         generators = [beat for beat in live if beat.role == "generator"]
         places = len(generators) * (ledger.control.concurrency or self._plan.max_samples)
         taken = sum(beat.figures.get("samples_in_flight", 0.0) for beat in generators)
@@ -291,8 +291,8 @@ def evaluation(result: EvalResult) -> EvaluationStatus:
     )
 
 
-def _counts(ledger: LedgerState, gauges: Sequence[Gauge]) -> dict[str, int]:
-    counts = {gauge.name: gauge.entered for gauge in gauges}
+def _counts(ledger: LedgerState, lags: Sequence[StreamLag]) -> dict[str, int]:
+    counts = {lag.name: lag.entered for lag in lags}
     return counts | {
         "admitted": ledger.admitted,
         "published": ledger.samples_published,

@@ -165,7 +165,7 @@ class Watch:
                 if position is None:
                     newest = self._broker.events.newest(1)
                     position = newest[-1].id if newest else "0-0"
-                events = self._broker.events.after(position, EVENTS_AT_ONCE, BLOCK_MS)
+                events = self._broker.events.read_after(position, EVENTS_AT_ONCE, BLOCK_MS)
             except (TidemillError, redis.RedisError) as error:
                 log.warning("cannot follow the timeline", error=str(error))
                 self._stop.wait(1.0)

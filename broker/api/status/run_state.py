@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from broker.flow.ledger import LedgerState
 from broker.flow.run_control import ControlState
-from broker.telemetry.stream_lag import Gauge
+from broker.telemetry.stream_lag import StreamLag
 from schemas.control_api import PauseStatus, RunState
 from schemas.messages import Heartbeat
 
@@ -25,7 +25,9 @@ def is_live(beat: Heartbeat, now: float) -> bool:
     return now - beat.time < LIVE_S
 
 
-def pause_status(orders: ControlState, beats: Sequence[Heartbeat], gauges: Sequence[Gauge], now: float) -> PauseStatus:
+def pause_status(
+    orders: ControlState, beats: Sequence[Heartbeat], lags: Sequence[StreamLag], now: float
+) -> PauseStatus:
     """How far the present pause is."""
     live = [beat for beat in beats if beat.role in SAMPLERS and is_live(beat, now)]
     missing: list[str] = []
@@ -33,7 +35,7 @@ def pause_status(orders: ControlState, beats: Sequence[Heartbeat], gauges: Seque
         missing = [beat.service for beat in live if beat.acknowledged.get("pause") != orders.pause_id]
     if orders.pause == "drain":
         missing = [name for name in missing if name not in _names(live, "generator")]
-        missing += [gauge.name for gauge in gauges if gauge.name in UNDER_WAY and gauge.waiting + gauge.pending]
+        missing += [lag.name for lag in lags if lag.name in UNDER_WAY and lag.waiting + lag.pending]
     return PauseStatus(
         mode=orders.pause,
         id=orders.pause_id,

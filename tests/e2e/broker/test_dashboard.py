@@ -117,15 +117,15 @@ class System:
         """Give up the newest prompt group, as after too many dead generators; the id of its dead letter."""
         generator = self.run.service("generator-0")
         assert generator is not None
-        link = Connection(generator.environ()["REDIS_URL"], Keys("tidemill", "e2e"), 10.0)
+        connection = Connection(generator.environ()["REDIS_URL"], Keys("tidemill", "e2e"), 10.0)
         body = DeadLetter(source="tasks", reason="nobody could make it", deliveries=9, payload=b"")
         for _ in range(20):
-            newest = link.client.xrevrange(link.keys.tasks, count=1)
+            newest = connection.client.xrevrange(connection.keys.tasks, count=1)
             assert newest, "there is no task"
             entry, fields = newest[0]
             letter = encode(replace(body, task_id=int(fields[b"t"])))
-            if link.script("fail_task", "tasks", entry, fields[b"t"], letter) == b"ok":
-                found = link.client.xrevrange(link.keys.dead, count=20)
+            if connection.run_script("fail_task", "tasks", entry, fields[b"t"], letter) == b"ok":
+                found = connection.client.xrevrange(connection.keys.dead, count=20)
                 return next(id.decode() for id, fields in found if fields[b"b"] == letter)
         raise AssertionError("every task was gone before it could be given up")
 

@@ -40,7 +40,7 @@ class System(test_pause.System):
     @property
     def tokens(self) -> int:
         """All tokens: of finished samples as the broker counts them, and of those that grow."""
-        return self.broker.ledger.state().tokens_generated + sum(self.growing().values())
+        return self.broker.ledger.read_state().tokens_generated + sum(self.growing().values())
 
     def freeze_under_way(self) -> None:
         """Freeze while samples are half done; on a quiet machine the first attempt does."""
@@ -102,7 +102,7 @@ def test_nothing_is_sampled_in_a_freeze_and_a_generator_that_leaves_in_it_hands_
     half_done = sorted(system.growing().values())
     step = system.step
     system.end("generator-0")
-    queue = system.broker.tasks("reader")
+    queue = system.broker.task_queue("reader")
     deliveries = queue.read(100, 100)
     tasks = [item.message for item in deliveries]
     parts = sorted(len(part.tokens) for task in tasks for part in task.partials)
@@ -111,17 +111,17 @@ def test_nothing_is_sampled_in_a_freeze_and_a_generator_that_leaves_in_it_hands_
     assert given_back
     assert system.step == step
     for item in deliveries:
-        assert queue.hand_back(item, item.message)
+        assert queue.return_task(item, item.message)
 
     system.start_generator("generator-1")
     system.wait("the pause", system.paused)
     assert system.step == step
     system.broker.run_control.pause("none", "test")
     system.wait("steps", lambda: system.step > step + len(tasks))
-    state = system.broker.ledger.state()
+    state = system.broker.ledger.read_state()
     assert state.balanced
     assert not state.failed
-    found = system.broker.samples.search(lambda seen: True, 200, 2000).items
+    found = system.broker.trajectory_store.search(lambda seen: True, 200, 2000).items
     finished = {
         (seen.trajectory.task_id, seen.trajectory.sample): seen.trajectory.tokens.numpy()[
             seen.trajectory.loss_mask.data.index(1) :

@@ -221,5 +221,5 @@ def test_a_dead_engine_core_ends_the_service_and_its_tasks_go_to_others(world: W
     with pytest.raises(InfraError):
         run(world.engine.generate(PROBE, task(0).sampling))
     assert not any(alive(pid) for pid in cores)
-    deliveries = world.broker.tasks("other").claim_stale(0.0, 10)
+    deliveries = world.broker.task_queue("other").claim_stale(0.0, 10)
     assert {item.message.task_id for item in deliveries} == {0, 1}

@@ -113,7 +113,7 @@ class World:
         return found
 
     def version_of(self, name: str) -> int:
-        return next((beat.version for beat in self.broker.services.list() if beat.service == name), -1)
+        return next((beat.version for beat in self.broker.heartbeats.list() if beat.service == name), -1)
 
     def wait(self, condition: Callable[[], object], what: str) -> None:
         end = time.monotonic() + DEADLINE_S
@@ -147,14 +147,14 @@ class World:
             raise
 
     def _feed(self) -> None:
-        position, cursor = self.broker.ledger.change_position(), self.broker.ledger.state().cursor
+        position, cursor = self.broker.ledger.change_position(), self.broker.ledger.read_state().cursor
         text = f"{cursor}+1="
         task = Task(task_id=cursor, kind="train", n=SAMPLES, sampling=Sampling(max_tokens=MAX_TOKENS), text=text)
         if self.broker.ledger.admit(task).answer not in ("ok", "moved"):
             self.broker.ledger.wait_change(position, 200)
 
     def _score(self) -> None:
-        queue = self.broker.trajectories("r")
+        queue = self.broker.score_queue("r")
         while not self._stop.is_set():
             queue.publish([(item, Score(reward=1.0)) for item in queue.read(64, 200)])
 
@@ -166,25 +166,25 @@ class World:
                 break
             groups = [buffer.take(task_id) for task_id in chosen]
             record = BatchRecord(step=step, version=step, makes=step + 1, groups=[reference(group) for group in groups])
-            bodies = training.fetch([item.trajectory_id or b"" for group in groups for item in group])
+            bodies = training.fetch_trajectories([item.trajectory_id or b"" for group in groups for item in group])
             self.trained += [body for body in bodies if body is not None]
-            training.journal(record)
-            training.step(record)
+            training.journal_batch(record)
+            training.complete_step(record)
             self._weights.publish(step + 1)
             done.append(record)
             self.steps = step + 1
-        training.commit(done)
+        training.commit_steps(done)
 
     def _batch(self, training: TrainerSession, buffer: GroupBuffer) -> list[int] | None:
         while not self._stop.is_set():
-            chosen = [slot.task_id for slot in training.look().slots[:BATCH]]
+            chosen = [slot.task_id for slot in training.read_pipeline().slots[:BATCH]]
             if len(chosen) == BATCH and all(buffer.is_complete(task_id) for task_id in chosen):
                 return chosen
-            outcomes = training.claim(100)
+            outcomes = training.claim_scores(100)
             for outcome in outcomes:
                 buffer.add(outcome)
             if not outcomes:
-                training.wait(200)
+                training.wait_for_scores(200)
         return None
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from broker.client import Broker
 from broker.connection.embedded import EmbeddedServer
-from broker.weights.versions import links
+from broker.weights.versions import count_deltas
 from tests.support.up_runs import Run, trained_samples
 
 pytestmark = pytest.mark.e2e
@@ -87,7 +87,7 @@ def test_a_policy_learns_with_real_vllm_and_nothing_is_lost(
     assert versions[-1].version == steps
     assert all(manifest.delta for manifest in versions)
     assert not all(manifest.whole for manifest in versions)
-    assert links(versions) <= chain
+    assert count_deltas(versions) <= chain
     assert not [event for event in broker.events.tail(100) if event.level == "error"]
 
 

@@ -69,7 +69,7 @@ def test_any_rank_may_be_killed_and_nothing_is_lost_or_trained_twice(tmp_path: P
         other = rank(run, 1 - victim)
         assert other is not None
         process.kill()
-        other.wait(30)
+        other.wait_for_scores(30)
     summary = run.finish(900)
     assert run.steps() == STEPS
     samples = trained_samples(run)

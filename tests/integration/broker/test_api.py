@@ -103,7 +103,7 @@ def test_the_status_of_a_run_that_has_not_begun(api: Api) -> None:
 
 def test_orders_are_idempotent_and_the_timeline_says_who_gave_them(api: Api) -> None:
     begin(api.broker)
-    api.broker.services.beat(Heartbeat(service="g", role="generator", host="h", pid=1, state="running"))
+    api.broker.heartbeats.send(Heartbeat(service="g", role="generator", host="h", pid=1, state="running"))
     first = api.ask("POST", "/v1/pause", {"mode": "freeze"}, x_tidemill_by="ann@desk")[1]
     again = api.ask("POST", "/v1/pause", {"mode": "freeze"})[1]
     assert (first["changed"], first["done"], first["waiting_for"]) == (True, False, ["g"])
@@ -114,7 +114,7 @@ def test_orders_are_idempotent_and_the_timeline_says_who_gave_them(api: Api) -> 
     beat = Heartbeat(
         service="g", role="generator", host="h", pid=1, state="paused", acknowledged={"pause": order.pause_id}
     )
-    api.broker.services.beat(beat)
+    api.broker.heartbeats.send(beat)
     assert api.ask("POST", "/v1/pause", {"wait_s": 5})[1]["done"]
     assert api.ask("GET", "/v1/status")[1]["state"] == "paused"
     assert api.ask("POST", "/v1/resume")[1]["changed"]
@@ -129,7 +129,7 @@ def test_settings_are_checked_changed_and_logged(api: Api) -> None:
     assert api.ask("PATCH", "/v1/settings", {"batch": 4})[0] == 409
     begin(api.broker)
     assert api.ask("PATCH", "/v1/settings", {"batch": 4, "concurrency": 9})[1]["batch"] == 4
-    assert api.broker.ledger.state().control.concurrency == 9
+    assert api.broker.ledger.read_state().control.concurrency == 9
     for wrong in ({"batch": 0}, {"batch": "x"}, {"bach": 3}, {}, {"staleness": 10**9}):
         assert api.ask("PATCH", "/v1/settings", wrong)[0] == 422
 
@@ -158,10 +158,10 @@ def test_a_refusal_names_the_command_that_scales_here(broker: Broker) -> None:
 def test_trajectories_are_found_by_what_they_are(api: Api) -> None:
     begin(api.broker)
     api.broker.ledger.admit(task(0))
-    tasks = api.broker.tasks("g")
+    tasks = api.broker.task_queue("g")
     tasks.read(1, 10)
     tasks.publish(0, [trajectory(0, 0), trajectory(0, 1)])
-    scores = api.broker.trajectories("r")
+    scores = api.broker.score_queue("r")
     scores.publish([(item, Score(reward=float(item.message.sample))) for item in scores.read(2, 10)])
     assert len(api.ask("GET", "/v1/trajectories")[1]["trajectories"]) == 2
     (only,) = api.ask("GET", "/v1/trajectories?reward_min=0.5&state=scored")[1]["trajectories"]
@@ -177,10 +177,10 @@ def test_trajectories_are_found_by_what_they_are(api: Api) -> None:
 def test_trained_trajectories_are_found_while_the_pipeline_still_holds_them(api: Api) -> None:
     begin(api.broker)
     api.broker.ledger.admit(task(0))
-    tasks = api.broker.tasks("g")
+    tasks = api.broker.task_queue("g")
     tasks.read(1, 10)
     tasks.publish(0, [trajectory(0, 0)])
-    api.broker.samples.keep(3, [(trajectory(0, 0), 1.0)])
+    api.broker.trajectory_store.keep(3, [(trajectory(0, 0), 1.0)])
     (only,) = api.ask("GET", "/v1/trajectories?state=trained")[1]["trajectories"]
     assert (only["task_id"], only["step"]) == (0, 3)
     assert api.ask("GET", "/v1/trajectories/0/0")[1]["state"] == "trained"
@@ -189,7 +189,7 @@ def test_trained_trajectories_are_found_while_the_pipeline_still_holds_them(api:
 def test_dead_letters_are_shown_and_dropped(api: Api) -> None:
     begin(api.broker)
     api.broker.ledger.admit(task(0))
-    queue = api.broker.tasks("g")
+    queue = api.broker.task_queue("g")
     queue.read(1, 10)
     queue.fail_sample(0, 0, "too long")
     found = api.ask("GET", "/v1/dead-letters")[1]
@@ -234,7 +234,7 @@ def test_metrics_and_history_follow_the_steps(api: Api) -> None:
         text = page.read().decode()
     assert 'tidemill_staleness_versions_bucket{le="1.0"} 4.0' in text
     assert "tidemill_reward_mean 0.5" in text
-    assert api.broker.link.url not in text
+    assert api.broker.connection.url not in text
 
 
 def test_the_document_names_every_answer(api: Api) -> None:

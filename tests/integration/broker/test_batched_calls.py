@@ -18,56 +18,56 @@ GROUPS, SAMPLES = 20, 8
 
 def fill(broker: Broker) -> list[bytes]:
     """Admit and publish everything; returns the entries of the trajectories, in order."""
-    begin(broker.training(), Flow(batch=GROUPS, staleness=0))
+    begin(broker.trainer_session(), Flow(batch=GROUPS, staleness=0))
     admission = broker.ledger.admit_all([POOL.task(task_id, SAMPLES) for task_id in range(GROUPS)])
     assert (admission.answer, admission.next) == ("ok", GROUPS)
-    queue = broker.tasks("g")
+    queue = broker.task_queue("g")
     results = [
         (item.message.task_id, [POOL.trajectory(item.message, s, 0) for s in range(SAMPLES)])
         for item in queue.read(GROUPS)
     ]
     assert queue.publish_all(results) == [["ok"] * SAMPLES] * GROUPS
-    return [entry for entry, _ in broker.link.client.xrange(broker.link.keys.trajectories)]
+    return [entry for entry, _ in broker.connection.client.xrange(broker.connection.keys.trajectories)]
 
 
 def test_admission_stops_at_the_first_task_there_is_no_room_for(broker: Broker) -> None:
-    begin(broker.training(), Flow(batch=2, staleness=0))
+    begin(broker.trainer_session(), Flow(batch=2, staleness=0))
     admission = broker.ledger.admit_all([POOL.task(task_id, 2) for task_id in range(4)])
     assert (admission.answer, admission.next) == ("full", 2)
     assert broker.ledger.admit_all([POOL.task(0, 2)]).next == 2
-    assert broker.ledger.state().admitted == 2
+    assert broker.ledger.read_state().admitted == 2
 
 
 def test_a_sample_twice_in_one_call_is_published_once(broker: Broker) -> None:
-    begin(broker.training(), Flow(batch=1, staleness=0))
+    begin(broker.trainer_session(), Flow(batch=1, staleness=0))
     broker.ledger.admit(POOL.task(0, 2))
-    (delivery,) = broker.tasks("g").read(1)
+    (delivery,) = broker.task_queue("g").read(1)
     first, second = (POOL.trajectory(delivery.message, sample, 0) for sample in (0, 1))
-    assert broker.tasks("g").publish(0, [first, first, second]) == ["ok", "dup", "ok"]
-    assert broker.link.client.xlen(broker.link.keys.trajectories) == 2
-    assert broker.ledger.state().samples_published == 2
-    assert broker.link.client.xlen(broker.link.keys.tasks) == 0
+    assert broker.task_queue("g").publish(0, [first, first, second]) == ["ok", "dup", "ok"]
+    assert broker.connection.client.xlen(broker.connection.keys.trajectories) == 2
+    assert broker.ledger.read_state().samples_published == 2
+    assert broker.connection.client.xlen(broker.connection.keys.tasks) == 0
 
 
 def test_more_scores_than_fit_one_call_are_each_published_once(broker: Broker) -> None:
     count = len(fill(broker))
     assert count > 2 * AT_ONCE
-    queue = broker.trajectories("r")
+    queue = broker.score_queue("r")
     results = [(item, Score(reward=1.0)) for item in queue.read(count)]
     assert queue.publish([*results, results[0]]) == ["ok"] * count + ["dup"]
     assert queue.publish(results) == ["dup"] * count
-    assert broker.link.client.xlen(broker.link.keys.scored) == count
-    assert broker.link.client.xpending(broker.link.keys.trajectories, "reward")["pending"] == 0
+    assert broker.connection.client.xlen(broker.connection.keys.scored) == count
+    assert broker.connection.client.xpending(broker.connection.keys.trajectories, "reward")["pending"] == 0
 
 
 def test_trajectories_are_fetched_in_the_order_asked_for(broker: Broker) -> None:
     ids = fill(broker)
     asked = [ids[9], b"5-0", ids[3], *ids[100:140], ids[4], ids[3]]
-    broker.link.client.xdel(broker.link.keys.trajectories, ids[110])
-    found = broker.training().fetch(asked)
+    broker.connection.client.xdel(broker.connection.keys.trajectories, ids[110])
+    found = broker.trainer_session().fetch_trajectories(asked)
     wanted = [None if entry in (b"5-0", ids[110]) else divmod(ids.index(entry), SAMPLES) for entry in asked]
     assert [body and (body.task_id, body.sample) for body in found] == wanted
-    assert broker.training().fetch([]) == []
+    assert broker.trainer_session().fetch_trajectories([]) == []
 
 
 def test_entries_without_a_gap_are_read_as_one_stretch() -> None:

@@ -32,14 +32,14 @@ def train_one(broker: Broker, training: TrainerSession, task_id: int) -> None:
     """One group through all hops, trained but not yet covered by a checkpoint."""
     assert broker.ledger.admit(task(task_id)).answer == "ok"
     run_group(broker, task_id, (Score(reward=1.0), Score(reward=0.0)))
-    record = record_of(training, step=training.look().step)
-    training.journal(record)
-    training.step(record)
+    record = record_of(training, step=training.read_pipeline().step)
+    training.journal_batch(record)
+    training.complete_step(record)
 
 
 def checkpoint(training: TrainerSession, broker_lifetime: str = "start") -> TakeoverRequest:
     """What a checkpoint of this moment would hold."""
-    look = training.look()
+    look = training.read_pipeline()
     return changed(
         FIRST,
         fresh=False,
@@ -66,15 +66,15 @@ def test_a_wiped_broker_admits_what_was_unfinished_first_and_then_goes_on(broker
     train_one(broker, training, 0)
     for task_id in (1, 2, 3):
         broker.ledger.admit(task(task_id))
-    training.drop(2, "stale", [])
+    training.drop_group(2, "stale", [])
     saved = checkpoint(training)
     wipe(broker)
     with pytest.raises(BrokerLost):
-        training.look()
+        training.read_pipeline()
     _, takeover = begin_as(broker, saved)
     assert takeover.lost
     assert (takeover.step, takeover.broker_lifetime) == (1, takeover.leader_term)
-    state = broker.ledger.state()
+    state = broker.ledger.read_state()
     assert (state.cursor, state.redo, state.active, state.trained, state.dropped) == (4, 2, 0, 1, {"stale": 1})
     assert state.balanced
     order = []
@@ -85,7 +85,7 @@ def test_a_wiped_broker_admits_what_was_unfinished_first_and_then_goes_on(broker
             order.append(following)
         following = answer.next
     assert order == [1, 3, 4]
-    assert broker.ledger.state().balanced
+    assert broker.ledger.read_state().balanced
 
 
 def test_a_lost_broker_takes_a_version_that_nobody_has_seen(broker: Broker) -> None:
@@ -94,7 +94,7 @@ def test_a_lost_broker_takes_a_version_that_nobody_has_seen(broker: Broker) -> N
     saved = changed(checkpoint(training), version_if_lost=9)
     wipe(broker)
     assert begin_as(broker, saved)[1].version == 9
-    assert broker.ledger.state().version == 9
+    assert broker.ledger.read_state().version == 9
 
 
 def test_a_take_over_without_loss_changes_nothing(broker: Broker) -> None:
@@ -103,9 +103,9 @@ def test_a_take_over_without_loss_changes_nothing(broker: Broker) -> None:
     saved = checkpoint(training)
     train_one(broker, training, 1)
     broker.ledger.admit(task(2))
-    before = broker.ledger.state()
+    before = broker.ledger.read_state()
     _, takeover = begin_as(broker, saved)
-    after = broker.ledger.state()
+    after = broker.ledger.read_state()
     assert not takeover.lost
     assert (takeover.step, takeover.broker_lifetime) == (2, "start")
     assert replace(after, leader_term=before.leader_term) == before
@@ -116,10 +116,10 @@ def test_a_step_that_the_journal_lacks_means_everything_is_built_anew(broker: Br
     train_one(broker, training, 0)
     saved = checkpoint(training)
     train_one(broker, training, 1)
-    broker.link.client.hdel(broker.link.keys.journal, "1")
+    broker.connection.client.hdel(broker.connection.keys.journal, "1")
     _, takeover = begin_as(broker, saved)
     assert takeover.lost
-    state = broker.ledger.state()
+    state = broker.ledger.read_state()
     assert (state.step, state.cursor, state.active, state.trained) == (1, 1, 0, 1)
     assert broker.ledger.admit(task(1)).answer == "ok", "the group whose step is lost is made again"
 
@@ -130,7 +130,7 @@ def test_a_trainer_that_lives_on_also_needs_the_journal_back_to_its_checkpoint(b
         train_one(broker, training, task_id)
     alive = changed(checkpoint(training), saved=0)
     assert not begin_as(broker, alive)[1].lost
-    broker.link.client.delete(broker.link.keys.journal)
+    broker.connection.client.delete(broker.connection.keys.journal)
     assert begin_as(broker, alive)[1].lost
 
 
@@ -143,8 +143,8 @@ def test_a_checkpoint_of_another_lifetime_does_not_fit(broker: Broker) -> None:
 def test_an_empty_folder_beside_a_run_that_went_on_is_refused(broker: Broker) -> None:
     training = begin(broker)
     train_one(broker, training, 0)
-    record = training.records()[0]
-    training.commit([record])
+    record = training.read_journal()[0]
+    training.commit_steps([record])
     with pytest.raises(ConfigError, match="tidemill purge"):
         begin(broker)
 
@@ -153,41 +153,41 @@ def test_a_key_of_the_wrong_type_is_lost_and_mended(broker: Broker) -> None:
     training = begin(broker)
     broker.ledger.admit(task(0))
     saved = checkpoint(training)
-    client, keys = broker.link.client, broker.link.keys
+    client, keys = broker.connection.client, broker.connection.keys
     client.delete(keys.slots)
     client.set(keys.slots, "hello")
     with pytest.raises(BrokerLost):
-        training.look()
+        training.read_pipeline()
     assert begin_as(broker, saved)[1].lost
-    assert broker.ledger.state().redo == 1
-    assert broker.ledger.state().balanced
+    assert broker.ledger.read_state().redo == 1
+    assert broker.ledger.read_state().balanced
 
 
 def test_a_commit_leaves_no_body_behind_when_the_samples_are_gone(broker: Broker) -> None:
     training = begin(broker)
     train_one(broker, training, 0)
-    client, keys = broker.link.client, broker.link.keys
+    client, keys = broker.connection.client, broker.connection.keys
     client.delete(keys.samples)
-    training.commit(list(training.records().values()))
+    training.commit_steps(list(training.read_journal().values()))
     assert client.xlen(keys.trajectories) == 0
 
 
 def test_a_term_that_is_none_is_lost_and_mended(broker: Broker) -> None:
     training = begin(broker)
     saved = checkpoint(training)
-    broker.link.client.set(broker.link.keys.leader_term, "hello")
+    broker.connection.client.set(broker.connection.keys.leader_term, "hello")
     with pytest.raises(BrokerLost):
-        training.look()
+        training.read_pipeline()
     with pytest.raises(BrokerLost):
-        training.drop(0, "stale", [])
-    begin_as(broker, saved)[0].look()
+        training.drop_group(0, "stale", [])
+    begin_as(broker, saved)[0].read_pipeline()
 
 
 def test_a_score_for_a_broker_that_was_wiped_changes_nothing(broker: Broker) -> None:
     begin(broker)
     assert broker.ledger.admit(task(0)).answer == "ok"
-    broker.tasks("g").publish(0, [trajectory(0, i) for i in range(2)])
-    rewards = broker.trajectories("r")
+    broker.task_queue("g").publish(0, [trajectory(0, i) for i in range(2)])
+    rewards = broker.score_queue("r")
     results = rewards.read(10, 10)
     wipe(broker)
     assert rewards.publish([(item, Score(reward=1.0)) for item in results]) == ["dup", "dup"]
@@ -195,28 +195,28 @@ def test_a_score_for_a_broker_that_was_wiped_changes_nothing(broker: Broker) -> 
 
 def test_live_changes_and_pause_outlive_a_wiped_broker(broker: Broker) -> None:
     training = begin(broker)
-    assert broker.ledger.change("staleness", 2)
-    assert broker.ledger.change("batch", 3)
-    assert broker.ledger.state().capacity == 9
-    look = training.look()
+    assert broker.ledger.change_setting("staleness", 2)
+    assert broker.ledger.change_setting("batch", 3)
+    assert broker.ledger.read_state().capacity == 9
+    look = training.read_pipeline()
     assert (look.staleness, look.batch, look.settings) == (2, 3, {"staleness": 2, "batch": 3})
     saved = changed(checkpoint(training), settings=look.settings, pause="freeze", pause_id=3)
     wipe(broker)
     begin_as(broker, saved)
-    state = broker.ledger.state()
+    state = broker.ledger.read_state()
     assert (state.capacity, state.staleness, state.paused) == (9, 2, True)
-    broker.ledger.change("staleness", None)
+    broker.ledger.change_setting("staleness", None)
     begin_as(broker, changed(saved, broker_lifetime=training_lifetime(broker), settings={}))
-    assert broker.ledger.state().staleness == 7
+    assert broker.ledger.read_state().staleness == 7
 
 
 def fail_group(broker: Broker, training: TrainerSession, task_id: int) -> str:
     """A group that no generator can make: its dead letter."""
-    client, keys = broker.link.client, broker.link.keys
+    client, keys = broker.connection.client, broker.connection.keys
     assert broker.ledger.admit(task(task_id)).answer == "ok"
     client.hset(keys.groups, f"{task_id}:entry", client.xadd(keys.tasks, {"t": task_id, "b": b"garbage"}))
-    broker.tasks("g").read(10, 10)
-    assert training.look().unfinished == set()
+    broker.task_queue("g").read(10, 10)
+    assert training.read_pipeline().unfinished == set()
     return broker.dead_letters.list()[-1].id
 
 
@@ -235,22 +235,22 @@ def test_a_failed_group_that_a_mended_broker_makes_again_is_not_requeued_beside_
     assert broker.dead_letters.requeue(letter) == "active"
     run_group(broker, 0, (Score(reward=1.0), Score(reward=0.0)))
     record = record_of(train)
-    train.journal(record)
-    train.step(record)
+    train.journal_batch(record)
+    train.complete_step(record)
     assert broker.dead_letters.requeue(letter) == "ended"
-    assert broker.ledger.state().balanced
+    assert broker.ledger.read_state().balanced
 
 
 def test_a_group_whose_requeue_the_broker_forgot_is_not_requeued_again(broker: Broker) -> None:
     training = begin(broker)
     letter = fail_group(broker, training, 0)
-    failed = broker.link.client.zrange(broker.link.keys.failed, 0, -1)
-    counted = broker.ledger.state().failed
+    failed = broker.connection.client.zrange(broker.connection.keys.failed, 0, -1)
+    counted = broker.ledger.read_state().failed
     assert broker.dead_letters.requeue(letter) == "ok"
     train_one(broker, training, 0)
     saved = checkpoint(training)
     # The broker as it was before: the group is one that failed, and its letter is there.
-    client, keys = broker.link.client, broker.link.keys
+    client, keys = broker.connection.client, broker.connection.keys
     client.zadd(keys.failed, {failed[0]: 1})
     client.hset(keys.counts, mapping={"failed:dead_letter": counted["dead_letter"], "failed:requeued": 0, "trained": 0})
     client.hset(keys.counts, "admitted", 1)
@@ -261,7 +261,7 @@ def test_a_group_whose_requeue_the_broker_forgot_is_not_requeued_again(broker: B
     takeover = begin_as(broker, saved)[1]
     assert (takeover.lost, takeover.surplus) == (True, 0)
     assert broker.dead_letters.requeue(again.decode()) == "ended"
-    state = broker.ledger.state()
+    state = broker.ledger.read_state()
     assert (state.trained, state.dropped, sum(state.failed.values()), state.balanced) == (1, {}, 0, True)
 
 
@@ -270,8 +270,8 @@ def test_more_ends_than_groups_are_told_and_do_not_pass_for_something_else(broke
     train_one(broker, training, 0)
     _, takeover = begin_as(broker, changed(checkpoint(training), trained=2))
     assert takeover.surplus == 1
-    assert broker.ledger.state().dropped == {"counted_twice": -1}
-    assert broker.ledger.state().balanced, "the trainer can go on"
+    assert broker.ledger.read_state().dropped == {"counted_twice": -1}
+    assert broker.ledger.read_state().balanced, "the trainer can go on"
 
 
 def test_a_group_that_failed_before_the_loss_is_still_requeued(broker: Broker) -> None:
@@ -280,20 +280,20 @@ def test_a_group_that_failed_before_the_loss_is_still_requeued(broker: Broker) -
     assert begin_as(broker, changed(checkpoint(training), broker_lifetime="7-beef"))[1].lost
     assert broker.dead_letters.requeue(letter) == "ok"
     assert broker.ledger.admit(task(0)).answer == "ok"
-    assert broker.ledger.state().balanced
+    assert broker.ledger.read_state().balanced
 
 
 def training_lifetime(broker: Broker) -> str:
-    return str(broker.link.client.hget(broker.link.keys.ctl, "broker_lifetime").decode())
+    return str(broker.connection.client.hget(broker.connection.keys.ctl, "broker_lifetime").decode())
 
 
 def test_an_older_trainer_does_not_take_a_newer_ones_broker_for_lost(broker: Broker) -> None:
     old = begin(broker)
     begin(broker, fresh=False)
     with pytest.raises(FencedError):
-        old.look()
+        old.read_pipeline()
     with pytest.raises(FencedError):
-        old.drop(0, "stale", [])
+        old.drop_group(0, "stale", [])
 
 
 @pytest.mark.parametrize("stream", ["tasks", "trajectories", "scored"])
@@ -303,12 +303,12 @@ def test_a_deleted_group_or_stream_group_is_made_again_and_nothing_is_trained_tw
     training = begin(broker)
     for task_id in (0, 1):
         assert broker.ledger.admit(task(task_id)).answer == "ok"
-    queue, rewards = broker.tasks("g"), broker.trajectories("r")
+    queue, rewards = broker.task_queue("g"), broker.score_queue("r")
     deliveries = queue.read(10, 10)
     queue.publish(0, [trajectory(0, i) for i in range(2)])
     rewards.publish([(item, Score(reward=1.0)) for item in rewards.read(10, 10)])
-    claimed = training.claim(10)
-    client, keys = broker.link.client, broker.link.keys
+    claimed = training.claim_scores(10)
+    client, keys = broker.connection.client, broker.connection.keys
     key = getattr(keys, stream)
     for group in client.xinfo_groups(key):
         client.xgroup_destroy(key, group["name"])
@@ -316,19 +316,19 @@ def test_a_deleted_group_or_stream_group_is_made_again_and_nothing_is_trained_tw
     assert len(deliveries) == 2
     for item in rewards.read(10, 10) + rewards.read(10, 10):
         rewards.publish([(item, Score(reward=1.0))])
-    claimed += training.claim(10)
+    claimed += training.claim_scores(10)
     assert sorted((outcome.task_id, outcome.sample) for outcome in claimed) == [(0, 0), (0, 1), (1, 0), (1, 1)]
     queue.read(10, 10)
 
 
 def test_outcomes_of_groups_that_ended_are_discarded_and_poison_is_kept_for_people(broker: Broker) -> None:
     training = begin(broker)
-    client, keys = broker.link.client, broker.link.keys
+    client, keys = broker.connection.client, broker.connection.keys
     client.xadd(keys.scored, {"t": 77, "s": 0, "n": 1, "e": "-", "b": b"garbage"})
     client.xadd(keys.scored, {"hello": "world"})
-    outcomes = training.claim(10)
+    outcomes = training.claim_scores(10)
     assert [outcome.task_id for outcome in outcomes] == [77, -1]
-    training.discard(outcomes)
+    training.discard_scores(outcomes)
     assert client.xlen(keys.scored) == 0
     assert client.xlen(keys.dead) == 1
 
@@ -336,12 +336,12 @@ def test_outcomes_of_groups_that_ended_are_discarded_and_poison_is_kept_for_peop
 def test_leases_that_a_clock_set_back_has_dated_into_the_future_still_end(broker: Broker) -> None:
     begin(broker)
     broker.ledger.admit(task(0))
-    broker.tasks("dead").read(1, 10)
-    client, keys = broker.link.client, broker.link.keys
+    broker.task_queue("dead").read(1, 10)
+    client, keys = broker.connection.client, broker.connection.keys
     ((entry, *_),) = [list(item.values()) for item in client.xpending_range(keys.tasks, "generators", "-", "+", 1)]
     seconds, _ = client.time()
     client.xclaim(keys.tasks, "generators", "dead", 0, [entry], time=(seconds + 3600) * 1000, justid=True)
-    alive = broker.tasks("alive")
+    alive = broker.task_queue("alive")
     assert alive.claim_stale(lease_s=0.05, count=10) == []
     end = time.monotonic() + 10
     found = []
@@ -356,9 +356,9 @@ def test_a_group_that_is_deleted_while_leases_are_dated_is_made_again(
 ) -> None:
     begin(broker)
     broker.ledger.admit(task(0))
-    broker.tasks("dead").read(1, 10)
-    client, keys = broker.link.client, broker.link.keys
-    alive = broker.tasks("alive")
+    broker.task_queue("dead").read(1, 10)
+    client, keys = broker.connection.client, broker.connection.keys
+    alive = broker.task_queue("alive")
     original, deleted, pending = client.xclaim, [], client.xpending_range
 
     def xpending_range(*args: Any) -> Any:
@@ -420,20 +420,20 @@ def test_a_second_of_lost_writes_is_made_again_and_what_was_trained_is_not(
     run_group(broker, 0, (Score(reward=1.0), Score(reward=0.0)))
     size = newest_part(own_server).stat().st_size
     record = record_of(training)
-    training.journal(record)
-    training.step(record)
+    training.journal_batch(record)
+    training.complete_step(record)
     for task_id in (1, 2):
         broker.ledger.admit(task(task_id))
     saved = checkpoint(training)
     restart_with(own_server, size)
     with pytest.raises(BrokerLost, match="started anew"):
-        training.look()
+        training.read_pipeline()
     _, takeover = begin_as(broker, saved)
     assert takeover.lost
-    state = broker.ledger.state()
+    state = broker.ledger.read_state()
     assert (state.step, state.trained, state.active, state.redo, state.cursor) == (1, 1, 0, 2, 3)
     assert state.balanced
-    assert broker.link.client.xlen(broker.link.keys.trajectories) == 0, "what was trained is gone"
+    assert broker.connection.client.xlen(broker.connection.keys.trajectories) == 0, "what was trained is gone"
     assert broker.ledger.admit(task(1)).answer == "ok"
 
 
@@ -445,23 +445,23 @@ def test_a_step_after_a_lost_one_is_refused_and_what_was_trained_does_not_come_b
     for task_id in (0, 1):
         assert broker.ledger.admit(task(task_id)).answer == "ok"
         run_group(broker, task_id, (Score(reward=1.0), Score(reward=0.0)))
-    outcomes = training.claim(100)
+    outcomes = training.claim_scores(100)
     records = [
         record_from([outcome for outcome in outcomes if outcome.task_id == task_id], step=task_id) for task_id in (0, 1)
     ]
-    training.journal(records[0])
+    training.journal_batch(records[0])
     size = newest_part(own_server).stat().st_size
-    training.step(records[0])
-    training.journal(records[1])
+    training.complete_step(records[0])
+    training.journal_batch(records[1])
     saved = changed(checkpoint(training), unfinished=set(), step=2, saved=0, version=2, version_if_lost=2, trained=2)
     restart_with(own_server, size)
     with pytest.raises(BrokerLost):
-        training.journal(records[1])
+        training.journal_batch(records[1])
     with pytest.raises(BrokerLost):
-        training.step(records[1])
-    assert broker.ledger.state().step == 0
+        training.complete_step(records[1])
+    assert broker.ledger.read_state().step == 0
     assert begin_as(broker, saved)[1].lost
-    state = broker.ledger.state()
+    state = broker.ledger.read_state()
     assert (state.step, state.trained, state.active, state.redo, state.balanced) == (2, 2, 0, 0, True)
 
 
@@ -473,11 +473,11 @@ def test_a_restart_that_lost_nothing_is_no_loss(own_server: EmbeddedServer, conn
     saved = checkpoint(training)
     restart_with(own_server, newest_part(own_server).stat().st_size)
     with pytest.raises(BrokerLost):
-        training.look()
+        training.read_pipeline()
     new, takeover = begin_as(broker, saved)
     assert not takeover.lost
-    assert new.look().unfinished == {1}
-    assert broker.ledger.state().balanced
+    assert new.read_pipeline().unfinished == {1}
+    assert broker.ledger.read_state().balanced
 
 
 PIPELINE = ("slots", "counts", "groups", "samples", "tasks", "eval_tasks", "trajectories", "scored", "journal")
@@ -490,11 +490,11 @@ def test_a_take_over_frees_every_key_of_a_foreign_value_and_loses_only_the_pipel
     train_one(broker, training, 0)
     broker.ledger.admit(task(1))
     saved = checkpoint(training)
-    client, key = broker.link.client, getattr(broker.link.keys, name)
+    client, key = broker.connection.client, getattr(broker.connection.keys, name)
     client.set(key, "hello")
     assert begin_as(broker, saved)[1].lost == (name in PIPELINE)
     assert client.type(key) != b"string"
-    assert broker.ledger.state().balanced
+    assert broker.ledger.read_state().balanced
 
 
 @pytest.mark.parametrize("kind", ["redis", "file"])
@@ -503,7 +503,7 @@ def test_bytes_of_a_published_version_that_are_gone_are_put_back(broker: Broker,
     publish_weights(broker, training.leader_term, 1, tmp_path, kind=kind)
     manifest = broker.weights.newest()
     assert manifest is not None
-    broker.link.client.delete(broker.link.keys.chunks)
+    broker.connection.client.delete(broker.connection.keys.chunks)
     (tmp_path / "v1-t1.safetensors").unlink(missing_ok=True)
     assert not broker.weights.holds(manifest)
     successor = begin(broker, fresh=False)
@@ -515,31 +515,31 @@ def test_bytes_of_a_published_version_that_are_gone_are_put_back(broker: Broker,
 def test_a_version_is_not_given_other_bytes_than_it_had(broker: Broker, tmp_path: Path) -> None:
     training = begin(broker)
     publish_weights(broker, training.leader_term, 1, tmp_path)
-    broker.link.client.delete(broker.link.keys.chunks)
+    broker.connection.client.delete(broker.connection.keys.chunks)
     publish_weights(broker, training.leader_term, 1, tmp_path, content=b"other")
-    assert not broker.link.client.exists(broker.link.keys.chunks)
+    assert not broker.connection.client.exists(broker.connection.keys.chunks)
 
 
 def test_a_stream_of_weights_that_is_deleted_while_a_version_is_published_is_no_error(
     broker: Broker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     training = begin(broker)
-    real = broker.link.script
+    real = broker.connection.run_script
 
     def script(name: str, *args: Any) -> Any:
         answer = real(name, *args)
         if name == "add_version":
-            broker.link.client.delete(broker.link.keys.weights)
+            broker.connection.client.delete(broker.connection.keys.weights)
         return answer
 
-    monkeypatch.setattr(broker.link, "script", script)
+    monkeypatch.setattr(broker.connection, "run_script", script)
     publish_weights(broker, training.leader_term, 1, tmp_path)
     assert broker.weights.newest() is None
 
 
 def test_chunks_that_no_manifest_names_are_freed_with_the_next_version(broker: Broker, tmp_path: Path) -> None:
     training = begin(broker)
-    client, keys = broker.link.client, broker.link.keys
+    client, keys = broker.connection.client, broker.connection.keys
     for version in (1, 2):
         publish_weights(broker, training.leader_term, version, tmp_path, keep=2)
     client.hset(keys.chunks, "0:0", b"of a trainer that died before its manifest")
@@ -555,7 +555,7 @@ def test_a_server_that_is_replaced_just_after_it_was_given_a_script_gets_it_agai
     broker: Broker, monkeypatch: pytest.MonkeyPatch, at_once: bool
 ) -> None:
     begin(broker)
-    client, given = broker.link.client, []
+    client, given = broker.connection.client, []
     real = client.script_load
 
     def load(text: str) -> str:
@@ -570,5 +570,5 @@ def test_a_server_that_is_replaced_just_after_it_was_given_a_script_gets_it_agai
     if at_once:
         assert broker.ledger.admit_all([task(0), task(1)]).admitted == 2
     else:
-        assert broker.ledger.state().balanced
+        assert broker.ledger.read_state().balanced
     assert len(given) == 2

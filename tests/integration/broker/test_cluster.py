@@ -14,7 +14,7 @@ import redis
 from broker.client import Broker
 from broker.connection.connection import Connection, open_client
 from broker.connection.embedded import EmbeddedServer
-from broker.connection.failures import redirected
+from broker.connection.failures import redirect_url
 from broker.connection.keys import Keys
 from schemas.config import BrokerConfig
 from schemas.errors import ConfigError
@@ -116,27 +116,27 @@ def test_services_follow_a_slot_that_moves_while_they_are_connected(nodes: list[
     begin(broker)
     for task_id in range(3):
         assert broker.ledger.admit(task(task_id)).answer == "ok"
-    slot = nodes[0].ask("CLUSTER", "KEYSLOT", broker.link.keys.ctl)
+    slot = nodes[0].ask("CLUSTER", "KEYSLOT", broker.connection.keys.ctl)
     source, target = nodes[1], nodes[2]
     to, away = target.ask("CLUSTER", "MYID"), source.ask("CLUSTER", "MYID")
     target.ask("CLUSTER", "SETSLOT", slot, "IMPORTING", away)
     source.ask("CLUSTER", "SETSLOT", slot, "MIGRATING", to)
-    keys = open_client(source.url).keys(f"{broker.link.keys.base}:*")
+    keys = open_client(source.url).keys(f"{broker.connection.keys.base}:*")
     source.ask("MIGRATE", "127.0.0.1", target.port, "", 0, 10_000, "KEYS", *keys)
     for node in (target, source, nodes[0]):
         node.ask("CLUSTER", "SETSLOT", slot, "NODE", to)
-    tasks = broker.tasks("g").read(10, 10)
+    tasks = broker.task_queue("g").read(10, 10)
     assert [item.message.task_id for item in tasks] == [0, 1, 2]
     assert broker.ledger.admit_all([task(3), task(4)]).answer == "ok"
-    assert broker.ledger.state().balanced
+    assert broker.ledger.read_state().balanced
 
 
 def test_a_cluster_has_no_other_databases_and_says_so_at_once(nodes: list[Node]) -> None:
     for node in nodes:
         url = node.url.removesuffix("/0") + "/3"
-        link = Connection(url, Keys("tidemill", "x"), DEADLINE_S)
+        connection = Connection(url, Keys("tidemill", "x"), DEADLINE_S)
         with pytest.raises(ConfigError, match=r"SELECT is not allowed in cluster mode|DB index is out of range"):
-            link.run("looking", lambda client: client.ping())
+            connection.run("looking", lambda client: client.ping())
 
 
 @pytest.mark.parametrize(
@@ -150,4 +150,4 @@ def test_a_cluster_has_no_other_databases_and_says_so_at_once(nodes: list[Node])
     ],
 )
 def test_the_nodes_url_keeps_user_and_options(url: str, moved: str, expected: str) -> None:
-    assert redirected(url, redis.exceptions.MovedError(moved)) == expected
+    assert redirect_url(url, redis.exceptions.MovedError(moved)) == expected

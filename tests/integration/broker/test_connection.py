@@ -24,12 +24,12 @@ def test_a_script_that_is_flushed_between_loading_and_calling_is_loaded_again(br
             client.evalsha("0" * 40, 0)
         return "done"
 
-    assert broker.link.run("running a script", operation) == "done"
+    assert broker.connection.run("running a script", operation) == "done"
     assert len(tries) == 2
 
 
 def test_a_server_that_is_busy_with_a_script_is_waited_for(broker: Broker, server: EmbeddedServer) -> None:
-    assert broker.services.list() == [], "the link has found its server"
+    assert broker.heartbeats.list() == [], "the link has found its server"
     other = open_client(server.url)
     limit = other.config_get("lua-time-limit")["lua-time-limit"]
     other.config_set("lua-time-limit", 1)
@@ -55,7 +55,7 @@ def test_a_server_that_is_busy_with_a_script_is_waited_for(broker: Broker, serve
     try:
         end = time.monotonic() + 10
         while not refusals and time.monotonic() < end:
-            assert broker.link.run("looking", operation)
+            assert broker.connection.run("looking", operation)
         holder.join(10)
         assert refusals >= 2
         assert not holder.is_alive()

@@ -20,17 +20,17 @@ pytestmark = pytest.mark.integration
 def test_leases_duplicates_and_late_samples_are_counted(broker: Broker) -> None:
     begin(broker)
     broker.ledger.admit(task(0))
-    first, second = broker.tasks("first"), broker.tasks("second")
+    first, second = broker.task_queue("first"), broker.task_queue("second")
     first.read(1, 10)
     assert second.claim_stale(0.0, 10)
     second.publish(0, [trajectory(0, 0)])
     assert first.publish(0, [trajectory(0, 0), trajectory(0, 1)]) == ["dup", "ok"]
     assert first.publish(7, [trajectory(7, 0)]) == ["closed"]
-    scores = broker.trajectories("r")
+    scores = broker.score_queue("r")
     items = scores.read(2, 10)
     scores.publish([(item, Score(reward=1.0)) for item in items])
     assert scores.publish([(items[0], Score(reward=1.0))]) == ["dup"]
-    assert broker.ledger.state().counters == {
+    assert broker.ledger.read_state().counters == {
         "leases_expired:generators": 1,
         "duplicate:publish": 1,
         "closed": 1,
@@ -43,44 +43,44 @@ def test_a_replaced_trainer_is_counted(make_broker: Callable[..., Broker]) -> No
     old = begin(broker)
     begin(broker)
     with pytest.raises(FencedError):
-        old.finish()
+        old.finish_run()
     with pytest.raises(FencedError):
-        old.look()
-    assert broker.ledger.state().counters == {"fenced": 2}
+        old.read_pipeline()
+    assert broker.ledger.read_state().counters == {"fenced": 2}
 
 
 def test_counting_harms_nothing_when_its_key_is_something_else(broker: Broker) -> None:
     begin(broker)
     broker.ledger.admit(task(0))
-    queue = broker.tasks("g")
+    queue = broker.task_queue("g")
     queue.read(1, 10)
     queue.publish(0, [trajectory(0, 0)])
-    broker.link.client.set(broker.link.keys.counters, "hello")
+    broker.connection.client.set(broker.connection.keys.counters, "hello")
     assert queue.publish(0, [trajectory(0, 0)]) == ["dup"]
 
 
 def test_many_services_beat_in_one_call(broker: Broker) -> None:
-    now = broker.services.clock()
+    now = broker.heartbeats.read_clock()
     beats = [
         Heartbeat(service=f"g-{number}", role="generator", host="h", pid=1, state="running", time=now)
         for number in range(30)
     ]
     for _ in range(2):
-        broker.services.beat_all(beats)
-    assert len(broker.services.list()) == 30
+        broker.heartbeats.send_all(beats)
+    assert len(broker.heartbeats.list()) == 30
 
 
 def test_whoever_joins_clears_away_what_left_long_ago_without_a_word(broker: Broker) -> None:
-    now = broker.services.clock()
+    now = broker.heartbeats.read_clock()
 
     def beat(name: str, silent_s: float) -> None:
         body = Heartbeat(service=name, role="generator", host="h", pid=1, state="running", time=now - silent_s)
-        broker.link.client.hset(broker.link.keys.services, name, encode(body))
+        broker.connection.client.hset(broker.connection.keys.services, name, encode(body))
 
     for number in range(50):
         beat(f"gone-{number}", FORGOTTEN_S + 60)
     beat("quiet", FORGOTTEN_S / 2)
-    broker.link.client.hset(broker.link.keys.services, "broken", b"\xc1")
+    broker.connection.client.hset(broker.connection.keys.services, "broken", b"\xc1")
     fresh = Heartbeat(service="fresh", role="generator", host="h", pid=1, state="running")
-    broker.services.beat(fresh)
-    assert [one.service for one in broker.services.list()] == ["fresh", "quiet"]
+    broker.heartbeats.send(fresh)
+    assert [one.service for one in broker.heartbeats.list()] == ["fresh", "quiet"]

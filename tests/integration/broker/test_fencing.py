@@ -28,7 +28,7 @@ pytestmark = pytest.mark.integration
 def test_a_replaced_trainer_publishes_no_weights_and_takes_no_number(broker: Broker, tmp_path: Path) -> None:
     old = begin(broker)
     new = begin(broker, fresh=False)
-    client, keys = broker.link.client, broker.link.keys
+    client, keys = broker.connection.client, broker.connection.keys
     with pytest.raises(FencedError):
         publish_weights(broker, old.leader_term, 1, tmp_path)
     assert not client.exists(keys.chunks)
@@ -44,14 +44,14 @@ def test_a_replaced_trainer_cannot_overwrite_the_bytes_of_a_version(broker: Brok
     file = tmp_path / "other"
     file.write_bytes(b"other weights")
     with pytest.raises(FencedError):
-        make_transport(broker.link, "redis", tmp_path).put(file, "redis:1", old.leader_term)
+        make_transport(broker.connection, "redis", tmp_path).put(file, "redis:1", old.leader_term)
     fetch_weights(broker, tmp_path)
 
 
 def test_the_manifest_of_a_replaced_trainer_is_refused_by_the_broker_itself(broker: Broker) -> None:
     old = begin(broker)
     begin(broker, fresh=False)
-    assert broker.link.script("add_version", old.leader_term, 7, b"x") == b"fenced"
+    assert broker.connection.run_script("add_version", old.leader_term, 7, b"x") == b"fenced"
     assert broker.weights.newest() is None
 
 
@@ -67,7 +67,7 @@ def test_publishing_again_after_a_lost_answer_changes_nothing(broker: Broker, tm
     training = begin(broker)
     for _ in range(2):
         publish_weights(broker, training.leader_term, 1, tmp_path)
-    assert broker.link.client.xlen(broker.link.keys.weights) == 1
+    assert broker.connection.client.xlen(broker.connection.keys.weights) == 1
     fetch_weights(broker, tmp_path)
 
 
@@ -75,10 +75,10 @@ def test_a_replaced_trainer_cannot_finish_the_run(broker: Broker) -> None:
     old = begin(broker)
     new = begin(broker, fresh=False)
     with pytest.raises(FencedError):
-        old.finish()
-    assert broker.ledger.state().state == "running"
-    new.finish()
-    assert broker.ledger.state().state == "finished"
+        old.finish_run()
+    assert broker.ledger.read_state().state == "running"
+    new.finish_run()
+    assert broker.ledger.read_state().state == "finished"
 
 
 def test_a_broker_that_was_wiped_takes_no_weights_before_it_is_mended(broker: Broker, tmp_path: Path) -> None:
@@ -87,7 +87,7 @@ def test_a_broker_that_was_wiped_takes_no_weights_before_it_is_mended(broker: Br
     with pytest.raises(BrokerLost):
         publish_weights(broker, training.leader_term, 1, tmp_path)
     with pytest.raises(BrokerLost):
-        training.finish()
+        training.finish_run()
 
 
 def leadership_in(folder: Path, broker: Broker) -> Leadership:
@@ -103,7 +103,7 @@ def leadership_in(folder: Path, broker: Broker) -> Leadership:
     )
     rank_group = cast(RankGroup, SimpleNamespace(checkpoints=Checkpoints(folder)))
     retry = DiskRetry(0.0, lambda *_: None)
-    session, progress, timer = broker.training(), Progress(), StepTimer()
+    session, progress, timer = broker.trainer_session(), Progress(), StepTimer()
     return Leadership(TrainerContext(config, broker, session, rank_group, progress, timer, retry, lambda *_: None))
 
 

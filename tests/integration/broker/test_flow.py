@@ -42,17 +42,17 @@ def trajectory(task_id: int, sample: int, kind: str = "train", version: int = 0)
 
 def run_group(broker: Broker, task_id: int, scores: tuple[Score, ...]) -> None:
     """Generate and score the task's samples."""
-    queue = broker.tasks("g")
+    queue = broker.task_queue("g")
     (delivery,) = [item for item in queue.read(100, 10) if item.message.task_id == task_id]
     assert queue.publish(task_id, [trajectory(task_id, i) for i in range(len(scores))]) == ["ok"] * len(scores)
-    queue.done(delivery)
-    rewards = broker.trajectories("r")
+    queue.release(delivery)
+    rewards = broker.score_queue("r")
     results = rewards.read(100, 10)
     assert rewards.publish([(item, scores[item.message.sample]) for item in results]) == ["ok"] * len(scores)
 
 
 def record_of(training: TrainerSession, step: int = 0) -> BatchRecord:
-    return record_from(training.claim(1000), step)
+    return record_from(training.claim_scores(1000), step)
 
 
 def record_from(outcomes: Sequence[ScoredSample], step: int) -> BatchRecord:
@@ -66,8 +66,8 @@ def record_from(outcomes: Sequence[ScoredSample], step: int) -> BatchRecord:
 
 
 def entries(broker: Broker) -> dict[str, int]:
-    keys = broker.link.keys
-    client = broker.link.client
+    keys = broker.connection.keys
+    client = broker.connection.client
     return {
         "tasks": client.xlen(keys.tasks),
         "trajectories": client.xlen(keys.trajectories),
@@ -84,14 +84,14 @@ def test_a_group_is_trained_and_leaves_nothing_behind(broker: Broker) -> None:
     run_group(broker, 0, (Score(reward=1.0), Score(reward=0.0)))
     record = record_of(training)
     assert [member.sample for member in record.groups[0].members] == [0, 1]
-    bodies = training.fetch([member.trajectory_id for member in record.groups[0].members])
+    bodies = training.fetch_trajectories([member.trajectory_id for member in record.groups[0].members])
     assert [body.completion for body in bodies if body] == ["2", "2"]
-    training.journal(record)
-    training.step(record)
-    state = broker.ledger.state()
+    training.journal_batch(record)
+    training.complete_step(record)
+    state = broker.ledger.read_state()
     assert (state.step, state.version, state.active, state.trained, state.samples_trained) == (1, 1, 0, 1, 2)
     assert state.balanced
-    training.commit([record])
+    training.commit_steps([record])
     assert set(entries(broker).values()) == {0}
 
 
@@ -99,15 +99,15 @@ def test_admission_stops_at_the_slots_and_goes_on_after_a_step(broker: Broker) -
     training = begin(broker, staleness=1)
     assert [broker.ledger.admit(task(i)).answer for i in range(3)] == ["ok", "ok", "full"]
     run_group_ids = [0, 1]
-    queue = broker.tasks("g")
+    queue = broker.task_queue("g")
     for delivery in queue.read(10, 10):
         queue.publish(delivery.message.task_id, [trajectory(delivery.message.task_id, i) for i in range(2)])
-    rewards = broker.trajectories("r")
+    rewards = broker.score_queue("r")
     rewards.publish([(item, Score(reward=1.0)) for item in rewards.read(10, 10)])
     record = record_of(training)
     assert [group.task_id for group in record.groups] == run_group_ids
-    training.journal(record)
-    training.step(record)
+    training.journal_batch(record)
+    training.complete_step(record)
     assert broker.ledger.admit(task(2)).answer == "ok"
 
 
@@ -130,22 +130,22 @@ def test_nothing_is_admitted_while_paused(broker: Broker) -> None:
 def test_the_first_delivery_of_a_sample_wins(broker: Broker) -> None:
     begin(broker)
     broker.ledger.admit(task(0, n=2))
-    first, second = broker.tasks("first"), broker.tasks("second")
+    first, second = broker.task_queue("first"), broker.task_queue("second")
     first.read(1, 10)
     assert second.publish(0, [trajectory(0, 0)]) == ["ok"]
     assert first.publish(0, [trajectory(0, 0), trajectory(0, 1)]) == ["dup", "ok"]
-    assert broker.link.client.xlen(broker.link.keys.trajectories) == 2
-    assert broker.link.client.xlen(broker.link.keys.tasks) == 0
+    assert broker.connection.client.xlen(broker.connection.keys.trajectories) == 2
+    assert broker.connection.client.xlen(broker.connection.keys.tasks) == 0
 
 
 def test_a_dead_generators_task_goes_to_another_with_what_is_missing(broker: Broker) -> None:
     begin(broker)
     broker.ledger.admit(task(0, n=3))
-    dead, alive = broker.tasks("dead"), broker.tasks("alive")
+    dead, alive = broker.task_queue("dead"), broker.task_queue("alive")
     dead.read(1, 10)
     dead.publish(0, [trajectory(0, 1)])
     (delivery,) = alive.claim_stale(lease_s=0.0, count=10)
-    assert alive.missing(delivery.message) == [0, 2]
+    assert alive.find_missing(delivery.message) == [0, 2]
 
 
 def test_a_task_that_kills_its_workers_ends_in_the_dead_letters(make_broker: Callable[..., Broker]) -> None:
@@ -153,37 +153,37 @@ def test_a_task_that_kills_its_workers_ends_in_the_dead_letters(make_broker: Cal
     begin(broker)
     broker.ledger.admit(task(0))
     for name in ("a", "b", "c", "d"):
-        broker.tasks(name).claim_stale(0.0, 10) or broker.tasks(name).read(1, 10)
-    state = broker.ledger.state()
+        broker.task_queue(name).claim_stale(0.0, 10) or broker.task_queue(name).read(1, 10)
+    state = broker.ledger.read_state()
     assert state.failed == {"dead_letter": 1}
     assert state.balanced
-    assert broker.link.client.xlen(broker.link.keys.dead) == 1
+    assert broker.connection.client.xlen(broker.connection.keys.dead) == 1
 
 
 def test_a_failed_reward_excludes_the_sample_and_never_counts_as_zero(broker: Broker) -> None:
     training = begin(broker)
     broker.ledger.admit(task(0))
     run_group(broker, 0, (Score(reward=1.0), Score(status="timeout", reason="15 s")))
-    outcomes = training.claim(10)
+    outcomes = training.claim_scores(10)
     assert [outcome.trajectory_id is None for outcome in outcomes] == [False, True]
-    assert broker.link.client.xlen(broker.link.keys.dead) == 1
+    assert broker.connection.client.xlen(broker.connection.keys.dead) == 1
 
 
 def test_poison_on_the_wire_goes_to_the_dead_letters_and_the_group_goes_on(broker: Broker) -> None:
     training = begin(broker)
     broker.ledger.admit(task(0, n=2))
-    broker.tasks("g").publish(0, [trajectory(0, 0), trajectory(0, 1)])
-    client, keys = broker.link.client, broker.link.keys
+    broker.task_queue("g").publish(0, [trajectory(0, 0), trajectory(0, 1)])
+    client, keys = broker.connection.client, broker.connection.keys
     (first, _) = client.xrange(keys.trajectories)
     client.xdel(keys.trajectories, first[0])
     damaged = client.xadd(keys.trajectories, {"t": 0, "s": 0, "b": b"\x00garbage"})
     client.hset(keys.samples, "0:0", damaged)
     client.xadd(keys.trajectories, {"hello": "world"})
-    rewards = broker.trajectories("r")
+    rewards = broker.score_queue("r")
     good = rewards.read(10, 10)
     assert [item.message.sample for item in good] == [1]
     rewards.publish([(good[0], Score(reward=1.0))])
-    outcomes = {outcome.sample: outcome.score.status for outcome in training.claim(10)}
+    outcomes = {outcome.sample: outcome.score.status for outcome in training.claim_scores(10)}
     assert outcomes == {0: "error", 1: "ok"}
     assert client.xlen(keys.dead) == 2
 
@@ -192,8 +192,8 @@ def test_a_dropped_group_returns_its_slot_and_its_data(broker: Broker) -> None:
     training = begin(broker)
     broker.ledger.admit(task(0))
     run_group(broker, 0, (Score(reward=1.0), Score(reward=1.0)))
-    training.drop(0, "zero_variance", [outcome.scored_id for outcome in training.claim(10)])
-    state = broker.ledger.state()
+    training.drop_group(0, "zero_variance", [outcome.scored_id for outcome in training.claim_scores(10)])
+    state = broker.ledger.read_state()
     assert state.dropped == {"zero_variance": 1}
     assert state.samples_dropped == 2
     assert state.balanced
@@ -205,19 +205,19 @@ def test_a_new_trainer_finds_journal_and_entries_and_the_old_one_is_refused(brok
     broker.ledger.admit(task(0))
     run_group(broker, 0, (Score(reward=1.0), Score(reward=0.0)))
     record = record_of(old)
-    old.journal(record)
-    old.step(record)
+    old.journal_batch(record)
+    old.complete_step(record)
     new = begin(broker, fresh=False)
-    assert broker.ledger.state().step == 1
-    assert new.records() == {0: record}
+    assert broker.ledger.read_state().step == 1
+    assert new.read_journal() == {0: record}
     with pytest.raises(FencedError):
-        old.commit([record])
+        old.commit_steps([record])
     with pytest.raises(FencedError):
-        old.claim(1)
-    assert [outcome.sample for outcome in new.claim(10)] == [0, 1]
-    new.step(record)
-    assert broker.ledger.state().trained == 1
-    new.commit([record])
+        old.claim_scores(1)
+    assert [outcome.sample for outcome in new.claim_scores(10)] == [0, 1]
+    new.complete_step(record)
+    assert broker.ledger.read_state().trained == 1
+    new.commit_steps([record])
     assert set(entries(broker).values()) == {0}
 
 
@@ -228,20 +228,20 @@ def test_evaluations_count_each_sample_once_and_leave_nothing_behind(broker: Bro
     tasks = [task(eval_task_id(version, i), n=1, kind="eval") for i in range(4)]
     assert broker.evals.open(version, tasks)
     assert not broker.evals.open(version, tasks)
-    queue = broker.tasks("g")
+    queue = broker.task_queue("g")
     for delivery in queue.read(10, 10):
         if delivery.message.kind == "train":
             continue
         assert delivery.version == version
         queue.publish(delivery.message.task_id, [trajectory(delivery.message.task_id, 0, kind="eval")])
-    rewards = broker.trajectories("r")
+    rewards = broker.score_queue("r")
     items = rewards.read(10, 10)
     rewards.publish([(item, Score(reward=float(i % 2))) for i, item in enumerate(items[:3])])
     rewards.publish([(items[3], Score(status="error", reason="no"))])
-    (result,) = broker.evals.results()
+    (result,) = broker.evals.read_results()
     assert (result.n, result.scored, result.failed, result.complete) == (4, 3, 1, True)
     assert result.mean == pytest.approx(1 / 3)
-    training.drop(0, "test", [])
+    training.drop_group(0, "test", [])
     assert set(entries(broker).values()) == {0}
 
 
@@ -251,29 +251,29 @@ def test_an_evaluation_ends_though_a_task_of_it_kills_its_generators(make_broker
     number = eval_task_id(0, 0)
     assert broker.evals.open(0, [task(number, n=3, kind="eval")])
     for name in ("a", "b", "c"):
-        queue = broker.tasks(name)
+        queue = broker.task_queue(name)
         for _ in queue.claim_stale(0.0, 10) or queue.read(1, 10):
             queue.publish(number, [trajectory(number, 0, kind="eval")])
-    (result,) = broker.evals.results()
+    (result,) = broker.evals.read_results()
     assert (result.failed, result.complete) == (2, False), "the sample that was published is still to be scored"
-    rewards = broker.trajectories("r")
+    rewards = broker.score_queue("r")
     rewards.publish([(item, Score(reward=1.0)) for item in rewards.read(10, 10)])
-    (result,) = broker.evals.results()
+    (result,) = broker.evals.read_results()
     assert (result.scored, result.failed, result.complete) == (1, 2, True)
     assert set(entries(broker).values()) == {0}
-    assert training.look().balanced
+    assert training.read_pipeline().balanced
 
 
 def test_an_evaluation_task_that_nobody_can_read_counts_as_failed(broker: Broker) -> None:
     begin(broker)
     number = eval_task_id(0, 0)
     assert broker.evals.open(0, [task(number, n=2, kind="eval")])
-    client, keys = broker.link.client, broker.link.keys
+    client, keys = broker.connection.client, broker.connection.keys
     ((entry, fields),) = client.xrange(keys.eval_tasks)
     client.xdel(keys.eval_tasks, entry)
     client.hset(keys.groups, f"{number}:entry", client.xadd(keys.eval_tasks, {**fields, b"b": b"garbage"}))
-    assert broker.tasks("g").read(10, 10) == []
-    (result,) = broker.evals.results()
+    assert broker.task_queue("g").read(10, 10) == []
+    (result,) = broker.evals.read_results()
     assert (result.failed, result.complete) == (2, True)
     assert set(entries(broker).values()) == {0}
 
@@ -285,21 +285,21 @@ def test_purging_a_run_leaves_the_others_alone(make_broker: Callable[..., Broker
         broker.ledger.admit(task(0))
     assert gone.purge() > 0
     assert gone.purge() == 0
-    assert kept.ledger.state().active == 1
+    assert kept.ledger.read_state().active == 1
 
 
 def test_a_task_that_nobody_can_read_ends_its_group_and_the_queue_goes_on(broker: Broker) -> None:
     begin(broker)
     for task_id in (0, 1):
         broker.ledger.admit(task(task_id))
-    client, keys = broker.link.client, broker.link.keys
+    client, keys = broker.connection.client, broker.connection.keys
     (entry, fields), _ = client.xrange(keys.tasks)
     client.xdel(keys.tasks, entry)
     damaged = client.xadd(keys.tasks, {**fields, b"b": fields[b"b"][:-2]})
     client.hset(keys.groups, "0:entry", damaged)
     client.xadd(keys.tasks, {"hello": "world"})
-    assert [item.message.task_id for item in broker.tasks("g").read(10, 10)] == [1]
-    state = broker.ledger.state()
+    assert [item.message.task_id for item in broker.task_queue("g").read(10, 10)] == [1]
+    state = broker.ledger.read_state()
     assert (state.active, state.failed, state.balanced) == (1, {"dead_letter": 1}, True)
     assert client.xlen(keys.dead) == 2
     assert client.xlen(keys.tasks) == 1
@@ -311,7 +311,7 @@ def test_a_task_that_kills_a_generator_which_comes_back_at_once_ends_in_the_dead
     broker = make_broker(max_deliveries=2)
     begin(broker)
     broker.ledger.admit(task(0))
-    times = [len(broker.tasks("same").read(1, 10)) for _ in range(4)]
+    times = [len(broker.task_queue("same").read(1, 10)) for _ in range(4)]
     assert times[0] == 1
     assert times[-1] == 0
-    assert broker.ledger.state().failed == {"dead_letter": 1}
+    assert broker.ledger.read_state().failed == {"dead_letter": 1}

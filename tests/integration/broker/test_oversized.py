@@ -39,8 +39,8 @@ def test_a_prompt_too_large_to_be_sent_fails_and_those_around_it_are_admitted(sm
     begin(small)
     admission = small.ledger.admit_all([task(0), big(1), task(2)])
     assert (admission.answer, admission.next, admission.admitted) == ("ok", 3, 3)
-    assert [item.message.task_id for item in small.tasks("g").read(10, 10)] == [0, 2]
-    state = small.ledger.state()
+    assert [item.message.task_id for item in small.task_queue("g").read(10, 10)] == [0, 2]
+    state = small.ledger.read_state()
     assert (state.active, state.failed, state.balanced) == (2, {"dead_letter": 1}, True)
     assert reasons(small) == [("feeder", 1, -1)]
 
@@ -50,21 +50,21 @@ def test_a_prompt_that_was_too_large_can_be_asked_for_again(small: Broker, make_
     small.ledger.admit(big(0))
     (filed,) = small.dead_letters.list()
     assert small.dead_letters.requeue(filed.id) == "ok"
-    wider = make_broker(small.link.keys.base.rpartition(":")[2].rstrip("}"))
+    wider = make_broker(small.connection.keys.base.rpartition(":")[2].rstrip("}"))
     assert wider.ledger.admit(big(0)).answer == "ok"
-    assert [item.message.task_id for item in wider.tasks("g").read(10, 10)] == [0]
-    assert wider.ledger.state().balanced
+    assert [item.message.task_id for item in wider.task_queue("g").read(10, 10)] == [0]
+    assert wider.ledger.read_state().balanced
 
 
 def test_a_held_out_prompt_too_large_to_be_sent_counts_as_failed_and_the_evaluation_ends(small: Broker) -> None:
     begin(small)
     ids = [eval_task_id(3, index) for index in range(2)]
     assert small.evals.open(3, [big(ids[0], kind="eval"), task(ids[1], kind="eval")])
-    (delivery,) = small.tasks("g").read(10, 10)
-    small.tasks("g").publish(ids[1], [trajectory(ids[1], i, kind="eval") for i in range(2)])
-    rewards = small.trajectories("r")
+    (delivery,) = small.task_queue("g").read(10, 10)
+    small.task_queue("g").publish(ids[1], [trajectory(ids[1], i, kind="eval") for i in range(2)])
+    rewards = small.score_queue("r")
     rewards.publish([(item, Score(reward=1.0)) for item in rewards.read(10, 10)])
-    (result,) = small.evals.results()
+    (result,) = small.evals.read_results()
     assert (result.n, result.scored, result.failed, result.complete, delivery.version) == (4, 2, 2, True, 3)
     assert reasons(small) == [("feeder", ids[0], -1)]
 
@@ -73,16 +73,16 @@ def test_a_sample_too_large_to_be_sent_fails_and_those_beside_it_go_on(small: Br
     training = begin(small)
     for task_id in (0, 1):
         small.ledger.admit(task(task_id))
-    queue = small.tasks("g")
+    queue = small.task_queue("g")
     queue.read(10, 10)
     large = trajectory(0, 0)
     large.completion = "x" * (2 * LIMIT)
     answers = queue.publish_all([(0, [large, trajectory(0, 1)]), (1, [trajectory(1, 0), trajectory(1, 1)])])
     assert answers == [["failed", "ok"], ["ok", "ok"]]
     assert reasons(small) == [("generator", 0, 0)]
-    rewards = small.trajectories("r")
+    rewards = small.score_queue("r")
     rewards.publish([(item, Score(reward=1.0)) for item in rewards.read(10, 10)])
-    outcomes = {(item.task_id, item.sample): item.trajectory_id is not None for item in training.claim(10)}
+    outcomes = {(item.task_id, item.sample): item.trajectory_id is not None for item in training.claim_scores(10)}
     assert outcomes == {(0, 0): False, (0, 1): True, (1, 0): True, (1, 1): True}
     assert entries(small)["tasks"] == 0
 
@@ -90,7 +90,7 @@ def test_a_sample_too_large_to_be_sent_fails_and_those_beside_it_go_on(small: Br
 def test_partial_samples_too_large_to_be_sent_are_left_out_and_the_task_is_handed_back(small: Broker) -> None:
     begin(small)
     small.ledger.admit(task(0))
-    (delivery,) = small.tasks("leaving").read(10, 10)
+    (delivery,) = small.task_queue("leaving").read(10, 10)
     partial = Partial(
         sample=0,
         tokens=Array.of(range(LIMIT), "i4"),
@@ -99,20 +99,20 @@ def test_partial_samples_too_large_to_be_sent_are_left_out_and_the_task_is_hande
     )
     with_partial = task(0)
     with_partial.partials = [partial]
-    assert small.tasks("leaving").hand_back(delivery, with_partial)
-    (again,) = small.tasks("other").read(10, 10)
+    assert small.task_queue("leaving").return_task(delivery, with_partial)
+    (again,) = small.task_queue("other").read(10, 10)
     assert again.message == delivery.message
 
 
 def test_a_score_too_large_to_be_sent_excludes_its_sample(small: Broker) -> None:
     training = begin(small)
     small.ledger.admit(task(0, n=1))
-    small.tasks("g").publish(0, [trajectory(0, 0)])
-    rewards = small.trajectories("r")
+    small.task_queue("g").publish(0, [trajectory(0, 0)])
+    rewards = small.score_queue("r")
     (item,) = rewards.read(10, 10)
     large = Score(reward=1.0, components={f"component {number}": 1.0 for number in range(LIMIT)})
     assert rewards.publish([(item, large)]) == ["ok"]
-    (outcome,) = training.claim(10)
+    (outcome,) = training.claim_scores(10)
     assert (outcome.trajectory_id, outcome.score.status, outcome.excluded) == (None, "error", True)
     assert reasons(small) == [("reward", 0, 0)]
 
@@ -120,9 +120,9 @@ def test_a_score_too_large_to_be_sent_excludes_its_sample(small: Broker) -> None
 @pytest.mark.parametrize("stream", ["tasks", "trajectories"])
 def test_a_message_that_leaves_no_room_for_its_letter_is_buried_with_its_head(broker: Broker, stream: str) -> None:
     begin(broker)
-    client, keys = broker.link.client, broker.link.keys
+    client, keys = broker.connection.client, broker.connection.keys
     client.xadd(getattr(keys, stream), {"t": 7, "s": 0, "b": bytes(DEFAULT_MAX_BYTES + 1)})
-    queue = broker.tasks("g") if stream == "tasks" else broker.trajectories("r")
+    queue = broker.task_queue("g") if stream == "tasks" else broker.score_queue("r")
     assert queue.read(10, 10) == []
     (filed,) = broker.dead_letters.list()
     assert "over the limit" in filed.letter.reason

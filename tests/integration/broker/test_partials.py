@@ -27,7 +27,7 @@ def partial(sample: int, *spans: tuple[int, int]) -> Partial:
 
 
 def saved(broker: Broker) -> int:
-    return broker.link.client.hlen(broker.link.keys.partials)
+    return broker.connection.client.hlen(broker.connection.keys.partials)
 
 
 @pytest.mark.parametrize("cut", [0, 2, 3, 5])
@@ -45,14 +45,14 @@ def test_pieces_join_to_the_whole_wherever_they_were_cut(cut: int) -> None:
 def test_another_generator_finds_what_a_dead_one_had_saved(broker: Broker) -> None:
     begin(broker)
     broker.ledger.admit(task(0, n=3))
-    (delivery,) = broker.tasks("dead").read(1, 10)
+    (delivery,) = broker.task_queue("dead").read(1, 10)
     dead, whole = broker.partials("dead"), partial(0, (1, 6), (2, 5))
     short = partial(0, (1, 4))
     growth = [(0, piece_of(short, 0)), (0, piece_of(partial(2, (1, 7)), 0))]
     assert dead.save([(0, delivery.entry_id, growth)]) == [True]
     for _ in range(2):  # the second time after a lost answer
         assert dead.save([(0, delivery.entry_id, [(1, piece_of(whole, 4))])]) == [True]
-    (again,) = broker.tasks("alive").claim_stale(lease_s=0.0, count=10)
+    (again,) = broker.task_queue("alive").claim_stale(lease_s=0.0, count=10)
     assert broker.partials("alive").load(0, range(3)) == [whole, partial(2, (1, 7))]
     assert dead.save([(0, delivery.entry_id, [(2, piece_of(whole, 9))])]) == [False], "it is not the owner any more"
     alive = broker.partials("alive")
@@ -63,14 +63,14 @@ def test_another_generator_finds_what_a_dead_one_had_saved(broker: Broker) -> No
 def test_nothing_is_saved_of_what_is_published_ended_or_handed_on(broker: Broker) -> None:
     begin(broker)
     broker.ledger.admit(task(0))
-    queue, partials = broker.tasks("g"), broker.partials("g")
+    queue, partials = broker.task_queue("g"), broker.partials("g")
     (delivery,) = queue.read(1, 10)
     pieces = [(0, piece_of(partial(sample, (0, 5)), 0)) for sample in (0, 1)]
     queue.publish(0, [trajectory(0, 0)])
     assert partials.save([(0, delivery.entry_id, pieces[:1])]) == [False]
     assert partials.save([(0, delivery.entry_id, pieces)]) == [True]
     assert [part.sample for part in partials.load(0, [0, 1])] == [1]
-    assert queue.hand_back(delivery, delivery.message)
+    assert queue.return_task(delivery, delivery.message)
     assert partials.save([(0, delivery.entry_id, pieces)]) == [False]
     assert [part.sample for part in partials.load(0, [1])] == [1], "what was saved is there for the next one"
     (again,) = queue.read(1, 10)
@@ -84,24 +84,24 @@ def test_nothing_is_saved_of_what_is_published_ended_or_handed_on(broker: Broker
 def test_what_is_saved_of_a_group_ends_with_it(broker: Broker, end: str) -> None:
     training = begin(broker)
     broker.ledger.admit(task(0))
-    queue = broker.tasks("g")
+    queue = broker.task_queue("g")
     (delivery,) = queue.read(1, 10)
     assert broker.partials("g").save([(0, delivery.entry_id, [(0, piece_of(partial(1, (0, 5)), 0))])]) == [True]
     assert saved(broker) == 2
     if end == "trained":
         queue.publish(0, [trajectory(0, 0)])
         queue.fail_sample(0, 1, "can't be made")
-        results = broker.trajectories("r")
+        results = broker.score_queue("r")
         results.publish([(item, Score(reward=1.0)) for item in results.read(10, 10)])
         record = record_of(training)
-        training.journal(record)
-        training.step(record)
-        training.commit([record])
+        training.journal_batch(record)
+        training.complete_step(record)
+        training.commit_steps([record])
         assert set(entries(broker).values()) == {0}
     elif end == "dropped":
-        training.drop(0, "too_old", [])
+        training.drop_group(0, "too_old", [])
     else:
-        broker.link.client.delete(broker.link.keys.ctl)
+        broker.connection.client.delete(broker.connection.keys.ctl)
         begin(broker, fresh=False)
     assert saved(broker) == 0
 
@@ -109,13 +109,13 @@ def test_what_is_saved_of_a_group_ends_with_it(broker: Broker, end: str) -> None
 def test_a_damaged_piece_ends_what_can_be_gone_on_from(broker: Broker) -> None:
     begin(broker)
     broker.ledger.admit(task(0))
-    (delivery,) = broker.tasks("g").read(1, 10)
+    (delivery,) = broker.task_queue("g").read(1, 10)
     partials, whole = broker.partials("g"), partial(0, (1, 9))
     for number, start in enumerate((0, 3, 6)):
         part = partial(0, (1, start + 3))
         assert partials.save([(0, delivery.entry_id, [(number, piece_of(part, start))])]) == [True]
     assert partials.load(0, [0]) == [whole]
-    broker.link.client.hset(broker.link.keys.partials, "0:0:1", b"garbage")
+    broker.connection.client.hset(broker.connection.keys.partials, "0:0:1", b"garbage")
     assert partials.load(0, [0]) == [partial(0, (1, 3))]
 
 

@@ -13,22 +13,22 @@ pytestmark = pytest.mark.integration
 
 
 def test_leases_are_renewed_while_no_sign_of_life_can_be_sent(broker: Broker) -> None:
-    broker.link.client.set(broker.link.keys.services, "hello")
+    broker.connection.client.set(broker.connection.keys.services, "hello")
     renewed = threading.Semaphore(0)
     with Presence(broker, "g", "generator", lambda: ("running", 0, {}), renewed.release, renew_s=0.01):
         for _ in range(2):
             assert renewed.acquire(timeout=10)
-        broker.link.client.delete(broker.link.keys.services)
+        broker.connection.client.delete(broker.connection.keys.services)
         for _ in range(10):
             assert renewed.acquire(timeout=10)
-            if broker.services.list():
+            if broker.heartbeats.list():
                 break
-        assert [beat.service for beat in broker.services.list()] == ["g"]
-    assert broker.services.list() == []
+        assert [beat.service for beat in broker.heartbeats.list()] == ["g"]
+    assert broker.heartbeats.list() == []
 
 
 def test_a_service_ends_though_it_cannot_sign_off(broker: Broker) -> None:
-    broker.link.client.set(broker.link.keys.services, "hello")
+    broker.connection.client.set(broker.connection.keys.services, "hello")
     ended = threading.Event()
 
     def live() -> None:

@@ -67,24 +67,24 @@ def test_a_group_passes_every_hop_with_each_service_under_its_own_user(
     training = one_group(roles, tmp_path)
     publish_weights(roles["trainer"], training.leader_term, 2, tmp_path)
     assert fetch_weights(roles["generator"], tmp_path).version == 2
-    training.look()
+    training.read_pipeline()
     for role in ("feeder", "generator", "reward", "trainer"):
-        roles[role].services.leave(role)
+        roles[role].heartbeats.remove(role)
 
 
 def test_generators_may_all_that_their_work_asks(roles: dict[str, Broker]) -> None:
     training = begin(roles["trainer"])
     for task_id in (0, 1):
         assert roles["feeder"].ledger.admit(task(task_id)).answer == "ok"
-    dead, alive = roles["generator"].tasks("dead"), roles["generator"].tasks("alive")
+    dead, alive = roles["generator"].task_queue("dead"), roles["generator"].task_queue("alive")
     first, second = dead.read(10, 10)
-    dead.renew()
-    assert dead.hand_back(second, second.message)
-    assert alive.missing(first.message) == [0, 1]
+    dead.renew_leases()
+    assert dead.return_task(second, second.message)
+    assert alive.find_missing(first.message) == [0, 1]
     assert {item.message.task_id for item in alive.claim_stale(0.0, 10) + alive.read(10, 10)} == {0, 1}
     alive.fail_sample(0, 0, "an impossible prompt")
     alive.publish_all([(0, [trajectory(0, 1)]), (1, [trajectory(1, 0), trajectory(1, 1)])])
-    assert len(training.claim(10)) == 1
+    assert len(training.claim_scores(10)) == 1
 
 
 def test_a_task_that_nobody_can_make_is_given_up_and_asked_for_again_by_the_operator(urls: dict[str, str]) -> None:
@@ -92,9 +92,9 @@ def test_a_task_that_nobody_can_make_is_given_up_and_asked_for_again_by_the_oper
     roles = {role: connect(url, max_deliveries=1) for role, url in urls.items()}
     begin(roles["trainer"])
     roles["feeder"].ledger.admit(task(0))
-    roles["generator"].tasks("a").read(1, 10)
+    roles["generator"].task_queue("a").read(1, 10)
     for name in ("b", "c"):
-        roles["generator"].tasks(name).claim_stale(0.0, 10)
+        roles["generator"].task_queue(name).claim_stale(0.0, 10)
     (letter,) = roles["observer"].dead_letters.list()
     assert roles["operator"].dead_letters.requeue(letter.id) == "ok"
     assert roles["feeder"].ledger.admit(task(0)).answer == "ok"
@@ -105,45 +105,45 @@ def test_rewards_may_all_that_their_work_asks(roles: dict[str, Broker], urls: di
     roles["feeder"].ledger.admit(task(0))
     evaluation = [task(eval_task_id(0, 0), n=2, kind="eval")]
     assert roles["feeder"].evals.open(0, evaluation)
-    for item in roles["generator"].tasks("g").read(10, 10):
+    for item in roles["generator"].task_queue("g").read(10, 10):
         kind, number = item.message.kind, item.message.task_id
-        roles["generator"].tasks("g").publish(number, [trajectory(number, i, kind=kind) for i in range(2)])
+        roles["generator"].task_queue("g").publish(number, [trajectory(number, i, kind=kind) for i in range(2)])
     open_client(urls["default"]).xadd(KEYS.trajectories, {"hello": "world"})
-    dead, alive = roles["reward"].trajectories("dead"), roles["reward"].trajectories("alive")
+    dead, alive = roles["reward"].score_queue("dead"), roles["reward"].score_queue("alive")
     dead.read(10, 10)
-    dead.renew()
+    dead.renew_leases()
     items = alive.claim_stale(0.0, 10)
     assert len(items) == 4
     scores = [Score(reward=1.0), Score(status="error", reason="no")] * 2
     assert alive.publish(list(zip(items, scores, strict=True))) == ["ok"] * 4
-    assert [result.complete for result in roles["trainer"].evals.results()] == [True]
-    assert len(training.claim(10)) == 2
-    assert roles["observer"].ledger.state().dead_letters == 3
+    assert [result.complete for result in roles["trainer"].evals.read_results()] == [True]
+    assert len(training.claim_scores(10)) == 2
+    assert roles["observer"].ledger.read_state().dead_letters == 3
 
 
 def test_the_trainer_ends_groups_and_takes_over_from_another(roles: dict[str, Broker]) -> None:
     training = begin(roles["trainer"])
     roles["feeder"].ledger.admit(task(0))
-    roles["generator"].tasks("g").publish(0, [trajectory(0, 0), trajectory(0, 1)])
-    rewards = roles["reward"].trajectories("r")
+    roles["generator"].task_queue("g").publish(0, [trajectory(0, 0), trajectory(0, 1)])
+    rewards = roles["reward"].score_queue("r")
     rewards.publish([(item, Score(reward=1.0)) for item in rewards.read(10, 10)])
     record_of(training)
     training = begin(roles["trainer"], fresh=False)
-    outcomes = training.claim(10)
-    assert training.drop(0, "stale", [outcome.scored_id for outcome in outcomes])
-    training.discard(outcomes)
+    outcomes = training.claim_scores(10)
+    assert training.drop_group(0, "stale", [outcome.scored_id for outcome in outcomes])
+    training.discard_scores(outcomes)
     position = roles["trainer"].ledger.change_position()
     roles["trainer"].ledger.wait_change(position, 1)
-    training.finish()
-    assert roles["feeder"].ledger.state().balanced
+    training.finish_run()
+    assert roles["feeder"].ledger.read_state().balanced
 
 
 def test_the_operator_steers_lists_and_deletes_a_run(roles: dict[str, Broker]) -> None:
     begin(roles["trainer"])
     operator = roles["operator"]
     operator.run_control.pause("freeze", "t")
-    assert operator.ledger.change("staleness", 3)
-    assert [run.name for run in list_runs(operator.link.client)] == ["mine"]
+    assert operator.ledger.change_setting("staleness", 3)
+    assert [run.name for run in list_runs(operator.connection.client)] == ["mine"]
     assert operator.purge() > 0
 
 
@@ -182,7 +182,7 @@ FORBIDDEN = {
 
 @pytest.mark.parametrize("role", FORBIDDEN)
 def test_a_role_cannot_write_what_is_not_its_own(roles: dict[str, Broker], role: str) -> None:
-    client: Any = roles[role].link.client
+    client: Any = roles[role].connection.client
     for name in FORBIDDEN[role]:
         for command, *rest in WRITES.values():
             if role == "operator" and command == "UNLINK":
@@ -200,7 +200,7 @@ def test_a_role_cannot_write_what_is_not_its_own(roles: dict[str, Broker], role:
 
 def test_generators_and_rewards_cannot_even_read_the_journal_and_control(roles: dict[str, Broker]) -> None:
     for role in ("generator", "reward"):
-        client: Any = roles[role].link.client
+        client: Any = roles[role].connection.client
         for key in (KEYS.journal, KEYS.ctl, KEYS.leader_term):
             for command in ("HGETALL", "GET", "EXISTS", "DUMP"):
                 with pytest.raises(redis.exceptions.NoPermissionError):
@@ -210,11 +210,11 @@ def test_generators_and_rewards_cannot_even_read_the_journal_and_control(roles: 
 CALLS: Mapping[str, Callable[[Broker], object]] = {
     "admit": lambda broker: broker.ledger.admit(task(0)),
     "begin": begin,
-    "weights": lambda broker: broker.link.script("add_version", "1-x", 9, b"x"),
-    "score": lambda broker: broker.trajectories("x").read(1, 1),
-    "generate": lambda broker: broker.tasks("x").read(1, 1),
+    "weights": lambda broker: broker.connection.run_script("add_version", "1-x", 9, b"x"),
+    "score": lambda broker: broker.score_queue("x").read(1, 1),
+    "generate": lambda broker: broker.task_queue("x").read(1, 1),
     "metrics": lambda broker: broker.metrics.append({}),
-    "change": lambda broker: broker.ledger.change("batch", 9),
+    "change": lambda broker: broker.ledger.change_setting("batch", 9),
     "purge": lambda broker: broker.purge(),
     "event": lambda broker: broker.events.emit(Event(name="x", service="x")),
 }
@@ -239,7 +239,7 @@ def test_the_work_of_another_role_is_refused_in_one_line_at_once(roles: dict[str
 
 @pytest.mark.parametrize("role", acl.ROLES)
 def test_another_run_is_out_of_reach(roles: dict[str, Broker], urls: dict[str, str], role: str) -> None:
-    client: Any = roles[role].link.client
+    client: Any = roles[role].connection.client
     for name, key in vars(OTHER).items():
         if name != "base":
             for command, *rest in (*WRITES.values(), ("TYPE",), ("DUMP",), ("HGETALL",), ("GET",), ("EXISTS",)):
@@ -247,14 +247,14 @@ def test_another_run_is_out_of_reach(roles: dict[str, Broker], urls: dict[str, s
                     client.execute_command(str(command), key, *rest)
     for script in ("heartbeat", "journal_batch", "set_run_state", "publish_samples"):
         with pytest.raises(ConfigError, match="refuses"):
-            connect(urls[role], OTHER).link.script(script, "x", "y", "z", "0")
+            connect(urls[role], OTHER).connection.run_script(script, "x", "y", "z", "0")
     with pytest.raises(ConfigError, match="refuses"):
-        connect(urls[role], OTHER).ledger.set("paused", 1)
+        connect(urls[role], OTHER).ledger.set_run_state("paused", 1)
 
 
 @pytest.mark.parametrize("role", acl.ROLES)
 def test_nobody_may_administer_the_server(roles: dict[str, Broker], urls: dict[str, str], role: str) -> None:
-    client: Any = roles[role].link.client
+    client: Any = roles[role].connection.client
     for words in (
         "FLUSHALL", "FLUSHDB", "KEYS *", "CONFIG GET *", "ACL LIST", "SHUTDOWN NOSAVE", "MONITOR",
         "CLIENT LIST", "SCRIPT FLUSH", "SUBSCRIBE x", "PUBLISH x y", "REPLICAOF NO ONE", "SAVE", "SWAPDB 0 1",
@@ -274,7 +274,7 @@ def test_nobody_may_administer_the_server(roles: dict[str, Broker], urls: dict[s
 def test_a_wrong_password_is_refused_at_once_and_not_repeated_in_the_message(urls: dict[str, str]) -> None:
     url = re.sub(r":[^:@]*@", ":secret@", urls["trainer"])
     with pytest.raises(ConfigError, match="refuses") as refused:
-        connect(url).ledger.state()
+        connect(url).ledger.read_state()
     assert "secret" not in str(refused.value)
 
 
@@ -312,12 +312,12 @@ def test_an_oversized_message_is_refused_by_its_sender_and_by_its_reader(urls: d
     big = task(0)
     big.text = "x" * 2000
     assert small.ledger.admit(big).answer == "ok"
-    assert large.tasks("g").read(10, 10) == []
-    assert large.ledger.state().failed == {"dead_letter": 1}
+    assert large.task_queue("g").read(10, 10) == []
+    assert large.ledger.read_state().failed == {"dead_letter": 1}
     big.task_id = 1
     assert large.ledger.admit(big).answer == "ok"
-    assert small.tasks("g").read(10, 10) == []
-    assert large.ledger.state().failed == {"dead_letter": 2}
+    assert small.task_queue("g").read(10, 10) == []
+    assert large.ledger.read_state().failed == {"dead_letter": 2}
     assert all("over the limit of 1024" in filed.letter.reason for filed in large.dead_letters.list())
 
 

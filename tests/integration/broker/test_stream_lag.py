@@ -5,23 +5,25 @@ from __future__ import annotations
 import pytest
 
 from broker.client import Broker
-from broker.telemetry.stream_lag import Gauge, read_gauges
+from broker.telemetry.stream_lag import StreamLag, read_stream_lags
 from tests.integration.broker.test_flow import begin, task
 
 pytestmark = pytest.mark.integration
 
 
-def tasks(broker: Broker, surplus: dict[str, int]) -> Gauge:
-    return next(gauge for gauge in read_gauges(broker.link, surplus) if gauge.name == "tasks")
+def tasks(broker: Broker, surplus: dict[str, int]) -> StreamLag:
+    return next(lag for lag in read_stream_lags(broker.connection, surplus) if lag.name == "tasks")
 
 
 def forget_reads(broker: Broker) -> None:
     """What a restart from the append-only file does to the group's count."""
-    keys = broker.link.keys
-    groups = broker.link.run("groups", lambda client: client.xinfo_groups(keys.tasks))
+    keys = broker.connection.keys
+    groups = broker.connection.run("groups", lambda client: client.xinfo_groups(keys.tasks))
     for group in groups:
         name, last = group["name"], group["last-delivered-id"]
-        broker.link.run("set", lambda client, n, i: client.xgroup_setid(keys.tasks, n, i, entries_read=0), name, last)
+        broker.connection.run(
+            "set", lambda client, n, i: client.xgroup_setid(keys.tasks, n, i, entries_read=0), name, last
+        )
 
 
 def test_what_waits_is_exact_after_the_server_lost_count(broker: Broker) -> None:
@@ -30,7 +32,7 @@ def test_what_waits_is_exact_after_the_server_lost_count(broker: Broker) -> None
     for number in range(2):
         broker.ledger.admit(task(number))
     assert (tasks(broker, surplus).waiting, tasks(broker, surplus).entered) == (2, 2)
-    broker.tasks("g").read(2, 10)
+    broker.task_queue("g").read(2, 10)
     forget_reads(broker)
     seen = tasks(broker, surplus)
     assert (seen.waiting, seen.pending, seen.entered) == (0, 2, 2)

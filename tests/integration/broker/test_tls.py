@@ -154,7 +154,7 @@ def test_a_group_passes_every_hop_over_tls(port: int, certificates: Path, tmp_pa
 @pytest.mark.parametrize("query", ["?ssl_ca_certs={other}", ""], ids=["another CA", "the system's CAs"])
 def test_a_certificate_of_an_unknown_ca_is_refused_at_once(port: int, certificates: Path, query: str) -> None:
     url = f"rediss://:secret@127.0.0.1:{port}/0" + query.format(other=certificates / "other.crt")
-    for ask in (lambda: connect(url).ledger.state(), lambda: answers(url)):
+    for ask in (lambda: connect(url).ledger.read_state(), lambda: answers(url)):
         with pytest.raises(ConfigError, match=r"certificate is refused \(.*\); give its CA") as refused:
             ask()
         assert "\n" not in str(refused.value)
@@ -164,7 +164,7 @@ def test_a_certificate_of_an_unknown_ca_is_refused_at_once(port: int, certificat
 def test_a_certificate_of_another_host_is_refused_at_once(port: int, certificates: Path) -> None:
     url = f"rediss://localhost:{port}/0?ssl_ca_certs={certificates / 'ca.crt'}"
     with pytest.raises(ConfigError, match="certificate is refused"):
-        connect(url).ledger.state()
+        connect(url).ledger.read_state()
 
 
 def test_a_ca_file_that_is_not_there_is_named(tmp_path: Path) -> None:
@@ -178,8 +178,8 @@ def test_a_server_that_asks_for_our_certificate_says_so(tmp_path: Path, certific
     try:
         url = f"rediss://127.0.0.1:{server.tls_port}/0?ssl_ca_certs={certificates / 'ca.crt'}"
         with pytest.raises(ConfigError, match=r"it refuses our certificate \(.*\); give one"):
-            connect(url).ledger.state()
+            connect(url).ledger.read_state()
         files = f"&ssl_certfile={certificates / 'server.crt'}&ssl_keyfile={certificates / 'server.key'}"
-        assert connect(url + files).ledger.state().state == "starting"
+        assert connect(url + files).ledger.read_state().state == "starting"
     finally:
         server.stop()

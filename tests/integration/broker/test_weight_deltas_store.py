@@ -32,7 +32,7 @@ class Trainer:
     def __init__(self, broker: Broker, folder: Path, kind: str, leader_term: str, *, max_chain: int = 3, keep: int = 2):
         self._broker, self._folder, self._leader_term, self._keep = broker, folder / "out", leader_term, keep
         self._folder.mkdir(exist_ok=True)
-        self._transport = make_transport(broker.link, kind, self._folder)
+        self._transport = make_transport(broker.connection, kind, self._folder)
         self._deltas = DeltaWriter(self._folder, max_chain)
         self.bits: npt.NDArray[np.int16] = np.random.default_rng(0).integers(0, 1000, 64 * 64 + 333, dtype=np.int16)
 
@@ -101,7 +101,7 @@ def spoil(broker: Broker, manifest: Manifest, form: str) -> Callable[[bool], Non
     kind, _, place = payload.uri.partition(":")
 
     def act(missing: bool) -> None:
-        client, chunks = broker.link.client, broker.link.keys.chunks
+        client, chunks = broker.connection.client, broker.connection.keys.chunks
         if kind == "file":
             Path(place).unlink()
             if not missing:
@@ -151,7 +151,11 @@ def test_what_is_kept_is_bounded(
         published = broker.weights.published()
         assert len(published) <= 2 + 3, "keep and max_chain"
         assert sum(manifest.whole for manifest in published) <= 2
-        held = broker.link.client.hlen(broker.link.keys.chunks) if kind == "redis" else len(files(tmp_path / "out")) - 1
+        held = (
+            broker.connection.client.hlen(broker.connection.keys.chunks)
+            if kind == "redis"
+            else len(files(tmp_path / "out")) - 1
+        )
         assert held == sum(m.whole + (m.delta is not None) for m in published)
         assert files(tmp_path / "in") <= {"state.safetensors", "whole", "shared"}
 
@@ -260,7 +264,7 @@ def test_a_newest_version_that_someone_else_made_is_no_base(
     broker: Broker, trainer: Trainer, tmp_path: Path, kind: str
 ) -> None:
     trainer.publish(1)
-    broker.link.client.xdel(broker.link.keys.weights, "1-1")
+    broker.connection.client.xdel(broker.connection.keys.weights, "1-1")
     assert trainer.publish(2).whole, "what this trainer holds is not what the broker has"
 
 

@@ -23,8 +23,8 @@ def test_status_shows_the_invariant_and_says_when_it_is_broken(make_broker: Call
     training = begin(broker)
     for task_id in (0, 1, 2):
         broker.ledger.admit(task(task_id))
-    training.drop(1, "stale", [])
-    url = broker.link.url
+    training.drop_group(1, "stale", [])
+    url = broker.connection.url
     done = run_tidemill("status", "status-run", "--url", url)
     assert done.returncode == 0, done.stderr
     assert "3 admitted = 2 active + 0 trained + 1 dropped + 0 failed: balanced" in done.stdout
@@ -33,7 +33,7 @@ def test_status_shows_the_invariant_and_says_when_it_is_broken(make_broker: Call
     figures = json.loads(run_tidemill("status", "status-run", "--url", url, "--json").stdout)
     ledger = figures["ledger"]
     assert (ledger["balanced"], ledger["active"], ledger["live_bound"]) == (True, 2, 18)
-    broker.link.client.zrem(broker.link.keys.slots, "0")
+    broker.connection.client.zrem(broker.connection.keys.slots, "0")
     done = run_tidemill("status", "status-run", "--url", url)
     assert done.returncode == 1
     assert "NOT BALANCED" in done.stdout
@@ -42,7 +42,7 @@ def test_status_shows_the_invariant_and_says_when_it_is_broken(make_broker: Call
 def test_a_run_that_is_not_there_is_one_line_with_those_that_are(make_broker: Callable[..., Broker]) -> None:
     broker = make_broker("here")
     begin(broker)
-    done = run_tidemill("status", "elsewhere", "--url", broker.link.url)
+    done = run_tidemill("status", "elsewhere", "--url", broker.connection.url)
     assert done.returncode == 2
     assert "no run 'elsewhere'" in done.stderr
     assert "here" in done.stderr
@@ -59,8 +59,8 @@ def test_runs_are_listed_with_their_memory_and_deleted_after_asking(make_broker:
     broker, other = make_broker("big-run"), make_broker("small-run")
     for each in (broker, other):
         begin(each)
-    broker.link.client.set(f"{broker.link.keys.base}:ballast", b"x" * 100_000)
-    url = broker.link.url
+    broker.connection.client.set(f"{broker.connection.keys.base}:ballast", b"x" * 100_000)
+    url = broker.connection.url
     listed = {run["name"]: run for run in json.loads(run_tidemill("runs", "--url", url, "--json").stdout)}
     assert listed["big-run"]["memory"] > 100_000 > listed["small-run"]["memory"] > 0
     assert listed["big-run"]["state"] == "running"
@@ -76,14 +76,14 @@ def test_settings_change_while_the_run_goes_on_and_wrong_ones_change_nothing(
 ) -> None:
     broker = make_broker("set-run")
     begin(broker)
-    url = broker.link.url
+    url = broker.connection.url
     assert run_tidemill("set", "set-run", "staleness=1", "batch=4", "--url", url).returncode == 0
-    assert broker.ledger.state().capacity == 8
+    assert broker.ledger.read_state().capacity == 8
     for wrong in ("staleness=-1", "batch=0", "lr=3", "batch=many"):
         done = run_tidemill("set", "set-run", "staleness=5", wrong, "--url", url)
         assert done.returncode == 2, wrong
         assert wrong.partition("=")[0] in done.stderr
-    assert broker.ledger.state().staleness == 1
+    assert broker.ledger.read_state().staleness == 1
 
 
 def test_a_failed_group_is_admitted_again_from_its_dead_letter(make_broker: Callable[..., Broker]) -> None:
@@ -91,9 +91,9 @@ def test_a_failed_group_is_admitted_again_from_its_dead_letter(make_broker: Call
     begin(broker)
     broker.ledger.admit(task(0))
     for name in ("a", "b", "c"):
-        broker.tasks(name).claim_stale(0.0, 10) or broker.tasks(name).read(1, 10)
-    assert broker.ledger.state().failed == {"dead_letter": 1}
-    url = broker.link.url
+        broker.task_queue(name).claim_stale(0.0, 10) or broker.task_queue(name).read(1, 10)
+    assert broker.ledger.read_state().failed == {"dead_letter": 1}
+    url = broker.connection.url
     listed = json.loads(run_tidemill("dead-letters", "list", "letters-run", "--url", url, "--json").stdout)
     (letter,) = listed["letters"]
     assert listed["total"] == 1
@@ -101,11 +101,11 @@ def test_a_failed_group_is_admitted_again_from_its_dead_letter(make_broker: Call
     shown = json.loads(run_tidemill("dead-letters", "show", "letters-run", letter["id"], "--url", url).stdout)
     assert shown["payload"]["text"] == "1+1="
     assert run_tidemill("dead-letters", "requeue", "letters-run", letter["id"], "--url", url).returncode == 0
-    state = broker.ledger.state()
+    state = broker.ledger.read_state()
     assert (state.redo, state.balanced, sum(state.failed.values())) == (1, True, 0)
     assert broker.ledger.admit(task(1)).next == 0
     assert broker.ledger.admit(task(0)).answer == "ok"
-    assert broker.ledger.state().balanced
+    assert broker.ledger.read_state().balanced
     assert broker.dead_letters.list() == []
 
 
@@ -116,7 +116,7 @@ def test_what_was_trained_without_a_sample_is_not_made_again(make_broker: Callab
     run_group(broker, 0, (Score(reward=1.0), Score(status="error", reason="boom")))
     (filed,) = broker.dead_letters.list()
     assert broker.dead_letters.requeue(filed.id) == "active"
-    training.drop(0, "zero_variance", [])
+    training.drop_group(0, "zero_variance", [])
     assert broker.dead_letters.requeue(filed.id) == "ended"
     broker.dead_letters.drop(filed.id)
     with pytest.raises(DataError, match="no dead letter"):

@@ -26,10 +26,10 @@ def broker(make_broker: Callable[..., Broker]) -> Iterator[Broker]:
     broker = make_broker(RUN)
     begin(broker)
     broker.ledger.admit(task(0))
-    queue = broker.tasks("g")
+    queue = broker.task_queue("g")
     queue.read(1, 10)
     queue.publish(0, [trajectory(0, 0)])
-    scores = broker.trajectories("r")
+    scores = broker.score_queue("r")
     scores.publish([(item, Score(reward=0.5)) for item in scores.read(1, 10)])
     queue.fail_sample(0, 1, "too long")
     yield broker
@@ -40,7 +40,7 @@ def broker(make_broker: Callable[..., Broker]) -> Iterator[Broker]:
 def way(request: pytest.FixtureRequest, broker: Broker) -> Iterator[tuple[str, str]]:
     """How the command line gets there."""
     if request.param == "--url":
-        yield "--url", broker.link.url
+        yield "--url", broker.connection.url
     else:
         with Api(broker, RUN) as api:
             yield "--control", api.url

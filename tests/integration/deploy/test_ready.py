@@ -30,19 +30,19 @@ def test_a_service_is_ready_from_its_first_heartbeat_until_it_falls_silent(
     broker = make_broker("ready-run")
     begin(broker)
     (tmp_path / "config.yaml").write_text(CONFIG)
-    (tmp_path / "redis_url").write_text(f"{broker.link.url}\n")
+    (tmp_path / "redis_url").write_text(f"{broker.connection.url}\n")
     monkeypatch.delenv("REDIS_URL", raising=False)
     monkeypatch.setenv("REDIS_URL_FILE", "redis_url")
     ready = partial(run_tidemill, "ready", "config.yaml", cwd=tmp_path)
     done = ready("feeder")
     assert (done.returncode, done.stderr) == (1, "tidemill: feeder has not come up\n")
     beat = Heartbeat(service="feeder", role="feeder", host="h", pid=1, state="running")
-    broker.services.beat(beat)
+    broker.heartbeats.send(beat)
     done = ready("feeder")
     assert (done.returncode, done.stderr) == (0, "")
     assert ready("reward", "--name", "reward-7").returncode == 1
     beat.time -= 100
-    broker.link.client.hset(broker.link.keys.services, "feeder", encode(beat))
+    broker.connection.client.hset(broker.connection.keys.services, "feeder", encode(beat))
     done = ready("feeder")
     assert done.returncode == 1
     assert "feeder has been silent for 1" in done.stderr

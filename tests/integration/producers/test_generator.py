@@ -102,15 +102,15 @@ def test_a_generator_that_can_not_go_back_publishes_nothing_more_and_ends(
         await engine.generating.wait()
         engine.spoilt = {1, 2} if how == "spoilt too" else {2}
         if how == "gone":
-            broker.link.client.delete(broker.link.keys.chunks)
+            broker.connection.client.delete(broker.connection.keys.chunks)
         publish(broker, training, tmp_path, 2)
         await asyncio.Event().wait()
 
     with pytest.raises(ExceptionGroup) as caught:
         live(config, broker, engine, scene)
     assert caught.group_contains(InfraError, match="can't be restored" if how == "spoilt too" else "gone")
-    assert broker.link.client.xlen(broker.link.keys.trajectories) == 0
-    (delivery,) = broker.tasks("other").claim_stale(0.0, 10)
+    assert broker.connection.client.xlen(broker.connection.keys.trajectories) == 0
+    (delivery,) = broker.task_queue("other").claim_stale(0.0, 10)
     assert delivery.message.task_id == 0
 
 
@@ -142,11 +142,11 @@ def test_who_is_asked_to_end_hands_every_token_to_the_next(model: Path, broker: 
     config = configuration(model, tmp_path)
     engine = engine_of(config, min_length=900, max_length=900, token_s=0.02)  # 18 s, many times what noticing takes
     live(config, broker, engine, engine.generating.wait)  # ends once it is under way
-    (delivery,) = broker.tasks("reader").read(1, 10)
+    (delivery,) = broker.task_queue("reader").read(1, 10)
     parts = {part.sample: part for part in delivery.message.partials}
     assert sorted(parts) == [0, 1, 2, 3]
     assert all(len(part.tokens) for part in parts.values())
-    broker.tasks("reader").hand_back(delivery, delivery.message)
+    broker.task_queue("reader").return_task(delivery, delivery.message)
 
     async def scene() -> None:
         for item in await published(broker, 4):
@@ -209,7 +209,7 @@ def test_a_kill_loses_no_more_than_was_not_saved_and_another_goes_on(
             tokens = item.tokens.numpy()[start:]
             np.testing.assert_array_equal(tokens[: len(before[item.sample].tokens)], before[item.sample].tokens.numpy())
             assert len(tokens) == len(before[item.sample].tokens) + 5, "it goes on from there"
-        await until(lambda: broker.link.client.hlen(broker.link.keys.partials) == 0)
+        await until(lambda: broker.connection.client.hlen(broker.connection.keys.partials) == 0)
 
     live(config, broker, engine_of(config, min_length=5, max_length=5), scene, name="heir")
 
@@ -250,7 +250,7 @@ def test_an_evaluation_is_of_its_version_though_newer_weights_are_there(
         assert len(evaluation) == 12
         assert versions(evaluation) == {2}
         assert engine.loaded == [1, 2, 3]
-        (result,) = broker.evals.results()
+        (result,) = broker.evals.read_results()
         assert (result.version, result.n, result.off) == (2, 12, 0)
 
     live(config, broker, engine, scene)
@@ -267,7 +267,7 @@ def test_an_evaluation_of_weights_that_nobody_has_any_more_is_answered_and_says_
     async def scene() -> None:
         found = await published(broker, 5)
         assert versions(found) == {3}
-        (result,) = broker.evals.results()
+        (result,) = broker.evals.read_results()
         assert (result.n, result.off) == (5, 5)
 
     live(config, broker, engine_of(config), scene)
@@ -277,7 +277,7 @@ def test_evaluation_tasks_are_left_to_who_has_their_version(broker: Broker) -> N
     begin(broker)
     broker.evals.open(4, [eval_task(4, index) for index in range(3)])
     broker.evals.open(6, [eval_task(6, 0)])
-    ahead, right = broker.tasks("ahead"), broker.tasks("right")
+    ahead, right = broker.task_queue("ahead"), broker.task_queue("right")
     found = ahead.take_evaluations(5, 10)
     assert (found.pending, found.opened, found.taken) == (4, False, [])
     assert ahead.read(10, 10, evaluations=False) == []

@@ -107,5 +107,5 @@ def test_who_drains_for_new_weights_hands_back_at_once_when_asked_to_end(
 
     live(config, broker, engine, scene)
     assert engine.loaded == [1]
-    (delivery,) = broker.tasks("reader").read(1, 10)
+    (delivery,) = broker.task_queue("reader").read(1, 10)
     assert all(len(part.tokens) for part in delivery.message.partials)

@@ -57,21 +57,23 @@ def test_samples_end_though_a_read_is_still_waiting(
     live(config, broker, engine, scene)
     assert order[:4] == ["reads", "has read", "reads", "aborts"]
     monkeypatch.setattr(TaskQueue, "read", read)
-    (delivery,) = broker.tasks("reader").read(1, 10)
+    (delivery,) = broker.task_queue("reader").read(1, 10)
     assert all(len(part.tokens) for part in delivery.message.partials)
 
 
 def test_a_task_that_waits_for_newer_weights_is_handed_back(model: Path, broker: Broker, tmp_path: Path) -> None:
     training = begin(broker)
     publish(broker, training, tmp_path, 1)
-    broker.link.client.hset(broker.link.keys.ctl, "version", 2)  # the trainer has made it, but not published it yet
+    broker.connection.client.hset(
+        broker.connection.keys.ctl, "version", 2
+    )  # the trainer has made it, but not published it yet
     broker.ledger.admit(task(0))
     engine = engine_of(configuration(model, tmp_path))
 
     async def scene() -> None:
-        await until(lambda: broker.link.client.xpending(broker.link.keys.tasks, GENERATORS)["pending"])
+        await until(lambda: broker.connection.client.xpending(broker.connection.keys.tasks, GENERATORS)["pending"])
 
     live(configuration(model, tmp_path), broker, engine, scene)
     assert not engine.generating.is_set()
-    (delivery,) = broker.tasks("reader").read(1, 10)
+    (delivery,) = broker.task_queue("reader").read(1, 10)
     assert (delivery.message.task_id, delivery.version) == (0, 2)

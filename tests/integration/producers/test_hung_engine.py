@@ -43,12 +43,12 @@ def test_a_generator_ends_when_its_engine_hangs_and_leaves_its_work_to_others(
         "train": {"name": "arithmetic"},
         "reward": {"terms": [{"name": "exact"}]},
         "generator": {"engine": "hung.py:Hung", "stall_s": 0.5},
-        "broker": {"url": broker.link.url},
+        "broker": {"url": broker.connection.url},
     }
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
     command = [sys.executable, "-m", "deploy.cli", "generator", str(tmp_path / "config.yaml"), "--name", "generator-0"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 1, done.stdout + done.stderr
     assert "the engine hangs" in done.stdout + done.stderr
-    (delivery,) = broker.tasks("generator-0").read(10, 10)
-    assert (delivery.message.task_id, delivery.again) == (0, True)
+    (delivery,) = broker.task_queue("generator-0").read(10, 10)
+    assert (delivery.message.task_id, delivery.redelivered) == (0, True)

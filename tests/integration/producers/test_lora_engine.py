@@ -119,7 +119,7 @@ def test_a_file_that_does_not_fit_is_refused_and_the_old_one_stays(model: Path, 
 def configuration(folder: Path, model: Path, broker: Broker, dtype: str, transport: str) -> TidemillConfig:
     return parse_config(
         {
-            "run": {"name": broker.link.keys.base.strip("{}").partition(":")[2], "folder": str(folder)},
+            "run": {"name": broker.connection.keys.base.strip("{}").partition(":")[2], "folder": str(folder)},
             "model": {"path": str(model), "dtype": dtype, "max_length": 64},
             "train": {"name": "arithmetic"},
             "sampling": {"n": 2, "max_tokens": 16},

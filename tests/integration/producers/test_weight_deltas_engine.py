@@ -38,7 +38,7 @@ class Learner:
     def __init__(self, broker: Broker, model: Path, folder: Path) -> None:
         self._store, self._folder = broker.weights, folder
         self._leader_term = begin(broker).leader_term
-        self._transport = make_transport(broker.link, "redis", folder)
+        self._transport = make_transport(broker.connection, "redis", folder)
         self._deltas = DeltaWriter(folder, max_chain=2)
         self._policy = Policy(load_model(str(model), "float32"))
         self._optimizer = AdamW(self._policy.parameters(), lr=1e-5)

@@ -78,14 +78,14 @@ def play(config: TidemillConfig, broker: Broker, folder: Path, scene: Scene, ada
 
 async def alarm(broker: Broker) -> str:
     """The text of the first event; the server wakes us."""
-    link = broker.link
-    ((_, entries),) = await asyncio.to_thread(link.client.xread, {link.keys.events: "0"}, 1, 9000)
+    connection = broker.connection
+    ((_, entries),) = await asyncio.to_thread(connection.client.xread, {connection.keys.events: "0"}, 1, 9000)
     return decode(entries[0][1][b"b"], Event).text
 
 
 def damage(broker: Broker, how: str) -> Callable[[], Any]:
     """Spoil version 2 in the broker; returns what puts it right."""
-    client, key = broker.link.client, broker.link.keys.chunks
+    client, key = broker.connection.client, broker.connection.keys.chunks
     chunk = client.hget(key, "2:0")
     if how == "missing":
         client.hdel(key, "2:0")
@@ -112,7 +112,7 @@ def test_a_version_that_is_put_right_is_loaded_after_all(
 
 def publish_damaged(broker: Broker, training: TrainerSession, folder: Path, how: str) -> Callable[[], Any]:
     """Version 2, spoiled before anybody can see it."""
-    real = broker.link.script
+    real = broker.connection.run_script
     repairs: list[Callable[[], Any]] = []
 
     def script(name: str, *args: Any) -> Any:
@@ -120,11 +120,11 @@ def publish_damaged(broker: Broker, training: TrainerSession, folder: Path, how:
             repairs.append(damage(broker, how))
         return real(name, *args)
 
-    broker.link.script = script  # type: ignore[method-assign]
+    broker.connection.run_script = script  # type: ignore[method-assign]
     try:
         publish_weights(broker, training.leader_term, 2, folder, keep=2)
     finally:
-        broker.link.script = real  # type: ignore[method-assign]
+        broker.connection.run_script = real  # type: ignore[method-assign]
     return repairs[0]
 
 

@@ -52,21 +52,21 @@ def test_a_hanging_and_a_raising_reward_cost_nobody_else_anything(broker: Broker
         )
         for index, text in enumerate(completions)
     ]
-    broker.tasks("g").publish(0, trajectories)
+    broker.task_queue("g").publish(0, trajectories)
     scorer = Scorer([RewardTerm(name="rewards.py:moody")], tmp_path, workers=2, timeout_s=2.0)
     stop = StopFlag()
-    service = RewardService(broker.trajectories("r"), scorer, scorer, lease_s=30)
+    service = RewardService(broker.score_queue("r"), scorer, scorer, lease_s=30)
     thread = threading.Thread(target=service.run, args=(stop,))
     thread.start()
     outcomes = []
     for _ in range(30):
-        outcomes += training.claim(10)
+        outcomes += training.claim_scores(10)
         if len(outcomes) == 4:
             break
-        training.wait(1000)
+        training.wait_for_scores(1000)
     stop.set()
     thread.join(30)
     scorer.close()
     assert {item.sample: item.score.status for item in outcomes} == {0: "timeout", 1: "ok", 2: "error", 3: "ok"}
     assert outcomes[-1].sample == 0
-    assert broker.link.client.xlen(broker.link.keys.dead) == 2
+    assert broker.connection.client.xlen(broker.connection.keys.dead) == 2

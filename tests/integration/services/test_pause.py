@@ -14,7 +14,7 @@ import pytest
 from broker.api.status.run_state import pause_status
 from broker.client import Broker
 from broker.presence import Presence
-from broker.telemetry.stream_lag import read_gauges
+from broker.telemetry.stream_lag import read_stream_lags
 from broker.telemetry.trajectories import StoredTrajectory
 from consumers.trainer.loop import Trainer
 from consumers.trainer.model.policy import Policy, load_model
@@ -104,7 +104,7 @@ class System:
             Feeder(self.config, self.connect(), build_dataset(self.config.train, self.config.base), None).run(stop)
 
         def reward(stop: StopFlag) -> None:
-            queue = self.connect().trajectories("reward")
+            queue = self.connect().score_queue("reward")
             while not stop:
                 queue.publish([(item, Score(reward=float(item.message.sample))) for item in queue.read(64, 20)])
 
@@ -131,7 +131,7 @@ class System:
 
     @property
     def step(self) -> int:
-        return self.broker.ledger.state().step
+        return self.broker.ledger.read_state().step
 
     def pause(self, mode: str) -> None:
         assert self.broker.run_control.pause(mode, "test")  # type: ignore[arg-type]
@@ -142,7 +142,9 @@ class System:
         orders = broker.run_control.read()
         if orders is None:
             return False
-        return pause_status(orders, broker.services.list(), read_gauges(broker.link), broker.services.clock()).done
+        return pause_status(
+            orders, broker.heartbeats.list(), read_stream_lags(broker.connection), broker.heartbeats.read_clock()
+        ).done
 
     def wait(self, what: str, reached: Callable[[], bool]) -> None:
         deadline = time.monotonic() + DEADLINE_S
@@ -160,7 +162,7 @@ class System:
     def goes_on(self) -> None:
         step, tokens = self.step, self.tokens
         self.wait("tokens and steps", lambda: self.step > step + 1 and self.tokens > tokens)
-        assert self.broker.ledger.state().balanced
+        assert self.broker.ledger.read_state().balanced
 
 
 @pytest.fixture(scope="module")
@@ -203,11 +205,11 @@ def test_nothing_moves_in_a_freeze_and_everything_goes_on_after_it(system: Syste
     for _ in range(3):
         system.pause("freeze")
         system.stands_still()
-        state = system.broker.ledger.state()
+        state = system.broker.ledger.read_state()
         assert state.balanced
         system.broker.run_control.pause("none", "test")
         system.goes_on()
-    failed = system.broker.ledger.state().failed
+    failed = system.broker.ledger.read_state().failed
     assert not failed
 
 
@@ -256,8 +258,8 @@ def test_a_drain_finishes_what_runs_and_leaves_a_checkpoint(system: System) -> N
     system.start_all()
     system.wait("steps", lambda: system.step >= 2)
     system.pause("drain")
-    assert system.broker.lags()["tasks"] == system.broker.lags()["trajectories"] == 0
-    state = system.broker.ledger.state()
+    assert system.broker.read_lags()["tasks"] == system.broker.read_lags()["trajectories"] == 0
+    state = system.broker.ledger.read_state()
     assert state.active < state.batch
     assert state.uncommitted == 0
     system.stands_still()
@@ -277,10 +279,10 @@ def test_a_checkpoint_is_written_on_request(system: System) -> None:
 def test_samples_in_flight_follow_the_setting(system: System) -> None:
     system.start_all()
     system.wait("steps", lambda: system.step >= 1)
-    assert system.broker.ledger.change("concurrency", 3)
+    assert system.broker.ledger.change_setting("concurrency", 3)
 
     def told() -> bool:
-        beats = [beat for beat in system.broker.services.list() if beat.role == "generator"]
+        beats = [beat for beat in system.broker.heartbeats.list() if beat.role == "generator"]
         return len(beats) == 2 and all(beat.figures.get("max_samples") == 3 for beat in beats)
 
     system.wait("the new limit", told)
@@ -290,12 +292,12 @@ def test_trained_samples_can_be_read_after_they_were_forgotten(system: System) -
     system.start_all()
 
     def trained() -> list[StoredTrajectory]:
-        return system.broker.samples.search(lambda seen: seen.state == "trained", 10, 1000).items
+        return system.broker.trajectory_store.search(lambda seen: seen.state == "trained", 10, 1000).items
 
     # A checkpoint covers them, and the pipeline has them no more.
     system.wait("a trained sample", lambda: bool(trained()))
     seen = trained()[0]
-    again = system.broker.samples.get(seen.trajectory.task_id, seen.trajectory.sample)
+    again = system.broker.trajectory_store.get(seen.trajectory.task_id, seen.trajectory.sample)
     assert again is not None
     assert again.trajectory == seen.trajectory
     assert seen.step is not None

@@ -52,7 +52,7 @@ class Rest:
         assert not self.thread.is_alive()
 
     def _run(self) -> None:
-        tasks, rewards = self._broker.tasks("g"), self._broker.trajectories("r")
+        tasks, rewards = self._broker.task_queue("g"), self._broker.score_queue("r")
         following = 0
         while not self._stop.is_set():
             task = Task(task_id=following, kind="train", n=2, sampling=Sampling(), text="?")
@@ -62,7 +62,7 @@ class Rest:
                 version = delivery.version
                 made = [trajectory(delivery.message.task_id, i, version=max(0, version - 1)) for i in range(2)]
                 tasks.publish(delivery.message.task_id, made)
-                tasks.done(delivery)
+                tasks.release(delivery)
             rewards.publish([(item, Score(reward=float(item.message.sample))) for item in rewards.read(64, 5)])
 
 
@@ -160,7 +160,7 @@ def test_a_wiped_broker_is_mended_while_the_trainer_goes_on(
     times = trained(tmp_path)
     assert set(times.values()) == {1}
     assert set(times) == set(range(24)), "no prompt is skipped"
-    state = broker.ledger.state()
+    state = broker.ledger.read_state()
     assert state.balanced
     assert state.trained == 24
     versions = [line["version"] for line in read_lines(tmp_path / "run" / "metrics.jsonl")]
@@ -207,7 +207,7 @@ def test_a_run_of_an_older_version_is_not_begun_anew(
     (tmp_path / "run" / older).mkdir(parents=True)
     with pytest.raises(ConfigError, match=Path(older).name):
         run(trainer())
-    assert broker.ledger.state().state == "starting"
+    assert broker.ledger.read_state().state == "starting"
 
 
 def dying_at_checkpoint(monkeypatch: pytest.MonkeyPatch, before: bool) -> None:
@@ -274,10 +274,10 @@ def test_training_goes_on_while_a_checkpoint_is_written_and_nothing_is_forgotten
     one = trainer(steps=12, checkpoint={"every": 3})
     with Rest(broker):
         thread, errors = in_thread(one, StopFlag())
-        until(lambda: broker.ledger.state().step == 6, "six steps")
+        until(lambda: broker.ledger.read_state().step == 6, "six steps")
         # The next checkpoint waits for this one.
         time.sleep(0.3)
-        state = broker.ledger.state()
+        state = broker.ledger.read_state()
         assert (state.step, state.uncommitted) == (6, 6)
         assert state.live_groups <= state.live_bound
         assert not Checkpoints(tmp_path / "run" / "checkpoints").steps()
@@ -285,7 +285,7 @@ def test_training_goes_on_while_a_checkpoint_is_written_and_nothing_is_forgotten
         thread.join(60)
     assert not thread.is_alive()
     assert not errors
-    assert broker.ledger.state().uncommitted == 0
+    assert broker.ledger.read_state().uncommitted == 0
     assert Checkpoints(tmp_path / "run" / "checkpoints").steps() == [9, 12]
 
 
@@ -322,12 +322,12 @@ def test_a_group_that_teaches_too_little_gives_its_slot_back(
     with Rest(broker):
         thread, errors = in_thread(one, stop)
         # More than there are slots: new prompts take their places.
-        until(lambda: broker.ledger.state().dropped.get(reason, 0) > 60, "groups that are dropped")
+        until(lambda: broker.ledger.read_state().dropped.get(reason, 0) > 60, "groups that are dropped")
         stop.set()
         thread.join(60)
     assert not errors
     assert one.progress.step == 0
-    assert broker.ledger.state().balanced
+    assert broker.ledger.read_state().balanced
 
 
 def test_the_batch_changes_while_the_run_goes_on(
@@ -337,7 +337,7 @@ def test_the_batch_changes_while_the_run_goes_on(
     with Rest(broker):
         thread, errors = in_thread(one, StopFlag())
         until(lambda: one.progress.step >= 2, "step 2")
-        assert broker.ledger.change("batch", 4)
+        assert broker.ledger.change_setting("batch", 4)
         thread.join(60)
     assert not thread.is_alive()
     assert not errors
@@ -347,8 +347,8 @@ def test_the_batch_changes_while_the_run_goes_on(
     ]
     assert sizes[0] == 2
     assert sizes[-1] == 4
-    assert broker.ledger.state().trained == sum(sizes)
-    assert broker.ledger.state().balanced
+    assert broker.ledger.read_state().trained == sum(sizes)
+    assert broker.ledger.read_state().balanced
 
 
 PARTS = ["ctl", "slots", "counts", "groups", "samples", "tasks", "trajectories", "scored", "journal"]
@@ -363,13 +363,13 @@ def test_a_part_of_the_broker_that_vanishes_stops_nothing_and_skips_nothing(
     with Rest(broker):
         thread, errors = in_thread(one, StopFlag())
         until(lambda: one.progress.step >= 2, "step 2")
-        broker.link.client.delete(getattr(broker.link.keys, part))
+        broker.connection.client.delete(getattr(broker.connection.keys, part))
         thread.join(90)
     assert not thread.is_alive()
     assert not errors
     assert set(trained(tmp_path).values()) == {1}
     assert set(trained(tmp_path)) == set(range(20)), "no prompt is skipped"
-    assert broker.ledger.state().balanced
+    assert broker.ledger.read_state().balanced
 
 
 @pytest.mark.parametrize("lost", [("weights",), ("chunks",), ("weights", "chunks")])
@@ -378,13 +378,13 @@ def test_weights_that_vanish_while_all_wait_for_them_are_published_again(
 ) -> None:
     monkeypatch.setattr(source_module, "QUIET_S", 0.1)
     one, stop = trainer(publish={"transport": "redis"}), StopFlag()
-    store, keys = broker.weights, broker.link.keys
+    store, keys = broker.weights, broker.connection.keys
     thread, errors = in_thread(one, stop)
     until(lambda: store.newest() is not None, "the first version")
     # Nobody generates: the trainer waits for the one group that is admitted.
     broker.ledger.admit(Task(task_id=0, kind="train", n=2, sampling=Sampling(), text="?"))
     for _ in range(2):
-        broker.link.client.delete(*(getattr(keys, name) for name in lost))
+        broker.connection.client.delete(*(getattr(keys, name) for name in lost))
         until(lambda: (newest := store.newest()) is not None and store.holds(newest), "the same version again")
     stop.set()
     thread.join(30)

@@ -15,7 +15,7 @@ from broker.api.status.run_state import LIVE_S, pause_status, run_state
 from broker.api.status.series import History, Rates
 from broker.flow.ledger import LedgerState
 from broker.flow.run_control import ControlState
-from broker.telemetry.stream_lag import Gauge
+from broker.telemetry.stream_lag import StreamLag
 from broker.telemetry.trajectories import choose
 from producers.generator.pause import FENCE_S
 from schemas.config import parse_config
@@ -93,9 +93,9 @@ def beat(service: str, role: str, pause: int = 0, time: float = 100.0, state: st
     return Heartbeat(service=service, role=role, host="h", pid=1, state=state, time=time, acknowledged={"pause": pause})
 
 
-def gauges(**waiting: int) -> list[Gauge]:
+def lags(**waiting: int) -> list[StreamLag]:
     names = ("tasks", "eval_tasks", "trajectories", "scored")
-    return [Gauge(name, waiting.get(name, 0), waiting.get(name, 0), 0, 0, None) for name in names]
+    return [StreamLag(name, waiting.get(name, 0), waiting.get(name, 0), 0, 0, None) for name in names]
 
 
 FREEZE = ControlState(pause="freeze", pause_id=3)
@@ -103,28 +103,28 @@ FREEZE = ControlState(pause="freeze", pause_id=3)
 
 def test_a_freeze_waits_for_every_live_generator_and_the_trainer() -> None:
     beats = [beat("g0", "generator", 3), beat("g1", "generator", 2), beat("t", "trainer", 3), beat("f", "feeder")]
-    status = pause_status(FREEZE, beats, gauges(tasks=5), 101.0)
+    status = pause_status(FREEZE, beats, lags(tasks=5), 101.0)
     assert (status.done, status.waiting_for) == (False, ["g1"])
-    assert pause_status(FREEZE, [beat("g0", "generator", 3), *beats[2:]], gauges(), 101.0).done
+    assert pause_status(FREEZE, [beat("g0", "generator", 3), *beats[2:]], lags(), 101.0).done
 
 
 def test_a_silent_generator_is_waited_for_until_it_has_stopped_by_itself() -> None:
     beats = [beat("g0", "generator", 2)]
-    assert not pause_status(FREEZE, beats, gauges(), 100.0 + FENCE_S + 2).done
-    assert pause_status(FREEZE, beats, gauges(), 100.0 + LIVE_S).done
+    assert not pause_status(FREEZE, beats, lags(), 100.0 + FENCE_S + 2).done
+    assert pause_status(FREEZE, beats, lags(), 100.0 + LIVE_S).done
     assert FENCE_S + 2 < LIVE_S
 
 
 def test_a_drain_waits_for_streams_and_the_trainer() -> None:
     drain = replace(FREEZE, pause="drain")
     beats = [beat("g0", "generator", 2), beat("t", "trainer", 3)]
-    assert pause_status(drain, beats, gauges(trajectories=1), 101.0).waiting_for == ["trajectories"]
-    assert pause_status(drain, beats, gauges(scored=7), 101.0).done
-    assert pause_status(drain, [beat("t", "trainer", 2)], gauges(), 101.0).waiting_for == ["t"]
+    assert pause_status(drain, beats, lags(trajectories=1), 101.0).waiting_for == ["trajectories"]
+    assert pause_status(drain, beats, lags(scored=7), 101.0).done
+    assert pause_status(drain, [beat("t", "trainer", 2)], lags(), 101.0).waiting_for == ["t"]
 
 
 def test_no_pause_is_never_done() -> None:
-    assert not pause_status(ControlState(), [], gauges(), 100.0).done
+    assert not pause_status(ControlState(), [], lags(), 100.0).done
 
 
 LEDGER = LedgerState("running", False, 3, 3, 10, 2, 1, 9, 2, 0, 4, 9, 7, 1, 5, leader_term=1)
@@ -147,7 +147,7 @@ ALL = [beat(role, role) for role in ("feeder", "generator", "reward", "trainer")
     ],
 )
 def test_the_state_of_a_run(ledger: LedgerState, beats: list[Heartbeat], pause: ControlState, state: str) -> None:
-    found, cause = run_state(ledger, pause_status(pause, beats, gauges(), 101.0), beats, 101.0)
+    found, cause = run_state(ledger, pause_status(pause, beats, lags(), 101.0), beats, 101.0)
     assert found == state
     assert cause or state in ("running", "paused", "finished")
 

@@ -16,7 +16,7 @@ from broker.api.status.collector import Collector, Plan
 from broker.api.status.prometheus import render
 from broker.flow.ledger import LedgerState
 from broker.probes import SILENT_S, ProbeServer, Pulse
-from broker.telemetry.stream_lag import Gauge
+from broker.telemetry.stream_lag import StreamLag
 from schemas.control_api import RunStatus
 from schemas.errors import ConfigError
 
@@ -45,11 +45,11 @@ LEDGER = LedgerState(
 
 def status() -> RunStatus:
     names = ("tasks", "eval_tasks", "trajectories", "scored")
-    gauges = [Gauge(name, 3, 1, 2, 10, 95.0) for name in names]
+    lags = [StreamLag(name, 3, 1, 2, 10, 95.0) for name in names]
     collector = Collector(None, Plan("run"))  # type: ignore[arg-type]
     collector.history.add({"step": 3, "reward/mean": 0.5})
     collector._memory = 1000
-    found = collector._status(LEDGER, gauges, [], [], 100.0)
+    found = collector._status(LEDGER, lags, [], [], 100.0)
     return found.model_copy(update={"evaluation": None})
 
 

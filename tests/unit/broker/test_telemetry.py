@@ -11,52 +11,52 @@ import pytest
 from broker.connection.connection import Connection
 from broker.connection.keys import Keys
 from broker.telemetry.streams import Events, Metrics
-from broker.telemetry.trajectories import PAGE, Samples
+from broker.telemetry.trajectories import PAGE, TrajectoryStore
 from schemas.codec import encode
 from schemas.messages import Event, Score
 from tests.support.trajectories import trajectory
 
 
 @pytest.fixture
-def link() -> Connection:
-    link = Connection("redis://127.0.0.1:1", Keys("tidemill", "readers"), 1.0)
-    link.client = fakeredis.FakeRedis()
-    return link
+def connection() -> Connection:
+    connection = Connection("redis://127.0.0.1:1", Keys("tidemill", "readers"), 1.0)
+    connection.client = fakeredis.FakeRedis()
+    return connection
 
 
 def event(text: str) -> bytes:
     return encode(Event(name="checkpoint", service="trainer", level="info", text=text))
 
 
-def test_events_come_in_order_without_what_cannot_be_read(link: Connection) -> None:
+def test_events_come_in_order_without_what_cannot_be_read(connection: Connection) -> None:
     for body in (event("one"), b"\xc1 nonsense", event("two"), event("three")):
-        link.client.xadd(link.keys.events, {"b": body})
-    link.client.xadd(link.keys.events, {"other": "field"})
-    events = Events(link)
+        connection.client.xadd(connection.keys.events, {"b": body})
+    connection.client.xadd(connection.keys.events, {"other": "field"})
+    events = Events(connection)
     assert [found.text for found in events.tail(10)] == ["one", "two", "three"]
-    assert [noted.event.text for noted in events.after("0-0", 10)] == ["one", "two", "three"]
+    assert [noted.event.text for noted in events.read_after("0-0", 10)] == ["one", "two", "three"]
 
 
-def test_figures_go_on_where_they_were_read_up_to(link: Connection) -> None:
-    metrics = Metrics(link)
+def test_figures_go_on_where_they_were_read_up_to(connection: Connection) -> None:
+    metrics = Metrics(connection)
     for step in range(1, 4):
-        link.client.xadd(link.keys.metrics, {"j": f'{{"step": {step}}}'})
-    position, lines = metrics.after("0-0", 2)
+        connection.client.xadd(connection.keys.metrics, {"j": f'{{"step": {step}}}'})
+    position, lines = metrics.read_after("0-0", 2)
     assert [line["step"] for line in lines] == [1, 2]
-    position, lines = metrics.after(position, 2)
+    position, lines = metrics.read_after(position, 2)
     assert [line["step"] for line in lines] == [3]
-    assert metrics.after(position, 2) == (position, [])
+    assert metrics.read_after(position, 2) == (position, [])
     assert [line["step"] for line in metrics.tail(2)] == [2, 3]
 
 
-def test_a_search_goes_over_pages_newest_first_and_says_whether_it_saw_all(link: Connection) -> None:
+def test_a_search_goes_over_pages_newest_first_and_says_whether_it_saw_all(connection: Connection) -> None:
     count = 2 * PAGE + 3
     for task in range(count):
-        link.client.xadd(link.keys.trajectories, {"b": encode(trajectory(task))})
-    link.client.xadd(link.keys.trajectories, {"b": b"nonsense"})
+        connection.client.xadd(connection.keys.trajectories, {"b": encode(trajectory(task))})
+    connection.client.xadd(connection.keys.trajectories, {"b": b"nonsense"})
     scored = {"t": "7", "s": "0", "b": encode(Score(reward=0.5))}
-    link.client.xadd(link.keys.scored, scored)
-    samples = Samples(link, 1 << 20)
+    connection.client.xadd(connection.keys.scored, scored)
+    samples = TrajectoryStore(connection, 1 << 20)
     every = samples.search(lambda seen: True, limit=count, examine=count + 1)
     assert [seen.trajectory.task_id for seen in every.items] == list(reversed(range(count)))
     (one,) = samples.search(lambda seen: seen.score is not None, limit=2, examine=count + 1).items

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from broker.weights.versions import Held, find_route, links, split
+from broker.weights.versions import Held, count_deltas, find_route, split
 from schemas.digests import state_digest
 from schemas.messages import Delta, Manifest, Payload
 
@@ -61,7 +61,7 @@ def test_a_chain_that_bites_its_tail_ends() -> None:
 
 
 def test_the_length_of_the_chain_is_counted_from_the_last_whole_version() -> None:
-    assert [links(CHAIN[:end]) for end in range(6)] == [0, 0, 1, 2, 0, 1]
+    assert [count_deltas(CHAIN[:end]) for end in range(6)] == [0, 0, 1, 2, 0, 1]
 
 
 def test_what_a_kept_version_builds_on_stays() -> None:
