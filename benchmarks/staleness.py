@@ -25,7 +25,7 @@ from benchmarks.rollout import as_trajectory, sample
 from consumers.offline.greedy import greedy
 from consumers.trainer.data.microbatches import Group
 from consumers.trainer.model.policy import Policy, load_model
-from consumers.trainer.step.train_step import TrainStep
+from consumers.trainer.step.build import build_train_step
 from deploy.offline.warm_start import make_model
 from producers.datasets.arithmetic import Arithmetic
 from schemas.config import TidemillConfig, load_config
@@ -125,7 +125,7 @@ def train(variant: str, staleness: int, seed: int, settings: argparse.Namespace)
         make_model(config, config.warm_start)
     torch.manual_seed(seed)
     task = Task(config)
-    step = TrainStep.from_config(Policy(load_model(config.model.path, config.model.dtype)), config)
+    step = build_train_step(config, policy=Policy(load_model(config.model.path, config.model.dtype)))
     waiting: deque[list[Group]] = deque()
     started, curve, seen = time.perf_counter(), [], []
     for version in range(settings.steps):
@@ -133,7 +133,7 @@ def train(variant: str, staleness: int, seed: int, settings: argparse.Namespace)
             curve.append([version, round(task.accuracy(step.policy), 4)])
         while len(waiting) <= staleness:
             waiting.append(task.groups(step.policy, version))
-        seen.append(step.run(step.assemble(waiting.popleft()), version).metrics)
+        seen.append(step.run(step.planner.plan(waiting.popleft()).batch(), version).metrics)
     curve.append([settings.steps, round(task.accuracy(step.policy), 4)])
     means = {k: sum(m[k] for m in seen) / len(seen) for k in ("kl", "ess", "entropy", "clip_fraction", "ratio_max")}
     return {

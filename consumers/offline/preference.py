@@ -32,7 +32,7 @@ from consumers.offline.pairs import (
 from consumers.trainer.checkpoint.files import whole_folder
 from consumers.trainer.distributed.ranks import Ranks
 from consumers.trainer.model.hf_weights import named_weights, save_weights
-from consumers.trainer.model.policy import Policy, load_model
+from consumers.trainer.model.policy import DTYPES, Policy, load_model
 from consumers.trainer.step.optimizer import Schedule, build_optimizer
 from schemas.config import DpoConfig, ModelConfig, PreferenceConfig, RewardModelConfig
 from schemas.errors import ConfigError
@@ -75,8 +75,8 @@ def train_dpo(
         tokenizer = AutoTokenizer.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
         policy = Policy(load_model(model.path, "float32", model.trust_remote_code))
         reference = Policy(load_model(model.path, model.dtype, model.trust_remote_code))
-        policy = ranks.prepare(policy, model.dtype)
-        reference = ranks.prepare(reference.requires_grad_(False), model.dtype)
+        policy = ranks.prepare(policy, DTYPES[model.dtype])
+        reference = ranks.prepare(reference.requires_grad_(False), DTYPES[model.dtype])
 
         def margins(batch: Sequence[PairIds]) -> Tensor:
             with torch.no_grad():
@@ -112,7 +112,7 @@ def train_reward_model(
         tokenizer = AutoTokenizer.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
         # Its head is new, and must be the same on every rank.
         torch.manual_seed(seed)
-        scorer = ranks.prepare(_scorer(model, tokenizer), model.dtype)
+        scorer = ranks.prepare(_scorer(model, tokenizer), DTYPES[model.dtype])
 
         def margins(batch: Sequence[PairIds]) -> Tensor:
             rows = [prompt + answer for prompt, *answers in batch for answer in answers]
@@ -157,7 +157,7 @@ class _Fit:
         started = time.perf_counter()
         for step in range(1, self.settings.steps + 1):
             batch = next(self.batches)
-            own, weights = self.ranks.share(batch)
+            own, weights = self.ranks.local_share(batch)
             losses = loss(margins(own))
             self.ranks.backward((losses * losses.new_tensor(weights)).sum() / len(batch))
             norm = self.ranks.clip_grad_norm(self.model.parameters(), self.settings.optimizer.max_grad_norm)
@@ -181,11 +181,11 @@ class _Fit:
         size, count = self.settings.batch_size, len(self.heldout)
         sums = torch.zeros(3, dtype=torch.float64)
         for start in range(0, count, size):
-            own, weights = self.ranks.share(self.heldout[start : start + size])
+            own, weights = self.ranks.local_share(self.heldout[start : start + size])
             found = margins(own)
             figures = torch.stack([loss(found), (found > 0).to(found.dtype), found]).double().cpu()
             sums += (figures * torch.tensor(weights, dtype=torch.float64)).sum(-1)
-        mean_loss, accuracy, margin = (total / count for total in self.ranks.add(sums.tolist()))
+        mean_loss, accuracy, margin = (total / count for total in self.ranks.all_reduce_sum(sums.tolist()))
         return PairwiseProgress(step, mean_loss, accuracy, margin, round(time.perf_counter() - started, 2))
 
 

@@ -25,7 +25,7 @@ from consumers.offline.provenance import DETAILS, settings_digest
 from consumers.trainer.checkpoint.files import whole_folder
 from consumers.trainer.distributed.ranks import Ranks
 from consumers.trainer.model.hf_weights import named_weights, save_weights
-from consumers.trainer.model.policy import load_model
+from consumers.trainer.model.policy import DTYPES, load_model
 from schemas.config import WarmStartConfig
 from schemas.errors import ConfigError, DataError
 
@@ -86,9 +86,9 @@ def train_sft(
         if callable(source) and ranks.is_main:
             source(aside, seed)
         # The others read what rank 0 has written.
-        start = ranks.agree(str(aside if callable(source) else source))
+        start = ranks.broadcast_text(str(aside if callable(source) else source))
         tokenizer = AutoTokenizer.from_pretrained(start, trust_remote_code=trust_remote_code)
-        model = ranks.prepare(load_model(start, "float32", trust_remote_code), dtype)
+        model = ranks.prepare(load_model(start, "float32", trust_remote_code), DTYPES[dtype])
         trainer = _Trainer(model, tokenizer, examples, heldout, settings, ranks)
         result = trainer.train(progress if ranks.is_main else None, seed, settings_digest(settings, seed, dtype))
         if not result.reached:
@@ -144,7 +144,7 @@ class _Trainer:
             if step < next_look and step < settings.max_steps:
                 continue
             accuracy = self._accuracy()
-            mean = self.ranks.add([float(torch.stack(losses).sum())])[0] / len(losses)
+            mean = self.ranks.all_reduce_sum([float(torch.stack(losses).sum())])[0] / len(losses)
             if progress:
                 progress(SftProgress(step, mean, accuracy, time.perf_counter() - started))
             losses.clear()
@@ -171,7 +171,7 @@ class _Trainer:
     def _step(self, batch: list[tuple[list[int], list[int]]], lr: float) -> Tensor:
         """One update; this rank's share of the mean loss of the batch's completion tokens."""
         device, count = self.model.device, sum(len(completion) for _, completion in batch)
-        own, weights = self.ranks.share(batch)
+        own, weights = self.ranks.local_share(batch)
         longest = max(len(p) + len(c) for p, c in own)
         tokens = torch.zeros(len(own), longest, dtype=torch.int64)
         labels = torch.full((len(own), longest), -100)
@@ -194,12 +194,12 @@ class _Trainer:
     def _accuracy(self) -> float:
         """Of all held-out prompts, of which each rank answers its share."""
         longest = max(len(completion) for _, completion in self.heldout)
-        own, weights = self.ranks.share(self.heldout)
+        own, weights = self.ranks.local_share(self.heldout)
         prompts = [prompt for prompt, _ in own]
         answers = greedy(self.model, prompts, longest, self.tokenizer.eos_token_id, all_ended=self._all)
         right = sum(w for a, (_, c), w in zip(answers, own, weights, strict=True) if a == c[:-1])
-        return self.ranks.add([right])[0] / len(self.heldout)
+        return self.ranks.all_reduce_sum([right])[0] / len(self.heldout)
 
     def _all(self, this: bool) -> bool:
         """Whether it is so on every rank."""
-        return not self.ranks.most([float(not this)])[0]
+        return not self.ranks.all_reduce_max([float(not this)])[0]

@@ -11,7 +11,6 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 
 import msgspec
 import structlog
@@ -19,7 +18,7 @@ import structlog
 from broker.flow.pipeline import PipelineSnapshot, ScoredSample, Slot
 from consumers.trainer.algorithms.advantages import has_signal, within
 from consumers.trainer.context import TrainerContext
-from consumers.trainer.data.microbatches import Group
+from consumers.trainer.data.microbatches import Batch, Group
 from consumers.trainer.pause import PauseFollower
 from schemas.errors import BrokerDamaged, InfraError
 from schemas.lifecycle import StopFlag
@@ -85,18 +84,6 @@ QUIET_S = 2.0
 """After so long without an outcome it is examined whether any can come."""
 
 log = structlog.get_logger()
-
-
-@dataclass(frozen=True)
-class Batch:
-    """The groups that one step trains on, and its journal record.
-
-    excluded: how many published samples of them have no reward.
-    """
-
-    record: BatchRecord
-    groups: list[Group]
-    excluded: int
 
 
 class BatchSource:

@@ -11,9 +11,10 @@ from functools import partial
 import structlog
 
 from broker.flow.fencing import term_number
-from consumers.trainer.batch_source import Batch, BatchSource
+from consumers.trainer.batch_source import BatchSource
 from consumers.trainer.checkpoint.batch_files import BatchFiles, step_record
 from consumers.trainer.context import TrainerContext
+from consumers.trainer.data.microbatches import Batch
 from schemas.errors import DiskError
 from schemas.messages import BatchRecord
 

@@ -12,9 +12,10 @@ import time
 import structlog
 
 from broker.client import Broker
-from consumers.trainer.batch_source import Batch, BatchSource
+from consumers.trainer.batch_source import BatchSource
 from consumers.trainer.checkpointing import Checkpointing
 from consumers.trainer.context import TrainerContext
+from consumers.trainer.data.microbatches import Batch
 from consumers.trainer.leadership import Leadership
 from consumers.trainer.model.hf_weights import copy_tokenizer
 from consumers.trainer.pause import PauseFollower

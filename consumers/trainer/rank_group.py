@@ -101,7 +101,7 @@ class RankGroup:
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._writing: Future[Path] | None = None
         self._dtype = config.model.dtype
-        self._snapshots = Snapshots(step.policy, self._dtype, main=self.ranks.is_main, world=self.ranks.world)
+        self._snapshots = Snapshots(step.policy, self._dtype, main=self.ranks.is_main, sharded=self.ranks.world > 1)
         self._snapshot: Snapshot | None = None
         step.optimizer.register_step_pre_hook(lambda *_: self._wait_copied())
 
@@ -110,11 +110,10 @@ class RankGroup:
 
         trace: folder in which every rank writes a profile of it.
         """
-        batch = self.step.assemble(groups)
-        if batch.plan is not None:
-            for rank in range(1, self.ranks.world):
-                self._send(rank, Train(version, batch.plan.share(rank), str(trace or "")))
-        return self._run_step(batch, version, trace)
+        plan = self.step.planner.plan(groups)
+        for rank in range(1, self.ranks.world):
+            self._send(rank, Train(version, plan.share(self.ranks.dp_rank_of(rank)), str(trace or "")))
+        return self._run_step(plan.batch(self.ranks.dp_rank), version, trace)
 
     def gather(self, tokens: Sequence[int]) -> tuple[Snapshot, npt.NDArray[np.float32]]:
         """The weights as they are now, in the wire dtype, and log-probabilities of all ``tokens`` but the first.
@@ -164,7 +163,7 @@ class RankGroup:
     def export(self, folder: Path) -> None:
         """Write the model for transformers and vLLM."""
         self._send_to_all(Export(str(folder)))
-        with self.ranks.together(f"cannot write the model {folder}"):
+        with self.ranks.on_all_ranks(f"cannot write the model {folder}"):
             save_model(self.step.policy, folder, self._dtype, main=self.ranks.is_main)
 
     def compare(self, path: Path) -> Comparison:
@@ -198,7 +197,7 @@ class RankGroup:
     def _execute(self, command: Command) -> None:
         if isinstance(command, Train):
             trace = Path(command.trace) if command.trace else None
-            self._run_step(self.step.batch(command.micro_batches), command.version, trace)
+            self._run_step(StepBatch.of(command.micro_batches), command.version, trace)
         elif isinstance(command, Gather):
             self.gather(command.tokens)
         elif isinstance(command, Save):

@@ -16,9 +16,8 @@ from consumers.trainer.checkpoint.compare import Comparison
 from consumers.trainer.checkpoint.store import Checkpoints, leader_term_of, step_of
 from consumers.trainer.data.microbatches import Group
 from consumers.trainer.distributed.ranks import Ranks
-from consumers.trainer.model.lora import make_policy
 from consumers.trainer.rank_group import RankGroup
-from consumers.trainer.step.train_step import TrainStep
+from consumers.trainer.step.build import build_train_step
 from schemas.config import TidemillConfig
 from schemas.errors import ConfigError
 
@@ -81,8 +80,8 @@ def run_replay(config: TidemillConfig, plan: ReplayPlan, on_step: Callable[[int]
     torch.set_num_threads(plan.threads)
     torch.manual_seed(config.run.seed)
     ranks, batches = Ranks(), BatchFiles(config.folder)
-    with ranks.lifeline():
-        rank_group = RankGroup(config, TrainStep.from_config(make_policy(config), config, ranks))
+    with ranks.watchdog():
+        rank_group = RankGroup(config, build_train_step(config, ranks))
         if not ranks.is_main:
             rank_group.follow()
             return None

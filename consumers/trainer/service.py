@@ -10,9 +10,8 @@ from broker.presence import Presence
 from consumers.trainer.distributed.ranks import Ranks
 from consumers.trainer.loop import Trainer
 from consumers.trainer.metrics.trackers import check_trackers
-from consumers.trainer.model.lora import make_policy
 from consumers.trainer.rank_group import RankGroup
-from consumers.trainer.step.train_step import TrainStep
+from consumers.trainer.step.build import build_train_step
 from schemas.config import TidemillConfig
 from schemas.lifecycle import StopFlag
 
@@ -30,8 +29,8 @@ def run_trainer(config: TidemillConfig, name: str) -> None:
     ranks = Ranks(config.trainer.rank_deadline_s)
     if ranks.world > 1:
         structlog.contextvars.bind_contextvars(rank=ranks.rank)
-    with ranks.lifeline():
-        step = TrainStep.from_config(make_policy(config), config, ranks)
+    with ranks.watchdog():
+        step = build_train_step(config, ranks)
         if not ranks.is_main:
             # Asked to end, it goes on until rank 0 has saved, which needs all ranks.
             RankGroup(config, step).follow()

@@ -12,8 +12,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from consumers.trainer.batch_source import Batch
 from consumers.trainer.context import TrainerContext
+from consumers.trainer.data.microbatches import Batch
 from consumers.trainer.metrics.trackers import Trackers
 from consumers.trainer.step.train_step import StepResult
 from schemas.errors import InfraError

@@ -24,11 +24,10 @@ from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
 from consumers.trainer.data.microbatches import Group
 from consumers.trainer.model.packing import pack
-from consumers.trainer.model.policy import Policy, load_model
-from consumers.trainer.step.train_step import TrainStep
+from consumers.trainer.step.build import build_train_step
 from deploy.offline.tiny_model import write_tiny_model
 from schemas.codec import Array
-from schemas.config import TrainerConfig
+from schemas.config import TidemillConfig, parse_config
 from schemas.messages import Span, Trajectory
 
 VOCABULARY, HIDDEN, LAYERS, HEADS = 8192, 384, 8, 6
@@ -87,21 +86,31 @@ def make_groups(samples: int) -> list[Group]:
     return groups
 
 
+def configuration(folder: Path, micro_batch_tokens: int) -> TidemillConfig:
+    return parse_config(
+        {
+            "model": {"path": str(folder), "dtype": "float32"},
+            "train": {"name": "arithmetic"},
+            "reward": {"terms": [{"name": "exact"}]},
+            "sampling": {"max_tokens": LONGEST},
+            "trainer": {"micro_batch_tokens": micro_batch_tokens},
+        }
+    )
+
+
 def ours(folder: Path, groups: list[Group], micro_batch_tokens: int) -> Callable[[], None]:
-    settings = TrainerConfig.model_validate({"micro_batch_tokens": micro_batch_tokens})
-    step = TrainStep(Policy(load_model(folder, "float32")), settings, temperature=1.0, max_tokens=LONGEST)
+    step = build_train_step(configuration(folder, micro_batch_tokens))
 
     def run() -> None:
-        step.run(step.assemble(groups), version=0)
+        step.run(step.planner.plan(groups).batch(), version=0)
 
     return run
 
 
 def limit(folder: Path, groups: list[Group], micro_batch_tokens: int) -> Callable[[], None]:
-    settings = TrainerConfig.model_validate({"micro_batch_tokens": micro_batch_tokens})
-    step = TrainStep(Policy(load_model(folder, "float32")), settings, temperature=1.0, max_tokens=LONGEST)
+    step = build_train_step(configuration(folder, micro_batch_tokens))
     # Only the plan and the model with its packed attention are taken over.
-    micro_batches, model = step.assemble(groups).micro_batches, step.policy.causal_lm
+    micro_batches, model = step.planner.plan(groups).batch().micro_batches, step.policy.causal_lm
     step.optimizer.state.clear()
     packed = [
         (found, micro.targets[found.rows])

@@ -24,7 +24,7 @@ def make_dpo_model(config: TidemillConfig, settings: DpoConfig) -> None:
     configure_logging(config, "dpo", "dpo")
     pairs, heldout = (preferences(dataset, config.base) for dataset in (settings.dataset, settings.eval))
     ranks = Ranks()
-    with ranks.lifeline():
+    with ranks.watchdog():
         result = train_dpo(config.model, pairs, heldout, settings, seed=config.run.seed, progress=_show, ranks=ranks)
     if ranks.is_main:
         preferred = f"prefers the chosen answer in {result.accuracy:.3f} of {len(heldout)} held-out pairs"
@@ -39,7 +39,7 @@ def make_reward_model(config: TidemillConfig, settings: RewardModelConfig) -> No
     configure_logging(config, "reward-model", "reward-model")
     pairs, heldout = (preferences(dataset, config.base) for dataset in (settings.dataset, settings.eval))
     ranks = Ranks()
-    with ranks.lifeline():
+    with ranks.watchdog():
         result = train_reward_model(
             config.model, pairs, heldout, settings, seed=config.run.seed, progress=_show, ranks=ranks
         )

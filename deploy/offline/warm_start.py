@@ -34,8 +34,8 @@ def make_model(config: TidemillConfig, settings: WarmStartConfig) -> None:
     from consumers.trainer.distributed.ranks import Ranks
 
     ranks = Ranks()
-    with ranks.lifeline():
-        if ranks.agree("current" if ranks.is_main and up_to_date(config, settings) else ""):
+    with ranks.watchdog():
+        if ranks.broadcast_text("current" if ranks.is_main and up_to_date(config, settings) else ""):
             return
         if ranks.is_main:
             _make_room(Path(config.model.path))

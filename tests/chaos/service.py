@@ -176,10 +176,11 @@ def _reward(evidence: Evidence, folder: Path) -> None:
 def _trainer(evidence: Evidence, folder: Path) -> None:
     from consumers.trainer import service
     from consumers.trainer.checkpoint.store import Checkpoints
+    from consumers.trainer.data.microbatches import StepPlanner
     from consumers.trainer.step.train_step import TrainStep
     from consumers.trainer.step_log import StepLog
 
-    _once(evidence, service, "make_policy", "ready")
+    _once(evidence, service, "build_train_step", "ready")
     last: dict[str, Any] = {"x": [], "version": -1}
 
     def saving(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -206,13 +207,13 @@ def _trainer(evidence: Evidence, folder: Path) -> None:
 
         return begin
 
-    def assembling(original: Callable[..., Any]) -> Callable[..., Any]:
-        def assemble(self: TrainStep, groups: Any) -> Any:
+    def planning(original: Callable[..., Any]) -> Callable[..., Any]:
+        def plan(self: StepPlanner, groups: Any) -> Any:
             bodies = [body for group in groups for body, _ in group.samples]
             last["x"] = [[body.task_id, body.sample, digest(body), body.oldest_version] for body in bodies]
             return original(self, groups)
 
-        return assemble
+        return plan
 
     def running(original: Callable[..., Any]) -> Callable[..., Any]:
         def run(self: TrainStep, batch: Any, version: int) -> Any:
@@ -231,7 +232,7 @@ def _trainer(evidence: Evidence, folder: Path) -> None:
     _replace(Checkpoints, "take", saving)
     _replace(Checkpoints, "load", loading)
     _replace(TrainerSession, "take_over", beginning)
-    _replace(TrainStep, "assemble", assembling)
+    _replace(StepPlanner, "plan", planning)
     _replace(TrainStep, "run", running)
     _replace(StepLog, "write_trained", logging)
     _fill_disk(folder / FULL_DISK)

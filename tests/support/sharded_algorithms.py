@@ -16,7 +16,7 @@ from consumers.offline.preference import PairwiseProgress, train_dpo, train_rewa
 from consumers.offline.sft import SftProgress, train_sft
 from consumers.trainer.distributed.ranks import Ranks
 from consumers.trainer.model.policy import Policy, load_model
-from consumers.trainer.step.train_step import TrainStep
+from consumers.trainer.step.build import build_train_step
 from schemas.config import DpoConfig, ModelConfig, RewardModelConfig, WarmStartConfig, parse_config
 from tests.support.trajectories import groups_of
 
@@ -33,8 +33,8 @@ EXAMPLES = [(f"{a}>", "xyz"[a % 3] * (1 + a % 2)) for a in range(13)]
 
 def run_algorithms(model: Path, reference: Path, folder: Path) -> None:
     """Train each in turn on this rank; rank 0 writes ``folder/report.json``."""
-    ranks = Ranks(deadline_s=100.0)
-    with ranks.lifeline():
+    ranks = Ranks(timeout_s=100.0)
+    with ranks.watchdog():
         report = {name: algorithm(ranks, str(model), str(reference), trainer) for name, trainer in ALGORITHMS.items()}
         report |= without_generators(ranks, str(model), folder)
         if ranks.is_main:
@@ -55,10 +55,10 @@ def algorithm(ranks: Ranks, model: str, reference: str, trainer: dict[str, Any])
             "trainer": {"steps": 9, "micro_batch_tokens": 60, "optimizer": {"lr": 1e-3}, **trainer},
         }
     )
-    step = TrainStep.from_config(Policy(load_model(model, "float32")), config, ranks)
+    step = build_train_step(config, ranks, policy=Policy(load_model(model, "float32")))
     batches = [groups_of([4, 1, 5, 2, 3], seed=version) for version in range(2)]
-    metrics = [step.run(step.assemble(groups), version).metrics for version, groups in enumerate(batches)]
-    scored = step._preparation.reference
+    metrics = [step.run(step.planner.plan(groups).batch(), version).metrics for version, groups in enumerate(batches)]
+    scored = step.preparation.reference
     critic = step.critic.critic if step.critic else None
     return {"metrics": metrics, "sharded": [all_sharded(module) for module in (step.policy, scored, critic) if module]}
 

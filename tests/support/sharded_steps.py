@@ -16,9 +16,8 @@ from torch.distributed.tensor import DTensor
 
 from consumers.trainer.distributed.ranks import Ranks
 from consumers.trainer.model.hf_weights import wire_weights
-from consumers.trainer.model.lora import make_policy
 from consumers.trainer.rank_group import RankGroup
-from consumers.trainer.step.train_step import TrainStep
+from consumers.trainer.step.build import build_train_step
 from schemas.config import parse_config
 from tests.support.trajectories import groups_of
 
@@ -40,9 +39,9 @@ def run_steps(
             "trainer": {"steps": 9, "micro_batch_tokens": 60, "optimizer": {"lr": 1e-3}, **trainer},
         }
     )
-    ranks = Ranks(deadline_s=100.0)
-    with ranks.lifeline():
-        step = TrainStep.from_config(make_policy(config), config, ranks)
+    ranks = Ranks(timeout_s=100.0)
+    with ranks.watchdog():
+        step = build_train_step(config, ranks)
         rank_group = RankGroup(config, step)
         if ranks.is_main:
             lead(rank_group, folder, first, last, sizes, dtype)

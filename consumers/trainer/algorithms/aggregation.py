@@ -27,7 +27,7 @@ AGGREGATIONS = Registry(
 
 @dataclass(frozen=True)
 class Totals:
-    """Of the whole step over all ranks, sequences and groups without a loss token left out.
+    """Counts over the whole step, all micro-batches and ranks: loss tokens, sequences, prompt groups.
 
     max_tokens: longest completion that sampling allows, the constant of ``constant``.
     """

@@ -39,8 +39,8 @@ def compare(train: TrainStep, path: Path) -> Comparison:
         theirs: dict[str, Any] = {part: _room_for(ours)}
         load_tensors(path, theirs)
         pairs = list(zip(_tensors(ours, part), _tensors(theirs[part], part), strict=True))
-        unequal = train.ranks.most([float(not _same_bits(a, b)) for (_, a), (_, b) in pairs])
-        gaps = train.ranks.most([_gap(a, b) for (_, a), (_, b) in pairs])
+        unequal = train.ranks.all_reduce_max([float(not _same_bits(a, b)) for (_, a), (_, b) in pairs])
+        gaps = train.ranks.all_reduce_max([_gap(a, b) for (_, a), (_, b) in pairs])
         compared += len(pairs)
         differs |= {name: gap for ((name, _), _), bad, gap in zip(pairs, unequal, gaps, strict=True) if bad}
     return Comparison(compared, differs)

@@ -103,7 +103,7 @@ class Checkpoints:
             random_states(),
             state,
             train.ranks,
-            train.ranks.aside if train.ranks.world > 1 else None,
+            train.ranks.background_channel if train.ranks.world > 1 else None,
         )
 
     def write(self, taken: Taken) -> Path:
@@ -112,7 +112,7 @@ class Checkpoints:
         aside = self.folder / f".{path.name}.writing"
 
         def part() -> AbstractContextManager[None]:
-            return ranks.together(f"cannot write the checkpoint {path}", channel=channel)
+            return ranks.on_all_ranks(f"cannot write the checkpoint {path}", channel=channel)
 
         with part():
             if ranks.is_main:
@@ -183,7 +183,7 @@ class Checkpoints:
 
     def load(self, path: Path, train: TrainStep) -> Restored:
         """Put the state in ``path`` into ``train``, on as many ranks as there are now; InfraError if it is damaged."""
-        with train.ranks.together(f"checkpoint {path} is damaged", InfraError):
+        with train.ranks.on_all_ranks(f"checkpoint {path} is damaged", InfraError):
             # Every file is read whole for that: once is enough.
             problem = damage(path) if train.ranks.is_main else None
             if problem is not None:

@@ -30,47 +30,49 @@ class Cost:
 
 
 def shares(
-    costs: Sequence[float], lengths: Sequence[int], world: int, room: int, *, packed: bool = True
+    costs: Sequence[float], lengths: Sequence[int], dp_size: int, max_tokens: int, *, packed: bool = True
 ) -> list[list[list[int]]]:
     """Indices of the samples of each rank's micro-batches: ``[rank][micro-batch][...]``, as many for each rank.
 
-    lengths: tokens. room: most tokens of a micro-batch, padding included unless they are ``packed``; a longer
+    lengths: tokens. max_tokens: most tokens of a micro-batch, padding included unless they are ``packed``; a longer
     sample gets one of its own. A micro-batch may be empty when there are few samples.
     """
     bins = (
-        _packed(costs, lengths, world, room) if packed else list(_padded(lengths, min(room, -(-sum(lengths) // world))))
+        _packed(costs, lengths, dp_size, max_tokens)
+        if packed
+        else list(_padded(lengths, min(max_tokens, -(-sum(lengths) // dp_size))))
     )
     bins = [items for items in bins if items] or [[]]
-    bins += [[]] * (-len(bins) % world)
+    bins += [[]] * (-len(bins) % dp_size)
     total = [sum(costs[item] for item in items) for items in bins]
     order = sorted(range(len(bins)), key=lambda b: (-total[b], b))
-    dealt: list[list[list[int]]] = [[] for _ in range(world)]
-    load = [0.0] * world
-    for first in range(0, len(bins), world):
+    dealt: list[list[list[int]]] = [[] for _ in range(dp_size)]
+    load = [0.0] * dp_size
+    for first in range(0, len(bins), dp_size):
         # Neighbours in size run at the same time; the largest goes to who has had least.
-        ranks = sorted(range(world), key=lambda rank: (load[rank], rank))
-        for rank, b in zip(ranks, order[first : first + world], strict=True):
+        ranks = sorted(range(dp_size), key=lambda rank: (load[rank], rank))
+        for rank, b in zip(ranks, order[first : first + dp_size], strict=True):
             dealt[rank].append(bins[b])
             load[rank] += total[b]
     return dealt
 
 
-def _packed(costs: Sequence[float], lengths: Sequence[int], world: int, room: int) -> list[list[int]]:
+def _packed(costs: Sequence[float], lengths: Sequence[int], dp_size: int, max_tokens: int) -> list[list[int]]:
     """As few bins as hold all tokens; a few more where the cut doesn't come out."""
-    needed = sum(min(length, room) for length in lengths)
-    micro_batches = max(1, math.ceil(needed / (room * world)))
+    needed = sum(min(length, max_tokens) for length in lengths)
+    micro_batches = max(1, math.ceil(needed / (max_tokens * dp_size)))
     while True:
-        bins = partition(costs, lengths, world * micro_batches, room)
+        bins = partition(costs, lengths, dp_size * micro_batches, max_tokens)
         if bins is not None:
             return bins
         micro_batches += 1 + micro_batches // 16
 
 
-def _padded(lengths: Sequence[int], room: int) -> Iterator[list[int]]:
-    """Shortest first, rows times the longest within ``room``."""
+def _padded(lengths: Sequence[int], max_tokens: int) -> Iterator[list[int]]:
+    """Shortest first, rows times the longest within ``max_tokens``."""
     rows: list[int] = []
     for row in sorted(range(len(lengths)), key=lambda s: (lengths[s], s)):
-        if rows and (len(rows) + 1) * lengths[row] > room:
+        if rows and (len(rows) + 1) * lengths[row] > max_tokens:
             yield rows
             rows = []
         rows.append(row)
@@ -78,10 +80,10 @@ def _padded(lengths: Sequence[int], room: int) -> Iterator[list[int]]:
         yield rows
 
 
-def partition(costs: Sequence[float], lengths: Sequence[int], bins: int, room: int) -> list[list[int]] | None:
+def partition(costs: Sequence[float], lengths: Sequence[int], bins: int, max_tokens: int) -> list[list[int]] | None:
     """Indices of ``costs`` in ``bins`` bins of about equal cost; None if they are too long for so few.
 
-    lengths: tokens of each item; a bin takes at most ``room`` of them, or one item that is longer than that.
+    lengths: tokens of each item; a bin takes at most ``max_tokens`` of them, or one item that is longer than that.
     Longest processing time first (Graham, SIAM J. Appl. Math. 17, 1969), then exchanges between the
     fullest and the emptiest bin.
     """
@@ -93,9 +95,9 @@ def partition(costs: Sequence[float], lengths: Sequence[int], bins: int, room: i
         passed: list[tuple[float, int]] = []
         while open_bins:
             total, b = heapq.heappop(open_bins)
-            if not found[b] or tokens[b] + lengths[item] <= room:
+            if not found[b] or tokens[b] + lengths[item] <= max_tokens:
                 break
-            if tokens[b] + shortest <= room:
+            if tokens[b] + shortest <= max_tokens:
                 passed.append((total, b))
         else:
             return None
@@ -104,7 +106,7 @@ def partition(costs: Sequence[float], lengths: Sequence[int], bins: int, room: i
         sums[b] = total + costs[item]
         for entry in (*passed, (sums[b], b)):
             heapq.heappush(open_bins, entry)
-    _refine(found, sums, tokens, costs, lengths, room)
+    _refine(found, sums, tokens, costs, lengths, max_tokens)
     return [sorted(items) for items in found]
 
 
@@ -114,7 +116,7 @@ def _refine(
     tokens: list[int],
     costs: Sequence[float],
     lengths: Sequence[int],
-    room: int,
+    max_tokens: int,
 ) -> None:
     for _ in range(REFINEMENTS):
         high = max(range(len(found)), key=sums.__getitem__)
@@ -129,7 +131,7 @@ def _refine(
             for other in (None, *others[max(0, at - 1) : at + 1]):
                 moved = costs[item] - (0.0 if other is None else costs[other])
                 shift = lengths[item] - (0 if other is None else lengths[other])
-                fits = tokens[low] + shift <= room and tokens[high] - shift <= room
+                fits = tokens[low] + shift <= max_tokens and tokens[high] - shift <= max_tokens
                 off = abs(gap / 2 - moved)
                 if fits and (best is None or off < best[0]):
                     best = (off, item, other)

@@ -8,7 +8,7 @@ small; the model sees them without padding (see packing.py).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -21,7 +21,7 @@ from consumers.trainer.algorithms.advantages import Advantage
 from consumers.trainer.algorithms.aggregation import Aggregation, Totals
 from consumers.trainer.data.load_balancing import Cost, shares
 from schemas.errors import DataError
-from schemas.messages import Trajectory
+from schemas.messages import BatchRecord, Trajectory
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,15 @@ class Group:
 
     task_id: int
     samples: Sequence[tuple[Trajectory, float]]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The groups of one step and its journal record. excluded: published samples of them that have no reward."""
+
+    record: BatchRecord
+    groups: list[Group]
+    excluded: int
 
 
 @dataclass(frozen=True)
@@ -74,9 +83,11 @@ class TrainSample(msgspec.Struct, frozen=True, gc=False):
 
 @dataclass(frozen=True)
 class StepPlan:
-    """What one optimizer step trains on, over all ranks. Arrays are [S], samples in the order of the groups.
+    """Samples, weights and ranks of one optimizer step. Arrays are [S], samples in the order of the groups.
 
-    shares: samples of each rank's micro-batches, ``[rank][micro-batch][...]``. costs: work of each sample.
+    shares: indices of the samples of each data-parallel rank's micro-batches, ``[dp_rank][micro-batch][...]``.
+    rewards, advantages: float64. lengths: loss tokens, int64. groups: index of each sample's group, int64. truncated:
+    whether a sample ended at the token limit, bool. costs: work of each sample, float64.
     """
 
     samples: list[TrainSample]
@@ -89,9 +100,13 @@ class StepPlan:
     truncated: npt.NDArray[np.bool_]
     costs: npt.NDArray[np.float64]
 
-    def share(self, rank: int) -> list[list[TrainSample]]:
-        """The micro-batches of one rank."""
-        return [[self.samples[s] for s in rows] for rows in self.shares[rank]]
+    def share(self, dp_rank: int) -> list[list[TrainSample]]:
+        """Samples of each micro-batch of one rank."""
+        return [[self.samples[s] for s in rows] for rows in self.shares[dp_rank]]
+
+    def batch(self, dp_rank: int = 0) -> StepBatch:
+        """Tensors of the micro-batches of one rank, with the plan that they are a part of."""
+        return StepBatch.of(self.share(dp_rank), self)
 
 
 @dataclass(frozen=True)
@@ -101,61 +116,65 @@ class StepBatch:
     micro_batches: list[MicroBatch]
     plan: StepPlan | None = None
 
+    @classmethod
+    def of(cls, micro_batches: Sequence[Sequence[TrainSample]], plan: StepPlan | None = None) -> StepBatch:
+        """Tensors of these samples."""
+        return cls([collate(samples) for samples in micro_batches], plan)
 
-def count(groups: Sequence[Group], max_tokens: int) -> Totals:
-    """Totals of the step that these groups are."""
-    lengths = [_loss_tokens(t) for group in groups for t, _ in group.samples]
-    return Totals(tokens=sum(lengths), sequences=len(lengths), groups=len(groups), max_tokens=max_tokens)
 
+@dataclass(frozen=True)
+class StepPlanner:
+    """Decides advantages, weights and ranks of the samples of a step, before any tensor is made::
 
-def plan(
-    groups: Sequence[Group],
-    *,
-    advantage: Advantage,
-    aggregation: Aggregation,
-    micro_batch_tokens: int,
-    max_tokens: int,
-    world: int = 1,
-    cost: Cost | None = None,
-    packed: bool = True,
-) -> StepPlan:
-    """Advantages and weights over the whole step, and its samples dealt to ``world`` ranks.
+        plan = planner.plan(groups)
+        batch = plan.batch(dp_rank=0)        # tensors of what rank 0 trains
 
-    A micro-batch holds at most ``micro_batch_tokens`` tokens, with padding unless ``packed``; a longer sequence
-    gets one of its own. A group may end up on several ranks: its rewards are compared here, within a task id,
-    wherever its samples are. DataError if the advantage function returns something else than one finite number
-    for each sample.
+    max_tokens: longest completion that sampling allows. micro_batch_tokens: most tokens of a micro-batch, with padding
+    unless ``packed``; a longer sequence gets one of its own. cost: work of a sample, which ranks share evenly.
     """
-    samples = [(group.task_id, trajectory, reward) for group in groups for trajectory, reward in group.samples]
-    trajectories = [trajectory for _, trajectory, _ in samples]
-    task_ids = np.array([task_id for task_id, _, _ in samples], dtype=np.int64)
-    rewards = np.array([reward for _, _, reward in samples], dtype=np.float64)
-    index = np.unique(task_ids, return_inverse=True)[1].astype(np.int64)
-    lengths = np.array([_loss_tokens(t) for t in trajectories], dtype=np.int64)
-    totals = count(groups, max_tokens)
 
-    advantages = np.asarray(advantage(rewards, index), dtype=np.float64)
-    if advantages.shape != rewards.shape or not np.isfinite(advantages).all():
-        raise DataError(f"advantages of shape {advantages.shape} must be {rewards.shape} finite numbers")
-    weights = aggregation(lengths, index, totals)
+    advantage: Advantage
+    aggregation: Aggregation
+    micro_batch_tokens: int
+    max_tokens: int
+    dp_size: int = 1
+    cost: Cost = field(default_factory=Cost)
+    packed: bool = True
 
-    cost = cost or Cost()
-    tokens = [len(t.tokens) for t in trajectories]
-    costs = [cost.of(length, int(loss)) for length, loss in zip(tokens, lengths, strict=True)]
-    return StepPlan(
-        samples=[
-            TrainSample(trajectory, float(advantages[s]), float(weights[s]), s, int(index[s]))
-            for s, trajectory in enumerate(trajectories)
-        ],
-        shares=shares(costs, tokens, world, micro_batch_tokens, packed=packed),
-        totals=totals,
-        rewards=rewards,
-        advantages=advantages,
-        lengths=lengths,
-        groups=index,
-        truncated=np.array([t.finish == "length" for t in trajectories], dtype=np.bool_),
-        costs=np.array(costs, dtype=np.float64),
-    )
+    def plan(self, groups: Sequence[Group]) -> StepPlan:
+        """Advantages and weights over the whole step, and its samples dealt to ``dp_size`` ranks.
+
+        A group may end up on several ranks: its rewards are compared here, within a task id, wherever its samples
+        are. DataError if the advantage function returns something else than one finite number for each sample, or the
+        aggregation something else than one finite weight.
+        """
+        samples = [(group.task_id, trajectory, reward) for group in groups for trajectory, reward in group.samples]
+        trajectories = [trajectory for _, trajectory, _ in samples]
+        task_ids = np.array([task_id for task_id, _, _ in samples], dtype=np.int64)
+        rewards = np.array([reward for _, _, reward in samples], dtype=np.float64)
+        index = np.unique(task_ids, return_inverse=True)[1].astype(np.int64)
+        lengths = np.array([_loss_tokens(t) for t in trajectories], dtype=np.int64)
+        totals = Totals(
+            tokens=int(lengths.sum()), sequences=len(lengths), groups=len(groups), max_tokens=self.max_tokens
+        )
+        advantages = _one_each("advantages", self.advantage(rewards, index), len(samples))
+        weights = _one_each("weights of the aggregation", self.aggregation(lengths, index, totals), len(samples))
+        tokens = [len(t.tokens) for t in trajectories]
+        costs = [self.cost.of(length, int(loss)) for length, loss in zip(tokens, lengths, strict=True)]
+        return StepPlan(
+            samples=[
+                TrainSample(trajectory, float(advantages[s]), float(weights[s]), s, int(index[s]))
+                for s, trajectory in enumerate(trajectories)
+            ],
+            shares=shares(costs, tokens, self.dp_size, self.micro_batch_tokens, packed=self.packed),
+            totals=totals,
+            rewards=rewards,
+            advantages=advantages,
+            lengths=lengths,
+            groups=index,
+            truncated=np.array([t.finish == "length" for t in trajectories], dtype=np.bool_),
+            costs=np.array(costs, dtype=np.float64),
+        )
 
 
 def collate(samples: Sequence[TrainSample]) -> MicroBatch:
@@ -189,6 +208,14 @@ def collate(samples: Sequence[TrainSample]) -> MicroBatch:
         # A forward pass leaves out the last token, which predicts nothing.
         lengths=torch.tensor([max(1, len(s.trajectory.tokens) - 1) for s in samples] or [1]),
     )
+
+
+def _one_each(what: str, values: npt.ArrayLike, samples: int) -> npt.NDArray[np.float64]:
+    """Float64 [S]; DataError unless these are one finite number for each sample."""
+    found = np.asarray(values, dtype=np.float64)
+    if found.shape != (samples,) or not np.isfinite(found).all():
+        raise DataError(f"{what} of shape {found.shape} must be {(samples,)} finite numbers")
+    return found
 
 
 def _loss_tokens(trajectory: Trajectory) -> int:

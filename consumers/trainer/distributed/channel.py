@@ -1,6 +1,6 @@
 """Bytes between rank 0 and the other ranks of a trainer, apart from the collectives of the model.
 
-A rank may wait here for as long as a batch takes to come: there is no deadline, because lifeline.py ends a rank
+A rank may wait here for as long as a batch takes to come: there is no deadline, because watchdog.py ends a rank
 whose peer is gone.
 """
 

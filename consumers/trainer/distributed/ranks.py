@@ -1,10 +1,10 @@
-"""One process or many: accelerate around the policy, and the few sums that ranks share.
+"""The processes of one trainer: sharded models, and the few collectives of numbers and errors between them.
 
 A single process needs no launcher. Under torchrun (``WORLD_SIZE`` over 1) every rank holds a shard of
 each parameter (FSDP2), on GPUs over nccl and on CPUs over gloo.
 
-Every rank calls collectives in the same order. A rank that never comes fails them after ``RANK_DEADLINE_S``; one
-that dies is noticed earlier, by lifeline.py.
+Every rank calls collectives in the same order. A rank that never comes fails them after ``COLLECTIVE_TIMEOUT_S``; one
+that dies is noticed earlier, by watchdog.py.
 """
 
 from __future__ import annotations
@@ -28,32 +28,42 @@ from torch.distributed.tensor import DTensor
 
 from consumers.trainer.distributed.channel import Channel
 from consumers.trainer.distributed.watchdog import RankWatchdog
-from consumers.trainer.model.policy import DTYPES
 from schemas.errors import DiskError, InfraError
 
 M = TypeVar("M", bound=nn.Module)
 T = TypeVar("T")
 
-RANK_DEADLINE_S = 1800.0
+COLLECTIVE_TIMEOUT_S = 1800.0
 """How long a rank waits in a collective of a step for the others, which do the same amount of work."""
 
 
 class Ranks:
-    """Collectives that are the identity in a single process. deadline_s: of one collective."""
+    """All ranks, seen from this one; collectives are the identity in a single process.
 
-    def __init__(self, deadline_s: float = RANK_DEADLINE_S) -> None:
-        patience = InitProcessGroupKwargs(timeout=timedelta(seconds=deadline_s))
-        self.accelerator = Accelerator(cpu=not torch.cuda.is_available(), kwargs_handlers=[patience])
+    rank, world: this process in the process group, and how many there are. dp_rank, dp_size: which part of a batch
+    this rank trains, and in how many parts it is cut; today every process trains one.
+    """
+
+    def __init__(self, timeout_s: float = COLLECTIVE_TIMEOUT_S) -> None:
+        """timeout_s: seconds after which a collective fails that some rank has not come to."""
+        process_group = InitProcessGroupKwargs(timeout=timedelta(seconds=timeout_s))
+        self.accelerator = Accelerator(cpu=not torch.cuda.is_available(), kwargs_handlers=[process_group])
         self.world: int = self.accelerator.num_processes
         self.rank: int = self.accelerator.process_index
+        self.dp_size = self.world
+        self.dp_rank = self.dp_rank_of(self.rank)
+
+    def dp_rank_of(self, rank: int) -> int:
+        """Which part of a batch the process ``rank`` trains."""
+        return rank
 
     @property
     def is_main(self) -> bool:
         """Whether this rank talks to the broker and writes files that are not sharded."""
         return self.rank == 0
 
-    def lifeline(self) -> AbstractContextManager[object]:
-        """Around all that ranks do together, so that none outlives another; nothing in a single process."""
+    def watchdog(self) -> AbstractContextManager[object]:
+        """A context around all that ranks do together, so that none outlives another; empty in a single process."""
         if self.world == 1:
             return nullcontext()
         # Where the launcher says that rank 0 can be reached.
@@ -65,15 +75,17 @@ class Ranks:
         return Channel()
 
     @cached_property
-    def aside(self) -> Channel:
-        """For what the ranks do together in another thread, while they train. Used like ``channel``."""
+    def background_channel(self) -> Channel:
+        """For what the ranks do together in another thread while they train. Used like ``channel``."""
         return Channel()
 
     @contextmanager
-    def together(self, what: str, kind: type[InfraError] = DiskError, channel: Channel | None = None) -> Iterator[None]:
-        """A part that every rank does: when the disk fails it on one, ``what`` is an error of this kind on all.
+    def on_all_ranks(
+        self, what: str, kind: type[InfraError] = DiskError, channel: Channel | None = None
+    ) -> Iterator[None]:
+        """Enclose work on files that every rank does: if one fails, all raise ``kind`` with the text ``what``.
 
-        channel: ``aside`` when this is done there.
+        channel: ``background_channel`` when this is done in another thread than training.
         """
         problem, cause = "", None
         try:
@@ -81,11 +93,11 @@ class Ranks:
         except (OSError, CheckpointException) as error:
             problem, cause = reason(error), error
         if self.world > 1:
-            problem = self._share(problem, channel or self.channel)
+            problem = self._gather_problems(problem, channel or self.channel)
         if problem:
             raise kind(f"{what}: {problem}") from cause
 
-    def _share(self, problem: str, channel: Channel) -> str:
+    def _gather_problems(self, problem: str, channel: Channel) -> str:
         """All ranks' problems, each once; "" when there is none."""
         if not self.is_main:
             channel.send(0, problem.encode())
@@ -96,29 +108,29 @@ class Ranks:
             channel.send(rank, shared.encode())
         return shared
 
-    def agree(self, text: str = "") -> str:
-        """What rank 0 says, on every rank."""
+    def broadcast_text(self, text: str = "") -> str:
+        """The ``text`` of rank 0, on every rank."""
         if not self.is_main:
             return self.channel.receive(0).decode()
         for rank in range(1, self.world):
             self.channel.send(rank, text.encode())
         return text
 
-    def share(self, rows: Sequence[T]) -> tuple[list[T], list[float]]:
-        """This rank's part of what all ranks have, and its weights. All parts are of the same length.
+    def local_share(self, rows: Sequence[T]) -> tuple[list[T], list[float]]:
+        """This rank's part of rows that all ranks have, and a weight for each row. All parts are of the same length.
 
-        What is missing for that is the first row again, with weight 0: every rank has as much to compute.
+        A shorter part is filled up with the first row at weight 0: every rank has as much to compute.
         """
-        places = range(self.rank, -(-len(rows) // self.world) * self.world, self.world)
+        places = range(self.dp_rank, -(-len(rows) // self.dp_size) * self.dp_size, self.dp_size)
         return [rows[i] if i < len(rows) else rows[0] for i in places], [float(i < len(rows)) for i in places]
 
-    def prepare(self, model: M, dtype: str = "float32") -> M:
+    def prepare(self, model: M, dtype: torch.dtype = torch.float32) -> M:
         """Move a model to its device, sharded layer by layer over the ranks, computing in ``dtype``.
 
         Its parameters stay in the type they have; gradients are reduced in float32. A single rank shards over
         itself when it computes in another type, so that it computes what several do.
         """
-        if self.world == 1 and dtype == "float32":
+        if self.world == 1 and dtype == torch.float32:
             return cast(M, self.accelerator.prepare(model))
         if not dist.is_initialized():
             backend = "nccl" if self.accelerator.device.type == "cuda" else "gloo"
@@ -126,8 +138,8 @@ class Ranks:
         # PyTorch's own call and not accelerate's: that takes the optimizer too, and on the CPU it picks
         # plain data parallelism whatever plugin it is given.
         model = model.to(self.accelerator.device)
-        mesh = init_device_mesh(self.accelerator.device.type, (self.world,))
-        precision = MixedPrecisionPolicy(param_dtype=DTYPES[dtype], reduce_dtype=torch.float32)
+        mesh = init_device_mesh(self.accelerator.device.type, (self.dp_size,))
+        precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
         layers = {name for module in model.modules() for name in getattr(module, "_no_split_modules", None) or ()}
         for module in model.modules():
             if module is not model and type(module).__name__ in layers:
@@ -137,22 +149,22 @@ class Ranks:
 
     def backward(self, loss: Tensor) -> None:
         """Backward of this rank's part of a sum over ranks: sharding averages gradients, so undo that."""
-        self.accelerator.backward(loss * self.world if self.world > 1 else loss)
+        self.accelerator.backward(loss * self.dp_size if self.dp_size > 1 else loss)
 
     def clip_grad_norm(self, parameters: Iterable[nn.Parameter], limit: float) -> float:
         """Scale all gradients so that their global norm is at most ``limit``; returns the norm before."""
         norm = torch.nn.utils.clip_grad_norm_(list(parameters), limit)
         return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
-    def add(self, values: Sequence[float]) -> list[float]:
+    def all_reduce_sum(self, values: Sequence[float]) -> list[float]:
         """Element-wise sum over ranks."""
-        return self._reduce(values, dist.ReduceOp.SUM)
+        return self._all_reduce(values, dist.ReduceOp.SUM)
 
-    def most(self, values: Sequence[float]) -> list[float]:
+    def all_reduce_max(self, values: Sequence[float]) -> list[float]:
         """Element-wise maximum over ranks."""
-        return self._reduce(values, dist.ReduceOp.MAX)
+        return self._all_reduce(values, dist.ReduceOp.MAX)
 
-    def _reduce(self, values: Sequence[float], operation: dist.ReduceOp.RedOpType) -> list[float]:
+    def _all_reduce(self, values: Sequence[float], operation: dist.ReduceOp.RedOpType) -> list[float]:
         if self.world == 1:
             return [float(v) for v in values]
         packed = torch.tensor(values, dtype=torch.float64, device=self.accelerator.device)

@@ -106,7 +106,7 @@ class RankWatchdog:
         self._rank, self._world, self._channel, self._host, self._end = rank, world, channel, host, end
         self._connections: dict[int, socket.socket] = {}
         self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="lifeline", daemon=True)
+        self._thread = threading.Thread(target=self._watch, name="rank-watchdog", daemon=True)
 
     def __enter__(self) -> Self:
         """Connect; InfraError when a rank can't within a minute."""

@@ -96,14 +96,15 @@ class Snapshot:
 class Snapshots:
     """Takes snapshots of a policy, one at a time: a new one overwrites the last.
 
-    main: whether this rank keeps what is gathered. world: ranks that share the policy; all of them must call ``take``.
+    sharded: whether several ranks hold parts of the policy; all of them must call ``take``. main: whether this rank
+    keeps the whole weights that are gathered then.
     """
 
-    def __init__(self, policy: Policy, dtype: str, *, main: bool = True, world: int = 1) -> None:
+    def __init__(self, policy: Policy, dtype: str, *, main: bool = True, sharded: bool = False) -> None:
         self._policy = policy
         self._dtype = dtype
         self._main = main
-        self._world = world
+        self._sharded = sharded
         self._image: Tensor | None = None
 
     @torch.no_grad()
@@ -119,7 +120,7 @@ class Snapshots:
                 module.reshard()
         specs = weight_specs(self._policy, self._dtype)
         weights = [tensor for _, tensor in wire_weights(self._policy)]
-        if self._world == 1:
+        if not self._sharded:
             image = self._buffer(specs)
             # A module's parameter is replaced by its gathered form while the step computes; its one part stays.
             parts = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in weights]

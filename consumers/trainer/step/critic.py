@@ -60,7 +60,7 @@ class CriticStep:
     """The critic's side of an optimizer step: ``values``, then ``accumulate`` for each micro-batch, then ``update``."""
 
     def __init__(
-        self, critic: Critic, settings: CriticConfig, steps: int, ranks: Ranks, dtype: str = "float32"
+        self, critic: Critic, settings: CriticConfig, steps: int, ranks: Ranks, dtype: torch.dtype = torch.float32
     ) -> None:
         self.ranks = ranks
         self.critic = ranks.prepare(critic, dtype)
@@ -91,7 +91,7 @@ class CriticStep:
 
         critic_error: root mean square of return - value over that of the returns, 1 for a critic that says 0.
         """
-        loss, error, scale = self.ranks.add(self._sums)
+        loss, error, scale = self.ranks.all_reduce_sum(self._sums)
         self._sums = [0.0, 0.0, 0.0]
         optimizer = self.settings.optimizer
         norm = self.ranks.clip_grad_norm(self.critic.parameters(), optimizer.max_grad_norm)

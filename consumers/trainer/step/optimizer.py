@@ -55,12 +55,12 @@ class Schedule:
     """Sets the learning rate of each optimizer step. Its whole state is how many steps there were."""
 
     def __init__(self, optimizer: AdamW, settings: OptimizerConfig, steps: int) -> None:
-        self._optimizer, self._settings, self._steps = optimizer, settings, steps
+        self._optimizer, self.settings, self._steps = optimizer, settings, steps
         self.done = 0
 
     def apply(self) -> float:
         """Set the learning rate of the step that comes now; returns it."""
-        lr = self._settings.lr * lr_factor(self.done, self._settings, self._steps)
+        lr = self.settings.lr * lr_factor(self.done, self.settings, self._steps)
         for group in self._optimizer.param_groups:
             group["lr"] = lr
         return lr

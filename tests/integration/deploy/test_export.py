@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from consumers.trainer.checkpoint.convert import export_checkpoint
 from consumers.trainer.checkpoint.store import Checkpoints
 from consumers.trainer.model.policy import Policy, load_model
+from consumers.trainer.step.build import build_train_step
 from consumers.trainer.step.train_step import TrainStep
 from deploy.run_files import config_of
 from schemas.config import TidemillConfig, parse_config, save_config
@@ -52,10 +53,10 @@ def run(tmp_path: Path, model: Path) -> TidemillConfig:
 
 
 def train(config: TidemillConfig) -> TrainStep:
-    step = TrainStep.from_config(Policy(load_model(config.model.path, "float32")), config)
+    step = build_train_step(config, policy=Policy(load_model(config.model.path, "float32")))
     checkpoints = Checkpoints(config.folder / "checkpoints")
     for number in (1, 2):
-        step.run(step.assemble(groups_of([3, 4], seed=number)), number)
+        step.run(step.planner.plan(groups_of([3, 4], seed=number)).batch(), number)
         checkpoints.save(step, step=number, version=number, leader_term=1, extra={})
     save_config(config, config.folder / "config.yaml")
     return step

@@ -15,10 +15,9 @@ from broker.connection.embedded import EmbeddedServer
 from broker.connection.keys import Keys
 from consumers.trainer.checkpoint.batch_files import FOLDER, BatchFiles
 from consumers.trainer.loop import Trainer
-from consumers.trainer.model.lora import make_policy
 from consumers.trainer.model.policy import Policy, load_model
 from consumers.trainer.replay import plan_replay
-from consumers.trainer.step.train_step import TrainStep
+from consumers.trainer.step.build import build_train_step
 from deploy.offline.checkpoints import replay_steps
 from schemas.codec import Array
 from schemas.config import BrokerConfig, TidemillConfig, parse_config, save_config
@@ -42,7 +41,7 @@ def finished(server: EmbeddedServer, tmp_path_factory: pytest.TempPathFactory) -
     torch.manual_seed(config.run.seed)
     policy = Policy(load_model(config.model.path, "float32"))
     with Pipeline(broker):
-        Trainer(config, "trainer", broker, TrainStep.from_config(policy, config)).run(StopFlag())
+        Trainer(config, "trainer", broker, build_train_step(config, policy=policy)).run(StopFlag())
     save_config(config, config.folder / "config.yaml")
     torch.set_num_threads(threads)
     return config
@@ -151,7 +150,7 @@ def test_batches_are_kept_as_long_as_the_checkpoint_before_them(
     config = parse_config(configuration(tmp_path / "run", Path(finished.model.path), broker, **settings))
     with Pipeline(broker):
         policy = Policy(load_model(config.model.path, "float32"))
-        Trainer(config, "trainer", broker, TrainStep.from_config(policy, config)).run(StopFlag())
+        Trainer(config, "trainer", broker, build_train_step(config, policy=policy)).run(StopFlag())
     assert BatchFiles(config.folder).steps() == {4}
     assert plan_replay(config, 4, None).last == STEPS
 
@@ -172,7 +171,7 @@ def test_recorded_steps_of_an_adapter_come_out_equal(
     settings = {"record": True, "checkpoint": {"every": EVERY, "keep": 9}, "lora": {"rank": 4}}
     config = parse_config(configuration(tmp_path / "run", Path(finished.model.path), broker, **settings))
     with Pipeline(broker):
-        Trainer(config, "trainer", broker, TrainStep.from_config(make_policy(config), config)).run(StopFlag())
+        Trainer(config, "trainer", broker, build_train_step(config)).run(StopFlag())
     for first in (0, EVERY):
         assert replay_steps(config, "", first, None) == 0
         assert "to the bit" in capsys.readouterr().out

@@ -14,9 +14,8 @@ import torch
 from broker.client import Broker
 from consumers.trainer.context import TrainerContext
 from consumers.trainer.leadership import Leadership
-from consumers.trainer.model.lora import make_policy
 from consumers.trainer.publishing import WeightPublisher
-from consumers.trainer.step.train_step import TrainStep
+from consumers.trainer.step.build import build_train_step
 from producers.engines.base import EngineSettings
 from producers.engines.transformers.engine import TransformersEngine
 from producers.generator.pause import PauseFollower
@@ -138,7 +137,7 @@ def test_a_generator_follows_a_trainer_of_an_adapter_and_passes_every_probe(
     model: Path, broker: Broker, tmp_path: Path, dtype: str, transport: str
 ) -> None:
     config = configuration(tmp_path / "run", model, broker, dtype, transport)
-    step = TrainStep.from_config(make_policy(config), config)
+    step = build_train_step(config)
     context = TrainerContext.create(config, "trainer", broker, step)
     leadership = Leadership(context)
     leadership.take_over(saved=0)

@@ -18,7 +18,7 @@ from broker.telemetry.stream_lag import read_stream_lags
 from broker.telemetry.trajectories import StoredTrajectory
 from consumers.trainer.loop import Trainer
 from consumers.trainer.model.policy import Policy, load_model
-from consumers.trainer.step.train_step import TrainStep
+from consumers.trainer.step.build import build_train_step
 from producers.datasets.loading import build_dataset
 from producers.engines.base import EngineSettings
 from producers.engines.scripted import ScriptedEngine
@@ -88,7 +88,7 @@ class System:
 
     def start_trainer(self) -> None:
         def run(stop: StopFlag) -> None:
-            step = TrainStep.from_config(Policy(load_model(self.config.model.path, "float32")), self.config)
+            step = build_train_step(self.config, policy=Policy(load_model(self.config.model.path, "float32")))
             self.trainer = trainer = Trainer(self.config, "trainer", self.connect(), step)
             presence = Presence(
                 self.connect(), "trainer", "trainer", trainer.describe, acknowledged=lambda: trainer.pause.acknowledged

@@ -18,10 +18,12 @@ from consumers.trainer.algorithms.losses import LOSSES
 from consumers.trainer.data.microbatches import Group
 from consumers.trainer.distributed.ranks import Ranks
 from consumers.trainer.model.policy import Policy, load_model
+from consumers.trainer.step.build import reference_policy
 from consumers.trainer.step.prepare import Prepared
-from consumers.trainer.step.train_step import StepResult, TrainStep, reference_policy
-from schemas.config import TrainerConfig, parse_config
+from consumers.trainer.step.train_step import StepResult, TrainStep
+from schemas.config import parse_config
 from tests.support.tiny_model import make_tiny_model
+from tests.support.train_steps import step_over
 from tests.support.trajectories import groups_of, trajectory
 
 pytestmark = pytest.mark.integration
@@ -44,9 +46,8 @@ def other(tmp_path_factory: pytest.TempPathFactory) -> Policy:
 def make_step(
     model: PreTrainedModel, reference: Policy | None = None, temperature: float = 1.0, **trainer: object
 ) -> TrainStep:
-    config = TrainerConfig.model_validate({"optimizer": {"lr": 1e-3}, **trainer})
-    policy = Policy(copy.deepcopy(model))
-    return TrainStep(policy, config, temperature=temperature, max_tokens=8, reference=reference)
+    settings = {"optimizer": {"lr": 1e-3}, **trainer}
+    return step_over(Policy(copy.deepcopy(model)), settings, temperature=temperature, reference=reference)
 
 
 def run(step: TrainStep, groups: list[Group]) -> tuple[Tensor, StepResult, list[Prepared]]:
@@ -65,7 +66,7 @@ def run(step: TrainStep, groups: list[Group]) -> tuple[Tensor, StepResult, list[
 
     step._forward = note  # type: ignore[method-assign]
     step.ranks.clip_grad_norm = look  # type: ignore[method-assign, assignment]
-    result = step.run(step.assemble(groups), version=5)
+    result = step.run(step.planner.plan(groups).batch(), version=5)
     return gradients[0], result, seen
 
 
@@ -139,10 +140,10 @@ def test_a_reference_equal_to_the_policy_adds_no_gradient(model: PreTrainedModel
 def test_kl_in_the_loss_pulls_towards_the_reference(model: PreTrainedModel, other: Policy) -> None:
     groups = rollout_near(model, groups_of([4, 4], seed=2), noise=0.0)
     step = make_step(model, other, kl={"coef": 1.0, "estimator": "k2"}, advantage={"name": "raw"})
-    step.settings.optimizer.max_grad_norm = 1e9
-    first = step.run(step.assemble(groups), version=5).metrics["reference_kl"]
+    step.schedule.settings.max_grad_norm = 1e9
+    first = step.run(step.planner.plan(groups).batch(), version=5).metrics["reference_kl"]
     for version in range(6, 12):
-        last = step.run(step.assemble(groups), version=version).metrics["reference_kl"]
+        last = step.run(step.planner.plan(groups).batch(), version=version).metrics["reference_kl"]
     assert last < first
 
 

@@ -15,8 +15,8 @@ from transformers import PreTrainedModel
 from consumers.trainer.model.compile import what_lacks
 from consumers.trainer.model.policy import Policy, load_model
 from consumers.trainer.step.train_step import TrainStep
-from schemas.config import TrainerConfig
 from tests.support.tiny_model import make_tiny_model
+from tests.support.train_steps import step_over
 from tests.support.trajectories import groups_of
 
 pytestmark = pytest.mark.integration
@@ -28,8 +28,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedModel:
 
 
 def make_step(model: PreTrainedModel, **settings: object) -> TrainStep:
-    config = TrainerConfig.model_validate({"optimizer": {"lr": 1e-3}, "micro_batch_tokens": 60, **settings})
-    return TrainStep(Policy(copy.deepcopy(model)), config, temperature=1.0, max_tokens=8)
+    return step_over(Policy(copy.deepcopy(model)), {"optimizer": {"lr": 1e-3}, "micro_batch_tokens": 60, **settings})
 
 
 @pytest.mark.skipif(what_lacks("cpu") is not None, reason="there is no C++ compiler")
@@ -47,8 +46,8 @@ def test_compiled_layers_train_the_same(
     graphs = []
     for version, sizes in enumerate([[4, 1], [2, 5, 3], [1, 1], [6, 2]]):
         groups = groups_of(sizes, seed=version)
-        wanted = plain.run(plain.assemble(groups), version).metrics
-        found = compiled.run(compiled.assemble(groups), version).metrics
+        wanted = plain.run(plain.planner.plan(groups).batch(), version).metrics
+        found = compiled.run(compiled.planner.plan(groups).batch(), version).metrics
         for name in ("loss", "entropy", "grad_norm", "kl"):
             assert found[name] == pytest.approx(wanted[name], rel=1e-3, abs=1e-5), name
         graphs.append(counters["stats"]["unique_graphs"])
@@ -64,7 +63,7 @@ def test_without_a_compiler_one_line_says_so(model: PreTrainedModel, monkeypatch
     assert [line["event"] for line in logs] == [
         "trainer.compile is left out: it needs a C++ compiler (Debian, Ubuntu: apt install g++)"
     ]
-    step.run(step.assemble(groups_of([2, 1])), 0)
+    step.run(step.planner.plan(groups_of([2, 1])).batch(), 0)
 
 
 def test_what_a_gpu_needs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

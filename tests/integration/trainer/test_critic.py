@@ -12,11 +12,13 @@ from transformers import PreTrainedModel
 from consumers.trainer.checkpoint.store import Checkpoints
 from consumers.trainer.data.microbatches import Group
 from consumers.trainer.model.policy import Policy, load_model
+from consumers.trainer.step.build import build_critic
 from consumers.trainer.step.critic import Critic, value_loss
-from consumers.trainer.step.train_step import TrainStep, critic_of
-from schemas.config import TrainerConfig, parse_config
+from consumers.trainer.step.train_step import TrainStep
+from schemas.config import parse_config
 from schemas.errors import ConfigError
 from tests.support.tiny_model import make_tiny_model
+from tests.support.train_steps import step_over
 from tests.support.trajectories import groups_of, trajectory
 
 pytestmark = pytest.mark.integration
@@ -30,9 +32,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedModel:
 
 
 def make_step(model: PreTrainedModel, **trainer: object) -> TrainStep:
-    settings = TrainerConfig.model_validate({"optimizer": {"lr": 1e-3}, **GAE, **trainer})
+    settings = {"optimizer": {"lr": 1e-3}, **GAE, **trainer}
     policy, critic = Policy(copy.deepcopy(model)), Critic(copy.deepcopy(model))
-    return TrainStep(policy, settings, temperature=1.0, max_tokens=8, critic=critic)
+    return step_over(policy, settings, critic=critic)
 
 
 def weights(step: TrainStep) -> torch.Tensor:
@@ -62,7 +64,7 @@ def test_value_loss_gradcheck() -> None:
 def test_the_critic_says_nothing_at_first_and_learns_the_returns(model: PreTrainedModel) -> None:
     step = make_step(model, steps=60, advantage={"name": "gae", "args": {"lam": 1.0}})
     groups = [Group(0, [(trajectory(0, 0), 1.0)]), Group(1, [(trajectory(1, 0), 0.0)])]
-    batch = step.assemble(groups)
+    batch = step.planner.plan(groups).batch()
     first = step.run(batch, 0).metrics
     assert first["critic_error"] == pytest.approx(1.0)
     assert first["critic_loss"] == pytest.approx(0.5 * 4 / 8)
@@ -76,7 +78,7 @@ def test_without_clip_nothing_depends_on_micro_batching(model: PreTrainedModel) 
     groups = groups_of([3, 1, 4], seed=1)
     steps = [make_step(model, micro_batch_tokens=budget) for budget in (10000, 20)]
     for step in steps:
-        step.run(step.assemble(groups), 0)
+        step.run(step.planner.plan(groups).batch(), 0)
     # Adam's first step is the gradient's sign: where it is nearly zero, summing in another order decides.
     assert (weights(steps[0]) - weights(steps[1])).abs().mean() < 1e-5
 
@@ -85,12 +87,12 @@ def test_a_checkpoint_restores_the_critic_to_the_bit(model: PreTrainedModel, tmp
     """Elsewhere it was saved, but never restored."""
     groups, more = groups_of([3, 4], seed=2), groups_of([4, 2], seed=3)
     step = make_step(model, steps=5)
-    step.run(step.assemble(groups), 0)
+    step.run(step.planner.plan(groups).batch(), 0)
     path = Checkpoints(tmp_path).save(step, step=1, version=1, leader_term=1, extra={})
-    metrics = step.run(step.assemble(more), 1).metrics
+    metrics = step.run(step.planner.plan(more).batch(), 1).metrics
     again = make_step(model, steps=5)
     Checkpoints(tmp_path).load(path, again)
-    assert again.run(again.assemble(more), 1).metrics["critic_loss"] == metrics["critic_loss"]
+    assert again.run(again.planner.plan(more).batch(), 1).metrics["critic_loss"] == metrics["critic_loss"]
     assert torch.equal(weights(again), weights(step))
 
 
@@ -104,6 +106,6 @@ def test_gae_and_the_critic_need_each_other(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="go together"):
             parse_config({**smallest, "trainer": trainer})
     config = parse_config({**smallest, "trainer": {"advantage": {"name": "gae"}, "critic": {}}})
-    critic = critic_of(config)
+    critic = build_critic(config)
     assert critic is not None
     assert critic.causal_lm.get_output_embeddings().out_features == 1

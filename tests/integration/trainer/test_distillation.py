@@ -9,9 +9,8 @@ import torch
 
 from consumers.trainer.data.microbatches import Group
 from consumers.trainer.model.policy import Policy, load_model
-from consumers.trainer.step.train_step import TrainStep
-from schemas.config import TrainerConfig
 from tests.support.tiny_model import make_tiny_model
+from tests.support.train_steps import step_over
 from tests.support.trajectories import trajectory
 
 pytestmark = pytest.mark.integration
@@ -52,12 +51,13 @@ def test_the_student_comes_to_the_teacher(tmp_path: Path) -> None:
         Policy(load_model(make_tiny_model(tmp_path / str(seed), seed=seed, hidden=32, layers=1), "float32"))
         for seed in (0, 1)
     )
-    settings = TrainerConfig.model_validate(
-        {"kl": {"coef": 1.0}, "advantage": {"name": "raw"}, "optimizer": {"lr": 1e-2}, "steps": 40}
-    )
-    step = TrainStep(student, settings, temperature=1.0, max_tokens=8, reference=teacher.requires_grad_(False))
+    settings = {"kl": {"coef": 1.0}, "advantage": {"name": "raw"}, "optimizer": {"lr": 1e-2}, "steps": 40}
+    step = step_over(student, settings, reference=teacher.requires_grad_(False))
     generator = torch.Generator().manual_seed(0)
     before = divergence(step.policy, teacher)
-    seen = [step.run(step.assemble(rollout(step.policy, generator, v)), v).metrics["reference_kl"] for v in range(40)]
+    seen = [
+        step.run(step.planner.plan(rollout(step.policy, generator, v)).batch(), v).metrics["reference_kl"]
+        for v in range(40)
+    ]
     assert divergence(step.policy, teacher) < 0.2 * before
     assert sum(seen[-5:]) < 0.6 * sum(seen[:5])

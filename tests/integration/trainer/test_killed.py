@@ -19,7 +19,7 @@ from broker.connection.embedded import EmbeddedServer
 from broker.connection.keys import Keys
 from consumers.trainer.checkpoint.compare import compare
 from consumers.trainer.checkpoint.store import Checkpoints
-from consumers.trainer.model.lora import make_policy
+from consumers.trainer.step.build import build_train_step
 from consumers.trainer.step.train_step import TrainStep
 from deploy.run.summary import read_lines, surviving_lines
 from schemas.config import BrokerConfig, parse_config
@@ -47,7 +47,7 @@ def end_of_run(name: str, server: EmbeddedServer, model: Path, folder: Path, **t
     with Pipeline(broker):
         assert train(data, folder) == [0]
     config = parse_config(data)
-    step = TrainStep.from_config(make_policy(config), config)
+    step = build_train_step(config)
     checkpoints = Checkpoints(folder / "run/checkpoints")
     assert checkpoints.load(checkpoints.at(), step).step == STEPS
     return step

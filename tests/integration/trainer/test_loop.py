@@ -22,7 +22,7 @@ from consumers.trainer.checkpoint.store import Checkpoints, Taken
 from consumers.trainer.loop import Trainer
 from consumers.trainer.model.policy import Policy, load_model
 from consumers.trainer.model.snapshot import Snapshot
-from consumers.trainer.step.train_step import TrainStep
+from consumers.trainer.step.build import build_train_step
 from deploy.run.summary import read_lines, surviving_lines
 from schemas.config import TidemillConfig, parse_config
 from schemas.errors import ConfigError, DiskError, FencedError
@@ -96,7 +96,7 @@ def trainer(model: Path, tmp_path: Path, broker: Broker, monkeypatch: pytest.Mon
             }
         )
         policy = Policy(load_model(config.model.path, "float32"))
-        return Trainer(config, "trainer", broker, TrainStep.from_config(policy, config))
+        return Trainer(config, "trainer", broker, build_train_step(config, policy=policy))
 
     return make
 

@@ -22,7 +22,8 @@ from consumers.trainer.model.hf_weights import reference_logprobs, weight_specs
 from consumers.trainer.model.lora import make_policy
 from consumers.trainer.model.policy import Policy, load_model
 from consumers.trainer.rank_group import RankGroup
-from consumers.trainer.step.train_step import TrainStep, reference_policy
+from consumers.trainer.step.build import build_train_step, reference_policy
+from consumers.trainer.step.train_step import TrainStep
 from schemas.config import TidemillConfig, parse_config
 from schemas.errors import ConfigError
 from tests.support.adapters import logprobs, merged
@@ -55,9 +56,9 @@ def configuration(folder: Path, model: Path, dtype: str = "float32", **trainer: 
 
 
 def trained(config: TidemillConfig, steps: int = 2, first: int = 0) -> TrainStep:
-    step = TrainStep.from_config(make_policy(config), config)
+    step = build_train_step(config)
     for number in range(first, steps):
-        step.run(step.assemble(groups_of([3, 4], seed=number)), number)
+        step.run(step.planner.plan(groups_of([3, 4], seed=number)).batch(), number)
     return step
 
 
@@ -141,7 +142,7 @@ def test_the_reference_with_the_adapter_off_is_a_second_model(
         config = configuration(tmp_path, model, kl=kl, micro_batch_tokens=micro_batch_tokens)
         assert (reference_policy(config, Ranks()) is None) == (reference == "auto")
         step = trained(config, steps=1)
-        result = step.run(step.assemble(groups_of([3, 4], seed=9)), 1)
+        result = step.run(step.planner.plan(groups_of([3, 4], seed=9)).batch(), 1)
         write_weights(step.policy, tmp_path / reference, "float32")
         ends.append((result.metrics["reference_kl"], (tmp_path / reference).read_bytes()))
     assert ends[0][0] > 0
@@ -156,11 +157,11 @@ def test_a_checkpoint_holds_the_adapter_alone_and_training_goes_on_from_it(model
     parts = Counter(name.partition(".")[0] for name in tensors if ".lora_" in name)
     assert parts == {"model": 28, "optimizer": 28 * 3}, "the adapter, its two moments and its count of steps"
     assert not [name for name in tensors if ".lora_" not in name and "param_groups" not in name]
-    other = TrainStep.from_config(make_policy(config), config)
+    other = build_train_step(config)
     checkpoints.load(path, other)
     assert compare(other, path).equal
     for going in (step, other):
-        going.run(going.assemble(groups_of([3, 4], seed=2)), 2)
+        going.run(going.planner.plan(groups_of([3, 4], seed=2)).batch(), 2)
     last = checkpoints.save(step, step=3, version=3, leader_term=1, extra={})
     assert compare(other, last).equal
 
@@ -180,7 +181,7 @@ def test_a_checkpoint_of_another_adapter_is_refused(
     path = checkpoints.save(trained(configuration(tmp_path, model), 0), step=0, version=0, leader_term=1, extra={})
     config = configuration(tmp_path, model, **change)
     with pytest.raises(ConfigError, match=message):
-        checkpoints.load(path, TrainStep.from_config(make_policy(config), config))
+        checkpoints.load(path, build_train_step(config))
 
 
 def test_a_checkpoint_of_another_model_is_refused(model: Path, tmp_path: Path) -> None:
@@ -188,7 +189,7 @@ def test_a_checkpoint_of_another_model_is_refused(model: Path, tmp_path: Path) -
     path = checkpoints.save(trained(configuration(tmp_path, model), 0), step=0, version=0, leader_term=1, extra={})
     config = configuration(tmp_path, make_tiny_model(tmp_path / "other", seed=3, hidden=32, layers=2))
     with pytest.raises(ConfigError, match=r"of another adapter: .* is another model"):
-        checkpoints.load(path, TrainStep.from_config(make_policy(config), config))
+        checkpoints.load(path, build_train_step(config))
     with pytest.raises(ConfigError, match="is another model"):
         export_checkpoint(config, None, tmp_path / "out", lambda _: None)
 

@@ -14,7 +14,7 @@ from consumers.trainer.model import snapshot as snapshot_module
 from consumers.trainer.model.policy import Policy, load_model
 from consumers.trainer.model.snapshot import Snapshot
 from consumers.trainer.rank_group import RankGroup
-from consumers.trainer.step.train_step import TrainStep
+from consumers.trainer.step.build import build_train_step
 from schemas.config import parse_config
 from schemas.digests import chunk_digests
 from schemas.errors import InfraError
@@ -50,7 +50,7 @@ def rank_group(model: Path, tmp_path: Path, wire: str) -> RankGroup:
             "trainer": {"steps": 9, "optimizer": {"lr": 1e-2}},
         }
     )
-    step = TrainStep.from_config(Policy(load_model(model, "float32")), config)
+    step = build_train_step(config, policy=Policy(load_model(model, "float32")))
     # The weights travel in another type than they are computed in: that needs no sharding here.
     return RankGroup(config.model_copy(update={"model": config.model.model_copy(update={"dtype": wire})}), step)
 

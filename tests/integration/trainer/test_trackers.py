@@ -13,7 +13,7 @@ from consumers.trainer.loop import Trainer
 from consumers.trainer.metrics import trackers
 from consumers.trainer.metrics.trackers import MODULES, check_trackers
 from consumers.trainer.model.policy import Policy, load_model
-from consumers.trainer.step.train_step import TrainStep
+from consumers.trainer.step.build import build_train_step
 from deploy.run.summary import read_lines
 from schemas.config import parse_config
 from schemas.errors import ConfigError
@@ -74,7 +74,7 @@ def make(tmp_path: Path, broker: Broker) -> Callable[..., Trainer]:
         data = configuration(tmp_path / "run", model, broker, trackers=list(names))
         config = parse_config(data, base=tmp_path)
         policy = Policy(load_model(config.model.path, "float32"))
-        return Trainer(config, "trainer", broker, TrainStep.from_config(policy, config))
+        return Trainer(config, "trainer", broker, build_train_step(config, policy=policy))
 
     return trainer
 

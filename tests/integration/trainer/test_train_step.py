@@ -18,10 +18,11 @@ from consumers.trainer.model.policy import Policy, load_model
 from consumers.trainer.step.optimizer import lr_factor
 from consumers.trainer.step.train_step import TrainStep
 from schemas.codec import Array
-from schemas.config import OptimizerConfig, TrainerConfig
+from schemas.config import OptimizerConfig
 from schemas.errors import ConfigError
 from schemas.messages import Span
 from tests.support.tiny_model import make_tiny_model
+from tests.support.train_steps import step_over
 from tests.support.trajectories import groups_of, trajectory
 
 pytestmark = pytest.mark.integration
@@ -34,8 +35,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedModel:
 
 def make_step(model: PreTrainedModel, temperature: float = 1.0, **trainer: object) -> TrainStep:
     """A step over a copy of the model."""
-    settings = TrainerConfig.model_validate({"optimizer": {"lr": 1e-3}, **trainer})
-    return TrainStep(Policy(copy.deepcopy(model)), settings, temperature=temperature, max_tokens=8)
+    return step_over(Policy(copy.deepcopy(model)), {"optimizer": {"lr": 1e-3}, **trainer}, temperature=temperature)
 
 
 def weights(step: TrainStep) -> Tensor:
@@ -51,7 +51,7 @@ def gradient(step: TrainStep, groups: list[Group]) -> Tensor:
         return 0.0
 
     step.ranks.clip_grad_norm = look  # type: ignore[method-assign, assignment]
-    step.run(step.assemble(groups), version=5)
+    step.run(step.planner.plan(groups).batch(), version=5)
     return seen[0]
 
 
@@ -100,7 +100,7 @@ def test_gradient_is_that_of_the_formula_through_the_plain_model(model: PreTrain
 
 def test_metrics_of_a_batch_of_the_current_version(model: PreTrainedModel) -> None:
     groups = [current(model, group, 5) for group in groups_of([4, 4], seed=1)]
-    result = make_step(model).run(make_step(model).assemble(groups), version=5)
+    result = make_step(model).run(make_step(model).planner.plan(groups).batch(), version=5)
     metrics = result.metrics
     tokens = sum(int(t.loss_mask.numpy().sum()) for g in groups for t, _ in g.samples)
     assert metrics["tokens"] == metrics["logprob_gap_tokens"] == tokens
@@ -118,7 +118,7 @@ def test_gap_counts_only_samples_that_are_wholly_current(model: PreTrainedModel)
     mixed = trajectory(0, 0, completion=4, version=4)
     fresh = current(model, Group(0, [(trajectory(0, 1), 0.0)]), 5).samples[0]
     step = make_step(model)
-    result = step.run(step.assemble([Group(0, [(mixed, 1.0), fresh])]), version=5)
+    result = step.run(step.planner.plan([Group(0, [(mixed, 1.0), fresh])]).batch(), version=5)
     assert result.metrics["logprob_gap_tokens"] == 4
     assert result.metrics["logprob_gap_mean"] < 1e-5
     assert result.staleness == {0: 2 + 4, 1: 2}
@@ -154,18 +154,20 @@ def test_a_step_with_a_broken_gradient_changes_nothing_and_says_so(model: PreTra
     step = make_step(model)
     before = weights(step)
     groups = [Group(0, [(trajectory(0, 0), 1e38), (trajectory(0, 1), -1e38)])]
-    result = step.run(step.assemble(groups), version=0)
+    result = step.run(step.planner.plan(groups).batch(), version=0)
     assert result.skipped
     assert result.metrics["skipped"] == 1.0
     assert torch.equal(weights(step), before)
-    good = step.run(step.assemble(groups_of([4, 4, 4], seed=5)), version=1)
+    good = step.run(step.planner.plan(groups_of([4, 4, 4], seed=5)).batch(), version=1)
     assert not good.skipped
     assert not torch.equal(weights(step), before)
 
 
 def test_a_batch_without_loss_tokens_is_survived(model: PreTrainedModel) -> None:
     step = make_step(model)
-    result = step.run(step.assemble([Group(0, [(trajectory(0, s, 3, 0), float(s)) for s in range(2)])]), version=0)
+    result = step.run(
+        step.planner.plan([Group(0, [(trajectory(0, s, 3, 0), float(s)) for s in range(2)])]).batch(), version=0
+    )
     assert result.metrics["tokens"] == 0
     assert math.isfinite(result.metrics["loss"])
 
@@ -173,7 +175,7 @@ def test_a_batch_without_loss_tokens_is_survived(model: PreTrainedModel) -> None
 def test_training_raises_the_probability_of_what_was_rewarded(model: PreTrainedModel) -> None:
     step = make_step(model, steps=20)
     groups = [current(model, Group(0, [(trajectory(0, 0), 1.0), (trajectory(0, 1), 0.0)]), 0)]
-    batch = step.assemble(groups)
+    batch = step.planner.plan(groups).batch()
 
     def logprob(sample: int) -> float:
         micro = batch.micro_batches[0]
@@ -207,11 +209,9 @@ def test_a_users_own_loss_and_advantage(model: PreTrainedModel, tmp_path: Path) 
         "def loss(inputs, *, scale):\n    return LossOutput(-scale * inputs.advantages * inputs.logprobs)\n"
         "def doubled(rewards, groups):\n    return 2 * rewards\n"
     )
-    settings = TrainerConfig.model_validate(
-        {"loss": {"name": "mine.py:loss", "args": {"scale": 2.0}}, "advantage": {"name": "mine.py:doubled"}}
-    )
-    step = TrainStep(Policy(copy.deepcopy(model)), settings, temperature=1.0, max_tokens=8, base=tmp_path)
-    batch = step.assemble(groups_of([2, 2]))
+    settings = {"loss": {"name": "mine.py:loss", "args": {"scale": 2.0}}, "advantage": {"name": "mine.py:doubled"}}
+    step = step_over(Policy(copy.deepcopy(model)), settings, base=tmp_path)
+    batch = step.planner.plan(groups_of([2, 2])).batch()
     assert batch.plan is not None
     assert batch.plan.advantages.tolist() == (2 * batch.plan.rewards).tolist()
     assert not step.run(batch, 0).skipped

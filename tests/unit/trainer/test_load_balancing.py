@@ -25,29 +25,29 @@ def work(lengths: list[int]) -> list[float]:
 @settings(deadline=None)
 @given(
     lengths=st.lists(st.integers(1, 300), max_size=60),
-    world=st.integers(1, 5),
-    room=st.integers(8, 600),
+    dp_size=st.integers(1, 5),
+    max_tokens=st.integers(8, 600),
     packed=st.booleans(),
 )
 def test_every_sample_is_in_one_micro_batch_that_has_room(
-    lengths: list[int], world: int, room: int, packed: bool
+    lengths: list[int], dp_size: int, max_tokens: int, packed: bool
 ) -> None:
-    dealt = shares(work(lengths), lengths, world, room, packed=packed)
-    assert len(dealt) == world
+    dealt = shares(work(lengths), lengths, dp_size, max_tokens, packed=packed)
+    assert len(dealt) == dp_size
     assert len({len(micro_batches) for micro_batches in dealt}) == 1
     micro_batches = list(itertools.chain.from_iterable(dealt))
     assert sorted(itertools.chain.from_iterable(micro_batches)) == list(range(len(lengths)))
     for items in micro_batches:
         used = [lengths[item] for item in items]
-        assert (sum(used) if packed else len(used) * max(used, default=0)) <= room or len(items) == 1
-    assert dealt == shares(work(lengths), lengths, world, room, packed=packed)
+        assert (sum(used) if packed else len(used) * max(used, default=0)) <= max_tokens or len(items) == 1
+    assert dealt == shares(work(lengths), lengths, dp_size, max_tokens, packed=packed)
 
 
 @settings(deadline=None)
 @given(costs=st.lists(st.integers(1, 50), min_size=1, max_size=9), bins=st.integers(1, 3))
 def test_the_fullest_bin_is_within_the_bound_of_the_best_cut(costs: list[int], bins: int) -> None:
     """Graham's bound for longest processing time first: 4/3 - 1/(3m) of the optimum."""
-    found = partition(costs, [1] * len(costs), bins, room=len(costs))
+    found = partition(costs, [1] * len(costs), bins, max_tokens=len(costs))
     assert found is not None
     best = min(
         max(sum(c for c, b in zip(costs, cut, strict=True) if b == which) for which in range(bins))
@@ -57,39 +57,39 @@ def test_the_fullest_bin_is_within_the_bound_of_the_best_cut(costs: list[int], b
 
 
 @settings(deadline=None, max_examples=40)
-@given(seed=st.integers(0, 10_000), world=st.sampled_from([2, 3, 4, 8]), count=st.integers(64, 512))
-def test_heavy_tailed_samples_come_out_within_a_few_percent_of_equal(seed: int, world: int, count: int) -> None:
+@given(seed=st.integers(0, 10_000), dp_size=st.sampled_from([2, 3, 4, 8]), count=st.integers(64, 512))
+def test_heavy_tailed_samples_come_out_within_a_few_percent_of_equal(seed: int, dp_size: int, count: int) -> None:
     lengths = tail(count, seed)
     costs = work(lengths)
-    dealt = shares(costs, lengths, world, room=1 << 20)
+    dealt = shares(costs, lengths, dp_size, max_tokens=1 << 20)
     loads = [sum(costs[item] for items in micro_batches for item in items) for micro_batches in dealt]
-    assert max(loads) <= max(1.02 * sum(costs) / world, max(costs) + min(costs))
+    assert max(loads) <= max(1.02 * sum(costs) / dp_size, max(costs) + min(costs))
 
 
 @settings(deadline=None, max_examples=20)
-@given(seed=st.integers(0, 10_000), world=st.sampled_from([2, 4]))
-def test_micro_batches_that_run_together_cost_the_same(seed: int, world: int) -> None:
+@given(seed=st.integers(0, 10_000), dp_size=st.sampled_from([2, 4]))
+def test_micro_batches_that_run_together_cost_the_same(seed: int, dp_size: int) -> None:
     lengths = tail(800, seed)
     costs = work(lengths)
-    dealt = shares(costs, lengths, world, room=16_384)
+    dealt = shares(costs, lengths, dp_size, max_tokens=16_384)
     totals = [[sum(costs[item] for item in items) for items in micro_batches] for micro_batches in dealt]
     waited = sum(max(together) for together in zip(*totals, strict=True))
-    assert waited <= 1.03 * sum(costs) / world
+    assert waited <= 1.03 * sum(costs) / dp_size
 
 
 def test_a_sample_that_costs_more_than_a_share_stays_whole_and_alone() -> None:
-    assert shares([100.0, 1.0, 1.0], [100, 1, 1], 2, room=50) == [[[0]], [[1, 2]]]
+    assert shares([100.0, 1.0, 1.0], [100, 1, 1], 2, max_tokens=50) == [[[0]], [[1, 2]]]
 
 
 def test_fewer_samples_than_ranks_leave_empty_micro_batches() -> None:
-    assert shares([1.0], [4], 3, room=8) == [[[0]], [[]], [[]]]
-    assert shares([], [], 2, room=8) == [[[]], [[]]]
+    assert shares([1.0], [4], 3, max_tokens=8) == [[[0]], [[]], [[]]]
+    assert shares([], [], 2, max_tokens=8) == [[[]], [[]]]
 
 
-@pytest.mark.parametrize(("world", "room"), [(2, 1 << 20), (8, 16_384), (64, 32_768)])
-def test_ten_thousand_samples_come_out_all_but_equal(world: int, room: int) -> None:
+@pytest.mark.parametrize(("dp_size", "max_tokens"), [(2, 1 << 20), (8, 16_384), (64, 32_768)])
+def test_ten_thousand_samples_come_out_all_but_equal(dp_size: int, max_tokens: int) -> None:
     lengths = tail(10_000)
     costs = work(lengths)
-    dealt = shares(costs, lengths, world, room)
+    dealt = shares(costs, lengths, dp_size, max_tokens)
     loads = [sum(costs[item] for items in micro_batches for item in items) for micro_batches in dealt]
-    assert max(loads) <= 1.001 * sum(costs) / world
+    assert max(loads) <= 1.001 * sum(costs) / dp_size

@@ -10,22 +10,21 @@ from hypothesis import strategies as st
 
 from consumers.trainer.algorithms.advantages import centered
 from consumers.trainer.algorithms.aggregation import AGGREGATIONS, Totals
-from consumers.trainer.data.microbatches import Group, MicroBatch, StepPlan, collate, plan
+from consumers.trainer.data.microbatches import Group, MicroBatch, StepPlan, StepPlanner, collate
 from schemas.codec import Array
 from schemas.errors import DataError
 from schemas.messages import Span, Trajectory
 from tests.support.trajectories import groups_of, trajectory
 
 
-def planned(groups: list[Group], budget: int = 64, aggregation: str = "token_mean", world: int = 1) -> StepPlan:
-    return plan(
-        groups,
+def planned(groups: list[Group], budget: int = 64, aggregation: str = "token_mean", dp_size: int = 1) -> StepPlan:
+    return StepPlanner(
         advantage=centered,
         aggregation=AGGREGATIONS.get(aggregation),
         micro_batch_tokens=budget,
         max_tokens=7,
-        world=world,
-    )
+        dp_size=dp_size,
+    ).plan(groups)
 
 
 def built(groups: list[Group], budget: int = 64) -> list[MicroBatch]:
@@ -132,17 +131,17 @@ def test_samples_without_tokens_do_not_divide_by_zero(name: str) -> None:
 
 
 @settings(deadline=None)
-@given(sizes=st.lists(st.integers(1, 5), min_size=1, max_size=6), seed=st.integers(0, 99), world=st.integers(1, 4))
-def test_ranks_share_a_step_whose_numbers_are_those_of_one(sizes: list[int], seed: int, world: int) -> None:
+@given(sizes=st.lists(st.integers(1, 5), min_size=1, max_size=6), seed=st.integers(0, 99), dp_size=st.integers(1, 4))
+def test_ranks_share_a_step_whose_numbers_are_those_of_one(sizes: list[int], seed: int, dp_size: int) -> None:
     """Groups may be split over ranks: their rewards are compared before."""
     groups = groups_of(sizes, seed)
-    one, many = planned(groups), planned(groups, world=world)
+    one, many = planned(groups), planned(groups, dp_size=dp_size)
     assert one.advantages.tolist() == many.advantages.tolist()
-    dealt = [sample for rank in range(world) for rows in many.share(rank) for sample in rows]
+    dealt = [sample for rank in range(dp_size) for rows in many.share(rank) for sample in rows]
     assert sorted((s.sequence, s.advantage, s.weight) for s in dealt) == [
         (s.sequence, s.advantage, s.weight) for s in one.samples
     ]
-    assert len({len(many.share(rank)) for rank in range(world)}) == 1
+    assert len({len(many.share(rank)) for rank in range(dp_size)}) == 1
 
 
 def test_a_rank_without_samples_has_a_row_without_a_loss() -> None:
@@ -156,10 +155,4 @@ def test_an_advantage_function_that_breaks_its_promise_is_named() -> None:
         return rewards / 0.0 if len(rewards) else rewards
 
     with np.errstate(all="ignore"), pytest.raises(DataError, match="finite"):
-        plan(
-            groups_of([2]),
-            advantage=broken,
-            aggregation=AGGREGATIONS.get("token_mean"),
-            micro_batch_tokens=64,
-            max_tokens=7,
-        )
+        StepPlanner(broken, AGGREGATIONS.get("token_mean"), micro_batch_tokens=64, max_tokens=7).plan(groups_of([2]))

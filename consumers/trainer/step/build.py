@@ -1,0 +1,100 @@
+"""A run's training step, put together from its configuration: models, loss, advantages, optimizer."""
+
+from __future__ import annotations
+
+from consumers.trainer.algorithms.advantages import ADVANTAGES, raw
+from consumers.trainer.algorithms.aggregation import AGGREGATIONS
+from consumers.trainer.algorithms.objective import Objective
+from consumers.trainer.data.microbatches import StepPlanner
+from consumers.trainer.distributed.ranks import Ranks
+from consumers.trainer.model.compile import compile_layers
+from consumers.trainer.model.lora import make_policy
+from consumers.trainer.model.policy import DTYPES, Policy, load_model
+from consumers.trainer.step.critic import Critic, CriticStep
+from consumers.trainer.step.optimizer import Schedule, build_optimizer
+from consumers.trainer.step.prepare import Preparation
+from consumers.trainer.step.train_step import TrainStep
+from schemas.config import TidemillConfig
+from schemas.plugins import bind, loss_attribute
+
+
+def build_train_step(
+    config: TidemillConfig,
+    ranks: Ranks | None = None,
+    *,
+    policy: Policy | None = None,
+    reference: Policy | None = None,
+    critic: Critic | None = None,
+) -> TrainStep:
+    """The training step that a configuration describes; every rank calls this.
+
+    ranks: by default this process alone. policy, reference, critic: models that are there already, by default those of
+    ``model``, ``trainer.kl`` and ``trainer.critic``; the reference on the device where it stays. Parameters and
+    optimizer keep the type of ``policy``, which is float32 in a run; computed is in ``model.dtype``. ConfigError says
+    what is wrong with the configuration.
+    """
+    ranks = ranks or Ranks()
+    trainer = config.trainer
+    policy = policy or make_policy(config)
+    reference = reference or reference_policy(config, ranks)
+    critic = critic or build_critic(config)
+    dtype = DTYPES[config.model.dtype]
+
+    function = ADVANTAGES.get(trainer.advantage.name, config.base)
+    advantage = bind("trainer.advantage", function, trainer.advantage.args)
+    per_token = loss_attribute(function, "per_token", False)
+    planner = StepPlanner(
+        advantage=raw if per_token else advantage,
+        aggregation=AGGREGATIONS.get(trainer.aggregation, config.base),
+        micro_batch_tokens=trainer.micro_batch_tokens,
+        max_tokens=config.sampling.max_tokens,
+        dp_size=ranks.dp_size,
+        # Counted before the policy is sharded: afterwards parameters are parts.
+        cost=policy.cost,
+        packed=policy.packed,
+    )
+
+    if trainer.activation_checkpointing:
+        policy.causal_lm.gradient_checkpointing_enable({"use_reentrant": False})
+    if trainer.compile:
+        compile_layers(policy, ranks.accelerator.device.type)
+    policy = ranks.prepare(policy, dtype)
+    objective = Objective.from_config(trainer, config.base)
+    critic_step = None
+    if critic is not None and trainer.critic is not None:
+        critic_step = CriticStep(critic, trainer.critic, trainer.steps, ranks, dtype)
+    preparation = Preparation(
+        objective,
+        config.sampling.temperature,
+        reference=reference,
+        lora_off=trainer.lora_off,
+        kl_in_reward=trainer.kl.coef if trainer.kl.place == "reward" else 0.0,
+        token_advantage=advantage if per_token else None,
+        critic=critic_step,
+    )
+    optimizer = build_optimizer(policy.parameters(), trainer.optimizer)
+    schedule = Schedule(optimizer, trainer.optimizer, trainer.steps)
+    return TrainStep(policy, planner, preparation, objective, optimizer, schedule, ranks)
+
+
+def build_critic(config: TidemillConfig) -> Critic | None:
+    """The critic of ``trainer.critic`` before its first step; None without one."""
+    settings, model = config.trainer.critic, config.model
+    if settings is None:
+        return None
+    return Critic(load_model(settings.model or model.path, "float32", model.trust_remote_code))
+
+
+def reference_policy(config: TidemillConfig, ranks: Ranks) -> Policy | None:
+    """A second model that ``trainer.kl`` compares with, frozen; None where none is needed.
+
+    Beside the policy it is sharded over the ranks like that; in main memory every rank has a whole one.
+    """
+    settings, model = config.trainer.kl, config.model
+    if not settings.coef or config.trainer.lora_off:
+        return None
+    policy = Policy(load_model(settings.model or model.path, model.dtype, model.trust_remote_code))
+    policy.requires_grad_(False)
+    if settings.device == "cpu":
+        return policy
+    return ranks.prepare(policy, DTYPES[model.dtype]) if ranks.world > 1 else policy.to(ranks.accelerator.device)
