@@ -88,7 +88,7 @@ class DeltaWriter:
         return self._folder / f"{name}-t{self._leader_term}"
 
     def _settle(self, leader_term: int) -> None:
-        """Start over as another incarnation."""
+        """Forget the files of another leader term."""
         if leader_term != self._leader_term:
             self._leader_term, self._digest, self._rests = leader_term, None, 0
 

@@ -87,11 +87,11 @@ _OWN = re.compile(r"\.?(?:base|next|delta|part-\d+)-t(\d+)(?:\.\d+)?")
 _PUBLISHED = re.compile(r"v\d+-t(\d+)\.(?:safetensors|delta)")
 
 
-def clear_leftovers(folder: Path, incarnation: int, published: Sequence[Manifest]) -> None:
-    """Delete what trainers before this incarnation made and no manifest names; the folder is of one run alone."""
+def clear_leftovers(folder: Path, leader_term: int, published: Sequence[Manifest]) -> None:
+    """Delete what trainers of earlier leader terms made and no manifest names; the folder is of one run alone."""
     named = {manifest.state.uri for manifest in published}
     named |= {manifest.delta.payload.uri for manifest in published if manifest.delta is not None}
     for path in folder.glob("*-t*"):
         found = _OWN.fullmatch(path.name) or _PUBLISHED.fullmatch(path.name)
-        if found and int(found[1]) < incarnation and f"file:{path}" not in named:
+        if found and int(found[1]) < leader_term and f"file:{path}" not in named:
             path.unlink(missing_ok=True)

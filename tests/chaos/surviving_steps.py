@@ -37,7 +37,7 @@ class Violation:
 
 
 def term_number(leader_term: str) -> int:
-    """``3-a1b2c3d4`` is incarnation 3."""
+    """``3-a1b2c3d4`` is leader term 3."""
     return int(leader_term.partition("-")[0])
 
 

@@ -203,7 +203,7 @@ def test_the_cursor_is_what_feeders_were_told_before_the_end() -> None:
     assert (cursor([feeder], until=5.0), cursor([feeder])) == (1, 2)
 
 
-def test_the_products_own_log_voids_steps_that_a_later_incarnation_repeats() -> None:
+def test_the_products_own_log_voids_steps_that_a_later_leader_term_repeats() -> None:
     lines = [
         {"resumed": 0, "leader_term": "1-a"},
         {"step": 0, "leader_term": "1-a", "samples": [[0, 0]]},
