@@ -30,3 +30,8 @@ def build(folder: Path, seed: int, hidden: int = 192, initializer_range: float =
         max_length=64,
         initializer_range=initializer_range,
     )
+
+
+def build_small(folder: Path, seed: int) -> None:
+    """The same with half the width, for examples/minimal_loop.py and benchmarks/staleness.yaml."""
+    build(folder, seed, hidden=96, initializer_range=0.08)

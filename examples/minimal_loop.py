@@ -1,0 +1,147 @@
+"""GRPO from top to bottom on one page: Tidemill's engine, reward and training step, and no broker.
+
+    python examples/minimal_loop.py
+
+A model of half a million parameters learns to add, on a CPU, in about a minute. Each iteration samples a group
+of completions for each of a few prompts, scores them, takes one optimizer step and gives the engine the new weights.
+A run under `tidemill up` does the same with each of the four in a process of its own, none of which waits for another.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+import yaml
+
+from consumers.reward.scorer import Scorer
+from consumers.trainer.data.microbatches import Group
+from consumers.trainer.model.policy import Policy, load_model
+from consumers.trainer.model.snapshot import Snapshots
+from consumers.trainer.step.train_step import TrainStep
+from deploy.offline.warm_start import make_model
+from producers.datasets.loading import build_dataset
+from producers.datasets.prompt_order import PromptOrder
+from producers.engines.base import Engine, EngineSettings
+from producers.engines.transformers.engine import TransformersEngine
+from producers.rendering.tokenizer import HfTokenizer, Tokenizer
+from producers.tasks import make_task
+from producers.workflows.trajectory_builder import TrajectoryBuilder
+from schemas.config import TidemillConfig, parse_config
+from schemas.messages import FileSource, Task, Trajectory
+
+CONFIG = """
+model: {path: runs/minimal_loop/start, dtype: float32, max_length: 32}
+warm_start:                # supervised first, so that some samples are right and there is something to reinforce
+  model: arithmetic/model.py:build_small
+  dataset: {name: arithmetic, args: {max: 19, split: train}}
+  eval: {name: arithmetic, args: {max: 19, split: heldout}}
+  lr: 2.0e-3
+  eval_every: 10
+  stop_accuracy: 0.25
+train: {name: arithmetic, args: {max: 19, split: train}}
+reward: {terms: [{name: exact}]}
+sampling: {n: 8, temperature: 1.0, max_tokens: 4}
+trainer:
+  steps: 40
+  batch_groups: 64
+  optimizer: {lr: 1.0e-3, warmup_steps: 5}
+  advantage: {name: grpo}  # (reward - mean) / standard deviation within the group: arXiv 2402.03300
+  loss: {name: ppo}        # the clipped ratio of policy and rollout policy: arXiv 1707.06347
+"""
+
+
+async def train(config: TidemillConfig) -> None:
+    """Run the loop; one line of figures for each step."""
+    file = Path(config.model.path).with_name("weights.safetensors")
+    tokenizer = HfTokenizer(config.model.path)
+    step = TrainStep.from_config(Policy(load_model(config.model.path, config.model.dtype)), config)
+    snapshots = Snapshots(step.policy, config.model.dtype)
+    scorer = Scorer(config.reward.terms, config.base, config.reward.workers, config.reward.timeout_s)
+    engine = TransformersEngine(
+        EngineSettings(
+            model_path=config.model.path,
+            dtype=config.model.dtype,
+            max_length=config.model.max_length,
+            max_samples=config.trainer.batch_groups * config.sampling.n,
+            seed=config.run.seed,
+        )
+    )
+    await engine.start()
+    prompts = tasks(config)
+    for version in range(config.trainer.steps):
+        # Sample: P prompts, G completions of each; the engine keeps the log-probability of every token.
+        batch = [next(prompts) for _ in range(config.trainer.batch_groups)]
+        trajectories_P_G = await asyncio.gather(*(sample_group(engine, tokenizer, task) for task in batch))
+
+        # Score: a function of the text. A sample that cannot be scored is left out, it is never a zero.
+        groups_P = []
+        for task, trajectories_G in zip(batch, trajectories_P_G, strict=True):
+            scored = zip(trajectories_G, scorer.score(trajectories_G), strict=True)
+            groups_P.append(Group(task.task_id, [(t, score.reward) for t, score in scored if score.status == "ok"]))
+
+        # Train: rewards become advantages within each group, these and the log-probabilities one update of the weights.
+        result = step.run(step.assemble(groups_P), version)
+
+        # Hand over: the engine samples the next batch with the weights that this step made, so that none is stale.
+        snapshot = snapshots.take()
+        snapshot.fill()
+        snapshot.write(file)
+        await engine.load(FileSource(file), version + 1)
+
+        rewards = [reward for group in groups_P for _, reward in group.samples]
+        print(
+            f"step {version + 1:3d}/{config.trainer.steps}  reward {sum(rewards) / len(rewards):.3f}"
+            f"  loss {result.metrics['loss']:+.4f}  grad {result.metrics['grad_norm']:.3f}"
+            f"  entropy {result.metrics['entropy']:.3f}",
+            flush=True,
+        )
+    await engine.close()
+    scorer.close()
+
+
+def tasks(config: TidemillConfig) -> Iterator[Task]:
+    """Prompts without end, in a new order each epoch."""
+    dataset = build_dataset(config.train, config.base)
+    order = PromptOrder(len(dataset), config.run.seed)
+    task_id = 0
+    while True:
+        yield make_task(task_id, "train", dataset[order.at(task_id)[1]], config.sampling)
+        task_id += 1
+
+
+async def sample_group(engine: Engine, tokenizer: Tokenizer, task: Task) -> list[Trajectory]:
+    """The G completions of one prompt, as what the trainer takes."""
+    prompt_ids = tokenizer.prompt_ids(task)
+    trajectories_G = []
+    for index, completion in enumerate(await engine.generate(prompt_ids, task.sampling, n=task.n)):
+        sample = TrajectoryBuilder(index, tokenizer).prompt(prompt_ids).generated(completion).finish()
+        trajectories_G.append(sample.to_trajectory(task, run="minimal_loop", generator="engine"))
+    return trajectories_G
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=40, help="optimizer steps")
+    parser.add_argument("--prompts", type=int, default=64, help="groups in a step")
+    parser.add_argument("--samples", type=int, default=8, help="completions of each prompt")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--folder", type=Path, default=Path("runs/minimal_loop"), help="where models are written")
+    arguments = parser.parse_args()
+    settings = yaml.safe_load(CONFIG)
+    settings["run"] = {"seed": arguments.seed}
+    settings["model"]["path"] = str(arguments.folder / "start")
+    settings["sampling"]["n"] = arguments.samples
+    settings["trainer"] |= {"steps": arguments.steps, "batch_groups": arguments.prompts}
+    config = parse_config(settings, base=Path(__file__).parent)
+    torch.manual_seed(config.run.seed)
+    make_model(config, config.warm_start)
+    asyncio.run(train(config))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,30 @@
+"""examples/minimal_loop.py runs as it is and learns; nothing else of the tests is in its way."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLE = Path(__file__).resolve().parents[3] / "examples" / "minimal_loop.py"
+
+pytestmark = pytest.mark.e2e
+
+
+def test_the_reward_rises(tmp_path: Path) -> None:
+    command = [sys.executable, str(EXAMPLE), "--steps", "20", "--folder", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr[-2000:]
+    rewards = [float(found) for found in re.findall(r"^step +\d+/20 +reward ([0-9.]+) ", done.stdout, re.MULTILINE)]
+    assert len(rewards) == 20
+    assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.02
+
+
+def test_help_says_what_it_does() -> None:
+    done = subprocess.run([sys.executable, str(EXAMPLE), "--help"], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0
+    assert "--steps" in done.stdout
+    assert "no broker" in done.stdout
