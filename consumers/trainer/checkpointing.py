@@ -40,7 +40,7 @@ class Checkpointing:
 
     def load_latest(self) -> bool:
         """Load the newest whole checkpoint into weights and progress; whether there is one."""
-        newest = self._rank_group.checkpoints.newest()
+        newest = self._rank_group.checkpoint_store.newest()
         for refused in newest.refused:
             log.warning("a damaged checkpoint is not used", problem=refused)
         if newest.path is None:
@@ -141,7 +141,7 @@ class Checkpointing:
             self._begin()
         self._wait_written()
         if self._records:
-            self._batch_files.remove_before(self._rank_group.checkpoints.oldest_step())
+            self._batch_files.remove_before(self._rank_group.checkpoint_store.oldest_step())
         covered = [record for record in self._uncommitted if record.step < self.step]
         self._session.commit_steps(covered)
         if self._source is not None:

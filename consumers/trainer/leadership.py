@@ -45,7 +45,7 @@ class Leadership:
 
     def __init__(self, context: TrainerContext) -> None:
         self._context = context
-        self._file = context.rank_group.checkpoints.folder / "LEADER_TERM"
+        self._file = context.rank_group.checkpoint_store.folder / "LEADER_TERM"
         self._fresh = True
         self.leader_term = "0-none"
         self.published = 0
@@ -75,7 +75,7 @@ class Leadership:
         context, progress = self._context, self._context.progress
         takeover = context.session.take_over(self._request(saved))
         context.retry("leader_term", lambda: self._begin(takeover.leader_term))
-        context.rank_group.checkpoints.sweep(self.number)
+        context.rank_group.checkpoint_store.sweep(self.number)
         progress.broker_lifetime, progress.started = takeover.broker_lifetime, takeover.started
         if takeover.lost:
             progress.version = max(progress.version, takeover.version)

@@ -33,7 +33,7 @@ class PauseFollower:
     """
 
     def __init__(self, context: TrainerContext, save: Callable[[], None]) -> None:
-        self._file = context.rank_group.checkpoints.folder / FILE
+        self._file = context.rank_group.checkpoint_store.folder / FILE
         self._broker = context.broker
         self._progress = context.progress
         self._save = save

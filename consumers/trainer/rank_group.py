@@ -18,7 +18,7 @@ import numpy.typing as npt
 import structlog
 
 from consumers.trainer.checkpoint.compare import Comparison, compare
-from consumers.trainer.checkpoint.store import Checkpoints, Restored
+from consumers.trainer.checkpoint.store import CheckpointStore, Restored
 from consumers.trainer.data.microbatches import Group, StepBatch, TrainSample
 from consumers.trainer.metrics.timing import traced
 from consumers.trainer.model.hf_weights import reference_logprobs, save_model
@@ -96,7 +96,7 @@ class RankGroup:
     def __init__(self, config: TidemillConfig, step: TrainStep) -> None:
         self.step = step
         self.ranks = step.ranks
-        self.checkpoints = Checkpoints(config.folder / "checkpoints", config.trainer.checkpoint.keep)
+        self.checkpoint_store = CheckpointStore(config.folder / "checkpoints", config.trainer.checkpoint.keep)
         self._asynchronous = config.trainer.checkpoint.asynchronous
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._writing: Future[Path] | None = None
@@ -127,15 +127,15 @@ class RankGroup:
         return snapshot, logprobs
 
     def save(self, *, step: int, version: int, leader_term: int, extra: dict[str, Any]) -> None:
-        """Begin a checkpoint of the state as it is now; see Checkpoints. Call ``wait_saved`` before the next one.
+        """Begin a checkpoint of the state as it is now; see CheckpointStore. Call ``wait_saved`` before the next one.
 
         Training may go on at once: with trainer.checkpoint.asynchronous it is written meanwhile, else it is written.
         """
         self._send_to_all(Save(step, version, leader_term))
-        taken = self.checkpoints.take(
+        taken = self.checkpoint_store.take(
             self.step, step=step, version=version, leader_term=leader_term, extra=extra, copy=self._asynchronous
         )
-        self._writing = self._writer.submit(self.checkpoints.write, taken)
+        self._writing = self._writer.submit(self.checkpoint_store.write, taken)
         if not self._asynchronous:
             wait([self._writing], SAVE_DEADLINE_S)
 
@@ -155,10 +155,10 @@ class RankGroup:
             raise InfraError(f"a checkpoint was not written within {SAVE_DEADLINE_S:.0f} s") from error
 
     def load(self, path: Path) -> Restored:
-        """Read a checkpoint; see Checkpoints.load."""
+        """Read a checkpoint; see CheckpointStore.load."""
         self._send_to_all(Load(str(path)))
         self._wait_copied()
-        return self.checkpoints.load(path, self.step)
+        return self.checkpoint_store.load(path, self.step)
 
     def export(self, folder: Path) -> None:
         """Write the model for transformers and vLLM."""

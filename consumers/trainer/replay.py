@@ -13,7 +13,7 @@ import torch
 
 from consumers.trainer.checkpoint.batch_files import BatchFiles
 from consumers.trainer.checkpoint.compare import Comparison
-from consumers.trainer.checkpoint.store import Checkpoints, leader_term_of, step_of
+from consumers.trainer.checkpoint.store import CheckpointStore, leader_term_of, step_of
 from consumers.trainer.data.microbatches import Group
 from consumers.trainer.distributed.ranks import Ranks
 from consumers.trainer.rank_group import RankGroup
@@ -43,7 +43,7 @@ def plan_replay(config: TidemillConfig, first: int, last: int | None) -> ReplayP
 
     last: the step of the checkpoint to compare with, the newest by default.
     """
-    checkpoints, batches = Checkpoints(config.folder / "checkpoints"), BatchFiles(config.folder)
+    checkpoints, batches = CheckpointStore(config.folder / "checkpoints"), BatchFiles(config.folder)
     goal = checkpoints.at(last)
     last = step_of(goal)
     if not 0 <= first < last:

@@ -175,7 +175,7 @@ def _reward(evidence: Evidence, folder: Path) -> None:
 
 def _trainer(evidence: Evidence, folder: Path) -> None:
     from consumers.trainer import service
-    from consumers.trainer.checkpoint.store import Checkpoints
+    from consumers.trainer.checkpoint.store import CheckpointStore
     from consumers.trainer.data.microbatches import StepPlanner
     from consumers.trainer.step.train_step import TrainStep
     from consumers.trainer.step_log import StepLog
@@ -184,14 +184,14 @@ def _trainer(evidence: Evidence, folder: Path) -> None:
     last: dict[str, Any] = {"x": [], "version": -1}
 
     def saving(original: Callable[..., Any]) -> Callable[..., Any]:
-        def take(self: Checkpoints, *args: Any, **kwargs: Any) -> Any:
+        def take(self: CheckpointStore, *args: Any, **kwargs: Any) -> Any:
             evidence.write("saving", step=kwargs["step"], leader_term=kwargs["leader_term"])
             return original(self, *args, **kwargs)
 
         return take
 
     def loading(original: Callable[..., Any]) -> Callable[..., Any]:
-        def load(self: Checkpoints, path: Path, *args: Any) -> Any:
+        def load(self: CheckpointStore, path: Path, *args: Any) -> Any:
             restored = original(self, path, *args)
             # step-00000100-t0003 is of leader term 3.
             evidence.write("loaded", step=restored.step, leader_term=int(path.name.rpartition("-t")[2]))
@@ -229,8 +229,8 @@ def _trainer(evidence: Evidence, folder: Path) -> None:
 
         return write_trained
 
-    _replace(Checkpoints, "take", saving)
-    _replace(Checkpoints, "load", loading)
+    _replace(CheckpointStore, "take", saving)
+    _replace(CheckpointStore, "load", loading)
     _replace(TrainerSession, "take_over", beginning)
     _replace(StepPlanner, "plan", planning)
     _replace(TrainStep, "run", running)

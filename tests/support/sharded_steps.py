@@ -55,7 +55,7 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def lead(rank_group: RankGroup, folder: Path, first: int, last: int, sizes: Sequence[int], dtype: str) -> None:
-    newest = rank_group.checkpoints.newest().path
+    newest = rank_group.checkpoint_store.newest().path
     assert (newest is not None) == (first > 0)
     if newest is not None:
         assert rank_group.load(newest).step == first

@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from consumers.trainer.checkpoint.files import whole_folder
 from consumers.trainer.checkpoint.state import model_tensors, put_model_tensors
-from consumers.trainer.checkpoint.store import Checkpoints, load_tensors, read_state
+from consumers.trainer.checkpoint.store import CheckpointStore, load_tensors, read_state
 from consumers.trainer.distributed.ranks import reason
 from consumers.trainer.model.hf_weights import copy_tokenizer, save_adapter, save_model
 from consumers.trainer.model.lora import check_same, make_policy
@@ -32,7 +32,7 @@ def export_checkpoint(
     if adapter and config.trainer.lora is None:
         raise ConfigError("this run has no trainer.lora, so there is no adapter to export: leave --adapter out")
     stage("checking the checkpoint")
-    path = Checkpoints(config.folder / "checkpoints").at(step)
+    path = CheckpointStore(config.folder / "checkpoints").at(step)
     out = out or config.folder / "exports" / (f"{path.name}-adapter" if adapter else path.name)
     with whole_folder(out, "folder with --to") as aside:
         stage(f"loading {path.name}")

@@ -67,7 +67,7 @@ class Newest:
     refused: list[str]
 
 
-class Checkpoints:
+class CheckpointStore:
     """The checkpoints of one run in one folder; keeps the last ``keep``. Every rank makes the same calls."""
 
     def __init__(self, folder: Path, keep: int = 2) -> None:

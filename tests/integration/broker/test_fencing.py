@@ -12,7 +12,7 @@ from broker.client import Broker
 from broker.flow.fencing import term_number
 from broker.flow.progress import Progress
 from broker.weights.store import make_transport
-from consumers.trainer.checkpoint.store import Checkpoints
+from consumers.trainer.checkpoint.store import CheckpointStore
 from consumers.trainer.context import DiskRetry, TrainerContext
 from consumers.trainer.leadership import LeaderRecord, Leadership
 from consumers.trainer.metrics.timing import StepTimer
@@ -101,7 +101,7 @@ def leadership_in(folder: Path, broker: Broker) -> Leadership:
             "trainer": {"steps": 9},
         }
     )
-    rank_group = cast(RankGroup, SimpleNamespace(checkpoints=Checkpoints(folder)))
+    rank_group = cast(RankGroup, SimpleNamespace(checkpoint_store=CheckpointStore(folder)))
     retry = DiskRetry(0.0, lambda *_: None)
     session, progress, timer = broker.trainer_session(), Progress(), StepTimer()
     return Leadership(TrainerContext(config, broker, session, rank_group, progress, timer, retry, lambda *_: None))

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from consumers.trainer.checkpoint.convert import export_checkpoint
-from consumers.trainer.checkpoint.store import Checkpoints
+from consumers.trainer.checkpoint.store import CheckpointStore
 from consumers.trainer.model.policy import Policy, load_model
 from consumers.trainer.step.build import build_train_step
 from consumers.trainer.step.train_step import TrainStep
@@ -54,7 +54,7 @@ def run(tmp_path: Path, model: Path) -> TidemillConfig:
 
 def train(config: TidemillConfig) -> TrainStep:
     step = build_train_step(config, policy=Policy(load_model(config.model.path, "float32")))
-    checkpoints = Checkpoints(config.folder / "checkpoints")
+    checkpoints = CheckpointStore(config.folder / "checkpoints")
     for number in (1, 2):
         step.run(step.planner.plan(groups_of([3, 4], seed=number)).batch(), number)
         checkpoints.save(step, step=number, version=number, leader_term=1, extra={})

@@ -1,4 +1,4 @@
-"""Checkpoints: the next step is the same bit for bit, only whole folders count, damage is named."""
+"""CheckpointStore: the next step is the same bit for bit, only whole folders count, damage is named."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from transformers import PreTrainedModel
 
 from consumers.trainer.checkpoint.files import damage
-from consumers.trainer.checkpoint.store import Checkpoints
+from consumers.trainer.checkpoint.store import CheckpointStore
 from consumers.trainer.model.policy import Policy, load_model
 from consumers.trainer.step.train_step import TrainStep
 from schemas.config import TrainerConfig
@@ -49,7 +49,7 @@ def test_the_step_after_loading_is_bit_identical(model: PreTrainedModel, tmp_pat
     original = make_step(model)
     for version in range(3):
         advance(original, version)
-    checkpoints = Checkpoints(tmp_path)
+    checkpoints = CheckpointStore(tmp_path)
     torch.manual_seed(11)
     np.random.seed(12)
     random.seed(13)
@@ -70,7 +70,7 @@ def test_the_step_after_loading_is_bit_identical(model: PreTrainedModel, tmp_pat
 
 
 def test_the_state_before_the_first_step_can_be_kept(model: PreTrainedModel, tmp_path: Path) -> None:
-    checkpoints = Checkpoints(tmp_path)
+    checkpoints = CheckpointStore(tmp_path)
     path = checkpoints.save(make_step(model), step=0, version=0, leader_term=1, extra={})
     straight, resumed = make_step(model), make_step(model)
     checkpoints.load(path, resumed)
@@ -84,12 +84,12 @@ def test_saving_changes_nothing(model: PreTrainedModel, tmp_path: Path) -> None:
     for version in range(3):
         advance(saved, version)
         advance(other, version)
-        Checkpoints(tmp_path).save(saved, step=version, version=version, leader_term=1, extra={})
+        CheckpointStore(tmp_path).save(saved, step=version, version=version, leader_term=1, extra={})
     assert same(saved, other)
 
 
 def test_the_last_k_are_kept(model: PreTrainedModel, tmp_path: Path) -> None:
-    step, checkpoints = make_step(model), Checkpoints(tmp_path, keep=2)
+    step, checkpoints = make_step(model), CheckpointStore(tmp_path, keep=2)
     for number in (1, 2, 10, 100):
         checkpoints.save(step, step=number, version=number, leader_term=1, extra={})
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step-00000010-t0001", "step-00000100-t0001"]
@@ -97,7 +97,7 @@ def test_the_last_k_are_kept(model: PreTrainedModel, tmp_path: Path) -> None:
 
 
 def test_an_interrupted_write_does_not_count(model: PreTrainedModel, tmp_path: Path) -> None:
-    step, checkpoints = make_step(model), Checkpoints(tmp_path)
+    step, checkpoints = make_step(model), CheckpointStore(tmp_path)
     kept = checkpoints.save(step, step=5, version=5, leader_term=1, extra={})
     half = tmp_path / ".step-00000006-t0001.writing"
     half.mkdir()
@@ -109,7 +109,7 @@ def test_an_interrupted_write_does_not_count(model: PreTrainedModel, tmp_path: P
 
 @pytest.mark.parametrize("kind", ["no marker", "short file", "flipped byte", "missing file", "broken marker"])
 def test_damage_is_named_and_the_one_before_is_taken(model: PreTrainedModel, tmp_path: Path, kind: str) -> None:
-    step, checkpoints = make_step(model), Checkpoints(tmp_path)
+    step, checkpoints = make_step(model), CheckpointStore(tmp_path)
     older = checkpoints.save(step, step=1, version=1, leader_term=1, extra={})
     path = checkpoints.save(step, step=2, version=2, leader_term=1, extra={})
     victim = next(p for p in (path / "tensors").iterdir() if p.suffix == ".distcp")
@@ -134,7 +134,7 @@ def test_damage_is_named_and_the_one_before_is_taken(model: PreTrainedModel, tmp
 
 
 def test_saving_a_step_again_replaces_it(model: PreTrainedModel, tmp_path: Path) -> None:
-    step, checkpoints = make_step(model), Checkpoints(tmp_path)
+    step, checkpoints = make_step(model), CheckpointStore(tmp_path)
     checkpoints.save(step, step=1, version=1, leader_term=1, extra={"try": 1})
     path = checkpoints.save(step, step=1, version=1, leader_term=1, extra={"try": 2})
     assert checkpoints.load(path, step).extra == {"try": 2}
@@ -143,11 +143,11 @@ def test_saving_a_step_again_replaces_it(model: PreTrainedModel, tmp_path: Path)
 
 
 def test_an_empty_folder_has_no_checkpoint(tmp_path: Path) -> None:
-    assert Checkpoints(tmp_path / "none").newest().path is None
+    assert CheckpointStore(tmp_path / "none").newest().path is None
 
 
 def test_the_marker_lists_every_file(model: PreTrainedModel, tmp_path: Path) -> None:
-    path = Checkpoints(tmp_path).save(make_step(model), step=1, version=1, leader_term=1, extra={})
+    path = CheckpointStore(tmp_path).save(make_step(model), step=1, version=1, leader_term=1, extra={})
     listed = set(json.loads((path / "COMPLETE").read_text())["files"])
     there = {str(p.relative_to(path)) for p in path.rglob("*") if p.is_file()}
     assert there == listed | {"COMPLETE"}
@@ -156,4 +156,4 @@ def test_the_marker_lists_every_file(model: PreTrainedModel, tmp_path: Path) -> 
 def test_an_unwritable_folder_is_one_clear_error(model: PreTrainedModel, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(InfraError, match="cannot write the checkpoint"):
-        Checkpoints(tmp_path / "file").save(make_step(model), step=1, version=1, leader_term=1, extra={})
+        CheckpointStore(tmp_path / "file").save(make_step(model), step=1, version=1, leader_term=1, extra={})

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from consumers.trainer.checkpoint.store import Checkpoints
+from consumers.trainer.checkpoint.store import CheckpointStore
 from consumers.trainer.data.microbatches import Group
 from consumers.trainer.model.policy import Policy, load_model
 from consumers.trainer.step.build import build_critic
@@ -88,10 +88,10 @@ def test_a_checkpoint_restores_the_critic_to_the_bit(model: PreTrainedModel, tmp
     groups, more = groups_of([3, 4], seed=2), groups_of([4, 2], seed=3)
     step = make_step(model, steps=5)
     step.run(step.planner.plan(groups).batch(), 0)
-    path = Checkpoints(tmp_path).save(step, step=1, version=1, leader_term=1, extra={})
+    path = CheckpointStore(tmp_path).save(step, step=1, version=1, leader_term=1, extra={})
     metrics = step.run(step.planner.plan(more).batch(), 1).metrics
     again = make_step(model, steps=5)
-    Checkpoints(tmp_path).load(path, again)
+    CheckpointStore(tmp_path).load(path, again)
     assert again.run(again.planner.plan(more).batch(), 1).metrics["critic_loss"] == metrics["critic_loss"]
     assert torch.equal(weights(again), weights(step))
 

@@ -18,7 +18,7 @@ from broker.connection.connection import Connection
 from broker.connection.embedded import EmbeddedServer
 from broker.connection.keys import Keys
 from consumers.trainer.checkpoint.compare import compare
-from consumers.trainer.checkpoint.store import Checkpoints
+from consumers.trainer.checkpoint.store import CheckpointStore
 from consumers.trainer.step.build import build_train_step
 from consumers.trainer.step.train_step import TrainStep
 from deploy.run.summary import read_lines, surviving_lines
@@ -48,7 +48,7 @@ def end_of_run(name: str, server: EmbeddedServer, model: Path, folder: Path, **t
         assert train(data, folder) == [0]
     config = parse_config(data)
     step = build_train_step(config)
-    checkpoints = Checkpoints(folder / "run/checkpoints")
+    checkpoints = CheckpointStore(folder / "run/checkpoints")
     assert checkpoints.load(checkpoints.at(), step).step == STEPS
     return step
 
@@ -58,7 +58,7 @@ def train(data: dict[str, Any], folder: Path, point: str | None = None) -> list[
 
 
 def assert_as_undisturbed(folder: Path, undisturbed: TrainStep) -> None:
-    checkpoints = Checkpoints(folder / "run/checkpoints")
+    checkpoints = CheckpointStore(folder / "run/checkpoints")
     newest = checkpoints.at()
     assert newest.name.startswith(f"step-{STEPS:08d}-")
     found = compare(undisturbed, newest)

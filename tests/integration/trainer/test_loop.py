@@ -18,7 +18,7 @@ from broker.weights.transports import FileTransport
 from consumers.trainer import batch_source as source_module
 from consumers.trainer import context
 from consumers.trainer.checkpoint import store as checkpoints_module
-from consumers.trainer.checkpoint.store import Checkpoints, Taken
+from consumers.trainer.checkpoint.store import CheckpointStore, Taken
 from consumers.trainer.loop import Trainer
 from consumers.trainer.model.policy import Policy, load_model
 from consumers.trainer.model.snapshot import Snapshot
@@ -172,21 +172,21 @@ def test_a_trainer_that_dies_with_its_broker_gives_its_weights_new_numbers(
 ) -> None:
     first, stop = trainer(steps=5, checkpoint={"every": 3}), StopFlag()
     with Rest(broker):
-        real = Checkpoints.take
+        real = CheckpointStore.take
         saved: list[int] = []
 
-        def take_once(self: Checkpoints, *args: Any, **kwargs: Any) -> Taken:
+        def take_once(self: CheckpointStore, *args: Any, **kwargs: Any) -> Taken:
             if saved:
                 raise RuntimeError("killed")
             saved.append(kwargs["step"])
             return real(self, *args, **kwargs)
 
-        Checkpoints.take = take_once  # type: ignore[method-assign]
+        CheckpointStore.take = take_once  # type: ignore[method-assign]
         try:
             with pytest.raises(RuntimeError, match="killed"):
                 run(first, stop)
         finally:
-            Checkpoints.take = real  # type: ignore[method-assign]
+            CheckpointStore.take = real  # type: ignore[method-assign]
         assert saved == [3]
         assert first.progress.step == 5
         published = json.loads((tmp_path / "run" / "checkpoints" / "LEADER_TERM").read_text())["version"]
@@ -212,15 +212,15 @@ def test_a_run_of_an_older_version_is_not_begun_anew(
 
 def dying_at_checkpoint(monkeypatch: pytest.MonkeyPatch, before: bool) -> None:
     """The next checkpoint kills the trainer, before or after it is written."""
-    real = Checkpoints.write
+    real = CheckpointStore.write
 
-    def write(self: Checkpoints, taken: Taken) -> Path:
-        monkeypatch.setattr(Checkpoints, "write", real)
+    def write(self: CheckpointStore, taken: Taken) -> Path:
+        monkeypatch.setattr(CheckpointStore, "write", real)
         if not before:
             real(self, taken)
         raise RuntimeError("killed")
 
-    monkeypatch.setattr(Checkpoints, "write", write)
+    monkeypatch.setattr(CheckpointStore, "write", write)
 
 
 def test_a_checkpoint_between_replays_does_not_claim_what_is_still_to_be_replayed(
@@ -280,13 +280,13 @@ def test_training_goes_on_while_a_checkpoint_is_written_and_nothing_is_forgotten
         state = broker.ledger.read_state()
         assert (state.step, state.uncommitted) == (6, 6)
         assert state.live_groups <= state.live_bound
-        assert not Checkpoints(tmp_path / "run" / "checkpoints").steps()
+        assert not CheckpointStore(tmp_path / "run" / "checkpoints").steps()
         go.set()
         thread.join(60)
     assert not thread.is_alive()
     assert not errors
     assert broker.ledger.read_state().uncommitted == 0
-    assert Checkpoints(tmp_path / "run" / "checkpoints").steps() == [9, 12]
+    assert CheckpointStore(tmp_path / "run" / "checkpoints").steps() == [9, 12]
 
 
 def test_a_checkpoint_that_was_asked_for_is_told_of_when_it_is_durable(

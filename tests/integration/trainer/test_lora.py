@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from consumers.trainer.checkpoint.compare import compare
 from consumers.trainer.checkpoint.convert import export_checkpoint
-from consumers.trainer.checkpoint.store import Checkpoints
+from consumers.trainer.checkpoint.store import CheckpointStore
 from consumers.trainer.distributed.ranks import Ranks
 from consumers.trainer.model.hf_weights import reference_logprobs, weight_specs
 from consumers.trainer.model.lora import make_policy
@@ -151,7 +151,7 @@ def test_the_reference_with_the_adapter_off_is_a_second_model(
 
 def test_a_checkpoint_holds_the_adapter_alone_and_training_goes_on_from_it(model: Path, tmp_path: Path) -> None:
     config = configuration(tmp_path, model)
-    checkpoints, step = Checkpoints(tmp_path / "checkpoints"), trained(config, 2)
+    checkpoints, step = CheckpointStore(tmp_path / "checkpoints"), trained(config, 2)
     path = checkpoints.save(step, step=2, version=2, leader_term=1, extra={})
     tensors = FileSystemReader(path / "tensors").read_metadata().state_dict_metadata
     parts = Counter(name.partition(".")[0] for name in tensors if ".lora_" in name)
@@ -177,7 +177,7 @@ def test_a_checkpoint_holds_the_adapter_alone_and_training_goes_on_from_it(model
 def test_a_checkpoint_of_another_adapter_is_refused(
     model: Path, tmp_path: Path, change: dict[str, Any], message: str
 ) -> None:
-    checkpoints = Checkpoints(tmp_path / "checkpoints")
+    checkpoints = CheckpointStore(tmp_path / "checkpoints")
     path = checkpoints.save(trained(configuration(tmp_path, model), 0), step=0, version=0, leader_term=1, extra={})
     config = configuration(tmp_path, model, **change)
     with pytest.raises(ConfigError, match=message):
@@ -185,7 +185,7 @@ def test_a_checkpoint_of_another_adapter_is_refused(
 
 
 def test_a_checkpoint_of_another_model_is_refused(model: Path, tmp_path: Path) -> None:
-    checkpoints = Checkpoints(tmp_path / "checkpoints")
+    checkpoints = CheckpointStore(tmp_path / "checkpoints")
     path = checkpoints.save(trained(configuration(tmp_path, model), 0), step=0, version=0, leader_term=1, extra={})
     config = configuration(tmp_path, make_tiny_model(tmp_path / "other", seed=3, hidden=32, layers=2))
     with pytest.raises(ConfigError, match=r"of another adapter: .* is another model"):
@@ -216,7 +216,7 @@ def test_targets_that_match_nothing_name_what_there_is(
 def saved(model: Path, tmp_path: Path) -> TrainStep:
     """Trained, with a checkpoint of it."""
     step = trained(configuration(tmp_path, model))
-    Checkpoints(tmp_path / "checkpoints").save(step, step=2, version=2, leader_term=1, extra={})
+    CheckpointStore(tmp_path / "checkpoints").save(step, step=2, version=2, leader_term=1, extra={})
     return step
 
 

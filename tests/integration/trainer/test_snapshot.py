@@ -119,7 +119,7 @@ def test_a_checkpoint_is_not_loaded_over_weights_that_are_still_to_be_copied(
 ) -> None:
     rank_group.save(step=0, version=0, leader_term=1, extra={})
     rank_group.wait_saved()
-    saved = rank_group.checkpoints.at()
+    saved = rank_group.checkpoint_store.at()
     rank_group.train(groups_of([4, 3], seed=1), 0)
     before = weights(rank_group, wire)
     snapshot, _ = rank_group.gather(PROBE)

@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 
 from consumers.trainer.checkpoint.batch_files import BatchFiles
-from consumers.trainer.checkpoint.store import Checkpoints
+from consumers.trainer.checkpoint.store import CheckpointStore
 from schemas.errors import ConfigError
 
 
 @pytest.mark.parametrize("name", ["step-00000100-e0003", "EPOCH"])
 def test_checkpoints_of_an_older_version_are_refused(tmp_path: Path, name: str) -> None:
     (tmp_path / name).mkdir()
-    checkpoints = Checkpoints(tmp_path)
+    checkpoints = CheckpointStore(tmp_path)
     for look in (checkpoints.newest, checkpoints.at, checkpoints.steps):
         with pytest.raises(ConfigError, match=f"{tmp_path} holds {name}.*move the folder away") as error:
             look()
@@ -32,4 +32,4 @@ def test_batches_of_an_older_version_are_refused(tmp_path: Path) -> None:
 def test_names_of_today_are_read(tmp_path: Path) -> None:
     (tmp_path / "step-00000100-t0003").mkdir()
     (tmp_path / "LEADER_TERM").touch()
-    assert Checkpoints(tmp_path).steps() == [100]
+    assert CheckpointStore(tmp_path).steps() == [100]

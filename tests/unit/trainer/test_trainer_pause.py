@@ -16,7 +16,7 @@ class Follower(PauseFollower):
     """Of a trainer without a broker; ``saves`` counts the checkpoints that were wanted."""
 
     def __init__(self, folder: Path) -> None:
-        store = SimpleNamespace(checkpoints=SimpleNamespace(folder=folder))
+        store = SimpleNamespace(checkpoint_store=SimpleNamespace(folder=folder))
         self.progress = Progress()
         self.saves = 0
         context = SimpleNamespace(broker=None, progress=self.progress, rank_group=store)
