@@ -17,9 +17,9 @@ class Products:
         return Example(text=f"{a}++{b}=", data={"answer": str(a * b)})
 
 
-def closeness(prompt, completions, prompt_ids, completion_ids, answer, scale=10, **data) -> float:
+def closeness(prompt, completion, prompt_ids, completion_ids, answer, scale=10, **data) -> float:
     """1 for the right product, less the farther off, 0 for no number. May be async, slow, or crash: see README.md."""
-    text = completions.strip()
+    text = completion.strip()
     if not text.isdecimal() or len(text) > 6:
         return 0.0
     return max(0.0, 1.0 - abs(int(text) - int(answer)) / scale)

@@ -1,6 +1,6 @@
 """The built-in reward functions, each with the signature that users' own have.
 
-``(prompt, completions, prompt_ids, completion_ids, **data) -> float`` for one sample: two texts,
+``(prompt, completion, prompt_ids, completion_ids, **data) -> float`` for one sample: two texts,
 two lists of token ids, and the data of the task as keywords. Wrong reference data raises
 ValueError: such a sample is excluded. A wrong completion is an ordinary reward of 0.
 """
@@ -18,16 +18,16 @@ from consumers.reward.rewards.terms import reward
 
 @reward(inline=True)
 def exact(
-    prompt: str, completions: str, prompt_ids: list[int], completion_ids: list[int], *, answer: Any, **data: Any
+    prompt: str, completion: str, prompt_ids: list[int], completion_ids: list[int], *, answer: Any, **data: Any
 ) -> float:
     """1 if the completion equals ``answer``, both without surrounding white space."""
-    return float(completions.strip() == str(answer).strip())
+    return float(completion.strip() == str(answer).strip())
 
 
 @reward(inline=True)
 def gsm8k(
     prompt: str,
-    completions: str,
+    completion: str,
     prompt_ids: list[int],
     completion_ids: list[int],
     *,
@@ -41,7 +41,7 @@ def gsm8k(
     ``last_number``, is the last one in the text. ``answer`` is a number or a published GSM8K solution.
     """
     gold = gold_number(answer)
-    found = final_number(completions, last_number=last_number)
+    found = final_number(completion, last_number=last_number)
     return float(found is not None and found == gold)
 
 
@@ -56,7 +56,7 @@ def _check_length(max_tokens: int, overlong_buffer: int, factor: float = 1.0) ->
 @reward(inline=True, check=_check_length)
 def length(
     prompt: str,
-    completions: str,
+    completion: str,
     prompt_ids: list[int],
     completion_ids: list[int],
     *,
@@ -89,7 +89,7 @@ def _check_format(regex: str | None = None, tags: list[str] | None = None) -> No
 @reward(inline=lambda regex=None, tags=None: regex is None, check=_check_format)
 def format(
     prompt: str,
-    completions: str,
+    completion: str,
     prompt_ids: list[int],
     completion_ids: list[int],
     *,
@@ -104,8 +104,8 @@ def format(
     order, nothing but white space around them.
     """
     if regex is not None:
-        return float(_compiled(regex).search(completions) is not None)
-    return float(_has_tags(completions, tags or ["think", "answer"]))
+        return float(_compiled(regex).search(completion) is not None)
+    return float(_has_tags(completion, tags or ["think", "answer"]))
 
 
 @lru_cache(maxsize=64)
@@ -129,7 +129,7 @@ def _has_tags(text: str, tags: list[str]) -> bool:
 @reward(needs=("math_verify", "reward"))
 def math(
     prompt: str,
-    completions: str,
+    completion: str,
     prompt_ids: list[int],
     completion_ids: list[int],
     *,
@@ -142,13 +142,13 @@ def math(
     That is the last ``\\boxed{}``; without one, the last expression in the text, or none with
     ``boxed_only``. ``answer`` is LaTeX with or without dollars, or a number.
     """
-    return float(grading.equal(str(answer), completions, boxed_only))
+    return float(grading.equal(str(answer), completion, boxed_only))
 
 
 @reward(needs=("reasoning_gym", "reward"))
 def reasoning_gym(
     prompt: str,
-    completions: str,
+    completion: str,
     prompt_ids: list[int],
     completion_ids: list[int],
     *,
@@ -163,15 +163,15 @@ def reasoning_gym(
     """
     from consumers.reward.rewards.reasoning_gym import score
 
-    return score(reasoning_gym, completions, require_tags)
+    return score(reasoning_gym, completion, require_tags)
 
 
 @reward(needs=("torch", "train"))
 def model(
-    prompt: str, completions: str, prompt_ids: list[int], completion_ids: list[int], *, path: str, **data: Any
+    prompt: str, completion: str, prompt_ids: list[int], completion_ids: list[int], *, path: str, **data: Any
 ) -> float:
     """The score of a reward model in the folder ``path``, a sequence classifier with one label.
 
     `tidemill reward-model` trains one. Each worker loads it at its first call, which ``reward.timeout_s`` has to allow.
     """
-    return reward_model.score(path, prompt, completions)
+    return reward_model.score(path, prompt, completion)

@@ -55,7 +55,7 @@ def reward(
     return declare
 
 
-SIGNATURE = ("prompt", "completions", "prompt_ids", "completion_ids")
+SIGNATURE = ("prompt", "completion", "prompt_ids", "completion_ids")
 _REASON_CHARS = 400
 
 
@@ -63,7 +63,7 @@ class RewardInput(msgspec.Struct, frozen=True):
     """What a reward function gets to see of one trajectory."""
 
     prompt: str
-    completions: str
+    completion: str
     prompt_ids: list[int]
     completion_ids: list[int]
     data: dict[str, Any]
@@ -105,7 +105,7 @@ class Term:
         keywords.update(self.args)
         try:
             value = self.function(
-                sample.prompt, sample.completions, sample.prompt_ids, sample.completion_ids, **keywords
+                sample.prompt, sample.completion, sample.prompt_ids, sample.completion_ids, **keywords
             )
             if inspect.isawaitable(value):
                 value = asyncio.run(_finish(value))
@@ -146,6 +146,8 @@ def _resolve_one(term: RewardTerm, label: str, base: Path) -> Term:
     positional = sum(p.kind in (p.POSITIONAL_OR_KEYWORD, p.POSITIONAL_ONLY) for p in parameters.values())
     if positional < len(SIGNATURE) and not any(p.kind is p.VAR_POSITIONAL for p in parameters.values()):
         raise ConfigError(f"{where} must take ({', '.join(SIGNATURE)}, **data), takes {inspect.signature(function)}")
+    if "completions" in list(parameters)[: len(SIGNATURE)]:
+        raise ConfigError(f"{where}: rename its parameter completions to completion, which is the text of one sample")
     builtin = ":" not in term.name
     allowed = [name for name in named if name not in (*SIGNATURE, "answer", "reasoning_gym")] if builtin else named
     for name in term.args:

@@ -32,7 +32,7 @@ START_MS = 240_000
 """Deadline for a generator to start, which loads much, on a machine that does other things as well."""
 TOKEN = "a-token-of-the-tests-1234"
 REWARDS = '''
-def even(prompt, completions, prompt_ids, completion_ids, **data):
+def even(prompt, completion, prompt_ids, completion_ids, **data):
     """Share of even tokens; a few completions cannot be scored, so that there are dead letters."""
     if sum(completion_ids) % 61 == 0:
         raise ValueError("this one cannot be scored")

@@ -175,9 +175,9 @@ def test_a_file_that_does_not_fit_is_refused_and_the_old_one_stays(
 
 
 REWARD = '''
-def sevens(prompt, completions, prompt_ids, completion_ids, **data):
+def sevens(prompt, completion, prompt_ids, completion_ids, **data):
     """Share of sevens."""
-    return completions.count("7") / max(len(completions), 1)
+    return completion.count("7") / max(len(completion), 1)
 '''
 
 

@@ -18,9 +18,9 @@ pytestmark = pytest.mark.e2e
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "arithmetic" / "model.py"
 SEVENS = '''
-def sevens(prompt, completions, prompt_ids, completion_ids, **data):
+def sevens(prompt, completion, prompt_ids, completion_ids, **data):
     """Share of sevens: an untrained model learns it in a few steps."""
-    return completions.count("7") / max(len(completions), 1)
+    return completion.count("7") / max(len(completion), 1)
 '''
 
 

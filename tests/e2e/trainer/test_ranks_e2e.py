@@ -21,7 +21,7 @@ GROUPS, STEPS = 4, 24
 DEADLINE_S = 20.0
 """How long ranks wait for each other in the test of a long pause."""
 PARITY = '''
-def parity(prompt, completions, prompt_ids, completion_ids, **data):
+def parity(prompt, completion, prompt_ids, completion_ids, **data):
     """Some reward that follows from the sample alone."""
     return float(sum(completion_ids) % 2)
 '''

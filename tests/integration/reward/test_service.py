@@ -20,10 +20,10 @@ pytestmark = pytest.mark.integration
 
 SLOW = """
 import time
-def moody(prompt, completions, prompt_ids, completion_ids, **data):
-    if completions == "hang":
+def moody(prompt, completion, prompt_ids, completion_ids, **data):
+    if completion == "hang":
         time.sleep(600)
-    if completions == "raise":
+    if completion == "raise":
         raise RuntimeError("bad mood")
     return 1.0
 """

@@ -24,7 +24,7 @@ from schemas.messages import Span, Trajectory
 USERS_OWN = """
 import asyncio, os, sys, time
 
-def by_data(prompt, completions, prompt_ids, completion_ids, do, answer="", **data):
+def by_data(prompt, completion, prompt_ids, completion_ids, do, answer="", **data):
     if do == "hang":
         while True:
             time.sleep(3600)
@@ -36,17 +36,20 @@ def by_data(prompt, completions, prompt_ids, completion_ids, do, answer="", **da
         print("noise on stdout", flush=True)
     return {"nan": float("nan"), "text": "1.0", "none": None, "true": True}.get(do, 0.5)
 
-async def later(prompt, completions, prompt_ids, completion_ids, **data):
+async def later(prompt, completion, prompt_ids, completion_ids, **data):
     await asyncio.sleep(0)
     return float(len(completion_ids))
 
-def pid(prompt, completions, prompt_ids, completion_ids):
+def pid(prompt, completion, prompt_ids, completion_ids):
     return float(os.getpid())
 
-def strict(prompt, completions, prompt_ids, completion_ids, answer, scale=1):
+def strict(prompt, completion, prompt_ids, completion_ids, answer, scale=1):
     return scale * float(answer)
 
-def few(prompt, completions):
+def as_in_trl(prompt, completions, prompt_ids, completion_ids, **data):
+    return 0.0
+
+def few(prompt, completion):
     return 0.0
 
 number = 3
@@ -116,7 +119,7 @@ JSON_LIKE = st.recursive(
 @given(
     st.text(),
     st.dictionaries(
-        st.sampled_from(["answer", "prompt", "completions", "last_number", "regex", "tags", "x"]), JSON_LIKE
+        st.sampled_from(["answer", "prompt", "completion", "last_number", "regex", "tags", "x"]), JSON_LIKE
     ),
 )
 def test_the_scorer_never_raises_for_any_data(completion: str, data: dict):
@@ -267,7 +270,8 @@ def test_close_leaves_no_process_behind(base: Path):
         ({"name": "exact", "args": {"answer": 1}}, "unknown argument 'answer': one of none"),
         ({"name": "format", "args": {"regex": "("}}, "reward 'format': regex '(' is wrong"),
         ({"name": "format", "args": {"regex": "a", "tags": ["b"]}}, "regex or tags, not both"),
-        ({"name": "mine.py:few"}, "must take (prompt, completions, prompt_ids, completion_ids, **data)"),
+        ({"name": "mine.py:as_in_trl"}, "rename its parameter completions to completion"),
+        ({"name": "mine.py:few"}, "must take (prompt, completion, prompt_ids, completion_ids, **data)"),
         ({"name": "mine.py:number"}, "must be a function, is int"),
         ({"name": "mine.py:strict", "args": {"scal": 1}}, "did you mean 'scale'"),
         ({"name": "mine.py:nothing"}, "has no 'nothing'"),
