@@ -17,8 +17,8 @@ SILENT_S = 5.0
 
 
 @dataclass(frozen=True)
-class Evaluations:
-    """What is known of evaluations.
+class EvaluationState:
+    """Which evaluations are due, open or under way, as far as a generator knows.
 
     every: a version that it divides is evaluated. pending: version of the next task that nobody took, -1: none.
     busy: this generator is answering some. opened: the evaluation of the version in use was asked for.
@@ -30,7 +30,7 @@ class Evaluations:
     opened: bool = False
 
 
-def next_version(current: int, stored: Sequence[int], known: Evaluations, patient: bool) -> int | None:
+def next_version(current: int, stored: Sequence[int], known: EvaluationState, patient: bool) -> int | None:
     """The version to load now, None to stay with ``current`` (-1 at the start).
 
     stored: versions that can be had. patient: whether to wait for an evaluation that is about to be opened.

@@ -1,7 +1,7 @@
-"""A hung engine ends its process and its children, so that the supervisor restarts it and its work is taken up.
+"""The watchdog that ends the process of a hung engine, so that the supervisor restarts it and its work is taken up.
 
-From a thread of its own: a hung engine may hold up the event loop, too, while the presence
-thread renews the leases of what will never be done.
+It has a thread of its own: a hung engine may hold up the event loop, too, while the presence thread renews the leases
+of what will never be done.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ log = structlog.get_logger()
 
 
 class Stall:
-    """How long an engine with requests has not grown. Time in which nobody looked (a frozen process) is not counted."""
+    """Counts how long an engine with requests has not grown, without time in which nobody looked (a frozen process)."""
 
     def __init__(self) -> None:
         self._growth: int | None = None
@@ -29,7 +29,7 @@ class Stall:
         self._silent_s = 0.0
 
     def look(self, growth: int | None, now: float) -> float:
-        """Seconds without growth, given ``Engine.growth()`` at ``now``."""
+        """Return the seconds without growth, given ``Engine.growth()`` at ``now``."""
         if growth is None or growth != self._growth:
             self._silent_s = 0.0
         else:

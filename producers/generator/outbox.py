@@ -1,8 +1,7 @@
-"""Finished samples on their way out: what is ready at one time leaves in one call.
+"""How samples leave a generator: finished ones are published, growing ones saved for whoever has to go on with them.
 
-Saves samples as they grow: only what is new of each, and only the newest state while a call is under way.
-
-Saving is a help for others and never in the way: what can't be saved is left out, and said.
+What is ready while one call to the broker is under way leaves together in the next. Publishing must succeed. Saving
+never stands in the way: what can't be saved is left out and logged.
 """
 
 from __future__ import annotations
@@ -20,9 +19,11 @@ from schemas.codec import BadMessage
 from schemas.errors import TidemillError
 from schemas.messages import Partial, Piece, Task, Trajectory
 
+log = structlog.get_logger()
+
 
 class Outbox:
-    """``publish`` of many tasks at once; while one call is under way the next one's load gathers."""
+    """Publishes the finished samples of all tasks."""
 
     def __init__(self, queue: TaskQueue) -> None:
         self._queue = queue
@@ -30,7 +31,7 @@ class Outbox:
         self._sending = False
 
     async def publish(self, trajectory: Trajectory) -> None:
-        """Returns when the broker has it."""
+        """Return when the broker has it."""
         done = asyncio.get_running_loop().create_future()
         self._waiting.append((trajectory, done))
         if not self._sending:
@@ -66,19 +67,16 @@ def _end(done: asyncio.Future[None], error: TidemillError | None = None) -> None
         done.set_exception(error)
 
 
-log = structlog.get_logger()
-
-
 @dataclass
 class Saved:
-    """What the broker has of one sample."""
+    """The state of a sample that the broker has."""
 
     partial: Partial
     pieces: int
 
 
 def next_piece(saved: Saved | None, partial: Partial) -> tuple[int, Piece] | None:
-    """Number and content of the piece that brings the broker up to date; None when it is.
+    """Return number and content of the piece that brings the broker up to date; None when it is.
 
     A sample that is not a continuation of what is saved begins anew, with piece 0.
     """
@@ -93,38 +91,38 @@ def next_piece(saved: Saved | None, partial: Partial) -> tuple[int, Piece] | Non
 
 
 class PartialSaver:
-    """``grown`` returns at once; ``close`` waits for what is under way."""
+    """Saves growing samples: only what is new of each, and only the newest state while a call is under way."""
 
     def __init__(self, partials: Partials) -> None:
         self._partials = partials
-        self._news: dict[tuple[int, int], tuple[Delivery[Task], Partial]] = {}
+        self._unsaved: dict[tuple[int, int], tuple[Delivery[Task], Partial]] = {}
         self._saved: dict[tuple[int, int], Saved] = {}
         self._saving: asyncio.Task[None] | None = None
 
-    def grown(self, delivery: Delivery[Task], partial: Partial) -> None:
-        """Have this state of a sample saved, soon."""
-        self._news[delivery.message.task_id, partial.sample] = delivery, partial
+    def save_soon(self, delivery: Delivery[Task], partial: Partial) -> None:
+        """Have this state of a sample saved; returns at once."""
+        self._unsaved[delivery.message.task_id, partial.sample] = delivery, partial
         if self._saving is None or self._saving.done():
             self._saving = asyncio.create_task(self._save())
 
     def forget(self, task: Task) -> None:
-        """The task is no longer this generator's."""
+        """Save nothing more of a task, which is no longer this generator's."""
         for sample in range(task.n):
-            self._news.pop((task.task_id, sample), None)
+            self._unsaved.pop((task.task_id, sample), None)
             self._saved.pop((task.task_id, sample), None)
 
     async def close(self) -> None:
-        """What is under way is saved; nothing more is."""
-        self._news.clear()
+        """Wait for what is under way; nothing more is saved."""
+        self._unsaved.clear()
         if self._saving is not None:
             await self._saving
 
     async def _save(self) -> None:
-        while self._news:
-            news, self._news = self._news, {}
+        while self._unsaved:
+            unsaved, self._unsaved = self._unsaved, {}
             by_task: dict[tuple[int, bytes], list[tuple[int, Piece]]] = {}
             state: dict[tuple[int, int], Saved] = {}
-            for key, (delivery, partial) in news.items():
+            for key, (delivery, partial) in unsaved.items():
                 piece = next_piece(self._saved.get(key), partial)
                 if piece is not None:
                     by_task.setdefault((key[0], delivery.entry_id), []).append(piece)

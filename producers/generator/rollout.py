@@ -1,4 +1,4 @@
-"""One task in one generator: run the workflow, publish each sample when it is finished, hand back the rest."""
+"""A rollout: run the workflow for one task, publish each sample when it is finished, hand back the rest."""
 
 from __future__ import annotations
 
@@ -10,16 +10,20 @@ from dataclasses import dataclass
 import msgspec
 import structlog
 
+from broker.client import Broker
 from broker.queues.consumer_group import Delivery
 from broker.queues.partials import Partials
 from broker.queues.tasks import TaskQueue
 from producers.engines.base import Engine
 from producers.generator.outbox import Outbox, PartialSaver
+from producers.generator.pause import PauseFollower
 from producers.generator.weight_updates import WeightUpdater
-from producers.rendering.tokenizer import Tokenizer
+from producers.rendering.tokenizer import HfTokenizer, Tokenizer
+from producers.workflows import WORKFLOWS
 from producers.workflows.base import RolloutContext, Workflow
 from producers.workflows.trajectory_builder import SampledCompletion
 from schemas.codec import Array
+from schemas.config import TidemillConfig
 from schemas.errors import DataError
 from schemas.messages import Partial, Span, Task
 
@@ -28,22 +32,41 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True)
 class GeneratorContext:
-    """What all rollouts of one generator share."""
+    """What the parts of one generator share: its engine, what it generates with, and its access to the broker."""
 
-    run: str
+    config: TidemillConfig
     name: str
-    queue: TaskQueue
-    partials: Partials
+    broker: Broker
     engine: Engine
     tokenizer: Tokenizer
     workflow: Workflow
+    pause: PauseFollower
     updates: WeightUpdater
+    queue: TaskQueue
+    partials: Partials
     outbox: Outbox
     saver: PartialSaver
 
+    @classmethod
+    def create(
+        cls,
+        config: TidemillConfig,
+        name: str,
+        broker: Broker,
+        engine: Engine,
+        pause: PauseFollower,
+        updates: WeightUpdater,
+    ) -> GeneratorContext:
+        """Load the tokenizer and the workflow that the configuration names, and open the queues."""
+        workflow = WORKFLOWS.get(config.generator.workflow.name, config.base)(**config.generator.workflow.args)
+        tokenizer = HfTokenizer(config.model.path, config.model.trust_remote_code)
+        queue, partials = broker.task_queue(name), broker.partials(name)
+        outbox, saver = Outbox(queue), PartialSaver(partials)
+        return cls(config, name, broker, engine, tokenizer, workflow, pause, updates, queue, partials, outbox, saver)
+
 
 class Rollout:
-    """One delivery of a task, run once. ``published`` is called with each sample that the broker has."""
+    """Runs one delivery of a task once. ``published`` is called with each sample that the broker has."""
 
     def __init__(
         self,
@@ -85,17 +108,17 @@ class Rollout:
     async def _deliver(self, sample: SampledCompletion, seconds: float) -> None:
         """Weights that came in under the sample must have passed their probe before any token of theirs leaves."""
         context = self._context
-        good = await context.updates.trusted(sample.spans, len(sample.tokens))
+        good = await context.updates.wait_trusted(sample.spans, len(sample.tokens))
         if sample.finish == "abort" or good < len(sample.tokens):
             self._unfinished.append(sample.to_partial(good))
             return
-        await context.outbox.publish(sample.to_trajectory(self._task, context.run, context.name, seconds))
+        await context.outbox.publish(sample.to_trajectory(self._task, context.config.run.name, context.name, seconds))
         await self._published(sample)
 
     def _save(self, partial: Partial) -> None:
-        good = self._context.updates.trusted_now(partial.spans, len(partial.tokens))
+        good = self._context.updates.trusted_length(partial.spans, len(partial.tokens))
         if good:
-            self._context.saver.grown(self._delivery, head(partial, good))
+            self._context.saver.save_soon(self._delivery, head(partial, good))
 
     async def _fail(self, missing: Sequence[int], reason: str) -> None:
         """A prompt that can't be generated for: each sample that is not there becomes a dead letter."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from pathlib import Path
 
 import structlog
 
@@ -15,11 +14,10 @@ from producers.engines.factory import make_engine
 from producers.engines.sampling import check_sampling
 from producers.generator.hang_watchdog import HangWatchdog, end_process
 from producers.generator.pause import PauseFollower
+from producers.generator.rollout import GeneratorContext
 from producers.generator.task_loop import TaskLoop
 from producers.generator.weight_updates import WeightUpdater
-from producers.rendering.tokenizer import HfTokenizer
 from producers.tasks import make_sampling
-from producers.workflows import WORKFLOWS
 from schemas.config import TidemillConfig
 from schemas.lifecycle import StopFlag
 
@@ -61,12 +59,9 @@ class Generator:
         self._name = name
         self._broker = broker
         self._engine = engine
-        tokenizer = HfTokenizer(config.model.path, config.model.trust_remote_code)
-        workflow = WORKFLOWS.get(config.generator.workflow.name, config.base)(**config.generator.workflow.args)
-        folder = config.folder / "cache" / name
         self._pause = PauseFollower(broker, engine, self._acknowledge)
-        self._updates = WeightUpdater(config, name, broker, engine, Path(folder), self._pause)
-        self._task_loop = TaskLoop(config, name, broker, engine, tokenizer, workflow, self._updates, self._pause)
+        self._updates = WeightUpdater(config, name, broker, engine, config.folder / "cache" / name, self._pause)
+        self._task_loop = TaskLoop(GeneratorContext.create(config, name, broker, engine, self._pause, self._updates))
         renew_s = config.generator.lease_s / 3
         self._presence = Presence(
             broker,
@@ -79,7 +74,7 @@ class Generator:
             probes=config.probes,
         )
         self._state = "loading"
-        self._meter = Meter()
+        self._meter = RateMeter()
 
     async def run(self, stop: StopFlag) -> None:
         """Start the engine, work, hand back what is unfinished, close."""
@@ -124,7 +119,7 @@ class Generator:
             {
                 "tokens_per_s": self._meter.rate(self._task_loop.tokens),
                 "samples_in_flight": float(self._task_loop.in_flight),
-                "max_samples": float(self._task_loop.most),
+                "max_samples": float(self._task_loop.limit),
                 "tokens": float(self._task_loop.tokens),
                 "update_pause_s": self._updates.last_load_s,
                 "evaluating": float(self._updates.evaluating),
@@ -132,8 +127,8 @@ class Generator:
         )
 
 
-class Meter:
-    """Rate of a growing count over the last seconds."""
+class RateMeter:
+    """The rate of a growing count over the last seconds."""
 
     def __init__(self, window_s: float = 5.0) -> None:
         self._window_s = window_s

@@ -1,6 +1,4 @@
-"""Whether published weights are for this generator: an adapter of its model, or a whole model, as it is configured.
-
-Weights of one generator: pull the newest version, load it in flight, check the probe.
+"""The weight updates of a generator: pull the newest version, load it in flight, check the probe.
 
 No trajectory leaves between a load and its passed probe. A version that can't be fetched is reported and tried
 again, with the old one in use. One that does not fit or fails its probe is reported and never used; the old one is
@@ -21,7 +19,7 @@ import structlog
 from broker.client import Broker
 from broker.weights.local_copy import LocalWeights
 from producers.engines.base import Engine
-from producers.generator.eval_versions import Evaluations, next_version
+from producers.generator.eval_versions import EvaluationState, next_version
 from producers.generator.pause import PauseFollower
 from producers.model_folder import resolve_folder
 from schemas.config import TidemillConfig
@@ -31,45 +29,51 @@ from schemas.lifecycle import StopFlag, until_stopped
 from schemas.messages import Adapter, Event, FileSource, Manifest, Span, WeightSource
 
 
-class Belongs:
-    """Asked of each version before anything of it is fetched."""
+class ServedModel:
+    """The model of this generator, with which each version is compared before anything of it is fetched."""
 
     def __init__(self, config: TidemillConfig) -> None:
         self._path = config.model.path
         self._lora = config.trainer.lora
         self._base: str | None = None
 
-    def problem(self, adapter: Adapter | None) -> str | None:
-        """Why weights of this kind can't be used here; None if they can. Looks into model.path the first time."""
+    def check_compatible(self, adapter: Adapter | None) -> None:
+        """Compare with a version's adapter, None for a whole model; reads model.path the first time.
+
+        DataError says why such weights can't be used here.
+        """
         if adapter is None:
             if self._lora is None:
-                return None
-            return "it is a whole model, and this generator is configured with trainer.lora: start it without"
+                return
+            raise DataError("it is a whole model, and this generator is configured with trainer.lora: start it without")
         if self._lora is None:
-            return "it is an adapter, and this generator is configured without trainer.lora: start it with the run's"
+            raise DataError(
+                "it is an adapter, and this generator is configured without trainer.lora: start it with the run's"
+            )
         for name in ("rank", "alpha"):
             theirs, ours = getattr(adapter, name), getattr(self._lora, name)
             if theirs != ours:
-                return f"it is an adapter of {name} {theirs:g}, and this generator's trainer.lora.{name} is {ours:g}"
+                raise DataError(
+                    f"it is an adapter of {name} {theirs:g}, and this generator's trainer.lora.{name} is {ours:g}"
+                )
         try:
             self._base = self._base or base_digest(resolve_folder(self._path))
         except (ConfigError, DataError) as error:
-            return f"it is an adapter, and the model that it belongs to can't be compared: {error}"
+            raise DataError(f"it is an adapter, and the model that it belongs to can't be compared: {error}") from error
         if self._base != adapter.base:
-            return f"it is an adapter of another model than this generator's model.path {self._path}"
-        return None
+            raise DataError(f"it is an adapter of another model than this generator's model.path {self._path}")
 
 
 EVAL_DEADLINE_S = 60.0
-"""An evaluation may hold back new weights for so long."""
+"""How long an evaluation may hold back new weights."""
 OPEN_DEADLINE_S = 2.0
-"""A version that is to be evaluated stays in use for so long until its evaluation is opened."""
+"""How long a version that is to be evaluated stays in use until its evaluation is opened."""
 LOOK_S = 0.05
 """How often to look whether an evaluation is over."""
 FETCH_DEADLINE_S = 300.0
-"""A version that is the newest all the time and can't be fetched ends the process after so long."""
+"""After this time a version that is still the newest and can't be fetched ends the process."""
 REFUSED_DEADLINE_S = 15.0
-"""A version that was refused ends the process when no newer one follows it for so long."""
+"""After this time a version that was refused, and that no newer one follows, ends the process."""
 TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.1}
 """Largest probe difference in nats, by dtype."""
 
@@ -77,8 +81,9 @@ log = structlog.get_logger()
 
 
 class WeightUpdater:
-    """``version`` is what the engine has; ``ready`` is what the intake waits for, ``using`` what a task does.
+    """Keeps an engine's weights up to date, and says which may be used and trusted.
 
+    version: what the engine has. last_load_s: seconds that the last load took.
     evaluating: evaluation tasks in progress, which hold new weights back.
     """
 
@@ -88,8 +93,8 @@ class WeightUpdater:
         self._broker = broker
         self._engine = engine
         self._name = name
-        self._copy = LocalWeights(broker.weights, folder)
-        self._belongs = Belongs(config)
+        self._local = LocalWeights(broker.weights, folder)
+        self._model = ServedModel(config)
         self._keep_copy = config.trainer.publish.deltas
         self._drains = config.generator.update == "drain"
         self._pause = pause
@@ -135,7 +140,7 @@ class WeightUpdater:
             return newest
         now = time.monotonic()
         found = await asyncio.to_thread(self._queue.take_evaluations, self.version, 0)
-        known = Evaluations(self._every, found.pending, self.evaluating > 0, found.opened)
+        known = EvaluationState(self._every, found.pending, self.evaluating > 0, found.opened)
         stored = {item.version: item for item in await asyncio.to_thread(self._broker.weights.published)}
         out = self._refused | self._unreachable
         versions = [version for version in stored if version not in out]
@@ -150,7 +155,7 @@ class WeightUpdater:
         self._waiting_since = None
         return stored.get(chosen, newest)
 
-    async def ready(self, version: int = 0) -> bool:
+    async def wait_ready(self, version: int = 0) -> bool:
         """Wait until a task may begin that needs ``version`` or a newer one; False when it never may any more.
 
         The engine has these weights then, they are checked, and it does not drain for newer ones.
@@ -165,11 +170,12 @@ class WeightUpdater:
 
     @asynccontextmanager
     async def using(self, version: int, evaluating: bool) -> AsyncIterator[bool]:
-        """For as long as one task takes: ``ready``, and with ``generator.update: drain`` the weights stay meanwhile.
+        """Wait until a task may begin, and yield whether it may; the block is the task.
 
-        New weights also wait for evaluations, so that one version answers all.
+        With ``generator.update: drain`` the weights stay meanwhile. New weights also wait for evaluations, so that one
+        version answers all.
         """
-        ready = await self.ready(version)
+        ready = await self.wait_ready(version)
         self._tasks += ready
         self.evaluating += ready and evaluating
         try:
@@ -180,24 +186,21 @@ class WeightUpdater:
                 self.evaluating -= ready and evaluating
                 self._changed.notify_all()
 
-    async def trusted(self, spans: Sequence[Span], length: int) -> int:
-        """How many of a sample's first tokens are of weights that passed their probe: all ``length``, as a rule.
-
-        Waits until the weights of all its spans are checked, or will not be any more.
-        """
+    async def wait_trusted(self, spans: Sequence[Span], length: int) -> int:
+        """Wait until the weights of all spans are checked, or will not be any more; return ``trusted_length`` then."""
 
         def checked() -> bool:
-            return self._closed or all(self._good(span) or span.version in self._refused for span in spans)
+            return self._closed or all(self._is_trusted(span) or span.version in self._refused for span in spans)
 
         async with self._changed:
             await self._changed.wait_for(checked)
-            return self.trusted_now(spans, length)
+            return self.trusted_length(spans, length)
 
-    def trusted_now(self, spans: Sequence[Span], length: int) -> int:
-        """``trusted`` of what is known at this moment."""
-        return min((span.start for span in spans if not self._good(span)), default=length)
+    def trusted_length(self, spans: Sequence[Span], length: int) -> int:
+        """Return how many of a sample's first tokens are of weights that passed their probe: all, as a rule."""
+        return min((span.start for span in spans if not self._is_trusted(span)), default=length)
 
-    def _good(self, span: Span) -> bool:
+    def _is_trusted(self, span: Span) -> bool:
         return span.version <= self.version and span.version not in self._refused and not self._restoring
 
     async def _fetch(self, manifest: Manifest, stop: StopFlag) -> WeightSource | None:
@@ -218,7 +221,7 @@ class WeightUpdater:
                     log.info("version was replaced while it was fetched", version=manifest.version)
                     return None
                 if tries == 0:
-                    await self._alarm(f"weights version {manifest.version} cannot be fetched: {error}")
+                    await self._report(f"weights version {manifest.version} cannot be fetched: {error}")
                 if time.monotonic() > deadline:
                     raise
                 log.warning("waiting for weights that cannot be fetched", version=manifest.version, error=str(error))
@@ -229,13 +232,14 @@ class WeightUpdater:
             wait = min(2 * wait, 10.0)
 
     def _source(self, manifest: Manifest) -> WeightSource:
-        return FileSource(self._copy.fetch(manifest))
+        return FileSource(self._local.fetch(manifest))
 
     async def _update(self, manifest: Manifest, stop: StopFlag) -> None:
-        problem = await asyncio.to_thread(self._belongs.problem, manifest.adapter)
-        if problem is not None:
-            text = f"weights version {manifest.version} is not for this generator: {problem}"
-            await self._in_use(await self._refuse(manifest, text))
+        try:
+            await asyncio.to_thread(self._model.check_compatible, manifest.adapter)
+        except DataError as error:
+            text = f"weights version {manifest.version} is not for this generator: {error}"
+            await self._set_in_use(await self._refuse(manifest, text))
             return
         source = await self._fetch(manifest, stop)
         if source is None:
@@ -243,7 +247,7 @@ class WeightUpdater:
         async with self._drained(), self._pause.held_open() as opened:
             # Neither loaded nor probed while the run is frozen.
             if opened:
-                await self._take(manifest, source)
+                await self._load_and_probe(manifest, source)
 
     @asynccontextmanager
     async def _drained(self) -> AsyncIterator[None]:
@@ -258,16 +262,16 @@ class WeightUpdater:
                 self._draining = False
                 self._changed.notify_all()
 
-    async def _take(self, manifest: Manifest, source: WeightSource) -> None:
+    async def _load_and_probe(self, manifest: Manifest, source: WeightSource) -> None:
         try:
             await self._load(manifest, source)
         except DataError as error:
             text = f"weights version {manifest.version} does not fit this model: {error}"
-            await self._in_use(await self._refuse(manifest, text))
+            await self._set_in_use(await self._refuse(manifest, text))
             return
         problem = await self._probe(manifest)
         if problem is None:
-            await self._in_use(manifest)
+            await self._set_in_use(manifest)
         else:
             await self._restore(await self._refuse(manifest, problem))
 
@@ -282,11 +286,11 @@ class WeightUpdater:
             raise InfraError(f"weights version {manifest.version} cannot be loaded: {error}") from error
         finally:
             if not self._keep_copy:
-                self._copy.drop()
+                self._local.drop()
         self.last_load_s = time.monotonic() - started
 
-    async def _in_use(self, manifest: Manifest) -> None:
-        """The engine has these weights, and they are what they should be."""
+    async def _set_in_use(self, manifest: Manifest) -> None:
+        """Note that the engine has these weights, and that they are what they should be."""
         async with self._changed:
             self._manifest, self.version, self._verified = manifest, manifest.version, True
             self._restoring = False
@@ -298,7 +302,7 @@ class WeightUpdater:
 
     async def _refuse(self, manifest: Manifest, text: str) -> Manifest:
         """Never use this version; returns the one to go on with, without any the process ends."""
-        await self._alarm(text)
+        await self._report(text)
         async with self._changed:
             self._refused.add(manifest.version)
             self._changed.notify_all()
@@ -319,11 +323,11 @@ class WeightUpdater:
         problem = await self._probe(old)
         if problem is not None:
             raise InfraError(f"the weights in use before can't be restored: {problem}")
-        await self._in_use(old)
+        await self._set_in_use(old)
         log.warning("went back to the weights before", version=old.version)
 
     async def _probe(self, manifest: Manifest) -> str | None:
-        """What is wrong with the weights in the engine; None when they are what the manifest says."""
+        """Return what is wrong with the weights in the engine; None when they are what the manifest says."""
         if manifest.probe is None:
             return None
         ours = await self._engine.logprobs(manifest.probe.tokens.numpy().tolist())
@@ -336,6 +340,6 @@ class WeightUpdater:
             f" {difference:.2g} nats from the trainer's, {self._tolerance:.2g} is allowed"
         )
 
-    async def _alarm(self, text: str) -> None:
+    async def _report(self, text: str) -> None:
         event = Event(name="weights_refused", service=self._name, level="error", text=text)
         await asyncio.to_thread(self._broker.events.emit, event)

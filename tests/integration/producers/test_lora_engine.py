@@ -162,7 +162,7 @@ def test_a_generator_follows_a_trainer_of_an_adapter_and_passes_every_probe(
             async with asyncio.timeout(90):
                 for version in range(5):
                     await asyncio.to_thread(train_and_publish, version)
-                    assert await updates.ready(version), "checked by its probe"
+                    assert await updates.wait_ready(version), "checked by its probe"
         finally:
             stop.set()
             await following

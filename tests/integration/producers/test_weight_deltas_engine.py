@@ -100,7 +100,7 @@ def test_an_engine_follows_a_chain_of_deltas_and_passes_every_probe(
                 for version in range(1, 7):
                     manifest = await asyncio.to_thread(learner.publish, version)
                     assert (manifest.delta is None) == (version == 1)
-                    assert await updates.ready(version), "checked by its probe"
+                    assert await updates.wait_ready(version), "checked by its probe"
         finally:
             stop.set()
             await following

@@ -67,7 +67,7 @@ def play(config: TidemillConfig, broker: Broker, folder: Path, scene: Scene, ada
         following = asyncio.create_task(updates.run(stop))
         try:
             async with asyncio.timeout(30):
-                assert await updates.ready(1)
+                assert await updates.wait_ready(1)
                 await scene(updates, engine, training)
         finally:
             stop.set()
@@ -102,9 +102,9 @@ def test_a_version_that_is_put_right_is_loaded_after_all(
         repair = publish_damaged(broker, training, tmp_path, how)
         assert "version 2 cannot be fetched" in await alarm(broker)
         assert updates.version == 1
-        assert await updates.ready(1), "the old version serves on"
+        assert await updates.wait_ready(1), "the old version serves on"
         repair()
-        assert await updates.ready(2)
+        assert await updates.wait_ready(2)
         assert engine.versions == [1, 2]
 
     play(config, broker, tmp_path, scene)
@@ -135,7 +135,7 @@ def test_a_newer_version_replaces_one_that_cannot_be_fetched(
         publish_damaged(broker, training, tmp_path, "missing")
         await alarm(broker)
         publish_weights(broker, training.leader_term, 3, tmp_path)
-        assert await updates.ready(3)
+        assert await updates.wait_ready(3)
         assert engine.versions == [1, 3]
 
     play(config, broker, tmp_path, scene)
@@ -149,7 +149,7 @@ def test_a_full_disk_of_the_generator_is_waited_for(config: TidemillConfig, brok
         publish_weights(broker, training.leader_term, 2, tmp_path)
         assert "cannot be written" in await alarm(broker)
         folder.unlink()
-        assert await updates.ready(2)
+        assert await updates.wait_ready(2)
 
     play(config, broker, tmp_path, scene)
 
@@ -161,7 +161,7 @@ def test_the_process_ends_when_a_version_stays_out_of_reach(
 
     async def scene(updates: WeightUpdater, engine: Loads, training: TrainerSession) -> None:
         publish_damaged(broker, training, tmp_path, "missing")
-        assert not await updates.ready(2), "nobody waits for it any more"
+        assert not await updates.wait_ready(2), "nobody waits for it any more"
 
     with pytest.raises(InfraError, match="gone from the broker"):
         play(config, broker, tmp_path, scene)
@@ -210,7 +210,7 @@ def test_weights_that_are_not_for_this_generator_are_refused_and_the_old_ones_st
         publish_weights(broker, training.leader_term, 2, tmp_path, keep=2, adapter=wrong)
         assert f"weights version 2 is not for this generator: {reason}" in await alarm(broker)
         publish_weights(broker, training.leader_term, 3, tmp_path, keep=2, adapter=adapter_of(model))
-        assert await updates.ready(3)
+        assert await updates.wait_ready(3)
         assert engine.versions == [1, 3]
 
     play(with_lora(config, model), broker, tmp_path, scene, adapter_of(model))

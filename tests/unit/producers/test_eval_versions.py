@@ -4,27 +4,27 @@ from __future__ import annotations
 
 import pytest
 
-from producers.generator.eval_versions import Evaluations, next_version, still_at
+from producers.generator.eval_versions import EvaluationState, next_version, still_at
 from schemas.messages import Heartbeat
 
 
 @pytest.mark.parametrize(
     ("current", "stored", "known", "patient", "expected"),
     [
-        (3, [2, 3], Evaluations(10), False, None),
-        (3, [3, 4, 5], Evaluations(10), False, 5),
-        (-1, [10, 11, 12], Evaluations(10), False, 12),
-        (-1, [10, 11, 12], Evaluations(10, pending=10), False, 10),
-        (8, [8, 9, 10, 11], Evaluations(10), False, 10),
-        (8, [8, 9, 11], Evaluations(10), False, 11),
-        (8, [8, 9, 10, 11], Evaluations(10, pending=9), False, 9),
-        (8, [8, 9, 11], Evaluations(10, pending=10), False, 11),
-        (10, [10, 11], Evaluations(10, pending=10, opened=True), False, None),
-        (10, [10, 11], Evaluations(10, busy=True, opened=True), False, None),
-        (10, [10, 11], Evaluations(10), True, None),
-        (10, [10, 11], Evaluations(10), False, 11),
-        (10, [10, 11], Evaluations(10, opened=True), True, 11),
-        (12, [12, 13], Evaluations(10, pending=10), False, 13),
+        (3, [2, 3], EvaluationState(10), False, None),
+        (3, [3, 4, 5], EvaluationState(10), False, 5),
+        (-1, [10, 11, 12], EvaluationState(10), False, 12),
+        (-1, [10, 11, 12], EvaluationState(10, pending=10), False, 10),
+        (8, [8, 9, 10, 11], EvaluationState(10), False, 10),
+        (8, [8, 9, 11], EvaluationState(10), False, 11),
+        (8, [8, 9, 10, 11], EvaluationState(10, pending=9), False, 9),
+        (8, [8, 9, 11], EvaluationState(10, pending=10), False, 11),
+        (10, [10, 11], EvaluationState(10, pending=10, opened=True), False, None),
+        (10, [10, 11], EvaluationState(10, busy=True, opened=True), False, None),
+        (10, [10, 11], EvaluationState(10), True, None),
+        (10, [10, 11], EvaluationState(10), False, 11),
+        (10, [10, 11], EvaluationState(10, opened=True), True, 11),
+        (12, [12, 13], EvaluationState(10, pending=10), False, 13),
     ],
     ids=[
         "nothing newer",
@@ -43,7 +43,9 @@ from schemas.messages import Heartbeat
         "goes on when it is beyond",
     ],
 )
-def test_next_version(current: int, stored: list[int], known: Evaluations, patient: bool, expected: int | None) -> None:
+def test_next_version(
+    current: int, stored: list[int], known: EvaluationState, patient: bool, expected: int | None
+) -> None:
     assert next_version(current, stored, known, patient) == expected
 
 

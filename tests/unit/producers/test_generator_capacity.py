@@ -6,13 +6,13 @@ import pytest
 
 from producers.engines.base import KvCacheUsage
 from producers.engines.vllm.boot import check_parallel
-from producers.generator.task_loop import Lengths, need, room
+from producers.generator.task_loop import MeanSampleSize, cache_need, groups_to_take
 from producers.workflows.trajectory_builder import SampledCompletion
 from schemas.errors import ConfigError
 
 
 @pytest.mark.parametrize(
-    ("in_flight", "load", "mean", "expected"),
+    ("in_flight", "cache", "mean", "expected"),
     [
         (10, None, 50.0, 54),
         (70, None, 50.0, 0),
@@ -42,27 +42,27 @@ from schemas.errors import ConfigError
         "and a second one when it goes beyond",
     ],
 )
-def test_room(in_flight: int, load: KvCacheUsage | None, mean: float, expected: int) -> None:
-    assert room(64, in_flight, load, mean, n=1) == expected
+def test_groups_to_take(in_flight: int, cache: KvCacheUsage | None, mean: float, expected: int) -> None:
+    assert groups_to_take(64, in_flight, cache, mean, n=1) == expected
 
 
 def test_groups_are_whole() -> None:
-    assert room(64, 0, None, 50.0, n=8) == 8
-    assert room(64, 60, None, 50.0, n=8) == 1, "the last one may go beyond the limit"
-    assert room(64, 0, KvCacheUsage(1000, 0, 0), 50.0, n=8) == 2
-    assert room(64, 16, KvCacheUsage(1000, 800, 0), 50.0, n=8) == 0, "but not beyond the memory"
-    assert room(64, 0, KvCacheUsage(100, 0, 0), 50.0, n=8) == 1, "unless there is nothing else to do"
+    assert groups_to_take(64, 0, None, 50.0, n=8) == 8
+    assert groups_to_take(64, 60, None, 50.0, n=8) == 1, "the last one may go beyond the limit"
+    assert groups_to_take(64, 0, KvCacheUsage(1000, 0, 0), 50.0, n=8) == 2
+    assert groups_to_take(64, 16, KvCacheUsage(1000, 800, 0), 50.0, n=8) == 0, "but not beyond the memory"
+    assert groups_to_take(64, 0, KvCacheUsage(100, 0, 0), 50.0, n=8) == 1, "unless there is nothing else to do"
 
 
 def test_the_mean_is_that_of_the_longest_until_samples_tell() -> None:
-    lengths = Lengths(1000)
-    assert lengths.mean == 1000
+    size = MeanSampleSize(1000)
+    assert size.tokens == 1000
     for _ in range(20):
-        lengths.add(100)
-    assert 100 < lengths.mean < 200
+        size.add(100)
+    assert 100 < size.tokens < 200
     for _ in range(300):
-        lengths.add(300)
-    assert 290 < lengths.mean <= 300
+        size.add(300)
+    assert 290 < size.tokens <= 300
 
 
 def test_a_sample_needs_its_own_tokens_and_its_share_of_the_prompt() -> None:
@@ -70,9 +70,9 @@ def test_a_sample_needs_its_own_tokens_and_its_share_of_the_prompt() -> None:
         size = len(mask)
         return SampledCompletion(0, [7] * size, mask, [0.0] * size, [], [], "stop", "", "")
 
-    assert need(sample([0] * 80 + [1] * 5), n=8) == 15
-    assert need(sample([0] * 80 + [1] * 5 + [0] * 3 + [1] * 2), n=8) == 20
-    assert need(sample([0] * 80), n=8) == 10
+    assert cache_need(sample([0] * 80 + [1] * 5), n=8) == 15
+    assert cache_need(sample([0] * 80 + [1] * 5 + [0] * 3 + [1] * 2), n=8) == 20
+    assert cache_need(sample([0] * 80), n=8) == 10
 
 
 def test_parallel_settings_that_this_machine_cannot_have_are_one_line() -> None:
