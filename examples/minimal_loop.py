@@ -19,9 +19,8 @@ import yaml
 
 from consumers.reward.scorer import Scorer
 from consumers.trainer.data.microbatches import Group
-from consumers.trainer.model.policy import Policy, load_model
 from consumers.trainer.model.snapshot import Snapshots
-from consumers.trainer.step.train_step import TrainStep
+from consumers.trainer.step.build import build_train_step
 from deploy.offline.warm_start import make_model
 from producers.datasets.loading import build_dataset
 from producers.datasets.prompt_order import PromptOrder
@@ -58,7 +57,7 @@ async def train(config: TidemillConfig) -> None:
     """Run the loop; one line of figures for each step."""
     file = Path(config.model.path).with_name("weights.safetensors")
     tokenizer = HfTokenizer(config.model.path)
-    step = TrainStep.from_config(Policy(load_model(config.model.path, config.model.dtype)), config)
+    step = build_train_step(config)
     snapshots = Snapshots(step.policy, config.model.dtype)
     scorer = Scorer(config.reward.terms, config.base, config.reward.workers, config.reward.timeout_s)
     engine = TransformersEngine(
@@ -84,7 +83,7 @@ async def train(config: TidemillConfig) -> None:
             groups_P.append(Group(task.task_id, [(t, score.reward) for t, score in scored if score.status == "ok"]))
 
         # Train: rewards become advantages within each group, these and the log-probabilities one update of the weights.
-        result = step.run(step.assemble(groups_P), version)
+        result = step.run(step.planner.plan(groups_P).batch(), version)
 
         # Hand over: the engine samples the next batch with the weights that this step made, so that none is stale.
         snapshot = snapshots.take()
