@@ -16,7 +16,7 @@ import structlog
 
 from broker.connection.connection import Connection, check_server, find_url
 from broker.connection.keys import GENERATORS, REWARD, TRAINER, Keys
-from broker.connection.runs import memory_of
+from broker.connection.runs import check_schema, memory_of
 from broker.flow.ledger import Ledger
 from broker.flow.run_control import RunControl
 from broker.flow.trainer_session import TrainerSession
@@ -50,10 +50,11 @@ class Broker:
         self.trajectory_store = TrajectoryStore(connection, config.max_message_bytes)
 
     @classmethod
-    def connect(cls, config: TidemillConfig) -> Broker:
+    def connect(cls, config: TidemillConfig, *, any_schema: bool = False) -> Broker:
         """Connect to broker.url, else REDIS_URL, waiting for a server that starts.
 
-        ConfigError when there is none to use, InfraError when it does not answer before the deadline.
+        any_schema: also to a run that another version of Tidemill wrote, which then can only be purged. ConfigError
+        when there is no server to use or the run can't be read, InfraError when none answers before the deadline.
         """
         url = find_url(config.broker.url)
         if url is None:
@@ -61,6 +62,8 @@ class Broker:
         connection = Connection(url, Keys(config.broker.prefix, config.run.name), config.broker.deadline_s)
         for warning in connection.run("looking at the server", lambda client: check_server(client, url)):
             log.warning(warning)
+        if not any_schema:
+            connection.run("looking at the run", check_schema, connection.keys)
         return cls(connection, config.broker)
 
     def task_queue(self, consumer: str) -> TaskQueue:

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from schemas.errors import DataError
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 """Version of every message layout; a reader refuses any other with a clear reason."""
 
 DEFAULT_MAX_BYTES = 16 * 1024 * 1024

@@ -93,7 +93,7 @@ class PauseStatus(Answer):
     waiting_for: list[str] = Field(description="Services (freeze) or streams (drain) that are not there yet.")
 
 
-class Verdict(Answer):
+class Bottleneck(Answer):
     """What limits the run now, in words, with the figures that say so."""
 
     limit: Limit
@@ -207,7 +207,7 @@ class RunStatus(Answer):
     reward: float | None = Field(description="Mean of the last step.")
     evaluation: EvaluationStatus | None = Field(description="The newest complete one.")
     pause: PauseStatus
-    verdict: Verdict
+    bottleneck: Bottleneck
     throughput: Throughput
     staleness: Staleness
     ledger: LedgerStatus
@@ -288,7 +288,7 @@ class Trajectories(Answer):
     complete: bool = Field(description="Whether all that are kept were looked through.")
 
 
-class Turn(Answer):
+class TurnRange(Answer):
     """Tokens [start, end) are one turn."""
 
     role: str
@@ -317,7 +317,7 @@ class TrajectoryDetail(TrajectoryHead):
     seconds: float
     components: dict[str, float] = Field(description="Terms of the reward.")
     score_reason: str
-    turns: list[Turn]
+    turns: list[TurnRange]
     token_table: TokenTable
     data: dict[str, Any]
 

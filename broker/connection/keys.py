@@ -42,6 +42,11 @@ class Keys:
     def _key(self, name: str) -> str:
         return f"{self.base}:{name}"
 
+    @property
+    def run(self) -> str:
+        """The run's name."""
+        return self.base.strip("{}").rpartition(":")[2]
+
     def named(self, names: Sequence[str]) -> list[str]:
         """Keys by the names that scripts declare: ``CTL`` is ``ctl``."""
         return [str(getattr(self, name.lower())) for name in names]

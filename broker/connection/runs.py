@@ -1,4 +1,4 @@
-"""The runs on one server: found by their keys, measured, deleted."""
+"""The runs on one server: found by their keys and measured, and whether this version can read what one left."""
 
 from __future__ import annotations
 
@@ -7,6 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import redis
+
+from broker.connection.keys import Keys
+from schemas.codec import SCHEMA_VERSION
+from schemas.errors import ConfigError
 
 _BASE = re.compile(rb"^\{([^{}]+):([^{}:]+)\}:")
 
@@ -47,6 +51,29 @@ def _info(client: redis.Redis, prefix: str, name: str, keys: list[bytes]) -> Run
         memory=sum(memory_of(client, key) for key in keys),
         state=state.decode() if state else "-",
         step=int(step) if step else 0,
+    )
+
+
+def check_schema(client: redis.Redis, keys: Keys) -> None:
+    """ConfigError when the run's data was written with other layouts of messages and keys than this version's."""
+    try:
+        found: Any = client.hmget(keys.ctl, "schema", "step")
+    except redis.exceptions.NoPermissionError:
+        # Generators and reward services may not see the control state; feeder and trainer refuse the run.
+        return
+    except redis.ResponseError as error:
+        # A key of another type is mended by the trainer that takes the run over.
+        if "WRONGTYPE" in str(error):
+            return
+        raise
+    schema, step = found
+    if schema == b"%d" % SCHEMA_VERSION or (schema is None and step is None):
+        return
+    version = int(schema) if schema is not None and schema.isdigit() else 1
+    other = "an older" if version < SCHEMA_VERSION else "a newer"
+    raise ConfigError(
+        f"run {keys.run!r} was written by {other} Tidemill (schema {version}, this one reads {SCHEMA_VERSION}): finish"
+        f" it with that version, or delete it: `tidemill purge {keys.run}`, or `tidemill up --fresh` for its files, too"
     )
 
 

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from broker.flow.pipeline import PipelineSnapshot
-from broker.flow.run_control import ControlState, Mode
+from broker.flow.run_control import ControlState
+from schemas.control_api import PauseMode
 from schemas.messages import BatchRecord
 
 FIRST_LIFETIME = "start"
@@ -38,7 +39,7 @@ class Progress:
     samples: int = 0
     counts: dict[str, int] = field(default_factory=dict)
     settings: dict[str, int] = field(default_factory=dict)
-    pause: Mode = "none"
+    pause: PauseMode = "none"
     pause_id: int = 0
     pause_by: str = ""
     pause_since: int = 0
@@ -64,7 +65,7 @@ class Progress:
     def advance(self, record: BatchRecord) -> None:
         """The weights hold this step from now on."""
         self.step = record.step + 1
-        self.version = record.makes
+        self.version = record.new_version
         self.trained += len(record.groups)
         self.samples += sum(bool(member.trajectory_id) for group in record.groups for member in group.members)
         self.unfinished.difference_update(group.task_id for group in record.groups)

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import get_args
 
 from broker.connection.connection import Connection
+from schemas.control_api import PauseMode
 
-Mode = Literal["none", "freeze", "drain"]
-MODES: tuple[Mode, ...] = ("none", "freeze", "drain")
+MODES: tuple[PauseMode, ...] = get_args(PauseMode)
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class ControlState:
     (Unix seconds). replicas: wanted, by role. concurrency: samples in flight in one generator, None for its own.
     """
 
-    pause: Mode = "none"
+    pause: PauseMode = "none"
     pause_id: int = 0
     by: str = ""
     since: float = 0.0
@@ -68,7 +68,7 @@ class RunControl:
             return None
         return ControlState.parse({name.decode(): value.decode() for name, value in dict(found).items()})
 
-    def pause(self, mode: Mode, by: str) -> bool:
+    def pause(self, mode: PauseMode, by: str) -> bool:
         """Pause, or resume with ``none``; False if it was so already."""
         return self._give("pause", mode, by)
 

@@ -25,7 +25,7 @@ from broker.flow.pipeline import PipelineSnapshot, ScoredSample, Slot
 from broker.flow.progress import Takeover, TakeoverRequest
 from broker.flow.run_control import ControlState
 from broker.queues.consumer_group import AT_ONCE, Entry, ensure_group, number, with_group
-from schemas.codec import BadMessage, decode, encode
+from schemas.codec import SCHEMA_VERSION, BadMessage, decode, encode
 from schemas.errors import BrokerDamaged, BrokerLost, ConfigError, FencedError
 from schemas.messages import BatchRecord, DeadLetter, Score, Trajectory
 
@@ -50,7 +50,7 @@ class TrainerSession:
         self._connection.authority = True
         self._seen.clear()
         self._losses = -1
-        told = request.to_json() | {"nonce": secrets.token_hex(4)}
+        told = request.to_json() | {"nonce": secrets.token_hex(4), "schema": SCHEMA_VERSION}
         self._server = self._server_id()
         self._connections = self._connection.connections
         reply = self._connection.run_script("take_over", json.dumps(told))
@@ -192,7 +192,7 @@ class TrainerSession:
         tasks = [group.task_id for group in record.groups]
         self._fenced(
             self._connection.run_script(
-                "complete_step", self._leader_term, record.step + 1, record.makes, samples, *tasks
+                "complete_step", self._leader_term, record.step + 1, record.new_version, samples, *tasks
             )
         )
 

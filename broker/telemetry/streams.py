@@ -83,6 +83,13 @@ class Heartbeats:
             return None
         return max(0.0, self._connection.run("reading the broker's clock", _stamp) - decode(body, Heartbeat).time)
 
+    def list_names(self) -> list[str]:
+        """Every service that has sent one, by name; whatever version of Tidemill it is of."""
+        found: Any = self._connection.run(
+            "listing services", lambda client: client.hgetall(self._connection.keys.services)
+        )
+        return sorted(name.decode() for name in found)
+
     def list(self) -> list[Heartbeat]:
         """The last heartbeat of every service, by name."""
         found: Any = self._connection.run(

@@ -119,7 +119,7 @@ class BatchSource:
                 return None
         references = [_reference(outcomes) for _, outcomes in self._taken]
         progress = self._progress
-        record = BatchRecord(step=progress.step, version=progress.version, makes=new_version, groups=references)
+        record = BatchRecord(step=progress.step, version=progress.version, new_version=new_version, groups=references)
         self._session.journal_batch(record)
         return self._make_batch(record, [group for group, _ in self._taken])
 

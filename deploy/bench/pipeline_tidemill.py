@@ -103,7 +103,10 @@ class Assembler:
     def _train(self) -> None:
         groups = self._groups()
         record = BatchRecord(
-            step=self._step, version=self._step, makes=self._step + 1, groups=[reference(group) for group in groups]
+            step=self._step,
+            version=self._step,
+            new_version=self._step + 1,
+            groups=[reference(group) for group in groups],
         )
         bodies = self._training.fetch_trajectories(
             [outcome.trajectory_id or b"" for group in groups for outcome in group]

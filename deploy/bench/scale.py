@@ -212,7 +212,9 @@ class Assembler:
             if body is None:
                 raise InfraError(f"step {step} lost a sample")
             self._tokens += len(body.versions())
-        record = BatchRecord(step=step, version=step, makes=step + 1, groups=[reference(group) for group in groups])
+        record = BatchRecord(
+            step=step, version=step, new_version=step + 1, groups=[reference(group) for group in groups]
+        )
         self._training.journal_batch(record)
         self._training.complete_step(record)
         self._freed.append(time.monotonic())

@@ -29,7 +29,7 @@ def purge(
     """Delete everything a run left in the broker; its folder stays."""
     from deploy.client import find
 
-    find.purge(find.find(run, url, prefix), run, yes)
+    find.purge(find.find(run, url, prefix, any_schema=True), run, yes)
 
 
 @app.command()

@@ -24,7 +24,7 @@ from urllib.request import ProxyHandler, Request, build_opener
 from broker.api.address import address_of, read_token
 from broker.api.routes import views
 from broker.api.routes.views import Search
-from broker.api.status.collector import Collector, Plan
+from broker.api.status.collector import Collector, PlannedRun
 from broker.api.web.problems import Refusal
 from broker.client import Broker
 from deploy.client import find
@@ -204,7 +204,7 @@ class Direct:
 
     def __init__(self, broker: Broker, run: str) -> None:
         self._broker = broker
-        self._collector = Collector(broker, Plan(run))
+        self._collector = Collector(broker, PlannedRun(run))
 
     def status(self) -> RunStatus:
         return self._collector.read()

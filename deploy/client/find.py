@@ -16,7 +16,7 @@ from broker.client import Broker
 from broker.connection import acl
 from broker.connection.connection import Connection, answers, find_url, mask, open_client
 from broker.connection.keys import Keys
-from broker.connection.runs import RunInfo, list_runs
+from broker.connection.runs import RunInfo, check_schema, list_runs
 from schemas.config import BrokerConfig, TidemillConfig, load_config
 from schemas.errors import ConfigError
 
@@ -25,10 +25,11 @@ SOCKET = "broker/broker.sock"
 RUNS = Path("runs")
 
 
-def find(run: str, url: str | None, prefix: str) -> Broker:
+def find(run: str, url: str | None, prefix: str, *, any_schema: bool = False) -> Broker:
     """The broker of a run, by its name or its configuration file; ConfigError says what was looked for.
 
-    Without ``url`` that is broker.url or REDIS_URL, else the embedded server in the run's folder.
+    Without ``url`` that is broker.url or REDIS_URL, else the embedded server in the run's folder. any_schema: also a
+    run that another version of Tidemill wrote, which can only be purged.
     """
     config: TidemillConfig | None = None
     if run.endswith((".yaml", ".yml")):
@@ -47,6 +48,8 @@ def find(run: str, url: str | None, prefix: str) -> Broker:
     if not broker.connection.run("looking for the run", lambda client: client.exists(broker.connection.keys.ctl)):
         known = ", ".join(sorted(info.name for info in list_runs(broker.connection.client))) or "none"
         raise ConfigError(f"no run {run!r} at {mask(found)}; runs there: {known}")
+    if not any_schema:
+        broker.connection.run("looking at the run", check_schema, broker.connection.keys)
     return broker
 
 
@@ -93,7 +96,7 @@ def show_runs(url: str | None, as_json: bool) -> None:
 
 def purge(broker: Broker, run: str, yes: bool) -> None:
     """Delete a run after asking; a run whose services are alive is named as such."""
-    alive = [beat.service for beat in broker.heartbeats.list()]
+    alive = broker.heartbeats.list_names()
     if not yes:
         note = f" It has services: {', '.join(alive)}." if alive else ""
         if input(f"Delete all data of run {run} in the broker ({size(broker.measure_memory())})?{note} [y/N] ") != "y":

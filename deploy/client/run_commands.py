@@ -52,7 +52,7 @@ def rows(s: RunStatus) -> list[tuple[str, str]]:
     memory = "unknown memory" if s.memory_bytes is None else find.size(s.memory_bytes)
     lines = [
         ("state", f"{s.state}{': ' + s.cause if s.cause else ''}"),
-        ("limited by", s.verdict.text),
+        ("limited by", s.bottleneck.text),
         ("step", f"{s.step} of {s.steps}, weights version {s.version}, the trainer's leader term {s.leader_term}"),
         ("prompt groups", f"{total}: {balance}"),
         ("ended untrained", ", ".join(ended) or "none"),

@@ -371,4 +371,4 @@ def _forget(config: TidemillConfig) -> None:
         elif path.name != LOCK:
             path.unlink()
     if find_url(config.broker.url) is not None:
-        Broker.connect(config).purge()
+        Broker.connect(config, any_schema=True).purge()

@@ -23,7 +23,7 @@ EVENTS, FEW_EVENTS = 6, 3
 TALL = 34
 """Lines from which there is room for all events."""
 CAUSE_STYLES = {"failed": "bold red", "unreachable": "bold red", "running": "dim"}
-"""States whose cause the verdict does not tell already."""
+"""States whose cause the bottleneck does not tell already."""
 MIN_SERVICES = 4
 FIXED_LINES = 19
 """Lines of the page besides services, streams and events."""
@@ -68,7 +68,7 @@ def page(s: RunStatus, events: Sequence[TimelineEvent], height: int) -> Panel:
         ("tidemill ", "bold"), (s.run, "bold cyan"), "  ", (s.state, STATE_STYLES.get(s.state, "yellow"))
     )
     parts: list[RenderableType] = [
-        Text(s.verdict.text),
+        Text(s.bottleneck.text),
         *([Text(s.cause, CAUSE_STYLES[s.state])] if s.cause and s.state in CAUSE_STYLES else []),
         Text(),
         _figures(s),

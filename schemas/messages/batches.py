@@ -24,11 +24,11 @@ class GroupRef(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class BatchRecord(Message, kw_only=True, tag="batch"):
-    """What a step trains on, written to the journal before the step: it trains ``version`` and makes ``makes``."""
+    """What a step trains on, journaled before the step, which trains ``version`` and makes ``new_version``."""
 
     step: int
     version: int
-    makes: int
+    new_version: int
     groups: list[GroupRef]
 
 

@@ -10,8 +10,16 @@ from broker.api.routes import views
 from broker.api.routes.context import By, Context, InContext
 from broker.api.status.scaling import NOBODY, scale_command
 from broker.api.web.problems import Refusal
-from broker.flow.run_control import Mode
-from schemas.control_api import Accepted, PauseRequest, RunStatus, ScaleRequest, Settings, SettingsChange, WaitRequest
+from schemas.control_api import (
+    Accepted,
+    PauseMode,
+    PauseRequest,
+    RunStatus,
+    ScaleRequest,
+    Settings,
+    SettingsChange,
+    WaitRequest,
+)
 
 router = APIRouter(prefix="/v1", tags=["orders"])
 STOP_ELSEWHERE = {
@@ -35,7 +43,7 @@ async def drain(context: InContext, by: By, body: WaitRequest | None = None) -> 
     return await _pause(context, by, "drain", (body or WaitRequest()).wait_s, "drain")
 
 
-async def _pause(context: Context, by: str, mode: Mode, wait_s: float, order: str) -> Accepted:
+async def _pause(context: Context, by: str, mode: PauseMode, wait_s: float, order: str) -> Accepted:
     changed = await asyncio.to_thread(context.broker.run_control.pause, mode, by)
     if changed:
         await asyncio.to_thread(context.note, "paused", f"pause ({mode}) ordered", by)

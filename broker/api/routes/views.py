@@ -37,7 +37,7 @@ from schemas.control_api import (
     Trajectories,
     TrajectoryDetail,
     TrajectoryHead,
-    Turn,
+    TurnRange,
 )
 from schemas.messages import Event
 
@@ -259,7 +259,7 @@ def detail(seen: StoredTrajectory, decode: Decode | None) -> TrajectoryDetail:
             "seconds": body.seconds,
             "components": dict(score.components) if score else {},
             "score_reason": score.reason if score else "",
-            "turns": [Turn(role=turn.role, start=turn.start, end=turn.end) for turn in body.turns],
+            "turns": [TurnRange(role=turn.role, start=turn.start, end=turn.end) for turn in body.turns],
             "token_table": table,
             "data": plain(body.data),
         }

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from schemas.control_api import RunState, Verdict
+from schemas.control_api import Bottleneck, RunState
 
 BUSY = 0.2
 """A trainer that waits for less than this share of a step is the limit."""
@@ -57,7 +57,7 @@ class Evidence:
     trained_per_s: float
 
 
-def verdict(seen: Evidence) -> Verdict:
+def find_bottleneck(seen: Evidence) -> Bottleneck:
     """The one thing that limits the run most."""
     figures = {
         name: round(float(value), 4)
@@ -75,7 +75,7 @@ def verdict(seen: Evidence) -> Verdict:
         if value is not None
     }
     limit, text = _standing(seen) or _limit(seen)
-    return Verdict.model_validate({"limit": limit, "text": text, "figures": figures})
+    return Bottleneck.model_validate({"limit": limit, "text": text, "figures": figures})
 
 
 def _standing(seen: Evidence) -> tuple[str, str] | None:

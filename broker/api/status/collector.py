@@ -8,7 +8,7 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from broker.api.status.bottleneck import Evidence, verdict
+from broker.api.status.bottleneck import Evidence, find_bottleneck
 from broker.api.status.run_state import LOADING, is_live, pause_status, run_state
 from broker.api.status.scaling import scaling
 from broker.api.status.series import HISTOGRAM, History, Rates
@@ -43,7 +43,7 @@ METRICS_AT_ONCE = 1000
 
 
 @dataclass(frozen=True)
-class Plan:
+class PlannedRun:
     """What the configuration says of a run, as far as a look at it needs that; 0 where it is not known."""
 
     run: str
@@ -55,7 +55,7 @@ class Plan:
     scale_hint: str = ""
 
     @classmethod
-    def of(cls, config: TidemillConfig) -> Plan:
+    def of(cls, config: TidemillConfig) -> PlannedRun:
         """From the configuration."""
         return cls(
             run=config.run.name,
@@ -71,7 +71,7 @@ class Plan:
 class Collector:
     """Reads the run again and again; keeps the metrics that it has read. Used by one thread."""
 
-    def __init__(self, broker: Broker, plan: Plan, measure_memory: bool = True) -> None:
+    def __init__(self, broker: Broker, plan: PlannedRun, measure_memory: bool = True) -> None:
         """measure_memory: whether ``memory_bytes`` is read, which asks for the size of every key of the run."""
         self._broker = broker
         self._plan = plan
@@ -159,7 +159,7 @@ class Collector:
             reward=next(iter(history.last("reward/mean")), None),
             evaluation=evaluation(complete[-1]) if complete else None,
             pause=pause,
-            verdict=verdict(self._evidence(state, cause, ledger, lags, beats, now)),
+            bottleneck=find_bottleneck(self._evidence(state, cause, ledger, lags, beats, now)),
             throughput=Throughput(
                 generated_tokens=_sum(services, "generator"),
                 trained_tokens=_sum(services, "trainer"),

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import redis
 import structlog
 
-from broker.api.status.collector import Collector, Plan, evaluation
+from broker.api.status.collector import Collector, PlannedRun, evaluation
 from broker.api.status.kubernetes import Deployments
 from broker.api.status.prometheus import render
 from broker.api.status.series import Pace
@@ -17,7 +17,7 @@ from broker.client import Broker
 from broker.flow.run_control import ControlState
 from broker.telemetry.streams import StoredEvent
 from schemas.config import TidemillConfig
-from schemas.control_api import EvaluationStatus, MetricsHistory, RunStatus, ThroughputHistory, Verdict
+from schemas.control_api import Bottleneck, EvaluationStatus, MetricsHistory, RunStatus, ThroughputHistory
 from schemas.errors import InfraError, TidemillError
 
 EVERY_S = 1.0
@@ -48,7 +48,7 @@ class Watch:
         self._broker = broker
         self._deployments = deployments
         self._every_s = every_s
-        self._collector = Collector(broker, Plan.of(config), measure_memory)
+        self._collector = Collector(broker, PlannedRun.of(config), measure_memory)
         self._pace = Pace()
         self._lock = threading.Lock()
         self._stop = threading.Event()
@@ -177,5 +177,5 @@ class Watch:
 
 def unreachable(status: RunStatus, cause: str) -> RunStatus:
     """The last look at a run whose broker does not answer, marked as such."""
-    said = Verdict(limit="broker", text="The broker does not answer: what follows is the last look.", figures={})
-    return status.model_copy(update={"state": "unreachable", "cause": cause, "verdict": said})
+    said = Bottleneck(limit="broker", text="The broker does not answer: what follows is the last look.", figures={})
+    return status.model_copy(update={"state": "unreachable", "cause": cause, "bottleneck": said})

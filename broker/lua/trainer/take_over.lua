@@ -131,7 +131,7 @@ end
 -- Numbers never go back: a version that was published once names those weights for ever.
 local version = math.max(tonumber(known[2] or 0), lost and own.version_if_lost or own.version)
 redis.call('SET', LEADER_TERM, leader_term)
-redis.call('HSET', CTL, 'leader_term', n, 'version', string.format('%d', version), 'state', 'running')
+redis.call('HSET', CTL, 'schema', string.format('%d', own.schema), 'leader_term', n, 'version', string.format('%d', version), 'state', 'running')
 redis.call('HSET', CTL, 'steps', string.format('%d', own.steps), 'window', string.format('%d', own.window))
 redis.call('HDEL', CTL, 'cause')
 redis.call('HSET', CTL, 'every', string.format('%d', own.every))

@@ -185,7 +185,7 @@ def test_the_run_is_seen_moving_and_nothing_comes_from_elsewhere(visit: Open) ->
     step = seen.number("step")
     seen.until_step_after(step)
     assert seen.number("generated") > 0
-    expect(page.locator("#verdict")).not_to_be_empty()
+    expect(page.locator("#bottleneck")).not_to_be_empty()
     expect(page.locator("svg.flow")).to_have_attribute("aria-label", re.compile(r"Generators: .* tok/s"))
     expect(page.locator(".edge[data-edge=trajectories] .edge-rate")).to_contain_text("/s")
     expect(page.locator(".edge[data-edge=weights]")).to_contain_text("staleness")
@@ -347,7 +347,7 @@ def test_the_api_is_described_and_tried_without_internet(visit: Open, system: Sy
     page.locator("#filter").fill("status")
     page.locator("#get-v1-status summary").first.click()
     page.locator("#get-v1-status").get_by_role("button", name="Send").click()
-    expect(page.locator("#get-v1-status .docs-answer")).to_contain_text('"verdict"', timeout=PATIENCE_MS)
+    expect(page.locator("#get-v1-status .docs-answer")).to_contain_text('"bottleneck"', timeout=PATIENCE_MS)
     page.locator("#filter").fill("")
     page.locator("#post-v1-scale summary").first.click()
     expect(page.locator("#post-v1-scale .docs-curl")).to_contain_text("-X POST")

@@ -165,7 +165,9 @@ class World:
             if chosen is None:
                 break
             groups = [buffer.take(task_id) for task_id in chosen]
-            record = BatchRecord(step=step, version=step, makes=step + 1, groups=[reference(group) for group in groups])
+            record = BatchRecord(
+                step=step, version=step, new_version=step + 1, groups=[reference(group) for group in groups]
+            )
             bodies = training.fetch_trajectories([item.trajectory_id or b"" for group in groups for item in group])
             self.trained += [body for body in bodies if body is not None]
             training.journal_batch(record)

@@ -61,7 +61,7 @@ def record_from(outcomes: Sequence[ScoredSample], step: int) -> BatchRecord:
         member = Member(outcome.sample, outcome.scored_id, outcome.trajectory_id or b"")
         groups.setdefault(outcome.task_id, []).append(member)
     return BatchRecord(
-        step=step, version=step, makes=step + 1, groups=[GroupRef(t, m) for t, m in sorted(groups.items())]
+        step=step, version=step, new_version=step + 1, groups=[GroupRef(t, m) for t, m in sorted(groups.items())]
     )
 
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from broker.api.routes.views import pieces
-from broker.api.status.bottleneck import Evidence, verdict
-from broker.api.status.collector import Collector, Plan, natural
+from broker.api.status.bottleneck import Evidence, find_bottleneck
+from broker.api.status.collector import Collector, PlannedRun, natural
 from broker.api.status.poller import Watch
 from broker.api.status.run_state import LIVE_S, pause_status, run_state
 from broker.api.status.series import History, Rates
@@ -62,8 +62,8 @@ BUSY = Evidence(
         ({"missing": ["trainer"]}, "training"),
     ],
 )
-def test_the_verdict_names_what_limits_the_run(changes: dict[str, object], limit: str) -> None:
-    found = verdict(replace(BUSY, **changes))  # type: ignore[arg-type]
+def test_the_bottleneck_names_what_limits_the_run(changes: dict[str, object], limit: str) -> None:
+    found = find_bottleneck(replace(BUSY, **changes))  # type: ignore[arg-type]
     assert found.limit == limit
     assert found.text.endswith(".")
 
@@ -81,12 +81,12 @@ def test_the_verdict_names_what_limits_the_run(changes: dict[str, object], limit
         ({"wait": 0.05}, "Training: the trainer waits for only 5% of its time; more generators would not help."),
     ],
 )
-def test_the_verdict_says_what_a_user_would(changes: dict[str, object], text: str) -> None:
-    assert verdict(replace(BUSY, **changes)).text.startswith(text)  # type: ignore[arg-type]
+def test_the_bottleneck_says_what_a_user_would(changes: dict[str, object], text: str) -> None:
+    assert find_bottleneck(replace(BUSY, **changes)).text.startswith(text)  # type: ignore[arg-type]
 
 
-def test_the_verdict_gives_its_figures() -> None:
-    assert verdict(BUSY).figures["trainer_wait_share"] == 0.6
+def test_the_bottleneck_gives_its_figures() -> None:
+    assert find_bottleneck(BUSY).figures["trainer_wait_share"] == 0.6
 
 
 def beat(service: str, role: str, pause: int = 0, time: float = 100.0, state: str = "running") -> Heartbeat:
@@ -208,12 +208,12 @@ def test_a_broker_that_is_gone_is_the_limit_and_the_last_look_stays() -> None:
     watch._keep(status())
     watch._lost("no answer\nfor 5 s")
     assert (watch.latest.state, watch.latest.cause, watch.latest.step) == ("unreachable", "no answer for 5 s", 3)
-    assert (watch.latest.verdict.limit, watch.error) == ("broker", "no answer for 5 s")
+    assert (watch.latest.bottleneck.limit, watch.error) == ("broker", "no answer for 5 s")
 
 
 def test_time_to_go_is_the_pace_of_the_last_steps() -> None:
     def remaining(lines: list[dict[str, Any]]) -> float | None:
-        collector = Collector(None, Plan("run"))  # type: ignore[arg-type]
+        collector = Collector(None, PlannedRun("run"))  # type: ignore[arg-type]
         for line in lines:
             collector.history.add(line)
         return collector._remaining(59)

@@ -12,7 +12,7 @@ from urllib.request import urlopen
 import pytest
 import yaml
 
-from broker.api.status.collector import Collector, Plan
+from broker.api.status.collector import Collector, PlannedRun
 from broker.api.status.prometheus import render
 from broker.flow.ledger import LedgerState
 from broker.probes import SILENT_S, ProbeServer, Pulse
@@ -46,7 +46,7 @@ LEDGER = LedgerState(
 def status() -> RunStatus:
     names = ("tasks", "eval_tasks", "trajectories", "scored")
     lags = [StreamLag(name, 3, 1, 2, 10, 95.0) for name in names]
-    collector = Collector(None, Plan("run"))  # type: ignore[arg-type]
+    collector = Collector(None, PlannedRun("run"))  # type: ignore[arg-type]
     collector.history.add({"step": 3, "reward/mean": 0.5})
     collector._memory = 1000
     found = collector._status(LEDGER, lags, [], [], 100.0)

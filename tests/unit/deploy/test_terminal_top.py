@@ -71,8 +71,8 @@ def test_few_services_are_all_there() -> None:
     assert "more" not in text.replace("More", "")
 
 
-def test_why_a_run_failed_is_said_besides_the_verdict() -> None:
+def test_why_a_run_failed_is_said_besides_the_bottleneck() -> None:
     failed = status().model_copy(update={"state": "failed", "cause": "trainer: exit code 1: out of memory"})
     text = "\n".join(drawn(failed, 30))
     assert "trainer: exit code 1: out of memory" in text
-    assert failed.verdict.text[:30] in text
+    assert failed.bottleneck.text[:30] in text

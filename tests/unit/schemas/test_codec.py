@@ -10,7 +10,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from schemas.codec import Array, BadMessage, decode, encode
+from schemas.codec import SCHEMA_VERSION, Array, BadMessage, decode, encode
 from schemas.messages import Sampling, Score, Span, Task, Trajectory
 
 
@@ -54,7 +54,7 @@ def test_a_trajectory_survives_the_wire(tokens: list[int], logprob: float, versi
 
 def test_any_msgpack_library_reads_it_and_arrays_are_raw_buffers() -> None:
     fields = msgpack.unpackb(encode(trajectory()))
-    assert (fields["type"], fields["schema"], fields["task_id"]) == ("trajectory", 1, 7)
+    assert (fields["type"], fields["schema"], fields["task_id"]) == ("trajectory", SCHEMA_VERSION, 7)
     assert np.frombuffer(fields["tokens"]["data"], "<i4").tolist() == [5, 6, 7, 8]
     assert decode(msgpack.packb(fields), Trajectory) == trajectory()
 

@@ -2,7 +2,7 @@
 
 import { count, duration, figure, percent, plural, rate, short } from "./format.js";
 
-/** Which part of the picture limits the run, by the verdict's name for it. */
+/** Which part of the picture limits the run, by the bottleneck's name for it. */
 const PLACE = {
   prompts: "feeder", generation: "generator", reward: "reward", training: "trainer", weights: "weights",
   staleness: "slots",
@@ -24,12 +24,12 @@ function queue(status, name) {
 /** {nodes: {role: {...}}, edges: {name: {...}}, mark, moving, words}; words is the picture for those who can't see it. */
 export function facts(status) {
   const live = (role) => status.services.filter((service) => service.role === role && service.live);
-  const { throughput, staleness, ledger, verdict } = status;
+  const { throughput, staleness, ledger, bottleneck } = status;
   const loads = live("generator").map((service) => service.load).filter((load) => load !== null);
   const load = loads.length ? loads.reduce((sum, load) => sum + load, 0) / loads.length : null;
   const evaluating = live("generator").filter((service) => service.figures.evaluating).length;
   const loading = live("generator").filter((service) => ["loading", "starting"].includes(service.state)).length;
-  const wait = verdict.figures.trainer_wait_share;
+  const wait = bottleneck.figures.trainer_wait_share;
   const nodes = {
     feeder: {
       title: "Feeder", figure: rate(throughput.admitted_groups), unit: "groups/s",
@@ -75,7 +75,7 @@ export function facts(status) {
       lines: [`${count(ledger.active)} of ${count(ledger.capacity)} in use`],
     },
   };
-  const mark = PLACE[verdict.limit] ?? null;
+  const mark = PLACE[bottleneck.limit] ?? null;
   const words = `${Object.values(nodes).map((node) => `${node.title}: ${node.figure} ${node.unit}, ${node.note}.`).join(" ")} ` +
     `${Object.values(edges).filter(Boolean).map((edge) => `${edge.name}: ${edge.lines.join(", ")}.`).join(" ")} ` +
     `${mark ? `Bottleneck: ${nodes[mark]?.title ?? mark}.` : ""} ${plural(status.dead_letters, "dead letter")}.`;

@@ -113,9 +113,9 @@ function showStatus() {
   const state = byId("state");
   setAttribute(state, "data-state", status.state);
   setText(state.lastElementChild, status.state);
-  const verdict = byId("verdict");
-  setAttribute(verdict, "data-limit", status.verdict.limit);
-  setText(verdict, status.verdict.text);
+  const bottleneck = byId("bottleneck");
+  setAttribute(bottleneck, "data-limit", status.bottleneck.limit);
+  setText(bottleneck, status.bottleneck.text);
   setText(byId("foot"),
     `${status.run} · trainer leader_term ${status.leader_term} · ${bytes(status.memory_bytes)} in the broker · ` +
       `${count(status.ledger.uncommitted_steps)} steps since the last checkpoint`);
