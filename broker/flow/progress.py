@@ -21,7 +21,7 @@ FIRST_LIFETIME = "start"
 
 @dataclass
 class Progress:
-    """What is in the weights, and the pipeline as the trainer saw it last.
+    """The steps and samples in a trainer's weights, and the pipeline as the trainer saw it last.
 
     step: optimizer steps that are in the weights. version: names the weights. trained, samples: prompt groups and
     samples that they were trained on. broker_lifetime: names an unbroken life of the broker's data. cursor,
@@ -86,7 +86,7 @@ class Progress:
 
 @dataclass(frozen=True)
 class TakeoverRequest:
-    """What a trainer knows when it takes the run over: from its checkpoint, or from its own life.
+    """The knowledge of a trainer that takes the run over: from its checkpoint, or from its own life.
 
     batch, staleness, window, steps, every (most steps that no checkpoint covers): the configuration's. progress: how
     far its weights are. fresh: there was no trainer before it; the defaults are what such a trainer knows.
@@ -106,7 +106,7 @@ class TakeoverRequest:
     version_if_lost: int = 0
 
     def to_json(self) -> dict[str, Any]:
-        """All of it in one level, as the broker's script reads it; nothing for what is None."""
+        """The request and its progress in one level, as the broker's script reads them; no field is None."""
         own = {name: value for name, value in vars(self).items() if name != "progress"}
         progress = self.progress
         own |= progress.to_json() | {"step": progress.step, "version": progress.version}
@@ -116,7 +116,7 @@ class TakeoverRequest:
 
 @dataclass(frozen=True)
 class Takeover:
-    """What the broker answers. lost: it had lost something, and was mended from what the trainer knew.
+    """The broker's answer. lost: the broker had lost something, and was mended from what the trainer knew.
 
     surplus: groups that its counts say ended more often than they were admitted: an error, which the ledger shows
     as a negative ``dropped:counted_twice``.

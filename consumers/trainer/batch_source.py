@@ -87,10 +87,11 @@ log = structlog.get_logger()
 
 
 class BatchSource:
-    """``next`` waits for the groups of a step; ``replay`` gives those of a journaled one again.
+    """The batches of a trainer: ``next`` waits for those of a step, ``replay`` reads a journaled step's again.
 
     pause: people's orders are followed between steps, and while no batch comes. on_idle: called while nothing comes
-    in, to look for what generators and feeder may wait for. last_outcome_at: when an outcome came, or was looked for.
+    in, to look for what generators and feeder may wait for. last_outcome_at: when the last outcome came, or when
+    its absence was examined.
     """
 
     def __init__(self, context: TrainerContext, pause: PauseFollower, on_idle: Callable[[], None]) -> None:
@@ -124,7 +125,7 @@ class BatchSource:
         return self._make_batch(record, [group for group, _ in self._taken])
 
     def _try_assemble(self) -> bool:
-        """Take groups, whether the step has all of them now; False also while a pause is ordered."""
+        """Take groups for the step; whether it has all of them now. False also while the trainer has to pause."""
         while True:
             self._claim()
             pipeline = self._pipeline = self._session.read_pipeline()
@@ -140,7 +141,7 @@ class BatchSource:
                 return False
 
     def _choose(self, pipeline: PipelineSnapshot) -> list[int]:
-        """Complete groups for the places that are left in the step."""
+        """Task ids of complete groups, for the places that are left in the step."""
         active = self._untaken_slots(pipeline)
         chosen: list[int] = []
         while len(self._taken) + len(chosen) < pipeline.batch:

@@ -52,7 +52,7 @@ class Checkpointing:
         return True
 
     def attach(self, source: BatchSource) -> None:
-        """After a take-over: ``source`` has the data of the steps to come."""
+        """Note after a take-over that ``source`` has the data of the steps to come."""
         self._source = source
         self._uncommitted = []
 
@@ -96,19 +96,19 @@ class Checkpointing:
                 self.poll()
 
     def poll(self) -> None:
-        """Without waiting: if the pending checkpoint is durable now, let the broker forget what it covers."""
+        """Let the broker forget what the pending checkpoint covers, if it is durable now; does not wait."""
         if self._pending is not None and not self._rank_group.saving:
             self._finish_pending()
 
     def save_now(self) -> None:
-        """Have everything up to here durable, and tell people; nothing is written when it is already."""
+        """Make everything up to here durable, unless it is already, and tell people."""
         self._finish_pending()
         if self._progress.step != self.step:
             self.save()
         self._context.notify("checkpoint", "info", f"a checkpoint covers step {self._progress.step}")
 
     def save_final(self) -> None:
-        """Cover what no checkpoint does."""
+        """Make the steps durable that no checkpoint covers."""
         self._finish_pending()
         if self._uncommitted:
             self.save()

@@ -20,7 +20,7 @@ from schemas.errors import InfraError
 
 
 class StepLog:
-    """Writes down every step of one trainer, a line for each file, flushed at once. InfraError if that is not possible.
+    """The log of one trainer: a line a step in each file, flushed at once. InfraError if a file can't be written.
 
     tokens_per_s: of the last step, without the time in pauses.
     """
@@ -44,11 +44,11 @@ class StepLog:
         return self._config.folder / "profiles" / f"step-{step:08d}" if wanted else None
 
     def write_resumed(self) -> None:
-        """This trainer goes on from the weights as they are."""
+        """Log that this trainer goes on from the weights as they are."""
         _append(self._trained, {"resumed": self._progress.step, "leader_term": self._session.leader_term})
 
     def write_trained(self, batch: Batch) -> None:
-        """The batch's samples are in the weights now: the evidence, before anything that may lose the broker."""
+        """Log which samples are in the weights now; called before anything that may find the broker lost."""
         samples = [
             [group.task_id, member.sample]
             for group in batch.record.groups

@@ -7,7 +7,6 @@ checkpoints as are kept.
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,6 +19,7 @@ from consumers.trainer.checkpoint.files import refuse_older_names
 from consumers.trainer.data.microbatches import Group
 from schemas.codec import BadMessage, decode, encode
 from schemas.errors import ConfigError, DiskError
+from schemas.files import atomic_write
 from schemas.messages import RecordedGroup, StepRecord, Trajectory
 
 FOLDER = "batches"
@@ -41,15 +41,9 @@ class BatchFiles:
     def write(self, record: StepRecord) -> None:
         """Durably and whole; DiskError when there is no room."""
         file = self.folder / f"step-{record.step:08d}-t{record.leader_term:04d}.msgpack.zst"
-        aside = file.with_name(f".{file.name}")
         content = zstandard.ZstdCompressor(write_checksum=True).compress(encode(record, LARGEST))
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            with aside.open("wb") as stream:
-                stream.write(content)
-                stream.flush()
-                os.fsync(stream.fileno())
-            aside.replace(file)
+            atomic_write(file, content, durable=True)
         except OSError as error:
             raise DiskError(f"cannot write the batch of step {record.step} to {file}: {error}") from error
 
