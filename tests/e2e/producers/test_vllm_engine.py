@@ -282,7 +282,7 @@ BROKEN_UPDATE = """
 import asyncio, sys
 from pathlib import Path
 from producers.engines.base import EngineSettings
-from producers.engines.vllm import VllmEngine
+from producers.engines.vllm.engine import VllmEngine
 from schemas.errors import InfraError
 from schemas.messages import Sampling, Span
 
