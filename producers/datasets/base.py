@@ -1,4 +1,4 @@
-"""The dataset protocol and the deterministic order over it."""
+"""The dataset protocol: examples by index."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from schemas.messages import ChatMessage
 
 @dataclass(frozen=True)
 class Example:
-    """One prompt (text or chat messages, exactly one of them) and what its reward needs.
+    """A prompt (text or chat messages, exactly one of them) and the data that its reward needs.
 
     data: goes to the reward function as keywords, msgpack types only; ``answer`` is the reference.
     """

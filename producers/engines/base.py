@@ -48,7 +48,7 @@ class EngineSettings:
 
 @dataclass(frozen=True)
 class Completion:
-    """One sampled completion of G tokens.
+    """A sampled completion of G tokens.
 
     tokens: G ids, the end-of-sequence token included when it was sampled.
     logprobs: float32 [G], of the distribution that was sampled from (after temperature), natural log.

@@ -45,7 +45,7 @@ class Script:
 
 @dataclass
 class _Running:
-    """One sample that is being generated; ``until`` tokens of it will exist."""
+    """A sample that is being generated; ``until`` tokens of it will exist."""
 
     rng: np.random.Generator
     until: int

@@ -24,7 +24,9 @@ class Tokenizer(Protocol):
         """Token ids of a task's prompt; messages go through the chat template."""
         ...
 
-    def encode(self, text: str) -> list[int]: ...
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a piece of text, nothing added."""
+        ...
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text without special tokens."""

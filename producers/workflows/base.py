@@ -69,7 +69,10 @@ class RolloutContext:
 
 
 class Workflow(Protocol):
-    """Built once per generator with the arguments of ``generator.workflow.args``."""
+    """Turns a task into samples. Built once per generator with the arguments of ``generator.workflow.args``.
+
+    ``run`` is an async generator, or returns ``rollout.each(self.sample)`` for samples that are made one by one.
+    """
 
     def run(self, rollout: RolloutContext) -> AsyncIterator[SampledCompletion]:
         """Yield one SampledCompletion for each of ``rollout.indices``, in any order, each as soon as it is finished.

@@ -9,8 +9,8 @@ from producers.engines.base import Completion
 from producers.workflows.base import RolloutContext
 from producers.workflows.trajectory_builder import SampledCompletion, TrajectoryBuilder
 
-_Hear = Callable[[tuple[TrajectoryBuilder, Completion, bool]], None]
-"""Is told of a sample's new tokens, and whether these are all."""
+_OnTokens = Callable[[tuple[TrajectoryBuilder, Completion, bool]], None]
+"""Called with a sample, its new tokens, and whether these are all."""
 
 
 class SingleTurn:
@@ -52,14 +52,14 @@ class SingleTurn:
                 request.cancel()
 
 
-async def _generate(rollout: RolloutContext, group: Sequence[TrajectoryBuilder], hear: _Hear) -> None:
+async def _generate(rollout: RolloutContext, group: Sequence[TrajectoryBuilder], on_tokens: _OnTokens) -> None:
     """Send one request for samples that have the same tokens so far."""
     finished: set[int] = set()
 
     def progress(k: int, completion: Completion) -> None:
         if completion.finish != "abort":
             finished.add(k)
-        hear((group[k], completion, completion.finish != "abort"))
+        on_tokens((group[k], completion, completion.finish != "abort"))
 
     prefix = group[0].tokens[len(rollout.prompt_ids) :]
     completions = await rollout.engine.generate(
@@ -67,4 +67,4 @@ async def _generate(rollout: RolloutContext, group: Sequence[TrajectoryBuilder],
     )
     for k, completion in enumerate(completions):
         if k not in finished:
-            hear((group[k], completion, True))
+            on_tokens((group[k], completion, True))
