@@ -1,1 +1,1 @@
-"""How Tidemill is started."""
+"""Deployment: how Tidemill is started, supervised, watched and measured."""

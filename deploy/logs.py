@@ -1,4 +1,4 @@
-"""One log line format for our own code and for the libraries: human on a terminal, JSON otherwise.
+"""Logging of a process: our own lines and the libraries' in one format, human on a terminal, JSON otherwise.
 
 Services log with ``structlog.get_logger()``; run, role and service are added to every line here.
 """

@@ -42,7 +42,7 @@ def transport(
     """Trajectories a second through every hop with all guarantees, beside the raw server's limit in the same run."""
     from deploy.bench import report
     from deploy.bench.transport import measure, measure_behind
-    from deploy.bench.workload import Flow
+    from deploy.bench.workload import PipelineShape
 
     lengths, modes = _numbers(tokens, "--tokens"), _modes(aof, url)
     if million:
@@ -51,7 +51,14 @@ def transport(
         if behind:
             bar = progress.add_task("trajectories", total=behind)
             result = measure_behind(
-                behind, lengths[0], modes[0], trajectories, rounds, Flow(), url, lambda n: progress.advance(bar, n)
+                behind,
+                lengths[0],
+                modes[0],
+                trajectories,
+                rounds,
+                PipelineShape(),
+                url,
+                lambda n: progress.advance(bar, n),
             )
         else:
             bar = progress.add_task("rounds", total=len(lengths) * len(modes) * 2 * (rounds + 1))
@@ -60,7 +67,9 @@ def transport(
                 for length in lengths:
                     progress.update(bar, description=f"{length} tokens, AOF {mode}")
                     rows.append(
-                        measure(length, mode, trajectories, rounds, Flow(), url, lambda n: progress.advance(bar, n))
+                        measure(
+                            length, mode, trajectories, rounds, PipelineShape(), url, lambda n: progress.advance(bar, n)
+                        )
                     )
     if behind and as_json:
         report.print_json("transport-behind", [result])
@@ -164,7 +173,7 @@ def control(
     url: Url = None,
     as_json: Json = False,
 ) -> None:
-    """What the control plane costs: processor, memory, latency, and the pipeline's throughput with and without it."""
+    """The cost of the control plane: processor, memory, latency, and the pipeline's throughput with and without it."""
     from deploy.bench import report
     from deploy.bench.control import measure
 
@@ -218,7 +227,7 @@ def _numbers(text: str, option: str) -> list[int]:
 
 
 def _modes(text: str, url: str | None) -> list[str]:
-    from deploy.bench.server import AOF_MODES
+    from deploy.bench.processes import AOF_MODES
 
     if url is not None:
         return ["as it is"]

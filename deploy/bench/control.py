@@ -29,9 +29,9 @@ import redis
 
 from broker.api.address import address_of
 from broker.client import Broker
-from deploy.bench.server import describe, serving
-from deploy.bench.transport import Bench
-from deploy.bench.workload import Flow, open_broker
+from deploy.bench.processes import describe, serving
+from deploy.bench.transport import PipelineBench
+from deploy.bench.workload import PipelineShape, open_broker
 from schemas.errors import InfraError, TidemillError
 from schemas.messages import Event, Heartbeat
 
@@ -50,13 +50,13 @@ def measure(
     url: str | None,
     advance: Callable[[int], None],
 ) -> dict[str, Any]:
-    """All figures; cpu is a share of one core, latencies are milliseconds."""
+    """Measure everything; cpu is a share of one core, latencies are milliseconds."""
     with ExitStack() as stack:
         address = stack.enter_context(serving(url, "everysec"))
-        bench = stack.enter_context(Bench(address, 256, Flow()))
+        bench = stack.enter_context(PipelineBench(address, 256, PipelineShape()))
         process, where = stack.enter_context(control_plane(address, bench.run))
-        crowd = stack.enter_context(Crowd(open_broker(address, bench.run), services, events_per_s))
-        audience = stack.enter_context(Audience(where, pages))
+        heartbeats = stack.enter_context(Heartbeats(open_broker(address, bench.run), services, events_per_s))
+        open_pages = stack.enter_context(OpenPages(where, pages))
         bench.round("ours", 1)
         alone = watch(process, where, seconds)
         advance(1)
@@ -72,9 +72,9 @@ def measure(
         return {
             "server": describe(address),
             "services": services,
-            "events_per_s": round(crowd.sent / crowd.seconds, 2),
+            "events_per_s": round(heartbeats.sent / heartbeats.seconds, 2),
             "pages": pages,
-            "page_bytes_per_s": round(audience.received / audience.seconds / max(pages, 1)),
+            "page_bytes_per_s": round(open_pages.received / open_pages.seconds / max(pages, 1)),
             **alone,
             "trajectories_per_s_with": round(with_it, 1),
             "trajectories_per_s_without": round(without, 1),
@@ -130,7 +130,7 @@ def _answers(url: str) -> bool:
         return False
 
 
-class Crowd:
+class Heartbeats:
     """So many services that beat once a second, and events; sent in one go each second, to cost little here."""
 
     def __init__(self, broker: Broker, services: int, events_per_s: float) -> None:
@@ -147,7 +147,7 @@ class Crowd:
     def seconds(self) -> float:
         return max(time.monotonic() - self._started, 1e-9)
 
-    def __enter__(self) -> Crowd:
+    def __enter__(self) -> Heartbeats:
         self._started = time.monotonic()
         self._thread.start()
         return self
@@ -189,7 +189,7 @@ class Crowd:
             self.sent += 1
 
 
-class Audience:
+class OpenPages:
     """Open pages: event streams that are read by one thread."""
 
     def __init__(self, url: str, pages: int) -> None:
@@ -204,7 +204,7 @@ class Audience:
     def seconds(self) -> float:
         return max(time.monotonic() - self._started, 1e-9)
 
-    def __enter__(self) -> Audience:
+    def __enter__(self) -> OpenPages:
         self._thread.start()
         return self
 

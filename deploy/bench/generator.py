@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from broker.client import Broker
 from broker.weights.store import make_transport
-from deploy.bench.server import describe, serving
+from deploy.bench.processes import describe, serving
 from deploy.bench.workload import ENDLESS
 from producers.engines.base import EngineSettings
 from producers.engines.vllm.engine import VllmEngine
@@ -42,7 +42,7 @@ LOOK_S = 0.05
 
 @dataclass(frozen=True)
 class Round:
-    """One measurement. cpu_us: processor time of this process for a token, engine core and server not counted."""
+    """The figures of one round. cpu_us: processor time of this process for a token, without engine core and server."""
 
     per_s: float
     cpu_us: float
@@ -68,7 +68,7 @@ def build(folder: Path, max_length: int) -> int:
 def measure(
     concurrency: int, samples: int, group: int, tokens: int, rounds: int, advance: Advance, url: str | None = None
 ) -> dict[str, Any]:
-    """One row: medians over ``rounds`` of both, in turns, after one round of each that does not count.
+    """Measure one row: medians over ``rounds`` of both, in turns, after one round of each that does not count.
 
     samples: of one round, in groups of ``group``, each of up to ``tokens`` generated tokens.
     """

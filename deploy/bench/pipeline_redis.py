@@ -1,4 +1,4 @@
-"""The limit: the same bytes over the same hops with nothing but Redis commands, pipelined with redis-py.
+"""The limit of any pipeline: the same bytes over the same hops with bare Redis commands, pipelined with redis-py.
 
 The same three processes and entries as ours, made beforehand: a task to the producer, a trajectory from it to the
 reward, the trajectory and a score to the assembler. XADD and XREADGROUP for each hop, XACK and XDEL for all of an
@@ -17,16 +17,16 @@ from broker.connection.connection import BLOCK_MS, open_client
 from broker.connection.keys import Keys
 from broker.queues.consumer_group import number
 from deploy.bench.pipeline_tidemill import GROUPS_AT_ONCE, REWARDS_AT_ONCE
-from deploy.bench.workload import Flow, Pool
+from deploy.bench.workload import PipelineShape, TrajectoryPool
 from schemas.codec import encode
 
 REWARD, TRAINER, PRODUCER = "reward", "trainer", "generators"
 
 
-class _Raw:
-    """Streams and groups of the raw pipeline."""
+class _RedisPipeline:
+    """Streams and consumer groups of the pipeline of bare Redis commands."""
 
-    def __init__(self, url: str, run: str, pool: Pool, flow: Flow) -> None:
+    def __init__(self, url: str, run: str, pool: TrajectoryPool, flow: PipelineShape) -> None:
         base = Keys("tidemill", run).base
         self._tasks, self._bodies = f"{base}:raw_tasks", f"{base}:raw_bodies"
         self._scores, self._credits = f"{base}:raw_scores", f"{base}:raw_credits"
@@ -59,8 +59,8 @@ def _entries(reply: Any) -> list[tuple[bytes, dict[bytes, bytes]]]:
     return found
 
 
-class Producer(_Raw):
-    """Adds tasks, reads them, adds a body for each sample."""
+class Producer(_RedisPipeline):
+    """The producer adds tasks, reads them, and adds a body for each sample."""
 
     def run(self, steps: int) -> dict[str, Any]:
         flow, client = self._flow, self._client
@@ -101,8 +101,8 @@ class Producer(_Raw):
             pipe.execute()
 
 
-class Rewarder(_Raw):
-    """Reads bodies, adds a score for each."""
+class Rewarder(_RedisPipeline):
+    """The reward service reads bodies and adds a score for each."""
 
     def run(self, steps: int) -> dict[str, Any]:
         missing = steps * self._flow.per_step
@@ -124,8 +124,8 @@ class Rewarder(_Raw):
         return {}
 
 
-class Assembler(_Raw):
-    """Reads a step's scores and bodies, acknowledges and deletes both, and gives a credit."""
+class Assembler(_RedisPipeline):
+    """The trainer reads a step's scores and bodies, acknowledges and deletes both, and gives a credit."""
 
     def run(self, steps: int) -> dict[str, Any]:
         trained = 0

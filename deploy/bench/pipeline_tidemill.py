@@ -13,22 +13,22 @@ from typing import Any
 from broker.flow.pipeline import ScoredSample
 from broker.queues.consumer_group import Delivery
 from consumers.trainer.batch_source import GroupBuffer
-from deploy.bench.workload import Flow, Pool, begin, open_broker
+from deploy.bench.workload import PipelineShape, TrajectoryPool, begin, open_broker
 from schemas.errors import InfraError
 from schemas.messages import BatchRecord, GroupRef, Member, Task, Trajectory
 
 GROUPS_AT_ONCE = 8
 """Groups that the producer has in hand: 128 samples."""
 REWARDS_AT_ONCE = 64
-"""What the reward service reads at once."""
+"""Samples that the reward service reads at once."""
 CLAIM = 2000
-"""What the trainer claims at once."""
+"""Samples that the trainer claims at once."""
 
 
 class Producer:
     """Feeder and generator in one."""
 
-    def __init__(self, url: str, run: str, pool: Pool, flow: Flow) -> None:
+    def __init__(self, url: str, run: str, pool: TrajectoryPool, flow: PipelineShape) -> None:
         broker = open_broker(url, run)
         self._ledger = broker.ledger
         self._queue = broker.task_queue("generator-0")
@@ -68,7 +68,7 @@ class Producer:
 class Rewarder:
     """The reward service without a reward function."""
 
-    def __init__(self, url: str, run: str, pool: Pool, flow: Flow) -> None:
+    def __init__(self, url: str, run: str, pool: TrajectoryPool, flow: PipelineShape) -> None:
         self._queue = open_broker(url, run).score_queue("reward-0")
         self._pool = pool
         self._flow = flow
@@ -85,7 +85,7 @@ class Rewarder:
 class Assembler:
     """The trainer without a model. Every sample must arrive once, whole, in admission order; else InfraError."""
 
-    def __init__(self, url: str, run: str, pool: Pool, flow: Flow) -> None:
+    def __init__(self, url: str, run: str, pool: TrajectoryPool, flow: PipelineShape) -> None:
         self._training = open_broker(url, run).trainer_session()
         begin(self._training, flow)
         self._buffer = GroupBuffer(window=1)

@@ -1,29 +1,83 @@
-"""Processes that each play one role of a benchmark, on command, and report their processor time."""
+"""The processes of a benchmark: the server under test, and roles that do jobs on command; what each of them used.
+
+The server is an embedded one of its own, or one that the user names.
+"""
 
 from __future__ import annotations
 
 import multiprocessing
+import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self
 
+from broker.connection.connection import open_client
+from broker.connection.embedded import EmbeddedServer
 from schemas.errors import InfraError, TidemillError
+
+AOF_MODES = ("off", "everysec", "always")
+
+
+@contextmanager
+def serving(url: str | None, aof: str) -> Iterator[str]:
+    """URL of a server whose append-only file is ``aof``; a user's own is left as it is."""
+    if url is not None:
+        yield url
+        return
+    with tempfile.TemporaryDirectory(prefix="tidemill-bench-") as folder:
+        server = EmbeddedServer(Path(folder), fsync="everysec" if aof == "off" else aof)
+        started = server.start()
+        try:
+            if aof == "off":
+                open_client(started).config_set("appendonly", "no")
+            yield started
+        finally:
+            server.stop()
+
+
+@dataclass(frozen=True)
+class ServerUsage:
+    """Use of the server since it started: processor seconds, bytes in and out; bytes of memory now."""
+
+    cpu_s: float
+    wire: int
+    memory: int
+
+    @classmethod
+    def of(cls, url: str) -> ServerUsage:
+        """Ask the server at ``url``."""
+        info: dict[str, Any] = open_client(url).info()
+        return cls(
+            cpu_s=float(info["used_cpu_user"]) + float(info["used_cpu_sys"]),
+            wire=int(info["total_net_input_bytes"]) + int(info["total_net_output_bytes"]),
+            memory=int(info["used_memory"]),
+        )
+
+
+def describe(url: str) -> str:
+    """Name and version of the server."""
+    info: dict[str, Any] = open_client(url).info("server")
+    version = info.get("valkey_version")
+    return f"valkey {version}" if version else f"redis {info['redis_version']}"
+
 
 START_DEADLINE_S = 60.0
 
 
-class Member(Protocol):
-    """One role. ``job`` names what to do, ``amount`` how much; returns figures of its own."""
+class Role(Protocol):
+    """A role in a benchmark. ``job`` names what to do, ``amount`` how much; returns figures of its own."""
 
     def run(self, job: str, amount: float) -> dict[str, Any]: ...
 
 
 @dataclass(frozen=True)
-class Share:
-    """One member's part in a job. started, ended: monotonic seconds. cpu_s: user and system time of its process."""
+class RoleUsage:
+    """A role's part in a job. started, ended: monotonic seconds. cpu_s: user and system time of its process."""
 
     started: float
     ended: float
@@ -31,12 +85,18 @@ class Share:
     figures: dict[str, Any] = field(default_factory=dict)
 
 
-class Crew:
-    """``with Crew({"producer": make}) as crew: crew.run("job", 10, deadline_s=60)``; makers must be picklable."""
+class RoleProcesses:
+    """Processes of one role each, made by ``makers``, which must be picklable.
 
-    def __init__(self, makers: Mapping[str, Callable[[], Member]]) -> None:
+    ::
+
+        with RoleProcesses({"producer": make}) as roles:
+            roles.run("job", 10, deadline_s=60)
+    """
+
+    def __init__(self, makers: Mapping[str, Callable[[], Role]]) -> None:
         self._makers = makers
-        self._members: dict[str, tuple[multiprocessing.process.BaseProcess, Connection]] = {}
+        self._processes: dict[str, tuple[multiprocessing.process.BaseProcess, Connection]] = {}
         self._tick: Callable[[], None] = lambda: None
 
     def __enter__(self) -> Self:
@@ -46,9 +106,9 @@ class Crew:
             process = spawn.Process(target=_serve, args=(theirs, make), name=name, daemon=True)
             process.start()
             theirs.close()
-            self._members[name] = (process, ours)
+            self._processes[name] = (process, ours)
         try:
-            for name in self._members:
+            for name in self._processes:
                 self._answer(name, time.monotonic() + START_DEADLINE_S, "starting")
         except InfraError as error:
             self.__exit__(InfraError, error, None)
@@ -56,12 +116,12 @@ class Crew:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, value: object, traceback: TracebackType | None) -> None:
-        for process, pipe in self._members.values():
+        for process, pipe in self._processes.values():
             pipe.close()
             if kind is not None:
                 # Others still wait for the one that failed.
                 process.terminate()
-        for process, _ in self._members.values():
+        for process, _ in self._processes.values():
             process.join(5)
             if process.is_alive():
                 process.kill()
@@ -69,7 +129,7 @@ class Crew:
 
     def run(
         self, job: str, amount: float, deadline_s: float, tick: Callable[[float], None] = lambda seconds: None
-    ) -> dict[str, Share]:
+    ) -> dict[str, RoleUsage]:
         """Let all do their part of a job at once; InfraError when one fails or is not done before the deadline.
 
         tick: told the seconds since the start, a few times a second.
@@ -77,22 +137,22 @@ class Crew:
         started = time.monotonic()
         self._tick = lambda: tick(time.monotonic() - started)
         deadline = started + deadline_s
-        for _, pipe in self._members.values():
+        for _, pipe in self._processes.values():
             pipe.send((job, amount))
-        return {name: self._answer(name, deadline, job) for name in self._members}
+        return {name: self._answer(name, deadline, job) for name in self._processes}
 
-    def _answer(self, name: str, deadline: float, doing: str) -> Share:
-        pipe = self._members[name][1]
+    def _answer(self, name: str, deadline: float, doing: str) -> RoleUsage:
+        pipe = self._processes[name][1]
         while not pipe.poll(0.2):
             self._tick()
-            for other, (peer, _) in self._members.items():
+            for other, (peer, _) in self._processes.items():
                 if not peer.is_alive():
                     # What it had to say is still in its pipe.
-                    name, pipe = other, self._members[other][1]
+                    name, pipe = other, self._processes[other][1]
             if time.monotonic() > deadline:
                 raise InfraError(f"the benchmark's {name} was not done in time while {doing}")
         try:
-            answer: Share | str = pipe.recv()
+            answer: RoleUsage | str = pipe.recv()
         except EOFError as error:
             raise InfraError(f"the benchmark's {name} ended without a word while {doing}") from error
         if isinstance(answer, str):
@@ -100,16 +160,16 @@ class Crew:
         return answer
 
 
-def _serve(pipe: Connection, make: Callable[[], Member]) -> None:
-    """A member's process: make the role, then do jobs until the pipe is closed."""
+def _serve(pipe: Connection, make: Callable[[], Role]) -> None:
+    """A role's process: make the role, then do jobs until the pipe is closed."""
     try:
-        member = make()
-        pipe.send(Share(0.0, 0.0, 0.0))
+        role = make()
+        pipe.send(RoleUsage(0.0, 0.0, 0.0))
         while True:
             job, amount = pipe.recv()
             cpu, started = time.process_time(), time.monotonic()
-            figures = member.run(job, amount)
-            pipe.send(Share(started, time.monotonic(), time.process_time() - cpu, figures))
+            figures = role.run(job, amount)
+            pipe.send(RoleUsage(started, time.monotonic(), time.process_time() - cpu, figures))
     except (EOFError, ConnectionError, KeyboardInterrupt):
         return
     except TidemillError as error:

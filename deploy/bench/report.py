@@ -16,7 +16,7 @@ from rich.table import Table
 
 
 def machine() -> dict[str, Any]:
-    """Where and with what the figures were measured."""
+    """The machine and the versions that figures were measured with."""
     return {
         "date": time.strftime("%Y-%m-%d"),
         "cpus": os.cpu_count(),
@@ -27,12 +27,12 @@ def machine() -> dict[str, Any]:
 
 
 def print_json(benchmark: str, rows: Sequence[dict[str, Any]], **more: Any) -> None:
-    """One object on stdout."""
+    """Print one object on stdout."""
     typer.echo(json.dumps({"benchmark": benchmark, **machine(), "rows": list(rows), **more}, indent=2))
 
 
 def print_transport(rows: Sequence[dict[str, Any]]) -> None:
-    """Medians, with the range of the ratio; processor time of a trajectory for ours and for raw."""
+    """Print medians, with the range of the ratio; processor time of a trajectory for ours and for raw."""
     table = Table(title=f"Transport, {rows[0]['server']}: medians of {rows[0]['rounds']} rounds; ours / raw")
     for column in ("tokens", "bytes", "AOF", "trajectories/s", "ratio", "Python µs", "server µs"):
         table.add_column(column, justify="right")
@@ -50,7 +50,7 @@ def print_transport(rows: Sequence[dict[str, Any]]) -> None:
 
 
 def print_behind(result: dict[str, Any]) -> None:
-    """How a long run compares with a fresh one."""
+    """Print how a long run compares with a fresh one."""
     console = Console()
     console.print(
         f"{result['behind']:,} trained trajectories of {result['tokens']} tokens behind it, AOF {result['aof']}:"
@@ -66,7 +66,7 @@ def print_behind(result: dict[str, Any]) -> None:
 
 
 def print_control(row: dict[str, Any]) -> None:
-    """What it costs, line by line."""
+    """Print what the control plane costs, line by line."""
     console = Console()
     console.print(
         f"{row['services']} services, {row['events_per_s']} events a second, {row['pages']} open pages:"
@@ -80,7 +80,7 @@ def print_control(row: dict[str, Any]) -> None:
 
 
 def print_scale(rows: Sequence[dict[str, Any]]) -> None:
-    """One line for each number of generators; milliseconds are p50 / p99."""
+    """Print one line for each number of generators; milliseconds are p50 / p99."""
     table = Table(title=f"Scale, {rows[0]['server']}, AOF {rows[0]['aof']}, {rows[0]['seconds']:.0f} s each")
     for column in ("generators", "busy", "trajectories/s", "broker CPU", "admission ms", "task ms"):
         table.add_column(column, justify="right")
@@ -96,7 +96,7 @@ def print_scale(rows: Sequence[dict[str, Any]]) -> None:
 
 
 def print_weights(rows: Sequence[dict[str, Any]]) -> None:
-    """One line for each model and transport; publishing and fetching in seconds, and their sum over a plain copy."""
+    """Print a line for each model and transport: seconds to publish and to fetch, and their sum over a plain copy."""
     table = Table(title=f"Weights, {rows[0]['server']}, {rows[0]['dtype']}: best of {rows[0]['rounds']} rounds")
     columns = ("model", "by", "plain copy s", "whole s", "ratio", "delta s", "ratio", "delta size", "apply, pause s")
     for column in columns:
@@ -117,7 +117,7 @@ def print_weights(rows: Sequence[dict[str, Any]]) -> None:
 
 
 def print_generator(row: dict[str, Any]) -> None:
-    """Medians, with the range of the ratio."""
+    """Print medians, with the range of the ratio."""
     Console().print(
         f"{row['concurrency']} samples at once, groups of {row['group']}, up to {row['tokens']} tokens,"
         f" {row['parameters']:,} parameters: {row['tokens_per_s']:,.0f} tokens a second through the service,"
@@ -132,7 +132,7 @@ TRAINER_KEYS = ("tokens_per_s", "vs_trl", "vs_limit", "peak_rss_mb", "peak_rss_v
 
 
 def print_trainer(row: dict[str, Any]) -> None:
-    """The trainer's step beside the others."""
+    """Print the trainer's step beside the others."""
     trl = "TRL is not installed" if row["vs_trl"] is None else f"{row['vs_trl']:.2f} times TRL"
     Console().print(
         f"{row['tokens_per_s']:,.0f} tokens a second; {row['vs_limit']:.2f} of the bare model; {trl}; peak memory"

@@ -21,9 +21,8 @@ import numpy.typing as npt
 from broker.flow.pipeline import ScoredSample
 from consumers.trainer.batch_source import GroupBuffer
 from deploy.bench.pipeline_tidemill import CLAIM, GROUPS_AT_ONCE, REWARDS_AT_ONCE, reference
-from deploy.bench.processes import Crew, Member
-from deploy.bench.server import Usage, describe, serving
-from deploy.bench.workload import Flow, Pool, begin, open_broker
+from deploy.bench.processes import Role, RoleProcesses, ServerUsage, describe, serving
+from deploy.bench.workload import PipelineShape, TrajectoryPool, begin, open_broker
 from schemas.errors import InfraError
 from schemas.messages import BatchRecord
 
@@ -49,19 +48,19 @@ class Lengths:
         return np.clip(lengths, 8, self.longest).astype(np.int64)
 
 
-def flow_for(generators: int) -> Flow:
+def flow_for(generators: int) -> PipelineShape:
     """Room for every generator and for more groups on their way: slots = 2.5 groups for each generator."""
-    return Flow(samples=8, batch=max(2, generators // 4), staleness=9, commit_every=4)
+    return PipelineShape(samples=8, batch=max(2, generators // 4), staleness=9, commit_every=4)
 
 
 class Generators:
-    """One process's share of the generators, one thread each."""
+    """Some of the generators, a thread each, in one process."""
 
     def __init__(self, url: str, run: str, first: int, count: int, lengths: Lengths) -> None:
         self._queues = [open_broker(url, run).task_queue(f"generator-{first + index}") for index in range(count)]
         self._lengths = lengths
         sizes = np.unique(np.geomspace(16, lengths.longest * 4 / 3, BUCKETS).astype(int))
-        self._pools = {int(size): Pool(int(size)) for size in sizes}
+        self._pools = {int(size): TrajectoryPool(int(size)) for size in sizes}
         self._sizes = sizes
         self._first = first
 
@@ -120,18 +119,18 @@ class Generators:
             wanted = time.monotonic()
         return {"received": received, "published": published, "in_time": in_time, "busy_s": busy}
 
-    def _pool(self, generated: int) -> Pool:
+    def _pool(self, generated: int) -> TrajectoryPool:
         size = self._sizes[min(int(np.searchsorted(self._sizes, generated * 4 // 3)), len(self._sizes) - 1)]
         return self._pools[int(size)]
 
 
 class Feeder:
-    """Admits as soon as a slot is free. Remembers when each task was admitted."""
+    """The feeder admits as soon as a slot is free, and remembers when each task was admitted."""
 
-    def __init__(self, url: str, run: str, flow: Flow) -> None:
+    def __init__(self, url: str, run: str, flow: PipelineShape) -> None:
         self._ledger = open_broker(url, run).ledger
         self._flow = flow
-        self._pool = Pool(64)
+        self._pool = TrajectoryPool(64)
 
     def run(self, job: str, seconds: float) -> dict[str, Any]:
         end = time.monotonic() + seconds
@@ -155,7 +154,7 @@ class Rewarder:
 
     def __init__(self, url: str, run: str) -> None:
         self._queue = open_broker(url, run).score_queue("reward-0")
-        self._pool = Pool(16)
+        self._pool = TrajectoryPool(16)
 
     def run(self, job: str, seconds: float) -> dict[str, Any]:
         end = time.monotonic() + seconds
@@ -169,9 +168,9 @@ class Rewarder:
 
 
 class Assembler:
-    """Trains, without computing, whole steps in admission order. Remembers when each step freed its slots."""
+    """A trainer that does not compute: whole steps in admission order. It remembers when each step freed its slots."""
 
-    def __init__(self, url: str, run: str, flow: Flow) -> None:
+    def __init__(self, url: str, run: str, flow: PipelineShape) -> None:
         self._training = open_broker(url, run).trainer_session()
         begin(self._training, flow)
         self._buffer = GroupBuffer(window=1)
@@ -227,7 +226,7 @@ class Assembler:
 def measure(
     generators: int, seconds: float, aof: str, lengths: Lengths, url: str | None, tick: Callable[[float], None]
 ) -> dict[str, Any]:
-    """One row: so many generators for so many seconds.
+    """Measure one row: so many generators for so many seconds.
 
     InfraError when a published sample is neither trained nor waiting to be.
     """
@@ -236,7 +235,7 @@ def measure(
     with serving(url, aof) as address:
         broker = open_broker(address, run)
         # The assembler makes the run; the others find it.
-        makers: dict[str, Callable[[], Member]] = {
+        makers: dict[str, Callable[[], Role]] = {
             "assembler": partial(Assembler, address, run, flow),
             "feeder": partial(Feeder, address, run, flow),
             "reward": partial(Rewarder, address, run),
@@ -247,12 +246,12 @@ def measure(
             count = (index + 1) * generators // processes - first
             makers[f"generators-{index}"] = partial(Generators, address, run, first, count, lengths)
         try:
-            with Crew(makers) as crew:
-                before = Usage.of(address)
+            with RoleProcesses(makers) as roles:
+                before = ServerUsage.of(address)
                 started = time.monotonic()
-                shares = crew.run("scale", seconds, seconds + DEADLINE_S, tick)
+                shares = roles.run("scale", seconds, seconds + DEADLINE_S, tick)
                 wall = time.monotonic() - started
-                after = Usage.of(address)
+                after = ServerUsage.of(address)
             state = broker.ledger.read_state()
             waiting = int(broker.connection.client.xlen(broker.connection.keys.trajectories))
             server = describe(address)
@@ -297,7 +296,7 @@ def measure(
     }
 
 
-def _admission_delays(admitted: list[float], freed: list[float], flow: Flow) -> list[float]:
+def _admission_delays(admitted: list[float], freed: list[float], flow: PipelineShape) -> list[float]:
     """Seconds from the step that freed a slot to the admission into it. The first ``slots`` tasks needed none."""
     delays = []
     for index, moment in enumerate(admitted[flow.slots :]):

@@ -15,9 +15,8 @@ from typing import Any
 
 from broker.connection.connection import open_client
 from deploy.bench import pipeline_redis, pipeline_tidemill
-from deploy.bench.processes import Crew, Member, Share
-from deploy.bench.server import Usage, describe, serving
-from deploy.bench.workload import Flow, Pool, open_broker
+from deploy.bench.processes import Role, RoleProcesses, RoleUsage, ServerUsage, describe, serving
+from deploy.bench.workload import PipelineShape, TrajectoryPool, open_broker
 from schemas.codec import encode
 from schemas.errors import InfraError
 
@@ -29,17 +28,17 @@ Advance = Callable[[int], None]
 """Told how many trajectories went through since the last call."""
 
 
-class Both:
-    """One role of both pipelines in one process."""
+class PipelineRole:
+    """A role of both pipelines in one process: ``ours`` through Tidemill, ``raw`` through bare Redis commands."""
 
-    def __init__(self, role: str, url: str, run: str, tokens: int, flow: Flow) -> None:
-        pool = Pool(tokens)
-        members: dict[str, Any] = {
+    def __init__(self, role: str, url: str, run: str, tokens: int, flow: PipelineShape) -> None:
+        pool = TrajectoryPool(tokens)
+        roles: dict[str, Any] = {
             "producer": (pipeline_tidemill.Producer, pipeline_redis.Producer),
             "reward": (pipeline_tidemill.Rewarder, pipeline_redis.Rewarder),
             "assembler": (pipeline_tidemill.Assembler, pipeline_redis.Assembler),
         }
-        own, limit = members[role]
+        own, limit = roles[role]
         self._jobs = {"ours": own(url, run, pool, flow), "raw": limit(url, run, pool, flow)}
 
     def run(self, job: str, amount: float) -> dict[str, Any]:
@@ -49,7 +48,7 @@ class Both:
 
 @dataclass(frozen=True)
 class Round:
-    """One measurement of one pipeline. cpu_us: of each role's process, for each trajectory."""
+    """The figures of one round of one pipeline. cpu_us: of each role's process, for each trajectory."""
 
     per_s: float
     cpu_us: dict[str, float]
@@ -57,33 +56,33 @@ class Round:
     wire_bytes: float
 
 
-class Bench:
-    """A crew on one server. ``round`` sends so many trajectories through one of the two pipelines."""
+class PipelineBench:
+    """The processes of both pipelines on one server. ``round`` sends trajectories through one of the pipelines."""
 
-    def __init__(self, url: str, tokens: int, flow: Flow) -> None:
+    def __init__(self, url: str, tokens: int, flow: PipelineShape) -> None:
         self.run = f"bench-{secrets.token_hex(4)}"
         self._url = url
         self._flow = flow
-        makers: dict[str, Callable[[], Member]] = {
-            role: partial(Both, role, url, self.run, tokens, flow) for role in ROLES
+        makers: dict[str, Callable[[], Role]] = {
+            role: partial(PipelineRole, role, url, self.run, tokens, flow) for role in ROLES
         }
-        self._crew = Crew(makers)
+        self._roles = RoleProcesses(makers)
 
-    def __enter__(self) -> Bench:
-        self._crew.__enter__()
+    def __enter__(self) -> PipelineBench:
+        self._roles.__enter__()
         return self
 
     def __exit__(self, *args: Any) -> None:
-        self._crew.__exit__(*args)
+        self._roles.__exit__(*args)
         open_broker(self._url, self.run).purge()
 
     def round(self, pipeline: str, trajectories: int) -> Round:
         """InfraError when a trajectory is lost, damaged or out of order."""
         steps = self._flow.steps_for(trajectories)
         count = steps * self._flow.per_step
-        before = Usage.of(self._url)
-        shares = self._crew.run(pipeline, steps, DEADLINE_S + count / 100)
-        after = Usage.of(self._url)
+        before = ServerUsage.of(self._url)
+        shares = self._roles.run(pipeline, steps, DEADLINE_S + count / 100)
+        after = ServerUsage.of(self._url)
         if shares["assembler"].figures["trained"] != count:
             raise InfraError(f"{count} trajectories went into the {pipeline} pipeline, others came out: {shares}")
         return Round(
@@ -100,18 +99,18 @@ class Bench:
             raise InfraError(f"the ledger does not add up: {state}")
 
 
-def _seconds(shares: dict[str, Share]) -> float:
+def _seconds(shares: dict[str, RoleUsage]) -> float:
     return max(share.ended for share in shares.values()) - min(share.started for share in shares.values())
 
 
 def measure(
-    tokens: int, aof: str, trajectories: int, rounds: int, flow: Flow, url: str | None, advance: Advance
+    tokens: int, aof: str, trajectories: int, rounds: int, flow: PipelineShape, url: str | None, advance: Advance
 ) -> dict[str, Any]:
-    """One row of the result: ``rounds`` of both pipelines in turns, after one of each to warm up."""
-    pool = Pool(tokens)
+    """Measure one row of the result: ``rounds`` of both pipelines in turns, after one of each to warm up."""
+    pool = TrajectoryPool(tokens)
     body = len(encode(pool.trajectory(pool.task(0, flow.samples), 0, 0)))
     found: dict[str, list[Round]] = {"ours": [], "raw": []}
-    with serving(url, aof) as address, Bench(address, tokens, flow) as bench:
+    with serving(url, aof) as address, PipelineBench(address, tokens, flow) as bench:
         for turn in range(rounds + 1):
             for pipeline, results in found.items():
                 results.append(bench.round(pipeline, trajectories if turn else 1))
@@ -146,14 +145,21 @@ def measure(
 
 
 def measure_behind(
-    behind: int, tokens: int, aof: str, trajectories: int, rounds: int, flow: Flow, url: str | None, advance: Advance
+    behind: int,
+    tokens: int,
+    aof: str,
+    trajectories: int,
+    rounds: int,
+    flow: PipelineShape,
+    url: str | None,
+    advance: Advance,
 ) -> dict[str, Any]:
     """Throughput at a run's start, and after ``behind`` trained trajectories in turns with a fresh run beside it."""
     chunk = flow.steps_for(trajectories) * flow.per_step
-    with serving(url, aof) as address, Bench(address, tokens, flow) as old:
+    with serving(url, aof) as address, PipelineBench(address, tokens, flow) as old:
         old.round("ours", 1)
         start = [old.round("ours", trajectories).per_s for _ in range(rounds)]
-        memory_before = Usage.of(address).memory
+        memory_before = ServerUsage.of(address).memory
         done = rounds * chunk
         advance(done)
         while done < behind:
@@ -162,7 +168,7 @@ def measure_behind(
             sent = flow.steps_for(amount) * flow.per_step
             done += sent
             advance(sent)
-        with Bench(address, tokens, flow) as fresh:
+        with PipelineBench(address, tokens, flow) as fresh:
             fresh.round("ours", 1)
             pairs = []
             for turn in range(2 * rounds):
@@ -172,7 +178,7 @@ def measure_behind(
                 pairs.append((speed[old.run], speed[fresh.run]))
             fresh.balanced()
         old.balanced()
-        memory_after = Usage.of(address).memory
+        memory_after = ServerUsage.of(address).memory
         keys = len(list(open_client(address).scan_iter(match="*", count=1000)))
         server = describe(address)
     return {

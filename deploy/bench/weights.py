@@ -22,9 +22,8 @@ from broker.weights.delta_writer import DeltaWriter
 from broker.weights.local_copy import LocalWeights
 from broker.weights.store import make_transport
 from consumers.trainer.model.snapshot import Snapshot
-from deploy.bench.server import Usage, describe, serving
-from deploy.bench.weights_load import load_times
-from deploy.bench.weights_model import WIRE, Subject
+from deploy.bench.processes import ServerUsage, describe, serving
+from deploy.bench.weights_model import WIRE, WeightsModel, load_times
 from deploy.bench.workload import open_broker
 from schemas.digests import CHUNK_BYTES
 from schemas.errors import InfraError
@@ -36,7 +35,7 @@ Advance = Callable[[int], None]
 Times = dict[str, list[float]]
 
 
-class Clock:
+class Stopwatch:
     """Seconds of named pieces of work in all rounds, and of the processors of this process and the server meanwhile."""
 
     def __init__(self, url: str) -> None:
@@ -45,10 +44,10 @@ class Clock:
         self.cpu: Times = {}
 
     def time(self, name: str, work: Callable[[], Any]) -> Any:
-        server, own, started = Usage.of(self._url).cpu_s, time.process_time(), time.perf_counter()
+        server, own, started = ServerUsage.of(self._url).cpu_s, time.process_time(), time.perf_counter()
         result = work()
         self.times.setdefault(name, []).append(time.perf_counter() - started)
-        used = time.process_time() - own + Usage.of(self._url).cpu_s - server
+        used = time.process_time() - own + ServerUsage.of(self._url).cpu_s - server
         self.cpu.setdefault(name, []).append(used)
         return result
 
@@ -59,16 +58,16 @@ class Clock:
         return sum(min(self.cpu[name]) for name in names)
 
 
-class Line:
-    """A trainer's and a generator's end of one transport."""
+class TransportEnds:
+    """A trainer's and a generator's end of one transport, and the model whose weights go from one to the other."""
 
-    def __init__(self, url: str, kind: str, folder: Path, subject: Subject, clock: Clock) -> None:
+    def __init__(self, url: str, kind: str, folder: Path, model: WeightsModel, clock: Stopwatch) -> None:
         self.broker = open_broker(url, f"bench-{secrets.token_hex(4)}")
         self._training = self.broker.trainer_session()
         self._training.take_over(KNOWN)
         self._transport = make_transport(self.broker.connection, kind, folder / "out")
         self._folder = folder
-        self.subject = subject
+        self.model = model
         self._clock = clock
         self._version = 0
         self._specs: list[TensorSpec] = []
@@ -81,20 +80,20 @@ class Line:
         return LocalWeights(self.broker.weights, self._folder / "in")
 
     def publish(self, name: str, file: Path | None = None) -> Manifest:
-        """Publish the subject's weights, or those in ``file``, timed in its parts."""
+        """Publish the model's weights, or those in ``file``, timed in its parts."""
         if file is not None:
             os.link(file, self._folder / "out" / "part")
             self._version += 1
             self._clock.time(f"{name}_send", lambda: self._send(self._specs, None))
         else:
-            self.finish(name, self.subject.take())
+            self.finish(name, self.model.take())
         manifest = self.broker.weights.newest()
         if manifest is None:
             raise InfraError(f"weights version {self._version} is gone just after it was published")
         return manifest
 
     def finish(self, name: str, snapshot: Snapshot) -> None:
-        """What a trainer does in a thread."""
+        """Copy, write and send a snapshot, as a trainer does in a thread."""
         self._version += 1
         self._specs = snapshot.specs
         self._clock.time(f"{name}_copy", snapshot.fill)
@@ -119,28 +118,28 @@ class Line:
 def measure(
     name: str, kind: str, rounds: int, engine: str, url: str | None, folder: Path | None, advance: Advance
 ) -> dict[str, Any]:
-    """One row of the result: a model of this size through ``kind``; ``folder`` is where files are made."""
+    """Measure one row of the result: a model of this size through ``kind``; ``folder`` is where files are made."""
     with serving(url, "everysec") as address, tempfile.TemporaryDirectory(prefix="tidemill-bench-", dir=folder) as made:
-        place, clock = Path(made), Clock(address)
-        subject = Subject(name)
-        model = subject.save(place / "model")
+        place, clock = Path(made), Stopwatch(address)
+        model = WeightsModel(name)
+        saved = model.save(place / "model")
         before = place / "before"
-        subject.write(before)
-        subject.step()
-        line = Line(address, kind, place, subject, clock)
+        model.write(before)
+        model.step()
+        ends = TransportEnds(address, kind, place, model, clock)
         try:
             for _ in range(rounds):
-                whole, delta, file = _round(line, clock, before)
+                whole, delta, file = _round(ends, clock, before)
                 _copy_plainly(clock, file.read_bytes(), kind, address, place / "plain")
                 advance(1)
-            _delay(line, clock, rounds)
-            apply_s, pause_s = asyncio.run(load_times(engine, model, file, rounds))
+            _delay(ends, clock, rounds)
+            apply_s, pause_s = asyncio.run(load_times(engine, saved, file, rounds))
         finally:
-            line.broker.purge()
+            ends.broker.purge()
         server = describe(address)
     return {
         "model": name,
-        "parameters": subject.parameters,
+        "parameters": model.parameters,
         "dtype": WIRE,
         "transport": kind,
         "server": server,
@@ -153,20 +152,20 @@ def measure(
     }
 
 
-def _round(line: Line, clock: Clock, before: Path) -> tuple[Manifest, Manifest, Path]:
-    copy = line.forget()
-    whole = line.publish("whole")
+def _round(ends: TransportEnds, clock: Stopwatch, before: Path) -> tuple[Manifest, Manifest, Path]:
+    copy = ends.forget()
+    whole = ends.publish("whole")
     clock.time("whole_fetch", lambda: copy.fetch(whole))
-    copy.fetch(line.publish("base", before))
-    delta = line.publish("delta")
+    copy.fetch(ends.publish("base", before))
+    delta = ends.publish("delta")
     if delta.delta is None:
         raise InfraError("one step at a learning rate of 1e-6 changed half of the weights")
     file: Path = clock.time("delta_fetch", lambda: copy.fetch(delta))
     return whole, delta, file
 
 
-def _copy_plainly(clock: Clock, data: bytes, kind: str, url: str, file: Path) -> None:
-    """The same bytes over the same medium and back by the plainest code."""
+def _copy_plainly(clock: Stopwatch, data: bytes, kind: str, url: str, file: Path) -> None:
+    """Move the same bytes over the same medium and back by the plainest code."""
     if kind == "file":
         clock.time("raw", lambda: (file.write_bytes(data), file.read_bytes()))
         file.unlink()
@@ -185,20 +184,20 @@ def _copy_plainly(clock: Clock, data: bytes, kind: str, url: str, file: Path) ->
     client.delete(*names)
 
 
-def _delay(line: Line, clock: Clock, rounds: int) -> None:
+def _delay(ends: TransportEnds, clock: Stopwatch, rounds: int) -> None:
     """A step up to its optimizer alone, and beside a version on its way, with the times that it is held up."""
     with ThreadPoolExecutor(1) as thread:
         for _ in range(rounds):
-            clock.time("step_alone", line.subject.backward)
-            snapshot = clock.time("take", line.subject.take)
-            clock.time("probe", line.subject.probe)
-            sending = thread.submit(line.finish, "beside", snapshot)
-            clock.time("step_beside", line.subject.backward)
+            clock.time("step_alone", ends.model.backward)
+            snapshot = clock.time("take", ends.model.take)
+            clock.time("probe", ends.model.probe)
+            sending = thread.submit(ends.finish, "beside", snapshot)
+            clock.time("step_beside", ends.model.backward)
             clock.time("wait", snapshot.wait)
             sending.result()
 
 
-def _figures(clock: Clock, whole: Manifest, delta: Manifest) -> dict[str, Any]:
+def _figures(clock: Stopwatch, whole: Manifest, delta: Manifest) -> dict[str, Any]:
     at, cpu = clock.best, clock.best_cpu
     size = delta.delta.payload.size if delta.delta else 0
     wholly, by_delta = (

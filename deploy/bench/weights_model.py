@@ -1,12 +1,21 @@
-"""A random language model of a given size, and one real optimizer step of it: what the weights benchmark moves."""
+"""The two ends of ``tidemill bench weights``: a random model of a given size, and an engine that loads it.
+
+``WeightsModel`` makes one real optimizer step. ``load_times`` measures what a load of new weights costs requests in
+flight, beside the bare copy of these weights into a model.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import time
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from transformers import Qwen2Config
 
 from consumers.trainer.model.hf_weights import reference_logprobs
@@ -14,8 +23,11 @@ from consumers.trainer.model.policy import Policy
 from consumers.trainer.model.snapshot import Snapshot, Snapshots
 from consumers.trainer.step.optimizer import build_optimizer
 from deploy.offline.tiny_model import byte_tokenizer, random_model
+from producers.engines.base import Completion, Engine, EngineSettings
+from producers.engines.factory import make_engine
 from schemas.config import OptimizerConfig
 from schemas.errors import ConfigError
+from schemas.messages import FileSource, Sampling
 
 WIRE = "bfloat16"
 PROBE = 32
@@ -39,7 +51,7 @@ SHAPES = {
 }
 
 
-class Subject:
+class WeightsModel:
     """A policy with float32 parameters, as a trainer holds them, and AdamW at a learning rate of 1e-6."""
 
     def __init__(self, name: str) -> None:
@@ -61,7 +73,7 @@ class Subject:
         self._tokens = torch.randint(shape.vocabulary, (4, 128), generator=torch.Generator().manual_seed(0))
 
     def step(self) -> None:
-        """One optimizer step on the cross-entropy of 4 × 128 random tokens."""
+        """Make one optimizer step on the cross-entropy of 4 × 128 random tokens."""
         optimizer = build_optimizer(self.policy.parameters(), OptimizerConfig(lr=1e-6))
         self.backward()
         optimizer.step()
@@ -97,3 +109,63 @@ class Subject:
         self.write(folder / "model.safetensors")
         byte_tokenizer([]).save_pretrained(folder)
         return folder
+
+
+REQUESTS = 4
+"""In flight while weights are loaded."""
+SAME_STEP_S = 0.0005
+"""Tokens of one step of the engine come closer together."""
+TOKENS_DEADLINE_S = 300.0
+
+
+async def load_times(name: str, model: Path, file: Path, rounds: int) -> tuple[float, float]:
+    """Seconds to copy the file into a model by the plainest code, and that running requests miss for a load."""
+    settings = EngineSettings(model_path=str(model), dtype=WIRE, max_length=1024, max_samples=REQUESTS, report_every=1)
+    engine: Engine = make_engine(name, settings, Path())
+    await engine.start()
+    try:
+        pauses = [await _pause(engine, file, version) for version in range(1, rounds + 1)]
+    finally:
+        await engine.close()
+    return min(_apply(file) for _ in range(rounds + 1)), median(pauses)
+
+
+async def _pause(engine: Engine, file: Path, version: int) -> float:
+    """The longest time between two tokens around a load, less the usual one."""
+    times: list[float] = []
+    came = asyncio.Event()
+
+    def heard(index: int, completion: Completion) -> None:
+        times.append(time.perf_counter())
+        came.set()
+
+    async def more() -> None:
+        wanted = len(times) + 16 * REQUESTS
+        async with asyncio.timeout(TOKENS_DEADLINE_S):
+            while len(times) < wanted:
+                came.clear()
+                await came.wait()
+
+    sampling = Sampling(max_tokens=900)
+    running = [asyncio.create_task(engine.generate([5, 6, 7], sampling, progress=heard)) for _ in range(REQUESTS)]
+    await more()
+    started = time.perf_counter()
+    await engine.load(FileSource(file), version)
+    loaded = time.perf_counter()
+    await more()
+    await engine.abort_all()
+    await asyncio.gather(*running)
+    gaps = [(before, after) for before, after in pairwise(times) if after - before > SAME_STEP_S]
+    usual = median(after - before for before, after in gaps)
+    return max(after - before for before, after in gaps if before < loaded and after > started) - usual
+
+
+def _apply(file: Path) -> float:
+    """Copy every tensor of the file into one that is there already."""
+    with safe_open(file, framework="pt", device="cpu") as tensors:
+        names = list(tensors.keys())
+        parameters = {name: torch.zeros_like(tensors.get_tensor(name)) for name in names}
+        started = time.perf_counter()
+        for name in names:
+            parameters[name].copy_(tensors.get_tensor(name))
+        return time.perf_counter() - started

@@ -1,4 +1,4 @@
-"""What the benchmarks move: trajectories of a chosen length, made once, and the shape of the pipeline around them."""
+"""The workload of the benchmarks: trajectories of a chosen length, made once, and the shape of the pipeline."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ENDLESS = 1 << 30
 
 
 @dataclass(frozen=True)
-class Flow:
+class PipelineShape:
     """The pipeline's shape: ``batch`` groups of ``samples`` a step, a checkpoint's commit every ``commit_every``."""
 
     samples: int = 8
@@ -48,7 +48,7 @@ class Flow:
         return commits * self.commit_every
 
 
-class Pool:
+class TrajectoryPool:
     """Ready arrays and texts of ``tokens`` tokens, a quarter of them prompt; four characters a token."""
 
     def __init__(self, tokens: int) -> None:
@@ -102,7 +102,7 @@ class Pool:
         return Score(reward=float(trajectory.sample % 2), components={"noop": 1.0}, scorer="reward-0", seconds=0.0)
 
     def first_token(self, task_id: int, sample: int) -> int:
-        """What the first token of a sample must be when it arrives."""
+        """The first token that a sample must have when it arrives."""
         return int(self._ids[(task_id + sample) % VARIANTS][0])
 
 
@@ -112,7 +112,7 @@ def open_broker(url: str, run: str) -> Broker:
     return Broker(Connection(url, Keys(config.prefix, run), config.deadline_s), config)
 
 
-def begin(training: TrainerSession, flow: Flow) -> None:
+def begin(training: TrainerSession, flow: PipelineShape) -> None:
     """Take a new run over, as a trainer without a checkpoint does."""
     training.take_over(
         TakeoverRequest(

@@ -171,7 +171,7 @@ def main() -> None:
 
 
 def _complain(error: TidemillError) -> int:
-    """One line on stderr; returns the exit code."""
+    """Print the error as one line on stderr; returns the exit code."""
     print(f"tidemill: {' '.join(str(error).split())}", file=sys.stderr)
     if isinstance(error, ConfigError):
         return CONFIG_EXIT

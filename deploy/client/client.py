@@ -1,6 +1,4 @@
-"""The control plane's client for the command line: where it is, what it answers, and why it refuses.
-
-Where the command line asks about a run: its control plane, else its broker; one set of answers for both.
+"""The sources that the command line asks about a run: its control plane, else its broker, with the same answers.
 
 ``--url`` names a broker and asks that; ``--control`` names a control plane and asks nothing else. A control plane that
 answers is always preferred: it knows rates, which one look at a broker can't tell.
@@ -48,7 +46,7 @@ ANSWER_S = 30.0
 
 
 def whoami() -> str:
-    """Who gives an order, for the timeline."""
+    """User and machine that give a command, for the timeline."""
     try:
         user = getpass.getuser()
     except (KeyError, OSError):
@@ -58,11 +56,11 @@ def whoami() -> str:
 
 
 class NoControlPlane(InfraError):
-    """None is known, or none answers."""
+    """No control plane of the run is known, or none answers."""
 
 
 class Client:
-    """One control plane. ``get`` and ``send`` return what it answers, decoded."""
+    """The client of a control plane. ``get`` and ``send`` return what it answers, decoded."""
 
     def __init__(self, url: str, token: str | None) -> None:
         self.url = url.rstrip("/")
@@ -75,7 +73,7 @@ class Client:
         return self._ask("GET", f"{path}?{urlencode(given)}" if given else path, None, ANSWER_S)
 
     def send(self, method: str, path: str, body: Mapping[str, Any] | None = None, wait_s: float = 0.0) -> Any:
-        """``get`` for orders; wait_s: how long the answer may take longer."""
+        """Like ``get``, for commands; wait_s: by how much longer the answer may take."""
         return self._ask(method, path, body, ANSWER_S + wait_s)
 
     def _ask(self, method: str, path: str, body: Mapping[str, Any] | None, timeout_s: float) -> Any:
@@ -128,7 +126,10 @@ def _token_file(config: TidemillConfig | None) -> Path | None:
 
 
 class Source(Protocol):
-    """What can be asked. RefusedError says why something is not done; InfraError that nobody answers."""
+    """A control plane or a broker that can be asked about a run.
+
+    RefusedError says why something is not done; InfraError that nobody answers.
+    """
 
     def status(self) -> RunStatus: ...
 
@@ -163,7 +164,7 @@ def open_source(run: str, control: str | None, url: str | None, prefix: str) -> 
 
 
 class ControlPlane:
-    """Over REST."""
+    """A source that asks a control plane over REST."""
 
     def __init__(self, client: Client) -> None:
         self._client = client
@@ -198,7 +199,7 @@ class ControlPlane:
 
 
 class Direct:
-    """From the broker itself, as the control plane would answer."""
+    """A source that reads the broker itself and answers as the control plane would answer."""
 
     NAME = "command line"
 
@@ -246,7 +247,7 @@ class Direct:
 
 @contextmanager
 def _refusals() -> Iterator[None]:
-    """What the control plane would answer with a problem is a RefusedError here as there."""
+    """Make a RefusedError of whatever the control plane would answer with a problem."""
     try:
         yield
     except (Refusal, DataError) as error:

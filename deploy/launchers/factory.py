@@ -1,4 +1,4 @@
-"""What a launcher is, and how the configuration names one; every mistake is one line that says what is allowed.
+"""The protocol of a launcher, and how the configuration names one; every mistake is one line that says what is allowed.
 
 A launcher starts a run on one engine. An engine with a queue of its own, such as Slurm, is handed the whole run. One
 that only places processes is a ``Starter`` as well (deploy/supervisor/services.py), and the supervisor does the rest.
@@ -16,7 +16,7 @@ from schemas.errors import ConfigError
 
 
 class Launcher(Protocol):
-    """Made of ``launcher.args``: the parameters of its constructor are its options, ConfigError if they can't be."""
+    """A way to start a run. The parameters of its constructor are ``launcher.args``; ConfigError if they can't be."""
 
     def launch(self, config: TidemillConfig, fresh: bool = False) -> int:
         """Start the run or go on with it; returns the exit code when it is over, or is the engine's own business.

@@ -41,10 +41,11 @@ SHRINK_S = 300.0
 
 @dataclass
 class Autoscaler:
-    """How many generators a run can use, from what waits for them: a pure state machine, time is an argument.
+    """The number of generators that a run can use, from what waits for them: a pure state machine.
 
     Admission bounds what waits, so a queue that stays full means that generators are what the run waits for, and one
-    that stays empty that there are enough. least, most: bounds of the answer.
+    that stays empty that there are enough. Time is an
+    argument. least, most: bounds of the answer.
     """
 
     least: int
@@ -198,7 +199,7 @@ class RayService:
         self._exit: Exit | None = None
 
     def poll(self) -> Exit | None:
-        """How it ended; a service that was lost with its node was killed."""
+        """Exit of the service, None while it runs; one that was lost with its node counts as killed."""
         if self._exit is None and self._is_done(self._ended):
             try:
                 self._exit = Exit(self._ray.get(self._ended))
@@ -227,7 +228,9 @@ class RayService:
 
 @dataclass(frozen=True)
 class Ray:
-    """What Ray is asked for, of each service. address: of the cluster; ``auto`` finds it, ``local`` starts one here.
+    """The launcher ``ray``, with the resources that Ray is asked for, of each service.
+
+    address: of the cluster; ``auto`` finds it, ``local`` starts one here.
 
     generators, max_generators: fewest and most; by default generator.replicas, and as many as the fewest.
     """

@@ -25,7 +25,7 @@ PREPARE = "prepare.sbatch"
 
 @dataclass(frozen=True)
 class Slurm:
-    """What Slurm is asked for; a launcher that writes scripts, whose last one a user then runs.
+    """The launcher ``slurm``, with what Slurm is asked for: it writes scripts, and a user runs the last of them.
 
     generators: size of the array, generator.replicas by default. gpus: of one generator and of one trainer node.
     time: of every job, as Slurm writes it; jobs that need longer are requeued. sbatch: more options, for all jobs.
@@ -110,7 +110,7 @@ class Slurm:
         return "\n".join([*lines, *(f"#SBATCH {option}" for option in self.sbatch)])
 
     def _trainer(self, config: str) -> str:
-        """One process needs no launcher; more are ranks that meet at the first node of the job."""
+        """Command of the trainer: a single process needs no torchrun; ranks meet at the first node of the job."""
         ranks = max(1, self.trainer_gpus)
         if self.trainer_nodes * ranks == 1:
             return f"keep forward {self._command('trainer')} trainer {config}"

@@ -30,7 +30,7 @@ PROBE_DEADLINE_S = 120.0
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at. advice: what to do, when something is to be done."""
+    """The result of a check. advice: what to do, when something is to be done."""
 
     name: str
     level: Level

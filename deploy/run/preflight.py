@@ -1,4 +1,4 @@
-"""What can be wrong with a configuration and is cheap to see, before any process or model is started."""
+"""Checks of a configuration that are cheap, made before any process or model is started."""
 
 from __future__ import annotations
 

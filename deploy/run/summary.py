@@ -1,11 +1,7 @@
-"""A picture of a run: reward and held-out accuracy over steps and over wall time.
+"""The end of a run summed up: summary.json, a picture of reward and accuracy, and a table for people.
 
-How a run went, in numbers: summary.json, from the trainer's own logs and the broker's last counts.
-
-The logs are the evidence, the broker's counts are what they are held against: a sample that was
-published but neither trained, dropped, excluded nor still there was lost.
-
-The end of a run: summary.json, a picture, and a table for people.
+Figures come from the trainer's own logs, and are held against the broker's last counts: a sample that was published
+but neither trained, dropped, excluded nor still in the pipeline was lost.
 """
 
 from __future__ import annotations
@@ -104,7 +100,7 @@ SUMMARY = "summary.json"
 
 @dataclass(frozen=True)
 class Evaluation:
-    """One complete evaluation. wall_s: since the run began."""
+    """A complete evaluation on held-out prompts. wall_s: since the run began."""
 
     version: int
     accuracy: float
@@ -113,7 +109,7 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class Final:
-    """What the caller knows at the end. Samples are of training only.
+    """Figures that the logs do not hold, from the broker and the caller. Samples are of training only.
 
     published: first deliveries. dropped, failed: published samples of groups that ended untrained.
     live: published samples of groups that are still in the pipeline. phases_s: seconds by phase.

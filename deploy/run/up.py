@@ -108,7 +108,7 @@ class _Run:
         """Whether somebody ordered the end, rather than interrupting this process."""
 
     def run(self, supervisor: Supervisor) -> int:
-        """All but the warm start, phase by phase."""
+        """Run everything but the warm start, phase by phase; returns the exit code."""
         with self._phase("broker"):
             early = self._start_broker(supervisor)
         if early is not None:
@@ -173,7 +173,7 @@ class _Run:
         return None if outcome.reason == "finished" else outcome
 
     def _start_broker(self, supervisor: Supervisor) -> RunOutcome | None:
-        """An embedded server, unless there is one to use; an outcome only when it can't be started."""
+        """Start an embedded server, unless there is one to use; an outcome only when it can't be started."""
         url = find_url(self.config.broker.url)
         if url is not None:
             for warning in answers(url):
@@ -310,7 +310,7 @@ def latest(watch: Watch) -> RunStatus | None:
 
 
 def with_processes(beats: Sequence[ServiceStatus], services: Sequence[ServiceView]) -> list[ServiceStatus]:
-    """What the broker knows of the services, and of those without a heartbeat what the supervisor knows."""
+    """The services as their heartbeats tell them, and those without one as the supervisor knows them."""
     left = {beat.name: beat for beat in beats if beat.role != "supervisor"}
     merged = []
     for service in services:
@@ -343,7 +343,7 @@ def _without_heartbeat(service: ServiceView, state: str) -> ServiceStatus:
 
 @contextmanager
 def _sole_user(folder: Path) -> Iterator[None]:
-    """Only one ``tidemill up`` may use a run's folder; the lock goes with the process, however it ends."""
+    """Lock the run's folder: only one ``tidemill up`` may use it; the lock goes with the process, however it ends."""
     with (folder / LOCK).open("a+", encoding="utf-8") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

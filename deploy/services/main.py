@@ -1,9 +1,8 @@
-"""Whether one service works: its heartbeat in the broker is fresh. What health checks of containers ask.
+"""A service in this process, as the supervisor, compose, Kubernetes and Slurm start it; and whether one has come up.
 
-A service that waits for a broker which went away has no fresh heartbeat and is well: use the answer to tell when a
-service has come up, not to restart it. Services end by themselves when they can't go on.
-
-One service in this process, as the supervisor, compose, Kubernetes and Slurm start it.
+Health checks of containers ask the second, by the service's heartbeat in the broker. A service that waits for a
+broker which went away has no fresh heartbeat and is well: use the answer to tell when a service has come up, not to
+restart it. Services end by themselves when they can't go on.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ DEADLINE_S = 5.0
 
 
 def problem(config: TidemillConfig, name: str) -> str | None:
-    """What is wrong with the service called ``name``, in a few words; None when it is ready. InfraError: no broker."""
+    """The trouble with the service called ``name``, in a few words; None when it is ready. InfraError: no broker."""
     settings = config.broker.model_copy(update={"deadline_s": DEADLINE_S})
     heartbeats = Broker.connect(config.model_copy(update={"broker": settings})).heartbeats
     age_s = heartbeats.read_age_s(name)

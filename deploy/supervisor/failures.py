@@ -21,7 +21,7 @@ _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
 @dataclass(frozen=True)
 class Failure:
-    """One unasked-for end of a service. ``rank``: its place in the order of starting."""
+    """The end of a service that nobody had asked to end. ``rank``: its place in the order of starting."""
 
     service: str
     exit: Exit
@@ -31,7 +31,7 @@ class Failure:
     log: Path
 
     def __str__(self) -> str:
-        """One line that names the service, how it ended, its last words and its log."""
+        """A line that names the service, how it ended, its last words and its log."""
         reason = f": {self.line}" if self.line else ""
         log = f" [log: {self.log}]" if self.log.is_file() else ""
         return f"{self.service} failed ({self.exit}){reason}{log}"

@@ -50,7 +50,7 @@ def parents() -> dict[int, int]:
 
 
 def descendants(root: int, parent_of: dict[int, int]) -> list[int]:
-    """All processes below ``root``."""
+    """Process ids of everything below ``root``."""
     children: dict[int, list[int]] = {}
     for pid, parent in parent_of.items():
         children.setdefault(parent, []).append(pid)
@@ -70,8 +70,8 @@ def kill(pids: Iterable[int]) -> None:
             os.kill(pid, signal.SIGKILL)
 
 
-class Guard:
-    """One service process and everything below it."""
+class Guardian:
+    """The guardian of a service process and of everything below it."""
 
     def __init__(self, control: socket.socket, program: list[str]) -> None:
         self._control = control
@@ -196,7 +196,7 @@ def main() -> None:
         if not byte:
             return
         line += byte
-    code = Guard(control, json.loads(line)).run()
+    code = Guardian(control, json.loads(line)).run()
     os._exit(code if code >= 0 else 128 - code)
 
 

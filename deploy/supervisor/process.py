@@ -1,4 +1,4 @@
-"""One guarded child process, and the promise that nothing it starts is left behind.
+"""Guarded child processes, and the promise that nothing it starts is left behind.
 
 Three nets: a guardian per child (deploy/supervisor/guard.py) that kills everything below it when the
 child ends or this process dies; the kernel's parent-death signal should the guardian itself
@@ -95,7 +95,7 @@ class Process:
         return self._told("pid")
 
     def poll(self) -> Exit | None:
-        """How it ended, or None while anything of it runs."""
+        """Exit of the child, or None while anything of it runs."""
         if self._exit is None:
             code = self._process.poll()
             if code is not None:
@@ -146,7 +146,7 @@ def become_subreaper() -> bool:
 
 
 class Strays:
-    """What killed guardians left: found among this process's adopted children, killed and collected.
+    """Processes that killed guardians left: found among this process's adopted children, killed and collected.
 
     ``mark`` goes into the environment of every process that is started.
     """

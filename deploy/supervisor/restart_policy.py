@@ -1,4 +1,4 @@
-"""When a dead service is started again: a pure state machine, time comes in as an argument.
+"""The policy by which a dead service is started again: a pure state machine, time comes in as an argument.
 
 Promises: at most ``max_restarts`` within any ``window_s``, waits that double from
 ``backoff_s`` to 15 s, and no restart after an exit that a restart cannot mend.
@@ -21,7 +21,7 @@ SETTLED_S = 10.0
 
 
 class State(StrEnum):
-    """Where a service is in its life."""
+    """The states of a service's life."""
 
     RUNNING = "running"
     WAITING = "waiting"
@@ -40,7 +40,7 @@ class State(StrEnum):
 
 @dataclass
 class Life:
-    """One service's life, from its starts and exits. ``finishes``, ``may_leave``: what its exit code 0 means."""
+    """The life of a service, from its starts and exits. ``finishes``, ``may_leave``: what its exit code 0 means."""
 
     policy: SupervisorConfig
     finishes: bool = False
@@ -56,19 +56,19 @@ class Life:
     _recent: deque[float] = field(default_factory=deque)
 
     def started(self, now: float) -> None:
-        """It was started."""
+        """Take note of a start."""
         self.state = State.RUNNING
         self._started = now
 
     def asked(self) -> None:
-        """It was asked to end."""
+        """Take note that the service was asked to end."""
         if self.state is State.RUNNING:
             self.state = State.STOPPING
         elif self.state is State.WAITING:
             self.state = State.STOPPED
 
     def exited(self, code: int, now: float) -> State:
-        """It ended; the new state says what to do, ``due`` when."""
+        """Take note of an exit; the new state says what to do, ``due`` when."""
         if self.state is State.STOPPING:
             self.state = State.STOPPED
         elif code == OK_EXIT and self.finishes:

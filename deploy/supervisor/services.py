@@ -1,4 +1,4 @@
-"""Services as the supervisor knows them: what is to run, what runs, how it ended, and who starts it.
+"""Services as the supervisor knows them: specification, running handle, exit, and the starter that starts them.
 
 Where services run is a ``Starter``'s business: this machine (deploy/supervisor/process.py), Ray
 (deploy/launchers/ray.py), or a user's own. Restarts, scaling and the orderly end are the supervisor's.
@@ -17,7 +17,7 @@ from schemas.control_api import RunStatus
 
 @dataclass(frozen=True)
 class ServiceSpec:
-    """One service that is to run.
+    """A service that is to run.
 
     essential: the run is over when it fails for good; else when the last replica of its role does.
     optional: the run goes on without it. finishes: its exit code 0 means that the run is done.
@@ -38,7 +38,7 @@ class ServiceSpec:
 
 @dataclass(frozen=True)
 class Change:
-    """Something that happened to a service, for people."""
+    """An event in a service's life, for people."""
 
     service: str
     text: str
@@ -47,7 +47,7 @@ class Change:
 
 @dataclass(frozen=True)
 class Exit:
-    """How a process ended: its exit code, negative for a signal."""
+    """The end of a process: its exit code, negative for a signal."""
 
     code: int
 
@@ -62,7 +62,7 @@ class Exit:
 
 
 class Running(Protocol):
-    """One service that was started. None of these calls may block."""
+    """The handle of a service that was started. None of these calls may block."""
 
     @property
     def pid(self) -> int | None:
@@ -77,7 +77,7 @@ class Running(Protocol):
         """Whether what it started may be left on this machine, for the supervisor to find."""
 
     def poll(self) -> Exit | None:
-        """How it ended; None while anything of it runs."""
+        """Exit of the service; None while anything of it runs."""
 
     def terminate(self) -> None:
         """Ask it to end."""
@@ -93,7 +93,7 @@ class Scaler(Protocol):
         """Start or stop replicas of a role until ``count`` of them live; ConfigError if that can't be."""
 
     def replicas(self, role: str) -> int:
-        """How many of a role live, or are about to be started again."""
+        """Number of services of a role that live, or are about to be started again."""
 
 
 class Starter(Protocol):

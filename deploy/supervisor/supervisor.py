@@ -33,7 +33,7 @@ KILL_DEADLINE_S = 15.0
 
 @dataclass(frozen=True)
 class RunOutcome:
-    """How the run ended."""
+    """The end of a run: its reason, and for a failure its root cause."""
 
     reason: Literal["finished", "stopped", "failed"]
     cause: Failure | None = None
@@ -41,7 +41,7 @@ class RunOutcome:
 
 @dataclass(frozen=True)
 class ServiceView:
-    """One service as it is now, for people."""
+    """A service as it is now, for people."""
 
     name: str
     role: str
@@ -117,12 +117,12 @@ class Supervisor:
 
     @property
     def interrupts(self) -> int:
-        """How many SIGINT, SIGTERM and SIGHUP have arrived."""
+        """Number of SIGINT, SIGTERM and SIGHUP that have arrived."""
         return self._interrupts
 
     @property
     def services(self) -> list[ServiceView]:
-        """All services that are or were, in the order of their first start."""
+        """Every service that is or was there, in the order of their first start."""
         return [
             ServiceView(s.spec.name, s.spec.role, s.life.state, s.life.restarts, s.process.pid if s.process else None)
             for s in self._services.values()
@@ -165,7 +165,7 @@ class Supervisor:
                 live.append(self._services[spec.name])
 
     def replicas(self, role: str) -> int:
-        """How many of a role live, or are about to be started again."""
+        """Number of services of a role that live, or are about to be started again."""
         return sum(s.spec.role == role and _lives(s) for s in self._services.values())
 
     def run(self, on_tick: Callable[[], None] = lambda: None) -> RunOutcome:

@@ -1,1 +1,1 @@
-"""What the terminal shows of a run."""
+"""Views of a run on a terminal."""

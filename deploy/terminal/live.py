@@ -92,7 +92,7 @@ def render(picture: Picture) -> RenderableType:
 
 
 def plain_line(picture: Picture) -> str:
-    """One line for logs and pipes."""
+    """The view as a line for logs and pipes."""
     status = picture.status
     staleness, throughput = status.staleness, status.throughput
     parts = [f"step {status.step}/{status.steps}"]

