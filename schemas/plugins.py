@@ -3,8 +3,6 @@
 ``exact`` is looked up in the registry; ``mypackage.rewards:brevity`` and
 ``rewards.py:brevity`` (relative to the configuration's folder) are imported.
 Built-ins are registered as paths too, so listing them imports nothing.
-
-Losses and advantages from the configuration: arguments bound, and what they say of themselves still readable.
 """
 
 from __future__ import annotations
@@ -85,9 +83,3 @@ def bind(kind: str, function: Any, args: dict[str, Any]) -> Any:
     except TypeError as error:
         raise ConfigError(f"{kind}.args {args}: {error}") from error
     return function(**args) if inspect.isclass(function) else functools.partial(function, **args)
-
-
-def loss_attribute(function: Any, name: str, default: Any) -> Any:
-    """An attribute of what was bound, such as ``needs_proximal``."""
-    inner = function.func if isinstance(function, functools.partial) else function
-    return getattr(inner, name, default)

@@ -131,8 +131,10 @@ class TrainerConfig(Section):
     rejection: list[RejectionConfig] = Field(
         default_factory=list, description="Rules on the mismatch of trainer and rollout policy; none by default."
     )
-    aggregation: Literal["token_mean", "sequence_mean", "prompt_mean", "constant"] = Field(
-        "token_mean", description="How token losses become one number."
+    aggregation: str = Field(
+        "token_mean",
+        description="How token losses become one number: token_mean, sequence_mean, prompt_mean, constant, or your own"
+        " as module:name or file.py:name.",
     )
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
     publish: PublishConfig = Field(default_factory=PublishConfig)

@@ -1,29 +1,26 @@
 """From rewards to advantages: pure functions over a batch, grouped by index, never by stride.
 
-Every function has the signature ``(rewards, groups) -> advantages``: float64 [S], int64 [S]
+Most functions give one advantage to each sample: ``(rewards, groups) -> advantages``, float64 [S], int64 [S]
 with the group of each sample, float64 [S]. Groups may differ in size, a group of one gets zero
-(``raw`` excepted: it compares nothing). A user's own function is named as ``module:name``. Advantages
-that differ from token to token are in returns.py.
+(``raw`` excepted: it compares nothing).
 
-Advantages that differ from token to token: discounted returns, with KL in the reward, or with a critic.
-
-Each function has the signature ``(batch, add, **arguments) -> list of TokenAdvantages``: all micro-batches of the step
-on this rank, and a function that sums numbers over ranks, for what is normalised over the whole step. ``per_token``
-on a function tells it from those of advantages.py. Time runs over loss tokens only: what a tool or a
-user said between two turns is no step of its own.
+Advantages that differ from token to token (discounted returns, with KL in the reward or with a critic) are a class with
+``per_token = True``, see TokenAdvantage. Time runs over loss tokens only: what a tool or a user said between two turns
+is no step of its own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias, TypeVar
+from typing import ClassVar, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from consumers.trainer.algorithms.losses import AllReduceSum
 from consumers.trainer.algorithms.segments import Segments
 from schemas.errors import ConfigError
 from schemas.plugins import Registry
@@ -39,7 +36,8 @@ ADVANTAGES = Registry(
             name: f"consumers.trainer.algorithms.advantages:{name}"
             for name in ("centered", "grpo", "rloo", "lite_ppo", "max_rl", "raw")
         },
-        **{name: f"consumers.trainer.algorithms.advantages:{name}" for name in ("reinforce_pp", "gae")},
+        "reinforce_pp": "consumers.trainer.algorithms.advantages:ReinforcePp",
+        "gae": "consumers.trainer.algorithms.advantages:Gae",
     },
 )
 
@@ -112,10 +110,6 @@ def _group_mean(rewards: Floats, groups: Groups) -> tuple[Floats, Floats]:
     return _group_sum(rewards, groups) / np.maximum(size, 1), size
 
 
-Add: TypeAlias = Callable[[list[float]], list[float]]
-_F = TypeVar("_F", bound=Callable[..., object])
-
-
 @dataclass(frozen=True)
 class TokenRewards:
     """What a micro-batch was rewarded with; float32 [R, T], zero at masked positions.
@@ -137,46 +131,64 @@ class TokenAdvantages:
     returns: Tensor
 
 
-def per_token(function: _F) -> _F:
-    """Mark an advantage of this module's signature."""
-    function.per_token = True  # type: ignore[attr-defined]
-    return function
+class TokenAdvantage(Protocol):
+    """An advantage of single tokens, built with its arguments."""
+
+    per_token: ClassVar[bool] = True
+    """Tells it from a function over samples."""
+
+    def __call__(self, batch: Sequence[TokenRewards], all_reduce_sum: AllReduceSum, /) -> list[TokenAdvantages]:
+        """Advantages of all micro-batches of the step on this rank; sums over ranks are for what is normalised."""
+        ...
 
 
-@per_token
-def reinforce_pp(batch: Sequence[TokenRewards], add: Add, *, gamma: float = 1.0) -> list[TokenAdvantages]:
+@dataclass(frozen=True, kw_only=True)
+class ReinforcePp:
     """Discounted sum of a token's rewards and later ones, normalised over all loss tokens of the step.
 
     A_t = (G_t - mean) / std with G_t = r_t + gamma * G_(t+1), r_t = -kl_t and the reward at the last token
     (REINFORCE++, arXiv:2501.03262). The sum runs along the sequence; std is the population's.
     """
-    returns = [discounted(part.rewards, part.segments, gamma) for part in batch]
-    normalised = whiten(returns, [part.segments for part in batch], add)
-    return [TokenAdvantages(a, r) for a, r in zip(normalised, returns, strict=True)]
+
+    gamma: float = 1.0
+    per_token: ClassVar[bool] = True
+
+    def __call__(self, batch: Sequence[TokenRewards], all_reduce_sum: AllReduceSum) -> list[TokenAdvantages]:
+        """Advantages and returns of each micro-batch, [R, T]."""
+        returns = [discounted(part.rewards, part.segments, self.gamma) for part in batch]
+        normalised = whiten(returns, [part.segments for part in batch], all_reduce_sum)
+        return [TokenAdvantages(a, r) for a, r in zip(normalised, returns, strict=True)]
 
 
-@per_token
-def gae(
-    batch: Sequence[TokenRewards], add: Add, *, gamma: float = 1.0, lam: float = 0.95, normalise: bool = True
-) -> list[TokenAdvantages]:
+@dataclass(frozen=True, kw_only=True)
+class Gae:
     """A_t = sum of (gamma*lam)^k * delta_(t+k), delta_t = r_t + gamma*V_(t+1) - V_t (arXiv:1506.02438); needs a critic.
 
     V is 0 after the last token. Returns for the critic are A + V, before advantages are normalised over all
     loss tokens of the step (``normalise``).
     """
-    found: list[TokenAdvantages] = []
-    for part in batch:
+
+    gamma: float = 1.0
+    lam: float = 0.95
+    normalise: bool = True
+    per_token: ClassVar[bool] = True
+
+    def __call__(self, batch: Sequence[TokenRewards], all_reduce_sum: AllReduceSum) -> list[TokenAdvantages]:
+        """Advantages and returns of each micro-batch, [R, T]; ConfigError without a critic's values."""
+        found = [self._advantages(part) for part in batch]
+        if not self.normalise:
+            return found
+        normalised = whiten([part.advantages for part in found], [part.segments for part in batch], all_reduce_sum)
+        return [TokenAdvantages(a, part.returns) for a, part in zip(normalised, found, strict=True)]
+
+    def _advantages(self, part: TokenRewards) -> TokenAdvantages:
         if part.values is None:
             raise ConfigError("trainer.advantage.name gae needs the values of a critic: add a trainer.critic section")
         values = part.segments.rows(part.values)
         following = torch.cat([values[:, 1:], torch.zeros_like(values[:, :1])], dim=1) if values.numel() else values
-        deltas = part.segments.rows(part.rewards) + gamma * following - values
-        advantages = part.segments.unrow(_sum_backwards(deltas, gamma * lam))
-        found.append(TokenAdvantages(advantages, torch.where(part.segments.mask, advantages + part.values, 0.0)))
-    if not normalise:
-        return found
-    normalised = whiten([part.advantages for part in found], [part.segments for part in batch], add)
-    return [TokenAdvantages(a, part.returns) for a, part in zip(normalised, found, strict=True)]
+        deltas = part.segments.rows(part.rewards) + self.gamma * following - values
+        advantages = part.segments.unrow(_sum_backwards(deltas, self.gamma * self.lam))
+        return TokenAdvantages(advantages, torch.where(part.segments.mask, advantages + part.values, 0.0))
 
 
 def discounted(rewards: Tensor, segments: Segments, gamma: float) -> Tensor:
@@ -184,16 +196,18 @@ def discounted(rewards: Tensor, segments: Segments, gamma: float) -> Tensor:
     return segments.unrow(_sum_backwards(segments.rows(rewards), gamma))
 
 
-def whiten(values: Sequence[Tensor], segments: Sequence[Segments], add: Add, eps: float = 1e-8) -> list[Tensor]:
+def whiten(
+    values: Sequence[Tensor], segments: Sequence[Segments], all_reduce_sum: AllReduceSum, eps: float = 1e-8
+) -> list[Tensor]:
     """(values - mean) / sqrt(variance + eps) over the loss tokens of all micro-batches and ranks, each [R, T].
 
     The population's variance, in two passes. A step of a single loss token gives zero.
     """
     masks = [part.mask for part in segments]
     chosen = [value[mask].double() for value, mask in zip(values, masks, strict=True)]
-    total, tokens = add([sum(float(c.sum()) for c in chosen), float(sum(c.numel() for c in chosen))])
+    total, tokens = all_reduce_sum([sum(float(c.sum()) for c in chosen), float(sum(c.numel() for c in chosen))])
     mean = total / max(tokens, 1.0)
-    (squares,) = add([sum(float((c - mean).square().sum()) for c in chosen)])
+    (squares,) = all_reduce_sum([sum(float((c - mean).square().sum()) for c in chosen)])
     scale = (squares / max(tokens, 1.0) + eps) ** -0.5
     return [
         torch.where(mask, (value.double() - mean) * scale, 0.0).to(value.dtype)

@@ -4,25 +4,24 @@ A loss says nothing about averaging (see aggregation.py) and returns values at m
 the step weighs them by zero. ``log_ratio`` is clamped before exp, so one extreme token gives a large but
 finite loss. Formulas: r = policy / rollout policy, A the advantage, sg stops the gradient.
 
-The decoupled PPO loss, and where its proximal policy comes from.
-
-The proximal policy is what the update is clipped around, while the rollout policy only weighs the data.
-
-Losses that look further than one token: at the whole sequence (gspo), or at the whole step (m2po).
+Most losses look at one token and two policies. ``decoupled_ppo`` clips around a third one, the proximal policy, while
+the rollout policy only weighs the data; ``gspo`` looks at the whole sequence, ``m2po`` at the whole step.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, TypeAlias, TypeVar
+from inspect import isclass
+from pathlib import Path
+from typing import Any, ClassVar, Literal, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 
 from consumers.trainer.algorithms.segments import Segments
 from schemas.errors import ConfigError
-from schemas.plugins import Registry
+from schemas.plugins import Registry, bind
 
 LOG_RATIO_LIMIT = 20.0
 """|log r| is clamped to this before exp: e^20 still squares within float32."""
@@ -36,7 +35,7 @@ class LossInputs:
     mask: bool, true at loss tokens. versions: int64, weight version of each token, -1 where there is none.
     proximal_logprobs, reference_logprobs: of further policies, when the run has them, without gradient.
     sequence: int64, id of the sequence that a token belongs to; without it each row is one sequence.
-    keep: bool, what a loss's own ``select`` left of the step's tokens; without it all.
+    kept: bool, the tokens of the step that the loss's own ``select_tokens`` chose; without it all.
     """
 
     logprobs: Tensor
@@ -47,7 +46,7 @@ class LossInputs:
     proximal_logprobs: Tensor | None = None
     reference_logprobs: Tensor | None = None
     sequence: Tensor | None = None
-    keep: Tensor | None = None
+    kept: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -61,12 +60,66 @@ class LossOutput:
     metrics: dict[str, Tensor] = field(default_factory=dict)
 
 
-Loss: TypeAlias = Callable[..., LossOutput]
-"""A function of LossInputs and keyword arguments, or a class that is built with these and called with LossInputs.
+AllReduceSum: TypeAlias = Callable[[list[float]], list[float]]
+"""Element-wise sum of a list of numbers over all ranks."""
 
-``needs_proximal = True`` on it asks for proximal log-probabilities. A loss that has to see the whole step before
-its first gradient is a class with ``select(batch, add) -> list of bool [R, T]``, see ``losses_batch.py``.
-"""
+
+class LossFunction(Protocol):
+    """A policy loss with its arguments bound, and what it asks of the step.
+
+    A user's loss is a function of LossInputs and keyword arguments, or a class that is built with these arguments and
+    called with LossInputs. It may lack any attribute below; then the default counts.
+    """
+
+    needs_proximal: bool = False
+    """Whether the step provides ``proximal_logprobs``, as ``trainer.loss.proximal`` says."""
+
+    recomputes: bool = False
+    """Whether the proximal policy is that of the step's start, whatever ``trainer.loss.proximal`` says."""
+
+    select_tokens: Callable[[Sequence[LossInputs], AllReduceSum], list[Tensor]] | None = None
+    """Chooses among the tokens of the whole step before its first gradient, at the cost of one more forward pass.
+
+    Takes the inputs of all micro-batches of this rank, and returns for each the tokens to keep, bool [R, T], which the
+    loss then finds in ``LossInputs.kept``.
+    """
+
+    def __call__(self, inputs: LossInputs, /) -> LossOutput:
+        """The loss of each token of a micro-batch, [R, T]."""
+        ...
+
+
+@dataclass
+class BoundLoss:
+    """The loss that a configuration names, as a LossFunction whatever it was written as."""
+
+    function: Callable[[LossInputs], LossOutput]
+    needs_proximal: bool = False
+    recomputes: bool = False
+    select_tokens: Callable[[Sequence[LossInputs], AllReduceSum], list[Tensor]] | None = None
+
+    @classmethod
+    def load(cls, name: str, args: dict[str, Any], base: Path | None = None) -> BoundLoss:
+        """The loss called ``name``; ConfigError if there is none, or it does not take these arguments.
+
+        base: where users' own files are looked up.
+        """
+        written = LOSSES.get(name, base)
+        bound = bind("trainer.loss", written, args)
+        # A function's attributes are on the function itself, those of a class on what was built of it.
+        of = bound if isclass(written) else written
+        if callable(getattr(of, "select", None)):
+            raise ConfigError(f"trainer.loss {name!r}: rename its method select to select_tokens")
+        return cls(
+            bound,
+            needs_proximal=getattr(of, "needs_proximal", False),
+            recomputes=getattr(of, "recomputes", False),
+            select_tokens=getattr(of, "select_tokens", None),
+        )
+
+    def __call__(self, inputs: LossInputs) -> LossOutput:
+        return self.function(inputs)
+
 
 LOSSES = Registry(
     "trainer.loss.name",
@@ -75,19 +128,11 @@ LOSSES = Registry(
             name: f"consumers.trainer.algorithms.losses:{name}"
             for name in ("reinforce", "ppo", "dapo", "dr_grpo", "cispo", "dppo", "sapo")
         },
-        "decoupled_ppo": "consumers.trainer.algorithms.losses:decoupled_ppo",
+        "decoupled_ppo": "consumers.trainer.algorithms.losses:DecoupledPpo",
         "gspo": "consumers.trainer.algorithms.losses:gspo",
         "m2po": "consumers.trainer.algorithms.losses:M2po",
     },
 )
-
-_F = TypeVar("_F", bound=Loss)
-
-
-def needs_proximal(function: _F) -> _F:
-    """Mark a loss that uses proximal log-probabilities; the step then provides them (``trainer.loss.proximal``)."""
-    function.needs_proximal = True  # type: ignore[attr-defined]
-    return function
 
 
 def log_ratio(inputs: LossInputs) -> Tensor:
@@ -201,32 +246,36 @@ def interpolated(logprobs: Tensor, rollout_logprobs: Tensor, versions: Tensor, v
     return alpha * rollout_logprobs + (1 - alpha) * logprobs.detach()
 
 
-@needs_proximal
-def decoupled_ppo(
-    inputs: LossInputs,
-    *,
-    clip_low: float = 0.2,
-    clip_high: float = 0.28,
-    dual_clip: float | None = 3.0,
-    weight_limit: float = 5.0,
-    weight_action: Literal["mask", "clamp"] = "mask",
-) -> LossOutput:
+@dataclass(frozen=True, kw_only=True)
+class DecoupledPpo:
     """w * ppo(r), r = policy / proximal policy, w = sg[proximal policy / rollout policy] (AReaL, arXiv:2505.24298).
 
     A token with w over ``weight_limit`` is left out (``mask``), or gets the limit as its weight (``clamp``).
     """
-    if inputs.proximal_logprobs is None:
-        raise ConfigError("decoupled_ppo needs proximal log-probabilities, and the caller gave none")
-    if weight_action not in ("mask", "clamp"):
-        raise ConfigError(f"decoupled_ppo: weight_action {weight_action!r} must be mask or clamp")
-    proximal = inputs.proximal_logprobs.detach()
-    ratio = bounded_difference(inputs.logprobs, proximal, inputs.mask).exp()
-    weight = bounded_difference(proximal, inputs.rollout_logprobs, inputs.mask).exp()
-    over = weight > weight_limit
-    weight = torch.where(over, 0.0 if weight_action == "mask" else weight_limit, weight)
-    loss, clipped = clipped_surrogate(ratio, inputs.advantages, clip_low, clip_high, dual_clip)
-    left_out = over if weight_action == "mask" else torch.zeros_like(over)
-    return LossOutput(weight * loss, {"clipped": clipped & ~left_out, "masked": left_out, "weight": weight})
+
+    clip_low: float = 0.2
+    clip_high: float = 0.28
+    dual_clip: float | None = 3.0
+    weight_limit: float = 5.0
+    weight_action: Literal["mask", "clamp"] = "mask"
+    needs_proximal: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if self.weight_action not in ("mask", "clamp"):
+            raise ConfigError(f"decoupled_ppo: weight_action {self.weight_action!r} must be mask or clamp")
+
+    def __call__(self, inputs: LossInputs) -> LossOutput:
+        """The loss of one micro-batch; ConfigError without proximal log-probabilities."""
+        if inputs.proximal_logprobs is None:
+            raise ConfigError("decoupled_ppo needs proximal log-probabilities, and the caller gave none")
+        proximal = inputs.proximal_logprobs.detach()
+        ratio = bounded_difference(inputs.logprobs, proximal, inputs.mask).exp()
+        weight = bounded_difference(proximal, inputs.rollout_logprobs, inputs.mask).exp()
+        over = weight > self.weight_limit
+        weight = torch.where(over, 0.0 if self.weight_action == "mask" else self.weight_limit, weight)
+        loss, clipped = clipped_surrogate(ratio, inputs.advantages, self.clip_low, self.clip_high, self.dual_clip)
+        left_out = over if self.weight_action == "mask" else torch.zeros_like(over)
+        return LossOutput(weight * loss, {"clipped": clipped & ~left_out, "masked": left_out, "weight": weight})
 
 
 _HALVINGS = 64
@@ -254,7 +303,7 @@ class M2po:
 
     needs_proximal = True
     recomputes = True
-    """What it measures is how far the policy has really moved, whatever ``trainer.loss.proximal`` says."""
+    """What is measured is how far the policy has really moved."""
 
     def __init__(
         self,
@@ -269,23 +318,23 @@ class M2po:
         self.second_moment = second_moment
         self.clip = (clip_low, clip_high, dual_clip)
 
-    def select(self, batch: Sequence[LossInputs], add: Callable[[list[float]], list[float]]) -> list[Tensor]:
-        """The tokens to keep in each micro-batch, bool [R, T]. ``add`` sums a list of numbers over ranks."""
+    def select_tokens(self, batch: Sequence[LossInputs], all_reduce_sum: AllReduceSum) -> list[Tensor]:
+        """The tokens to keep in each micro-batch, bool [R, T]."""
         moments = [_squares(inputs) for inputs in batch]
         kept = [moment[inputs.mask] for moment, inputs in zip(moments, batch, strict=True)]
-        limit = largest_kept(torch.cat(kept) if kept else torch.zeros(0), self.second_moment, add)
+        limit = largest_kept(torch.cat(kept) if kept else torch.zeros(0), self.second_moment, all_reduce_sum)
         return [inputs.mask & (moment.double() <= limit) for moment, inputs in zip(moments, batch, strict=True)]
 
     def __call__(self, inputs: LossInputs) -> LossOutput:
-        """The loss of one micro-batch, zero at the tokens that ``select`` left out."""
-        if inputs.keep is None:
-            raise ConfigError("m2po has to see the whole step before, and its select was not called")
+        """The loss of one micro-batch, zero at the tokens that ``select_tokens`` left out."""
+        if inputs.kept is None:
+            raise ConfigError("m2po has to see the whole step before, and its select_tokens was not called")
         loss, clipped = clipped_surrogate(log_ratio(inputs).exp(), inputs.advantages, *self.clip)
-        left_out = inputs.mask & ~inputs.keep
-        return LossOutput(torch.where(inputs.keep, loss, 0.0), {"clipped": clipped & inputs.keep, "masked": left_out})
+        left_out = inputs.mask & ~inputs.kept
+        return LossOutput(torch.where(inputs.kept, loss, 0.0), {"clipped": clipped & inputs.kept, "masked": left_out})
 
 
-def largest_kept(values: Tensor, limit: float, add: Callable[[list[float]], list[float]]) -> float:
+def largest_kept(values: Tensor, limit: float, all_reduce_sum: AllReduceSum) -> float:
     """The highest bound under which the mean of the values that are not above it is below ``limit``.
 
     values: [M] of this rank, 0 or more. Found by halving, so that ranks only ever exchange a sum and a count;
@@ -296,7 +345,7 @@ def largest_kept(values: Tensor, limit: float, add: Callable[[list[float]], list
 
     def acceptable(bound: float) -> bool:
         count = int(torch.searchsorted(ordered, bound, right=True))
-        total, tokens = add([float(sums[count]), float(count)])
+        total, tokens = all_reduce_sum([float(sums[count]), float(count)])
         return tokens == 0 or total / tokens < limit
 
     low, high = 0.0, 4.0 * 20.0**2

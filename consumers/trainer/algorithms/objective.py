@@ -1,12 +1,11 @@
-"""What is done with tokens on which trainer and rollout policy disagree too much: pure rules over their log ratio.
+"""The objective of a step: every token's loss, of policy loss, rejection rules, KL penalty and entropy bonus.
 
-A rule has a measure (the ratio, or an estimate of KL), a level (token, or mean over the sequence) and
-an action (mask: no gradient; clamp: the ratio counts as the bound). The step's denominators still count what a
-rule takes out: that is one of the two conventions, and dividing by the kept tokens gives another loss.
+A rejection rule takes out tokens on which trainer and rollout policy disagree too much. It has a measure (the ratio, or
+an estimate of KL), a level (token, or mean over the sequence) and an action (mask: no gradient; clamp: the ratio counts
+as the bound). The step's denominators still count what a rule takes out: that is one of the two conventions, and
+dividing by the kept tokens gives another loss.
 
-From scores to the loss of every token: the policy loss with its rejection rules, KL penalty and entropy bonus.
-
-Pure: the step knows nothing of what is in it, and what is in it knows nothing of averaging or of models.
+Everything here is pure: the step knows nothing of these parts, and they know nothing of averaging or of models.
 """
 
 from __future__ import annotations
@@ -14,16 +13,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from consumers.trainer.algorithms.kl import KL_ESTIMATORS, Estimator, difference, kl_loss
-from consumers.trainer.algorithms.losses import LOSSES, Loss, LossInputs, LossOutput, bounded_difference, interpolated
+from consumers.trainer.algorithms.losses import (
+    BoundLoss,
+    LossFunction,
+    LossInputs,
+    LossOutput,
+    bounded_difference,
+    interpolated,
+)
 from consumers.trainer.algorithms.segments import Segments
 from schemas.config import RejectionConfig, TrainerConfig
-from schemas.plugins import bind, loss_attribute
 
 
 @dataclass(frozen=True)
@@ -74,7 +78,7 @@ class Objective:
     output = objective(inputs, entropy, version=7)
     """
 
-    loss: Loss
+    loss: LossFunction
     rules: tuple[Rule, ...]
     kl_coef: float
     estimator: Estimator
@@ -86,7 +90,7 @@ class Objective:
         """ConfigError if something that is named does not exist, or does not take its arguments."""
         loss, kl = settings.loss, settings.kl
         return cls(
-            loss=bind("trainer.loss", LOSSES.get(loss.name, base), loss.args),
+            loss=BoundLoss.load(loss.name, loss.args, base),
             rules=tuple(Rule.of(rule, base) for rule in settings.rejection),
             kl_coef=kl.coef if kl.place == "loss" else 0.0,
             estimator=KL_ESTIMATORS.get(kl.estimator, base),
@@ -94,20 +98,15 @@ class Objective:
             interpolate=loss.proximal == "interpolate",
         )
 
-    @property
-    def select(self) -> Any:
-        """The loss's own choice among the tokens of the whole step, None if it makes none."""
-        return loss_attribute(self.loss, "select", None)
-
     def with_proximal(self, inputs: LossInputs, version: int) -> LossInputs:
         """The inputs with proximal log-probabilities, if the loss uses them and they are not there yet.
 
         A step makes one update, so the weights it starts with are those of its own forward pass.
         """
-        if inputs.proximal_logprobs is not None or not loss_attribute(self.loss, "needs_proximal", False):
+        if inputs.proximal_logprobs is not None or not self.loss.needs_proximal:
             return inputs
         proximal = inputs.logprobs.detach()
-        interpolate = self.interpolate and not loss_attribute(self.loss, "recomputes", False)
+        interpolate = self.interpolate and not self.loss.recomputes
         if interpolate and inputs.versions is not None:
             proximal = interpolated(inputs.logprobs, inputs.rollout_logprobs, inputs.versions, version)
         return replace(inputs, proximal_logprobs=proximal)

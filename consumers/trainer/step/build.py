@@ -15,7 +15,7 @@ from consumers.trainer.step.optimizer import Schedule, build_optimizer
 from consumers.trainer.step.prepare import Preparation
 from consumers.trainer.step.train_step import TrainStep
 from schemas.config import TidemillConfig
-from schemas.plugins import bind, loss_attribute
+from schemas.plugins import bind
 
 
 def build_train_step(
@@ -42,7 +42,7 @@ def build_train_step(
 
     function = ADVANTAGES.get(trainer.advantage.name, config.base)
     advantage = bind("trainer.advantage", function, trainer.advantage.args)
-    per_token = loss_attribute(function, "per_token", False)
+    per_token = getattr(function, "per_token", False)
     planner = StepPlanner(
         advantage=raw if per_token else advantage,
         aggregation=AGGREGATIONS.get(trainer.aggregation, config.base),

@@ -6,18 +6,17 @@ whole step. Nothing of it costs a forward pass unless the configuration asks for
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
-from consumers.trainer.algorithms.advantages import TokenRewards, discounted
+from consumers.trainer.algorithms.advantages import TokenAdvantage, TokenRewards, discounted
 from consumers.trainer.algorithms.kl import kl_reward
-from consumers.trainer.algorithms.losses import LossInputs
+from consumers.trainer.algorithms.losses import AllReduceSum, LossInputs
 from consumers.trainer.algorithms.objective import Objective
 from consumers.trainer.algorithms.segments import Segments
 from consumers.trainer.data.microbatches import MicroBatch
@@ -33,7 +32,7 @@ class Prepared:
     micro: MicroBatch
     proximal_logprobs: Tensor | None = None
     reference_logprobs: Tensor | None = None
-    keep: Tensor | None = None
+    kept: Tensor | None = None
     values: Tensor | None = None
     returns: Tensor | None = None
 
@@ -49,7 +48,7 @@ class Prepared:
             proximal_logprobs=self.proximal_logprobs,
             reference_logprobs=self.reference_logprobs,
             sequence=sequences(micro),
-            keep=self.keep,
+            kept=self.kept,
         )
 
 
@@ -60,7 +59,7 @@ def sequences(micro: MicroBatch) -> Tensor:
 
 @dataclass(frozen=True)
 class Preparation:
-    """The passes before the gradient; ``token_advantage`` is one of returns.py, arguments bound.
+    """The passes before the gradient; ``token_advantage`` is a TokenAdvantage, arguments bound.
 
     lora_off: the reference is the policy without its adapter, and no second model.
     """
@@ -70,7 +69,7 @@ class Preparation:
     reference: Policy | None = None
     lora_off: bool = False
     kl_in_reward: float = 0.0
-    token_advantage: Any = None
+    token_advantage: TokenAdvantage | None = None
     critic: CriticStep | None = None
 
     def run(
@@ -78,9 +77,9 @@ class Preparation:
         policy: Policy,
         micro_batches: Sequence[MicroBatch],
         version: int,
-        add: Callable[[list[float]], list[float]],
+        all_reduce_sum: AllReduceSum,
     ) -> list[Prepared]:
-        """All micro-batches of this rank's part of the step, on the policy's device; ``add`` sums over ranks."""
+        """All micro-batches of this rank's part of the step, which are on the policy's device."""
         batch = [Prepared(micro) for micro in micro_batches]
         if self.reference is not None or self.lora_off:
             with adapter_off(policy) if self.lora_off else nullcontext():
@@ -91,16 +90,18 @@ class Preparation:
                 self.reference.reshard()
         if self.critic is not None:
             batch = [replace(part, values=self.critic.values(part.micro)) for part in batch]
-        batch = self._with_advantages(batch, add)
-        if self.objective.select is None:
+        batch = self._with_advantages(batch, all_reduce_sum)
+        if self.objective.loss.select_tokens is None:
             return batch
         inputs = [self.objective.with_proximal(part.inputs(self._score(policy, part.micro)), version) for part in batch]
         return [
-            replace(part, proximal_logprobs=seen.proximal_logprobs, keep=keep)
-            for part, seen, keep in zip(batch, inputs, self.objective.select(inputs, add), strict=True)
+            replace(part, proximal_logprobs=seen.proximal_logprobs, kept=kept)
+            for part, seen, kept in zip(
+                batch, inputs, self.objective.loss.select_tokens(inputs, all_reduce_sum), strict=True
+            )
         ]
 
-    def _with_advantages(self, batch: list[Prepared], add: Callable[[list[float]], list[float]]) -> list[Prepared]:
+    def _with_advantages(self, batch: list[Prepared], all_reduce_sum: AllReduceSum) -> list[Prepared]:
         """Advantages of single tokens, and the KL penalty taken off what comes after each token."""
         if self.token_advantage is None and not self.kl_in_reward:
             return batch
@@ -108,7 +109,7 @@ class Preparation:
         if self.token_advantage is not None:
             return [
                 replace(part, micro=replace(part.micro, advantages=found.advantages), returns=found.returns)
-                for part, found in zip(batch, self.token_advantage(rewards, add), strict=True)
+                for part, found in zip(batch, self.token_advantage(rewards, all_reduce_sum), strict=True)
             ]
         # The samples' advantages are there already; the penalty only adds its own, without a baseline.
         return [

@@ -19,7 +19,7 @@ from consumers.trainer.step.optimizer import lr_factor
 from consumers.trainer.step.train_step import TrainStep
 from schemas.codec import Array
 from schemas.config import OptimizerConfig
-from schemas.errors import ConfigError
+from schemas.errors import ConfigError, DataError
 from schemas.messages import Span
 from tests.support.tiny_model import make_tiny_model
 from tests.support.train_steps import step_over
@@ -215,3 +215,20 @@ def test_a_users_own_loss_and_advantage(model: PreTrainedModel, tmp_path: Path) 
     assert batch.plan is not None
     assert batch.plan.advantages.tolist() == (2 * batch.plan.rewards).tolist()
     assert not step.run(batch, 0).skipped
+
+
+def test_a_users_own_aggregation(model: PreTrainedModel, tmp_path: Path) -> None:
+    (tmp_path / "weights.py").write_text(
+        "import numpy as np\n"
+        "def halved(lengths, groups, totals):\n    return np.full(len(lengths), 0.5 / totals.tokens)\n"
+        "def short(lengths, groups, totals):\n    return np.zeros(1)\n"
+    )
+    groups = groups_of([2, 2])
+    policy = Policy(copy.deepcopy(model))
+    halved = gradient(step_over(policy, {"aggregation": "weights.py:halved"}, base=tmp_path), groups)
+    assert torch.allclose(2 * halved, gradient(make_step(model), groups), rtol=1e-5, atol=1e-7)
+    wrong = step_over(Policy(copy.deepcopy(model)), {"aggregation": "weights.py:short"}, base=tmp_path)
+    with pytest.raises(DataError, match="weights of the aggregation"):
+        wrong.planner.plan(groups)
+    with pytest.raises(ConfigError, match="did you mean 'token_mean'"):
+        make_step(model, aggregation="token_meen")

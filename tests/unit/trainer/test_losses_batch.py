@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 
 from consumers.trainer.algorithms.losses import (
     LOSSES,
+    DecoupledPpo,
     LossInputs,
     LossOutput,
     M2po,
-    decoupled_ppo,
     interpolated,
     largest_kept,
 )
@@ -137,10 +137,10 @@ def evaluate(name: str, parts: Sequence[LossInputs]) -> tuple[list[float], list[
     """Values and gradients of all loss tokens in order, over the micro-batches of one step."""
     loss = LOSSES.get(name)
     loss = loss() if isinstance(loss, type) else loss
-    if hasattr(loss, "select"):
+    if hasattr(loss, "select_tokens"):
         parts = [
-            LossInputs(**{**vars(part), "keep": keep})
-            for part, keep in zip(parts, loss.select(parts, single), strict=True)
+            LossInputs(**{**vars(part), "kept": kept})
+            for part, kept in zip(parts, loss.select_tokens(parts, single), strict=True)
         ]
     outputs = [loss(part) for part in parts]
     for part, output in zip(parts, outputs, strict=True):
@@ -210,12 +210,12 @@ def test_extreme_ratios_stay_finite(name: str, p: float, q: float, a: float) -> 
 def test_gradcheck_away_from_the_kinks(name: str) -> None:
     rows = [[Token(-1.0, -1.01, -1.02, 0.7), Token(-2.0, -1.95, -1.9, 0.7)], [Token(-0.4, -0.45, -0.44, -1.1)]]
     inputs = padded(rows)
-    keep = {"keep": inputs.mask}
+    kept = {"kept": inputs.mask}
 
     def loss(logprobs: torch.Tensor) -> torch.Tensor:
         function = LOSSES.get(name)
         function = function() if isinstance(function, type) else function
-        output = function(LossInputs(**{**vars(inputs), **keep, "logprobs": logprobs}))
+        output = function(LossInputs(**{**vars(inputs), **kept, "logprobs": logprobs}))
         return torch.where(inputs.mask, output.loss, 0.0)
 
     assert torch.autograd.gradcheck(loss, (inputs.logprobs,))
@@ -248,26 +248,26 @@ def test_m2po_takes_its_bound_over_all_ranks() -> None:
 
 def test_m2po_keeps_all_of_a_fresh_batch_and_none_that_is_far() -> None:
     near = packed([[Token(-1.0, -1.1, -1.0, 1.0)] * 3])
-    assert M2po().select([near], single)[0].sum() == 3
+    assert M2po().select_tokens([near], single)[0].sum() == 3
     far = packed([[Token(-1.0, -3.0, -1.0, 1.0)] * 3])
-    assert M2po().select([far], single)[0].sum() == 0
+    assert M2po().select_tokens([far], single)[0].sum() == 0
 
 
 def test_decoupled_ppo_clamps_a_weight_when_asked() -> None:
     batch = [[Token(-1.0, -4.0, -1.1, 1.0), Token(-1.0, -1.2, -1.1, -1.0)]]
-    output = decoupled_ppo(padded(batch), weight_action="clamp")
+    output = DecoupledPpo(weight_action="clamp")(padded(batch))
     want, _ = decoupled(batch, "clamp")
     assert output.loss[0, :2].tolist() == pytest.approx(want[0])
     assert output.metrics["weight"][0, 0] == 5.0
     assert not output.metrics["masked"].any()
-    assert decoupled_ppo(padded(batch)).metrics["masked"][0].tolist() == [True, False, False, False]
+    assert DecoupledPpo()(padded(batch)).metrics["masked"][0].tolist() == [True, False, False, False]
 
 
 def test_decoupled_ppo_without_a_proximal_policy_is_refused() -> None:
     """Elsewhere a missing option silently drops the weight."""
     inputs = LossInputs(*(torch.zeros(1, 1) for _ in range(3)), torch.ones(1, 1, dtype=torch.bool))
     with pytest.raises(ConfigError, match="proximal"):
-        decoupled_ppo(inputs)
+        DecoupledPpo()(inputs)
 
 
 def test_interpolation_goes_from_the_rollout_policy_to_the_policy_of_now() -> None:

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from consumers.trainer.algorithms.advantages import TokenRewards, gae, reinforce_pp
+from consumers.trainer.algorithms.advantages import Gae, ReinforcePp, TokenRewards
 from consumers.trainer.algorithms.segments import Segments
 from schemas.errors import ConfigError
 
@@ -75,7 +75,7 @@ def tokens(parts: Sequence[TokenRewards], values: Sequence[torch.Tensor]) -> lis
 def test_reinforce_pp(rows: Rows, gamma: float) -> None:
     want = returns_by_hand(rows, gamma)
     for batch in ([padded(rows)], [packed(rows)], [padded(rows[:2]), *([packed(rows[2:])] if rows[2:] else [])]):
-        got = reinforce_pp(batch, alone, gamma=gamma)
+        got = ReinforcePp(gamma=gamma)(batch, alone)
         assert tokens(batch, [g.returns for g in got]) == pytest.approx(want, abs=1e-9)
         assert tokens(batch, [g.advantages for g in got]) == pytest.approx(normalised(want), abs=1e-6)
 
@@ -86,36 +86,36 @@ def test_gae(rows: Rows, gamma: float, lam: float) -> None:
     want = gae_by_hand(rows, gamma, lam)
     values = [value for row in rows for _, value in row]
     for batch in ([padded(rows)], [packed(rows)], [packed(rows[:1]), *([padded(rows[1:])] if rows[1:] else [])]):
-        plain = gae(batch, alone, gamma=gamma, lam=lam, normalise=False)
+        plain = Gae(gamma=gamma, lam=lam, normalise=False)(batch, alone)
         assert tokens(batch, [g.advantages for g in plain]) == pytest.approx(want, abs=1e-9)
         assert tokens(batch, [g.returns for g in plain]) == pytest.approx(
             [a + v for a, v in zip(want, values, strict=True)], abs=1e-9
         )
-        got = gae(batch, alone, gamma=gamma, lam=lam)
+        got = Gae(gamma=gamma, lam=lam)(batch, alone)
         assert tokens(batch, [g.advantages for g in got]) == pytest.approx(normalised(want), abs=1e-6)
 
 
 def test_gae_with_lambda_one_is_return_minus_value() -> None:
     rows: Rows = [[(0.0, 0.3), (0.0, 0.5), (1.0, 0.9)]]
-    got = gae([padded(rows)], alone, lam=1.0, normalise=False)[0]
+    got = Gae(lam=1.0, normalise=False)([padded(rows)], alone)[0]
     assert got.advantages[0, :3].tolist() == pytest.approx([0.7, 0.5, 0.1])
     assert got.returns[0].tolist() == pytest.approx([1.0, 1.0, 1.0, 0.0])
 
 
 def test_returns_run_along_the_sequence_and_not_along_the_batch() -> None:
     """A flipped batch axis in place of the sequence axis is a known mistake."""
-    got = reinforce_pp([padded([[(0.0, 0.0), (1.0, 0.0)], [(0.0, 0.0), (0.0, 0.0)]])], alone)[0]
+    got = ReinforcePp()([padded([[(0.0, 0.0), (1.0, 0.0)], [(0.0, 0.0), (0.0, 0.0)]])], alone)[0]
     assert got.returns.tolist() == [[1.0, 1.0, 0.0], [0.0, 0.0, 0.0]]
 
 
 def test_whitening_counts_the_tokens_of_all_ranks() -> None:
     """The other rank has one token with a return of 3."""
     sums = iter([[3.0, 1.0], [1.0]])
-    got = reinforce_pp([padded([[(1.0, 0.0)]])], lambda own: [a + b for a, b in zip(own, next(sums), strict=True)])
+    got = ReinforcePp()([padded([[(1.0, 0.0)]])], lambda own: [a + b for a, b in zip(own, next(sums), strict=True)])
     assert float(got[0].advantages[0, 0]) == pytest.approx(-1.0, abs=1e-6)
 
 
 def test_gae_without_a_critic_is_refused() -> None:
     part = padded([[(1.0, 0.0)]])
     with pytest.raises(ConfigError, match=r"trainer\.critic"):
-        gae([TokenRewards(part.rewards, part.segments)], alone)
+        Gae()([TokenRewards(part.rewards, part.segments)], alone)

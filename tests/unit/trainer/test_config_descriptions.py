@@ -1,0 +1,40 @@
+"""The configuration's own words name every built-in algorithm part, and none that does not exist."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from pydantic import BaseModel
+
+from consumers.trainer.algorithms.advantages import ADVANTAGES
+from consumers.trainer.algorithms.aggregation import AGGREGATIONS
+from consumers.trainer.algorithms.kl import KL_ESTIMATORS
+from consumers.trainer.algorithms.losses import LOSSES
+from schemas.config import AdvantageConfig, KlConfig, LossConfig, TrainerConfig
+from schemas.config.algorithm import RECIPES
+from schemas.plugins import Registry
+
+
+@pytest.mark.parametrize(
+    ("section", "field", "registry"),
+    [
+        (LossConfig, "name", LOSSES),
+        (AdvantageConfig, "name", ADVANTAGES),
+        (KlConfig, "estimator", KL_ESTIMATORS),
+        (TrainerConfig, "aggregation", AGGREGATIONS),
+    ],
+)
+def test_a_description_lists_the_names_of_its_registry(
+    section: type[BaseModel], field: str, registry: Registry
+) -> None:
+    description = section.model_fields[field].description or ""
+    listed = re.sub(r"\(.*?\)", "", description.partition(", or your own")[0]).rpartition(":")[2]
+    assert sorted(re.findall(r"\w+", listed)) == registry.names
+
+
+def test_recipes_are_made_of_built_in_parts() -> None:
+    for loss, (aggregation, advantage) in RECIPES.items():
+        assert loss in LOSSES.names
+        assert aggregation in AGGREGATIONS.names
+        assert advantage in ADVANTAGES.names
