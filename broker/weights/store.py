@@ -13,7 +13,7 @@ import structlog
 from broker.connection.connection import BLOCK_MS, Connection
 from broker.flow.fencing import accepted, term_number
 from broker.weights.delta_writer import DeltaWriter
-from broker.weights.transports import FileTransport, RedisTransport, Transport
+from broker.weights.transports import Transport, make_transport
 from broker.weights.versions import clear_leftovers, find_route, split
 from schemas.codec import decode, encode
 from schemas.digests import chunk_digests, state_digest
@@ -209,8 +209,3 @@ class WeightStore:
         if kind not in ("file", "redis"):
             raise InfraError(f"weights {uri!r} came by {kind!r}, which this release does not know")
         return make_transport(self._connection, kind, Path(place).parent)
-
-
-def make_transport(connection: Connection, kind: str, folder: Path) -> Transport:
-    """The trainer's end of a transport: ``file`` or ``redis``."""
-    return FileTransport(folder) if kind == "file" else RedisTransport(connection)

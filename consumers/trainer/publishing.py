@@ -9,7 +9,7 @@ import torch
 
 from broker.flow.fencing import term_number
 from broker.weights.delta_writer import DeltaWriter
-from broker.weights.store import make_transport
+from broker.weights.transports import make_transport
 from consumers.trainer.context import TrainerContext
 from consumers.trainer.leadership import Leadership
 from schemas.codec import Array

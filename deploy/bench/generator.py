@@ -18,7 +18,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from broker.client import Broker
-from broker.weights.store import make_transport
+from broker.weights.transports import make_transport
 from deploy.bench.processes import describe, serving
 from deploy.bench.workload import ENDLESS
 from producers.engines.base import EngineSettings

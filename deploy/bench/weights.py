@@ -20,7 +20,7 @@ from broker.connection.connection import open_client
 from broker.flow.progress import TakeoverRequest
 from broker.weights.delta_writer import DeltaWriter
 from broker.weights.local_copy import LocalWeights
-from broker.weights.store import make_transport
+from broker.weights.transports import make_transport
 from consumers.trainer.model.snapshot import Snapshot
 from deploy.bench.processes import ServerUsage, describe, serving
 from deploy.bench.weights_model import WIRE, WeightsModel, load_times

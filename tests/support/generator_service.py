@@ -9,7 +9,7 @@ from typing import Any
 
 from broker.client import Broker
 from broker.flow.trainer_session import TrainerSession
-from broker.weights.store import make_transport
+from broker.weights.transports import make_transport
 from producers.engines.base import Engine as AnyEngine
 from producers.engines.base import EngineSettings
 from producers.engines.scripted import ScriptedEngine

@@ -8,7 +8,7 @@ from pathlib import Path
 from broker.client import Broker
 from broker.flow.trainer_session import TrainerSession
 from broker.weights.local_copy import LocalWeights
-from broker.weights.store import make_transport
+from broker.weights.transports import make_transport
 from schemas.messages import Adapter, Event, Heartbeat, Manifest, Score
 from tests.integration.broker.test_flow import record_of, task, trajectory
 from tests.support.trainer_sessions import begin

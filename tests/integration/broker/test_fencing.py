@@ -11,7 +11,7 @@ import pytest
 from broker.client import Broker
 from broker.flow.fencing import term_number
 from broker.flow.progress import Progress
-from broker.weights.store import make_transport
+from broker.weights.transports import make_transport
 from consumers.trainer.checkpoint.store import CheckpointStore
 from consumers.trainer.context import DiskRetry, TrainerContext
 from consumers.trainer.leadership import LeaderRecord, Leadership

@@ -16,7 +16,7 @@ from broker.flow.fencing import term_number
 from broker.flow.trainer_session import TrainerSession
 from broker.weights.delta_writer import DeltaWriter
 from broker.weights.local_copy import LocalWeights
-from broker.weights.store import make_transport
+from broker.weights.transports import make_transport
 from schemas.errors import InfraError
 from schemas.messages import Manifest, Payload, TensorSpec
 from tests.support.trainer_sessions import begin

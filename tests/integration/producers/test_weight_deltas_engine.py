@@ -12,7 +12,7 @@ from torch.optim import AdamW
 from broker.client import Broker
 from broker.flow.fencing import term_number
 from broker.weights.delta_writer import DeltaWriter
-from broker.weights.store import make_transport
+from broker.weights.transports import make_transport
 from consumers.trainer.model.hf_weights import reference_logprobs
 from consumers.trainer.model.policy import Policy, load_model
 from producers.engines.base import EngineSettings

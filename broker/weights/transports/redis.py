@@ -1,88 +1,21 @@
-"""Ways for the bytes of a version to travel. A reader always ends with a checked local file.
-
-``file``: a folder that trainer and generators share; the file itself is the payload.
-``redis``: 1 MB chunks in the broker, for small models, deltas, and machines that share no folder.
-"""
+"""Weights through the broker in chunks of 1 MB: for small models, deltas, and machines that share no folder."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any
 
 import redis
 
 from broker.connection.connection import Connection
-from broker.flow.fencing import accepted, term_number
+from broker.flow.fencing import accepted
 from broker.queues.consumer_group import number
-from schemas.digests import chunk_digests, chunks, digest, verify
+from broker.weights.transports.base import Form
+from schemas.digests import chunks, digest
 from schemas.errors import DiskError, InfraError
 from schemas.messages import Manifest, Payload
-
-Form = Literal["whole", "delta"]
-"""What the bytes are: a safetensors file, or the difference to the version before."""
-
-
-class Transport(Protocol):
-    """put() makes a file readable under a uri and consumes it; fetch() gives a verified local file.
-
-    uri() is where a version's bytes are, or would be. holds() says whether all bytes are there, check() looks at each
-    of them: InfraError. trim() frees the old versions, and what no version of ``kept`` (oldest first) names.
-    """
-
-    def uri(self, version: int, leader_term: str, form: Form = "whole") -> str: ...
-
-    def put(self, file: Path, uri: str, leader_term: str) -> None: ...
-
-    def fetch(self, payload: Payload, folder: Path) -> Path: ...
-
-    def check(self, payload: Payload) -> None: ...
-
-    def holds(self, payloads: Sequence[Payload]) -> bool: ...
-
-    def trim(self, old: Sequence[Manifest], kept: Sequence[Manifest]) -> None: ...
-
-
-class FileTransport:
-    """The payload stays where the trainer put it; readers check and map it."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-
-    def uri(self, version: int, leader_term: str, form: Form = "whole") -> str:
-        ending = "safetensors" if form == "whole" else "delta"
-        return f"file:{self._folder / f'v{version}-t{term_number(leader_term)}.{ending}'}"
-
-    def put(self, file: Path, uri: str, leader_term: str) -> None:
-        target = _path(uri)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        os.replace(file, target)
-
-    def fetch(self, payload: Payload, folder: Path) -> Path:
-        self.check(payload)
-        return _path(payload.uri)
-
-    def check(self, payload: Payload) -> None:
-        path = _path(payload.uri)
-        try:
-            verify(str(path), chunk_digests(path), payload.chunks)
-        except OSError as error:
-            raise DiskError(f"{path} cannot be read: {error}") from error
-
-    def holds(self, payloads: Sequence[Payload]) -> bool:
-        paths = [(_path(payload.uri), payload.size) for payload in payloads]
-        return all(path.is_file() and path.stat().st_size == size for path, size in paths)
-
-    def trim(self, old: Sequence[Manifest], kept: Sequence[Manifest]) -> None:
-        for manifest in old:
-            _path(manifest.state.uri).unlink(missing_ok=True)
-            if manifest.delta is not None:
-                _path(manifest.delta.payload.uri).unlink(missing_ok=True)
-
-
-def _path(uri: str) -> Path:
-    return Path(uri.removeprefix("file:"))
 
 
 class RedisTransport:

@@ -1,0 +1,56 @@
+"""What a transport of weights does: where the bytes of a version are, and how they get there and from there.
+
+The three are protocols of their own, so that a transport whose bytes lie nowhere between sender and receiver, such as
+a collective one, can bring a sender and a receiver without pretending to be a file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal, Protocol
+
+from schemas.messages import Manifest, Payload
+
+Form = Literal["whole", "delta"]
+"""What the bytes are: a safetensors file, or the difference to the version before."""
+
+
+class Location(Protocol):
+    """Where the bytes of versions are: named, looked at, and freed."""
+
+    def uri(self, version: int, leader_term: str, form: Form = "whole") -> str:
+        """Where a version's bytes are, or would be."""
+        ...
+
+    def holds(self, payloads: Sequence[Payload]) -> bool:
+        """Whether all bytes of these payloads are there."""
+        ...
+
+    def check(self, payload: Payload) -> None:
+        """Compare each chunk with its digest; InfraError when one is damaged or gone."""
+        ...
+
+    def trim(self, old: Sequence[Manifest], kept: Sequence[Manifest]) -> None:
+        """Free the ``old`` versions, and what no version of ``kept`` (oldest first) names."""
+        ...
+
+
+class Sender(Protocol):
+    """How the trainer's bytes get to where readers find them."""
+
+    def put(self, file: Path, uri: str, leader_term: str) -> None:
+        """Make ``file`` readable under ``uri``, and consume it."""
+        ...
+
+
+class Receiver(Protocol):
+    """How a reader gets the bytes."""
+
+    def fetch(self, payload: Payload, folder: Path) -> Path:
+        """A verified local file, in ``folder`` where none is shared; InfraError when bytes are damaged or gone."""
+        ...
+
+
+class Transport(Location, Sender, Receiver, Protocol):
+    """A transport over a place that both sides reach: location, sender and receiver in one."""
