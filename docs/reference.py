@@ -1,6 +1,7 @@
 """MkDocs hook: reference tables made from the source at build time, so that they are never out of date.
 
-A page says ``<!-- reference: NAME -->`` where a table belongs; NAME is a key of ``REFERENCES``.
+A page says ``<!-- reference: NAME -->`` where a table belongs; NAME is a key of ``REFERENCES``. With
+``<!-- include: FILE -->`` it is a file of the repository's root.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from schemas.config import TidemillConfig
 from schemas.plugins import Registry
 
 MARKER = re.compile(r"<!-- reference: (\w+) -->")
+INCLUDED = re.compile(r"<!-- include: ([\w.]+) -->")
 REGISTRIES: dict[str, Registry] = {
     "train.name": DATASETS,
     "reward.terms.name": REWARDS,
@@ -80,7 +82,15 @@ KEY_NOTES = {
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
     """Called by MkDocs for every page."""
-    return MARKER.sub(lambda match: REFERENCES[match.group(1)](), markdown)
+    return MARKER.sub(
+        lambda match: REFERENCES[match.group(1)](), INCLUDED.sub(lambda m: included(m.group(1)), markdown)
+    )
+
+
+def included(name: str) -> str:
+    """A page that lies at the root of the repository, with its links as they are from docs/."""
+    text = (Path(__file__).parents[1] / name).read_text(encoding="utf-8")
+    return text.replace("](docs/", "](")
 
 
 def table(heads: list[str], rows: list[list[str]]) -> str:

@@ -72,18 +72,18 @@ async def train(config: TidemillConfig) -> None:
     await engine.start()
     prompts = tasks(config)
     for version in range(config.trainer.steps):
-        # Sample: P prompts, G completions of each; the engine keeps the log-probability of every token.
+        # Sample: G prompts, S completions of each; the engine keeps the log-probability of every token.
         batch = [next(prompts) for _ in range(config.trainer.batch_groups)]
-        trajectories_P_G = await asyncio.gather(*(sample_group(engine, tokenizer, task) for task in batch))
+        trajectories_G_S = await asyncio.gather(*(sample_group(engine, tokenizer, task) for task in batch))
 
         # Score: a function of the text. A sample that cannot be scored is left out, it is never a zero.
-        groups_P = []
-        for task, trajectories_G in zip(batch, trajectories_P_G, strict=True):
-            scored = zip(trajectories_G, scorer.score(trajectories_G), strict=True)
-            groups_P.append(Group(task.task_id, [(t, score.reward) for t, score in scored if score.status == "ok"]))
+        groups = []
+        for task, trajectories_S in zip(batch, trajectories_G_S, strict=True):
+            scored = zip(trajectories_S, scorer.score(trajectories_S), strict=True)
+            groups.append(Group(task.task_id, [(t, score.reward) for t, score in scored if score.status == "ok"]))
 
         # Train: rewards become advantages within each group, these and the log-probabilities one update of the weights.
-        result = step.run(step.planner.plan(groups_P).batch(), version)
+        result = step.run(step.planner.plan(groups).batch(), version)
 
         # Hand over: the engine samples the next batch with the weights that this step made, so that none is stale.
         snapshot = snapshots.take()
@@ -91,7 +91,7 @@ async def train(config: TidemillConfig) -> None:
         snapshot.write(file)
         await engine.load(FileSource(file), version + 1)
 
-        rewards = [reward for group in groups_P for _, reward in group.samples]
+        rewards = [reward for group in groups for _, reward in group.samples]
         print(
             f"step {version + 1:3d}/{config.trainer.steps}  reward {sum(rewards) / len(rewards):.3f}"
             f"  loss {result.metrics['loss']:+.4f}  grad {result.metrics['grad_norm']:.3f}"
@@ -113,13 +113,13 @@ def tasks(config: TidemillConfig) -> Iterator[Task]:
 
 
 async def sample_group(engine: Engine, tokenizer: Tokenizer, task: Task) -> list[Trajectory]:
-    """The G completions of one prompt, as what the trainer takes."""
+    """The S completions of one prompt, as what the trainer takes."""
     prompt_ids = tokenizer.prompt_ids(task)
-    trajectories_G = []
+    trajectories_S = []
     for index, completion in enumerate(await engine.generate(prompt_ids, task.sampling, n=task.n)):
         sample = TrajectoryBuilder(index, tokenizer).prompt(prompt_ids).generated(completion).finish()
-        trajectories_G.append(sample.to_trajectory(task, run="minimal_loop", generator="engine"))
-    return trajectories_G
+        trajectories_S.append(sample.to_trajectory(task, run="minimal_loop", generator="engine"))
+    return trajectories_S
 
 
 def main() -> None:
