@@ -19,7 +19,7 @@ from broker.api.routes.context import Context, InContext
 from broker.api.status.prometheus import CONTENT_TYPE
 from broker.api.web import problems
 from broker.api.web.problems import KINDS, MEDIA_TYPE
-from broker.api.web.security import PROBES, Guard
+from broker.api.web.security import PROBES, RequestGuard
 from schemas.control_api import Health, Problem
 
 PAGE = Path(__file__).parent / "dashboard"
@@ -59,7 +59,7 @@ def make_app(context: Context, token: str | None = None, hosts: frozenset[str] =
         app.include_router(router)
     pages(app)
     app.openapi = lambda: document(app)  # type: ignore[method-assign]
-    return Guard(app, token, hosts, is_public)
+    return RequestGuard(app, token, hosts, is_public)
 
 
 def is_public(path: str) -> bool:

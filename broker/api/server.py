@@ -20,7 +20,7 @@ from broker.api.address import TOKEN, announce, read_token, withdraw
 from broker.api.app import LOOPBACK_NAMES, make_app
 from broker.api.routes.context import Context
 from broker.api.status.kubernetes import Deployments
-from broker.api.status.poller import Watch
+from broker.api.status.poller import StatusPoller
 from broker.api.web.sse import Hub
 from broker.client import Broker
 from broker.presence import Presence
@@ -44,7 +44,7 @@ def run_control(config: TidemillConfig, name: str) -> None:
     broker.connection.deadline_s = min(broker.connection.deadline_s, ANSWER_S)
     hub = Hub()
     deployments = Deployments.here(config.control.deployments.model_dump())
-    context = Context(config, name, broker, Watch(broker, config, deployments), hub, deployments)
+    context = Context(config, name, broker, StatusPoller(broker, config, deployments), hub, deployments)
     hosts = LOOPBACK_NAMES | {config.control.host.lower()}
     server = _Server(
         uvicorn.Config(

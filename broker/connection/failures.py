@@ -1,8 +1,7 @@
-"""Redis Cluster: all keys of a run share one hash tag, so one node has them all, and a service only has to find it.
+"""Failures of a connection that need more than another try: a run that moved to another node, and refused TLS.
 
-Any node names the owner of a key in its refusal (MOVED), which is also how a failover and a moved slot are noticed.
-
-TLS to the broker: what is wrong with certificates stays wrong, so it is told at once, not after a deadline.
+In Redis Cluster all keys of a run share one hash tag, so one node has them all; any other names it in its refusal
+(MOVED), also after a failover. Wrong certificates stay wrong, so the user is told at once, not after a deadline.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Epochs: which trainer of a run is the newest one, and what becomes of a write by any other.
+"""Leader terms: which trainer of a run is the newest, and what becomes of a write by any other.
 
 Every script of the trainer gets its term and refuses all but the newest's.
 """
@@ -13,7 +13,7 @@ from schemas.errors import BrokerLost, FencedError
 
 
 def term_number(leader_term: str) -> int:
-    """The number in an term; a later trainer's is higher, and -1 is what is no term at all."""
+    """The number in a term; a later trainer's is higher, -1 for text that is no term."""
     digits = leader_term.partition("-")[0]
     return int(digits) if digits.isdecimal() else -1
 

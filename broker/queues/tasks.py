@@ -1,8 +1,7 @@
-"""The ids of evaluation tasks, which say what version they are for.
+"""Tasks for generators, and what becomes of them: finished samples, failed ones, parts for the next generator.
 
-Tasks for generators, and what becomes of them: finished samples, failed ones, parts for the next generator.
-
-A task that nobody can read, or that killed its generator too often, goes to the dead letters.
+A task that nobody can read, or that killed its generator too often, goes to the dead letters. The id of an evaluation
+task says which weight version it is for.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""Which published versions lead to one: the whole state it starts from, and the deltas after it. Pure.
+"""Published weight versions as a chain: which lead to a version, which are kept, and which files belong to none.
 
-Versions are in the order of their publication, oldest first; a delta is always against the one before.
-
-Files in the trainer's folder that a dead trainer left: half-written, or published without a manifest.
+Versions are in the order of their publication, oldest first; a delta is always against the version before. A file
+belongs to no version when a trainer died while it wrote it, or before it published its manifest.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from schemas.messages import Manifest, Payload
 
 
 @dataclass(frozen=True)
-class Held:
+class HeldState:
     """The state that a reader has already."""
 
     version: int
@@ -45,7 +44,7 @@ class Route:
         return [manifest.delta.payload for manifest in self.deltas if manifest.delta is not None]
 
 
-def find_route(published: Sequence[Manifest], target: Manifest, held: Held | None = None) -> Route | None:
+def find_route(published: Sequence[Manifest], target: Manifest, held: HeldState | None = None) -> Route | None:
     """The way from ``held`` (without it: from the nearest whole version) to ``target``; None if there is none."""
     known = {manifest.version: manifest for manifest in published} | {target.version: target}
     deltas: list[Manifest] = []

@@ -23,7 +23,7 @@ import redis
 from rich.console import Console
 
 from broker.api.address import ADDRESS, address_of
-from broker.api.status.poller import Watch, unreachable
+from broker.api.status.poller import StatusPoller, unreachable
 from broker.api.web.sse import timeline_event
 from broker.client import Broker
 from broker.connection.connection import answers, find_url, open_client
@@ -229,9 +229,9 @@ class _Run:
         )
 
     @contextmanager
-    def _watch(self, broker: Broker) -> Iterator[Watch]:
+    def _watch(self, broker: Broker) -> Iterator[StatusPoller]:
         """Look at the run as the control plane does, in threads: a silent broker never stops the supervisor."""
-        watch = Watch(broker, self.config, every_s=LOOK_EVERY_S, measure_memory=False)
+        watch = StatusPoller(broker, self.config, every_s=LOOK_EVERY_S, measure_memory=False)
         watch.on_events = self._remember
         watch.start()
         try:
@@ -243,7 +243,7 @@ class _Run:
         """Keep what others wrote into the timeline: this process knows anyway what its supervisor did."""
         self.other_events.extend(timeline_event(event) for event in events if event.event.data.get("by") != NAME)
 
-    def _show(self, supervisor: Supervisor, watch: Watch) -> None:
+    def _show(self, supervisor: Supervisor, watch: StatusPoller) -> None:
         self._tell_address()
         status = latest(watch)
         self.starter.tick(supervisor, status)
@@ -297,7 +297,7 @@ class _Run:
         return tick
 
 
-def latest(watch: Watch) -> RunStatus | None:
+def latest(watch: StatusPoller) -> RunStatus | None:
     """The newest status, marked as unreachable while a look takes longer than QUIET_S; None before the first one."""
     try:
         status = watch.latest

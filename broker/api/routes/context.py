@@ -14,7 +14,7 @@ from fastapi import Depends, Request
 from broker.api.routes import views
 from broker.api.routes.views import Decode, load_decoder
 from broker.api.status.kubernetes import Deployments
-from broker.api.status.poller import Watch
+from broker.api.status.poller import StatusPoller
 from broker.api.web.sse import Hub
 from broker.client import Broker
 from schemas.config import TidemillConfig
@@ -33,7 +33,7 @@ class Context:
     config: TidemillConfig
     name: str
     broker: Broker
-    watch: Watch
+    watch: StatusPoller
     hub: Hub
     deployments: Deployments | None = None
     decoders: list[Decode | None] = field(default_factory=list)

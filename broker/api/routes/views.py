@@ -1,10 +1,7 @@
-"""The text of each token of a trajectory, so that a page can colour them; needs the model's tokenizer.json at hand.
+"""Dead letters, trajectories and settings as the routes and the command line both show and change them.
 
-What the routes and the command line answer alike, straight from a broker: dead letters, trajectories, settings.
-
-Every change is noted in the timeline with who asked for it. Refusal says why something is not done.
-
-Trajectories and dead letters as the API tells them.
+Every change is noted in the timeline with who asked for it; Refusal says why something is not done. A trajectory is
+shown token by token where the model's tokenizer.json is at hand.
 """
 
 from __future__ import annotations

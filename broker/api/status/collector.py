@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from broker.api.status.bottleneck import Evidence, find_bottleneck
 from broker.api.status.run_state import LOADING, is_live, pause_status, run_state
 from broker.api.status.scaling import scaling
-from broker.api.status.series import HISTOGRAM, History, Rates
+from broker.api.status.series import HISTOGRAM, MetricsSeries, Rates
 from broker.client import Broker
 from broker.flow.ledger import LedgerState
 from broker.flow.run_control import ControlState
@@ -84,7 +84,7 @@ class Collector:
         self._broker_lifetime = ""
         self._versions: dict[str, int] = {}
         self._loads: deque[float] = deque(maxlen=RECENT)
-        self.history = History()
+        self.history = MetricsSeries()
         self.ages: Counter[int] = Counter()
         """Loss tokens by age, of all steps that were read."""
         self.control: ControlState | None = None

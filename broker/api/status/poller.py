@@ -12,7 +12,7 @@ import structlog
 from broker.api.status.collector import Collector, PlannedRun, evaluation
 from broker.api.status.kubernetes import Deployments
 from broker.api.status.prometheus import render
-from broker.api.status.series import Pace
+from broker.api.status.series import ThroughputSeries
 from broker.client import Broker
 from broker.flow.run_control import ControlState
 from broker.telemetry.streams import StoredEvent
@@ -28,7 +28,7 @@ REWARDS = 240
 log = structlog.get_logger()
 
 
-class Watch:
+class StatusPoller:
     """Two threads: one reads the status, one follows the timeline.
 
     on_status, on_metrics and on_events are called from them with what is new. ``latest`` is the newest status.
@@ -49,7 +49,7 @@ class Watch:
         self._deployments = deployments
         self._every_s = every_s
         self._collector = Collector(broker, PlannedRun.of(config), measure_memory)
-        self._pace = Pace()
+        self._pace = ThroughputSeries()
         self._lock = threading.Lock()
         self._stop = threading.Event()
         self._latest: RunStatus | None = None

@@ -1,8 +1,6 @@
-"""Step metrics as columns, read once and kept: charts ask for them again and again.
+"""Time series that the control plane keeps in memory, so that a page that is opened shows what came before.
 
-Rates of counts that only grow, over the last seconds.
-
-Tokens a second of the last minutes, one point a second, so that a page that is opened shows what came before.
+Step metrics as columns, rates of growing counts over the last seconds, and tokens a second of the last minutes.
 """
 
 from __future__ import annotations
@@ -20,7 +18,7 @@ STEPS_KEPT = 10_000
 HISTOGRAM = "staleness/histogram"
 
 
-class History:
+class MetricsSeries:
     """Columns of the same length; NaN where a step has no such figure. 8 bytes a figure."""
 
     def __init__(self) -> None:
@@ -111,7 +109,7 @@ APART_S = 0.9
 """The run is looked at more often while somebody waits for an order."""
 
 
-class Pace:
+class ThroughputSeries:
     """``add`` each look at a run; ``history`` has them as columns."""
 
     def __init__(self) -> None:

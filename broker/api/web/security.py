@@ -70,7 +70,7 @@ class Buckets:
         self._levels[client] = (max(0.0, level - cost), then)
 
 
-class Guard:
+class RequestGuard:
     """ASGI middleware. token: None only on loopback. hosts: names that requests without a token may use."""
 
     def __init__(self, app: App, token: str | None, hosts: frozenset[str], public: Callable[[str], bool]) -> None:

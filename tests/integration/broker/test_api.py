@@ -17,7 +17,7 @@ from broker.api.app import make_app
 from broker.api.routes.context import Context
 from broker.api.server import listen
 from broker.api.status.kubernetes import Deployments
-from broker.api.status.poller import Watch
+from broker.api.status.poller import StatusPoller
 from broker.api.web.sse import Hub
 from broker.client import Broker
 from broker.presence import Presence
@@ -48,7 +48,7 @@ class Api:
         hub = Hub()
         self.socket = listen("127.0.0.1", 0, None)
         self.url = f"http://127.0.0.1:{self.socket.getsockname()[1]}"
-        watch = Watch(broker, config, deployments)
+        watch = StatusPoller(broker, config, deployments)
         app = make_app(Context(config, "control", broker, watch, hub, deployments))
         self.server = uvicorn.Server(uvicorn.Config(app, log_config=None, timeout_graceful_shutdown=1))
         self.hub = hub

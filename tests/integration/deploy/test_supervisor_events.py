@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from broker.api.status.poller import Watch
+from broker.api.status.poller import StatusPoller
 from broker.client import Broker
 from broker.connection.connection import Connection
 from broker.connection.embedded import EmbeddedServer
@@ -101,7 +101,7 @@ def test_while_the_broker_is_down_the_last_look_is_shown_as_such_and_nothing_wai
     settings = BrokerConfig(deadline_s=60)
     broker = Broker(Connection(server.start(), Keys(settings.prefix, "live"), settings.deadline_s), settings)
 
-    def shown(watch: Watch) -> str:
+    def shown(watch: StatusPoller) -> str:
         status = latest(watch)
         return "" if status is None else plain_line(Picture(status, watch.rewards, watch.evaluations))
 

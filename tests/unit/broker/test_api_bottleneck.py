@@ -10,9 +10,9 @@ import pytest
 from broker.api.routes.views import pieces
 from broker.api.status.bottleneck import Evidence, find_bottleneck
 from broker.api.status.collector import Collector, PlannedRun, natural
-from broker.api.status.poller import Watch
+from broker.api.status.poller import StatusPoller
 from broker.api.status.run_state import LIVE_S, pause_status, run_state
-from broker.api.status.series import History, Rates
+from broker.api.status.series import MetricsSeries, Rates
 from broker.flow.ledger import LedgerState
 from broker.flow.run_control import ControlState
 from broker.telemetry.stream_lag import StreamLag
@@ -153,7 +153,7 @@ def test_the_state_of_a_run(ledger: LedgerState, beats: list[Heartbeat], pause: 
 
 
 def test_history_keeps_columns_and_replaces_steps_that_are_trained_again() -> None:
-    history = History()
+    history = MetricsSeries()
     for step in (1, 2, 3):
         history.add({"step": step, "reward/mean": step / 10, "staleness/histogram": {"0": step}})
     history.add({"step": 2, "reward/mean": 9.0, "train/loss": 1.0})
@@ -166,7 +166,7 @@ def test_history_keeps_columns_and_replaces_steps_that_are_trained_again() -> No
 
 
 def test_history_leaves_out_what_is_no_number() -> None:
-    history = History()
+    history = MetricsSeries()
     history.add({"step": 1, "reward/mean": float("nan")})
     assert history.since(-1, 10).series == {"reward/mean": [None]}
     assert history.last("reward/mean") == []
@@ -204,7 +204,7 @@ def test_a_broker_that_is_gone_is_the_limit_and_the_last_look_stays() -> None:
     config = parse_config(
         {"model": {"path": "m"}, "train": {"name": "arithmetic"}, "reward": {"terms": [{"name": "exact"}]}}
     )
-    watch = Watch(None, config)  # type: ignore[arg-type]
+    watch = StatusPoller(None, config)  # type: ignore[arg-type]
     watch._keep(status())
     watch._lost("no answer\nfor 5 s")
     assert (watch.latest.state, watch.latest.cause, watch.latest.step) == ("unreachable", "no answer for 5 s", 3)

@@ -13,7 +13,7 @@ from broker.api.address import read_token
 from broker.api.app import LOOPBACK_NAMES, is_public
 from broker.api.server import is_loopback, listen
 from broker.api.web import security
-from broker.api.web.security import Buckets, Guard
+from broker.api.web.security import Buckets, RequestGuard
 from schemas.errors import ConfigError
 
 TOKEN = "correct-horse-battery-staple"
@@ -26,7 +26,7 @@ async def inner(scope: Any, receive: Any, send: Any) -> None:
     await send({"type": "http.response.body", "body": b"inside"})
 
 
-def ask(guard: Guard, method: str = "GET", path: str = "/v1/status", body: bytes = b"", **headers: str) -> Any:
+def ask(guard: RequestGuard, method: str = "GET", path: str = "/v1/status", body: bytes = b"", **headers: str) -> Any:
     """Status, headers and body of one request."""
     sent: list[Any] = []
 
@@ -51,17 +51,17 @@ def ask(guard: Guard, method: str = "GET", path: str = "/v1/status", body: bytes
 
 
 @pytest.fixture
-def guarded() -> Guard:
-    return Guard(inner, TOKEN, LOOPBACK_NAMES, is_public)
+def guarded() -> RequestGuard:
+    return RequestGuard(inner, TOKEN, LOOPBACK_NAMES, is_public)
 
 
 @pytest.fixture
-def local() -> Guard:
-    return Guard(inner, None, LOOPBACK_NAMES, is_public)
+def local() -> RequestGuard:
+    return RequestGuard(inner, None, LOOPBACK_NAMES, is_public)
 
 
 @pytest.mark.parametrize("given", ["", "Bearer", "Bearer wrong", f"Basic {TOKEN}", f"Bearer {TOKEN}x", "Bearer é"])
-def test_without_the_token_nothing_is_told(guarded: Guard, given: str) -> None:
+def test_without_the_token_nothing_is_told(guarded: RequestGuard, given: str) -> None:
     for path in ("/v1/status", "/v1/pause", "/metrics", "/openapi.json"):
         status, headers, body = ask(guarded, path=path, authorization=given)
         assert status == 401
@@ -71,38 +71,38 @@ def test_without_the_token_nothing_is_told(guarded: Guard, given: str) -> None:
         assert TOKEN.encode() not in body
 
 
-def test_with_the_token_it_answers(guarded: Guard) -> None:
+def test_with_the_token_it_answers(guarded: RequestGuard) -> None:
     assert ask(guarded, authorization=f"Bearer {TOKEN}")[0] == 200
 
 
 @pytest.mark.parametrize("path", ["/livez", "/readyz", "/startupz", "/", "/docs", "/assets/app.js"])
-def test_probes_and_the_empty_page_need_no_token(guarded: Guard, path: str) -> None:
+def test_probes_and_the_empty_page_need_no_token(guarded: RequestGuard, path: str) -> None:
     assert ask(guarded, path=path)[0] == 200
 
 
 @pytest.mark.parametrize("host", ["evil.example", "evil.example:8642", "localhost.evil.example", ""])
-def test_a_foreign_name_for_this_machine_is_refused(local: Guard, host: str) -> None:
+def test_a_foreign_name_for_this_machine_is_refused(local: RequestGuard, host: str) -> None:
     assert ask(local, host=host)[0] == 403
 
 
 @pytest.mark.parametrize("host", ["localhost", "127.0.0.1:8642", "[::1]:8642", "LOCALHOST:1"])
-def test_its_own_names_are_answered(local: Guard, host: str) -> None:
+def test_its_own_names_are_answered(local: RequestGuard, host: str) -> None:
     assert ask(local, host=host)[0] == 200
 
 
-def test_another_page_can_send_no_order(local: Guard) -> None:
+def test_another_page_can_send_no_order(local: RequestGuard) -> None:
     assert ask(local, "POST", "/v1/pause", origin="http://evil.example")[0] == 403
     assert ask(local, "POST", "/v1/pause", sec_fetch_site="cross-site")[0] == 403
     assert ask(local, "POST", "/v1/pause", origin="http://localhost:8642")[0] == 200
 
 
-def test_a_body_that_is_too_long_is_refused_whether_it_says_so_or_not(local: Guard) -> None:
+def test_a_body_that_is_too_long_is_refused_whether_it_says_so_or_not(local: RequestGuard) -> None:
     assert ask(local, "POST", content_length=str(security.MAX_BODY_BYTES + 1))[0] == 413
     assert ask(local, "POST", content_length="x")[0] == 413
     assert ask(local, "POST", body=b"x" * (security.MAX_BODY_BYTES + 1))[0] == 400
 
 
-def test_every_answer_carries_the_headers(guarded: Guard) -> None:
+def test_every_answer_carries_the_headers(guarded: RequestGuard) -> None:
     for headers in (ask(guarded)[1], ask(guarded, authorization=f"Bearer {TOKEN}")[1]):
         assert headers["x-content-type-options"] == "nosniff"
         assert "frame-ancestors 'none'" in headers["content-security-policy"]
@@ -110,7 +110,7 @@ def test_every_answer_carries_the_headers(guarded: Guard) -> None:
         assert "access-control-allow-origin" not in headers
 
 
-def test_a_client_that_asks_too_often_is_told_to_wait(local: Guard) -> None:
+def test_a_client_that_asks_too_often_is_told_to_wait(local: RequestGuard) -> None:
     local._buckets = Buckets(rate=0.01, burst=5)
     assert [ask(local)[0] for _ in range(5)] == [200] * 5
     refused = ask(local)
@@ -120,7 +120,7 @@ def test_a_client_that_asks_too_often_is_told_to_wait(local: Guard) -> None:
     assert ask(local, path="/livez")[0] == 200
 
 
-def test_guessing_a_token_ends_soon(guarded: Guard) -> None:
+def test_guessing_a_token_ends_soon(guarded: RequestGuard) -> None:
     guarded._buckets = Buckets(rate=0.01, burst=100)
     answers = [ask(guarded, authorization="Bearer guess")[0] for _ in range(10)]
     assert answers[0] == 401

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from broker.api.status.series import POINTS_KEPT, Pace
+from broker.api.status.series import POINTS_KEPT, ThroughputSeries
 from tests.unit.broker.test_api_prometheus import status
 
 
-def looks(pace: Pace, times: list[float]) -> None:
+def looks(pace: ThroughputSeries, times: list[float]) -> None:
     seen = status()
     for time in times:
         rates = seen.throughput.model_copy(update={"generated_tokens": time})
@@ -14,7 +14,7 @@ def looks(pace: Pace, times: list[float]) -> None:
 
 
 def test_one_point_a_second_is_kept_however_often_the_run_is_looked_at() -> None:
-    pace = Pace()
+    pace = ThroughputSeries()
     looks(pace, [10.0, 10.1, 10.2, 11.0, 11.5, 12.0])
     history = pace.history()
     assert history.time == [10.0, 11.0, 12.0]
@@ -23,7 +23,7 @@ def test_one_point_a_second_is_kept_however_often_the_run_is_looked_at() -> None
 
 
 def test_the_oldest_are_forgotten() -> None:
-    pace = Pace()
+    pace = ThroughputSeries()
     looks(pace, [float(second) for second in range(POINTS_KEPT + 5)])
     assert pace.history().time[0] == 5.0
     assert len(pace.history().time) == POINTS_KEPT

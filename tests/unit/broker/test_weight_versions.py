@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from broker.weights.versions import Held, count_deltas, find_route, split
+from broker.weights.versions import HeldState, count_deltas, find_route, split
 from schemas.digests import state_digest
 from schemas.messages import Delta, Manifest, Payload
 
@@ -19,8 +19,8 @@ def manifest(version: int, base: int | None = None, *, whole: bool = False, base
     )
 
 
-def held(version: int) -> Held:
-    return Held(version, state_digest([f"state {version}"]))
+def held(version: int) -> HeldState:
+    return HeldState(version, state_digest([f"state {version}"]))
 
 
 CHAIN = [manifest(1), manifest(2, 1), manifest(4, 2), manifest(5, 4, whole=True), manifest(6, 5)]
@@ -46,7 +46,7 @@ def test_who_holds_an_earlier_version_needs_the_deltas_after_it_alone_past_whole
 
 
 def test_a_copy_of_the_same_number_and_other_bits_is_of_no_use() -> None:
-    assert find_route(CHAIN, CHAIN[-1], Held(5, state_digest(["state of another trainer"]))) is None
+    assert find_route(CHAIN, CHAIN[-1], HeldState(5, state_digest(["state of another trainer"]))) is None
 
 
 def test_a_version_whose_base_is_gone_or_was_replaced_has_no_way() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.console import Console
 
-from broker.api.status.poller import Watch, unreachable
+from broker.api.status.poller import StatusPoller, unreachable
 from deploy.run.up import QUIET_S, latest, with_processes
 from deploy.supervisor.restart_policy import State
 from deploy.supervisor.supervisor import ServiceView
@@ -134,7 +134,7 @@ def test_pause_and_a_lost_broker_are_shown() -> None:
 
 def test_a_look_that_takes_long_shows_the_last_one_as_unreachable() -> None:
     told = {"model": {"path": "m"}, "train": {"name": "arithmetic"}, "reward": {"terms": [{"name": "exact"}]}}
-    watch = Watch(None, parse_config(told))  # type: ignore[arg-type]
+    watch = StatusPoller(None, parse_config(told))  # type: ignore[arg-type]
     assert latest(watch) is None
     watch._keep(BUSY.status)
     found = latest(watch)
