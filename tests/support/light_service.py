@@ -15,7 +15,7 @@ from deploy.supervisor import guard
 from tests.chaos.service import ByteTokenizer
 
 
-def start(role: str, config: Path, name: str, url: str, **environment: str) -> subprocess.Popen[bytes]:
+def start_service(role: str, config: Path, name: str, url: str, **environment: str) -> subprocess.Popen[bytes]:
     """Start one; it ends with its parent at the latest."""
     return subprocess.Popen(
         [sys.executable, "-m", "tests.support.light_service", role, str(config), "--name", name],

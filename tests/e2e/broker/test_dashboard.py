@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import re
 import signal
 import socket
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,9 +18,10 @@ from playwright.sync_api import Browser, expect
 from broker.api.address import address_of
 from broker.connection.connection import Connection
 from broker.connection.keys import Keys
-from schemas.codec import encode
-from schemas.messages import DeadLetter
+from schemas.codec import decode, encode
+from schemas.messages import DeadLetter, Heartbeat
 from tests.support.browser import PATIENCE_MS, PHONE, Watched, headless
+from tests.support.light_service import start_service
 from tests.support.tiny_model import make_tiny_model
 from tests.support.up_runs import Run
 
@@ -105,19 +104,23 @@ class System:
         settings = {**self.config, "run": {"name": "e2e", "folder": str(self.folder / name)}}
         settings["control"] = {"port": self.ports.setdefault(name, free_port())}
         file.write_text(yaml.safe_dump(settings))
-        broker = generator.environ()["REDIS_URL"]
-        return subprocess.Popen(
-            [sys.executable, "-m", "deploy.cli", role, str(file), "--name", name],
-            env={**os.environ, "REDIS_URL": broker, **environment},
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
+        return start_service(role, file, name, generator.environ()["REDIS_URL"], **environment)
+
+    def connect(self) -> Connection:
+        """To the run's broker."""
+        generator = self.run.service("generator-0")
+        assert generator is not None
+        return Connection(generator.environ()["REDIS_URL"], Keys("tidemill", "e2e"), 10.0)
+
+    def age_heartbeat(self, service: str, seconds: float) -> None:
+        """Let the last heartbeat of a dead service be that much older."""
+        connection = self.connect()
+        beat = decode(connection.client.hget(connection.keys.services, service), Heartbeat)
+        connection.client.hset(connection.keys.services, service, encode(replace(beat, time=beat.time - seconds)))
 
     def fail_a_group(self) -> str:
         """Give up the newest prompt group, as after too many dead generators; the id of its dead letter."""
-        generator = self.run.service("generator-0")
-        assert generator is not None
-        connection = Connection(generator.environ()["REDIS_URL"], Keys("tidemill", "e2e"), 10.0)
+        connection = self.connect()
         body = DeadLetter(source="tasks", reason="nobody could make it", deliveries=9, payload=b"")
         for _ in range(20):
             newest = connection.client.xrevrange(connection.keys.tasks, count=1)
@@ -249,6 +252,7 @@ def test_a_killed_generator_turns_red_and_leaves(visit: Open, system: System) ->
         spot.wait(10)
     expect(row).to_have_attribute("data-presence", "silent", timeout=PATIENCE_MS)
     expect(row).to_contain_text("silent for")
+    system.age_heartbeat("spot", 20)
     expect(row).to_have_count(0, timeout=PATIENCE_MS)
     expect(seen.page.locator("#service-list .empty")).to_contain_text("spot")
     assert seen.errors == []

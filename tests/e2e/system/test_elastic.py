@@ -26,7 +26,7 @@ from consumers.trainer.batch_source import GroupBuffer
 from deploy.bench.pipeline_tidemill import reference
 from schemas.messages import BatchRecord, Sampling, Score, Task, Trajectory
 from tests.integration.broker.test_weight_deltas_store import Trainer as Weights
-from tests.support import light_service
+from tests.support.light_service import start_service
 from tests.support.trainer_sessions import begin
 
 pytestmark = pytest.mark.e2e
@@ -88,9 +88,7 @@ class World:
 
     def start(self, name: str) -> None:
         diary = str(self.folder / f"{name}.jsonl")
-        self.generators[name] = light_service.start(
-            "generator", self.folder / "config.yaml", name, self._url, DIARY=diary
-        )
+        self.generators[name] = start_service("generator", self.folder / "config.yaml", name, self._url, DIARY=diary)
 
     def diary(self, name: str) -> list[dict[str, Any]]:
         return [json.loads(line) for line in (self.folder / f"{name}.jsonl").read_text().splitlines()]

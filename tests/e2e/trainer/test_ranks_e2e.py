@@ -1,4 +1,4 @@
-"""A trainer of two ranks as its user starts it: any rank may be killed, and nothing is lost or trained twice."""
+"""A trainer of two ranks as its user starts it: ranks wait as long as a pause takes, and each may be killed."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from tests.support.up_runs import Run, trained_samples
 pytestmark = pytest.mark.e2e
 
 GROUPS, STEPS = 4, 24
-DEADLINE_S = 20.0
-"""How long ranks wait for each other in the test of a long pause."""
+DEADLINE_S = 12.0
+"""How long ranks wait for each other in a collective."""
 PARITY = '''
 def parity(prompt, completion, prompt_ids, completion_ids, **data):
     """Some reward that follows from the sample alone."""
@@ -60,9 +60,15 @@ def rank(run: Run, number: int) -> psutil.Process | None:
 
 
 @pytest.mark.timeout(1500)
-def test_any_rank_may_be_killed_and_nothing_is_lost_or_trained_twice(tmp_path: Path) -> None:
-    run = Run(tmp_path, configuration(tmp_path))
-    for at, victim in ((6, 1), (14, 0)):
+def test_ranks_outlast_a_pause_and_any_may_be_killed_and_nothing_is_lost_or_trained_twice(tmp_path: Path) -> None:
+    """The pause is longer than ranks wait for each other."""
+    settings = configuration(tmp_path)
+    settings["trainer"]["rank_deadline_s"] = DEADLINE_S
+    settings["control"] = {"port": 0}
+    run = Run(tmp_path, settings)
+    run.wait_until(lambda: run.steps() >= 4 and address_of(run.folder) is not None, "fourth step", 400)
+    pause_longer_than_ranks_wait(run)
+    for at, victim in ((8, 1), (16, 0)):
         run.wait_until(lambda at=at: run.steps() >= at, f"step {at}", 400)
         process = rank(run, victim)
         assert process is not None
@@ -90,13 +96,8 @@ def test_any_rank_may_be_killed_and_nothing_is_lost_or_trained_twice(tmp_path: P
     assert all(len(seen) == 1 for seen in figures.values())
 
 
-@pytest.mark.timeout(900)
-def test_a_pause_may_be_longer_than_ranks_wait_for_each_other(tmp_path: Path) -> None:
-    settings = configuration(tmp_path)
-    settings["trainer"]["rank_deadline_s"] = DEADLINE_S
-    settings["control"] = {"port": 0}
-    run = Run(tmp_path, settings)
-    run.wait_until(lambda: run.steps() >= 4 and address_of(run.folder) is not None, "fourth step", 400)
+def pause_longer_than_ranks_wait(run: Run) -> None:
+    """Nothing is trained in it, and the ranks that go on are those from before."""
     control = Client(str(address_of(run.folder)), None)
     assert control.send("POST", "/v1/pause", {"wait_s": 120}, 120)["done"]
     ranks = [rank(run, number) for number in (0, 1)]
@@ -107,7 +108,3 @@ def test_a_pause_may_be_longer_than_ranks_wait_for_each_other(tmp_path: Path) ->
     assert control.send("POST", "/v1/resume", {"wait_s": 60}, 60)["done"]
     run.wait_until(lambda: run.steps() > step + 2, "steps after the pause", 300)
     assert [rank(run, number) for number in (0, 1)] == ranks, "the ranks are those from before the pause"
-    summary = run.finish(900)
-    samples = trained_samples(run)
-    assert len(samples) == len(set(samples))
-    assert (summary["trajectories_lost"], summary["trajectories_trained_twice"]) == (0, 0)

@@ -114,8 +114,8 @@ def test_it_keeps_off_the_data_of_an_embedded_server(tmp_path: Path, serve: Serv
 
 def test_a_port_that_is_taken_is_an_error(port: int, serve: Serve) -> None:
     with socket.socket() as other:
+        # It does not listen, else what looks whether the new server answers would wait for this one.
         other.bind(("0.0.0.0", port))
-        other.listen()
         process = serve()
         assert process.wait(DEADLINE_S) == 1
         assert process.stderr is not None

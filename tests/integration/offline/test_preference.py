@@ -13,7 +13,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from consumers.offline.pairs import Preference
 from consumers.offline.preference import train_dpo, train_reward_model
-from consumers.reward.scorer import check_reward
+from consumers.reward.scorer import Scorer
 from consumers.trainer.model.policy import Policy, load_model
 from deploy.cli.app import app
 from schemas.config import DpoConfig, ModelConfig, RewardModelConfig, RewardTerm
@@ -99,14 +99,14 @@ def test_the_reward_service_gives_the_trained_scores(model: ModelConfig, tmp_pat
     terms = [RewardTerm(name="model", args={"path": str(settings.out)})]
     made = trajectory()
     fields = {name: getattr(made, name) for name in made.__struct_fields__ if name != "schema"}
-    rewards = []
-    for pair in PAIRS[16:18]:
-        for text in (pair.chosen, pair.rejected):
-            sample = type(made)(**{**fields, "prompt": pair.prompt, "completion": text})
-            score = check_reward(terms, tmp_path, sample, timeout_s=120.0)
-            assert score is not None
-            assert score.status == "ok", score.reason
-            rewards.append(score.reward)
+    answers = [(pair.prompt, text) for pair in PAIRS[16:18] for text in (pair.chosen, pair.rejected)]
+    scorer = Scorer(terms, tmp_path, workers=1, timeout_s=120.0)
+    try:
+        scores = scorer.score([type(made)(**{**fields, "prompt": p, "completion": text}) for p, text in answers])
+    finally:
+        scorer.close()
+    assert all(score.status == "ok" for score in scores), [score.reason for score in scores]
+    rewards = [score.reward for score in scores]
     margins = [rewards[0] - rewards[1], rewards[2] - rewards[3]]
     assert result.margin == pytest.approx(sum(margins) / 2, rel=1e-3)
 

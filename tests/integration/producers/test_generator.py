@@ -17,8 +17,8 @@ from producers.generator import weight_updates as updates_module
 from schemas.config import TidemillConfig, parse_config
 from schemas.errors import InfraError
 from schemas.messages import Sampling, Task
-from tests.support import light_service
 from tests.support.generator_service import configuration, engine_of, live, publish, published, task, until, versions
+from tests.support.light_service import start_service
 from tests.support.tiny_model import make_tiny_model
 from tests.support.trainer_sessions import begin
 
@@ -189,7 +189,7 @@ def test_a_kill_loses_no_more_than_was_not_saved_and_another_goes_on(
     args = {"token_s": 0.01, "min_length": 900, "max_length": 900}
     config = configuration(model, tmp_path, flush_every=flush, lease_s=1, engine="counting.py:Counting", args=args)
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json", exclude_none=True)))
-    victim = light_service.start("generator", tmp_path / "config.yaml", "victim", server.url, COUNTS=str(counts))
+    victim = start_service("generator", tmp_path / "config.yaml", "victim", server.url, COUNTS=str(counts))
 
     def saved() -> list[int]:
         return [len(part.tokens) for part in broker.partials("g").load(0, range(3))]
