@@ -30,7 +30,7 @@ def write_adapter(model: Path, file: Path, seed: int, rank: int = RANK, targets:
 
 
 @torch.no_grad()
-def merged(model: Path, file: Path | None, scale: float = ALPHA / RANK) -> PreTrainedModel:
+def merge_adapter(model: Path, file: Path | None, scale: float = ALPHA / RANK) -> PreTrainedModel:
     """The model with W + scale * B A in float32; as it is without a file."""
     causal_lm = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     adapter = load_file(file) if file else {}
@@ -42,7 +42,7 @@ def merged(model: Path, file: Path | None, scale: float = ALPHA / RANK) -> PreTr
 
 
 @torch.no_grad()
-def logprobs(model: PreTrainedModel, tokens: Sequence[int]) -> np.ndarray:
+def compute_logprobs(model: PreTrainedModel, tokens: Sequence[int]) -> np.ndarray:
     """Log-probability of each token after the first, float32 [T-1]."""
     ids = torch.tensor([list(tokens)])
     distribution = torch.log_softmax(model(ids).logits[0, :-1].float(), dim=-1)

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, Page, sync_playwright
 
-from tests.support.programs import program
+from tests.support.programs import find_program
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 PHONE = {"width": 390, "height": 844}
@@ -21,9 +21,9 @@ PATIENCE_MS = 90_000
 
 
 @contextmanager
-def headless() -> Iterator[Browser]:
+def open_browser() -> Iterator[Browser]:
     """A browser. TIDEMILL_CHROMIUM names one that is not on the PATH."""
-    path = os.environ.get("TIDEMILL_CHROMIUM") or program(*NAMES)
+    path = os.environ.get("TIDEMILL_CHROMIUM") or find_program(*NAMES)
     # A container has neither the privileges of Chromium's sandbox nor much /dev/shm; the page is our own.
     arguments = ["--no-sandbox", "--disable-dev-shm-usage"]
     with sync_playwright() as playwright:
@@ -34,7 +34,7 @@ def headless() -> Iterator[Browser]:
             browser.close()
 
 
-class Watched:
+class WatchedPage:
     """A page of one context: ``page``, and what it did in ``errors`` and ``requests``."""
 
     def __init__(self, browser: Browser, url: str, **options: Any) -> None:

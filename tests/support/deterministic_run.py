@@ -11,12 +11,12 @@ from typing import Any
 
 from broker.client import Broker
 from schemas.messages import Sampling, Score, Task
-from tests.support.trajectories import trajectory
+from tests.support.trajectories import make_trajectory
 
 STEPS, EVERY = 5, 2
 
 
-def configuration(folder: Path, model: Path, broker: Broker, **trainer: Any) -> dict[str, Any]:
+def make_config(folder: Path, model: Path, broker: Broker, **trainer: Any) -> dict[str, Any]:
     """For ``parse_config``: five steps of two groups, a checkpoint after every second."""
     return {
         "run": {"name": broker.connection.keys.base.strip("{}").partition(":")[2], "folder": str(folder)},
@@ -63,6 +63,8 @@ class Pipeline:
             following = self._broker.ledger.admit(task).next
             for delivery in tasks.read(8, 5):
                 task_id = delivery.message.task_id
-                tasks.publish(task_id, [trajectory(task_id, sample, completion=5 + task_id % 3) for sample in range(2)])
+                tasks.publish(
+                    task_id, [make_trajectory(task_id, sample, completion=5 + task_id % 3) for sample in range(2)]
+                )
                 tasks.release(delivery)
             rewards.publish([(item, Score(reward=float(item.message.sample))) for item in rewards.read(64, 5)])

@@ -45,7 +45,7 @@ class Engine(ScriptedEngine):
         self.generating.set()
 
 
-def configuration(model: Path, folder: Path, **generator: Any) -> TidemillConfig:
+def make_config(model: Path, folder: Path, **generator: Any) -> TidemillConfig:
     return parse_config(
         {
             "run": {"name": "g", "folder": str(folder / "run")},
@@ -58,14 +58,14 @@ def configuration(model: Path, folder: Path, **generator: Any) -> TidemillConfig
     )
 
 
-def engine_of(config: TidemillConfig, **script: Any) -> Engine:
+def make_engine(config: TidemillConfig, **script: Any) -> Engine:
     every = config.generator.flush_every
     return Engine(
         EngineSettings("none", "float32", 2000, 8, report_every=every and every // 2, args={"token_s": 0.001, **script})
     )
 
 
-def publish(
+def publish_version(
     broker: Broker,
     training: TrainerSession,
     folder: Path,
@@ -88,23 +88,27 @@ def publish(
     )
 
 
-def task(task_id: int, n: int = 2, max_tokens: int = 1000) -> Task:
+def make_task(task_id: int, n: int = 2, max_tokens: int = 1000) -> Task:
     return Task(task_id=task_id, kind="train", n=n, sampling=Sampling(max_tokens=max_tokens), text=f"{task_id}+1=")
 
 
-Scene = Callable[[], Awaitable[None]]
+Scenario = Callable[[], Awaitable[None]]
 
 
-def live(config: TidemillConfig, broker: Broker, engine: AnyEngine, scene: Scene, name: str = "g") -> None:
-    """``living`` in an event loop of its own."""
-    asyncio.run(living(config, broker, engine, scene, name))
+def run_generator_during(
+    config: TidemillConfig, broker: Broker, engine: AnyEngine, scenario: Scenario, name: str = "g"
+) -> None:
+    """``run_generator_while`` in an event loop of its own."""
+    asyncio.run(run_generator_while(config, broker, engine, scenario, name))
 
 
-async def living(config: TidemillConfig, broker: Broker, engine: AnyEngine, scene: Scene, name: str = "g") -> None:
-    """Run the service while ``scene`` plays, then ask it to end."""
+async def run_generator_while(
+    config: TidemillConfig, broker: Broker, engine: AnyEngine, scenario: Scenario, name: str = "g"
+) -> None:
+    """Run the service while ``scenario`` is played, then ask it to end."""
     stop = StopFlag()
     service = asyncio.create_task(Generator(config, name, broker, engine).run(stop))
-    acting = asyncio.ensure_future(scene())
+    acting = asyncio.ensure_future(scenario())
     try:
         async with asyncio.timeout(60):
             await asyncio.wait({service, acting}, return_when=asyncio.FIRST_COMPLETED)
@@ -117,7 +121,7 @@ async def living(config: TidemillConfig, broker: Broker, engine: AnyEngine, scen
             await service
 
 
-async def published(broker: Broker, count: int) -> list[Trajectory]:
+async def read_published(broker: Broker, count: int) -> list[Trajectory]:
     """The first ``count`` trajectories, when they are there."""
     client, key = broker.connection.client, broker.connection.keys.trajectories
     position: Any = "0"
@@ -130,13 +134,13 @@ async def published(broker: Broker, count: int) -> list[Trajectory]:
     return found
 
 
-async def until(condition: Callable[[], object], deadline_s: float = 30) -> None:
+async def wait_until(condition: Callable[[], object], deadline_s: float = 30) -> None:
     async with asyncio.timeout(deadline_s):
         while not await asyncio.to_thread(condition):  # noqa: ASYNC110 - what the server holds has no event
             await asyncio.sleep(0.01)
 
 
-def freeze(broker: Broker) -> Callable[[], bool]:
+def order_freeze(broker: Broker) -> Callable[[], bool]:
     """Order a freeze; what is returned says whether generator ``g`` says that it obeys."""
     assert broker.run_control.pause("freeze", "test")
     orders = broker.run_control.read()
@@ -145,5 +149,5 @@ def freeze(broker: Broker) -> Callable[[], bool]:
     return lambda: any(b.service == "g" and b.acknowledged.get("pause") == number for b in broker.heartbeats.list())
 
 
-def versions(trajectories: Sequence[Trajectory]) -> set[int]:
+def versions_in(trajectories: Sequence[Trajectory]) -> set[int]:
     return {span.version for item in trajectories for span in item.spans}

@@ -10,23 +10,23 @@ from broker.flow.trainer_session import TrainerSession
 from broker.weights.local_copy import LocalWeights
 from broker.weights.transports import make_transport
 from schemas.messages import Adapter, Event, Heartbeat, Manifest, Score
-from tests.integration.broker.test_flow import record_of, task, trajectory
-from tests.support.trainer_sessions import begin
+from tests.support.prompt_groups import claim_batch, make_task, make_trajectory
+from tests.support.trainer_sessions import take_over
 
 
-def one_group(roles: Mapping[str, Broker], folder: Path) -> TrainerSession:
+def move_one_group(roles: Mapping[str, Broker], folder: Path) -> TrainerSession:
     """The first group of a run is admitted, generated, scored, trained and committed, its weights go out and in."""
-    training = begin(roles["trainer"])
-    assert roles["feeder"].ledger.admit(task(0)).answer == "ok"
+    training = take_over(roles["trainer"])
+    assert roles["feeder"].ledger.admit(make_task(0)).answer == "ok"
     tasks = roles["generator"].task_queue("g")
     (delivery,) = tasks.read(10, 10)
-    assert tasks.publish(0, [trajectory(0, 0), trajectory(0, 1)]) == ["ok", "ok"]
+    assert tasks.publish(0, [make_trajectory(0, 0), make_trajectory(0, 1)]) == ["ok", "ok"]
     tasks.release(delivery)
     trajectories = roles["reward"].score_queue("r")
     scores = [(item, Score(reward=float(item.message.sample))) for item in trajectories.read(10, 10)]
     assert trajectories.publish(scores) == ["ok", "ok"]
     training.wait_for_scores(1)
-    record = record_of(training)
+    record = claim_batch(training)
     bodies = training.fetch_trajectories([member.trajectory_id for member in record.groups[0].members])
     assert [body is None for body in bodies] == [False, False]
     training.journal_batch(record)
@@ -40,7 +40,7 @@ def one_group(roles: Mapping[str, Broker], folder: Path) -> TrainerSession:
             broker.heartbeats.send(Heartbeat(service=role, role=role, host="h", pid=1, state="running"))
     roles["generator"].events.emit(Event(name="weights", service="g"))
     roles["trainer"].metrics.append({"step": 0})
-    look_at(roles["observer"], trained=1)
+    assert_status(roles["observer"], trained=1)
     return training
 
 
@@ -83,7 +83,7 @@ def fetch_weights(broker: Broker, folder: Path) -> Manifest:
     return manifest
 
 
-def look_at(broker: Broker, trained: int) -> None:
+def assert_status(broker: Broker, trained: int) -> None:
     """All that a status or a dashboard shows."""
     state = broker.ledger.read_state()
     assert (state.trained, state.active, state.balanced) == (trained, 0, True)

@@ -9,15 +9,15 @@ from typing import NoReturn
 import pytest
 
 
-def program(*names: str) -> str:
+def find_program(*names: str) -> str:
     """Path of the first of ``names`` that is installed; skips the test without it, or fails it in CI."""
     found = next(filter(None, map(shutil.which, names)), None)
     if found is None:
-        missing(f"not installed: {' or '.join(names)}; as root, make system")
+        skip_or_fail(f"not installed: {' or '.join(names)}; as root, make system")
     return found
 
 
-def missing(why: str) -> NoReturn:
+def skip_or_fail(why: str) -> NoReturn:
     """Skip this test for what this machine lacks. CI installs it, and must not lose a test without anybody noticing."""
     if os.environ.get("CI"):
         pytest.fail(why)

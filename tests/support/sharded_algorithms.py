@@ -18,7 +18,7 @@ from consumers.trainer.distributed.ranks import Ranks
 from consumers.trainer.model.policy import Policy, load_model
 from consumers.trainer.step.build import build_train_step
 from schemas.config import DpoConfig, ModelConfig, RewardModelConfig, WarmStartConfig, parse_config
-from tests.support.trajectories import groups_of
+from tests.support.trajectories import make_groups
 
 ALGORITHMS: dict[str, dict[str, Any]] = {
     "m2po": {"loss": {"name": "m2po", "args": {"second_moment": 2.0}}},
@@ -56,7 +56,7 @@ def algorithm(ranks: Ranks, model: str, reference: str, trainer: dict[str, Any])
         }
     )
     step = build_train_step(config, ranks, policy=Policy(load_model(model, "float32")))
-    batches = [groups_of([4, 1, 5, 2, 3], seed=version) for version in range(2)]
+    batches = [make_groups([4, 1, 5, 2, 3], seed=version) for version in range(2)]
     metrics = [step.run(step.planner.plan(groups).batch(), version).metrics for version, groups in enumerate(batches)]
     scored = step.preparation.reference
     critic = step.critic.critic if step.critic else None

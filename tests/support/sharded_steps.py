@@ -19,7 +19,7 @@ from consumers.trainer.model.hf_weights import wire_weights
 from consumers.trainer.rank_group import RankGroup
 from consumers.trainer.step.build import build_train_step
 from schemas.config import parse_config
-from tests.support.trajectories import groups_of
+from tests.support.trajectories import make_groups
 
 
 def run_steps(
@@ -69,7 +69,7 @@ def lead(rank_group: RankGroup, folder: Path, first: int, last: int, sizes: Sequ
         before = {name: local(tensor).to(getattr(torch, dtype)) for name, tensor in weights}
         # As late as can be: when the optimizer is about to change the weights.
         snapshot.wait = snapshot.fill  # type: ignore[method-assign]
-        results.append(rank_group.train(groups_of(sizes, seed=version), version))
+        results.append(rank_group.train(make_groups(sizes, seed=version), version))
         snapshot.write(file)
         written = load_file(file)
         late.append(all(torch.equal(tensor, written[name]) for name, tensor in before.items()))

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from tests.support.programs import missing, program
+from tests.support.programs import find_program, skip_or_fail
 
 PROGRAMS = ("slurmctld", "slurmd", "sbatch", "scontrol", "squeue")
 DEADLINE_S = 60.0
@@ -42,12 +42,12 @@ PartitionName=all Nodes={host} Default=YES MaxTime=INFINITE State=UP
 
 
 @contextmanager
-def cluster(folder: Path) -> Iterator[None]:
+def run_slurm_cluster(folder: Path) -> Iterator[None]:
     """Run it; Slurm's own commands, and what they start, find it by SLURM_CONF. Skips the test where it can't be."""
     for name in PROGRAMS:
-        program(name)
+        find_program(name)
     if os.geteuid() != 0:
-        missing("a Slurm of its own needs root")
+        skip_or_fail("a Slurm of its own needs root")
     for name in ("spool", "state"):
         (folder / name).mkdir(parents=True)
     file = folder / "slurm.conf"
@@ -75,7 +75,7 @@ def cluster(folder: Path) -> Iterator[None]:
             os.environ.pop("SLURM_CONF") if before is None else os.environ.update(SLURM_CONF=before)
 
 
-def jobs() -> dict[str, str]:
+def list_jobs() -> dict[str, str]:
     """State of every job and array task that is queued or runs, by name and index: ``name`` or ``name.3``."""
     done = subprocess.run(
         ["squeue", "--noheader", "--array", "--format=%j %K %T"], capture_output=True, text=True, check=True, timeout=30
@@ -100,7 +100,7 @@ def _wait_until_idle(folder: Path) -> None:
 
 def _wait_until_empty() -> None:
     deadline = time.monotonic() + DEADLINE_S
-    while jobs() and time.monotonic() < deadline:
+    while list_jobs() and time.monotonic() < deadline:
         time.sleep(0.2)
 
 

@@ -11,7 +11,7 @@ from consumers.trainer.step.train_step import TrainStep
 from schemas.config import TidemillConfig, parse_config
 
 
-def step_over(
+def make_train_step(
     policy: Policy,
     trainer: dict[str, object],
     *,

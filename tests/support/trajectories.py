@@ -10,7 +10,7 @@ from schemas.codec import Array
 from schemas.messages import Span, Trajectory
 
 
-def trajectory(
+def make_trajectory(
     task_id: int = 0,
     sample: int = 0,
     prompt: int = 3,
@@ -43,7 +43,7 @@ def trajectory(
     )
 
 
-def groups_of(sizes: Sequence[int], seed: int = 0, vocabulary: int = 200) -> list[Group]:
+def make_groups(sizes: Sequence[int], seed: int = 0, vocabulary: int = 200) -> list[Group]:
     """Groups of the given sizes with ragged lengths and random rewards of 0 and 1."""
     rng = random.Random(seed)
     return [
@@ -51,7 +51,9 @@ def groups_of(sizes: Sequence[int], seed: int = 0, vocabulary: int = 200) -> lis
             task_id,
             [
                 (
-                    trajectory(task_id, s, rng.randint(1, 6), rng.randint(0, 7), rng.randint(0, 3), seed, vocabulary),
+                    make_trajectory(
+                        task_id, s, rng.randint(1, 6), rng.randint(0, 7), rng.randint(0, 3), seed, vocabulary
+                    ),
                     float(rng.randint(0, 1)),
                 )
                 for s in range(size)

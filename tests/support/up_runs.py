@@ -17,7 +17,7 @@ import yaml
 from deploy.run.summary import surviving_lines
 
 
-class Run:
+class UpRun:
     """One ``tidemill up`` in a folder of its own."""
 
     def __init__(self, folder: Path, config: dict[str, Any]) -> None:
@@ -85,7 +85,7 @@ class Run:
         return summary
 
 
-def trained_samples(run: Run) -> list[tuple[int, int]]:
+def trained_samples(run: UpRun) -> list[tuple[int, int]]:
     """Samples of the surviving weights."""
     lines = surviving_lines(run.lines("trained.jsonl"))
     return [(task_id, sample) for line in lines for task_id, sample in line["samples"]]

@@ -16,7 +16,7 @@ EVERY = 20
 Run = Callable[[Coroutine[Any, Any, Any]], Any]
 
 
-def reference(folder: Path, tokens: Sequence[int], temperature: float = 1.0) -> np.ndarray:
+def reference_logprobs(folder: Path, tokens: Sequence[int], temperature: float = 1.0) -> np.ndarray:
     """Log-probability of each token after the first, float32 [T-1]."""
     import torch
     from transformers import AutoModelForCausalLM
@@ -29,11 +29,11 @@ def reference(folder: Path, tokens: Sequence[int], temperature: float = 1.0) -> 
 
 def assert_matches(folder: Path, prompt: list[int], completion: Completion, temperature: float = 1.0) -> None:
     assert len(completion.logprobs) == len(completion.tokens)
-    expected = reference(folder, prompt + completion.tokens, temperature)[len(prompt) - 1 :]
+    expected = reference_logprobs(folder, prompt + completion.tokens, temperature)[len(prompt) - 1 :]
     np.testing.assert_allclose(completion.logprobs, expected, atol=1e-3)
 
 
-def engine_cores(owner: int) -> list[int]:
+def find_engine_cores(owner: int) -> list[int]:
     """Process ids of ``owner``'s children that vLLM named so."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
@@ -43,7 +43,7 @@ def engine_cores(owner: int) -> list[int]:
     return found
 
 
-def alive(pid: int) -> bool:
+def is_alive(pid: int) -> bool:
     fields = _stat(pid)
     return bool(fields) and fields[0] != "Z"
 

@@ -20,10 +20,10 @@ from broker.connection.connection import Connection
 from broker.connection.keys import Keys
 from schemas.codec import decode, encode
 from schemas.messages import DeadLetter, Heartbeat
-from tests.support.browser import PATIENCE_MS, PHONE, Watched, headless
+from tests.support.browser import PATIENCE_MS, PHONE, WatchedPage, open_browser
 from tests.support.light_service import start_service
 from tests.support.tiny_model import make_tiny_model
-from tests.support.up_runs import Run
+from tests.support.up_runs import UpRun
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(480)]
 
@@ -80,7 +80,7 @@ class System:
         }
         self.folder = folder
         self.ports: dict[str, int] = {}
-        self.run = Run(folder, self.config)
+        self.run = UpRun(folder, self.config)
         self.url = ""
 
     def wait(self) -> None:
@@ -142,7 +142,7 @@ class System:
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
-    with headless() as browser:
+    with open_browser() as browser:
         yield browser
 
 
@@ -156,16 +156,16 @@ def system(browser: Browser, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         system.stop()
 
 
-Open = Callable[..., Watched]
+Open = Callable[..., WatchedPage]
 
 
 @pytest.fixture
 def visit(browser: Browser, system: System) -> Iterator[Open]:
     """Opens the page, and closes it at the end."""
-    opened: list[Watched] = []
+    opened: list[WatchedPage] = []
 
-    def visit(url: str | None = None, **options: Any) -> Watched:
-        seen = Watched(browser, url or system.url, **options)
+    def visit(url: str | None = None, **options: Any) -> WatchedPage:
+        seen = WatchedPage(browser, url or system.url, **options)
         opened.append(seen)
         return seen
 
@@ -174,7 +174,7 @@ def visit(browser: Browser, system: System) -> Iterator[Open]:
         seen.close()
 
 
-def confirm(seen: Watched, verb: str) -> None:
+def confirm(seen: WatchedPage, verb: str) -> None:
     dialog = seen.page.locator("dialog[open]")
     dialog.get_by_role("button", name=verb, exact=True).click()
     expect(dialog).to_have_count(0)

@@ -16,7 +16,7 @@ import yaml
 
 from broker.api.address import ADDRESS
 from deploy.run.summary import read_lines, surviving_lines
-from tests.support.slurm_cluster import cluster, jobs
+from tests.support.slurm_cluster import list_jobs, run_slurm_cluster
 from tests.support.tiny_model import make_tiny_model
 
 pytestmark = pytest.mark.e2e
@@ -25,7 +25,7 @@ STEPS = 16
 
 @pytest.fixture
 def slurm(tmp_path: Path) -> Iterator[None]:
-    with cluster(tmp_path / "slurm"):
+    with run_slurm_cluster(tmp_path / "slurm"):
         yield
 
 
@@ -34,7 +34,7 @@ def wait_until(condition: Callable[[], bool], what: str, folder: Path, deadline_
     while not condition():
         if time.monotonic() > deadline:
             logs = "\n".join(f"== {log.name}\n{log.read_text()[-1500:]}" for log in (folder / "logs").glob("*.log"))
-            raise AssertionError(f"no {what} within {deadline_s:.0f} s; jobs: {jobs()}\n{logs}")
+            raise AssertionError(f"no {what} within {deadline_s:.0f} s; jobs: {list_jobs()}\n{logs}")
         time.sleep(0.2)
 
 
@@ -84,7 +84,7 @@ def test_a_run_of_slurm_jobs_outlives_a_preempted_generator_and_clears_the_queue
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=os.environ | token)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["run"] == "queued"
-    victim = next(name for name in sorted(jobs()) if name.startswith("tidemill-queued-generator"))
+    victim = next(name for name in sorted(list_jobs()) if name.startswith("tidemill-queued-generator"))
     done = subprocess.run(
         ["squeue", "--noheader", "--array", "--format=%i", "--name=tidemill-queued-generator"],
         capture_output=True,
@@ -94,9 +94,9 @@ def test_a_run_of_slurm_jobs_outlives_a_preempted_generator_and_clears_the_queue
     )
     # What Slurm does to a job that a more important one pushes out.
     subprocess.run(["scontrol", "requeue", sorted(done.stdout.split())[0]], check=True, timeout=30)
-    wait_until(lambda: jobs().get(victim) == "PENDING" or steps() == STEPS, "requeued generator", scripts)
+    wait_until(lambda: list_jobs().get(victim) == "PENDING" or steps() == STEPS, "requeued generator", scripts)
     wait_until(lambda: steps() == STEPS, "end of training", scripts)
-    wait_until(lambda: not jobs(), "empty queue", scripts)
+    wait_until(lambda: not list_jobs(), "empty queue", scripts)
 
     kept = surviving_lines(read_lines(run / "trained.jsonl"))
     uses = Counter(tuple(sample) for line in kept for sample in line["samples"])

@@ -14,7 +14,7 @@ from producers.engines.base import EngineSettings
 from producers.engines.vllm.engine import VllmEngine
 from producers.generator.service import Generator
 from schemas.config import parse_config
-from tests.integration.services import test_pause
+from tests.support.pausable_system import PausableSystem
 from tests.support.tiny_model import make_tiny_model
 
 pytestmark = [
@@ -25,8 +25,10 @@ pytestmark = [
 MAX_TOKENS = 360
 
 
-class System(test_pause.System):
-    """The services of test_pause with vLLM as the engine. What it has sampled is counted by vLLM itself."""
+class System(PausableSystem):
+    """Its services with vLLM as the engine. What it has sampled is counted by vLLM itself."""
+
+    deadline_s = 240.0
 
     def start_generator(self, name: str) -> None:
         self.engine = VllmEngine(EngineSettings(self.config.model.path, "float32", 512, 16, report_every=20))
@@ -56,7 +58,6 @@ class System(test_pause.System):
 @pytest.fixture
 def system(tmp_path: Path, make_broker: Callable[..., Broker], monkeypatch: pytest.MonkeyPatch) -> Iterator[System]:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(test_pause, "DEADLINE_S", 240.0)
     model = make_tiny_model(tmp_path / "model")
     name = f"freeze-{tmp_path.name[-8:]}".lower().replace("_", "-")
     config = parse_config(

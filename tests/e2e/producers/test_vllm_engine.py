@@ -24,7 +24,7 @@ from producers.rendering.tokenizer import HfTokenizer
 from schemas.errors import ConfigError, DataError
 from schemas.messages import FileSource, Sampling, Span
 from tests.support.tiny_model import EOS, make_tiny_model
-from tests.support.vllm_checks import EVERY, Run, alive, assert_matches, engine_cores, reference
+from tests.support.vllm_checks import EVERY, Run, assert_matches, find_engine_cores, is_alive, reference_logprobs
 
 pytestmark = [
     pytest.mark.e2e,
@@ -65,7 +65,7 @@ def test_logprobs_are_those_of_the_model_after_temperature(
         assert [(span.version, span.start, span.end) for span in completion.spans] == [(3, 0, len(completion.tokens))]
         assert completion.finish == ("stop" if completion.tokens[-1] == EOS else "length")
         assert_matches(folders[0], PROMPT, completion, temperature=0.7)
-    np.testing.assert_allclose(run(engine.logprobs(PROMPT)), reference(folders[0], PROMPT), atol=1e-3)
+    np.testing.assert_allclose(run(engine.logprobs(PROMPT)), reference_logprobs(folders[0], PROMPT), atol=1e-3)
 
 
 def test_an_update_in_flight_keeps_requests_and_shows_in_their_spans(
@@ -85,7 +85,7 @@ def test_an_update_in_flight_keeps_requests_and_shows_in_their_spans(
         assert [span.start for span in completion.spans] == ends[:-1]
         assert ends[-1] == len(completion.tokens)
         old = completion.spans[0].end if completion.spans[0].version == 3 else 0
-        expected = reference(folders[0], PROMPT + completion.tokens[:old])[len(PROMPT) - 1 :]
+        expected = reference_logprobs(folders[0], PROMPT + completion.tokens[:old])[len(PROMPT) - 1 :]
         np.testing.assert_allclose(completion.logprobs[:old], expected, atol=1e-3)
     for completion in fresh:
         assert [span.version for span in completion.spans] == [7]
@@ -97,7 +97,7 @@ def test_the_probe_sees_new_weights_tied_head_included(
 ):
     for seed, version in ((8, 8), (7, 9), (0, 10)):
         weights(seed, version)
-        np.testing.assert_allclose(run(engine.logprobs(PROMPT)), reference(folders[seed], PROMPT), atol=1e-3)
+        np.testing.assert_allclose(run(engine.logprobs(PROMPT)), reference_logprobs(folders[seed], PROMPT), atol=1e-3)
 
 
 def test_the_prefix_cache_of_old_weights_is_never_used(
@@ -183,7 +183,9 @@ def test_recompute_makes_tokens_as_if_the_new_weights_had_read_all_before_them(
     assert [span.version for span in late[0].spans] == [27]
     for completion in [*running, *late]:
         for span in completion.spans:
-            expected = reference(folders[0 if span.version == 26 else 7], PROMPT + completion.tokens)[len(PROMPT) - 1 :]
+            expected = reference_logprobs(folders[0 if span.version == 26 else 7], PROMPT + completion.tokens)[
+                len(PROMPT) - 1 :
+            ]
             inside = slice(span.start, span.end)
             np.testing.assert_allclose(completion.logprobs[inside], expected[inside], atol=1e-3)
 
@@ -317,12 +319,12 @@ def test_a_half_loaded_engine_never_samples_again_and_dies_with_its_owner(folder
             lines.append(line)
         assert [line.partition(":")[0] for line in lines] == ["InfraError"] * 3
         assert "weights are undefined" in lines[1]
-        cores = engine_cores(owner.pid)
+        cores = find_engine_cores(owner.pid)
         assert cores
     finally:
         owner.kill()
         owner.wait(timeout=30)
     deadline = time.monotonic() + 30
-    while any(alive(pid) for pid in cores):
+    while any(is_alive(pid) for pid in cores):
         assert time.monotonic() < deadline, f"engine core {cores} outlived its owner"
         time.sleep(0.1)

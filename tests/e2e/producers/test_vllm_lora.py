@@ -20,9 +20,9 @@ from producers.engines.vllm.engine import VllmEngine
 from schemas.config import LoraConfig
 from schemas.errors import DataError
 from schemas.messages import FileSource, Sampling, Span
-from tests.support.adapters import ALPHA, RANK, logprobs, merged, write_adapter
+from tests.support.adapters import ALPHA, RANK, compute_logprobs, merge_adapter, write_adapter
 from tests.support.tiny_model import make_tiny_model
-from tests.support.up_runs import Run, trained_samples
+from tests.support.up_runs import UpRun, trained_samples
 
 pytestmark = [
     pytest.mark.e2e,
@@ -68,8 +68,8 @@ def holds(model: Path, files: dict[int, Path | None]) -> Callable[..., None]:
 
     def check(prompt: list[int], completion: Completion, seeds: dict[int, int], spans: list[Span]) -> None:
         for span in spans:
-            whole = merged(model, files[seeds[span.version]])
-            want = logprobs(whole, prompt + completion.tokens)[len(prompt) - 1 :]
+            whole = merge_adapter(model, files[seeds[span.version]])
+            want = compute_logprobs(whole, prompt + completion.tokens)[len(prompt) - 1 :]
             inside = slice(span.start, span.end)
             np.testing.assert_allclose(completion.logprobs[inside], want[inside], atol=1e-3)
 
@@ -140,7 +140,7 @@ def test_the_probe_is_run_through_the_new_adapter(
 ) -> None:
     for version, seed in ((20, 1), (21, 2), (22, 1)):
         run(engine.load(FileSource(files[seed]), version))  # type: ignore[arg-type]
-        want = logprobs(merged(model, files[seed]), PROMPT)
+        want = compute_logprobs(merge_adapter(model, files[seed]), PROMPT)
         np.testing.assert_allclose(run(engine.logprobs(PROMPT)), want, atol=1e-3)
 
 
@@ -171,7 +171,9 @@ def test_a_file_that_does_not_fit_is_refused_and_the_old_one_stays(
     with pytest.raises(DataError, match=r"lora_A of .* is \[8, 256\], not \[4, 256\]"):
         run(engine.load(FileSource(write_adapter(model, tmp_path / "other", seed=1, rank=8)), 51))
     assert engine.version == 50
-    np.testing.assert_allclose(run(engine.logprobs(PROMPT)), logprobs(merged(model, files[1]), PROMPT), atol=1e-3)
+    np.testing.assert_allclose(
+        run(engine.logprobs(PROMPT)), compute_logprobs(merge_adapter(model, files[1]), PROMPT), atol=1e-3
+    )
 
 
 REWARD = '''
@@ -184,7 +186,7 @@ def sevens(prompt, completion, prompt_ids, completion_ids, **data):
 @pytest.mark.timeout(400)
 def test_a_run_with_lora_trains_and_ends_with_a_merged_model(model: Path, tmp_path: Path) -> None:
     (tmp_path / "rewards.py").write_text(REWARD)
-    run = Run(
+    run = UpRun(
         tmp_path,
         {
             "model": {"path": str(model), "dtype": "float32", "max_length": 32},
@@ -212,5 +214,9 @@ def test_a_run_with_lora_trains_and_ends_with_a_merged_model(model: Path, tmp_pa
     samples = trained_samples(run)
     assert len(samples) == len(set(samples))
     assert (
-        abs(logprobs(merged(run.folder / "model", None), PROMPT) - logprobs(merged(model, None), PROMPT)).max() > 1e-3
+        abs(
+            compute_logprobs(merge_adapter(run.folder / "model", None), PROMPT)
+            - compute_logprobs(merge_adapter(model, None), PROMPT)
+        ).max()
+        > 1e-3
     )

@@ -22,10 +22,17 @@ from producers.engines.vllm.engine import VllmEngine
 from schemas.config import TidemillConfig, parse_config
 from schemas.errors import InfraError
 from schemas.messages import Manifest, Trajectory
-from tests.support.generator_service import freeze, living, published, task, until, versions
-from tests.support.generator_service import publish as publish_file
-from tests.support.trainer_sessions import begin
-from tests.support.vllm_checks import Run, alive, engine_cores, reference
+from tests.support.generator_service import (
+    make_task,
+    order_freeze,
+    publish_version,
+    read_published,
+    run_generator_while,
+    versions_in,
+    wait_until,
+)
+from tests.support.trainer_sessions import take_over
+from tests.support.vllm_checks import Run, find_engine_cores, is_alive, reference_logprobs
 
 pytestmark = [
     pytest.mark.e2e,
@@ -57,7 +64,7 @@ class World:
 
     def __init__(self, broker: Broker, engine: VllmEngine, folders: dict[int, Path], folder: Path) -> None:
         self.broker, self.engine, self.folders, self.folder = broker, engine, folders, folder
-        self.training: TrainerSession = begin(broker, staleness=100)
+        self.training: TrainerSession = take_over(broker, staleness=100)
 
     def config(self, **generator: Any) -> TidemillConfig:
         return parse_config(
@@ -73,12 +80,12 @@ class World:
         )
 
     def admit(self, count: int, max_tokens: int = LONG) -> None:
-        self.broker.ledger.admit_all([task(task_id, 4, max_tokens) for task_id in range(count)])
+        self.broker.ledger.admit_all([make_task(task_id, 4, max_tokens) for task_id in range(count)])
 
     def publish(self, version: int, seed: int) -> None:
         content = (self.folders[seed] / "model.safetensors").read_bytes()
-        probe = (PROBE, reference(self.folders[seed], PROBE))
-        publish_file(self.broker, self.training, self.folder, version, content, probe)
+        probe = (PROBE, reference_logprobs(self.folders[seed], PROBE))
+        publish_version(self.broker, self.training, self.folder, version, content, probe)
 
     def sampled(self) -> int:
         """Tokens of what is in flight; of growth() not seen in a pause."""
@@ -86,7 +93,7 @@ class World:
         return sum(state.detokenizer.num_output_tokens() for state in states if state.detokenizer)
 
     async def under_way(self) -> None:
-        await until(lambda: self.sampled() > 100)
+        await wait_until(lambda: self.sampled() > 100)
 
 
 @pytest.fixture
@@ -99,7 +106,7 @@ def assert_sampled_by(folder: Path, version: int, found: list[Trajectory]) -> No
     spans = [(item, span) for item in found for span in item.spans if span.version == version]
     assert spans
     for item, span in spans:
-        expected = reference(folder, item.tokens.numpy().tolist())[span.start - 1 : span.end - 1]
+        expected = reference_logprobs(folder, item.tokens.numpy().tolist())[span.start - 1 : span.end - 1]
         np.testing.assert_allclose(item.logprobs.numpy()[span.start : span.end], expected, atol=1e-3)
 
 
@@ -128,14 +135,14 @@ def test_weights_spoilt_after_they_were_checked_are_taken_back_and_none_of_their
     async def scene() -> None:
         await world.under_way()
         world.publish(2, seed=7)
-        await until(lambda: broker.events.tail(5))
-        await until(lambda: engine.version == 1)
+        await wait_until(lambda: broker.events.tail(5))
+        await wait_until(lambda: engine.version == 1)
         world.publish(3, seed=8)
-        found = await published(broker, 12)
-        assert versions(found) == {1, 3}
+        found = await read_published(broker, 12)
+        assert versions_in(found) == {1, 3}
         assert_sampled_by(world.folders[0], 1, found)
 
-    run(living(world.config(), broker, Lent(engine), scene))
+    run(run_generator_while(world.config(), broker, Lent(engine), scene))
     (event,) = broker.events.tail(5)
     assert event.name == "weights_refused"
     assert "version 2 fails its probe" in event.text
@@ -153,20 +160,20 @@ def test_no_token_is_sampled_once_a_freeze_is_acknowledged_though_new_weights_ca
     async def scene() -> None:
         await world.under_way()
         world.publish(2, seed=7)
-        await until(freeze(broker))
+        await wait_until(order_freeze(broker))
         before = world.sampled()
         assert 0 < before < 16 * LONG
         await asyncio.sleep(0.3)
         assert world.sampled() == before
         broker.run_control.pause("none", "test")
-        found = await published(broker, 16)
-        await until(lambda: engine.version == 2)
-        assert versions(found) == ({1} if update == "drain" else {1, 2})
+        found = await read_published(broker, 16)
+        await wait_until(lambda: engine.version == 2)
+        assert versions_in(found) == ({1} if update == "drain" else {1, 2})
         assert_sampled_by(world.folders[0], 1, found)
         if update == "recompute":
             assert_sampled_by(world.folders[7], 2, found)
 
-    run(living(world.config(update=update), broker, Lent(engine), scene))
+    run(run_generator_while(world.config(update=update), broker, Lent(engine), scene))
 
 
 def test_no_more_is_taken_than_runs_without_preemption_in_a_small_cache(
@@ -187,7 +194,7 @@ def test_no_more_is_taken_than_runs_without_preemption_in_a_small_cache(
 
     monkeypatch.setattr(vllm_module, "final_output", watched)
     monkeypatch.setattr(vllm_module, "sampling_params", endless)
-    sampling = task(0, max_tokens=tokens).sampling
+    sampling = make_task(0, max_tokens=tokens).sampling
     run(world.engine.generate(PROBE, sampling, n=64))
     assert sum(preempted), "all at once is too much"
     preempted.clear()
@@ -195,9 +202,9 @@ def test_no_more_is_taken_than_runs_without_preemption_in_a_small_cache(
     world.admit(24, max_tokens=tokens)
 
     async def scene() -> None:
-        assert len(await published(world.broker, 96)) == 96
+        assert len(await read_published(world.broker, 96)) == 96
 
-    run(living(world.config(), world.broker, Lent(world.engine), scene))
+    run(run_generator_while(world.config(), world.broker, Lent(world.engine), scene))
     assert len(preempted) >= 96
     assert not sum(preempted)
 
@@ -206,7 +213,7 @@ def test_a_dead_engine_core_ends_the_service_and_its_tasks_go_to_others(world: W
     """Last of those that share the engine: it is gone after this."""
     world.publish(1, seed=0)
     world.admit(2)
-    cores = engine_cores(os.getpid())
+    cores = find_engine_cores(os.getpid())
     assert cores
 
     async def scene() -> None:
@@ -216,10 +223,10 @@ def test_a_dead_engine_core_ends_the_service_and_its_tasks_go_to_others(world: W
         await asyncio.Event().wait()
 
     with pytest.raises(ExceptionGroup) as caught:
-        run(living(world.config(), world.broker, Lent(world.engine), scene))
+        run(run_generator_while(world.config(), world.broker, Lent(world.engine), scene))
     assert caught.group_contains(InfraError, match="engine core")
     with pytest.raises(InfraError):
-        run(world.engine.generate(PROBE, task(0).sampling))
-    assert not any(alive(pid) for pid in cores)
+        run(world.engine.generate(PROBE, make_task(0).sampling))
+    assert not any(is_alive(pid) for pid in cores)
     deliveries = world.broker.task_queue("other").claim_stale(0.0, 10)
     assert {item.message.task_id for item in deliveries} == {0, 1}

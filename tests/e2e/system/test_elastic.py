@@ -25,9 +25,9 @@ from broker.flow.trainer_session import TrainerSession
 from consumers.trainer.batch_source import GroupBuffer
 from deploy.bench.pipeline_tidemill import reference
 from schemas.messages import BatchRecord, Sampling, Score, Task, Trajectory
-from tests.integration.broker.test_weight_deltas_store import Trainer as Weights
+from tests.support.changing_weights import ChangingWeights
 from tests.support.light_service import start_service
-from tests.support.trainer_sessions import begin
+from tests.support.trainer_sessions import take_over
 
 pytestmark = pytest.mark.e2e
 
@@ -67,8 +67,8 @@ class World:
         self._stop = threading.Event()
         self._errors: list[BaseException] = []
         self.generators: dict[str, subprocess.Popen[bytes]] = {}
-        self._training = begin(broker, batch=BATCH, staleness=4, steps=1000, every=5)
-        self._weights = Weights(broker, folder, "redis", self._training.leader_term)
+        self._training = take_over(broker, batch=BATCH, staleness=4, steps=1000, every=5)
+        self._weights = ChangingWeights(broker, folder, "redis", self._training.leader_term)
         self._weights.publish(0)
         (folder / "watched.py").write_text(ENGINE)
         config: dict[str, Any] = {

@@ -12,7 +12,7 @@ import pytest
 from broker.client import Broker
 from broker.connection.embedded import EmbeddedServer
 from broker.weights.versions import count_deltas
-from tests.support.up_runs import Run, trained_samples
+from tests.support.up_runs import UpRun, trained_samples
 
 pytestmark = pytest.mark.e2e
 
@@ -71,7 +71,7 @@ def test_a_policy_learns_with_real_vllm_and_nothing_is_lost(
     config["trainer"]["optimizer"] = {"lr": 3e-4}
     # Once every completion is all sevens, groups have no variance any more, and the run must end all the same.
     config["trainer"]["advantage"] = {"keep_zero_variance": True}
-    run = Run(tmp_path, config)
+    run = UpRun(tmp_path, config)
     summary = run.finish()
     rewards = [line["reward/mean"] for line in run.lines("metrics.jsonl")]
     assert len(rewards) == steps
@@ -98,7 +98,7 @@ def test_any_service_may_be_killed_and_nothing_is_lost_or_trained_twice(model: P
         model, tmp_path, steps, engine="scripted", args={"token_s": 0.01}, probe_tolerance=1e3, replicas=2
     )
     config["trainer"]["advantage"] = {"keep_zero_variance": True}
-    run = Run(tmp_path, config)
+    run = UpRun(tmp_path, config)
     for at, victim in ((6, "generator-0"), (12, "trainer"), (18, "reward-0"), (24, "feeder"), (28, "trainer")):
         run.wait_until(lambda at=at: run.steps() >= at, f"step {at}")
         run.wait_until(lambda victim=victim: run.service(victim) is not None, f"process of {victim}")

@@ -13,7 +13,7 @@ import pytest
 from broker.api.address import address_of
 from deploy.client.client import Client
 from tests.support.tiny_model import make_tiny_model
-from tests.support.up_runs import Run, trained_samples
+from tests.support.up_runs import UpRun, trained_samples
 
 pytestmark = pytest.mark.e2e
 
@@ -48,7 +48,7 @@ def configuration(folder: Path) -> dict[str, Any]:
     }
 
 
-def rank(run: Run, number: int) -> psutil.Process | None:
+def rank(run: UpRun, number: int) -> psutil.Process | None:
     """The process of one rank, None while it is not there."""
     for process in psutil.Process(run.process.pid).children(recursive=True):
         try:
@@ -65,7 +65,7 @@ def test_ranks_outlast_a_pause_and_any_may_be_killed_and_nothing_is_lost_or_trai
     settings = configuration(tmp_path)
     settings["trainer"]["rank_deadline_s"] = DEADLINE_S
     settings["control"] = {"port": 0}
-    run = Run(tmp_path, settings)
+    run = UpRun(tmp_path, settings)
     run.wait_until(lambda: run.steps() >= 4 and address_of(run.folder) is not None, "fourth step", 400)
     pause_longer_than_ranks_wait(run)
     for at, victim in ((8, 1), (16, 0)):
@@ -96,7 +96,7 @@ def test_ranks_outlast_a_pause_and_any_may_be_killed_and_nothing_is_lost_or_trai
     assert all(len(seen) == 1 for seen in figures.values())
 
 
-def pause_longer_than_ranks_wait(run: Run) -> None:
+def pause_longer_than_ranks_wait(run: UpRun) -> None:
     """Nothing is trained in it, and the ranks that go on are those from before."""
     control = Client(str(address_of(run.folder)), None)
     assert control.send("POST", "/v1/pause", {"wait_s": 120}, 120)["done"]

@@ -15,7 +15,7 @@ from broker.connection.embedded import EmbeddedServer
 from broker.connection.keys import Keys
 from consumers.trainer.checkpoint.convert import export_checkpoint
 from schemas.config import BrokerConfig, parse_config
-from tests.support.deterministic_run import Pipeline, configuration
+from tests.support.deterministic_run import Pipeline, make_config
 from tests.support.killed_trainers import run_trainer_to_its_end
 from tests.support.tiny_model import make_tiny_model
 
@@ -28,7 +28,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def settings(folder: Path, model: Path, broker: Broker) -> dict[str, Any]:
-    return configuration(folder / "run", model, broker, processes=2, record=True)
+    return make_config(folder / "run", model, broker, processes=2, record=True)
 
 
 def train(data: dict[str, Any], folder: Path, point: str | None = None, victim: int = 0) -> list[int | None]:

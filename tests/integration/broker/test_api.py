@@ -3,97 +3,29 @@
 from __future__ import annotations
 
 import json
-import threading
-import time
-from collections.abc import Callable, Iterator
-from typing import Any
-from urllib.error import HTTPError
+from collections.abc import Iterator
 from urllib.request import Request, urlopen
 
 import pytest
-import uvicorn
 
-from broker.api.app import make_app
-from broker.api.routes.context import Context
-from broker.api.server import listen
-from broker.api.status.kubernetes import Deployments
-from broker.api.status.poller import StatusPoller
-from broker.api.web.sse import Hub
 from broker.client import Broker
 from broker.presence import Presence
-from schemas.config import parse_config
 from schemas.control_api import RunStatus
 from schemas.messages import Event, Heartbeat, Score
-from tests.integration.broker.test_flow import task, trajectory
-from tests.support.trainer_sessions import begin
+from tests.support.control_plane import DEADLINE_S, ControlPlane
+from tests.support.prompt_groups import make_task, make_trajectory
+from tests.support.trainer_sessions import take_over
 
 pytestmark = pytest.mark.integration
-DEADLINE_S = 20.0
-
-
-class Api:
-    """A control plane that listens, and what one asks of it."""
-
-    def __init__(self, broker: Broker, run: str, deployments: Deployments | None = None, **control: str) -> None:
-        config = parse_config(
-            {
-                "run": {"name": run},
-                "model": {"path": "nowhere"},
-                "train": {"name": "arithmetic"},
-                "reward": {"terms": [{"name": "exact"}]},
-                "control": control,
-            }
-        )
-        self.broker = broker
-        hub = Hub()
-        self.socket = listen("127.0.0.1", 0, None)
-        self.url = f"http://127.0.0.1:{self.socket.getsockname()[1]}"
-        watch = StatusPoller(broker, config, deployments)
-        app = make_app(Context(config, "control", broker, watch, hub, deployments))
-        self.server = uvicorn.Server(uvicorn.Config(app, log_config=None, timeout_graceful_shutdown=1))
-        self.hub = hub
-        self.thread = threading.Thread(target=self.server.run, args=([self.socket],), daemon=True)
-
-    def __enter__(self) -> Api:
-        self.thread.start()
-        self.wait("the first look", lambda: self.ask("GET", "/readyz")[0] == 200)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.hub.close()
-        self.server.should_exit = True
-        self.thread.join(DEADLINE_S)
-        assert not self.thread.is_alive()
-        self.socket.close()
-
-    def ask(self, method: str, path: str, body: Any = None, **headers: str) -> tuple[int, Any]:
-        data = None if body is None else json.dumps(body).encode()
-        given = {"content-type": "application/json"} | {k.replace("_", "-"): v for k, v in headers.items()}
-        request = Request(self.url + path, data, given, method=method)
-        try:
-            with urlopen(request, timeout=DEADLINE_S) as answer:
-                return answer.status, json.loads(answer.read())
-        except HTTPError as error:
-            refusal, text = error, error.read()
-        problem = json.loads(text)
-        assert refusal.headers["content-type"] == "application/problem+json"
-        assert problem["status"] == refusal.code
-        return refusal.code, problem
-
-    def wait(self, what: str, reached: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + DEADLINE_S
-        while not reached():
-            assert time.monotonic() < deadline, f"waited {DEADLINE_S} s for {what}"
-            time.sleep(0.02)
 
 
 @pytest.fixture
-def api(broker: Broker) -> Iterator[Api]:
-    with Api(broker, "api") as api:
+def api(broker: Broker) -> Iterator[ControlPlane]:
+    with ControlPlane(broker, "api") as api:
         yield api
 
 
-def test_the_status_of_a_run_that_has_not_begun(api: Api) -> None:
+def test_the_status_of_a_run_that_has_not_begun(api: ControlPlane) -> None:
     status, body = api.ask("GET", "/v1/status")
     assert status == 200
     found = RunStatus.model_validate(body)
@@ -101,14 +33,14 @@ def test_the_status_of_a_run_that_has_not_begun(api: Api) -> None:
     assert not found.scaling.possible
 
 
-def test_orders_are_idempotent_and_the_timeline_says_who_gave_them(api: Api) -> None:
-    begin(api.broker)
+def test_orders_are_idempotent_and_the_timeline_says_who_gave_them(api: ControlPlane) -> None:
+    take_over(api.broker)
     api.broker.heartbeats.send(Heartbeat(service="g", role="generator", host="h", pid=1, state="running"))
     first = api.ask("POST", "/v1/pause", {"mode": "freeze"}, x_tidemill_by="ann@desk")[1]
     again = api.ask("POST", "/v1/pause", {"mode": "freeze"})[1]
     assert (first["changed"], first["done"], first["waiting_for"]) == (True, False, ["g"])
     assert (again["changed"], again["state"]) == (False, "pausing")
-    assert api.broker.ledger.admit(task(0)).answer == "paused"
+    assert api.broker.ledger.admit(make_task(0)).answer == "paused"
     order = api.broker.run_control.read()
     assert order is not None
     beat = Heartbeat(
@@ -125,16 +57,16 @@ def test_orders_are_idempotent_and_the_timeline_says_who_gave_them(api: Api) -> 
     ]
 
 
-def test_settings_are_checked_changed_and_logged(api: Api) -> None:
+def test_settings_are_checked_changed_and_logged(api: ControlPlane) -> None:
     assert api.ask("PATCH", "/v1/settings", {"batch": 4})[0] == 409
-    begin(api.broker)
+    take_over(api.broker)
     assert api.ask("PATCH", "/v1/settings", {"batch": 4, "concurrency": 9})[1]["batch"] == 4
     assert api.broker.ledger.read_state().control.concurrency == 9
     for wrong in ({"batch": 0}, {"batch": "x"}, {"bach": 3}, {}, {"staleness": 10**9}):
         assert api.ask("PATCH", "/v1/settings", wrong)[0] == 422
 
 
-def test_scale_and_stop_are_refused_where_nobody_could_obey(api: Api) -> None:
+def test_scale_and_stop_are_refused_where_nobody_could_obey(api: ControlPlane) -> None:
     status, problem = api.ask("POST", "/v1/scale", {"role": "generator", "replicas": 3})
     assert status == 409
     assert "kubectl scale deployment generator --replicas=3" in problem["detail"]
@@ -149,18 +81,18 @@ def test_scale_and_stop_are_refused_where_nobody_could_obey(api: Api) -> None:
 
 
 def test_a_refusal_names_the_command_that_scales_here(broker: Broker) -> None:
-    with Api(broker, "hint", scale_hint="docker-compose up -d --scale {role}={replicas}") as api:
+    with ControlPlane(broker, "hint", scale_hint="docker-compose up -d --scale {role}={replicas}") as api:
         problem = api.ask("POST", "/v1/scale", {"role": "reward", "replicas": 3})[1]
         assert problem["detail"].endswith("run: docker-compose up -d --scale reward=3")
         assert api.ask("GET", "/v1/status")[1]["scaling"]["refusal"].endswith("--scale generator=N")
 
 
-def test_trajectories_are_found_by_what_they_are(api: Api) -> None:
-    begin(api.broker)
-    api.broker.ledger.admit(task(0))
+def test_trajectories_are_found_by_what_they_are(api: ControlPlane) -> None:
+    take_over(api.broker)
+    api.broker.ledger.admit(make_task(0))
     tasks = api.broker.task_queue("g")
     tasks.read(1, 10)
-    tasks.publish(0, [trajectory(0, 0), trajectory(0, 1)])
+    tasks.publish(0, [make_trajectory(0, 0), make_trajectory(0, 1)])
     scores = api.broker.score_queue("r")
     scores.publish([(item, Score(reward=float(item.message.sample))) for item in scores.read(2, 10)])
     assert len(api.ask("GET", "/v1/trajectories")[1]["trajectories"]) == 2
@@ -174,21 +106,21 @@ def test_trajectories_are_found_by_what_they_are(api: Api) -> None:
     assert api.ask("GET", "/v1/trajectories?limit=0")[0] == 422
 
 
-def test_trained_trajectories_are_found_while_the_pipeline_still_holds_them(api: Api) -> None:
-    begin(api.broker)
-    api.broker.ledger.admit(task(0))
+def test_trained_trajectories_are_found_while_the_pipeline_still_holds_them(api: ControlPlane) -> None:
+    take_over(api.broker)
+    api.broker.ledger.admit(make_task(0))
     tasks = api.broker.task_queue("g")
     tasks.read(1, 10)
-    tasks.publish(0, [trajectory(0, 0)])
-    api.broker.trajectory_store.keep(3, [(trajectory(0, 0), 1.0)])
+    tasks.publish(0, [make_trajectory(0, 0)])
+    api.broker.trajectory_store.keep(3, [(make_trajectory(0, 0), 1.0)])
     (only,) = api.ask("GET", "/v1/trajectories?state=trained")[1]["trajectories"]
     assert (only["task_id"], only["step"]) == (0, 3)
     assert api.ask("GET", "/v1/trajectories/0/0")[1]["state"] == "trained"
 
 
-def test_dead_letters_are_shown_and_dropped(api: Api) -> None:
-    begin(api.broker)
-    api.broker.ledger.admit(task(0))
+def test_dead_letters_are_shown_and_dropped(api: ControlPlane) -> None:
+    take_over(api.broker)
+    api.broker.ledger.admit(make_task(0))
     queue = api.broker.task_queue("g")
     queue.read(1, 10)
     queue.fail_sample(0, 0, "too long")
@@ -201,7 +133,7 @@ def test_dead_letters_are_shown_and_dropped(api: Api) -> None:
     assert api.ask("DELETE", f"/v1/dead-letters/{id}")[0] == 404
 
 
-def test_events_resume_where_they_broke_off(api: Api) -> None:
+def test_events_resume_where_they_broke_off(api: ControlPlane) -> None:
     for number in range(3):
         api.broker.events.emit(Event(name="e", service="s", text=str(number)))
     first = api.broker.events.newest(3)[0].id
@@ -226,7 +158,7 @@ def test_events_resume_where_they_broke_off(api: Api) -> None:
     assert read(3, first) == ["live"]
 
 
-def test_metrics_and_history_follow_the_steps(api: Api) -> None:
+def test_metrics_and_history_follow_the_steps(api: ControlPlane) -> None:
     api.broker.metrics.append({"step": 1, "reward/mean": 0.5, "staleness/histogram": {"0": 4, "2": 1}})
     api.wait("the step", lambda: api.ask("GET", "/v1/metrics-history")[1]["step"] == [1])
     assert api.ask("GET", "/v1/metrics-history?name=reward/mean")[1]["series"] == {"reward/mean": [0.5]}
@@ -237,7 +169,7 @@ def test_metrics_and_history_follow_the_steps(api: Api) -> None:
     assert api.broker.connection.url not in text
 
 
-def test_the_document_names_every_answer(api: Api) -> None:
+def test_the_document_names_every_answer(api: ControlPlane) -> None:
     document = api.ask("GET", "/openapi.json")[1]
     for path, item in document["paths"].items():
         for operation in item.values():

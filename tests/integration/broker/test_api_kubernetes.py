@@ -15,7 +15,7 @@ from broker.api.web.problems import Refusal
 from broker.client import Broker
 from broker.presence import Presence
 from schemas.errors import InfraError
-from tests.integration.broker.test_api import Api
+from tests.support.control_plane import ControlPlane
 from tests.support.fake_kubernetes import NAMESPACE, FakeKubernetes
 
 pytestmark = pytest.mark.integration
@@ -125,12 +125,14 @@ def test_outside_of_a_cluster_there_is_nothing_to_scale(account: Path, tmp_path:
 
 
 @pytest.fixture
-def api(broker: Broker, inside: Inside) -> Iterator[Api]:
-    with Api(broker, "api", deployments=inside()) as api:
+def api(broker: Broker, inside: Inside) -> Iterator[ControlPlane]:
+    with ControlPlane(broker, "api", deployments=inside()) as api:
         yield api
 
 
-def test_the_control_plane_scales_the_deployment_and_says_who_ordered_it(api: Api, cluster: FakeKubernetes) -> None:
+def test_the_control_plane_scales_the_deployment_and_says_who_ordered_it(
+    api: ControlPlane, cluster: FakeKubernetes
+) -> None:
     api.wait("the Deployments", lambda: api.ask("GET", "/v1/status")[1]["scaling"]["possible"])
     answer = api.ask("POST", "/v1/scale", {"role": "generator", "replicas": 6}, x_tidemill_by="ann")[1]
     assert (answer["changed"], answer["done"], answer["waiting_for"]) == (True, False, ["kubernetes"])
@@ -143,7 +145,7 @@ def test_the_control_plane_scales_the_deployment_and_says_who_ordered_it(api: Ap
     assert (status, "kubectl delete" in problem["detail"]) == (409, True)
 
 
-def test_a_supervisor_comes_first_and_a_lost_api_server_is_said(api: Api, cluster: FakeKubernetes) -> None:
+def test_a_supervisor_comes_first_and_a_lost_api_server_is_said(api: ControlPlane, cluster: FakeKubernetes) -> None:
     with Presence(api.broker, "up", "supervisor", lambda: ("running", -1, {})):
         api.wait("the supervisor", lambda: api.ask("GET", "/v1/status")[1]["scaling"]["by"] == "supervisor")
         assert api.ask("POST", "/v1/scale", {"role": "generator", "replicas": 3})[1]["changed"]

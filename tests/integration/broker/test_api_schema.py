@@ -17,9 +17,9 @@ from schemathesis.specs.openapi.checks import (
 from broker.api.web import security
 from broker.client import Broker
 from schemas.messages import Score
-from tests.integration.broker.test_api import Api
-from tests.integration.broker.test_flow import run_group, task
-from tests.support.trainer_sessions import begin
+from tests.support.control_plane import ControlPlane
+from tests.support.prompt_groups import generate_and_score, make_task
+from tests.support.trainer_sessions import take_over
 
 pytestmark = pytest.mark.integration
 CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
@@ -28,10 +28,10 @@ ENDLESS = "/v1/events"
 
 def test_generated_requests_get_described_answers(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(security.Buckets, "take", lambda *_: 0.0)
-    begin(broker)
-    broker.ledger.admit(task(0))
-    run_group(broker, 0, (Score(reward=1.0), Score(reward=0.0)))
-    with Api(broker, "schema") as api:
+    take_over(broker)
+    broker.ledger.admit(make_task(0))
+    generate_and_score(broker, 0, (Score(reward=1.0), Score(reward=0.0)))
+    with ControlPlane(broker, "schema") as api:
         schema = schemathesis.openapi.from_url(f"{api.url}/openapi.json")
         seen = set()
         for found in schema.get_all_operations():

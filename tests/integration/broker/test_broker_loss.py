@@ -21,18 +21,18 @@ from schemas.codec import encode
 from schemas.config import BrokerConfig
 from schemas.errors import BrokerLost, ConfigError, FencedError
 from schemas.messages import DeadLetter, Score
-from tests.integration.broker.test_flow import record_from, record_of, run_group, task, trajectory
 from tests.support.one_group import fetch_weights, publish_weights
-from tests.support.trainer_sessions import FIRST, begin, begin_as, changed
+from tests.support.prompt_groups import claim_batch, generate_and_score, make_batch_record, make_task, make_trajectory
+from tests.support.trainer_sessions import FIRST, change_request, take_over, take_over_as
 
 pytestmark = pytest.mark.integration
 
 
 def train_one(broker: Broker, training: TrainerSession, task_id: int) -> None:
     """One group through all hops, trained but not yet covered by a checkpoint."""
-    assert broker.ledger.admit(task(task_id)).answer == "ok"
-    run_group(broker, task_id, (Score(reward=1.0), Score(reward=0.0)))
-    record = record_of(training, step=training.read_pipeline().step)
+    assert broker.ledger.admit(make_task(task_id)).answer == "ok"
+    generate_and_score(broker, task_id, (Score(reward=1.0), Score(reward=0.0)))
+    record = claim_batch(training, step=training.read_pipeline().step)
     training.journal_batch(record)
     training.complete_step(record)
 
@@ -40,7 +40,7 @@ def train_one(broker: Broker, training: TrainerSession, task_id: int) -> None:
 def checkpoint(training: TrainerSession, broker_lifetime: str = "start") -> TakeoverRequest:
     """What a checkpoint of this moment would hold."""
     look = training.read_pipeline()
-    return changed(
+    return change_request(
         FIRST,
         fresh=False,
         broker_lifetime=broker_lifetime,
@@ -62,16 +62,16 @@ def wipe(broker: Broker) -> None:
 
 
 def test_a_wiped_broker_admits_what_was_unfinished_first_and_then_goes_on(broker: Broker) -> None:
-    training = begin(broker)
+    training = take_over(broker)
     train_one(broker, training, 0)
     for task_id in (1, 2, 3):
-        broker.ledger.admit(task(task_id))
+        broker.ledger.admit(make_task(task_id))
     training.drop_group(2, "stale", [])
     saved = checkpoint(training)
     wipe(broker)
     with pytest.raises(BrokerLost):
         training.read_pipeline()
-    _, takeover = begin_as(broker, saved)
+    _, takeover = take_over_as(broker, saved)
     assert takeover.lost
     assert (takeover.step, takeover.broker_lifetime) == (1, takeover.leader_term)
     state = broker.ledger.read_state()
@@ -80,7 +80,7 @@ def test_a_wiped_broker_admits_what_was_unfinished_first_and_then_goes_on(broker
     order = []
     following = 0
     while len(order) < 3:
-        answer = broker.ledger.admit(task(following))
+        answer = broker.ledger.admit(make_task(following))
         if answer.answer == "ok":
             order.append(following)
         following = answer.next
@@ -89,22 +89,22 @@ def test_a_wiped_broker_admits_what_was_unfinished_first_and_then_goes_on(broker
 
 
 def test_a_lost_broker_takes_a_version_that_nobody_has_seen(broker: Broker) -> None:
-    training = begin(broker)
+    training = take_over(broker)
     train_one(broker, training, 0)
-    saved = changed(checkpoint(training), version_if_lost=9)
+    saved = change_request(checkpoint(training), version_if_lost=9)
     wipe(broker)
-    assert begin_as(broker, saved)[1].version == 9
+    assert take_over_as(broker, saved)[1].version == 9
     assert broker.ledger.read_state().version == 9
 
 
 def test_a_take_over_without_loss_changes_nothing(broker: Broker) -> None:
-    training = begin(broker)
+    training = take_over(broker)
     train_one(broker, training, 0)
     saved = checkpoint(training)
     train_one(broker, training, 1)
-    broker.ledger.admit(task(2))
+    broker.ledger.admit(make_task(2))
     before = broker.ledger.read_state()
-    _, takeover = begin_as(broker, saved)
+    _, takeover = take_over_as(broker, saved)
     after = broker.ledger.read_state()
     assert not takeover.lost
     assert (takeover.step, takeover.broker_lifetime) == (2, "start")
@@ -112,59 +112,59 @@ def test_a_take_over_without_loss_changes_nothing(broker: Broker) -> None:
 
 
 def test_a_step_that_the_journal_lacks_means_everything_is_built_anew(broker: Broker) -> None:
-    training = begin(broker)
+    training = take_over(broker)
     train_one(broker, training, 0)
     saved = checkpoint(training)
     train_one(broker, training, 1)
     broker.connection.client.hdel(broker.connection.keys.journal, "1")
-    _, takeover = begin_as(broker, saved)
+    _, takeover = take_over_as(broker, saved)
     assert takeover.lost
     state = broker.ledger.read_state()
     assert (state.step, state.cursor, state.active, state.trained) == (1, 1, 0, 1)
-    assert broker.ledger.admit(task(1)).answer == "ok", "the group whose step is lost is made again"
+    assert broker.ledger.admit(make_task(1)).answer == "ok", "the group whose step is lost is made again"
 
 
 def test_a_trainer_that_lives_on_also_needs_the_journal_back_to_its_checkpoint(broker: Broker) -> None:
-    training = begin(broker)
+    training = take_over(broker)
     for task_id in (0, 1):
         train_one(broker, training, task_id)
-    alive = changed(checkpoint(training), saved=0)
-    assert not begin_as(broker, alive)[1].lost
+    alive = change_request(checkpoint(training), saved=0)
+    assert not take_over_as(broker, alive)[1].lost
     broker.connection.client.delete(broker.connection.keys.journal)
-    assert begin_as(broker, alive)[1].lost
+    assert take_over_as(broker, alive)[1].lost
 
 
 def test_a_checkpoint_of_another_lifetime_does_not_fit(broker: Broker) -> None:
-    training = begin(broker)
+    training = take_over(broker)
     train_one(broker, training, 0)
-    assert begin_as(broker, checkpoint(training, broker_lifetime="7-beef"))[1].lost
+    assert take_over_as(broker, checkpoint(training, broker_lifetime="7-beef"))[1].lost
 
 
 def test_an_empty_folder_beside_a_run_that_went_on_is_refused(broker: Broker) -> None:
-    training = begin(broker)
+    training = take_over(broker)
     train_one(broker, training, 0)
     record = training.read_journal()[0]
     training.commit_steps([record])
     with pytest.raises(ConfigError, match="tidemill purge"):
-        begin(broker)
+        take_over(broker)
 
 
 def test_a_key_of_the_wrong_type_is_lost_and_mended(broker: Broker) -> None:
-    training = begin(broker)
-    broker.ledger.admit(task(0))
+    training = take_over(broker)
+    broker.ledger.admit(make_task(0))
     saved = checkpoint(training)
     client, keys = broker.connection.client, broker.connection.keys
     client.delete(keys.slots)
     client.set(keys.slots, "hello")
     with pytest.raises(BrokerLost):
         training.read_pipeline()
-    assert begin_as(broker, saved)[1].lost
+    assert take_over_as(broker, saved)[1].lost
     assert broker.ledger.read_state().redo == 1
     assert broker.ledger.read_state().balanced
 
 
 def test_a_commit_leaves_no_body_behind_when_the_samples_are_gone(broker: Broker) -> None:
-    training = begin(broker)
+    training = take_over(broker)
     train_one(broker, training, 0)
     client, keys = broker.connection.client, broker.connection.keys
     client.delete(keys.samples)
@@ -173,20 +173,20 @@ def test_a_commit_leaves_no_body_behind_when_the_samples_are_gone(broker: Broker
 
 
 def test_a_term_that_is_none_is_lost_and_mended(broker: Broker) -> None:
-    training = begin(broker)
+    training = take_over(broker)
     saved = checkpoint(training)
     broker.connection.client.set(broker.connection.keys.leader_term, "hello")
     with pytest.raises(BrokerLost):
         training.read_pipeline()
     with pytest.raises(BrokerLost):
         training.drop_group(0, "stale", [])
-    begin_as(broker, saved)[0].read_pipeline()
+    take_over_as(broker, saved)[0].read_pipeline()
 
 
 def test_a_score_for_a_broker_that_was_wiped_changes_nothing(broker: Broker) -> None:
-    begin(broker)
-    assert broker.ledger.admit(task(0)).answer == "ok"
-    broker.task_queue("g").publish(0, [trajectory(0, i) for i in range(2)])
+    take_over(broker)
+    assert broker.ledger.admit(make_task(0)).answer == "ok"
+    broker.task_queue("g").publish(0, [make_trajectory(0, i) for i in range(2)])
     rewards = broker.score_queue("r")
     results = rewards.read(10, 10)
     wipe(broker)
@@ -194,26 +194,26 @@ def test_a_score_for_a_broker_that_was_wiped_changes_nothing(broker: Broker) -> 
 
 
 def test_live_changes_and_pause_outlive_a_wiped_broker(broker: Broker) -> None:
-    training = begin(broker)
+    training = take_over(broker)
     assert broker.ledger.change_setting("staleness", 2)
     assert broker.ledger.change_setting("batch", 3)
     assert broker.ledger.read_state().capacity == 9
     look = training.read_pipeline()
     assert (look.staleness, look.batch, look.settings) == (2, 3, {"staleness": 2, "batch": 3})
-    saved = changed(checkpoint(training), settings=look.settings, pause="freeze", pause_id=3)
+    saved = change_request(checkpoint(training), settings=look.settings, pause="freeze", pause_id=3)
     wipe(broker)
-    begin_as(broker, saved)
+    take_over_as(broker, saved)
     state = broker.ledger.read_state()
     assert (state.capacity, state.staleness, state.paused) == (9, 2, True)
     broker.ledger.change_setting("staleness", None)
-    begin_as(broker, changed(saved, broker_lifetime=training_lifetime(broker), settings={}))
+    take_over_as(broker, change_request(saved, broker_lifetime=training_lifetime(broker), settings={}))
     assert broker.ledger.read_state().staleness == 7
 
 
 def fail_group(broker: Broker, training: TrainerSession, task_id: int) -> str:
     """A group that no generator can make: its dead letter."""
     client, keys = broker.connection.client, broker.connection.keys
-    assert broker.ledger.admit(task(task_id)).answer == "ok"
+    assert broker.ledger.admit(make_task(task_id)).answer == "ok"
     client.hset(keys.groups, f"{task_id}:entry", client.xadd(keys.tasks, {"t": task_id, "b": b"garbage"}))
     broker.task_queue("g").read(10, 10)
     assert training.read_pipeline().unfinished == set()
@@ -224,17 +224,17 @@ def fail_group(broker: Broker, training: TrainerSession, task_id: int) -> str:
 def test_a_failed_group_that_a_mended_broker_makes_again_is_not_requeued_beside_that(
     broker: Broker, known: str
 ) -> None:
-    training = begin(broker)
+    training = take_over(broker)
     before = checkpoint(training)
     letter = fail_group(broker, training, 0)
     changes = {"cursor": 1, "unfinished": [0], "counts": {"admitted": 1}} if known == "unfinished" else {}
-    assert begin_as(broker, changed(before, broker_lifetime="7-beef", **changes))[1].lost
+    assert take_over_as(broker, change_request(before, broker_lifetime="7-beef", **changes))[1].lost
     assert broker.dead_letters.requeue(letter) == ("waiting" if changes else "ended")
-    assert broker.ledger.admit(task(0)).answer == "ok"
-    train = begin(broker, fresh=False, broker_lifetime=training_lifetime(broker))
+    assert broker.ledger.admit(make_task(0)).answer == "ok"
+    train = take_over(broker, fresh=False, broker_lifetime=training_lifetime(broker))
     assert broker.dead_letters.requeue(letter) == "active"
-    run_group(broker, 0, (Score(reward=1.0), Score(reward=0.0)))
-    record = record_of(train)
+    generate_and_score(broker, 0, (Score(reward=1.0), Score(reward=0.0)))
+    record = claim_batch(train)
     train.journal_batch(record)
     train.complete_step(record)
     assert broker.dead_letters.requeue(letter) == "ended"
@@ -242,7 +242,7 @@ def test_a_failed_group_that_a_mended_broker_makes_again_is_not_requeued_beside_
 
 
 def test_a_group_whose_requeue_the_broker_forgot_is_not_requeued_again(broker: Broker) -> None:
-    training = begin(broker)
+    training = take_over(broker)
     letter = fail_group(broker, training, 0)
     failed = broker.connection.client.zrange(broker.connection.keys.failed, 0, -1)
     counted = broker.ledger.read_state().failed
@@ -258,7 +258,7 @@ def test_a_group_whose_requeue_the_broker_forgot_is_not_requeued_again(broker: B
     again = client.xadd(
         keys.dead, {"b": encode(DeadLetter(source="tasks", reason="", deliveries=1, payload=b"", task_id=0))}
     )
-    takeover = begin_as(broker, saved)[1]
+    takeover = take_over_as(broker, saved)[1]
     assert (takeover.lost, takeover.surplus) == (True, 0)
     assert broker.dead_letters.requeue(again.decode()) == "ended"
     state = broker.ledger.read_state()
@@ -266,20 +266,20 @@ def test_a_group_whose_requeue_the_broker_forgot_is_not_requeued_again(broker: B
 
 
 def test_more_ends_than_groups_are_told_and_do_not_pass_for_something_else(broker: Broker) -> None:
-    training = begin(broker)
+    training = take_over(broker)
     train_one(broker, training, 0)
-    _, takeover = begin_as(broker, changed(checkpoint(training), trained=2))
+    _, takeover = take_over_as(broker, change_request(checkpoint(training), trained=2))
     assert takeover.surplus == 1
     assert broker.ledger.read_state().dropped == {"counted_twice": -1}
     assert broker.ledger.read_state().balanced, "the trainer can go on"
 
 
 def test_a_group_that_failed_before_the_loss_is_still_requeued(broker: Broker) -> None:
-    training = begin(broker)
+    training = take_over(broker)
     letter = fail_group(broker, training, 0)
-    assert begin_as(broker, changed(checkpoint(training), broker_lifetime="7-beef"))[1].lost
+    assert take_over_as(broker, change_request(checkpoint(training), broker_lifetime="7-beef"))[1].lost
     assert broker.dead_letters.requeue(letter) == "ok"
-    assert broker.ledger.admit(task(0)).answer == "ok"
+    assert broker.ledger.admit(make_task(0)).answer == "ok"
     assert broker.ledger.read_state().balanced
 
 
@@ -288,8 +288,8 @@ def training_lifetime(broker: Broker) -> str:
 
 
 def test_an_older_trainer_does_not_take_a_newer_ones_broker_for_lost(broker: Broker) -> None:
-    old = begin(broker)
-    begin(broker, fresh=False)
+    old = take_over(broker)
+    take_over(broker, fresh=False)
     with pytest.raises(FencedError):
         old.read_pipeline()
     with pytest.raises(FencedError):
@@ -300,19 +300,19 @@ def test_an_older_trainer_does_not_take_a_newer_ones_broker_for_lost(broker: Bro
 def test_a_deleted_group_or_stream_group_is_made_again_and_nothing_is_trained_twice(
     broker: Broker, stream: str
 ) -> None:
-    training = begin(broker)
+    training = take_over(broker)
     for task_id in (0, 1):
-        assert broker.ledger.admit(task(task_id)).answer == "ok"
+        assert broker.ledger.admit(make_task(task_id)).answer == "ok"
     queue, rewards = broker.task_queue("g"), broker.score_queue("r")
     deliveries = queue.read(10, 10)
-    queue.publish(0, [trajectory(0, i) for i in range(2)])
+    queue.publish(0, [make_trajectory(0, i) for i in range(2)])
     rewards.publish([(item, Score(reward=1.0)) for item in rewards.read(10, 10)])
     claimed = training.claim_scores(10)
     client, keys = broker.connection.client, broker.connection.keys
     key = getattr(keys, stream)
     for group in client.xinfo_groups(key):
         client.xgroup_destroy(key, group["name"])
-    queue.publish(1, [trajectory(1, i) for i in range(2)])
+    queue.publish(1, [make_trajectory(1, i) for i in range(2)])
     assert len(deliveries) == 2
     for item in rewards.read(10, 10) + rewards.read(10, 10):
         rewards.publish([(item, Score(reward=1.0))])
@@ -322,7 +322,7 @@ def test_a_deleted_group_or_stream_group_is_made_again_and_nothing_is_trained_tw
 
 
 def test_outcomes_of_groups_that_ended_are_discarded_and_poison_is_kept_for_people(broker: Broker) -> None:
-    training = begin(broker)
+    training = take_over(broker)
     client, keys = broker.connection.client, broker.connection.keys
     client.xadd(keys.scored, {"t": 77, "s": 0, "n": 1, "e": "-", "b": b"garbage"})
     client.xadd(keys.scored, {"hello": "world"})
@@ -334,8 +334,8 @@ def test_outcomes_of_groups_that_ended_are_discarded_and_poison_is_kept_for_peop
 
 
 def test_leases_that_a_clock_set_back_has_dated_into_the_future_still_end(broker: Broker) -> None:
-    begin(broker)
-    broker.ledger.admit(task(0))
+    take_over(broker)
+    broker.ledger.admit(make_task(0))
     broker.task_queue("dead").read(1, 10)
     client, keys = broker.connection.client, broker.connection.keys
     ((entry, *_),) = [list(item.values()) for item in client.xpending_range(keys.tasks, "generators", "-", "+", 1)]
@@ -354,8 +354,8 @@ def test_leases_that_a_clock_set_back_has_dated_into_the_future_still_end(broker
 def test_a_group_that_is_deleted_while_leases_are_dated_is_made_again(
     broker: Broker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    begin(broker)
-    broker.ledger.admit(task(0))
+    take_over(broker)
+    broker.ledger.admit(make_task(0))
     broker.task_queue("dead").read(1, 10)
     client, keys = broker.connection.client, broker.connection.keys
     alive = broker.task_queue("alive")
@@ -415,66 +415,69 @@ def test_a_second_of_lost_writes_is_made_again_and_what_was_trained_is_not(
     own_server: EmbeddedServer, connect: Callable[[], Broker]
 ) -> None:
     broker = connect()
-    training = begin(broker)
-    broker.ledger.admit(task(0))
-    run_group(broker, 0, (Score(reward=1.0), Score(reward=0.0)))
+    training = take_over(broker)
+    broker.ledger.admit(make_task(0))
+    generate_and_score(broker, 0, (Score(reward=1.0), Score(reward=0.0)))
     size = newest_part(own_server).stat().st_size
-    record = record_of(training)
+    record = claim_batch(training)
     training.journal_batch(record)
     training.complete_step(record)
     for task_id in (1, 2):
-        broker.ledger.admit(task(task_id))
+        broker.ledger.admit(make_task(task_id))
     saved = checkpoint(training)
     restart_with(own_server, size)
     with pytest.raises(BrokerLost, match="started anew"):
         training.read_pipeline()
-    _, takeover = begin_as(broker, saved)
+    _, takeover = take_over_as(broker, saved)
     assert takeover.lost
     state = broker.ledger.read_state()
     assert (state.step, state.trained, state.active, state.redo, state.cursor) == (1, 1, 0, 2, 3)
     assert state.balanced
     assert broker.connection.client.xlen(broker.connection.keys.trajectories) == 0, "what was trained is gone"
-    assert broker.ledger.admit(task(1)).answer == "ok"
+    assert broker.ledger.admit(make_task(1)).answer == "ok"
 
 
 def test_a_step_after_a_lost_one_is_refused_and_what_was_trained_does_not_come_back(
     own_server: EmbeddedServer, connect: Callable[[], Broker]
 ) -> None:
     broker = connect()
-    training = begin(broker)
+    training = take_over(broker)
     for task_id in (0, 1):
-        assert broker.ledger.admit(task(task_id)).answer == "ok"
-        run_group(broker, task_id, (Score(reward=1.0), Score(reward=0.0)))
+        assert broker.ledger.admit(make_task(task_id)).answer == "ok"
+        generate_and_score(broker, task_id, (Score(reward=1.0), Score(reward=0.0)))
     outcomes = training.claim_scores(100)
     records = [
-        record_from([outcome for outcome in outcomes if outcome.task_id == task_id], step=task_id) for task_id in (0, 1)
+        make_batch_record([outcome for outcome in outcomes if outcome.task_id == task_id], step=task_id)
+        for task_id in (0, 1)
     ]
     training.journal_batch(records[0])
     size = newest_part(own_server).stat().st_size
     training.complete_step(records[0])
     training.journal_batch(records[1])
-    saved = changed(checkpoint(training), unfinished=set(), step=2, saved=0, version=2, version_if_lost=2, trained=2)
+    saved = change_request(
+        checkpoint(training), unfinished=set(), step=2, saved=0, version=2, version_if_lost=2, trained=2
+    )
     restart_with(own_server, size)
     with pytest.raises(BrokerLost):
         training.journal_batch(records[1])
     with pytest.raises(BrokerLost):
         training.complete_step(records[1])
     assert broker.ledger.read_state().step == 0
-    assert begin_as(broker, saved)[1].lost
+    assert take_over_as(broker, saved)[1].lost
     state = broker.ledger.read_state()
     assert (state.step, state.trained, state.active, state.redo, state.balanced) == (2, 2, 0, 0, True)
 
 
 def test_a_restart_that_lost_nothing_is_no_loss(own_server: EmbeddedServer, connect: Callable[[], Broker]) -> None:
     broker = connect()
-    training = begin(broker)
+    training = take_over(broker)
     train_one(broker, training, 0)
-    broker.ledger.admit(task(1))
+    broker.ledger.admit(make_task(1))
     saved = checkpoint(training)
     restart_with(own_server, newest_part(own_server).stat().st_size)
     with pytest.raises(BrokerLost):
         training.read_pipeline()
-    new, takeover = begin_as(broker, saved)
+    new, takeover = take_over_as(broker, saved)
     assert not takeover.lost
     assert new.read_pipeline().unfinished == {1}
     assert broker.ledger.read_state().balanced
@@ -486,34 +489,34 @@ BESIDE = ("weights", "chunks", "dead", "evals", "changes", "failed", "events", "
 
 @pytest.mark.parametrize("name", [*PIPELINE, *BESIDE])
 def test_a_take_over_frees_every_key_of_a_foreign_value_and_loses_only_the_pipelines(broker: Broker, name: str) -> None:
-    training = begin(broker)
+    training = take_over(broker)
     train_one(broker, training, 0)
-    broker.ledger.admit(task(1))
+    broker.ledger.admit(make_task(1))
     saved = checkpoint(training)
     client, key = broker.connection.client, getattr(broker.connection.keys, name)
     client.set(key, "hello")
-    assert begin_as(broker, saved)[1].lost == (name in PIPELINE)
+    assert take_over_as(broker, saved)[1].lost == (name in PIPELINE)
     assert client.type(key) != b"string"
     assert broker.ledger.read_state().balanced
 
 
 @pytest.mark.parametrize("kind", ["redis", "file"])
 def test_bytes_of_a_published_version_that_are_gone_are_put_back(broker: Broker, tmp_path: Path, kind: str) -> None:
-    training = begin(broker)
+    training = take_over(broker)
     publish_weights(broker, training.leader_term, 1, tmp_path, kind=kind)
     manifest = broker.weights.newest()
     assert manifest is not None
     broker.connection.client.delete(broker.connection.keys.chunks)
     (tmp_path / "v1-t1.safetensors").unlink(missing_ok=True)
     assert not broker.weights.holds(manifest)
-    successor = begin(broker, fresh=False)
+    successor = take_over(broker, fresh=False)
     publish_weights(broker, successor.leader_term, 1, tmp_path, kind=kind)
     assert broker.weights.holds(manifest)
     assert fetch_weights(broker, tmp_path) == manifest
 
 
 def test_a_version_is_not_given_other_bytes_than_it_had(broker: Broker, tmp_path: Path) -> None:
-    training = begin(broker)
+    training = take_over(broker)
     publish_weights(broker, training.leader_term, 1, tmp_path)
     broker.connection.client.delete(broker.connection.keys.chunks)
     publish_weights(broker, training.leader_term, 1, tmp_path, content=b"other")
@@ -523,7 +526,7 @@ def test_a_version_is_not_given_other_bytes_than_it_had(broker: Broker, tmp_path
 def test_a_stream_of_weights_that_is_deleted_while_a_version_is_published_is_no_error(
     broker: Broker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    training = begin(broker)
+    training = take_over(broker)
     real = broker.connection.run_script
 
     def script(name: str, *args: Any) -> Any:
@@ -538,7 +541,7 @@ def test_a_stream_of_weights_that_is_deleted_while_a_version_is_published_is_no_
 
 
 def test_chunks_that_no_manifest_names_are_freed_with_the_next_version(broker: Broker, tmp_path: Path) -> None:
-    training = begin(broker)
+    training = take_over(broker)
     client, keys = broker.connection.client, broker.connection.keys
     for version in (1, 2):
         publish_weights(broker, training.leader_term, version, tmp_path, keep=2)
@@ -554,7 +557,7 @@ def test_chunks_that_no_manifest_names_are_freed_with_the_next_version(broker: B
 def test_a_server_that_is_replaced_just_after_it_was_given_a_script_gets_it_again(
     broker: Broker, monkeypatch: pytest.MonkeyPatch, at_once: bool
 ) -> None:
-    begin(broker)
+    take_over(broker)
     client, given = broker.connection.client, []
     real = client.script_load
 
@@ -568,7 +571,7 @@ def test_a_server_that_is_replaced_just_after_it_was_given_a_script_gets_it_agai
     monkeypatch.setattr(client, "script_load", load)
     client.script_flush()
     if at_once:
-        assert broker.ledger.admit_all([task(0), task(1)]).admitted == 2
+        assert broker.ledger.admit_all([make_task(0), make_task(1)]).admitted == 2
     else:
         assert broker.ledger.read_state().balanced
     assert len(given) == 2

@@ -18,9 +18,9 @@ from broker.connection.failures import redirect_url
 from broker.connection.keys import Keys
 from schemas.config import BrokerConfig
 from schemas.errors import ConfigError
-from tests.integration.broker.test_flow import task
-from tests.support.one_group import one_group
-from tests.support.trainer_sessions import begin
+from tests.support.one_group import move_one_group
+from tests.support.prompt_groups import make_task
+from tests.support.trainer_sessions import take_over
 
 pytestmark = pytest.mark.integration
 
@@ -101,7 +101,7 @@ def run_on(nodes: list[Node], index: int) -> str:
 @pytest.mark.parametrize("home", [0, 2])
 def test_every_service_finds_the_node_of_its_run_from_any_other(nodes: list[Node], home: int, tmp_path: Path) -> None:
     run = run_on(nodes, home)
-    one_group({role: connect(nodes[index % 3], run) for index, role in enumerate(ROLES)}, tmp_path)
+    move_one_group({role: connect(nodes[index % 3], run) for index, role in enumerate(ROLES)}, tmp_path)
     kept = open_client(nodes[home].url).keys(f"{Keys('tidemill', run).base}:*")
     assert len(kept) > 5
     for node in nodes:
@@ -113,9 +113,9 @@ def test_every_service_finds_the_node_of_its_run_from_any_other(nodes: list[Node
 def test_services_follow_a_slot_that_moves_while_they_are_connected(nodes: list[Node]) -> None:
     run = run_on(nodes, 1)
     broker = connect(nodes[0], run)
-    begin(broker)
+    take_over(broker)
     for task_id in range(3):
-        assert broker.ledger.admit(task(task_id)).answer == "ok"
+        assert broker.ledger.admit(make_task(task_id)).answer == "ok"
     slot = nodes[0].ask("CLUSTER", "KEYSLOT", broker.connection.keys.ctl)
     source, target = nodes[1], nodes[2]
     to, away = target.ask("CLUSTER", "MYID"), source.ask("CLUSTER", "MYID")
@@ -127,7 +127,7 @@ def test_services_follow_a_slot_that_moves_while_they_are_connected(nodes: list[
         node.ask("CLUSTER", "SETSLOT", slot, "NODE", to)
     tasks = broker.task_queue("g").read(10, 10)
     assert [item.message.task_id for item in tasks] == [0, 1, 2]
-    assert broker.ledger.admit_all([task(3), task(4)]).answer == "ok"
+    assert broker.ledger.admit_all([make_task(3), make_task(4)]).answer == "ok"
     assert broker.ledger.read_state().balanced
 
 

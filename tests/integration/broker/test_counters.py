@@ -11,21 +11,21 @@ from broker.telemetry.streams import FORGOTTEN_S
 from schemas.codec import encode
 from schemas.errors import FencedError
 from schemas.messages import Heartbeat, Score
-from tests.integration.broker.test_flow import task, trajectory
-from tests.support.trainer_sessions import begin
+from tests.support.prompt_groups import make_task, make_trajectory
+from tests.support.trainer_sessions import take_over
 
 pytestmark = pytest.mark.integration
 
 
 def test_leases_duplicates_and_late_samples_are_counted(broker: Broker) -> None:
-    begin(broker)
-    broker.ledger.admit(task(0))
+    take_over(broker)
+    broker.ledger.admit(make_task(0))
     first, second = broker.task_queue("first"), broker.task_queue("second")
     first.read(1, 10)
     assert second.claim_stale(0.0, 10)
-    second.publish(0, [trajectory(0, 0)])
-    assert first.publish(0, [trajectory(0, 0), trajectory(0, 1)]) == ["dup", "ok"]
-    assert first.publish(7, [trajectory(7, 0)]) == ["closed"]
+    second.publish(0, [make_trajectory(0, 0)])
+    assert first.publish(0, [make_trajectory(0, 0), make_trajectory(0, 1)]) == ["dup", "ok"]
+    assert first.publish(7, [make_trajectory(7, 0)]) == ["closed"]
     scores = broker.score_queue("r")
     items = scores.read(2, 10)
     scores.publish([(item, Score(reward=1.0)) for item in items])
@@ -40,8 +40,8 @@ def test_leases_duplicates_and_late_samples_are_counted(broker: Broker) -> None:
 
 def test_a_replaced_trainer_is_counted(make_broker: Callable[..., Broker]) -> None:
     broker = make_broker("zombie")
-    old = begin(broker)
-    begin(broker)
+    old = take_over(broker)
+    take_over(broker)
     with pytest.raises(FencedError):
         old.finish_run()
     with pytest.raises(FencedError):
@@ -50,13 +50,13 @@ def test_a_replaced_trainer_is_counted(make_broker: Callable[..., Broker]) -> No
 
 
 def test_counting_harms_nothing_when_its_key_is_something_else(broker: Broker) -> None:
-    begin(broker)
-    broker.ledger.admit(task(0))
+    take_over(broker)
+    broker.ledger.admit(make_task(0))
     queue = broker.task_queue("g")
     queue.read(1, 10)
-    queue.publish(0, [trajectory(0, 0)])
+    queue.publish(0, [make_trajectory(0, 0)])
     broker.connection.client.set(broker.connection.keys.counters, "hello")
-    assert queue.publish(0, [trajectory(0, 0)]) == ["dup"]
+    assert queue.publish(0, [make_trajectory(0, 0)]) == ["dup"]
 
 
 def test_many_services_beat_in_one_call(broker: Broker) -> None:

@@ -20,14 +20,14 @@ from consumers.trainer.rank_group import RankGroup
 from schemas.config import parse_config
 from schemas.errors import BrokerLost, FencedError
 from tests.support.one_group import fetch_weights, publish_weights
-from tests.support.trainer_sessions import begin
+from tests.support.trainer_sessions import take_over
 
 pytestmark = pytest.mark.integration
 
 
 def test_a_replaced_trainer_publishes_no_weights_and_takes_no_number(broker: Broker, tmp_path: Path) -> None:
-    old = begin(broker)
-    new = begin(broker, fresh=False)
+    old = take_over(broker)
+    new = take_over(broker, fresh=False)
     client, keys = broker.connection.client, broker.connection.keys
     with pytest.raises(FencedError):
         publish_weights(broker, old.leader_term, 1, tmp_path)
@@ -38,8 +38,8 @@ def test_a_replaced_trainer_publishes_no_weights_and_takes_no_number(broker: Bro
 
 
 def test_a_replaced_trainer_cannot_overwrite_the_bytes_of_a_version(broker: Broker, tmp_path: Path) -> None:
-    old = begin(broker)
-    new = begin(broker, fresh=False)
+    old = take_over(broker)
+    new = take_over(broker, fresh=False)
     publish_weights(broker, new.leader_term, 1, tmp_path)
     file = tmp_path / "other"
     file.write_bytes(b"other weights")
@@ -49,22 +49,22 @@ def test_a_replaced_trainer_cannot_overwrite_the_bytes_of_a_version(broker: Brok
 
 
 def test_the_manifest_of_a_replaced_trainer_is_refused_by_the_broker_itself(broker: Broker) -> None:
-    old = begin(broker)
-    begin(broker, fresh=False)
+    old = take_over(broker)
+    take_over(broker, fresh=False)
     assert broker.connection.run_script("add_version", old.leader_term, 7, b"x") == b"fenced"
     assert broker.weights.newest() is None
 
 
 def test_a_number_that_another_trainer_gave_away_is_not_taken_for_ones_own(broker: Broker, tmp_path: Path) -> None:
-    old = begin(broker)
+    old = take_over(broker)
     publish_weights(broker, old.leader_term, 3, tmp_path)
-    new = begin(broker, fresh=False)
+    new = take_over(broker, fresh=False)
     with pytest.raises(FencedError, match="version 3"):
         publish_weights(broker, new.leader_term, 3, tmp_path)
 
 
 def test_publishing_again_after_a_lost_answer_changes_nothing(broker: Broker, tmp_path: Path) -> None:
-    training = begin(broker)
+    training = take_over(broker)
     for _ in range(2):
         publish_weights(broker, training.leader_term, 1, tmp_path)
     assert broker.connection.client.xlen(broker.connection.keys.weights) == 1
@@ -72,8 +72,8 @@ def test_publishing_again_after_a_lost_answer_changes_nothing(broker: Broker, tm
 
 
 def test_a_replaced_trainer_cannot_finish_the_run(broker: Broker) -> None:
-    old = begin(broker)
-    new = begin(broker, fresh=False)
+    old = take_over(broker)
+    new = take_over(broker, fresh=False)
     with pytest.raises(FencedError):
         old.finish_run()
     assert broker.ledger.read_state().state == "running"
@@ -82,7 +82,7 @@ def test_a_replaced_trainer_cannot_finish_the_run(broker: Broker) -> None:
 
 
 def test_a_broker_that_was_wiped_takes_no_weights_before_it_is_mended(broker: Broker, tmp_path: Path) -> None:
-    training = begin(broker)
+    training = take_over(broker)
     broker.purge()
     with pytest.raises(BrokerLost):
         publish_weights(broker, training.leader_term, 1, tmp_path)

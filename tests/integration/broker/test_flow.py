@@ -2,87 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import pytest
 
 from broker.client import Broker
-from broker.flow.pipeline import ScoredSample
-from broker.flow.trainer_session import TrainerSession
 from broker.queues.tasks import eval_task_id
-from schemas.codec import Array
 from schemas.errors import FencedError
-from schemas.messages import BatchRecord, GroupRef, Member, Sampling, Score, Span, Task, Trajectory
-from tests.support.trainer_sessions import begin
+from schemas.messages import Score
+from tests.support.prompt_groups import claim_batch, count_entries, generate_and_score, make_task, make_trajectory
+from tests.support.trainer_sessions import take_over
 
 pytestmark = pytest.mark.integration
 
 
-def task(task_id: int, n: int = 2, kind: str = "train") -> Task:
-    return Task(task_id=task_id, kind=kind, n=n, sampling=Sampling(), text="1+1=", data={"answer": "2"})
-
-
-def trajectory(task_id: int, sample: int, kind: str = "train", version: int = 0) -> Trajectory:
-    return Trajectory(
-        run="test",
-        task_id=task_id,
-        sample=sample,
-        kind=kind,
-        tokens=Array.of([1, 2, 3], "i4"),
-        loss_mask=Array.of([0, 0, 1], "u1"),
-        logprobs=Array.of([0, 0, -0.5], "f4"),
-        spans=[Span(version, 2, 3)],
-        turns=[],
-        finish="stop",
-        prompt="1+1=",
-        completion="2",
-        generator="g",
-    )
-
-
-def run_group(broker: Broker, task_id: int, scores: tuple[Score, ...]) -> None:
-    """Generate and score the task's samples."""
-    queue = broker.task_queue("g")
-    (delivery,) = [item for item in queue.read(100, 10) if item.message.task_id == task_id]
-    assert queue.publish(task_id, [trajectory(task_id, i) for i in range(len(scores))]) == ["ok"] * len(scores)
-    queue.release(delivery)
-    rewards = broker.score_queue("r")
-    results = rewards.read(100, 10)
-    assert rewards.publish([(item, scores[item.message.sample]) for item in results]) == ["ok"] * len(scores)
-
-
-def record_of(training: TrainerSession, step: int = 0) -> BatchRecord:
-    return record_from(training.claim_scores(1000), step)
-
-
-def record_from(outcomes: Sequence[ScoredSample], step: int) -> BatchRecord:
-    groups: dict[int, list[Member]] = {}
-    for outcome in outcomes:
-        member = Member(outcome.sample, outcome.scored_id, outcome.trajectory_id or b"")
-        groups.setdefault(outcome.task_id, []).append(member)
-    return BatchRecord(
-        step=step, version=step, new_version=step + 1, groups=[GroupRef(t, m) for t, m in sorted(groups.items())]
-    )
-
-
-def entries(broker: Broker) -> dict[str, int]:
-    keys = broker.connection.keys
-    client = broker.connection.client
-    return {
-        "tasks": client.xlen(keys.tasks),
-        "trajectories": client.xlen(keys.trajectories),
-        "scored": client.xlen(keys.scored),
-        "groups": client.hlen(keys.groups),
-        "samples": client.hlen(keys.samples),
-        "journal": client.hlen(keys.journal),
-    }
-
-
 def test_a_group_is_trained_and_leaves_nothing_behind(broker: Broker) -> None:
-    training = begin(broker)
-    assert broker.ledger.admit(task(0)).answer == "ok"
-    run_group(broker, 0, (Score(reward=1.0), Score(reward=0.0)))
-    record = record_of(training)
+    training = take_over(broker)
+    assert broker.ledger.admit(make_task(0)).answer == "ok"
+    generate_and_score(broker, 0, (Score(reward=1.0), Score(reward=0.0)))
+    record = claim_batch(training)
     assert [member.sample for member in record.groups[0].members] == [0, 1]
     bodies = training.fetch_trajectories([member.trajectory_id for member in record.groups[0].members])
     assert [body.completion for body in bodies if body] == ["2", "2"]
@@ -92,66 +30,66 @@ def test_a_group_is_trained_and_leaves_nothing_behind(broker: Broker) -> None:
     assert (state.step, state.version, state.active, state.trained, state.samples_trained) == (1, 1, 0, 1, 2)
     assert state.balanced
     training.commit_steps([record])
-    assert set(entries(broker).values()) == {0}
+    assert set(count_entries(broker).values()) == {0}
 
 
 def test_admission_stops_at_the_slots_and_goes_on_after_a_step(broker: Broker) -> None:
-    training = begin(broker, staleness=1)
-    assert [broker.ledger.admit(task(i)).answer for i in range(3)] == ["ok", "ok", "full"]
+    training = take_over(broker, staleness=1)
+    assert [broker.ledger.admit(make_task(i)).answer for i in range(3)] == ["ok", "ok", "full"]
     run_group_ids = [0, 1]
     queue = broker.task_queue("g")
     for delivery in queue.read(10, 10):
-        queue.publish(delivery.message.task_id, [trajectory(delivery.message.task_id, i) for i in range(2)])
+        queue.publish(delivery.message.task_id, [make_trajectory(delivery.message.task_id, i) for i in range(2)])
     rewards = broker.score_queue("r")
     rewards.publish([(item, Score(reward=1.0)) for item in rewards.read(10, 10)])
-    record = record_of(training)
+    record = claim_batch(training)
     assert [group.task_id for group in record.groups] == run_group_ids
     training.journal_batch(record)
     training.complete_step(record)
-    assert broker.ledger.admit(task(2)).answer == "ok"
+    assert broker.ledger.admit(make_task(2)).answer == "ok"
 
 
 def test_admission_repeats_harmlessly_and_ends_at_the_total(broker: Broker) -> None:
-    begin(broker, steps=1)
-    assert broker.ledger.admit(task(0)).answer == "ok"
-    again = broker.ledger.admit(task(0))
+    take_over(broker, steps=1)
+    assert broker.ledger.admit(make_task(0)).answer == "ok"
+    again = broker.ledger.admit(make_task(0))
     assert (again.answer, again.next) == ("moved", 1)
-    assert broker.ledger.admit(task(1)).answer == "done"
+    assert broker.ledger.admit(make_task(1)).answer == "done"
 
 
 def test_nothing_is_admitted_while_paused(broker: Broker) -> None:
-    begin(broker)
+    take_over(broker)
     broker.run_control.pause("freeze", "t")
-    assert broker.ledger.admit(task(0)).answer == "paused"
+    assert broker.ledger.admit(make_task(0)).answer == "paused"
     broker.run_control.pause("none", "t")
-    assert broker.ledger.admit(task(0)).answer == "ok"
+    assert broker.ledger.admit(make_task(0)).answer == "ok"
 
 
 def test_the_first_delivery_of_a_sample_wins(broker: Broker) -> None:
-    begin(broker)
-    broker.ledger.admit(task(0, n=2))
+    take_over(broker)
+    broker.ledger.admit(make_task(0, n=2))
     first, second = broker.task_queue("first"), broker.task_queue("second")
     first.read(1, 10)
-    assert second.publish(0, [trajectory(0, 0)]) == ["ok"]
-    assert first.publish(0, [trajectory(0, 0), trajectory(0, 1)]) == ["dup", "ok"]
+    assert second.publish(0, [make_trajectory(0, 0)]) == ["ok"]
+    assert first.publish(0, [make_trajectory(0, 0), make_trajectory(0, 1)]) == ["dup", "ok"]
     assert broker.connection.client.xlen(broker.connection.keys.trajectories) == 2
     assert broker.connection.client.xlen(broker.connection.keys.tasks) == 0
 
 
 def test_a_dead_generators_task_goes_to_another_with_what_is_missing(broker: Broker) -> None:
-    begin(broker)
-    broker.ledger.admit(task(0, n=3))
+    take_over(broker)
+    broker.ledger.admit(make_task(0, n=3))
     dead, alive = broker.task_queue("dead"), broker.task_queue("alive")
     dead.read(1, 10)
-    dead.publish(0, [trajectory(0, 1)])
+    dead.publish(0, [make_trajectory(0, 1)])
     (delivery,) = alive.claim_stale(lease_s=0.0, count=10)
     assert alive.find_missing(delivery.message) == [0, 2]
 
 
 def test_a_task_that_kills_its_workers_ends_in_the_dead_letters(make_broker: Callable[..., Broker]) -> None:
     broker = make_broker(max_deliveries=2)
-    begin(broker)
-    broker.ledger.admit(task(0))
+    take_over(broker)
+    broker.ledger.admit(make_task(0))
     for name in ("a", "b", "c", "d"):
         broker.task_queue(name).claim_stale(0.0, 10) or broker.task_queue(name).read(1, 10)
     state = broker.ledger.read_state()
@@ -161,18 +99,18 @@ def test_a_task_that_kills_its_workers_ends_in_the_dead_letters(make_broker: Cal
 
 
 def test_a_failed_reward_excludes_the_sample_and_never_counts_as_zero(broker: Broker) -> None:
-    training = begin(broker)
-    broker.ledger.admit(task(0))
-    run_group(broker, 0, (Score(reward=1.0), Score(status="timeout", reason="15 s")))
+    training = take_over(broker)
+    broker.ledger.admit(make_task(0))
+    generate_and_score(broker, 0, (Score(reward=1.0), Score(status="timeout", reason="15 s")))
     outcomes = training.claim_scores(10)
     assert [outcome.trajectory_id is None for outcome in outcomes] == [False, True]
     assert broker.connection.client.xlen(broker.connection.keys.dead) == 1
 
 
 def test_poison_on_the_wire_goes_to_the_dead_letters_and_the_group_goes_on(broker: Broker) -> None:
-    training = begin(broker)
-    broker.ledger.admit(task(0, n=2))
-    broker.task_queue("g").publish(0, [trajectory(0, 0), trajectory(0, 1)])
+    training = take_over(broker)
+    broker.ledger.admit(make_task(0, n=2))
+    broker.task_queue("g").publish(0, [make_trajectory(0, 0), make_trajectory(0, 1)])
     client, keys = broker.connection.client, broker.connection.keys
     (first, _) = client.xrange(keys.trajectories)
     client.xdel(keys.trajectories, first[0])
@@ -189,25 +127,25 @@ def test_poison_on_the_wire_goes_to_the_dead_letters_and_the_group_goes_on(broke
 
 
 def test_a_dropped_group_returns_its_slot_and_its_data(broker: Broker) -> None:
-    training = begin(broker)
-    broker.ledger.admit(task(0))
-    run_group(broker, 0, (Score(reward=1.0), Score(reward=1.0)))
+    training = take_over(broker)
+    broker.ledger.admit(make_task(0))
+    generate_and_score(broker, 0, (Score(reward=1.0), Score(reward=1.0)))
     training.drop_group(0, "zero_variance", [outcome.scored_id for outcome in training.claim_scores(10)])
     state = broker.ledger.read_state()
     assert state.dropped == {"zero_variance": 1}
     assert state.samples_dropped == 2
     assert state.balanced
-    assert set(entries(broker).values()) == {0}
+    assert set(count_entries(broker).values()) == {0}
 
 
 def test_a_new_trainer_finds_journal_and_entries_and_the_old_one_is_refused(broker: Broker) -> None:
-    old = begin(broker)
-    broker.ledger.admit(task(0))
-    run_group(broker, 0, (Score(reward=1.0), Score(reward=0.0)))
-    record = record_of(old)
+    old = take_over(broker)
+    broker.ledger.admit(make_task(0))
+    generate_and_score(broker, 0, (Score(reward=1.0), Score(reward=0.0)))
+    record = claim_batch(old)
     old.journal_batch(record)
     old.complete_step(record)
-    new = begin(broker, fresh=False)
+    new = take_over(broker, fresh=False)
     assert broker.ledger.read_state().step == 1
     assert new.read_journal() == {0: record}
     with pytest.raises(FencedError):
@@ -218,14 +156,14 @@ def test_a_new_trainer_finds_journal_and_entries_and_the_old_one_is_refused(brok
     new.complete_step(record)
     assert broker.ledger.read_state().trained == 1
     new.commit_steps([record])
-    assert set(entries(broker).values()) == {0}
+    assert set(count_entries(broker).values()) == {0}
 
 
 @pytest.mark.parametrize("version", [0, 3])
 def test_evaluations_count_each_sample_once_and_leave_nothing_behind(broker: Broker, version: int) -> None:
-    training = begin(broker)
-    assert broker.ledger.admit(task(0)).answer == "ok"
-    tasks = [task(eval_task_id(version, i), n=1, kind="eval") for i in range(4)]
+    training = take_over(broker)
+    assert broker.ledger.admit(make_task(0)).answer == "ok"
+    tasks = [make_task(eval_task_id(version, i), n=1, kind="eval") for i in range(4)]
     assert broker.evals.open(version, tasks)
     assert not broker.evals.open(version, tasks)
     queue = broker.task_queue("g")
@@ -233,7 +171,7 @@ def test_evaluations_count_each_sample_once_and_leave_nothing_behind(broker: Bro
         if delivery.message.kind == "train":
             continue
         assert delivery.version == version
-        queue.publish(delivery.message.task_id, [trajectory(delivery.message.task_id, 0, kind="eval")])
+        queue.publish(delivery.message.task_id, [make_trajectory(delivery.message.task_id, 0, kind="eval")])
     rewards = broker.score_queue("r")
     items = rewards.read(10, 10)
     rewards.publish([(item, Score(reward=float(i % 2))) for i, item in enumerate(items[:3])])
@@ -242,32 +180,32 @@ def test_evaluations_count_each_sample_once_and_leave_nothing_behind(broker: Bro
     assert (result.n, result.scored, result.failed, result.complete) == (4, 3, 1, True)
     assert result.mean == pytest.approx(1 / 3)
     training.drop_group(0, "test", [])
-    assert set(entries(broker).values()) == {0}
+    assert set(count_entries(broker).values()) == {0}
 
 
 def test_an_evaluation_ends_though_a_task_of_it_kills_its_generators(make_broker: Callable[..., Broker]) -> None:
     broker = make_broker(max_deliveries=1)
-    training = begin(broker)
+    training = take_over(broker)
     number = eval_task_id(0, 0)
-    assert broker.evals.open(0, [task(number, n=3, kind="eval")])
+    assert broker.evals.open(0, [make_task(number, n=3, kind="eval")])
     for name in ("a", "b", "c"):
         queue = broker.task_queue(name)
         for _ in queue.claim_stale(0.0, 10) or queue.read(1, 10):
-            queue.publish(number, [trajectory(number, 0, kind="eval")])
+            queue.publish(number, [make_trajectory(number, 0, kind="eval")])
     (result,) = broker.evals.read_results()
     assert (result.failed, result.complete) == (2, False), "the sample that was published is still to be scored"
     rewards = broker.score_queue("r")
     rewards.publish([(item, Score(reward=1.0)) for item in rewards.read(10, 10)])
     (result,) = broker.evals.read_results()
     assert (result.scored, result.failed, result.complete) == (1, 2, True)
-    assert set(entries(broker).values()) == {0}
+    assert set(count_entries(broker).values()) == {0}
     assert training.read_pipeline().balanced
 
 
 def test_an_evaluation_task_that_nobody_can_read_counts_as_failed(broker: Broker) -> None:
-    begin(broker)
+    take_over(broker)
     number = eval_task_id(0, 0)
-    assert broker.evals.open(0, [task(number, n=2, kind="eval")])
+    assert broker.evals.open(0, [make_task(number, n=2, kind="eval")])
     client, keys = broker.connection.client, broker.connection.keys
     ((entry, fields),) = client.xrange(keys.eval_tasks)
     client.xdel(keys.eval_tasks, entry)
@@ -275,23 +213,23 @@ def test_an_evaluation_task_that_nobody_can_read_counts_as_failed(broker: Broker
     assert broker.task_queue("g").read(10, 10) == []
     (result,) = broker.evals.read_results()
     assert (result.failed, result.complete) == (2, True)
-    assert set(entries(broker).values()) == {0}
+    assert set(count_entries(broker).values()) == {0}
 
 
 def test_purging_a_run_leaves_the_others_alone(make_broker: Callable[..., Broker]) -> None:
     gone, kept = make_broker("gone"), make_broker("gone-not")
     for broker in (gone, kept):
-        begin(broker)
-        broker.ledger.admit(task(0))
+        take_over(broker)
+        broker.ledger.admit(make_task(0))
     assert gone.purge() > 0
     assert gone.purge() == 0
     assert kept.ledger.read_state().active == 1
 
 
 def test_a_task_that_nobody_can_read_ends_its_group_and_the_queue_goes_on(broker: Broker) -> None:
-    begin(broker)
+    take_over(broker)
     for task_id in (0, 1):
-        broker.ledger.admit(task(task_id))
+        broker.ledger.admit(make_task(task_id))
     client, keys = broker.connection.client, broker.connection.keys
     (entry, fields), _ = client.xrange(keys.tasks)
     client.xdel(keys.tasks, entry)
@@ -309,8 +247,8 @@ def test_a_task_that_kills_a_generator_which_comes_back_at_once_ends_in_the_dead
     make_broker: Callable[..., Broker],
 ) -> None:
     broker = make_broker(max_deliveries=2)
-    begin(broker)
-    broker.ledger.admit(task(0))
+    take_over(broker)
+    broker.ledger.admit(make_task(0))
     times = [len(broker.task_queue("same").read(1, 10)) for _ in range(4)]
     assert times[0] == 1
     assert times[-1] == 0

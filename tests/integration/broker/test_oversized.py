@@ -10,8 +10,8 @@ from broker.client import Broker
 from broker.queues.tasks import eval_task_id
 from schemas.codec import DEFAULT_MAX_BYTES, Array
 from schemas.messages import Partial, Score, Span, Task
-from tests.integration.broker.test_flow import entries, task, trajectory
-from tests.support.trainer_sessions import begin
+from tests.support.prompt_groups import count_entries, make_task, make_trajectory
+from tests.support.trainer_sessions import take_over
 
 pytestmark = pytest.mark.integration
 
@@ -24,7 +24,7 @@ def small(make_broker: Callable[..., Broker]) -> Broker:
 
 
 def big(task_id: int, n: int = 2, kind: str = "train") -> Task:
-    made = task(task_id, n=n, kind=kind)
+    made = make_task(task_id, n=n, kind=kind)
     made.text = "x" * (2 * LIMIT)
     return made
 
@@ -36,8 +36,8 @@ def reasons(broker: Broker) -> list[tuple[str, int, int]]:
 
 
 def test_a_prompt_too_large_to_be_sent_fails_and_those_around_it_are_admitted(small: Broker) -> None:
-    begin(small)
-    admission = small.ledger.admit_all([task(0), big(1), task(2)])
+    take_over(small)
+    admission = small.ledger.admit_all([make_task(0), big(1), make_task(2)])
     assert (admission.answer, admission.next, admission.admitted) == ("ok", 3, 3)
     assert [item.message.task_id for item in small.task_queue("g").read(10, 10)] == [0, 2]
     state = small.ledger.read_state()
@@ -46,7 +46,7 @@ def test_a_prompt_too_large_to_be_sent_fails_and_those_around_it_are_admitted(sm
 
 
 def test_a_prompt_that_was_too_large_can_be_asked_for_again(small: Broker, make_broker: Callable[..., Broker]) -> None:
-    begin(small)
+    take_over(small)
     small.ledger.admit(big(0))
     (filed,) = small.dead_letters.list()
     assert small.dead_letters.requeue(filed.id) == "ok"
@@ -57,11 +57,11 @@ def test_a_prompt_that_was_too_large_can_be_asked_for_again(small: Broker, make_
 
 
 def test_a_held_out_prompt_too_large_to_be_sent_counts_as_failed_and_the_evaluation_ends(small: Broker) -> None:
-    begin(small)
+    take_over(small)
     ids = [eval_task_id(3, index) for index in range(2)]
-    assert small.evals.open(3, [big(ids[0], kind="eval"), task(ids[1], kind="eval")])
+    assert small.evals.open(3, [big(ids[0], kind="eval"), make_task(ids[1], kind="eval")])
     (delivery,) = small.task_queue("g").read(10, 10)
-    small.task_queue("g").publish(ids[1], [trajectory(ids[1], i, kind="eval") for i in range(2)])
+    small.task_queue("g").publish(ids[1], [make_trajectory(ids[1], i, kind="eval") for i in range(2)])
     rewards = small.score_queue("r")
     rewards.publish([(item, Score(reward=1.0)) for item in rewards.read(10, 10)])
     (result,) = small.evals.read_results()
@@ -70,26 +70,28 @@ def test_a_held_out_prompt_too_large_to_be_sent_counts_as_failed_and_the_evaluat
 
 
 def test_a_sample_too_large_to_be_sent_fails_and_those_beside_it_go_on(small: Broker) -> None:
-    training = begin(small)
+    training = take_over(small)
     for task_id in (0, 1):
-        small.ledger.admit(task(task_id))
+        small.ledger.admit(make_task(task_id))
     queue = small.task_queue("g")
     queue.read(10, 10)
-    large = trajectory(0, 0)
+    large = make_trajectory(0, 0)
     large.completion = "x" * (2 * LIMIT)
-    answers = queue.publish_all([(0, [large, trajectory(0, 1)]), (1, [trajectory(1, 0), trajectory(1, 1)])])
+    answers = queue.publish_all(
+        [(0, [large, make_trajectory(0, 1)]), (1, [make_trajectory(1, 0), make_trajectory(1, 1)])]
+    )
     assert answers == [["failed", "ok"], ["ok", "ok"]]
     assert reasons(small) == [("generator", 0, 0)]
     rewards = small.score_queue("r")
     rewards.publish([(item, Score(reward=1.0)) for item in rewards.read(10, 10)])
     outcomes = {(item.task_id, item.sample): item.trajectory_id is not None for item in training.claim_scores(10)}
     assert outcomes == {(0, 0): False, (0, 1): True, (1, 0): True, (1, 1): True}
-    assert entries(small)["tasks"] == 0
+    assert count_entries(small)["tasks"] == 0
 
 
 def test_partial_samples_too_large_to_be_sent_are_left_out_and_the_task_is_handed_back(small: Broker) -> None:
-    begin(small)
-    small.ledger.admit(task(0))
+    take_over(small)
+    small.ledger.admit(make_task(0))
     (delivery,) = small.task_queue("leaving").read(10, 10)
     partial = Partial(
         sample=0,
@@ -97,7 +99,7 @@ def test_partial_samples_too_large_to_be_sent_are_left_out_and_the_task_is_hande
         logprobs=Array.of([0.0] * LIMIT, "f4"),
         spans=[Span(0, 0, LIMIT)],
     )
-    with_partial = task(0)
+    with_partial = make_task(0)
     with_partial.partials = [partial]
     assert small.task_queue("leaving").return_task(delivery, with_partial)
     (again,) = small.task_queue("other").read(10, 10)
@@ -105,9 +107,9 @@ def test_partial_samples_too_large_to_be_sent_are_left_out_and_the_task_is_hande
 
 
 def test_a_score_too_large_to_be_sent_excludes_its_sample(small: Broker) -> None:
-    training = begin(small)
-    small.ledger.admit(task(0, n=1))
-    small.task_queue("g").publish(0, [trajectory(0, 0)])
+    training = take_over(small)
+    small.ledger.admit(make_task(0, n=1))
+    small.task_queue("g").publish(0, [make_trajectory(0, 0)])
     rewards = small.score_queue("r")
     (item,) = rewards.read(10, 10)
     large = Score(reward=1.0, components={f"component {number}": 1.0 for number in range(LIMIT)})
@@ -119,7 +121,7 @@ def test_a_score_too_large_to_be_sent_excludes_its_sample(small: Broker) -> None
 
 @pytest.mark.parametrize("stream", ["tasks", "trajectories"])
 def test_a_message_that_leaves_no_room_for_its_letter_is_buried_with_its_head(broker: Broker, stream: str) -> None:
-    begin(broker)
+    take_over(broker)
     client, keys = broker.connection.client, broker.connection.keys
     client.xadd(getattr(keys, stream), {"t": 7, "s": 0, "b": bytes(DEFAULT_MAX_BYTES + 1)})
     queue = broker.task_queue("g") if stream == "tasks" else broker.score_queue("r")

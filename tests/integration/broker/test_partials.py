@@ -9,8 +9,8 @@ from broker.client import Broker
 from broker.queues.partials import joined, piece_of
 from schemas.codec import Array
 from schemas.messages import Partial, Score, Span
-from tests.integration.broker.test_flow import entries, record_of, run_group, task, trajectory
-from tests.support.trainer_sessions import begin
+from tests.support.prompt_groups import claim_batch, count_entries, generate_and_score, make_task, make_trajectory
+from tests.support.trainer_sessions import take_over
 
 pytestmark = pytest.mark.integration
 
@@ -43,8 +43,8 @@ def test_pieces_join_to_the_whole_wherever_they_were_cut(cut: int) -> None:
 
 
 def test_another_generator_finds_what_a_dead_one_had_saved(broker: Broker) -> None:
-    begin(broker)
-    broker.ledger.admit(task(0, n=3))
+    take_over(broker)
+    broker.ledger.admit(make_task(0, n=3))
     (delivery,) = broker.task_queue("dead").read(1, 10)
     dead, whole = broker.partials("dead"), partial(0, (1, 6), (2, 5))
     short = partial(0, (1, 4))
@@ -61,12 +61,12 @@ def test_another_generator_finds_what_a_dead_one_had_saved(broker: Broker) -> No
 
 
 def test_nothing_is_saved_of_what_is_published_ended_or_handed_on(broker: Broker) -> None:
-    begin(broker)
-    broker.ledger.admit(task(0))
+    take_over(broker)
+    broker.ledger.admit(make_task(0))
     queue, partials = broker.task_queue("g"), broker.partials("g")
     (delivery,) = queue.read(1, 10)
     pieces = [(0, piece_of(partial(sample, (0, 5)), 0)) for sample in (0, 1)]
-    queue.publish(0, [trajectory(0, 0)])
+    queue.publish(0, [make_trajectory(0, 0)])
     assert partials.save([(0, delivery.entry_id, pieces[:1])]) == [False]
     assert partials.save([(0, delivery.entry_id, pieces)]) == [True]
     assert [part.sample for part in partials.load(0, [0, 1])] == [1]
@@ -74,7 +74,7 @@ def test_nothing_is_saved_of_what_is_published_ended_or_handed_on(broker: Broker
     assert partials.save([(0, delivery.entry_id, pieces)]) == [False]
     assert [part.sample for part in partials.load(0, [1])] == [1], "what was saved is there for the next one"
     (again,) = queue.read(1, 10)
-    queue.publish(0, [trajectory(0, 1)])
+    queue.publish(0, [make_trajectory(0, 1)])
     assert saved(broker) == 0
     assert partials.save([(0, again.entry_id, pieces)]) == [False]
     assert saved(broker) == 0
@@ -82,33 +82,33 @@ def test_nothing_is_saved_of_what_is_published_ended_or_handed_on(broker: Broker
 
 @pytest.mark.parametrize("end", ["trained", "dropped", "rebuilt"])
 def test_what_is_saved_of_a_group_ends_with_it(broker: Broker, end: str) -> None:
-    training = begin(broker)
-    broker.ledger.admit(task(0))
+    training = take_over(broker)
+    broker.ledger.admit(make_task(0))
     queue = broker.task_queue("g")
     (delivery,) = queue.read(1, 10)
     assert broker.partials("g").save([(0, delivery.entry_id, [(0, piece_of(partial(1, (0, 5)), 0))])]) == [True]
     assert saved(broker) == 2
     if end == "trained":
-        queue.publish(0, [trajectory(0, 0)])
+        queue.publish(0, [make_trajectory(0, 0)])
         queue.fail_sample(0, 1, "can't be made")
         results = broker.score_queue("r")
         results.publish([(item, Score(reward=1.0)) for item in results.read(10, 10)])
-        record = record_of(training)
+        record = claim_batch(training)
         training.journal_batch(record)
         training.complete_step(record)
         training.commit_steps([record])
-        assert set(entries(broker).values()) == {0}
+        assert set(count_entries(broker).values()) == {0}
     elif end == "dropped":
         training.drop_group(0, "too_old", [])
     else:
         broker.connection.client.delete(broker.connection.keys.ctl)
-        begin(broker, fresh=False)
+        take_over(broker, fresh=False)
     assert saved(broker) == 0
 
 
 def test_a_damaged_piece_ends_what_can_be_gone_on_from(broker: Broker) -> None:
-    begin(broker)
-    broker.ledger.admit(task(0))
+    take_over(broker)
+    broker.ledger.admit(make_task(0))
     (delivery,) = broker.task_queue("g").read(1, 10)
     partials, whole = broker.partials("g"), partial(0, (1, 9))
     for number, start in enumerate((0, 3, 6)):
@@ -120,8 +120,8 @@ def test_a_damaged_piece_ends_what_can_be_gone_on_from(broker: Broker) -> None:
 
 
 def test_a_run_that_saves_nothing_pays_nothing(broker: Broker) -> None:
-    begin(broker)
-    broker.ledger.admit(task(0))
-    run_group(broker, 0, (Score(reward=1.0), Score(reward=0.0)))
+    take_over(broker)
+    broker.ledger.admit(make_task(0))
+    generate_and_score(broker, 0, (Score(reward=1.0), Score(reward=0.0)))
     assert saved(broker) == 0
     assert broker.partials("g").load(0, [0, 1]) == []

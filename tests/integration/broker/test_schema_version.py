@@ -15,7 +15,7 @@ from deploy.cli.app import app
 from schemas.codec import SCHEMA_VERSION
 from schemas.config import TidemillConfig
 from schemas.errors import ConfigError
-from tests.integration.broker.test_flow import begin
+from tests.support.trainer_sessions import take_over
 
 
 def config_of(run: str, server: EmbeddedServer) -> TidemillConfig:
@@ -64,7 +64,7 @@ def test_the_schema_of_a_run_is_written_when_its_trainer_takes_over(
 ) -> None:
     run = f"schema-{schema}"
     broker = make_broker(run)
-    begin(broker)
+    take_over(broker)
     client: Any = Broker.connect(config_of(run, server)).connection.client
     client.hset(broker.connection.keys.ctl, "schema", schema)
     with pytest.raises(ConfigError, match=f"schema {schema}, this one reads {SCHEMA_VERSION}"):

@@ -22,9 +22,9 @@ from broker.queues.tasks import eval_task_id
 from schemas.config import BrokerConfig
 from schemas.errors import ConfigError
 from schemas.messages import Event, Score
-from tests.integration.broker.test_flow import record_of, task, trajectory
-from tests.support.one_group import fetch_weights, one_group, publish_weights
-from tests.support.trainer_sessions import begin
+from tests.support.one_group import fetch_weights, move_one_group, publish_weights
+from tests.support.prompt_groups import claim_batch, make_task, make_trajectory
+from tests.support.trainer_sessions import take_over
 
 pytestmark = pytest.mark.integration
 
@@ -64,7 +64,7 @@ def connect(url: str, keys: Keys = KEYS, **settings: object) -> Broker:
 def test_a_group_passes_every_hop_with_each_service_under_its_own_user(
     roles: dict[str, Broker], tmp_path: Path
 ) -> None:
-    training = one_group(roles, tmp_path)
+    training = move_one_group(roles, tmp_path)
     publish_weights(roles["trainer"], training.leader_term, 2, tmp_path)
     assert fetch_weights(roles["generator"], tmp_path).version == 2
     training.read_pipeline()
@@ -73,9 +73,9 @@ def test_a_group_passes_every_hop_with_each_service_under_its_own_user(
 
 
 def test_generators_may_all_that_their_work_asks(roles: dict[str, Broker]) -> None:
-    training = begin(roles["trainer"])
+    training = take_over(roles["trainer"])
     for task_id in (0, 1):
-        assert roles["feeder"].ledger.admit(task(task_id)).answer == "ok"
+        assert roles["feeder"].ledger.admit(make_task(task_id)).answer == "ok"
     dead, alive = roles["generator"].task_queue("dead"), roles["generator"].task_queue("alive")
     first, second = dead.read(10, 10)
     dead.renew_leases()
@@ -83,31 +83,31 @@ def test_generators_may_all_that_their_work_asks(roles: dict[str, Broker]) -> No
     assert alive.find_missing(first.message) == [0, 1]
     assert {item.message.task_id for item in alive.claim_stale(0.0, 10) + alive.read(10, 10)} == {0, 1}
     alive.fail_sample(0, 0, "an impossible prompt")
-    alive.publish_all([(0, [trajectory(0, 1)]), (1, [trajectory(1, 0), trajectory(1, 1)])])
+    alive.publish_all([(0, [make_trajectory(0, 1)]), (1, [make_trajectory(1, 0), make_trajectory(1, 1)])])
     assert len(training.claim_scores(10)) == 1
 
 
 def test_a_task_that_nobody_can_make_is_given_up_and_asked_for_again_by_the_operator(urls: dict[str, str]) -> None:
     open_client(urls["default"]).flushall()
     roles = {role: connect(url, max_deliveries=1) for role, url in urls.items()}
-    begin(roles["trainer"])
-    roles["feeder"].ledger.admit(task(0))
+    take_over(roles["trainer"])
+    roles["feeder"].ledger.admit(make_task(0))
     roles["generator"].task_queue("a").read(1, 10)
     for name in ("b", "c"):
         roles["generator"].task_queue(name).claim_stale(0.0, 10)
     (letter,) = roles["observer"].dead_letters.list()
     assert roles["operator"].dead_letters.requeue(letter.id) == "ok"
-    assert roles["feeder"].ledger.admit(task(0)).answer == "ok"
+    assert roles["feeder"].ledger.admit(make_task(0)).answer == "ok"
 
 
 def test_rewards_may_all_that_their_work_asks(roles: dict[str, Broker], urls: dict[str, str]) -> None:
-    training = begin(roles["trainer"])
-    roles["feeder"].ledger.admit(task(0))
-    evaluation = [task(eval_task_id(0, 0), n=2, kind="eval")]
+    training = take_over(roles["trainer"])
+    roles["feeder"].ledger.admit(make_task(0))
+    evaluation = [make_task(eval_task_id(0, 0), n=2, kind="eval")]
     assert roles["feeder"].evals.open(0, evaluation)
     for item in roles["generator"].task_queue("g").read(10, 10):
         kind, number = item.message.kind, item.message.task_id
-        roles["generator"].task_queue("g").publish(number, [trajectory(number, i, kind=kind) for i in range(2)])
+        roles["generator"].task_queue("g").publish(number, [make_trajectory(number, i, kind=kind) for i in range(2)])
     open_client(urls["default"]).xadd(KEYS.trajectories, {"hello": "world"})
     dead, alive = roles["reward"].score_queue("dead"), roles["reward"].score_queue("alive")
     dead.read(10, 10)
@@ -122,13 +122,13 @@ def test_rewards_may_all_that_their_work_asks(roles: dict[str, Broker], urls: di
 
 
 def test_the_trainer_ends_groups_and_takes_over_from_another(roles: dict[str, Broker]) -> None:
-    training = begin(roles["trainer"])
-    roles["feeder"].ledger.admit(task(0))
-    roles["generator"].task_queue("g").publish(0, [trajectory(0, 0), trajectory(0, 1)])
+    training = take_over(roles["trainer"])
+    roles["feeder"].ledger.admit(make_task(0))
+    roles["generator"].task_queue("g").publish(0, [make_trajectory(0, 0), make_trajectory(0, 1)])
     rewards = roles["reward"].score_queue("r")
     rewards.publish([(item, Score(reward=1.0)) for item in rewards.read(10, 10)])
-    record_of(training)
-    training = begin(roles["trainer"], fresh=False)
+    claim_batch(training)
+    training = take_over(roles["trainer"], fresh=False)
     outcomes = training.claim_scores(10)
     assert training.drop_group(0, "stale", [outcome.scored_id for outcome in outcomes])
     training.discard_scores(outcomes)
@@ -139,7 +139,7 @@ def test_the_trainer_ends_groups_and_takes_over_from_another(roles: dict[str, Br
 
 
 def test_the_operator_steers_lists_and_deletes_a_run(roles: dict[str, Broker]) -> None:
-    begin(roles["trainer"])
+    take_over(roles["trainer"])
     operator = roles["operator"]
     operator.run_control.pause("freeze", "t")
     assert operator.ledger.change_setting("staleness", 3)
@@ -208,8 +208,8 @@ def test_generators_and_rewards_cannot_even_read_the_journal_and_control(roles: 
 
 
 CALLS: Mapping[str, Callable[[Broker], object]] = {
-    "admit": lambda broker: broker.ledger.admit(task(0)),
-    "begin": begin,
+    "admit": lambda broker: broker.ledger.admit(make_task(0)),
+    "take_over": take_over,
     "weights": lambda broker: broker.connection.run_script("add_version", "1-x", 9, b"x"),
     "score": lambda broker: broker.score_queue("x").read(1, 1),
     "generate": lambda broker: broker.task_queue("x").read(1, 1),
@@ -229,7 +229,7 @@ ALLOWED = {
 
 @pytest.mark.parametrize("role", ALLOWED)
 def test_the_work_of_another_role_is_refused_in_one_line_at_once(roles: dict[str, Broker], role: str) -> None:
-    begin(roles["trainer"])
+    take_over(roles["trainer"])
     for name, call in CALLS.items():
         if name not in ALLOWED[role]:
             with pytest.raises(ConfigError, match="refuses") as refused:
@@ -298,7 +298,7 @@ def test_the_lines_are_an_aclfile_too(tmp_path: Path) -> None:
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
     try:
         wait_ready(server.url, 30)
-        begin(connect(f"unix://{acl.user('trainer', KEYS)}:t@{server.socket}"))
+        take_over(connect(f"unix://{acl.user('trainer', KEYS)}:t@{server.socket}"))
         assert connect(f"unix://{acl.user('operator', KEYS)}:o@{server.socket}").purge() > 0
     finally:
         process.terminate()
@@ -308,8 +308,8 @@ def test_the_lines_are_an_aclfile_too(tmp_path: Path) -> None:
 def test_an_oversized_message_is_refused_by_its_sender_and_by_its_reader(urls: dict[str, str]) -> None:
     open_client(urls["default"]).flushall()
     small, large = connect(urls["default"], max_message_bytes=1024), connect(urls["default"])
-    begin(large)
-    big = task(0)
+    take_over(large)
+    big = make_task(0)
     big.text = "x" * 2000
     assert small.ledger.admit(big).answer == "ok"
     assert large.task_queue("g").read(10, 10) == []

@@ -6,7 +6,8 @@ import pytest
 
 from broker.client import Broker
 from broker.telemetry.stream_lag import StreamLag, read_stream_lags
-from tests.integration.broker.test_flow import begin, task
+from tests.support.prompt_groups import make_task
+from tests.support.trainer_sessions import take_over
 
 pytestmark = pytest.mark.integration
 
@@ -27,16 +28,16 @@ def forget_reads(broker: Broker) -> None:
 
 
 def test_what_waits_is_exact_after_the_server_lost_count(broker: Broker) -> None:
-    begin(broker)
+    take_over(broker)
     surplus: dict[str, int] = {}
     for number in range(2):
-        broker.ledger.admit(task(number))
+        broker.ledger.admit(make_task(number))
     assert (tasks(broker, surplus).waiting, tasks(broker, surplus).entered) == (2, 2)
     broker.task_queue("g").read(2, 10)
     forget_reads(broker)
     seen = tasks(broker, surplus)
     assert (seen.waiting, seen.pending, seen.entered) == (0, 2, 2)
-    broker.ledger.admit(task(2))
+    broker.ledger.admit(make_task(2))
     seen = tasks(broker, surplus)
     assert (seen.waiting, seen.pending, seen.entered) == (1, 2, 3)
     # Who has not looked before can't know the surplus; there is never more than the stream holds.

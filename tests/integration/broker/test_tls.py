@@ -19,8 +19,8 @@ from broker.connection.embedded import START_DEADLINE_S, EmbeddedServer, wait_re
 from broker.connection.keys import Keys
 from schemas.config import BrokerConfig
 from schemas.errors import ConfigError
-from tests.support.one_group import one_group
-from tests.support.programs import missing, program
+from tests.support.one_group import move_one_group
+from tests.support.programs import find_program, skip_or_fail
 
 pytestmark = pytest.mark.integration
 
@@ -34,7 +34,7 @@ def openssl(folder: Path, words: str) -> None:
 @pytest.fixture(scope="module")
 def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """ca.crt, and server.crt of 127.0.0.1 signed by it; other.crt is a CA that signed nothing."""
-    program("openssl")
+    find_program("openssl")
     folder = tmp_path_factory.mktemp("certificates")
     for name in ("ca", "other"):
         openssl(folder, f"req -x509 {NEW_KEY} -keyout {name}.key -out {name}.crt -days 2 -subj /CN={name}")
@@ -74,7 +74,9 @@ class TlsServer(EmbeddedServer):
         end = time.monotonic() + START_DEADLINE_S
         while not self.socket.exists():
             if self.process.poll() is not None:
-                missing("the server on this machine was built without TLS, redis-server has it: as root, make system")
+                skip_or_fail(
+                    "the server on this machine was built without TLS, redis-server has it: as root, make system"
+                )
             if time.monotonic() > end:
                 pytest.fail(f"the server did not start within {START_DEADLINE_S:.0f} s")
             time.sleep(0.02)
@@ -148,7 +150,7 @@ def connect(url: str) -> Broker:
 def test_a_group_passes_every_hop_over_tls(port: int, certificates: Path, tmp_path: Path) -> None:
     url = f"rediss://127.0.0.1:{port}/0?ssl_ca_certs={certificates / 'ca.crt'}"
     assert answers(url) == []
-    one_group({role: connect(url) for role in ("feeder", "generator", "reward", "trainer", "observer")}, tmp_path)
+    move_one_group({role: connect(url) for role in ("feeder", "generator", "reward", "trainer", "observer")}, tmp_path)
 
 
 @pytest.mark.parametrize("query", ["?ssl_ca_certs={other}", ""], ids=["another CA", "the system's CAs"])

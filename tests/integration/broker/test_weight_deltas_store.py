@@ -6,79 +6,29 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 import torch
-from safetensors.torch import load_file, save
+from safetensors.torch import load_file
 
 from broker.client import Broker
-from broker.flow.fencing import term_number
 from broker.flow.trainer_session import TrainerSession
-from broker.weights.delta_writer import DeltaWriter
 from broker.weights.local_copy import LocalWeights
-from broker.weights.transports import make_transport
 from schemas.errors import InfraError
 from schemas.messages import Manifest, Payload, TensorSpec
-from tests.support.trainer_sessions import begin
+from tests.support.changing_weights import ChangingWeights
+from tests.support.trainer_sessions import take_over
 
 pytestmark = [pytest.mark.integration, pytest.mark.parametrize("kind", ["file", "redis"])]
-
-SPECS = [TensorSpec("a", "bfloat16", [64, 64]), TensorSpec("b", "bfloat16", [0]), TensorSpec("c", "bfloat16", [333])]
-
-
-class Trainer:
-    """What a trainer publishes: random weights that change a little, or wholly, from version to version."""
-
-    def __init__(self, broker: Broker, folder: Path, kind: str, leader_term: str, *, max_chain: int = 3, keep: int = 2):
-        self._broker, self._folder, self._leader_term, self._keep = broker, folder / "out", leader_term, keep
-        self._folder.mkdir(exist_ok=True)
-        self._transport = make_transport(broker.connection, kind, self._folder)
-        self._deltas = DeltaWriter(self._folder, max_chain)
-        self.bits: npt.NDArray[np.int16] = np.random.default_rng(0).integers(0, 1000, 64 * 64 + 333, dtype=np.int16)
-
-    def publish(self, version: int, *, changed: int = 9) -> Manifest:
-        """Change some elements and publish; the manifest that generators see."""
-        rng = np.random.default_rng(version)
-        self.bits[rng.choice(self.bits.size, changed, replace=False)] += rng.integers(1, 9999, changed, dtype=np.int16)
-        self.offer(version)
-        newest = self._broker.weights.newest()
-        assert newest is not None
-        assert newest.version == version
-        return newest
-
-    def offer(self, version: int) -> None:
-        file = self._folder / f"part-{version}-t{term_number(self._leader_term)}"
-        file.write_bytes(save(self.tensors(), {"format": "pt"}))
-        self._broker.weights.publish(
-            self._transport,
-            file,
-            version=version,
-            step=version,
-            leader_term=self._leader_term,
-            tensors=SPECS,
-            probe=None,
-            keep=self._keep,
-            deltas=self._deltas,
-        )
-
-    def tensors(self) -> dict[str, torch.Tensor]:
-        bits = torch.from_numpy(self.bits.copy()).view(torch.bfloat16)
-        return {"a": bits[: 64 * 64].reshape(64, 64), "b": bits[:0], "c": bits[64 * 64 :]}
-
-    def is_at(self, path: Path) -> bool:
-        """Whether the file holds these weights, to the bit."""
-        found = load_file(path)
-        return all(torch.equal(found[n].view(torch.int16), t.view(torch.int16)) for n, t in self.tensors().items())
 
 
 @pytest.fixture
 def takeover(broker: Broker) -> TrainerSession:
-    return begin(broker)
+    return take_over(broker)
 
 
 @pytest.fixture
-def trainer(broker: Broker, takeover: TrainerSession, tmp_path: Path, kind: str) -> Trainer:
-    return Trainer(broker, tmp_path, kind, takeover.leader_term)
+def trainer(broker: Broker, takeover: TrainerSession, tmp_path: Path, kind: str) -> ChangingWeights:
+    return ChangingWeights(broker, tmp_path, kind, takeover.leader_term)
 
 
 @pytest.fixture
@@ -120,7 +70,7 @@ def forms(manifests: Sequence[Manifest]) -> str:
 
 
 def test_every_version_arrives_bit_for_bit_and_a_newcomer_applies_a_bounded_chain(
-    broker: Broker, trainer: Trainer, generator: LocalWeights, tmp_path: Path, kind: str
+    broker: Broker, trainer: ChangingWeights, generator: LocalWeights, tmp_path: Path, kind: str
 ) -> None:
     seen = []
     for version in range(1, 12):
@@ -133,7 +83,7 @@ def test_every_version_arrives_bit_for_bit_and_a_newcomer_applies_a_bounded_chai
 
 
 def test_versions_in_between_are_skipped_and_the_copy_goes_on_from_where_it_was(
-    broker: Broker, trainer: Trainer, generator: LocalWeights, kind: str
+    broker: Broker, trainer: ChangingWeights, generator: LocalWeights, kind: str
 ) -> None:
     for version in (1, 2):
         generator.fetch(trainer.publish(version))
@@ -144,7 +94,7 @@ def test_versions_in_between_are_skipped_and_the_copy_goes_on_from_where_it_was(
 
 
 def test_what_is_kept_is_bounded(
-    broker: Broker, trainer: Trainer, generator: LocalWeights, tmp_path: Path, kind: str
+    broker: Broker, trainer: ChangingWeights, generator: LocalWeights, tmp_path: Path, kind: str
 ) -> None:
     for version in range(1, 30):
         generator.fetch(trainer.publish(version))
@@ -161,7 +111,7 @@ def test_what_is_kept_is_bounded(
 
 
 def test_a_change_of_everything_travels_whole_and_small_ones_are_deltas_again_later(
-    trainer: Trainer, generator: LocalWeights, kind: str
+    trainer: ChangingWeights, generator: LocalWeights, kind: str
 ) -> None:
     seen = []
     for version in range(1, 12):
@@ -174,7 +124,7 @@ def test_a_change_of_everything_travels_whole_and_small_ones_are_deltas_again_la
 
 @pytest.mark.parametrize("missing", [False, True])
 def test_a_delta_that_is_damaged_or_gone_costs_a_whole_fetch_where_there_is_one(
-    broker: Broker, trainer: Trainer, generator: LocalWeights, kind: str, missing: bool
+    broker: Broker, trainer: ChangingWeights, generator: LocalWeights, kind: str, missing: bool
 ) -> None:
     generator.fetch(trainer.publish(1))
     for version in (2, 3, 4):
@@ -188,7 +138,7 @@ def test_a_delta_that_is_damaged_or_gone_costs_a_whole_fetch_where_there_is_one(
 
 @pytest.mark.parametrize("missing", [False, True])
 def test_a_delta_that_nothing_replaces_is_an_error_until_the_trainer_puts_the_version_back(
-    broker: Broker, trainer: Trainer, generator: LocalWeights, tmp_path: Path, kind: str, missing: bool
+    broker: Broker, trainer: ChangingWeights, generator: LocalWeights, tmp_path: Path, kind: str, missing: bool
 ) -> None:
     generator.fetch(trainer.publish(1))
     delta = trainer.publish(2)
@@ -205,7 +155,7 @@ def test_a_delta_that_nothing_replaces_is_an_error_until_the_trainer_puts_the_ve
 
 
 def test_a_version_that_the_broker_lost_is_put_back_whole(
-    broker: Broker, trainer: Trainer, generator: LocalWeights, kind: str
+    broker: Broker, trainer: ChangingWeights, generator: LocalWeights, kind: str
 ) -> None:
     trainer.publish(1)
     newest = trainer.publish(2)
@@ -221,7 +171,7 @@ def test_a_version_that_the_broker_lost_is_put_back_whole(
 
 
 def test_a_copy_that_was_changed_behind_our_back_is_noticed_and_made_anew(
-    trainer: Trainer, generator: LocalWeights, tmp_path: Path, kind: str
+    trainer: ChangingWeights, generator: LocalWeights, tmp_path: Path, kind: str
 ) -> None:
     generator.fetch(trainer.publish(1))
     path = generator.fetch(trainer.publish(2))
@@ -232,11 +182,11 @@ def test_a_copy_that_was_changed_behind_our_back_is_noticed_and_made_anew(
 
 
 def test_a_restarted_trainer_publishes_whole_and_generators_go_on_from_it(
-    broker: Broker, trainer: Trainer, generator: LocalWeights, tmp_path: Path, kind: str
+    broker: Broker, trainer: ChangingWeights, generator: LocalWeights, tmp_path: Path, kind: str
 ) -> None:
     for version in (1, 2, 3):
         generator.fetch(trainer.publish(version))
-    successor = Trainer(broker, tmp_path, kind, begin(broker, fresh=False).leader_term)
+    successor = ChangingWeights(broker, tmp_path, kind, take_over(broker, fresh=False).leader_term)
     (tmp_path / "out" / "v9-t1.safetensors").write_bytes(b"its manifest never came")
     (tmp_path / "out" / ".part-9-t1.4711").write_bytes(b"half of one")
     seen = [successor.publish(version) for version in (4, 5)]
@@ -247,11 +197,11 @@ def test_a_restarted_trainer_publishes_whole_and_generators_go_on_from_it(
 
 
 def test_a_trainer_that_went_back_gives_no_number_twice(
-    broker: Broker, trainer: Trainer, generator: LocalWeights, tmp_path: Path, kind: str
+    broker: Broker, trainer: ChangingWeights, generator: LocalWeights, tmp_path: Path, kind: str
 ) -> None:
     """It replays versions 2 and 3; whoever reads them gets what was published under these numbers first."""
     first = [trainer.publish(version) for version in (1, 2, 3)]
-    successor = Trainer(broker, tmp_path, kind, begin(broker, fresh=False).leader_term)
+    successor = ChangingWeights(broker, tmp_path, kind, take_over(broker, fresh=False).leader_term)
     successor.bits = trainer.bits.copy()
     assert broker.weights.published() == first
     assert trainer.is_at(generator.fetch(first[-1]))
@@ -261,7 +211,7 @@ def test_a_trainer_that_went_back_gives_no_number_twice(
 
 
 def test_a_newest_version_that_someone_else_made_is_no_base(
-    broker: Broker, trainer: Trainer, tmp_path: Path, kind: str
+    broker: Broker, trainer: ChangingWeights, tmp_path: Path, kind: str
 ) -> None:
     trainer.publish(1)
     broker.connection.client.xdel(broker.connection.keys.weights, "1-1")
@@ -269,20 +219,18 @@ def test_a_newest_version_that_someone_else_made_is_no_base(
 
 
 def test_another_models_layout_is_published_whole_and_fetched_whole(
-    broker: Broker, trainer: Trainer, generator: LocalWeights, kind: str, monkeypatch: pytest.MonkeyPatch
+    broker: Broker, trainer: ChangingWeights, generator: LocalWeights, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     generator.fetch(trainer.publish(1))
-    monkeypatch.setattr(Trainer, "tensors", lambda self: {"other": torch.zeros(4429, dtype=torch.bfloat16)})
-    monkeypatch.setattr(
-        "tests.integration.broker.test_weight_deltas_store.SPECS", [TensorSpec("other", "bfloat16", [4429])]
-    )
+    monkeypatch.setattr(ChangingWeights, "tensors", lambda self: {"other": torch.zeros(4429, dtype=torch.bfloat16)})
+    monkeypatch.setattr("tests.support.changing_weights.SPECS", [TensorSpec("other", "bfloat16", [4429])])
     newest = trainer.publish(2)
     assert forms([newest]) == "w"
     assert load_file(generator.fetch(newest))["other"].shape == (4429,)
 
 
 def test_a_version_that_is_freed_while_it_is_fetched_is_an_error_that_passes(
-    broker: Broker, trainer: Trainer, generator: LocalWeights, kind: str, monkeypatch: pytest.MonkeyPatch
+    broker: Broker, trainer: ChangingWeights, generator: LocalWeights, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     late = trainer.publish(1)
     for version in range(2, 12):
@@ -295,7 +243,7 @@ def test_a_version_that_is_freed_while_it_is_fetched_is_an_error_that_passes(
 
 
 def test_what_was_fetched_stays_until_the_next_fetch_though_the_trainer_frees_it(
-    trainer: Trainer, generator: LocalWeights, kind: str, tmp_path: Path
+    trainer: ChangingWeights, generator: LocalWeights, kind: str, tmp_path: Path
 ) -> None:
     path = generator.fetch(trainer.publish(1))
     assert trainer.is_at(path)
@@ -309,7 +257,7 @@ def test_what_was_fetched_stays_until_the_next_fetch_though_the_trainer_frees_it
 
 
 def test_a_file_system_without_links_gets_a_copy(
-    trainer: Trainer, generator: LocalWeights, kind: str, monkeypatch: pytest.MonkeyPatch
+    trainer: ChangingWeights, generator: LocalWeights, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*args: object) -> None:
         raise PermissionError("no links here")
@@ -321,7 +269,7 @@ def test_a_file_system_without_links_gets_a_copy(
 
 
 def test_a_delta_that_is_gone_before_the_next_version_makes_that_one_whole(
-    broker: Broker, trainer: Trainer, generator: LocalWeights, kind: str
+    broker: Broker, trainer: ChangingWeights, generator: LocalWeights, kind: str
 ) -> None:
     trainer.publish(1)
     spoil(broker, trainer.publish(2), "delta")(True)

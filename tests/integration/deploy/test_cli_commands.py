@@ -11,18 +11,18 @@ import pytest
 from broker.client import Broker
 from schemas.errors import DataError
 from schemas.messages import Score
-from tests.integration.broker.test_flow import run_group, task
 from tests.support.command_line import run_tidemill
-from tests.support.trainer_sessions import begin
+from tests.support.prompt_groups import generate_and_score, make_task
+from tests.support.trainer_sessions import take_over
 
 pytestmark = pytest.mark.integration
 
 
 def test_status_shows_the_invariant_and_says_when_it_is_broken(make_broker: Callable[..., Broker]) -> None:
     broker = make_broker("status-run")
-    training = begin(broker)
+    training = take_over(broker)
     for task_id in (0, 1, 2):
-        broker.ledger.admit(task(task_id))
+        broker.ledger.admit(make_task(task_id))
     training.drop_group(1, "stale", [])
     url = broker.connection.url
     done = run_tidemill("status", "status-run", "--url", url)
@@ -41,7 +41,7 @@ def test_status_shows_the_invariant_and_says_when_it_is_broken(make_broker: Call
 
 def test_a_run_that_is_not_there_is_one_line_with_those_that_are(make_broker: Callable[..., Broker]) -> None:
     broker = make_broker("here")
-    begin(broker)
+    take_over(broker)
     done = run_tidemill("status", "elsewhere", "--url", broker.connection.url)
     assert done.returncode == 2
     assert "no run 'elsewhere'" in done.stderr
@@ -58,7 +58,7 @@ def test_without_a_broker_the_message_says_where_one_was_looked_for(tmp_path: Pa
 def test_runs_are_listed_with_their_memory_and_deleted_after_asking(make_broker: Callable[..., Broker]) -> None:
     broker, other = make_broker("big-run"), make_broker("small-run")
     for each in (broker, other):
-        begin(each)
+        take_over(each)
     broker.connection.client.set(f"{broker.connection.keys.base}:ballast", b"x" * 100_000)
     url = broker.connection.url
     listed = {run["name"]: run for run in json.loads(run_tidemill("runs", "--url", url, "--json").stdout)}
@@ -75,7 +75,7 @@ def test_settings_change_while_the_run_goes_on_and_wrong_ones_change_nothing(
     make_broker: Callable[..., Broker],
 ) -> None:
     broker = make_broker("set-run")
-    begin(broker)
+    take_over(broker)
     url = broker.connection.url
     assert run_tidemill("set", "set-run", "staleness=1", "batch=4", "--url", url).returncode == 0
     assert broker.ledger.read_state().capacity == 8
@@ -88,8 +88,8 @@ def test_settings_change_while_the_run_goes_on_and_wrong_ones_change_nothing(
 
 def test_a_failed_group_is_admitted_again_from_its_dead_letter(make_broker: Callable[..., Broker]) -> None:
     broker = make_broker("letters-run", max_deliveries=1)
-    begin(broker)
-    broker.ledger.admit(task(0))
+    take_over(broker)
+    broker.ledger.admit(make_task(0))
     for name in ("a", "b", "c"):
         broker.task_queue(name).claim_stale(0.0, 10) or broker.task_queue(name).read(1, 10)
     assert broker.ledger.read_state().failed == {"dead_letter": 1}
@@ -103,17 +103,17 @@ def test_a_failed_group_is_admitted_again_from_its_dead_letter(make_broker: Call
     assert run_tidemill("dead-letters", "requeue", "letters-run", letter["id"], "--url", url).returncode == 0
     state = broker.ledger.read_state()
     assert (state.redo, state.balanced, sum(state.failed.values())) == (1, True, 0)
-    assert broker.ledger.admit(task(1)).next == 0
-    assert broker.ledger.admit(task(0)).answer == "ok"
+    assert broker.ledger.admit(make_task(1)).next == 0
+    assert broker.ledger.admit(make_task(0)).answer == "ok"
     assert broker.ledger.read_state().balanced
     assert broker.dead_letters.list() == []
 
 
 def test_what_was_trained_without_a_sample_is_not_made_again(make_broker: Callable[..., Broker]) -> None:
     broker = make_broker()
-    training = begin(broker)
-    broker.ledger.admit(task(0))
-    run_group(broker, 0, (Score(reward=1.0), Score(status="error", reason="boom")))
+    training = take_over(broker)
+    broker.ledger.admit(make_task(0))
+    generate_and_score(broker, 0, (Score(reward=1.0), Score(status="error", reason="boom")))
     (filed,) = broker.dead_letters.list()
     assert broker.dead_letters.requeue(filed.id) == "active"
     training.drop_group(0, "zero_variance", [])

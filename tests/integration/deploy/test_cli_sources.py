@@ -11,10 +11,10 @@ import pytest
 
 from broker.client import Broker
 from schemas.messages import Score
-from tests.integration.broker.test_api import Api
-from tests.integration.broker.test_flow import task, trajectory
 from tests.support.command_line import run_tidemill
-from tests.support.trainer_sessions import begin
+from tests.support.control_plane import ControlPlane
+from tests.support.prompt_groups import make_task, make_trajectory
+from tests.support.trainer_sessions import take_over
 
 pytestmark = pytest.mark.integration
 RUN = "sources"
@@ -24,11 +24,11 @@ RUN = "sources"
 def broker(make_broker: Callable[..., Broker]) -> Iterator[Broker]:
     """A run with a dead letter, a scored sample and one that waits for its score."""
     broker = make_broker(RUN)
-    begin(broker)
-    broker.ledger.admit(task(0))
+    take_over(broker)
+    broker.ledger.admit(make_task(0))
     queue = broker.task_queue("g")
     queue.read(1, 10)
-    queue.publish(0, [trajectory(0, 0)])
+    queue.publish(0, [make_trajectory(0, 0)])
     scores = broker.score_queue("r")
     scores.publish([(item, Score(reward=0.5)) for item in scores.read(1, 10)])
     queue.fail_sample(0, 1, "too long")
@@ -42,7 +42,7 @@ def way(request: pytest.FixtureRequest, broker: Broker) -> Iterator[tuple[str, s
     if request.param == "--url":
         yield "--url", broker.connection.url
     else:
-        with Api(broker, RUN) as api:
+        with ControlPlane(broker, RUN) as api:
             yield "--control", api.url
 
 

@@ -21,7 +21,7 @@ from schemas.config import TidemillConfig, parse_config, save_config
 from schemas.errors import ConfigError
 from tests.support.command_line import run_tidemill
 from tests.support.tiny_model import make_tiny_model
-from tests.support.trajectories import groups_of
+from tests.support.trajectories import make_groups
 
 pytestmark = pytest.mark.integration
 
@@ -56,7 +56,7 @@ def train(config: TidemillConfig) -> TrainStep:
     step = build_train_step(config, policy=Policy(load_model(config.model.path, "float32")))
     checkpoints = CheckpointStore(config.folder / "checkpoints")
     for number in (1, 2):
-        step.run(step.planner.plan(groups_of([3, 4], seed=number)).batch(), number)
+        step.run(step.planner.plan(make_groups([3, 4], seed=number)).batch(), number)
         checkpoints.save(step, step=number, version=number, leader_term=1, extra={})
     save_config(config, config.folder / "config.yaml")
     return step

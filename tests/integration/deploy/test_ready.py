@@ -12,7 +12,7 @@ from broker.client import Broker
 from schemas.codec import encode
 from schemas.messages import Heartbeat
 from tests.support.command_line import run_tidemill
-from tests.support.trainer_sessions import begin
+from tests.support.trainer_sessions import take_over
 
 pytestmark = pytest.mark.integration
 
@@ -28,7 +28,7 @@ def test_a_service_is_ready_from_its_first_heartbeat_until_it_falls_silent(
     make_broker: Callable[..., Broker], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     broker = make_broker("ready-run")
-    begin(broker)
+    take_over(broker)
     (tmp_path / "config.yaml").write_text(CONFIG)
     (tmp_path / "redis_url").write_text(f"{broker.connection.url}\n")
     monkeypatch.delenv("REDIS_URL", raising=False)

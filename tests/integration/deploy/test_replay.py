@@ -24,7 +24,7 @@ from schemas.config import BrokerConfig, TidemillConfig, parse_config, save_conf
 from schemas.errors import ConfigError
 from schemas.lifecycle import StopFlag
 from tests.support.command_line import run_tidemill
-from tests.support.deterministic_run import EVERY, STEPS, Pipeline, configuration
+from tests.support.deterministic_run import EVERY, STEPS, Pipeline, make_config
 from tests.support.tiny_model import make_tiny_model
 
 pytestmark = pytest.mark.integration
@@ -37,7 +37,7 @@ def finished(server: EmbeddedServer, tmp_path_factory: pytest.TempPathFactory) -
     broker = Broker(Connection(server.url, Keys("tidemill", "replayed"), 30), BrokerConfig())
     model = make_tiny_model(folder / "model", hidden=32, layers=1)
     settings = {"record": True, "checkpoint": {"every": EVERY, "keep": 9}}
-    config = parse_config(configuration(folder / "run", model, broker, **settings))
+    config = parse_config(make_config(folder / "run", model, broker, **settings))
     torch.manual_seed(config.run.seed)
     policy = Policy(load_model(config.model.path, "float32"))
     with Pipeline(broker):
@@ -147,7 +147,7 @@ def test_batches_are_kept_as_long_as_the_checkpoint_before_them(
 ) -> None:
     broker = make_broker()
     settings = {"record": True, "checkpoint": {"every": EVERY, "keep": 2}}
-    config = parse_config(configuration(tmp_path / "run", Path(finished.model.path), broker, **settings))
+    config = parse_config(make_config(tmp_path / "run", Path(finished.model.path), broker, **settings))
     with Pipeline(broker):
         policy = Policy(load_model(config.model.path, "float32"))
         Trainer(config, "trainer", broker, build_train_step(config, policy=policy)).run(StopFlag())
@@ -169,7 +169,7 @@ def test_recorded_steps_of_an_adapter_come_out_equal(
 ) -> None:
     broker = make_broker()
     settings = {"record": True, "checkpoint": {"every": EVERY, "keep": 9}, "lora": {"rank": 4}}
-    config = parse_config(configuration(tmp_path / "run", Path(finished.model.path), broker, **settings))
+    config = parse_config(make_config(tmp_path / "run", Path(finished.model.path), broker, **settings))
     with Pipeline(broker):
         Trainer(config, "trainer", broker, build_train_step(config)).run(StopFlag())
     for first in (0, EVERY):

@@ -19,7 +19,7 @@ from deploy.cli.app import app
 from schemas.config import DpoConfig, ModelConfig, RewardModelConfig, RewardTerm
 from schemas.errors import ConfigError, DataError
 from tests.support.tiny_model import make_tiny_model
-from tests.support.trajectories import trajectory
+from tests.support.trajectories import make_trajectory
 
 pytestmark = pytest.mark.integration
 
@@ -97,7 +97,7 @@ def test_the_reward_service_gives_the_trained_scores(model: ModelConfig, tmp_pat
     settings = RewardModelConfig.model_validate(section(tmp_path / "out"))
     result = train_reward_model(model, PAIRS[:16], PAIRS[16:18], settings)
     terms = [RewardTerm(name="model", args={"path": str(settings.out)})]
-    made = trajectory()
+    made = make_trajectory()
     fields = {name: getattr(made, name) for name in made.__struct_fields__ if name != "schema"}
     answers = [(pair.prompt, text) for pair in PAIRS[16:18] for text in (pair.chosen, pair.rejected)]
     scorer = Scorer(terms, tmp_path, workers=1, timeout_s=120.0)

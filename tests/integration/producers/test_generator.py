@@ -17,10 +17,19 @@ from producers.generator import weight_updates as updates_module
 from schemas.config import TidemillConfig, parse_config
 from schemas.errors import InfraError
 from schemas.messages import Sampling, Task
-from tests.support.generator_service import configuration, engine_of, live, publish, published, task, until, versions
+from tests.support.generator_service import (
+    make_config,
+    make_engine,
+    make_task,
+    publish_version,
+    read_published,
+    run_generator_during,
+    versions_in,
+    wait_until,
+)
 from tests.support.light_service import start_service
 from tests.support.tiny_model import make_tiny_model
-from tests.support.trainer_sessions import begin
+from tests.support.trainer_sessions import take_over
 
 pytestmark = pytest.mark.integration
 
@@ -31,83 +40,83 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_finished_sample_leaves_before_a_slower_one_of_its_group(model: Path, broker: Broker, tmp_path: Path) -> None:
-    training = begin(broker)
-    publish(broker, training, tmp_path, 1)
-    broker.ledger.admit(task(0, n=8))
-    config = configuration(model, tmp_path)
+    training = take_over(broker)
+    publish_version(broker, training, tmp_path, 1)
+    broker.ledger.admit(make_task(0, n=8))
+    config = make_config(model, tmp_path)
 
     async def scene() -> None:
-        first = await published(broker, 1)
+        first = await read_published(broker, 1)
         assert len(first) < 8
-        await published(broker, 8)
+        await read_published(broker, 8)
 
-    live(config, broker, engine_of(config, max_length=400), scene)
+    run_generator_during(config, broker, make_engine(config, max_length=400), scene)
 
 
 def test_weights_that_fail_their_probe_are_taken_back_and_no_token_of_theirs_leaves(
     model: Path, broker: Broker, tmp_path: Path
 ) -> None:
-    training = begin(broker, staleness=4)
-    publish(broker, training, tmp_path, 1)
+    training = take_over(broker, staleness=4)
+    publish_version(broker, training, tmp_path, 1)
     for task_id in range(3):
-        broker.ledger.admit(task(task_id))
-    config = configuration(model, tmp_path)
-    engine = engine_of(config, min_length=300, max_length=600)
+        broker.ledger.admit(make_task(task_id))
+    config = make_config(model, tmp_path)
+    engine = make_engine(config, min_length=300, max_length=600)
     engine.spoilt = {2}
 
     async def scene() -> None:
         await engine.generating.wait()
-        publish(broker, training, tmp_path, 2)
-        await until(lambda: engine.loaded == [1, 2, 1])
-        publish(broker, training, tmp_path, 3)
-        found = await published(broker, 6)
+        publish_version(broker, training, tmp_path, 2)
+        await wait_until(lambda: engine.loaded == [1, 2, 1])
+        publish_version(broker, training, tmp_path, 3)
+        found = await read_published(broker, 6)
         assert engine.loaded == [1, 2, 1, 3]
-        assert versions(found) <= {1, 3}
+        assert versions_in(found) <= {1, 3}
         assert {(item.task_id, item.sample) for item in found} == {(t, s) for t in range(3) for s in range(2)}
         for item in found:
             assert sum(span.end - span.start for span in item.spans) == sum(item.loss_mask.data)
         assert [event.name for event in broker.events.tail(5)] == ["weights_refused"]
 
-    live(config, broker, engine, scene)
+    run_generator_during(config, broker, engine, scene)
 
 
 def test_weights_that_do_not_fit_leave_the_old_ones_in_use(model: Path, broker: Broker, tmp_path: Path) -> None:
-    training = begin(broker)
-    publish(broker, training, tmp_path, 1)
-    config = configuration(model, tmp_path)
-    engine = engine_of(config)
+    training = take_over(broker)
+    publish_version(broker, training, tmp_path, 1)
+    config = make_config(model, tmp_path)
+    engine = make_engine(config)
     engine.misfits = {2}
 
     async def scene() -> None:
-        await until(lambda: engine.loaded == [1])
-        publish(broker, training, tmp_path, 2)
-        await until(lambda: broker.events.tail(5))
-        broker.ledger.admit(task(0))
-        assert versions(await published(broker, 2)) == {1}
+        await wait_until(lambda: engine.loaded == [1])
+        publish_version(broker, training, tmp_path, 2)
+        await wait_until(lambda: broker.events.tail(5))
+        broker.ledger.admit(make_task(0))
+        assert versions_in(await read_published(broker, 2)) == {1}
 
-    live(config, broker, engine, scene)
+    run_generator_during(config, broker, engine, scene)
 
 
 @pytest.mark.parametrize("how", ["spoilt too", "gone"])
 def test_a_generator_that_can_not_go_back_publishes_nothing_more_and_ends(
     model: Path, broker: Broker, tmp_path: Path, how: str
 ) -> None:
-    training = begin(broker)
-    publish(broker, training, tmp_path, 1)
-    broker.ledger.admit(task(0))
-    config = configuration(model, tmp_path)
-    engine = engine_of(config, min_length=900, max_length=900, token_s=0.02)
+    training = take_over(broker)
+    publish_version(broker, training, tmp_path, 1)
+    broker.ledger.admit(make_task(0))
+    config = make_config(model, tmp_path)
+    engine = make_engine(config, min_length=900, max_length=900, token_s=0.02)
 
     async def scene() -> None:
         await engine.generating.wait()
         engine.spoilt = {1, 2} if how == "spoilt too" else {2}
         if how == "gone":
             broker.connection.client.delete(broker.connection.keys.chunks)
-        publish(broker, training, tmp_path, 2)
+        publish_version(broker, training, tmp_path, 2)
         await asyncio.Event().wait()
 
     with pytest.raises(ExceptionGroup) as caught:
-        live(config, broker, engine, scene)
+        run_generator_during(config, broker, engine, scene)
     assert caught.group_contains(InfraError, match="can't be restored" if how == "spoilt too" else "gone")
     assert broker.connection.client.xlen(broker.connection.keys.trajectories) == 0
     (delivery,) = broker.task_queue("other").claim_stale(0.0, 10)
@@ -118,30 +127,30 @@ def test_a_refused_version_that_no_newer_one_follows_ends_the_process(
     model: Path, broker: Broker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(updates_module, "REFUSED_DEADLINE_S", 0.0)
-    training = begin(broker)
-    publish(broker, training, tmp_path, 1)
-    config = configuration(model, tmp_path)
-    engine = engine_of(config)
+    training = take_over(broker)
+    publish_version(broker, training, tmp_path, 1)
+    config = make_config(model, tmp_path)
+    engine = make_engine(config)
     engine.spoilt = {2}
 
     async def scene() -> None:
-        await until(lambda: engine.loaded == [1])
-        publish(broker, training, tmp_path, 2)
+        await wait_until(lambda: engine.loaded == [1])
+        publish_version(broker, training, tmp_path, 2)
         await asyncio.Event().wait()
 
     with pytest.raises(ExceptionGroup) as caught:
-        live(config, broker, engine, scene)
+        run_generator_during(config, broker, engine, scene)
     assert caught.group_contains(InfraError, match="version 2 fails its probe")
     assert engine.loaded == [1, 2, 1]
 
 
 def test_who_is_asked_to_end_hands_every_token_to_the_next(model: Path, broker: Broker, tmp_path: Path) -> None:
-    training = begin(broker)
-    publish(broker, training, tmp_path, 1)
-    broker.ledger.admit(task(0, n=4))
-    config = configuration(model, tmp_path)
-    engine = engine_of(config, min_length=900, max_length=900, token_s=0.02)  # 18 s, many times what noticing takes
-    live(config, broker, engine, engine.generating.wait)  # ends once it is under way
+    training = take_over(broker)
+    publish_version(broker, training, tmp_path, 1)
+    broker.ledger.admit(make_task(0, n=4))
+    config = make_config(model, tmp_path)
+    engine = make_engine(config, min_length=900, max_length=900, token_s=0.02)  # 18 s, many times what noticing takes
+    run_generator_during(config, broker, engine, engine.generating.wait)  # ends once it is under way
     (delivery,) = broker.task_queue("reader").read(1, 10)
     parts = {part.sample: part for part in delivery.message.partials}
     assert sorted(parts) == [0, 1, 2, 3]
@@ -149,7 +158,7 @@ def test_who_is_asked_to_end_hands_every_token_to_the_next(model: Path, broker: 
     broker.task_queue("reader").return_task(delivery, delivery.message)
 
     async def scene() -> None:
-        for item in await published(broker, 4):
+        for item in await read_published(broker, 4):
             start = item.loss_mask.data.index(1)
             whole, before = item.tokens.numpy()[start:], parts[item.sample].tokens.numpy()
             np.testing.assert_array_equal(whole[: len(before)], before)
@@ -157,7 +166,7 @@ def test_who_is_asked_to_end_hands_every_token_to_the_next(model: Path, broker: 
                 item.logprobs.numpy()[start:][: len(before)], parts[item.sample].logprobs.numpy()
             )
 
-    live(config, broker, engine_of(config, min_length=5, max_length=5), scene, name="h")
+    run_generator_during(config, broker, make_engine(config, min_length=5, max_length=5), scene, name="h")
 
 
 COUNTING = """
@@ -181,13 +190,13 @@ def test_a_kill_loses_no_more_than_was_not_saved_and_another_goes_on(
     model: Path, make_broker: Callable[..., Broker], server: EmbeddedServer, tmp_path: Path
 ) -> None:
     broker = make_broker("g")
-    training = begin(broker)
-    publish(broker, training, tmp_path, 1)
-    broker.ledger.admit(task(0, n=3))
+    training = take_over(broker)
+    publish_version(broker, training, tmp_path, 1)
+    broker.ledger.admit(make_task(0, n=3))
     (tmp_path / "counting.py").write_text(COUNTING)
     counts, flush = tmp_path / "counts", 50
     args = {"token_s": 0.01, "min_length": 900, "max_length": 900}
-    config = configuration(model, tmp_path, flush_every=flush, lease_s=1, engine="counting.py:Counting", args=args)
+    config = make_config(model, tmp_path, flush_every=flush, lease_s=1, engine="counting.py:Counting", args=args)
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json", exclude_none=True)))
     victim = start_service("generator", tmp_path / "config.yaml", "victim", server.url, COUNTS=str(counts))
 
@@ -195,7 +204,7 @@ def test_a_kill_loses_no_more_than_was_not_saved_and_another_goes_on(
         return [len(part.tokens) for part in broker.partials("g").load(0, range(3))]
 
     try:
-        asyncio.run(until(lambda: victim.poll() is not None or sum(saved()) > 4 * 3 * flush, 60))
+        asyncio.run(wait_until(lambda: victim.poll() is not None or sum(saved()) > 4 * 3 * flush, 60))
     finally:
         victim.kill()
         victim.wait(10)
@@ -204,14 +213,14 @@ def test_a_kill_loses_no_more_than_was_not_saved_and_another_goes_on(
     before = {part.sample: part for part in broker.partials("g").load(0, range(3))}
 
     async def scene() -> None:
-        for item in await published(broker, 3):
+        for item in await read_published(broker, 3):
             start = item.loss_mask.data.index(1)
             tokens = item.tokens.numpy()[start:]
             np.testing.assert_array_equal(tokens[: len(before[item.sample].tokens)], before[item.sample].tokens.numpy())
             assert len(tokens) == len(before[item.sample].tokens) + 5, "it goes on from there"
-        await until(lambda: broker.connection.client.hlen(broker.connection.keys.partials) == 0)
+        await wait_until(lambda: broker.connection.client.hlen(broker.connection.keys.partials) == 0)
 
-    live(config, broker, engine_of(config, min_length=5, max_length=5), scene, name="heir")
+    run_generator_during(config, broker, make_engine(config, min_length=5, max_length=5), scene, name="heir")
 
 
 def eval_task(version: int, index: int) -> Task:
@@ -232,49 +241,49 @@ def evaluated(config: TidemillConfig) -> TidemillConfig:
 def test_an_evaluation_is_of_its_version_though_newer_weights_are_there(
     model: Path, broker: Broker, tmp_path: Path
 ) -> None:
-    training = begin(broker)
-    publish(broker, training, tmp_path, 1)
+    training = take_over(broker)
+    publish_version(broker, training, tmp_path, 1)
     for task_id in range(4):
-        broker.ledger.admit(task(task_id))
-    config = evaluated(configuration(model, tmp_path, max_samples=4))
-    engine = engine_of(config, min_length=20, max_length=100)
+        broker.ledger.admit(make_task(task_id))
+    config = evaluated(make_config(model, tmp_path, max_samples=4))
+    engine = make_engine(config, min_length=20, max_length=100)
 
     async def scene() -> None:
         await engine.generating.wait()
-        publish(broker, training, tmp_path, 2)
-        publish(broker, training, tmp_path, 3)
+        publish_version(broker, training, tmp_path, 2)
+        publish_version(broker, training, tmp_path, 3)
         broker.evals.open(2, [eval_task(2, index) for index in range(12)])
-        found = await published(broker, 20)
-        await until(lambda: engine.version == 3)
+        found = await read_published(broker, 20)
+        await wait_until(lambda: engine.version == 3)
         evaluation = [item for item in found if item.kind == "eval"]
         assert len(evaluation) == 12
-        assert versions(evaluation) == {2}
+        assert versions_in(evaluation) == {2}
         assert engine.loaded == [1, 2, 3]
         (result,) = broker.evals.read_results()
         assert (result.version, result.n, result.off) == (2, 12, 0)
 
-    live(config, broker, engine, scene)
+    run_generator_during(config, broker, engine, scene)
 
 
 def test_an_evaluation_of_weights_that_nobody_has_any_more_is_answered_and_says_so(
     model: Path, broker: Broker, tmp_path: Path
 ) -> None:
-    training = begin(broker)
-    publish(broker, training, tmp_path, 3)
+    training = take_over(broker)
+    publish_version(broker, training, tmp_path, 3)
     broker.evals.open(2, [eval_task(2, index) for index in range(5)])
-    config = evaluated(configuration(model, tmp_path))
+    config = evaluated(make_config(model, tmp_path))
 
     async def scene() -> None:
-        found = await published(broker, 5)
-        assert versions(found) == {3}
+        found = await read_published(broker, 5)
+        assert versions_in(found) == {3}
         (result,) = broker.evals.read_results()
         assert (result.n, result.off) == (5, 5)
 
-    live(config, broker, engine_of(config), scene)
+    run_generator_during(config, broker, make_engine(config), scene)
 
 
 def test_evaluation_tasks_are_left_to_who_has_their_version(broker: Broker) -> None:
-    begin(broker)
+    take_over(broker)
     broker.evals.open(4, [eval_task(4, index) for index in range(3)])
     broker.evals.open(6, [eval_task(6, 0)])
     ahead, right = broker.task_queue("ahead"), broker.task_queue("right")

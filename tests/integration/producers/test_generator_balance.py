@@ -9,31 +9,39 @@ from pathlib import Path
 import pytest
 
 from broker.client import Broker
-from tests.support.generator_service import configuration, engine_of, living, publish, published, task
+from tests.support.generator_service import (
+    make_config,
+    make_engine,
+    make_task,
+    publish_version,
+    read_published,
+    run_generator_while,
+)
 from tests.support.tiny_model import make_tiny_model
-from tests.support.trainer_sessions import begin
+from tests.support.trainer_sessions import take_over
 
 pytestmark = pytest.mark.integration
 TASKS = 60
 
 
 def test_a_slow_and_a_fast_generator_share_the_tasks_by_their_speed(broker: Broker, tmp_path: Path) -> None:
-    training = begin(broker, staleness=TASKS)
-    publish(broker, training, tmp_path, 1)
-    broker.ledger.admit_all([task(task_id) for task_id in range(TASKS)])
-    config = configuration(make_tiny_model(tmp_path / "model"), tmp_path, max_samples=4)
+    training = take_over(broker, staleness=TASKS)
+    publish_version(broker, training, tmp_path, 1)
+    broker.ledger.admit_all([make_task(task_id) for task_id in range(TASKS)])
+    config = make_config(make_tiny_model(tmp_path / "model"), tmp_path, max_samples=4)
     made: Counter[str] = Counter()
     done = asyncio.Event()
 
     async def count() -> None:
-        made.update(item.generator for item in await published(broker, 2 * TASKS))
+        made.update(item.generator for item in await read_published(broker, 2 * TASKS))
         done.set()
 
     async def both() -> None:
-        fast = engine_of(config, min_length=20, max_length=20, token_s=0.002)
-        slow = engine_of(config, min_length=20, max_length=20, token_s=0.02)
+        fast = make_engine(config, min_length=20, max_length=20, token_s=0.002)
+        slow = make_engine(config, min_length=20, max_length=20, token_s=0.02)
         await asyncio.gather(
-            living(config, broker, fast, count, "fast"), living(config, broker, slow, done.wait, "slow")
+            run_generator_while(config, broker, fast, count, "fast"),
+            run_generator_while(config, broker, slow, done.wait, "slow"),
         )
 
     asyncio.run(both())

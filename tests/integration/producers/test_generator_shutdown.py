@@ -11,9 +11,17 @@ import pytest
 from broker.client import Broker
 from broker.connection.keys import GENERATORS
 from broker.queues.tasks import TaskQueue
-from tests.support.generator_service import Engine, configuration, engine_of, live, publish, task, until
+from tests.support.generator_service import (
+    Engine,
+    make_config,
+    make_engine,
+    make_task,
+    publish_version,
+    run_generator_during,
+    wait_until,
+)
 from tests.support.tiny_model import make_tiny_model
-from tests.support.trainer_sessions import begin
+from tests.support.trainer_sessions import take_over
 
 pytestmark = pytest.mark.integration
 BLOCK_MS = 4000
@@ -27,9 +35,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_samples_end_though_a_read_is_still_waiting(
     model: Path, broker: Broker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    training = begin(broker)
-    publish(broker, training, tmp_path, 1)
-    broker.ledger.admit(task(0))
+    training = take_over(broker)
+    publish_version(broker, training, tmp_path, 1)
+    broker.ledger.admit(make_task(0))
     order: list[str] = []
     read, abort = TaskQueue.read, Engine.abort_all
 
@@ -45,8 +53,8 @@ def test_samples_end_though_a_read_is_still_waiting(
 
     monkeypatch.setattr(TaskQueue, "read", slow)
     monkeypatch.setattr(Engine, "abort_all", noted)
-    config = configuration(model, tmp_path)
-    engine = engine_of(config, min_length=900, max_length=900, token_s=0.02)
+    config = make_config(model, tmp_path)
+    engine = make_engine(config, min_length=900, max_length=900, token_s=0.02)
 
     async def scene() -> None:
         await engine.generating.wait()
@@ -54,7 +62,7 @@ def test_samples_end_though_a_read_is_still_waiting(
             while order != ["reads", "has read", "reads"]:  # noqa: ASYNC110 - noted in a thread
                 await asyncio.sleep(0.01)
 
-    live(config, broker, engine, scene)
+    run_generator_during(config, broker, engine, scene)
     assert order[:4] == ["reads", "has read", "reads", "aborts"]
     monkeypatch.setattr(TaskQueue, "read", read)
     (delivery,) = broker.task_queue("reader").read(1, 10)
@@ -62,18 +70,18 @@ def test_samples_end_though_a_read_is_still_waiting(
 
 
 def test_a_task_that_waits_for_newer_weights_is_handed_back(model: Path, broker: Broker, tmp_path: Path) -> None:
-    training = begin(broker)
-    publish(broker, training, tmp_path, 1)
+    training = take_over(broker)
+    publish_version(broker, training, tmp_path, 1)
     broker.connection.client.hset(
         broker.connection.keys.ctl, "version", 2
     )  # the trainer has made it, but not published it yet
-    broker.ledger.admit(task(0))
-    engine = engine_of(configuration(model, tmp_path))
+    broker.ledger.admit(make_task(0))
+    engine = make_engine(make_config(model, tmp_path))
 
     async def scene() -> None:
-        await until(lambda: broker.connection.client.xpending(broker.connection.keys.tasks, GENERATORS)["pending"])
+        await wait_until(lambda: broker.connection.client.xpending(broker.connection.keys.tasks, GENERATORS)["pending"])
 
-    live(configuration(model, tmp_path), broker, engine, scene)
+    run_generator_during(make_config(model, tmp_path), broker, engine, scene)
     assert not engine.generating.is_set()
     (delivery,) = broker.task_queue("reader").read(1, 10)
     assert (delivery.message.task_id, delivery.version) == (0, 2)

@@ -11,10 +11,10 @@ import pytest
 import yaml
 
 from broker.client import Broker
-from tests.integration.broker.test_flow import task
 from tests.support.one_group import publish_weights
+from tests.support.prompt_groups import make_task
 from tests.support.tiny_model import make_tiny_model
-from tests.support.trainer_sessions import begin
+from tests.support.trainer_sessions import take_over
 
 pytestmark = pytest.mark.integration
 
@@ -33,9 +33,9 @@ def test_a_generator_ends_when_its_engine_hangs_and_leaves_its_work_to_others(
     make_broker: Callable[..., Broker], tmp_path: Path
 ) -> None:
     broker = make_broker("hung")
-    training = begin(broker)
+    training = take_over(broker)
     publish_weights(broker, training.leader_term, 1, tmp_path)
-    assert broker.ledger.admit(task(0)).answer == "ok"
+    assert broker.ledger.admit(make_task(0)).answer == "ok"
     (tmp_path / "hung.py").write_text(ENGINE)
     config = {
         "run": {"name": "hung", "folder": str(tmp_path / "run")},

@@ -25,9 +25,9 @@ from schemas.digests import base_digest
 from schemas.errors import DataError
 from schemas.lifecycle import StopFlag
 from schemas.messages import FileSource, Sampling
-from tests.support.adapters import ALPHA, RANK, logprobs, merged, write_adapter
+from tests.support.adapters import ALPHA, RANK, compute_logprobs, merge_adapter, write_adapter
 from tests.support.tiny_model import make_tiny_model
-from tests.support.trajectories import groups_of
+from tests.support.trajectories import make_groups
 
 pytestmark = pytest.mark.integration
 
@@ -55,12 +55,14 @@ def run(model: Path, scenario: Callable[[TransformersEngine], Awaitable[None]], 
 
 def test_each_version_is_the_model_with_that_adapter(model: Path, tmp_path: Path) -> None:
     async def scenario(engine: TransformersEngine) -> None:
-        np.testing.assert_allclose(await engine.logprobs(PROMPT), logprobs(merged(model, None), PROMPT), atol=1e-4)
+        np.testing.assert_allclose(
+            await engine.logprobs(PROMPT), compute_logprobs(merge_adapter(model, None), PROMPT), atol=1e-4
+        )
         seen = []
         for version in (1, 2, 1):
             file = write_adapter(model, tmp_path / f"v{version}.safetensors", seed=version)
             await engine.load(FileSource(file), version)
-            want = logprobs(merged(model, file), PROMPT)
+            want = compute_logprobs(merge_adapter(model, file), PROMPT)
             np.testing.assert_allclose(await engine.logprobs(PROMPT), want, atol=1e-4)
             seen.append(want)
         assert abs(seen[0] - seen[1]).max() > 0.1
@@ -84,12 +86,12 @@ def test_spans_name_the_adapter_that_made_each_token(model: Path, tmp_path: Path
         completions = await running
         versions = {tuple(span.version for span in completion.spans) for completion in completions}
         assert (1, 2) in versions
-        models = {1: merged(model, one), 2: merged(model, two)}
+        models = {1: merge_adapter(model, one), 2: merge_adapter(model, two)}
         for completion in completions:
             for span in completion.spans:
                 if not recompute and span.version == 2:
                     continue  # by keys and values of both
-                want = logprobs(models[span.version], PROMPT + completion.tokens)[len(PROMPT) - 1 :]
+                want = compute_logprobs(models[span.version], PROMPT + completion.tokens)[len(PROMPT) - 1 :]
                 inside = slice(span.start, span.end)
                 np.testing.assert_allclose(completion.logprobs[inside], want[inside], atol=1e-3)
 
@@ -110,7 +112,9 @@ def test_a_file_that_does_not_fit_is_refused_and_the_old_one_stays(model: Path, 
             with pytest.raises(DataError, match=message):
                 await engine.load(FileSource(file), 2)
         assert engine.version == 1
-        np.testing.assert_allclose(await engine.logprobs(PROMPT), logprobs(merged(model, good), PROMPT), atol=1e-4)
+        np.testing.assert_allclose(
+            await engine.logprobs(PROMPT), compute_logprobs(merge_adapter(model, good), PROMPT), atol=1e-4
+        )
 
     run(model, scenario)
 
@@ -150,7 +154,7 @@ def test_a_generator_follows_a_trainer_of_an_adapter_and_passes_every_probe(
 
     def train_and_publish(version: int) -> None:
         if version:
-            context.rank_group.train(groups_of([3, 4], seed=version), version - 1)
+            context.rank_group.train(make_groups([3, 4], seed=version), version - 1)
         context.progress.step = context.progress.version = version
         publisher.publish(wait=True)
 

@@ -24,7 +24,7 @@ from schemas.config import TidemillConfig, parse_config
 from schemas.lifecycle import StopFlag
 from schemas.messages import Manifest, Probe
 from tests.support.tiny_model import make_tiny_model
-from tests.support.trainer_sessions import begin
+from tests.support.trainer_sessions import take_over
 from tests.support.weight_files import write_weights
 
 pytestmark = pytest.mark.integration
@@ -37,7 +37,7 @@ class Learner:
 
     def __init__(self, broker: Broker, model: Path, folder: Path) -> None:
         self._store, self._folder = broker.weights, folder
-        self._leader_term = begin(broker).leader_term
+        self._leader_term = take_over(broker).leader_term
         self._transport = make_transport(broker.connection, "redis", folder)
         self._deltas = DeltaWriter(folder, max_chain=2)
         self._policy = Policy(load_model(str(model), "float32"))

@@ -23,7 +23,7 @@ from schemas.lifecycle import StopFlag
 from schemas.messages import Adapter, Event, WeightSource
 from tests.support.one_group import publish_weights
 from tests.support.tiny_model import make_tiny_model
-from tests.support.trainer_sessions import begin
+from tests.support.trainer_sessions import take_over
 
 pytestmark = pytest.mark.integration
 
@@ -57,7 +57,7 @@ Scene = Callable[[WeightUpdater, Loads, TrainerSession], Awaitable[None]]
 
 def play(config: TidemillConfig, broker: Broker, folder: Path, scene: Scene, adapter: Adapter | None = None) -> None:
     """Run ``scene`` beside the updates of one generator, which starts with version 1 in use."""
-    training, engine, stop = begin(broker), Loads(), StopFlag()
+    training, engine, stop = take_over(broker), Loads(), StopFlag()
     publish_weights(broker, training.leader_term, 1, folder, adapter=adapter)
     pause = PauseFollower(broker, cast(Engine, engine))
     updates = WeightUpdater(config, "g", broker, cast(Engine, engine), folder / "cache", pause)

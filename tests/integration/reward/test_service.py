@@ -14,7 +14,7 @@ from schemas.codec import Array
 from schemas.config import RewardTerm
 from schemas.lifecycle import StopFlag
 from schemas.messages import Sampling, Span, Task, Trajectory
-from tests.support.trainer_sessions import begin
+from tests.support.trainer_sessions import take_over
 
 pytestmark = pytest.mark.integration
 
@@ -30,7 +30,7 @@ def moody(prompt, completion, prompt_ids, completion_ids, **data):
 
 
 def test_a_hanging_and_a_raising_reward_cost_nobody_else_anything(broker: Broker, tmp_path: Path) -> None:
-    training = begin(broker)
+    training = take_over(broker)
     (tmp_path / "rewards.py").write_text(SLOW)
     completions = ["hang", "fine", "raise", "fine"]
     broker.ledger.admit(Task(task_id=0, kind="train", n=4, sampling=Sampling(), text="?"))

@@ -2,167 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
-import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from broker.api.status.run_state import pause_status
 from broker.client import Broker
-from broker.presence import Presence
-from broker.telemetry.stream_lag import read_stream_lags
 from broker.telemetry.trajectories import StoredTrajectory
-from consumers.trainer.loop import Trainer
-from consumers.trainer.model.policy import Policy, load_model
-from consumers.trainer.step.build import build_train_step
-from producers.datasets.loading import build_dataset
-from producers.engines.base import EngineSettings
-from producers.engines.scripted import ScriptedEngine
-from producers.feeder import Feeder
-from producers.generator.service import Generator
-from schemas.config import TidemillConfig, parse_config
-from schemas.lifecycle import StopFlag
-from schemas.messages import Score
+from schemas.config import parse_config
+from tests.support.pausable_system import PausableSystem
 from tests.support.tiny_model import make_tiny_model
 
 pytestmark = pytest.mark.integration
-DEADLINE_S = 60.0
-
-
-class CountingEngine(ScriptedEngine):
-    """Counts tokens as they are sampled, whatever becomes of them."""
-
-    sampled = 0
-
-    def _sample(self, *args: Any) -> Any:
-        sample = super()._sample(*args)
-        step = sample.step
-
-        def counted(*args: Any) -> None:
-            self.sampled += 1
-            step(*args)
-
-        sample.step = counted
-        return sample
-
-
-class System:
-    """Services of one run in threads, each of which can be ended and started again."""
-
-    def __init__(self, config: TidemillConfig, connect: Callable[[], Broker]) -> None:
-        self.config = config
-        self.connect = connect
-        self.broker = connect()
-        self.engines: dict[str, CountingEngine] = {}
-        self.trainer: Trainer | None = None
-        self.running: dict[str, tuple[StopFlag, threading.Thread]] = {}
-        self.errors: list[BaseException] = []
-
-    def start(self, name: str, run: Callable[[StopFlag], None]) -> None:
-        stop = StopFlag()
-
-        def work() -> None:
-            try:
-                run(stop)
-            except BaseException as error:  # noqa: BLE001 -- shown by the test
-                self.errors.append(error)
-
-        thread = threading.Thread(target=work, name=name, daemon=True)
-        self.running[name] = (stop, thread)
-        thread.start()
-
-    def start_generator(self, name: str) -> None:
-        settings = EngineSettings(
-            self.config.model.path,
-            "float32",
-            64,
-            16,
-            args={"tokens": 10, "min_length": 5, "max_length": 12, "token_s": 0.005},
-        )
-        engine = self.engines[name] = CountingEngine(settings)
-        self.start(name, lambda stop: asyncio.run(Generator(self.config, name, self.connect(), engine).run(stop)))
-
-    def start_trainer(self) -> None:
-        def run(stop: StopFlag) -> None:
-            step = build_train_step(self.config, policy=Policy(load_model(self.config.model.path, "float32")))
-            self.trainer = trainer = Trainer(self.config, "trainer", self.connect(), step)
-            presence = Presence(
-                self.connect(), "trainer", "trainer", trainer.describe, acknowledged=lambda: trainer.pause.acknowledged
-            )
-            trainer.pause.changed = presence.soon
-            with presence:
-                trainer.run(stop)
-
-        self.start("trainer", run)
-
-    def start_rest(self) -> None:
-        def feed(stop: StopFlag) -> None:
-            Feeder(self.config, self.connect(), build_dataset(self.config.train, self.config.base), None).run(stop)
-
-        def reward(stop: StopFlag) -> None:
-            queue = self.connect().score_queue("reward")
-            while not stop:
-                queue.publish([(item, Score(reward=float(item.message.sample))) for item in queue.read(64, 20)])
-
-        self.start("feeder", feed)
-        self.start("reward", reward)
-
-    def start_all(self) -> None:
-        self.start_trainer()
-        self.start_rest()
-        for name in ("generator-0", "generator-1"):
-            self.start_generator(name)
-
-    def end(self, *names: str) -> None:
-        for name in names:
-            self.running[name][0].set()
-        for name in names:
-            thread = self.running.pop(name)[1]
-            thread.join(DEADLINE_S)
-            assert not thread.is_alive(), f"{name} did not end"
-
-    @property
-    def tokens(self) -> int:
-        return sum(engine.sampled for engine in self.engines.values())
-
-    @property
-    def step(self) -> int:
-        return self.broker.ledger.read_state().step
-
-    def pause(self, mode: str) -> None:
-        assert self.broker.run_control.pause(mode, "test")  # type: ignore[arg-type]
-        self.wait("the pause", self.paused)
-
-    def paused(self) -> bool:
-        broker = self.broker
-        orders = broker.run_control.read()
-        if orders is None:
-            return False
-        return pause_status(
-            orders, broker.heartbeats.list(), read_stream_lags(broker.connection), broker.heartbeats.read_clock()
-        ).done
-
-    def wait(self, what: str, reached: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + DEADLINE_S
-        while not reached():
-            assert not self.errors, self.errors
-            assert time.monotonic() < deadline, f"waited {DEADLINE_S} s for {what}"
-            time.sleep(0.02)
-
-    def stands_still(self) -> None:
-        """Nothing is sampled and no step is taken, however long one looks."""
-        before = (self.tokens, self.step, self.trainer.progress.step if self.trainer else 0)
-        time.sleep(0.7)
-        assert (self.tokens, self.step, self.trainer.progress.step if self.trainer else 0) == before
-
-    def goes_on(self) -> None:
-        step, tokens = self.step, self.tokens
-        self.wait("tokens and steps", lambda: self.step > step + 1 and self.tokens > tokens)
-        assert self.broker.ledger.read_state().balanced
 
 
 @pytest.fixture(scope="module")
@@ -173,7 +24,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def system(
     model: Path, tmp_path: Path, make_broker: Callable[..., Broker], monkeypatch: pytest.MonkeyPatch
-) -> Iterator[System]:
+) -> Iterator[PausableSystem]:
     monkeypatch.chdir(tmp_path)
     name = f"pause-{tmp_path.name[-12:]}".lower().replace("_", "-")
     config = parse_config(
@@ -193,13 +44,13 @@ def system(
             },
         }
     )
-    system = System(config, lambda: make_broker(name))
+    system = PausableSystem(config, lambda: make_broker(name))
     yield system
     system.end(*system.running)
     assert not system.errors
 
 
-def test_nothing_moves_in_a_freeze_and_everything_goes_on_after_it(system: System) -> None:
+def test_nothing_moves_in_a_freeze_and_everything_goes_on_after_it(system: PausableSystem) -> None:
     system.start_all()
     system.wait("steps", lambda: system.step >= 2)
     for _ in range(3):
@@ -213,7 +64,7 @@ def test_nothing_moves_in_a_freeze_and_everything_goes_on_after_it(system: Syste
     assert not failed
 
 
-def test_a_freeze_outlives_a_restart_of_every_service(system: System) -> None:
+def test_a_freeze_outlives_a_restart_of_every_service(system: PausableSystem) -> None:
     system.start_all()
     system.wait("steps", lambda: system.step >= 7)
     system.pause("freeze")
@@ -228,7 +79,7 @@ def test_a_freeze_outlives_a_restart_of_every_service(system: System) -> None:
     system.goes_on()
 
 
-def test_a_freeze_outlives_a_broker_that_was_wiped(system: System) -> None:
+def test_a_freeze_outlives_a_broker_that_was_wiped(system: PausableSystem) -> None:
     system.start_all()
     system.wait("steps", lambda: system.step >= 7)
     system.pause("freeze")
@@ -241,7 +92,7 @@ def test_a_freeze_outlives_a_broker_that_was_wiped(system: System) -> None:
     system.goes_on()
 
 
-def test_a_freeze_outlives_broker_and_trainer_together(system: System) -> None:
+def test_a_freeze_outlives_broker_and_trainer_together(system: PausableSystem) -> None:
     system.start_all()
     system.wait("steps", lambda: system.step >= 7)
     system.pause("freeze")
@@ -254,7 +105,7 @@ def test_a_freeze_outlives_broker_and_trainer_together(system: System) -> None:
     system.goes_on()
 
 
-def test_a_drain_finishes_what_runs_and_leaves_a_checkpoint(system: System) -> None:
+def test_a_drain_finishes_what_runs_and_leaves_a_checkpoint(system: PausableSystem) -> None:
     system.start_all()
     system.wait("steps", lambda: system.step >= 2)
     system.pause("drain")
@@ -267,7 +118,7 @@ def test_a_drain_finishes_what_runs_and_leaves_a_checkpoint(system: System) -> N
     system.goes_on()
 
 
-def test_a_checkpoint_is_written_on_request(system: System) -> None:
+def test_a_checkpoint_is_written_on_request(system: PausableSystem) -> None:
     system.start_all()
     system.wait("steps", lambda: system.step >= 1)
     number = system.broker.run_control.checkpoint("test")
@@ -276,7 +127,7 @@ def test_a_checkpoint_is_written_on_request(system: System) -> None:
     assert any((system.config.folder / "checkpoints").iterdir())
 
 
-def test_samples_in_flight_follow_the_setting(system: System) -> None:
+def test_samples_in_flight_follow_the_setting(system: PausableSystem) -> None:
     system.start_all()
     system.wait("steps", lambda: system.step >= 1)
     assert system.broker.ledger.change_setting("concurrency", 3)
@@ -288,7 +139,7 @@ def test_samples_in_flight_follow_the_setting(system: System) -> None:
     system.wait("the new limit", told)
 
 
-def test_trained_samples_can_be_read_after_they_were_forgotten(system: System) -> None:
+def test_trained_samples_can_be_read_after_they_were_forgotten(system: PausableSystem) -> None:
     system.start_all()
 
     def trained() -> list[StoredTrajectory]:

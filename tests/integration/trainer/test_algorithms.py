@@ -23,8 +23,8 @@ from consumers.trainer.step.prepare import Prepared
 from consumers.trainer.step.train_step import StepResult, TrainStep
 from schemas.config import parse_config
 from tests.support.tiny_model import make_tiny_model
-from tests.support.train_steps import step_over
-from tests.support.trajectories import groups_of, trajectory
+from tests.support.train_steps import make_train_step
+from tests.support.trajectories import make_groups, make_trajectory
 
 pytestmark = pytest.mark.integration
 
@@ -47,7 +47,7 @@ def make_step(
     model: PreTrainedModel, reference: Policy | None = None, temperature: float = 1.0, **trainer: object
 ) -> TrainStep:
     settings = {"optimizer": {"lr": 1e-3}, **trainer}
-    return step_over(Policy(copy.deepcopy(model)), settings, temperature=temperature, reference=reference)
+    return make_train_step(Policy(copy.deepcopy(model)), settings, temperature=temperature, reference=reference)
 
 
 def run(step: TrainStep, groups: list[Group]) -> tuple[Tensor, StepResult, list[Prepared]]:
@@ -94,7 +94,7 @@ def rollout_near(model: PreTrainedModel, groups: list[Group], noise: float = 0.3
             kept = int(t.loss_mask.numpy().sum())
             own = scores[len(scores) - kept :] + noise * torch.randn(kept, generator=generator)
             prompt = len(t.tokens) - kept
-            made = trajectory(t.task_id, t.sample, prompt, kept, 3, logprobs=own.clamp(max=-1e-3).tolist())
+            made = make_trajectory(t.task_id, t.sample, prompt, kept, 3, logprobs=own.clamp(max=-1e-3).tolist())
             fields = {name: getattr(made, name) for name in made.__struct_fields__ if name != "schema"}
             samples.append((type(made)(**{**fields, "tokens": t.tokens}), reward))
         out.append(Group(group.task_id, samples))
@@ -105,7 +105,7 @@ def rollout_near(model: PreTrainedModel, groups: list[Group], noise: float = 0.3
 @settings(max_examples=4, deadline=None)
 @given(seed=st.integers(0, 1000), budget=st.integers(8, 120))
 def test_losses_do_not_depend_on_micro_batching(model: PreTrainedModel, name: str, seed: int, budget: int) -> None:
-    groups = rollout_near(model, groups_of([3, 1, 4], seed))
+    groups = rollout_near(model, make_groups([3, 1, 4], seed))
     trainer = {"loss": {"name": name}, "rejection": [{"level": "sequence", "upper": 1.3}]}
     whole = gradient(make_step(model, **trainer), groups)
     assert close(whole, gradient(make_step(model, micro_batch_tokens=budget, **trainer), groups))
@@ -116,7 +116,7 @@ def test_losses_do_not_depend_on_micro_batching(model: PreTrainedModel, name: st
 def test_advantages_and_kl_do_not_depend_on_micro_batching(
     model: PreTrainedModel, other: Policy, name: str, place: str
 ) -> None:
-    groups = rollout_near(model, groups_of([3, 1, 4], seed=4))
+    groups = rollout_near(model, make_groups([3, 1, 4], seed=4))
     trainer = {"advantage": {"name": name}, "kl": {"coef": 0.1, "place": place}}
     whole = gradient(make_step(model, other, **trainer), groups)
     assert close(whole, gradient(make_step(model, other, micro_batch_tokens=20, **trainer), groups))
@@ -131,14 +131,14 @@ def logprobs_by(policy: Policy, part: Prepared, temperature: float = 1.0) -> Ten
 
 
 def test_a_reference_equal_to_the_policy_adds_no_gradient(model: PreTrainedModel) -> None:
-    groups = rollout_near(model, groups_of([3, 4], seed=1))
+    groups = rollout_near(model, make_groups([3, 4], seed=1))
     same = Policy(copy.deepcopy(model)).requires_grad_(False)
     plain = gradient(make_step(model), groups)
     assert close(plain, gradient(make_step(model, same, kl={"coef": 5.0}), groups))
 
 
 def test_kl_in_the_loss_pulls_towards_the_reference(model: PreTrainedModel, other: Policy) -> None:
-    groups = rollout_near(model, groups_of([4, 4], seed=2), noise=0.0)
+    groups = rollout_near(model, make_groups([4, 4], seed=2), noise=0.0)
     step = make_step(model, other, kl={"coef": 1.0, "estimator": "k2"}, advantage={"name": "raw"})
     step.schedule.settings.max_grad_norm = 1e9
     first = step.run(step.planner.plan(groups).batch(), version=5).metrics["reference_kl"]
@@ -150,14 +150,14 @@ def test_kl_in_the_loss_pulls_towards_the_reference(model: PreTrainedModel, othe
 def test_the_reference_is_scored_at_the_sampling_temperature(model: PreTrainedModel, other: Policy) -> None:
     """Scaling the logits on one side only is a known mistake."""
     step = make_step(model, other, temperature=0.5, kl={"coef": 0.1})
-    _, _, (part,) = run(step, groups_of([3], seed=3))
+    _, _, (part,) = run(step, make_groups([3], seed=3))
     assert part.reference_logprobs is not None
     assert torch.allclose(part.reference_logprobs, logprobs_by(other, part, 0.5), atol=1e-6)
     assert not torch.allclose(part.reference_logprobs, logprobs_by(other, part, 1.0), atol=1e-2)
 
 
 def test_kl_in_the_reward_counts_against_the_tokens_before_it(model: PreTrainedModel, other: Policy) -> None:
-    groups = [Group(0, [(trajectory(0, 0), 1.0), (trajectory(0, 1, 2, 5), 0.0)])]
+    groups = [Group(0, [(make_trajectory(0, 0), 1.0), (make_trajectory(0, 1, 2, 5), 0.0)])]
     step = make_step(model, other, kl={"coef": 0.1, "estimator": "k1", "place": "reward"})
     _, _, (part,) = run(step, groups)
     reference = logprobs_by(other, part)
@@ -170,7 +170,7 @@ def test_kl_in_the_reward_counts_against_the_tokens_before_it(model: PreTrainedM
 
 
 def test_reinforce_pp_rewards_the_last_token_and_normalises_the_step(model: PreTrainedModel) -> None:
-    groups = [Group(0, [(trajectory(0, 0), 1.0)]), Group(1, [(trajectory(1, 0, 2, 6), 0.0)])]
+    groups = [Group(0, [(make_trajectory(0, 0), 1.0)]), Group(1, [(make_trajectory(1, 0, 2, 6), 0.0)])]
     _, _, parts = run(make_step(model, micro_batch_tokens=8, advantage={"name": "reinforce_pp"}), groups)
     values = {
         sequence: part.micro.advantages[row][part.micro.mask[row]]
@@ -183,7 +183,7 @@ def test_reinforce_pp_rewards_the_last_token_and_normalises_the_step(model: PreT
 
 
 def test_m2po_compares_the_policy_at_the_start_of_the_step_with_the_rollout_policy(model: PreTrainedModel) -> None:
-    groups = rollout_near(model, groups_of([4, 4], seed=6), noise=2.0)
+    groups = rollout_near(model, make_groups([4, 4], seed=6), noise=2.0)
     step = make_step(model, loss=MASKING, micro_batch_tokens=30)
     start = Policy(copy.deepcopy(model))
     _, result, parts = run(step, groups)
@@ -205,7 +205,7 @@ def test_m2po_compares_the_policy_at_the_start_of_the_step_with_the_rollout_poli
 
 @pytest.mark.parametrize("proximal", ["recompute", "interpolate"])
 def test_decoupled_ppo_gets_its_proximal_policy(model: PreTrainedModel, proximal: str) -> None:
-    groups = rollout_near(model, groups_of([4, 4], seed=7))
+    groups = rollout_near(model, make_groups([4, 4], seed=7))
     step = make_step(model, loss={"name": "decoupled_ppo", "proximal": proximal})
     start = Policy(copy.deepcopy(model))
     _, result, parts = run(step, groups)
@@ -221,7 +221,7 @@ def test_decoupled_ppo_gets_its_proximal_policy(model: PreTrainedModel, proximal
 
 def test_rejected_tokens_are_counted_and_stay_in_the_denominator(model: PreTrainedModel) -> None:
     """The other convention divides by the kept tokens: the same filtered loss, 0.131 in place of 0.116."""
-    groups = rollout_near(model, [Group(0, [(trajectory(0, 0, 3, 4), 1.0), (trajectory(0, 1, 3, 4), 0.0)])])
+    groups = rollout_near(model, [Group(0, [(make_trajectory(0, 0, 3, 4), 1.0), (make_trajectory(0, 1, 3, 4), 0.0)])])
     step = make_step(model, rejection=[{"upper": 1.0}], loss={"name": "reinforce"})
     _, result, (part,) = run(step, groups)
     micro = part.micro

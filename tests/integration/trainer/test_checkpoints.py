@@ -19,8 +19,8 @@ from consumers.trainer.step.train_step import TrainStep
 from schemas.config import TrainerConfig
 from schemas.errors import InfraError
 from tests.support.tiny_model import make_tiny_model
-from tests.support.train_steps import step_over
-from tests.support.trajectories import groups_of
+from tests.support.train_steps import make_train_step
+from tests.support.trajectories import make_groups
 
 pytestmark = pytest.mark.integration
 
@@ -34,11 +34,11 @@ def make_step(model: PreTrainedModel) -> TrainStep:
     settings = TrainerConfig.model_validate(
         {"steps": 10, "optimizer": {"lr": 1e-3, "schedule": "linear", "warmup_steps": 2}}
     )
-    return step_over(Policy(copy.deepcopy(model)), settings)
+    return make_train_step(Policy(copy.deepcopy(model)), settings)
 
 
 def advance(step: TrainStep, version: int) -> None:
-    step.run(step.planner.plan(groups_of([3, 4], seed=version)).batch(), version)
+    step.run(step.planner.plan(make_groups([3, 4], seed=version)).batch(), version)
 
 
 def same(a: TrainStep, b: TrainStep) -> bool:

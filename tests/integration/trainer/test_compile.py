@@ -16,8 +16,8 @@ from consumers.trainer.model.compile import what_lacks
 from consumers.trainer.model.policy import Policy, load_model
 from consumers.trainer.step.train_step import TrainStep
 from tests.support.tiny_model import make_tiny_model
-from tests.support.train_steps import step_over
-from tests.support.trajectories import groups_of
+from tests.support.train_steps import make_train_step
+from tests.support.trajectories import make_groups
 
 pytestmark = pytest.mark.integration
 
@@ -28,7 +28,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedModel:
 
 
 def make_step(model: PreTrainedModel, **settings: object) -> TrainStep:
-    return step_over(Policy(copy.deepcopy(model)), {"optimizer": {"lr": 1e-3}, "micro_batch_tokens": 60, **settings})
+    return make_train_step(
+        Policy(copy.deepcopy(model)), {"optimizer": {"lr": 1e-3}, "micro_batch_tokens": 60, **settings}
+    )
 
 
 @pytest.mark.skipif(what_lacks("cpu") is not None, reason="there is no C++ compiler")
@@ -45,7 +47,7 @@ def test_compiled_layers_train_the_same(
     )
     graphs = []
     for version, sizes in enumerate([[4, 1], [2, 5, 3], [1, 1], [6, 2]]):
-        groups = groups_of(sizes, seed=version)
+        groups = make_groups(sizes, seed=version)
         wanted = plain.run(plain.planner.plan(groups).batch(), version).metrics
         found = compiled.run(compiled.planner.plan(groups).batch(), version).metrics
         for name in ("loss", "entropy", "grad_norm", "kl"):
@@ -63,7 +65,7 @@ def test_without_a_compiler_one_line_says_so(model: PreTrainedModel, monkeypatch
     assert [line["event"] for line in logs] == [
         "trainer.compile is left out: it needs a C++ compiler (Debian, Ubuntu: apt install g++)"
     ]
-    step.run(step.planner.plan(groups_of([2, 1])).batch(), 0)
+    step.run(step.planner.plan(make_groups([2, 1])).batch(), 0)
 
 
 def test_what_a_gpu_needs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

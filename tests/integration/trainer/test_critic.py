@@ -18,8 +18,8 @@ from consumers.trainer.step.train_step import TrainStep
 from schemas.config import parse_config
 from schemas.errors import ConfigError
 from tests.support.tiny_model import make_tiny_model
-from tests.support.train_steps import step_over
-from tests.support.trajectories import groups_of, trajectory
+from tests.support.train_steps import make_train_step
+from tests.support.trajectories import make_groups, make_trajectory
 
 pytestmark = pytest.mark.integration
 
@@ -34,7 +34,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedModel:
 def make_step(model: PreTrainedModel, **trainer: object) -> TrainStep:
     settings = {"optimizer": {"lr": 1e-3}, **GAE, **trainer}
     policy, critic = Policy(copy.deepcopy(model)), Critic(copy.deepcopy(model))
-    return step_over(policy, settings, critic=critic)
+    return make_train_step(policy, settings, critic=critic)
 
 
 def weights(step: TrainStep) -> torch.Tensor:
@@ -63,7 +63,7 @@ def test_value_loss_gradcheck() -> None:
 
 def test_the_critic_says_nothing_at_first_and_learns_the_returns(model: PreTrainedModel) -> None:
     step = make_step(model, steps=60, advantage={"name": "gae", "args": {"lam": 1.0}})
-    groups = [Group(0, [(trajectory(0, 0), 1.0)]), Group(1, [(trajectory(1, 0), 0.0)])]
+    groups = [Group(0, [(make_trajectory(0, 0), 1.0)]), Group(1, [(make_trajectory(1, 0), 0.0)])]
     batch = step.planner.plan(groups).batch()
     first = step.run(batch, 0).metrics
     assert first["critic_error"] == pytest.approx(1.0)
@@ -75,7 +75,7 @@ def test_the_critic_says_nothing_at_first_and_learns_the_returns(model: PreTrain
 
 
 def test_without_clip_nothing_depends_on_micro_batching(model: PreTrainedModel) -> None:
-    groups = groups_of([3, 1, 4], seed=1)
+    groups = make_groups([3, 1, 4], seed=1)
     steps = [make_step(model, micro_batch_tokens=budget) for budget in (10000, 20)]
     for step in steps:
         step.run(step.planner.plan(groups).batch(), 0)
@@ -85,7 +85,7 @@ def test_without_clip_nothing_depends_on_micro_batching(model: PreTrainedModel) 
 
 def test_a_checkpoint_restores_the_critic_to_the_bit(model: PreTrainedModel, tmp_path: Path) -> None:
     """Elsewhere it was saved, but never restored."""
-    groups, more = groups_of([3, 4], seed=2), groups_of([4, 2], seed=3)
+    groups, more = make_groups([3, 4], seed=2), make_groups([4, 2], seed=3)
     step = make_step(model, steps=5)
     step.run(step.planner.plan(groups).batch(), 0)
     path = CheckpointStore(tmp_path).save(step, step=1, version=1, leader_term=1, extra={})

@@ -10,8 +10,8 @@ import torch
 from consumers.trainer.data.microbatches import Group
 from consumers.trainer.model.policy import Policy, load_model
 from tests.support.tiny_model import make_tiny_model
-from tests.support.train_steps import step_over
-from tests.support.trajectories import trajectory
+from tests.support.train_steps import make_train_step
+from tests.support.trajectories import make_trajectory
 
 pytestmark = pytest.mark.integration
 
@@ -32,7 +32,7 @@ def rollout(policy: Policy, generator: torch.Generator, version: int) -> list[Gr
     logprobs = torch.cat(found, 1).tolist()
     samples = []
     for index in range(SAMPLES):
-        made = trajectory(0, index, len(PROMPT), LENGTH, version, logprobs=logprobs[index])
+        made = make_trajectory(0, index, len(PROMPT), LENGTH, version, logprobs=logprobs[index])
         fields = {name: getattr(made, name) for name in made.__struct_fields__ if name != "schema"}
         tokens = type(made.tokens).of(ids[index].tolist(), "i4")
         samples.append((type(made)(**{**fields, "tokens": tokens}), 0.0))
@@ -52,7 +52,7 @@ def test_the_student_comes_to_the_teacher(tmp_path: Path) -> None:
         for seed in (0, 1)
     )
     settings = {"kl": {"coef": 1.0}, "advantage": {"name": "raw"}, "optimizer": {"lr": 1e-2}, "steps": 40}
-    step = step_over(student, settings, reference=teacher.requires_grad_(False))
+    step = make_train_step(student, settings, reference=teacher.requires_grad_(False))
     generator = torch.Generator().manual_seed(0)
     before = divergence(step.policy, teacher)
     seen = [

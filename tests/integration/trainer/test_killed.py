@@ -23,7 +23,7 @@ from consumers.trainer.step.build import build_train_step
 from consumers.trainer.step.train_step import TrainStep
 from deploy.run.summary import read_lines, surviving_lines
 from schemas.config import BrokerConfig, parse_config
-from tests.support.deterministic_run import STEPS, Pipeline, configuration
+from tests.support.deterministic_run import STEPS, Pipeline, make_config
 from tests.support.killed_trainers import POINTS, run_trainer_to_its_end
 from tests.support.tiny_model import make_tiny_model
 
@@ -43,7 +43,7 @@ def undisturbed(server: EmbeddedServer, model: Path, tmp_path_factory: pytest.Te
 def end_of_run(name: str, server: EmbeddedServer, model: Path, folder: Path, **trainer: Any) -> TrainStep:
     """The state of training at the end of a run that nothing happened to."""
     broker = Broker(Connection(server.url, Keys("tidemill", name), 30), BrokerConfig())
-    data = configuration(folder / "run", model, broker, record=True, **trainer)
+    data = make_config(folder / "run", model, broker, record=True, **trainer)
     with Pipeline(broker):
         assert train(data, folder) == [0]
     config = parse_config(data)
@@ -74,7 +74,7 @@ def test_after_a_kill_the_weights_are_those_of_an_undisturbed_run(
     point: str, model: Path, undisturbed: TrainStep, make_broker: Callable[..., Broker], tmp_path: Path
 ) -> None:
     broker = make_broker()
-    data = configuration(tmp_path / "run", model, broker, record=True)
+    data = make_config(tmp_path / "run", model, broker, record=True)
     with Pipeline(broker):
         assert train(data, tmp_path, point) == [-signal.SIGKILL]
         assert train(data, tmp_path) == [0], (tmp_path / "output.txt").read_text()[-3000:]
@@ -85,7 +85,7 @@ def test_after_kills_of_every_trainer_too(
     model: Path, undisturbed: TrainStep, make_broker: Callable[..., Broker], tmp_path: Path
 ) -> None:
     broker = make_broker()
-    data = configuration(tmp_path / "run", model, broker, record=True)
+    data = make_config(tmp_path / "run", model, broker, record=True)
     with Pipeline(broker):
         for point in ("half of the tensors written", "replayed", "replayed", "renamed", "all trained, not finished"):
             codes = train(data, tmp_path, point)
@@ -102,7 +102,7 @@ def test_an_adapter_too(
         (tmp_path / name).mkdir()
     undisturbed = end_of_run("adapter", server, model, tmp_path / "undisturbed", **lora)
     broker = make_broker()
-    data = configuration(tmp_path / "killed/run", model, broker, record=True, **lora)
+    data = make_config(tmp_path / "killed/run", model, broker, record=True, **lora)
     with Pipeline(broker):
         for point in ("weights published", "replayed", "tensors written"):
             codes = train(data, tmp_path / "killed", point)

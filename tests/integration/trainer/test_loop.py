@@ -29,7 +29,7 @@ from schemas.errors import ConfigError, DiskError, FencedError
 from schemas.lifecycle import StopFlag
 from schemas.messages import Sampling, Score, Task
 from tests.support.tiny_model import make_tiny_model
-from tests.support.trajectories import trajectory
+from tests.support.trajectories import make_trajectory
 
 pytestmark = pytest.mark.integration
 
@@ -60,7 +60,7 @@ class Rest:
             following = admission.next
             for delivery in tasks.read(8, 5):
                 version = delivery.version
-                made = [trajectory(delivery.message.task_id, i, version=max(0, version - 1)) for i in range(2)]
+                made = [make_trajectory(delivery.message.task_id, i, version=max(0, version - 1)) for i in range(2)]
                 tasks.publish(delivery.message.task_id, made)
                 tasks.release(delivery)
             rewards.publish([(item, Score(reward=float(item.message.sample))) for item in rewards.read(64, 5)])

@@ -26,9 +26,9 @@ from consumers.trainer.step.build import build_train_step, reference_policy
 from consumers.trainer.step.train_step import TrainStep
 from schemas.config import TidemillConfig, parse_config
 from schemas.errors import ConfigError
-from tests.support.adapters import logprobs, merged
+from tests.support.adapters import compute_logprobs, merge_adapter
 from tests.support.tiny_model import make_tiny_model
-from tests.support.trajectories import groups_of
+from tests.support.trajectories import make_groups
 from tests.support.weight_files import write_weights
 
 pytestmark = pytest.mark.integration
@@ -58,7 +58,7 @@ def configuration(folder: Path, model: Path, dtype: str = "float32", **trainer: 
 def trained(config: TidemillConfig, steps: int = 2, first: int = 0) -> TrainStep:
     step = build_train_step(config)
     for number in range(first, steps):
-        step.run(step.planner.plan(groups_of([3, 4], seed=number)).batch(), number)
+        step.run(step.planner.plan(make_groups([3, 4], seed=number)).batch(), number)
     return step
 
 
@@ -119,7 +119,7 @@ def test_what_is_published_is_the_adapter_by_pefts_names(model: Path, tmp_path: 
     assert len(written) == 28
     assert {str(tensor.dtype) for tensor in written.values()} == {f"torch.{dtype}"}
     if dtype == "float32":
-        want = logprobs(merged(model, tmp_path / "file"), PROBE)
+        want = compute_logprobs(merge_adapter(model, tmp_path / "file"), PROBE)
         assert reference_logprobs(step.policy, PROBE).tolist() == pytest.approx(want.tolist(), abs=1e-4)
 
 
@@ -128,7 +128,7 @@ def test_half_precision_computes_with_what_is_published(model: Path, tmp_path: P
     step = trained(configuration(tmp_path, model, "bfloat16"))
     probe = reference_logprobs(step.policy, PROBE)
     write_weights(step.policy, tmp_path / "file", "bfloat16")
-    want = logprobs(merged(model, tmp_path / "file"), PROBE)
+    want = compute_logprobs(merge_adapter(model, tmp_path / "file"), PROBE)
     assert probe.tolist() == pytest.approx(want.tolist(), abs=0.15)
 
 
@@ -142,7 +142,7 @@ def test_the_reference_with_the_adapter_off_is_a_second_model(
         config = configuration(tmp_path, model, kl=kl, micro_batch_tokens=micro_batch_tokens)
         assert (reference_policy(config, Ranks()) is None) == (reference == "auto")
         step = trained(config, steps=1)
-        result = step.run(step.planner.plan(groups_of([3, 4], seed=9)).batch(), 1)
+        result = step.run(step.planner.plan(make_groups([3, 4], seed=9)).batch(), 1)
         write_weights(step.policy, tmp_path / reference, "float32")
         ends.append((result.metrics["reference_kl"], (tmp_path / reference).read_bytes()))
     assert ends[0][0] > 0
@@ -161,7 +161,7 @@ def test_a_checkpoint_holds_the_adapter_alone_and_training_goes_on_from_it(model
     checkpoints.load(path, other)
     assert compare(other, path).equal
     for going in (step, other):
-        going.run(going.planner.plan(groups_of([3, 4], seed=2)).batch(), 2)
+        going.run(going.planner.plan(make_groups([3, 4], seed=2)).batch(), 2)
     last = checkpoints.save(step, step=3, version=3, leader_term=1, extra={})
     assert compare(other, last).equal
 
@@ -230,7 +230,7 @@ def test_the_merged_export_and_the_adapter_in_peft_are_the_policy(
     config = configuration(tmp_path, model)
     want = reference_logprobs(saved.policy, PROBE).tolist()
     whole = AutoModelForCausalLM.from_pretrained(export(config, adapter=False))
-    assert logprobs(whole, PROBE).tolist() == pytest.approx(want, abs=1e-4)
+    assert compute_logprobs(whole, PROBE).tolist() == pytest.approx(want, abs=1e-4)
     assert {name for name, _ in whole.named_parameters()} == {
         name for name, _ in AutoModelForCausalLM.from_pretrained(model).named_parameters()
     }
@@ -238,7 +238,7 @@ def test_the_merged_export_and_the_adapter_in_peft_are_the_policy(
     assert folder.name == "step-00000002-t0001-adapter"
     assert json.loads((folder / "adapter_config.json").read_text())["base_model_name_or_path"] == str(model)
     adapted = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(model), str(folder))
-    assert logprobs(adapted, PROBE).tolist() == pytest.approx(want, abs=1e-5)
+    assert compute_logprobs(adapted, PROBE).tolist() == pytest.approx(want, abs=1e-5)
     assert (folder / "tokenizer.json").is_file()
 
 
@@ -247,7 +247,7 @@ def test_the_model_at_the_end_of_a_run_is_merged(model: Path, tmp_path: Path, sa
     RankGroup(config, saved).export(tmp_path / "model")
     whole = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     want = reference_logprobs(saved.policy, PROBE).tolist()
-    assert logprobs(whole, PROBE).tolist() == pytest.approx(want, abs=1e-4)
+    assert compute_logprobs(whole, PROBE).tolist() == pytest.approx(want, abs=1e-4)
 
 
 def test_without_lora_there_is_no_adapter_to_export(model: Path, tmp_path: Path, saved: TrainStep) -> None:

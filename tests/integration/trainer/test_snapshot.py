@@ -19,7 +19,7 @@ from schemas.config import parse_config
 from schemas.digests import chunk_digests
 from schemas.errors import InfraError
 from tests.support.tiny_model import make_tiny_model
-from tests.support.trajectories import groups_of
+from tests.support.trajectories import make_groups
 
 pytestmark = pytest.mark.integration
 
@@ -91,7 +91,7 @@ def test_the_optimizer_waits_for_the_copy_and_for_nothing_more(
             snapshot, _ = rank_group.gather(PROBE)
             go, waiting = held_back(snapshot, monkeypatch)
             filled = threads.submit(snapshot.fill)
-            trained = threads.submit(rank_group.train, groups_of([4, 3], seed=version), version)
+            trained = threads.submit(rank_group.train, make_groups([4, 3], seed=version), version)
             assert waiting.wait(WAIT_S), "forward and backward needed no copy"
             assert same(weights(rank_group, wire), before), "not changed yet"
             go.set()
@@ -110,7 +110,7 @@ def test_one_buffer_serves_all_versions(rank_group: RankGroup, wire: str) -> Non
         snapshot, _ = rank_group.gather(PROBE)
         snapshot.fill()
         places.add(snapshot._image.data_ptr())
-        rank_group.train(groups_of([4, 3], seed=version), version)
+        rank_group.train(make_groups([4, 3], seed=version), version)
     assert len(places) == 1
 
 
@@ -120,7 +120,7 @@ def test_a_checkpoint_is_not_loaded_over_weights_that_are_still_to_be_copied(
     rank_group.save(step=0, version=0, leader_term=1, extra={})
     rank_group.wait_saved()
     saved = rank_group.checkpoint_store.at()
-    rank_group.train(groups_of([4, 3], seed=1), 0)
+    rank_group.train(make_groups([4, 3], seed=1), 0)
     before = weights(rank_group, wire)
     snapshot, _ = rank_group.gather(PROBE)
     go, waiting = held_back(snapshot, monkeypatch)
@@ -145,7 +145,7 @@ def test_a_copy_that_fails_lets_the_step_go_on_and_is_reported_by_its_thread(
     snapshot, _ = rank_group.gather(PROBE)
     with pytest.raises(RuntimeError, match="no memory"):
         snapshot.fill()
-    assert not rank_group.train(groups_of([4, 3], seed=1), 0).skipped
+    assert not rank_group.train(make_groups([4, 3], seed=1), 0).skipped
 
 
 def test_waiting_for_a_copy_that_never_comes_has_a_deadline(
@@ -154,7 +154,7 @@ def test_waiting_for_a_copy_that_never_comes_has_a_deadline(
     monkeypatch.setattr(snapshot_module, "COPY_DEADLINE_S", 0.01)
     rank_group.gather(PROBE)
     with pytest.raises(InfraError, match="were not copied"):
-        rank_group.train(groups_of([4, 3], seed=1), 0)
+        rank_group.train(make_groups([4, 3], seed=1), 0)
 
 
 def test_a_file_that_finds_no_room_is_not_there(rank_group: RankGroup, wire: str, tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from deploy.run.summary import read_lines
 from schemas.config import parse_config
 from schemas.errors import ConfigError
 from schemas.lifecycle import StopFlag
-from tests.support.deterministic_run import STEPS, Pipeline, configuration
+from tests.support.deterministic_run import STEPS, Pipeline, make_config
 from tests.support.tiny_model import make_tiny_model
 
 pytestmark = pytest.mark.integration
@@ -71,7 +71,7 @@ def make(tmp_path: Path, broker: Broker) -> Callable[..., Trainer]:
     model = make_tiny_model(tmp_path / "model", hidden=32, layers=1)
 
     def trainer(*names: str) -> Trainer:
-        data = configuration(tmp_path / "run", model, broker, trackers=list(names))
+        data = make_config(tmp_path / "run", model, broker, trackers=list(names))
         config = parse_config(data, base=tmp_path)
         policy = Policy(load_model(config.model.path, "float32"))
         return Trainer(config, "trainer", broker, build_train_step(config, policy=policy))

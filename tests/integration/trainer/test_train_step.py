@@ -22,8 +22,8 @@ from schemas.config import OptimizerConfig
 from schemas.errors import ConfigError, DataError
 from schemas.messages import Span
 from tests.support.tiny_model import make_tiny_model
-from tests.support.train_steps import step_over
-from tests.support.trajectories import groups_of, trajectory
+from tests.support.train_steps import make_train_step
+from tests.support.trajectories import make_groups, make_trajectory
 
 pytestmark = pytest.mark.integration
 
@@ -35,7 +35,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedModel:
 
 def make_step(model: PreTrainedModel, temperature: float = 1.0, **trainer: object) -> TrainStep:
     """A step over a copy of the model."""
-    return step_over(Policy(copy.deepcopy(model)), {"optimizer": {"lr": 1e-3}, **trainer}, temperature=temperature)
+    return make_train_step(
+        Policy(copy.deepcopy(model)), {"optimizer": {"lr": 1e-3}, **trainer}, temperature=temperature
+    )
 
 
 def weights(step: TrainStep) -> Tensor:
@@ -76,7 +78,7 @@ def current(model: PreTrainedModel, group: Group, version: int) -> Group:
 def test_gradient_does_not_depend_on_micro_batching(
     model: PreTrainedModel, aggregation: str, seed: int, budget: int
 ) -> None:
-    groups = groups_of([3, 1, 4], seed)
+    groups = make_groups([3, 1, 4], seed)
     whole = gradient(make_step(model, aggregation=aggregation), groups)
     cut = gradient(make_step(model, aggregation=aggregation, micro_batch_tokens=budget), groups)
     assert torch.allclose(whole, cut, rtol=1e-4, atol=1e-6 * float(whole.abs().max() + 1))
@@ -84,7 +86,7 @@ def test_gradient_does_not_depend_on_micro_batching(
 
 def test_gradient_is_that_of_the_formula_through_the_plain_model(model: PreTrainedModel) -> None:
     """REINFORCE on one group, computed with the model's own logits and no code of the trainer."""
-    groups = [current(model, Group(0, [(trajectory(0, 0), 1.0), (trajectory(0, 1, 2, 5), 0.0)]), 5)]
+    groups = [current(model, Group(0, [(make_trajectory(0, 0), 1.0), (make_trajectory(0, 1, 2, 5), 0.0)]), 5)]
     got = gradient(make_step(model, loss={"name": "reinforce"}), groups)
     plain = copy.deepcopy(model)
     total = torch.zeros(())
@@ -99,7 +101,7 @@ def test_gradient_is_that_of_the_formula_through_the_plain_model(model: PreTrain
 
 
 def test_metrics_of_a_batch_of_the_current_version(model: PreTrainedModel) -> None:
-    groups = [current(model, group, 5) for group in groups_of([4, 4], seed=1)]
+    groups = [current(model, group, 5) for group in make_groups([4, 4], seed=1)]
     result = make_step(model).run(make_step(model).planner.plan(groups).batch(), version=5)
     metrics = result.metrics
     tokens = sum(int(t.loss_mask.numpy().sum()) for g in groups for t, _ in g.samples)
@@ -115,8 +117,8 @@ def test_metrics_of_a_batch_of_the_current_version(model: PreTrainedModel) -> No
 
 
 def test_gap_counts_only_samples_that_are_wholly_current(model: PreTrainedModel) -> None:
-    mixed = trajectory(0, 0, completion=4, version=4)
-    fresh = current(model, Group(0, [(trajectory(0, 1), 0.0)]), 5).samples[0]
+    mixed = make_trajectory(0, 0, completion=4, version=4)
+    fresh = current(model, Group(0, [(make_trajectory(0, 1), 0.0)]), 5).samples[0]
     step = make_step(model)
     result = step.run(step.planner.plan([Group(0, [(mixed, 1.0), fresh])]).batch(), version=5)
     assert result.metrics["logprob_gap_tokens"] == 4
@@ -136,7 +138,7 @@ def test_temperature_divides_logits_as_in_generation(model: PreTrainedModel) -> 
 def test_chunked_head_gives_the_same_values_and_gradients(
     model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    groups = groups_of([3, 3], seed=2)
+    groups = make_groups([3, 3], seed=2)
     loss = {"entropy_coef": 0.1}
     whole = gradient(make_step(model, loss=loss), groups)
     monkeypatch.setattr("consumers.trainer.model.policy.CPU_LOGITS", 600)
@@ -145,7 +147,7 @@ def test_chunked_head_gives_the_same_values_and_gradients(
 
 
 def test_activations_computed_again_give_the_same_gradient(model: PreTrainedModel) -> None:
-    groups = groups_of([3, 3], seed=2)
+    groups = make_groups([3, 3], seed=2)
     kept, again = (gradient(make_step(model, activation_checkpointing=on), groups) for on in (False, True))
     assert torch.allclose(kept, again, rtol=1e-5, atol=1e-7)
 
@@ -153,12 +155,12 @@ def test_activations_computed_again_give_the_same_gradient(model: PreTrainedMode
 def test_a_step_with_a_broken_gradient_changes_nothing_and_says_so(model: PreTrainedModel) -> None:
     step = make_step(model)
     before = weights(step)
-    groups = [Group(0, [(trajectory(0, 0), 1e38), (trajectory(0, 1), -1e38)])]
+    groups = [Group(0, [(make_trajectory(0, 0), 1e38), (make_trajectory(0, 1), -1e38)])]
     result = step.run(step.planner.plan(groups).batch(), version=0)
     assert result.skipped
     assert result.metrics["skipped"] == 1.0
     assert torch.equal(weights(step), before)
-    good = step.run(step.planner.plan(groups_of([4, 4, 4], seed=5)).batch(), version=1)
+    good = step.run(step.planner.plan(make_groups([4, 4, 4], seed=5)).batch(), version=1)
     assert not good.skipped
     assert not torch.equal(weights(step), before)
 
@@ -166,7 +168,7 @@ def test_a_step_with_a_broken_gradient_changes_nothing_and_says_so(model: PreTra
 def test_a_batch_without_loss_tokens_is_survived(model: PreTrainedModel) -> None:
     step = make_step(model)
     result = step.run(
-        step.planner.plan([Group(0, [(trajectory(0, s, 3, 0), float(s)) for s in range(2)])]).batch(), version=0
+        step.planner.plan([Group(0, [(make_trajectory(0, s, 3, 0), float(s)) for s in range(2)])]).batch(), version=0
     )
     assert result.metrics["tokens"] == 0
     assert math.isfinite(result.metrics["loss"])
@@ -174,7 +176,7 @@ def test_a_batch_without_loss_tokens_is_survived(model: PreTrainedModel) -> None
 
 def test_training_raises_the_probability_of_what_was_rewarded(model: PreTrainedModel) -> None:
     step = make_step(model, steps=20)
-    groups = [current(model, Group(0, [(trajectory(0, 0), 1.0), (trajectory(0, 1), 0.0)]), 0)]
+    groups = [current(model, Group(0, [(make_trajectory(0, 0), 1.0), (make_trajectory(0, 1), 0.0)]), 0)]
     batch = step.planner.plan(groups).batch()
 
     def logprob(sample: int) -> float:
@@ -210,8 +212,8 @@ def test_a_users_own_loss_and_advantage(model: PreTrainedModel, tmp_path: Path) 
         "def doubled(rewards, groups):\n    return 2 * rewards\n"
     )
     settings = {"loss": {"name": "mine.py:loss", "args": {"scale": 2.0}}, "advantage": {"name": "mine.py:doubled"}}
-    step = step_over(Policy(copy.deepcopy(model)), settings, base=tmp_path)
-    batch = step.planner.plan(groups_of([2, 2])).batch()
+    step = make_train_step(Policy(copy.deepcopy(model)), settings, base=tmp_path)
+    batch = step.planner.plan(make_groups([2, 2])).batch()
     assert batch.plan is not None
     assert batch.plan.advantages.tolist() == (2 * batch.plan.rewards).tolist()
     assert not step.run(batch, 0).skipped
@@ -223,11 +225,11 @@ def test_a_users_own_aggregation(model: PreTrainedModel, tmp_path: Path) -> None
         "def halved(lengths, groups, totals):\n    return np.full(len(lengths), 0.5 / totals.tokens)\n"
         "def short(lengths, groups, totals):\n    return np.zeros(1)\n"
     )
-    groups = groups_of([2, 2])
+    groups = make_groups([2, 2])
     policy = Policy(copy.deepcopy(model))
-    halved = gradient(step_over(policy, {"aggregation": "weights.py:halved"}, base=tmp_path), groups)
+    halved = gradient(make_train_step(policy, {"aggregation": "weights.py:halved"}, base=tmp_path), groups)
     assert torch.allclose(2 * halved, gradient(make_step(model), groups), rtol=1e-5, atol=1e-7)
-    wrong = step_over(Policy(copy.deepcopy(model)), {"aggregation": "weights.py:short"}, base=tmp_path)
+    wrong = make_train_step(Policy(copy.deepcopy(model)), {"aggregation": "weights.py:short"}, base=tmp_path)
     with pytest.raises(DataError, match="weights of the aggregation"):
         wrong.planner.plan(groups)
     with pytest.raises(ConfigError, match="did you mean 'token_mean'"):

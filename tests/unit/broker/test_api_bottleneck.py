@@ -20,8 +20,8 @@ from broker.telemetry.trajectories import choose
 from producers.generator.pause import FENCE_S
 from schemas.config import parse_config
 from schemas.messages import Heartbeat
-from tests.support.trajectories import trajectory
-from tests.unit.broker.test_api_prometheus import status
+from tests.support.run_statuses import make_status
+from tests.support.trajectories import make_trajectory
 
 BUSY = Evidence(
     state="running",
@@ -194,7 +194,7 @@ def test_pieces_make_up_the_text_and_a_split_character_is_in_its_last_token() ->
 
 
 def test_kept_samples_are_few_and_different() -> None:
-    trained = [(trajectory(0, i, completion=2 + i), float(i)) for i in range(6)]
+    trained = [(make_trajectory(0, i, completion=2 + i), float(i)) for i in range(6)]
     kept = choose(trained, step=2)
     assert [reward for _, reward in kept] == [5.0, 0.0, 2.0]
     assert choose([], 3) == []
@@ -205,7 +205,7 @@ def test_a_broker_that_is_gone_is_the_limit_and_the_last_look_stays() -> None:
         {"model": {"path": "m"}, "train": {"name": "arithmetic"}, "reward": {"terms": [{"name": "exact"}]}}
     )
     watch = StatusPoller(None, config)  # type: ignore[arg-type]
-    watch._keep(status())
+    watch._keep(make_status())
     watch._lost("no answer\nfor 5 s")
     assert (watch.latest.state, watch.latest.cause, watch.latest.step) == ("unreachable", "no answer for 5 s", 3)
     assert (watch.latest.bottleneck.limit, watch.error) == ("broker", "no answer for 5 s")

@@ -12,49 +12,16 @@ from urllib.request import urlopen
 import pytest
 import yaml
 
-from broker.api.status.collector import Collector, PlannedRun
 from broker.api.status.prometheus import render
-from broker.flow.ledger import LedgerState
 from broker.probes import SILENT_S, ProbeServer, Pulse
-from broker.telemetry.stream_lag import StreamLag
-from schemas.control_api import RunStatus
 from schemas.errors import ConfigError
+from tests.support.run_statuses import make_status
 
 FOLDER = Path(__file__).parents[3] / "deploy" / "observability"
-LEDGER = LedgerState(
-    "running",
-    False,
-    3,
-    3,
-    10,
-    2,
-    1,
-    9,
-    2,
-    0,
-    4,
-    9,
-    5,
-    1,
-    5,
-    dropped={"stale": 1},
-    failed={"no_reward": 1},
-    leader_term=1,
-)
-
-
-def status() -> RunStatus:
-    names = ("tasks", "eval_tasks", "trajectories", "scored")
-    lags = [StreamLag(name, 3, 1, 2, 10, 95.0) for name in names]
-    collector = Collector(None, PlannedRun("run"))  # type: ignore[arg-type]
-    collector.history.add({"step": 3, "reward/mean": 0.5})
-    collector._memory = 1000
-    found = collector._status(LEDGER, lags, [], [], 100.0)
-    return found.model_copy(update={"evaluation": None})
 
 
 def test_everything_that_is_asked_for_is_told() -> None:
-    text = render(status(), True, {0: 5, 3: 2}, {"wait": 0.1, "publish": 0.01, "total": 0.3}).decode()
+    text = render(make_status(), True, {0: 5, 3: 2}, {"wait": 0.1, "publish": 0.01, "total": 0.3}).decode()
     told = set(re.findall(r"^(tidemill_\w+)", text, re.MULTILINE))
     rules = yaml.safe_load((FOLDER / "alerts.yaml").read_text())["groups"][0]["rules"]
     panels = json.loads((FOLDER / "grafana.json").read_text())["panels"]
@@ -75,7 +42,7 @@ def test_mishaps_that_were_mended_are_counters() -> None:
         "commits": 8.0,
         "commit_seconds": 0.25,
     }
-    found = status().model_copy(update={"counters": told})
+    found = make_status().model_copy(update={"counters": told})
     text = render(found, True, {}, {}).decode()
     for line in (
         'tidemill_publish_total{outcome="duplicate"} 3.0',

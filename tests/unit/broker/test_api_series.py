@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from broker.api.status.series import POINTS_KEPT, ThroughputSeries
-from tests.unit.broker.test_api_prometheus import status
+from tests.support.run_statuses import make_status
 
 
 def looks(pace: ThroughputSeries, times: list[float]) -> None:
-    seen = status()
+    seen = make_status()
     for time in times:
         rates = seen.throughput.model_copy(update={"generated_tokens": time})
         pace.add(seen.model_copy(update={"time": time, "throughput": rates}))

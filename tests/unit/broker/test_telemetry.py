@@ -14,7 +14,7 @@ from broker.telemetry.streams import Events, Metrics
 from broker.telemetry.trajectories import PAGE, TrajectoryStore
 from schemas.codec import encode
 from schemas.messages import Event, Score
-from tests.support.trajectories import trajectory
+from tests.support.trajectories import make_trajectory
 
 
 @pytest.fixture
@@ -52,7 +52,7 @@ def test_figures_go_on_where_they_were_read_up_to(connection: Connection) -> Non
 def test_a_search_goes_over_pages_newest_first_and_says_whether_it_saw_all(connection: Connection) -> None:
     count = 2 * PAGE + 3
     for task in range(count):
-        connection.client.xadd(connection.keys.trajectories, {"b": encode(trajectory(task))})
+        connection.client.xadd(connection.keys.trajectories, {"b": encode(make_trajectory(task))})
     connection.client.xadd(connection.keys.trajectories, {"b": b"nonsense"})
     scored = {"t": "7", "s": "0", "b": encode(Score(reward=0.5))}
     connection.client.xadd(connection.keys.scored, scored)

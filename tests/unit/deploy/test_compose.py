@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from deploy.cli.app import app
-from tests.support.programs import program
+from tests.support.programs import find_program
 
 ROOT = Path(__file__).parents[3]
 DOCKERFILE = ROOT / "deploy" / "docker" / "Dockerfile"
@@ -52,7 +52,7 @@ def test_every_variable_has_a_default() -> None:
 
 @pytest.mark.parametrize("profile", ["cpu", "gpu", "obs"])
 def test_docker_compose_accepts_the_file(profile: str) -> None:
-    command = [program("docker-compose"), "--profile", profile, "config", "--quiet"]
+    command = [find_program("docker-compose"), "--profile", profile, "config", "--quiet"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
     assert (done.returncode, done.stderr) == (0, "")
 

@@ -15,7 +15,7 @@ import yaml
 from broker.connection.keys import GENERATORS, REWARD, Keys
 from deploy.cli.app import app
 from schemas.config import load_config
-from tests.support.programs import program
+from tests.support.programs import find_program
 
 FOLDER = Path(__file__).parents[3] / "deploy" / "kubernetes"
 PARTS = sorted(path.name for path in FOLDER.iterdir())
@@ -58,7 +58,7 @@ def test_every_file_of_a_part_is_in_its_kustomization(part: str) -> None:
 
 @pytest.mark.parametrize("part", PARTS)
 def test_every_part_renders_to_valid_objects(part: str) -> None:
-    command = [program("kubectl"), "kustomize", str(FOLDER / part)]
+    command = [find_program("kubectl"), "kustomize", str(FOLDER / part)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
     rendered = [document for document in yaml.safe_load_all(done.stdout) if document]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.support.programs import program
+from tests.support.programs import find_program
 
 FOLDER = Path(__file__).parents[3] / "deploy" / "observability"
 RULES = {rule["alert"]: rule for rule in yaml.safe_load((FOLDER / "alerts.yaml").read_text())["groups"][0]["rules"]}
@@ -59,7 +59,7 @@ CASES: list[tuple[str, Series, list[Series]]] = [
 
 
 def promtool(*words: str) -> None:
-    done = subprocess.run([program("promtool"), *words], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([find_program("promtool"), *words], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

@@ -15,7 +15,7 @@ from deploy.supervisor.supervisor import ServiceView
 from deploy.terminal.live import Picture, View, clock, plain_line, render, sparkline
 from schemas.config import parse_config
 from schemas.control_api import EvaluationStatus, RunStatus, ServiceStatus, TimelineEvent
-from tests.unit.broker.test_api_prometheus import status
+from tests.support.run_statuses import make_status
 
 
 def service(name: str, role: str, **more: Any) -> ServiceStatus:
@@ -48,7 +48,7 @@ def event(service: str, text: str, level: Any = "info") -> TimelineEvent:
 
 
 def busy() -> RunStatus:
-    quiet = status()
+    quiet = make_status()
     ledger = {"active": 158, "capacity": 160, "trained": 13184, "dropped": {"zero_variance": 120}, "failed": {}}
     return quiet.model_copy(
         update={
@@ -118,7 +118,7 @@ def test_everything_is_in_the_panel_at_80_columns() -> None:
 
 
 def test_a_run_nothing_is_known_of_can_be_drawn() -> None:
-    nothing = Picture(status().model_copy(update={"state": "starting", "step": 0, "services": []}))
+    nothing = Picture(make_status().model_copy(update={"state": "starting", "step": 0, "services": []}))
     nothing = changed(nothing, ledger=nothing.status.ledger.model_copy(update={"active": 0, "capacity": 0}))
     assert "starting" in drawn(nothing)
     assert plain_line(nothing) == "step 0/10  slots 0/0  starting"

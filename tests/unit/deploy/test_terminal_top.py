@@ -8,7 +8,7 @@ from rich.console import Console
 
 from deploy.terminal.top import page
 from schemas.control_api import RunStatus, ServiceStatus, TimelineEvent
-from tests.unit.broker.test_api_prometheus import status
+from tests.support.run_statuses import make_status
 
 
 def service(name: str, role: str, state: str = "running", live: bool = True) -> ServiceStatus:
@@ -50,7 +50,7 @@ def drawn(s: RunStatus, height: int) -> list[str]:
 
 
 def test_many_services_fit_a_terminal_and_what_is_amiss_stays() -> None:
-    lines = drawn(status().model_copy(update={"services": CROWD}), 40)
+    lines = drawn(make_status().model_copy(update={"services": CROWD}), 40)
     assert len(lines) <= 40
     text = "\n".join(lines)
     for part in (
@@ -66,13 +66,13 @@ def test_many_services_fit_a_terminal_and_what_is_amiss_stays() -> None:
 
 
 def test_few_services_are_all_there() -> None:
-    text = "\n".join(drawn(status().model_copy(update={"services": CROWD[:4]}), 30))
+    text = "\n".join(drawn(make_status().model_copy(update={"services": CROWD[:4]}), 30))
     assert "generator-2" in text
     assert "more" not in text.replace("More", "")
 
 
 def test_why_a_run_failed_is_said_besides_the_bottleneck() -> None:
-    failed = status().model_copy(update={"state": "failed", "cause": "trainer: exit code 1: out of memory"})
+    failed = make_status().model_copy(update={"state": "failed", "cause": "trainer: exit code 1: out of memory"})
     text = "\n".join(drawn(failed, 30))
     assert "trainer: exit code 1: out of memory" in text
     assert failed.bottleneck.text[:30] in text

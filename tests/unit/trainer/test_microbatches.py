@@ -14,7 +14,7 @@ from consumers.trainer.data.microbatches import Group, MicroBatch, StepPlan, Ste
 from schemas.codec import Array
 from schemas.errors import DataError
 from schemas.messages import Span, Trajectory
-from tests.support.trajectories import groups_of, trajectory
+from tests.support.trajectories import make_groups, make_trajectory
 
 
 def planned(groups: list[Group], budget: int = 64, aggregation: str = "token_mean", dp_size: int = 1) -> StepPlan:
@@ -48,7 +48,7 @@ def test_everything_per_token_is_about_the_same_token() -> None:
         completion="",
         generator="g",
     )
-    other = trajectory(task_id=4, sample=1, prompt=1, completion=1)
+    other = make_trajectory(task_id=4, sample=1, prompt=1, completion=1)
     (batch,) = built([Group(4, [(sample, 1.0), (other, 0.0)])], budget=1000)
     row = batch.sequence.tolist().index(0)
     assert batch.tokens[row].tolist() == [5, 6, 7, 8]
@@ -64,7 +64,7 @@ def test_everything_per_token_is_about_the_same_token() -> None:
 @given(sizes=st.lists(st.integers(1, 5), min_size=1, max_size=6), seed=st.integers(0, 99), budget=st.integers(8, 200))
 @example(sizes=[2, 5, 5, 5], seed=0, budget=8)
 def test_every_sample_is_in_one_micro_batch_within_the_budget(sizes: list[int], seed: int, budget: int) -> None:
-    groups = groups_of(sizes, seed)
+    groups = make_groups(sizes, seed)
     samples = [t for group in groups for t, _ in group.samples]
     whole, micro_batches = planned(groups, budget), built(groups, budget)
     rows = sorted(int(s) for micro in micro_batches for s in micro.sequence)
@@ -81,28 +81,28 @@ def test_every_sample_is_in_one_micro_batch_within_the_budget(sizes: list[int], 
 
 
 def test_a_sequence_over_the_budget_gets_a_micro_batch_of_its_own() -> None:
-    groups = [Group(0, [(trajectory(0, s, 3, length), 0.0) for s, length in enumerate([2, 40, 2])])]
+    groups = [Group(0, [(make_trajectory(0, s, 3, length), 0.0) for s, length in enumerate([2, 40, 2])])]
     assert sorted(len(m.tokens) for m in built(groups, budget=10)) == [1, 2]
 
 
 def test_samples_of_one_task_in_two_pieces_are_one_group() -> None:
     """Groups are found by task id, never by position."""
     pieces = [
-        Group(1, [(trajectory(1, 0), 1.0)]),
-        Group(2, [(trajectory(2, 0), 5.0), (trajectory(2, 1), 3.0)]),
-        Group(1, [(trajectory(1, 1), 0.0)]),
+        Group(1, [(make_trajectory(1, 0), 1.0)]),
+        Group(2, [(make_trajectory(2, 0), 5.0), (make_trajectory(2, 1), 3.0)]),
+        Group(1, [(make_trajectory(1, 1), 0.0)]),
     ]
     assert planned(pieces).advantages.tolist() == [0.5, 1.0, -1.0, -0.5]
 
 
 def test_group_of_one_trains_nothing() -> None:
-    (batch,) = built([Group(0, [(trajectory(0), 1.0)])])
+    (batch,) = built([Group(0, [(make_trajectory(0), 1.0)])])
     assert float(batch.advantages.abs().sum()) == 0.0
 
 
 def test_truncation_is_the_finish_reason_and_not_the_padding() -> None:
-    longest = trajectory(0, 0, completion=20)
-    cut = trajectory(0, 1, completion=2, finish="length")
+    longest = make_trajectory(0, 0, completion=20)
+    cut = make_trajectory(0, 1, completion=2, finish="length")
     assert planned([Group(0, [(longest, 1.0), (cut, 0.0)])]).truncated.tolist() == [False, True]
 
 
@@ -134,7 +134,7 @@ def test_samples_without_tokens_do_not_divide_by_zero(name: str) -> None:
 @given(sizes=st.lists(st.integers(1, 5), min_size=1, max_size=6), seed=st.integers(0, 99), dp_size=st.integers(1, 4))
 def test_ranks_share_a_step_whose_numbers_are_those_of_one(sizes: list[int], seed: int, dp_size: int) -> None:
     """Groups may be split over ranks: their rewards are compared before."""
-    groups = groups_of(sizes, seed)
+    groups = make_groups(sizes, seed)
     one, many = planned(groups), planned(groups, dp_size=dp_size)
     assert one.advantages.tolist() == many.advantages.tolist()
     dealt = [sample for rank in range(dp_size) for rows in many.share(rank) for sample in rows]
@@ -155,4 +155,4 @@ def test_an_advantage_function_that_breaks_its_promise_is_named() -> None:
         return rewards / 0.0 if len(rewards) else rewards
 
     with np.errstate(all="ignore"), pytest.raises(DataError, match="finite"):
-        StepPlanner(broken, AGGREGATIONS.get("token_mean"), micro_batch_tokens=64, max_tokens=7).plan(groups_of([2]))
+        StepPlanner(broken, AGGREGATIONS.get("token_mean"), micro_batch_tokens=64, max_tokens=7).plan(make_groups([2]))

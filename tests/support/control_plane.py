@@ -1,0 +1,80 @@
+"""A run's control plane in this process, and a client of it."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
+
+import uvicorn
+
+from broker.api.app import make_app
+from broker.api.routes.context import Context
+from broker.api.server import listen
+from broker.api.status.kubernetes import Deployments
+from broker.api.status.poller import StatusPoller
+from broker.api.web.sse import Hub
+from broker.client import Broker
+from schemas.config import parse_config
+
+DEADLINE_S = 20.0
+
+
+class ControlPlane:
+    """A control plane that listens, and what one asks of it."""
+
+    def __init__(self, broker: Broker, run: str, deployments: Deployments | None = None, **control: str) -> None:
+        config = parse_config(
+            {
+                "run": {"name": run},
+                "model": {"path": "nowhere"},
+                "train": {"name": "arithmetic"},
+                "reward": {"terms": [{"name": "exact"}]},
+                "control": control,
+            }
+        )
+        self.broker = broker
+        hub = Hub()
+        self.socket = listen("127.0.0.1", 0, None)
+        self.url = f"http://127.0.0.1:{self.socket.getsockname()[1]}"
+        watch = StatusPoller(broker, config, deployments)
+        app = make_app(Context(config, "control", broker, watch, hub, deployments))
+        self.server = uvicorn.Server(uvicorn.Config(app, log_config=None, timeout_graceful_shutdown=1))
+        self.hub = hub
+        self.thread = threading.Thread(target=self.server.run, args=([self.socket],), daemon=True)
+
+    def __enter__(self) -> ControlPlane:
+        self.thread.start()
+        self.wait("the first look", lambda: self.ask("GET", "/readyz")[0] == 200)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.hub.close()
+        self.server.should_exit = True
+        self.thread.join(DEADLINE_S)
+        assert not self.thread.is_alive()
+        self.socket.close()
+
+    def ask(self, method: str, path: str, body: Any = None, **headers: str) -> tuple[int, Any]:
+        data = None if body is None else json.dumps(body).encode()
+        given = {"content-type": "application/json"} | {k.replace("_", "-"): v for k, v in headers.items()}
+        request = Request(self.url + path, data, given, method=method)
+        try:
+            with urlopen(request, timeout=DEADLINE_S) as answer:
+                return answer.status, json.loads(answer.read())
+        except HTTPError as error:
+            refusal, text = error, error.read()
+        problem = json.loads(text)
+        assert refusal.headers["content-type"] == "application/problem+json"
+        assert problem["status"] == refusal.code
+        return refusal.code, problem
+
+    def wait(self, what: str, reached: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + DEADLINE_S
+        while not reached():
+            assert time.monotonic() < deadline, f"waited {DEADLINE_S} s for {what}"
+            time.sleep(0.02)

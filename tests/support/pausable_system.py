@@ -1,0 +1,160 @@
+"""Services of a run in threads of this process, to be paused: a real server, trainer and generators."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from broker.api.status.run_state import pause_status
+from broker.client import Broker
+from broker.presence import Presence
+from broker.telemetry.stream_lag import read_stream_lags
+from consumers.trainer.loop import Trainer
+from consumers.trainer.model.policy import Policy, load_model
+from consumers.trainer.step.build import build_train_step
+from producers.datasets.loading import build_dataset
+from producers.engines.base import EngineSettings
+from producers.engines.scripted import ScriptedEngine
+from producers.feeder import Feeder
+from producers.generator.service import Generator
+from schemas.config import TidemillConfig
+from schemas.lifecycle import StopFlag
+from schemas.messages import Score
+
+
+class CountingEngine(ScriptedEngine):
+    """Counts tokens as they are sampled, whatever becomes of them."""
+
+    sampled = 0
+
+    def _sample(self, *args: Any) -> Any:
+        sample = super()._sample(*args)
+        step = sample.step
+
+        def counted(*args: Any) -> None:
+            self.sampled += 1
+            step(*args)
+
+        sample.step = counted
+        return sample
+
+
+class PausableSystem:
+    """Services of one run in threads, each of which can be ended and started again."""
+
+    deadline_s = 60.0
+    """Of every wait."""
+
+    def __init__(self, config: TidemillConfig, connect: Callable[[], Broker]) -> None:
+        self.config = config
+        self.connect = connect
+        self.broker = connect()
+        self.engines: dict[str, CountingEngine] = {}
+        self.trainer: Trainer | None = None
+        self.running: dict[str, tuple[StopFlag, threading.Thread]] = {}
+        self.errors: list[BaseException] = []
+
+    def start(self, name: str, run: Callable[[StopFlag], None]) -> None:
+        stop = StopFlag()
+
+        def work() -> None:
+            try:
+                run(stop)
+            except BaseException as error:  # noqa: BLE001 -- shown by the test
+                self.errors.append(error)
+
+        thread = threading.Thread(target=work, name=name, daemon=True)
+        self.running[name] = (stop, thread)
+        thread.start()
+
+    def start_generator(self, name: str) -> None:
+        settings = EngineSettings(
+            self.config.model.path,
+            "float32",
+            64,
+            16,
+            args={"tokens": 10, "min_length": 5, "max_length": 12, "token_s": 0.005},
+        )
+        engine = self.engines[name] = CountingEngine(settings)
+        self.start(name, lambda stop: asyncio.run(Generator(self.config, name, self.connect(), engine).run(stop)))
+
+    def start_trainer(self) -> None:
+        def run(stop: StopFlag) -> None:
+            step = build_train_step(self.config, policy=Policy(load_model(self.config.model.path, "float32")))
+            self.trainer = trainer = Trainer(self.config, "trainer", self.connect(), step)
+            presence = Presence(
+                self.connect(), "trainer", "trainer", trainer.describe, acknowledged=lambda: trainer.pause.acknowledged
+            )
+            trainer.pause.changed = presence.soon
+            with presence:
+                trainer.run(stop)
+
+        self.start("trainer", run)
+
+    def start_rest(self) -> None:
+        def feed(stop: StopFlag) -> None:
+            Feeder(self.config, self.connect(), build_dataset(self.config.train, self.config.base), None).run(stop)
+
+        def reward(stop: StopFlag) -> None:
+            queue = self.connect().score_queue("reward")
+            while not stop:
+                queue.publish([(item, Score(reward=float(item.message.sample))) for item in queue.read(64, 20)])
+
+        self.start("feeder", feed)
+        self.start("reward", reward)
+
+    def start_all(self) -> None:
+        self.start_trainer()
+        self.start_rest()
+        for name in ("generator-0", "generator-1"):
+            self.start_generator(name)
+
+    def end(self, *names: str) -> None:
+        for name in names:
+            self.running[name][0].set()
+        for name in names:
+            thread = self.running.pop(name)[1]
+            thread.join(self.deadline_s)
+            assert not thread.is_alive(), f"{name} did not end"
+
+    @property
+    def tokens(self) -> int:
+        return sum(engine.sampled for engine in self.engines.values())
+
+    @property
+    def step(self) -> int:
+        return self.broker.ledger.read_state().step
+
+    def pause(self, mode: str) -> None:
+        assert self.broker.run_control.pause(mode, "test")  # type: ignore[arg-type]
+        self.wait("the pause", self.paused)
+
+    def paused(self) -> bool:
+        broker = self.broker
+        orders = broker.run_control.read()
+        if orders is None:
+            return False
+        return pause_status(
+            orders, broker.heartbeats.list(), read_stream_lags(broker.connection), broker.heartbeats.read_clock()
+        ).done
+
+    def wait(self, what: str, reached: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + self.deadline_s
+        while not reached():
+            assert not self.errors, self.errors
+            assert time.monotonic() < deadline, f"waited {self.deadline_s} s for {what}"
+            time.sleep(0.02)
+
+    def stands_still(self) -> None:
+        """Nothing is sampled and no step is taken, however long one looks."""
+        before = (self.tokens, self.step, self.trainer.progress.step if self.trainer else 0)
+        time.sleep(0.7)
+        assert (self.tokens, self.step, self.trainer.progress.step if self.trainer else 0) == before
+
+    def goes_on(self) -> None:
+        step, tokens = self.step, self.tokens
+        self.wait("tokens and steps", lambda: self.step > step + 1 and self.tokens > tokens)
+        assert self.broker.ledger.read_state().balanced
