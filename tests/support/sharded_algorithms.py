@@ -57,7 +57,10 @@ def algorithm(ranks: Ranks, model: str, reference: str, trainer: dict[str, Any])
     )
     step = build_train_step(config, ranks, policy=Policy(load_model(model, "float32")))
     batches = [make_groups([4, 1, 5, 2, 3], seed=version) for version in range(2)]
-    metrics = [step.run(step.planner.plan(groups).batch(), version).metrics for version, groups in enumerate(batches)]
+    metrics = [
+        step.run(step.planner.plan(groups).batch(ranks.dp_rank), version).metrics
+        for version, groups in enumerate(batches)
+    ]
     scored = step.preparation.reference
     critic = step.critic.critic if step.critic else None
     return {"metrics": metrics, "sharded": [all_sharded(module) for module in (step.policy, scored, critic) if module]}
