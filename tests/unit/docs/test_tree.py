@@ -12,8 +12,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
 PACKAGES = ("schemas", "broker", "producers", "consumers", "deploy")
-WIDEST = 14
-"""Modules in one folder: the files of consumers/trainer, the widest, are a run of the trainer from top to bottom."""
+WIDEST = 13
+"""Modules in one folder, its ``__init__`` not counted."""
 
 FILE_CIRCLE = {"room/first.py": "import planted.room.second", "room/second.py": "import planted.room.first"}
 FOLDER_CIRCLE = {
@@ -28,9 +28,8 @@ TYPES_ONLY = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    "
 def test_no_folder_has_more_modules_than_a_reader_keeps_in_mind() -> None:
     for package in PACKAGES:
         for folder in (ROOT / package, *(ROOT / package).rglob("*/")):
-            name = str(folder.relative_to(ROOT))
             modules = [file for file in folder.glob("*.py") if file.name != "__init__.py"]
-            assert len(modules) <= WIDEST, name
+            assert len(modules) <= WIDEST, folder
 
 
 def test_no_module_imports_the_folder_whose_init_imports_it() -> None:
