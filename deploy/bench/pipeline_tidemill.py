@@ -12,7 +12,7 @@ from typing import Any
 
 from broker.flow.pipeline import ScoredSample
 from broker.queues.consumer_group import Delivery
-from consumers.trainer.batch_source import GroupBuffer
+from consumers.trainer.group_buffer import GroupBuffer
 from deploy.bench.workload import PipelineShape, TrajectoryPool, begin, open_broker
 from schemas.errors import InfraError
 from schemas.messages import BatchRecord, GroupRef, Member, Task, Trajectory

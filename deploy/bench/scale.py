@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from broker.flow.pipeline import ScoredSample
-from consumers.trainer.batch_source import GroupBuffer
+from consumers.trainer.group_buffer import GroupBuffer
 from deploy.bench.pipeline_tidemill import CLAIM, GROUPS_AT_ONCE, REWARDS_AT_ONCE, reference
 from deploy.bench.processes import Role, RoleProcesses, ServerUsage, describe, serving
 from deploy.bench.workload import PipelineShape, TrajectoryPool, begin, open_broker

@@ -22,7 +22,7 @@ import yaml
 from broker.client import Broker
 from broker.connection.embedded import EmbeddedServer
 from broker.flow.trainer_session import TrainerSession
-from consumers.trainer.batch_source import GroupBuffer
+from consumers.trainer.group_buffer import GroupBuffer
 from deploy.bench.pipeline_tidemill import reference
 from schemas.messages import BatchRecord, Sampling, Score, Task, Trajectory
 from tests.support.changing_weights import ChangingWeights

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from broker.flow.pipeline import ScoredSample, Slot
-from consumers.trainer.batch_source import GroupBuffer
+from consumers.trainer.group_buffer import GroupBuffer
 from schemas.messages import Score
 
 

@@ -1,0 +1,66 @@
+"""Which prompt groups the next step trains on: a state machine over scored samples and slots, without I/O.
+
+With a look-ahead window W a finished group may overtake the oldest one that is not taken yet if it was admitted less
+than W admissions after it; W = 1 is strict order. A window over the list of waiting groups instead would let a slow
+group be overtaken without end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from broker.flow.pipeline import ScoredSample, Slot
+
+
+class GroupBuffer:
+    """Prompt groups that are on their way: ``add`` outcomes, ``choose`` a complete group, ``take`` it for good."""
+
+    def __init__(self, window: int) -> None:
+        self._window = window
+        self._groups: dict[int, dict[int, ScoredSample]] = {}
+        self._extra: dict[int, list[ScoredSample]] = {}
+
+    def add(self, outcome: ScoredSample) -> bool:
+        """Keep an outcome; True when it completes its group. A sample's second outcome changes nothing."""
+        group = self._groups.setdefault(outcome.task_id, {})
+        if outcome.sample in group:
+            # It is acknowledged with its group, never trained.
+            again = msgspec.structs.replace(outcome, trajectory_id=None, excluded=False)
+            self._extra.setdefault(outcome.task_id, []).append(again)
+            return False
+        group[outcome.sample] = outcome
+        return len(group) == outcome.group_size
+
+    def is_complete(self, task_id: int) -> bool:
+        """Whether every sample of the group has an outcome."""
+        group = self._groups.get(task_id)
+        return group is not None and len(group) >= next(iter(group.values())).group_size
+
+    def choose(self, active: Sequence[Slot]) -> Slot | None:
+        """The next group to take, given the slots held, in admission order; None to wait."""
+        for slot in active:
+            if slot.sequence - active[0].sequence >= self._window:
+                return None
+            if self.is_complete(slot.task_id):
+                return slot
+        return None
+
+    def take(self, task_id: int) -> list[ScoredSample]:
+        """Remove a group and return its outcomes, in sample order."""
+        group = self._groups.pop(task_id, {})
+        return [group[sample] for sample in sorted(group)] + self._extra.pop(task_id, [])
+
+    def waiting_ids(self) -> set[int]:
+        """Task ids of all groups that have an outcome and were not taken."""
+        return set(self._groups)
+
+    def describe_missing(self, active: Sequence[Slot]) -> str:
+        """A sentence for people that says what the oldest group lacks."""
+        if not active:
+            return "no prompt group is in the pipeline; is the feeder running?"
+        group = self._groups.get(active[0].task_id, {})
+        size = next(iter(group.values())).group_size if group else None
+        have = f"{len(group)} of {size} samples scored" if size else "no sample scored yet"
+        return f"the oldest prompt group, {active[0].task_id}, has {have}; are generators and reward services running?"
