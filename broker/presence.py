@@ -12,7 +12,7 @@ import redis
 import structlog
 
 from broker.client import Broker
-from broker.probes import ProbeServer, Pulse
+from broker.health import ProbeServer, Pulse
 from schemas.config import ProbesConfig
 from schemas.errors import InfraError, TidemillError
 from schemas.messages import Heartbeat

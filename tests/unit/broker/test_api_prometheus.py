@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from broker.api.status.prometheus import render
-from broker.probes import SILENT_S, ProbeServer, Pulse
+from broker.health import SILENT_S, ProbeServer, Pulse
 from schemas.errors import ConfigError
 from tests.support.run_statuses import make_status
 

@@ -1,4 +1,4 @@
-"""Probes of one service over HTTP, from a thread: /livez, /readyz, /startupz and /metrics, for whoever starts it.
+"""Health of one service over HTTP, from a thread: /livez, /readyz, /startupz and /metrics, for Kubernetes and the like.
 
 No token: they tell a state, a version and figures, nothing of the run's data.
 """
