@@ -190,9 +190,9 @@ def test_m2po_compares_the_policy_at_the_start_of_the_step_with_the_rollout_poli
     squares, kept = [], []
     for part in parts:
         mask = part.micro.mask
-        assert part.keep is not None
+        assert part.kept is not None
         squares += (logprobs_by(start, part) - part.micro.rollout_logprobs)[mask].square().tolist()
-        kept += part.keep[mask].tolist()
+        kept += part.kept[mask].tolist()
     limit = max(s for s, keep in zip(squares, kept, strict=True) if keep)
     chosen = [s for s in squares if s <= limit]
     rest = sorted(s for s in squares if s > limit)
