@@ -135,7 +135,9 @@ class PausableSystem:
     def paused(self) -> bool:
         broker = self.broker
         orders = broker.run_control.read()
-        if orders is None:
+        beating = {beat.service for beat in broker.services.list()}
+        # One that has just been started has not said yet that it obeys.
+        if orders is None or not {name for name in self.running if name not in ("feeder", "reward")} <= beating:
             return False
         return pause_status(
             orders, broker.heartbeats.list(), read_stream_lags(broker.connection), broker.heartbeats.read_clock()

@@ -62,7 +62,7 @@ def base(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def trajectory(completion: str = "46", mask: tuple[int, ...] = (0, 0, 1, 1), **data) -> Trajectory:
+def trajectory(completion: str = "46", /, mask: tuple[int, ...] = (0, 0, 1, 1), **data) -> Trajectory:
     spans = [Span(0, 0, len(mask))] if mask else []
     return Trajectory(
         run="r", task_id=0, sample=0, kind="train", tokens=Array.of(range(len(mask)), "i4"),
