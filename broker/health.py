@@ -16,7 +16,7 @@ from typing import Any
 from schemas.errors import ConfigError
 
 SILENT_S = 30.0
-"""A service whose presence thread has not come round for so long is stuck."""
+"""A service whose heartbeat thread has not come round for so long is stuck."""
 NOT_STARTED = ("loading", "starting", "replaying")
 NOT_READY = (*NOT_STARTED, "stopping")
 TIMEOUT_S = 5.0
@@ -25,7 +25,7 @@ Describe = Callable[[], tuple[str, int, dict[str, float]]]
 
 @dataclass
 class Pulse:
-    """What the presence thread knows: when it last came round, and when the broker last took a heartbeat."""
+    """What the heartbeat thread knows: when it last came round, and when the broker last took a heartbeat."""
 
     ticked: float
     beaten: float = float("-inf")

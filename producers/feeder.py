@@ -6,7 +6,7 @@ import structlog
 
 from broker.client import Broker
 from broker.flow.ledger import LedgerState
-from broker.presence import Presence
+from broker.heartbeat import HeartbeatThread
 from broker.queues.tasks import eval_task_id
 from producers.datasets.base import Dataset
 from producers.datasets.loading import build_dataset
@@ -27,7 +27,7 @@ def run_feeder(config: TidemillConfig, name: str) -> None:
     stop = StopFlag().install()
     broker = Broker.connect(config)
     feeder = Feeder(config, broker, build_dataset(config.train, config.base), _held_out(config))
-    with Presence(broker, name, "feeder", feeder.describe, probes=config.probes):
+    with HeartbeatThread(broker, name, "feeder", feeder.describe, probes=config.probes):
         feeder.run(stop)
 
 

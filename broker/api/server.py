@@ -23,7 +23,7 @@ from broker.api.status.kubernetes import Deployments
 from broker.api.status.poller import StatusPoller
 from broker.api.web.sse import Hub
 from broker.client import Broker
-from broker.presence import Presence
+from broker.heartbeat import HeartbeatThread
 from schemas.config import TidemillConfig
 from schemas.errors import ConfigError
 
@@ -62,7 +62,7 @@ def run_control(config: TidemillConfig, name: str) -> None:
     announce(config.folder, url)
     log.info("the control plane listens", url=url, token="required" if token else "not needed on this machine")
     try:
-        with Presence(broker, name, "control", lambda: ("running", -1, {"port": float(port)})):
+        with HeartbeatThread(broker, name, "control", lambda: ("running", -1, {"port": float(port)})):
             server.run(sockets=[listener])
     finally:
         withdraw(config.folder, url)

@@ -10,7 +10,7 @@ import structlog
 
 from broker.client import Broker
 from broker.connection.connection import BLOCK_MS
-from broker.presence import Presence
+from broker.heartbeat import HeartbeatThread
 from broker.queues.consumer_group import Delivery
 from broker.queues.scores import ScoreQueue
 from consumers.reward.scorer import Scorer
@@ -38,7 +38,7 @@ def run_reward(config: TidemillConfig, name: str) -> None:
     service = RewardService(broker.score_queue(name), scorer, eval_scorer, lease_s=2 * config.reward.timeout_s + 10)
     try:
         renew_s = config.reward.timeout_s / 2
-        with Presence(broker, name, "reward", service.describe, service.renew, renew_s, probes=config.probes):
+        with HeartbeatThread(broker, name, "reward", service.describe, service.renew, renew_s, probes=config.probes):
             service.run(stop)
     finally:
         scorer.close()

@@ -6,7 +6,7 @@ import structlog
 import torch
 
 from broker.client import Broker
-from broker.presence import Presence
+from broker.heartbeat import HeartbeatThread
 from consumers.trainer.distributed.ranks import Ranks
 from consumers.trainer.loop import Trainer
 from consumers.trainer.metrics.trackers import check_trackers
@@ -37,7 +37,7 @@ def run_trainer(config: TidemillConfig, name: str) -> None:
             return
         broker = Broker.connect(config)
         trainer = Trainer(config, name, broker, step)
-        presence = Presence(
+        heartbeat = HeartbeatThread(
             broker,
             name,
             "trainer",
@@ -45,6 +45,6 @@ def run_trainer(config: TidemillConfig, name: str) -> None:
             acknowledged=lambda: trainer.pause.acknowledged,
             probes=config.probes,
         )
-        trainer.pause.changed = presence.soon
-        with presence:
+        trainer.pause.changed = heartbeat.soon
+        with heartbeat:
             trainer.run(stop)

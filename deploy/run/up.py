@@ -28,7 +28,7 @@ from broker.api.web.sse import timeline_event
 from broker.client import Broker
 from broker.connection.connection import answers, find_url, open_client
 from broker.connection.embedded import EmbeddedServer
-from broker.presence import Presence
+from broker.heartbeat import HeartbeatThread
 from broker.telemetry.streams import StoredEvent
 from deploy.logs import configure_logging
 from deploy.offline.warm_start import is_current
@@ -118,7 +118,7 @@ class _Run:
         commands.begin({"generator": self.config.generator.replicas, "reward": self.config.reward.replicas})
         with (
             self.timeline.to(broker),
-            Presence(broker, "supervisor", "supervisor", commands.describe),
+            HeartbeatThread(broker, "supervisor", "supervisor", commands.describe),
             self._watch(broker) as watch,
         ):
             with self._phase("training"), View(self.console) as self.view:

@@ -1,6 +1,6 @@
 """The watchdog that ends the process of a hung engine, so that the supervisor restarts it and its work is taken up.
 
-It has a thread of its own: a hung engine may hold up the event loop, too, while the presence thread renews the leases
+It has a thread of its own: a hung engine may hold up the event loop, too, while the heartbeat thread renews the leases
 of what will never be done.
 """
 

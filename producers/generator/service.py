@@ -8,7 +8,7 @@ import time
 import structlog
 
 from broker.client import Broker
-from broker.presence import Presence
+from broker.heartbeat import HeartbeatThread
 from producers.engines.base import Engine, EngineSettings
 from producers.engines.factory import make_engine
 from producers.engines.sampling import check_sampling
@@ -63,7 +63,7 @@ class Generator:
         self._updates = WeightUpdater(config, name, broker, engine, config.folder / "cache" / name, self._pause)
         self._task_loop = TaskLoop(GeneratorContext.create(config, name, broker, engine, self._pause, self._updates))
         renew_s = config.generator.lease_s / 3
-        self._presence = Presence(
+        self._heartbeat = HeartbeatThread(
             broker,
             name,
             "generator",
@@ -78,7 +78,7 @@ class Generator:
 
     async def run(self, stop: StopFlag) -> None:
         """Start the engine, work, hand back what is unfinished, close."""
-        with self._presence:
+        with self._heartbeat:
             async with asyncio.TaskGroup() as group:
                 # Orders are followed from the start: an engine takes long to load, and must not begin in a pause.
                 group.create_task(self._pause.run(stop))
@@ -101,7 +101,7 @@ class Generator:
             stop.set()
 
     def _acknowledge(self) -> None:
-        self._presence.soon()
+        self._heartbeat.soon()
 
     async def _work(self, stop: StopFlag) -> None:
         async with asyncio.TaskGroup() as group:

@@ -85,7 +85,7 @@ class TaskLoop:
         return self._context.pause.control.concurrency or self._config.generator.max_samples
 
     def renew(self) -> None:
-        """Keep the leases of what is in progress; called from the presence thread."""
+        """Keep the leases of what is in progress; called from the heartbeat thread."""
         self._queue.renew_leases()
 
     async def run(self, stop: StopFlag) -> None:

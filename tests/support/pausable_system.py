@@ -10,7 +10,7 @@ from typing import Any
 
 from broker.api.status.run_state import pause_status
 from broker.client import Broker
-from broker.presence import Presence
+from broker.heartbeat import HeartbeatThread
 from broker.telemetry.stream_lag import read_stream_lags
 from consumers.trainer.loop import Trainer
 from consumers.trainer.model.policy import Policy, load_model
@@ -85,11 +85,11 @@ class PausableSystem:
         def run(stop: StopFlag) -> None:
             step = build_train_step(self.config, policy=Policy(load_model(self.config.model.path, "float32")))
             self.trainer = trainer = Trainer(self.config, "trainer", self.connect(), step)
-            presence = Presence(
+            heartbeat = HeartbeatThread(
                 self.connect(), "trainer", "trainer", trainer.describe, acknowledged=lambda: trainer.pause.acknowledged
             )
-            trainer.pause.changed = presence.soon
-            with presence:
+            trainer.pause.changed = heartbeat.soon
+            with heartbeat:
                 trainer.run(stop)
 
         self.start("trainer", run)

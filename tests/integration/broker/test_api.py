@@ -9,7 +9,7 @@ from urllib.request import Request, urlopen
 import pytest
 
 from broker.client import Broker
-from broker.presence import Presence
+from broker.heartbeat import HeartbeatThread
 from schemas.control_api import RunStatus
 from schemas.messages import Event, Heartbeat, Score
 from tests.support.control_plane import DEADLINE_S, ControlPlane
@@ -71,7 +71,7 @@ def test_scale_and_stop_are_refused_where_nobody_could_obey(api: ControlPlane) -
     assert status == 409
     assert "kubectl scale deployment generator --replicas=3" in problem["detail"]
     assert api.ask("POST", "/v1/stop")[0] == 409
-    with Presence(api.broker, "up", "supervisor", lambda: ("running", -1, {})):
+    with HeartbeatThread(api.broker, "up", "supervisor", lambda: ("running", -1, {})):
         api.wait("the supervisor", lambda: api.ask("GET", "/v1/status")[1]["scaling"]["possible"])
         assert api.ask("POST", "/v1/scale", {"role": "generator", "replicas": 3})[1]["changed"]
         assert api.ask("POST", "/v1/scale", {"role": "trainer", "replicas": 3})[0] == 422

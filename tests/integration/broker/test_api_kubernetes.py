@@ -13,7 +13,7 @@ import pytest
 from broker.api.status.kubernetes import Deployments
 from broker.api.web.problems import Refusal
 from broker.client import Broker
-from broker.presence import Presence
+from broker.heartbeat import HeartbeatThread
 from schemas.errors import InfraError
 from tests.support.control_plane import ControlPlane
 from tests.support.fake_kubernetes import NAMESPACE, FakeKubernetes
@@ -146,7 +146,7 @@ def test_the_control_plane_scales_the_deployment_and_says_who_ordered_it(
 
 
 def test_a_supervisor_comes_first_and_a_lost_api_server_is_said(api: ControlPlane, cluster: FakeKubernetes) -> None:
-    with Presence(api.broker, "up", "supervisor", lambda: ("running", -1, {})):
+    with HeartbeatThread(api.broker, "up", "supervisor", lambda: ("running", -1, {})):
         api.wait("the supervisor", lambda: api.ask("GET", "/v1/status")[1]["scaling"]["by"] == "supervisor")
         assert api.ask("POST", "/v1/scale", {"role": "generator", "replicas": 3})[1]["changed"]
     assert cluster.replicas["generator"] == 4

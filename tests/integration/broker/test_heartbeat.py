@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from broker.client import Broker
-from broker.presence import Presence
+from broker.heartbeat import HeartbeatThread
 
 pytestmark = pytest.mark.integration
 
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.integration
 def test_leases_are_renewed_while_no_sign_of_life_can_be_sent(broker: Broker) -> None:
     broker.connection.client.set(broker.connection.keys.services, "hello")
     renewed = threading.Semaphore(0)
-    with Presence(broker, "g", "generator", lambda: ("running", 0, {}), renewed.release, renew_s=0.01):
+    with HeartbeatThread(broker, "g", "generator", lambda: ("running", 0, {}), renewed.release, renew_s=0.01):
         for _ in range(2):
             assert renewed.acquire(timeout=10)
         broker.connection.client.delete(broker.connection.keys.services)
@@ -32,7 +32,7 @@ def test_a_service_ends_though_it_cannot_sign_off(broker: Broker) -> None:
     ended = threading.Event()
 
     def live() -> None:
-        with Presence(broker, "g", "generator", lambda: ("running", 0, {})):
+        with HeartbeatThread(broker, "g", "generator", lambda: ("running", 0, {})):
             pass
         ended.set()
 

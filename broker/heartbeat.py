@@ -1,4 +1,4 @@
-"""A service's sign of life and its leases, from a thread that a busy main loop can't block."""
+"""A service's heartbeat and the renewal of its leases, from a thread that a busy main loop can't block."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BEAT_S = 1.0
 log = structlog.get_logger()
 
 
-class Presence:
+class HeartbeatThread:
     """Context manager: beats every second, renews leases every ``renew_s``, leaves at the end.
 
     ``describe`` gives (state, weight version, figures), ``acknowledged`` the numbers of orders that were followed;
@@ -46,15 +46,15 @@ class Presence:
         self._describe = describe
         self._renew = renew
         self._renew_s = renew_s
-        self._obeyed = acknowledged
+        self._acknowledged = acknowledged
         self._probes = probes
         self._server: ProbeServer | None = None
         self._pulse = Pulse(time.monotonic())
         self._stop = threading.Event()
         self._wake = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="presence", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
 
-    def __enter__(self) -> Presence:
+    def __enter__(self) -> HeartbeatThread:
         if self._probes is not None and self._probes.port is not None:
             self._server = ProbeServer(self._probes.host, self._probes.port, self._describe, self._pulse)
         self._thread.start()
@@ -105,6 +105,6 @@ class Presence:
                 state=state,
                 version=version,
                 figures=figures,
-                acknowledged=dict(self._obeyed()),
+                acknowledged=dict(self._acknowledged()),
             )
         )
