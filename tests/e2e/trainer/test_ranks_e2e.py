@@ -75,7 +75,7 @@ def test_ranks_outlast_a_pause_and_any_may_be_killed_and_nothing_is_lost_or_trai
         other = rank(run, 1 - victim)
         assert other is not None
         process.kill()
-        other.wait_for_scores(30)
+        other.wait(30)
     summary = run.finish(900)
     assert run.steps() == STEPS
     samples = trained_samples(run)
