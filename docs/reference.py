@@ -63,7 +63,7 @@ KEY_NOTES = {
     "trajectories": "stream, consumer group `reward`: finished samples",
     "scored": "stream, consumer group `trainer`: outcomes of samples",
     "dead": "stream, 1,000 entries: dead letters",
-    "redo": "sorted set: tasks that are admitted again before the cursor goes on",
+    "readmit": "sorted set: tasks that are admitted again before the cursor goes on",
     "failed": "sorted set, 10,000 entries: groups that failed, which may be requeued",
     "journal": "hash: step to the record of what it trains on, until a checkpoint covers it",
     "evals": "hash: VERSION:FIELD of each evaluation",

@@ -1,5 +1,5 @@
-"""What crosses a process boundary: messages, their codec, the configuration.
+"""Messages, their codec and the configuration: all that crosses a process boundary.
 
-Imports nothing of ours and neither torch nor vllm, so that a control or feeder
-process starts in well under a second.
+This package imports no other of ours, and neither torch nor vllm, so that a control or feeder process starts in well
+under a second.
 """

@@ -29,7 +29,7 @@ _SIZES = {name: dtype.itemsize for name, dtype in _DTYPES.items()}
 
 
 class BadMessage(DataError):
-    """Bytes that are not a valid message; ``str(error)`` names field and reason."""
+    """Error for bytes that are not a valid message; ``str(error)`` names field and reason."""
 
 
 class Array(msgspec.Struct, frozen=True, gc=False):
@@ -86,7 +86,7 @@ class _Header(msgspec.Struct):
 M = TypeVar("M", bound=Message)
 _encoder = msgspec.msgpack.Encoder()
 _decoders: dict[type, tuple[msgspec.msgpack.Decoder[Any], bytes]] = {}
-"""For each kind of message, and what ``encode`` begins it with after one or three bytes: type and schema."""
+"""The decoder of each kind of message, and its bytes of type and schema, which ``encode`` puts after one or three."""
 
 
 def encode(message: Message, max_bytes: int = DEFAULT_MAX_BYTES) -> bytes:

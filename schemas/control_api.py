@@ -1,4 +1,4 @@
-"""Every answer of the control plane, as types: what its routes return, its OpenAPI document and its clients say.
+"""The control plane's requests and answers as types, which its routes, its OpenAPI document and its clients share.
 
 Times are Unix seconds, durations seconds, rates per second; a figure that is not known yet is null, never a guess.
 """
@@ -22,7 +22,7 @@ RunState = Literal[
     "failed",
     "unreachable",
 ]
-"""unreachable: the broker does not answer, and everything else is as it was at ``time``."""
+"""States of a run. unreachable: the broker does not answer, and everything else is as it was at ``time``."""
 PauseMode = Literal["none", "freeze", "drain"]
 Limit = Literal["nothing", "prompts", "staleness", "generation", "reward", "training", "weights", "paused", "broker"]
 Level = Literal["info", "warning", "error"]
@@ -35,66 +35,74 @@ class Answer(BaseModel):
 
 
 class Problem(BaseModel):
-    """RFC 9457: what went wrong, as ``application/problem+json``."""
+    """An error as RFC 9457 wants it: ``application/problem+json``."""
 
     type: str = Field(description="Kind of the problem, a URI reference that stays the same.")
     title: str = Field(description="The kind in words.")
     status: int = Field(description="The HTTP status.")
-    detail: str = Field(description="This one: what is wrong and what to do.")
+    detail: str = Field(description="What is wrong here, and what to do.")
     instance: str = Field(description="The path that was asked.")
 
 
 class ServiceStatus(Answer):
-    """One service, by its last heartbeat."""
+    """A service, as its last heartbeat describes it."""
 
     name: str
     role: str = Field(description="feeder, generator, reward, trainer, control or supervisor.")
     host: str
     pid: int
-    state: str = Field(description="In the service's own words: loading, running, paused, stopping; or lost.")
-    version: int | None = Field(description="Its weight version; null where it has none.")
-    silent_s: float = Field(description="Since its last heartbeat; it sends one a second.")
-    live: bool = Field(description="Whether it was heard of lately; a silent one is not waited for.")
-    paused: bool = Field(description="Whether it has acknowledged the present pause.")
+    state: str = Field(
+        description="Reported by the service: loading, running, paused, stopping and others; lost: it is silent."
+    )
+    version: int | None = Field(description="Weight version of the service; null for a service without weights.")
+    silent_s: float = Field(description="Seconds since the last heartbeat; a service sends one each second.")
+    live: bool = Field(
+        description="Whether the last heartbeat is recent; nothing waits for a service that is not live."
+    )
+    paused: bool = Field(description="Whether the service has acknowledged the present pause.")
     tokens_per_s: float = Field(description="Generated or trained; 0 for the others.")
-    load: float | None = Field(description="0 to 1: share of what it can have in flight; null where that is unknown.")
-    acknowledged: dict[str, int] = Field(description="Number of the newest order of each kind that it has followed.")
-    figures: dict[str, float] = Field(description="Whatever else it tells of itself.")
+    load: float | None = Field(
+        description="Samples in flight as a share of the most there can be, 0 to 1; null if unknown."
+    )
+    acknowledged: dict[str, int] = Field(
+        description="Number of the newest order that the service has followed, by kind of order."
+    )
+    figures: dict[str, float] = Field(description="All other figures of the heartbeat, by name.")
 
 
 class Services(Answer):
-    """GET /v1/services."""
+    """Answer to GET /v1/services."""
 
     time: float
     services: list[ServiceStatus] = Field(description="By role, then by name.")
 
 
 class StreamStatus(Answer):
-    """One hop of the pipeline."""
+    """A stream of the pipeline, through which work passes from one kind of service to the next."""
 
     name: Literal["tasks", "eval_tasks", "trajectories", "scored"]
-    length: int = Field(description="Entries in the broker; bodies stay until a checkpoint covers them.")
+    length: int = Field(description="Entries in the broker; an entry stays until a checkpoint covers it.")
     waiting: int = Field(description="Entries that nobody has read.")
-    pending: int = Field(description="Entries that were read and are not done.")
-    oldest_s: float | None = Field(description="Age of the oldest entry that waits or is pending.")
-    rate: float | None = Field(description="Entries that come in, a second.")
+    pending: int = Field(description="Entries that were read and are not acknowledged.")
+    oldest_s: float | None = Field(description="Age of the oldest waiting or pending entry, seconds.")
+    rate: float | None = Field(description="New entries per second.")
 
 
 class PauseStatus(Answer):
-    """The pause that is asked for, and who has not followed yet."""
+    """The pause that is ordered, and the services that have not followed yet."""
 
     mode: PauseMode
-    id: int = Field(description="Counts pauses and resumes.")
+    id: int = Field(description="Number of the order; pauses and resumes are counted together.")
     by: str
     since: float | None
     done: bool = Field(
         description="freeze: every live generator and the trainer have stopped. drain: all that was admitted is done."
     )
-    waiting_for: list[str] = Field(description="Services (freeze) or streams (drain) that are not there yet.")
+    waiting_for: list[str] = Field(description="Services (freeze) or streams (drain) that the pause still waits for.")
 
 
 class Bottleneck(Answer):
-    """What limits the run now, in words, with the figures that say so."""
+    """The bottleneck of the run now, in words, with the figures that show it."""
 
     limit: Limit
     text: str
@@ -107,12 +115,12 @@ class Staleness(Answer):
     bound: int
     mean: float | None
     max: int | None
-    histogram: dict[str, int] = Field(description="Age to loss tokens, over the last steps.")
-    steps: int = Field(description="How many steps that is.")
+    histogram: dict[str, int] = Field(description="Number of loss tokens by age, over the last steps.")
+    steps: int = Field(description="Number of steps that these figures are of.")
 
 
 class Throughput(Answer):
-    """Rates, a second."""
+    """Rates of the run, per second unless the name says otherwise."""
 
     generated_tokens: float
     trained_tokens: float
@@ -124,19 +132,19 @@ class Throughput(Answer):
 
 
 class LedgerStatus(Answer):
-    """Where every prompt group is: admitted = active + trained + dropped + failed."""
+    """Counts of prompt groups by what became of them: admitted = active + trained + dropped + failed."""
 
     balanced: bool
     admitted: int
     active: int
     capacity: int
     trained: int
-    dropped: dict[str, int] = Field(description="By reason.")
-    failed: dict[str, int] = Field(description="By reason.")
-    redo: int = Field(description="Groups that are to be admitted again.")
-    cursor: int = Field(description="The next prompt.")
-    live_groups: int = Field(description="Groups that the broker holds data of.")
-    live_bound: int
+    dropped: dict[str, int] = Field(description="Number of dropped groups by reason.")
+    failed: dict[str, int] = Field(description="Number of failed groups by reason.")
+    readmit: int = Field(description="Groups that wait to be admitted again.")
+    cursor: int = Field(description="Position of the next prompt in the order of admission.")
+    live_groups: int = Field(description="Groups of which the broker holds data.")
+    live_bound: int = Field(description="Upper bound on live_groups.")
     uncommitted_steps: int = Field(description="Steps that no checkpoint covers yet.")
     samples_published: int
     samples_trained: int
@@ -146,7 +154,7 @@ class LedgerStatus(Answer):
 
 
 class EvaluationStatus(Answer):
-    """One evaluation on held-out prompts. mean: reward of those that are scored."""
+    """An evaluation on held-out prompts. mean: mean reward of the scored samples."""
 
     version: int
     n: int
@@ -154,27 +162,27 @@ class EvaluationStatus(Answer):
     failed: int
     complete: bool
     mean: float | None
-    off: int = Field(description="Samples with tokens of other weights than this version's, as none had it any more.")
+    off_version: int = Field(description="Samples with tokens of another version: no generator had this one any more.")
     time: float | None
 
 
 class Evaluations(Answer):
-    """GET /v1/evaluations, by version."""
+    """Answer to GET /v1/evaluations, by version."""
 
     evaluations: list[EvaluationStatus]
 
 
 class Settings(Answer):
-    """What can be changed while the run goes on; null where there is no such bound yet."""
+    """Settings that can be changed while the run goes on; null: there is no such bound."""
 
     staleness: int
     batch: int
-    concurrency: int | None = Field(description="Samples in flight in one generator; null: generator.max_samples.")
-    changed: list[str] = Field(description="Those that differ from the configuration by order.")
+    concurrency: int | None = Field(description="Most samples in flight in one generator; null: generator.max_samples.")
+    changed: list[str] = Field(description="Names of the settings that an order has changed.")
 
 
 class SettingsChange(Answer):
-    """Body of PATCH /v1/settings: what is absent stays, null goes back to the configuration's."""
+    """Body of PATCH /v1/settings: an absent setting stays, null restores the configured value."""
 
     staleness: int | None = Field(None, ge=0, le=1000)
     batch: int | None = Field(None, ge=1, le=1_000_000)
@@ -182,30 +190,34 @@ class SettingsChange(Answer):
 
 
 class Scaling(Answer):
-    """What can be started and stopped by order; empty where nobody takes one."""
+    """Replicas of services, and whether an order can change their number."""
 
     possible: bool
-    by: Literal["supervisor", "kubernetes", "nobody"] = Field(description="Who starts and stops replicas.")
-    replicas: dict[str, int] = Field(description="Replicas that are asked for, by role.")
-    refusal: str = Field(description="Why it is not possible and what to do instead; empty if it is.")
+    by: Literal["supervisor", "kubernetes", "nobody"] = Field(
+        description="The component that starts and stops replicas."
+    )
+    replicas: dict[str, int] = Field(
+        description="Number of replicas that there are to be, by role; empty if not possible."
+    )
+    refusal: str = Field(description="Why scaling is not possible, and what to do instead; empty if it is.")
 
 
 class RunStatus(Answer):
-    """GET /v1/status, and the data of the SSE event ``status``."""
+    """Answer to GET /v1/status, and the data of the SSE event ``status``."""
 
     run: str
     state: RunState
-    cause: str = Field(description="Why it is failed or unreachable, or what it waits for; else empty.")
-    time: float = Field(description="When this was read.")
+    cause: str = Field(description="Why the run has failed or is unreachable, or what it waits for; else empty.")
+    time: float = Field(description="When the status was read.")
     started: float | None
     elapsed_s: float
-    remaining_s: float | None = Field(description="At the pace of the last steps.")
+    remaining_s: float | None = Field(description="Estimated from the time that the last steps took.")
     step: int
     steps: int
     version: int
-    leader_term: int = Field(description="Counts trainers that took over.")
-    reward: float | None = Field(description="Mean of the last step.")
-    evaluation: EvaluationStatus | None = Field(description="The newest complete one.")
+    leader_term: int = Field(description="Number of trainers that took over, one after another.")
+    reward: float | None = Field(description="Mean reward of the last step.")
+    evaluation: EvaluationStatus | None = Field(description="The newest complete evaluation.")
     pause: PauseStatus
     bottleneck: Bottleneck
     throughput: Throughput
@@ -217,31 +229,35 @@ class RunStatus(Answer):
     scaling: Scaling
     dead_letters: int
     counters: dict[str, float] = Field(
-        description="Mishaps that were mended: leases_expired:GROUP, duplicate:STAGE, closed, fenced; and commits with"
+        description="Faults that were mended: leases_expired:GROUP, duplicate:STAGE, closed, fenced; and commits with"
         " their commit_seconds."
     )
-    memory_bytes: int | None = Field(description="Of the run in the broker.")
+    memory_bytes: int | None = Field(description="Memory that the run takes in the broker.")
 
 
 class MetricsHistory(Answer):
-    """GET /v1/metrics-history, and the data of the SSE event ``metrics``: columns, as charts want them."""
+    """Answer to GET /v1/metrics-history, and the data of the SSE event ``metrics``: columns, ready for charts."""
 
-    step: list[int] = Field(description="Rising; a step that was trained again is there once, as it was last.")
-    series: dict[str, list[float | None]] = Field(description="By name, each as long as ``step``.")
-    staleness: list[dict[str, int]] = Field(description="Histogram of each step: age to loss tokens.")
-    names: list[str] = Field(description="All series that there are, also those not asked for.")
+    step: list[int] = Field(
+        description="Numbers of steps, rising; of a step that was trained again, the last time counts."
+    )
+    series: dict[str, list[float | None]] = Field(
+        description="Values by name of the series, each list as long as ``step``."
+    )
+    staleness: list[dict[str, int]] = Field(description="Number of loss tokens by age, for each step.")
+    names: list[str] = Field(description="Names of all series, also of those that were not requested.")
 
 
 class ThroughputHistory(Answer):
-    """GET /v1/throughput-history: the last quarter of an hour, one point a second, columns of the same length."""
+    """Answer to GET /v1/throughput-history: the last 15 minutes, one point a second, columns of equal length."""
 
     time: list[float] = Field(description="Rising, Unix seconds.")
-    generated_tokens: list[float] = Field(description="A second.")
-    trained_tokens: list[float] = Field(description="A second.")
+    generated_tokens: list[float] = Field(description="Per second.")
+    trained_tokens: list[float] = Field(description="Per second.")
 
 
 class TimelineEvent(Answer):
-    """One event, and the data of the SSE event ``event``. ``id`` is what Last-Event-ID takes."""
+    """An event of the timeline, and the data of the SSE event ``event``. Last-Event-ID takes its ``id``."""
 
     id: str
     time: float
@@ -253,43 +269,43 @@ class TimelineEvent(Answer):
 
 
 class Timeline(Answer):
-    """GET /v1/timeline, oldest first."""
+    """Answer to GET /v1/timeline, oldest first."""
 
     events: list[TimelineEvent]
 
 
 class TrajectoryHead(Answer):
-    """One trajectory in a list."""
+    """A trajectory as a list shows it."""
 
     task_id: int
     sample: int
     kind: Literal["train", "eval"]
     state: Literal["generated", "scored", "trained"] = Field(
-        description="trained: it is kept for reading; the pipeline has forgotten it."
+        description="trained: a copy kept for reading, which has left the pipeline."
     )
-    step: int | None = Field(description="The step that trained it.")
+    step: int | None = Field(description="The step that trained on it; null before.")
     reward: float | None
     score_status: Literal["ok", "error", "timeout"] | None
     oldest_version: int | None
     newest_version: int | None
     finish: Literal["stop", "length", "abort"]
-    tokens: int = Field(description="Of the completion: those that the policy generated.")
+    tokens: int = Field(description="Tokens that the policy generated.")
     generator: str
-    time: float = Field(description="When it was published, or trained.")
-    prompt: str = Field(description="Its first 200 characters.")
-    completion: str = Field(description="Its first 200 characters.")
+    time: float = Field(description="When the sample was published, or trained.")
+    prompt: str = Field(description="First 200 characters of the prompt.")
+    completion: str = Field(description="First 200 characters of the completion.")
 
 
 class Trajectories(Answer):
-    """GET /v1/trajectories, newest first."""
+    """Answer to GET /v1/trajectories, newest first."""
 
     trajectories: list[TrajectoryHead]
-    examined: int = Field(description="How many were looked through; a search is bounded.")
-    complete: bool = Field(description="Whether all that are kept were looked through.")
+    examined: int = Field(description="Number of trajectories that the search read; it is bounded.")
+    complete: bool = Field(description="Whether the search read all that are kept.")
 
 
 class TurnRange(Answer):
-    """Tokens [start, end) are one turn."""
+    """A turn of a conversation: tokens [start, end)."""
 
     role: str
     start: int
@@ -297,25 +313,25 @@ class TurnRange(Answer):
 
 
 class TokenTable(Answer):
-    """One entry a token, prompt and completion together."""
+    """Columns with an entry for each token, prompt and completion together."""
 
     id: list[int]
     text: list[str] | None = Field(
-        description="The pieces make up the text; a character of several tokens is in the last of them."
-        " null where the tokenizer is not at hand."
+        description="Text that each token adds; a character of several tokens is in the last of them."
+        " null where the tokenizer is not available."
     )
-    logprob: list[float | None] = Field(description="Natural log, after temperature; null where the mask is 0.")
-    version: list[int | None] = Field(description="The weights that sampled it; null where the mask is 0.")
-    mask: list[int] = Field(description="1 where the policy generated it, and it is trained on.")
+    logprob: list[float | None] = Field(description="Natural logarithm, after temperature; null where the mask is 0.")
+    version: list[int | None] = Field(description="Weight version that sampled the token; null where the mask is 0.")
+    mask: list[int] = Field(description="1 for tokens that the policy generated and is trained on.")
 
 
 class TrajectoryDetail(TrajectoryHead):
-    """GET /v1/trajectories/{task_id}/{sample}: one in full."""
+    """Answer to GET /v1/trajectories/{task_id}/{sample}: a trajectory in full."""
 
     full_prompt: str
     full_completion: str
     seconds: float
-    components: dict[str, float] = Field(description="Terms of the reward.")
+    components: dict[str, float] = Field(description="Terms of the reward by name.")
     score_reason: str
     turns: list[TurnRange]
     token_table: TokenTable
@@ -323,7 +339,7 @@ class TrajectoryDetail(TrajectoryHead):
 
 
 class LetterHead(Answer):
-    """One dead letter in a list."""
+    """A dead letter as a list shows it."""
 
     id: str
     time: float
@@ -336,27 +352,27 @@ class LetterHead(Answer):
 
 
 class DeadLetters(Answer):
-    """GET /v1/dead-letters, newest first."""
+    """Answer to GET /v1/dead-letters, newest first."""
 
     letters: list[LetterHead]
-    total: int = Field(description="All that there ever were; the newest are kept.")
+    total: int = Field(description="Number of all dead letters so far; only the newest are kept.")
 
 
 class LetterDetail(LetterHead):
-    """One dead letter whole. payload: decoded where it is MessagePack, else hexadecimal digits."""
+    """A dead letter in full. payload: decoded where it is MessagePack, else hexadecimal digits."""
 
     payload: Any
 
 
 class PauseRequest(Answer):
-    """Body of POST /v1/pause. wait_s: how long to wait until it is done; the answer says whether it is."""
+    """Body of POST /v1/pause. wait_s: seconds to wait until the pause is done; the answer says whether it is."""
 
     mode: Literal["freeze", "drain"] = "freeze"
     wait_s: float = Field(0.0, ge=0, le=300)
 
 
 class WaitRequest(Answer):
-    """Body of POST /v1/resume, drain and checkpoint. wait_s: how long to wait until it is done."""
+    """Body of POST /v1/resume, drain and checkpoint. wait_s: seconds to wait until the order is done."""
 
     wait_s: float = Field(0.0, ge=0, le=300)
 
@@ -372,15 +388,15 @@ class Accepted(Answer):
     """Answer to an order."""
 
     order: Literal["pause", "resume", "drain", "stop", "checkpoint", "scale", "requeue", "drop"]
-    changed: bool = Field(description="False when it was so already.")
-    done: bool = Field(description="Whether all services have followed; ``/v1/status`` says when they have.")
+    changed: bool = Field(description="False if the order changed nothing.")
+    done: bool = Field(description="Whether all services have followed; if not, ``/v1/status`` says when they have.")
     waiting_for: list[str]
     state: RunState
     text: str
 
 
 class Health(Answer):
-    """Probes: /livez, /readyz and /startupz."""
+    """Answer to the probes /livez, /readyz and /startupz."""
 
     ok: bool
     text: str

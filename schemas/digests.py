@@ -21,7 +21,7 @@ from blake3 import blake3
 from schemas.errors import DataError, InfraError
 
 CHUNK_BYTES = 1024 * 1024
-"""Larger ones cost the server twice the time, and keep it from its other clients for as long."""
+"""Larger chunks cost the server twice the time, and keep it from its other clients for as long."""
 
 SHARE = 16
 """Chunks that a thread hashes at a time."""
@@ -29,19 +29,19 @@ THREADS = min(4, os.cpu_count() or 1)
 
 
 def digest(data: bytes | memoryview) -> str:
-    """BLAKE3, 128 bits as 32 hex digits."""
+    """Return the BLAKE3 digest of ``data``: 128 bits as 32 hex digits."""
     return blake3(data).hexdigest(length=16)
 
 
 def chunks(file: Path) -> Iterator[bytes]:
-    """The file in pieces of 1 MB."""
+    """Yield a file in chunks of 1 MB, the last one shorter."""
     with file.open("rb") as stream:
         while chunk := stream.read(CHUNK_BYTES):
             yield chunk
 
 
 def chunk_digests(file: Path) -> list[str]:
-    """The digest of each 1 MB chunk, by as many threads as pay."""
+    """Return the digest of each 1 MB chunk of a file, computed by up to THREADS threads. OSError: it can't be read."""
     size = file.stat().st_size
     count = -(-size // CHUNK_BYTES)
     shares = range(0, count, SHARE)
@@ -66,12 +66,12 @@ def _hash_share(file: Path, first: int) -> list[str]:
 
 
 def state_digest(chunk_digests: Sequence[str]) -> str:
-    """One digest of a whole state from those of its chunks."""
+    """Return the digest of a whole state, from the digests of its chunks."""
     return digest("".join(chunk_digests).encode())
 
 
 def verify(what: str, found: Sequence[str], expected: Sequence[str]) -> None:
-    """InfraError names the first chunk of ``what`` that is not what the trainer published."""
+    """Compare digests of chunks; InfraError names the first chunk of ``what`` that differs from what was published."""
     for index, (ours, theirs) in enumerate(zip(found, expected, strict=False)):
         if ours != theirs:
             raise InfraError(f"{what}: chunk {index} is damaged")
@@ -85,13 +85,16 @@ _MAX_HEADER = 100_000_000
 
 
 def base_digest(folder: Path) -> str:
-    """32 hex digits, the same however the tensors are spread over files. DataError: no safetensors files to read."""
+    """Return a model folder's digest, 32 hex digits, the same however its tensors are spread over files.
+
+    DataError when there is no safetensors file, or one can't be read.
+    """
     found = dict(item for file in _files(folder) for item in _tensors(file))
     return digest("\n".join(f"{name} {found[name]}" for name in sorted(found)).encode())
 
 
 def _files(folder: Path) -> list[Path]:
-    """Those that transformers loads; a folder may hold the same weights once more in another layout."""
+    """List the files that transformers loads; a folder may hold the same weights once more in another layout."""
     index = folder / "model.safetensors.index.json"
     try:
         if index.is_file():
@@ -106,7 +109,7 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _tensors(file: Path) -> Iterator[tuple[str, str]]:
-    """Of each tensor its name, and type, shape and a digest of its first bytes."""
+    """Yield each tensor's name with its type, shape and a digest of its first bytes."""
     try:
         with file.open("rb") as stream:
             size = struct.unpack("<Q", stream.read(8))[0]

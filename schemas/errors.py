@@ -1,8 +1,6 @@
-"""The error types that decide what happens to work: elsewhere, dead letter, or stop.
+"""Error types, which decide what happens to work (elsewhere, dead letter, or stop), and a service's exit codes.
 
-Every service handles exactly these; anything else is a bug and ends the process.
-
-Exit codes of a service, and which of them a restart cannot mend.
+Every service handles exactly these errors; any other is a bug and ends the process.
 """
 
 from __future__ import annotations
@@ -33,7 +31,7 @@ class BrokerDamaged(BrokerLost):
 
 
 class DataError(TidemillError):
-    """This piece of work can never succeed: it goes to the dead-letter stream with this reason."""
+    """A piece of work can never succeed: it goes to the dead-letter stream with this reason."""
 
 
 class RefusedError(TidemillError):
@@ -41,7 +39,7 @@ class RefusedError(TidemillError):
 
 
 class FencedError(TidemillError):
-    """A newer trainer took over this run: this one must stop without writing anything more."""
+    """A newer trainer took over the run: the older must stop without writing anything more."""
 
 
 OK_EXIT = 0
@@ -49,9 +47,9 @@ ERROR_EXIT = 1
 CONFIG_EXIT = 2
 FENCED_EXIT = 3
 NOT_DONE_EXIT = 4
-"""An order was taken, and was not followed by all in the time that was given."""
+"""Exit code for an order that was taken, and that not all services followed in the given time."""
 REFUSED_EXIT = 5
-"""The control plane refuses an order or a question, and says why."""
+"""Exit code for a request that the control plane refused."""
 INTERRUPTED_EXIT = 130
 HOPELESS = frozenset({CONFIG_EXIT, FENCED_EXIT})
-"""A wrong configuration stays wrong, and a trainer that was replaced must not take the run back."""
+"""Exit codes that a restart can't mend: a wrong configuration stays wrong, a replaced trainer must not return."""

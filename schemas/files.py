@@ -1,4 +1,4 @@
-"""Files and folders that appear whole or not at all: written under another name beside, then renamed.
+"""Atomic writes: files and folders are written under another name beside, then renamed.
 
 A durable write survives a loss of power once the call has returned: the file is flushed to the disk before it is
 renamed, and its folder after.

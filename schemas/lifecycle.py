@@ -1,4 +1,4 @@
-"""How a service ends and pauses: a flag that signals set, waits that end with it, and the reasons of a pause."""
+"""The end and the pause of a service: a flag that signals set, waits that end with it, and reasons to pause."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from types import FrameType
 from typing import Literal, TypeVar
 
 PauseReason = Literal["starting", "ordered", "broker silent", "device in use"]
-"""Why a service pauses: it has not read the run's orders yet; they say so; they can't be read; another has its GPU."""
+"""Reasons of a pause: a service has not read the run's orders yet, was ordered, can't read them, or lent its GPU."""
 
 
 @dataclass(frozen=True)
 class PauseReasons:
-    """All reasons why a service pauses now. They come and go separately, and work goes on when none is left."""
+    """Immutable set of the reasons why a service pauses now; work goes on when none is left."""
 
     reasons: frozenset[PauseReason] = frozenset()
 
@@ -28,19 +28,19 @@ class PauseReasons:
         return cls(frozenset(reasons))
 
     def adding(self, reason: PauseReason) -> PauseReasons:
-        """These reasons and this one."""
+        """Return these reasons and one more."""
         return PauseReasons(self.reasons | {reason})
 
     def without(self, *reasons: PauseReason) -> PauseReasons:
-        """These reasons but those."""
+        """Return these reasons without the given ones."""
         return PauseReasons(self.reasons.difference(reasons))
 
     def setting(self, reason: PauseReason, holds: bool) -> PauseReasons:
-        """These reasons, with this one if it ``holds`` and without it if not."""
+        """Return these reasons with ``reason`` if it ``holds``, else without it."""
         return self.adding(reason) if holds else self.without(reason)
 
     def __bool__(self) -> bool:
-        """Whether there is any, so whether to pause."""
+        """Return whether there is any reason, so whether to pause."""
         return bool(self.reasons)
 
     def __contains__(self, reason: PauseReason) -> bool:
@@ -51,7 +51,7 @@ class PauseReasons:
 
 
 class StopFlag:
-    """Set by the first signal; every loop of a service looks at it at least once a second."""
+    """Flag that the first SIGTERM or SIGINT sets; every loop of a service reads it at least once a second."""
 
     def __init__(self) -> None:
         self._event = threading.Event()
@@ -75,7 +75,7 @@ class StopFlag:
 
     @contextmanager
     def waking(self, wake: Callable[[], object]) -> Iterator[None]:
-        """``wake`` is called when the flag is set, at once if it is; maybe by a signal handler, so it does no more."""
+        """Call ``wake`` when the flag is set, at once if it is; maybe from a signal handler, so it must only wake."""
         self._wakes.append(wake)
         try:
             if self:
@@ -88,7 +88,7 @@ class StopFlag:
         return self._event.is_set()
 
     def wait(self, seconds: float) -> bool:
-        """Wait until the flag is set, at most so long; returns whether it is."""
+        """Wait until the flag is set, at most ``seconds``; return whether it is."""
         return self._event.wait(seconds)
 
 
@@ -96,9 +96,9 @@ T = TypeVar("T")
 
 
 async def until_stopped(stop: StopFlag, work: Awaitable[T]) -> T | None:
-    """What ``work`` gives; None as soon as ``stop`` is set, and then it is cancelled.
+    """Await ``work`` and return its result; once ``stop`` is set, cancel it and return None.
 
-    A thread can't be: nobody hears what it still finds, so it must be nothing that would be missed.
+    A thread can't be cancelled: its result is lost, so it must be nothing that would be missed.
     """
     asked = asyncio.Event()
     doing, ending = asyncio.ensure_future(work), asyncio.ensure_future(asked.wait())

@@ -1,4 +1,4 @@
-"""Names for the things users choose: built-in ones by name, their own by dotted path or file.
+"""Plugins by name: what users choose is a built-in name, or a dotted path or file of their own.
 
 ``exact`` is looked up in the registry; ``mypackage.rewards:brevity`` and
 ``rewards.py:brevity`` (relative to the configuration's folder) are imported.
@@ -21,7 +21,7 @@ from schemas.errors import ConfigError
 
 
 class Registry:
-    """The choices of one kind, e.g. ``Registry("reward", {"exact": "consumers.reward.exact:exact"})``."""
+    """The choices of one kind of plugin, e.g. ``Registry("reward", {"exact": "consumers.reward.exact:exact"})``."""
 
     def __init__(self, kind: str, builtin: dict[str, str]) -> None:
         self.kind = kind
@@ -32,7 +32,7 @@ class Registry:
         return sorted(self._paths)
 
     def get(self, name: str, base: Path | None = None) -> Any:
-        """The object called ``name``; ConfigError names the choices. ``base`` is where files are looked up."""
+        """Return the object called ``name``; ConfigError names the choices. base: folder of plugin files."""
         path = self._paths.get(name)
         if path is None and ":" not in name:
             close = difflib.get_close_matches(name, self.names, n=1)
@@ -77,7 +77,10 @@ def _load_file(source: str, base: Path | None) -> ModuleType:
 
 
 def bind(kind: str, function: Any, args: dict[str, Any]) -> Any:
-    """``function`` with keyword arguments from the configuration, a class built with them; ConfigError if not taken."""
+    """Bind keyword arguments of the configuration to a function, or build a class with them.
+
+    ConfigError when ``function`` does not take them.
+    """
     try:
         inspect.signature(function).bind_partial(**args)
     except TypeError as error:

@@ -37,12 +37,12 @@ def make_app(context: Context, token: str | None = None, hosts: frozenset[str] =
     async def life(app: FastAPI) -> AsyncIterator[None]:
         import asyncio
 
-        watch = context.watch
-        watch.on_status, watch.on_metrics, watch.on_events = context.hub.bind(asyncio.get_running_loop())
-        watch.start()
+        poller = context.poller
+        poller.on_status, poller.on_metrics, poller.on_events = context.hub.bind(asyncio.get_running_loop())
+        poller.start()
         yield
         context.hub.close()
-        watch.stop()
+        poller.stop()
 
     app = FastAPI(
         title="Tidemill control plane",
@@ -87,13 +87,13 @@ probes = APIRouter(tags=["probes"])
 @probes.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}})
 def metrics(context: InContext) -> Response:
     """The run for Prometheus."""
-    return Response(context.watch.metrics(), media_type=CONTENT_TYPE)
+    return Response(context.poller.metrics(), media_type=CONTENT_TYPE)
 
 
 @probes.get("/livez")
 async def livez(context: InContext) -> Health:
     """Whether the process does its work: only its own loop counts."""
-    silent = time.monotonic() - context.watch.ticked
+    silent = time.monotonic() - context.poller.ticked
     if silent > LOOP_S:
         raise problems.Refusal(503, f"the reading thread has been stuck for {silent:.0f} s")
     return Health(ok=True, text="alive")
@@ -102,16 +102,16 @@ async def livez(context: InContext) -> Health:
 @probes.get("/readyz")
 async def readyz(context: InContext) -> Health:
     """Whether the broker answers."""
-    if context.watch.error:
-        raise problems.Refusal(503, f"not ready: {context.watch.error}")
+    if context.poller.error:
+        raise problems.Refusal(503, f"not ready: {context.poller.error}")
     return Health(ok=True, text="ready")
 
 
 @probes.get("/startupz")
 async def startupz(context: InContext) -> Health:
     """Whether the broker has answered once."""
-    if not context.watch.started:
-        raise problems.Refusal(503, f"starting: {context.watch.error}")
+    if not context.poller.started:
+        raise problems.Refusal(503, f"starting: {context.poller.error}")
     return Health(ok=True, text="started")
 
 

@@ -68,10 +68,10 @@ def open_client(url: str, connected: Callable[[], None] | None = None) -> redis.
             health_check_interval=0,
         )
     except ValueError as error:
-        raise ConfigError(f"broker.url {mask(url)!r} is wrong: {error}") from error
+        raise ConfigError(f"broker.url {hide_password(url)!r} is wrong: {error}") from error
 
 
-def mask(url: str) -> str:
+def hide_password(url: str) -> str:
     """The URL without its password, for messages."""
     head, at, tail = url.rpartition("@")
     return f"{head.split('://')[0]}://***@{tail}" if at else url
@@ -84,32 +84,32 @@ def check_server(client: redis.Redis, url: str) -> list[str]:
     persistence: dict[str, Any] = client.info("persistence")
     version = str(server.get("valkey_version") or server["redis_version"])
     if tuple(int(part) for part in version.split(".")[:2]) < MIN_VERSION:
-        raise ConfigError(f"the broker at {mask(url)} is version {version}, 7.0 or newer is needed")
+        raise ConfigError(f"the broker at {hide_password(url)} is version {version}, 7.0 or newer is needed")
     policy = memory.get("maxmemory_policy")
     if policy != "noeviction":
         raise ConfigError(
-            f"the broker at {mask(url)} has maxmemory-policy {policy}, which deletes work under pressure;"
+            f"the broker at {hide_password(url)} has maxmemory-policy {policy}, which deletes work under pressure;"
             " set maxmemory-policy noeviction"
         )
     if not int(persistence.get("aof_enabled", 0)):
-        return [f"the broker at {mask(url)} has no append-only file: a restart of it loses what is in flight"]
+        return [f"the broker at {hide_password(url)} has no append-only file: a restart of it loses what is in flight"]
     return []
 
 
-def answers(url: str) -> list[str]:
+def check_server_now(url: str) -> list[str]:
     """``check_server`` without patience: ConfigError at once when nobody answers; for people who wait."""
     try:
         return check_server(open_client(url), url)
     except redis.RedisError as error:
         if why := failures.explain_tls_refusal(error):
-            raise ConfigError(f"cannot use the broker at {mask(url)}: {why}") from error
+            raise ConfigError(f"cannot use the broker at {hide_password(url)}: {why}") from error
         raise ConfigError(
-            f"cannot use the broker at {mask(url)}: {error}; start a Redis or Valkey 7.0+,"
+            f"cannot use the broker at {hide_password(url)}: {error}; start a Redis or Valkey 7.0+,"
             " or leave broker.url and REDIS_URL unset for the embedded one"
         ) from error
 
 
-def word(error: redis.RedisError) -> str:
+def error_code(error: redis.RedisError) -> str:
     """The first word of a server's refusal, which tells its kind; redis-py takes some of them off."""
     if isinstance(error, redis.exceptions.OutOfMemoryError):
         return "OOM"
@@ -160,7 +160,8 @@ class Connection:
                 waited = time.monotonic() - start
                 if waited > self.deadline_s:
                     raise InfraError(
-                        f"the broker at {mask(self.url)} did not answer for {waited:.0f} s while {what}: {error}"
+                        f"the broker at {hide_password(self.url)} did not answer for {waited:.0f} s while {what}:"
+                        f" {error}"
                     ) from error
                 if not isinstance(error, redis.exceptions.MovedError):
                     log.warning("waiting for the broker", doing=what, waited_s=round(waited, 1), error=str(error))
@@ -173,7 +174,7 @@ class Connection:
             return self._try(operation, args)
         except redis.RedisError as error:
             self._raise_unless_temporary(what, error)
-            raise InfraError(f"the broker at {mask(self.url)} did not answer while {what}: {error}") from error
+            raise InfraError(f"the broker at {hide_password(self.url)} did not answer while {what}: {error}") from error
 
     def _try(self, operation: Callable[..., T], args: tuple[Any, ...]) -> T:
         if not self._settled:
@@ -185,10 +186,10 @@ class Connection:
     def _raise_unless_temporary(self, what: str, error: redis.RedisError) -> None:
         """Return if the operation may be tried again."""
         if isinstance(error, ELSEWHERE) or any(text in str(error) for text in FORBIDDEN):
-            raise ConfigError(f"the broker at {mask(self.url)} refuses {what}: {error}") from error
+            raise ConfigError(f"the broker at {hide_password(self.url)} refuses {what}: {error}") from error
         if isinstance(error, redis.ConnectionError | redis.TimeoutError):
             if why := failures.explain_tls_refusal(error):
-                raise ConfigError(f"cannot use the broker at {mask(self.url)}: {why}") from error
+                raise ConfigError(f"cannot use the broker at {hide_password(self.url)}: {why}") from error
             self.losses += 1
             self._use_nodes([*self._nodes[1:], self._nodes[0]])
             return
@@ -197,11 +198,11 @@ class Connection:
             return
         if isinstance(error, MOVING):
             return
-        if word(error) == "WRONGTYPE" or "WRONGTYPE" in str(error):
+        if error_code(error) == "WRONGTYPE" or "WRONGTYPE" in str(error):
             if self.authority:
                 raise BrokerLost(f"a key of the run was replaced while {what}: {error}") from error
             return
-        if word(error) not in WAITABLE:
+        if error_code(error) not in WAITABLE:
             raise error
 
     def _use_nodes(self, nodes: list[str]) -> None:

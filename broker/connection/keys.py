@@ -32,7 +32,7 @@ class Keys:
         self.events = self._key("events")
         self.metrics = self._key("metrics")
         self.services = self._key("services")
-        self.redo = self._key("redo")
+        self.readmit = self._key("readmit")
         self.failed = self._key("failed")
         self.partials = self._key("partials")
         self.run_control = self._key("run_control")

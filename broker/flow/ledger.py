@@ -2,7 +2,7 @@
 
 A slot is charged when a group is admitted and returns when it was trained, dropped or
 failed; nothing else moves it. Invariant: admitted == active + trained + dropped + failed.
-Task ids below the cursor were admitted; those to be admitted again (``redo``) count as not admitted.
+Task ids below the cursor were admitted; those to be admitted again (``readmit``) count as not admitted.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from broker.flow.run_control import ControlState
 from broker.queues.dead_letters import body_or_letter
 from schemas.messages import Task
 
-Answer = Literal["ok", "full", "paused", "done", "moved", "starting"]
+AdmissionAnswer = Literal["ok", "full", "paused", "done", "moved", "starting"]
 Setting = Literal["staleness", "batch", "concurrency"]
 
 
@@ -27,7 +27,7 @@ class Admission:
     admitted: how many tasks came before that answer.
     """
 
-    answer: Answer
+    answer: AdmissionAnswer
     next: int
     admitted: int
 
@@ -36,8 +36,8 @@ class Admission:
 class LedgerState:
     """A consistent look at the ledger. ``dropped`` and ``failed`` count groups by reason.
 
-    capacity: slots there are. redo: groups waiting to be admitted again. uncommitted: steps that no checkpoint
-    covers yet, every: how many there may be. broker_lifetime: changes when the broker was rebuilt.
+    capacity: slots there are. readmit: groups waiting to be admitted again. uncommitted: steps that no checkpoint
+    covers yet, max_uncommitted: how many there may be. broker_lifetime: changes when the broker was rebuilt.
     cause: why the run has failed. control: what people asked for. settings: those that people
     changed. counters: of mishaps (broker/connection/counters.py).
     """
@@ -51,12 +51,12 @@ class LedgerState:
     staleness: int
     cursor: int
     active: int
-    redo: int
+    readmit: int
     capacity: int
     admitted: int
     trained: int
     uncommitted: int
-    every: int
+    max_uncommitted: int
     dropped: dict[str, int] = field(default_factory=dict)
     failed: dict[str, int] = field(default_factory=dict)
     samples_published: int = 0
@@ -77,7 +77,7 @@ class LedgerState:
     def balanced(self) -> bool:
         """Whether the invariant holds, and every admitted id is accounted for."""
         ended = self.trained + sum(self.dropped.values()) + sum(self.failed.values())
-        return self.admitted == self.active + ended == self.cursor - self.redo
+        return self.admitted == self.active + ended == self.cursor - self.readmit
 
     def describe(self) -> str:
         """The invariant with its figures."""
@@ -95,7 +95,7 @@ class LedgerState:
     @property
     def live_bound(self) -> int:
         """Most prompt groups that the broker may hold data of: slots, and those of K steps between checkpoints."""
-        return self.capacity + self.every * self.batch
+        return self.capacity + self.max_uncommitted * self.batch
 
 
 class Ledger:
@@ -174,12 +174,12 @@ class Ledger:
             staleness=number("staleness"),
             cursor=number("cursor"),
             active=len(raw[3]) // 2,
-            redo=len(raw[4]),
+            readmit=len(raw[4]),
             capacity=number("slots"),
             admitted=count.get("admitted", 0),
             trained=count.get("trained", 0),
             uncommitted=raw[5],
-            every=number("every"),
+            max_uncommitted=number("max_uncommitted"),
             dropped=_reasons(count, "dropped:"),
             failed=_reasons(count, "failed:"),
             samples_published=count.get("published", 0),

@@ -38,14 +38,14 @@ class Slot:
 class PipelineSnapshot:
     """The pipeline at one moment, as its trainer needs it.
 
-    cursor: every task id below it was admitted once. redo: ids below it that are to be admitted again.
+    cursor: every task id below it was admitted once. readmit: ids below it that are to be admitted again.
     batch: prompt groups in the next step (B). staleness: bound in versions.
     """
 
     step: int
     cursor: int
     slots: list[Slot]
-    redo: list[int]
+    readmit: list[int]
     counts: dict[str, int]
     batch: int
     staleness: int
@@ -58,9 +58,9 @@ class PipelineSnapshot:
         """The ledger's invariant."""
         ended = self.counts.get("trained", 0) + ended_untrained(self.counts)
         admitted = self.counts.get("admitted", 0)
-        return admitted == len(self.slots) + ended == self.cursor - len(self.redo)
+        return admitted == len(self.slots) + ended == self.cursor - len(self.readmit)
 
     @property
     def unfinished(self) -> set[int]:
         """Task ids below the cursor that have not ended."""
-        return {slot.task_id for slot in self.slots} | set(self.redo)
+        return {slot.task_id for slot in self.slots} | set(self.readmit)

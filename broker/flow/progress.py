@@ -88,9 +88,9 @@ class Progress:
 class TakeoverRequest:
     """The knowledge of a trainer that takes the run over: from its checkpoint, or from its own life.
 
-    batch, staleness, window, steps, every (most steps that no checkpoint covers): the configuration's. progress: how
-    far its weights are. fresh: there was no trainer before it; the defaults are what such a trainer knows.
-    leader_term_floor: the highest leader term that it has heard of. saved: the step up to which its checkpoints go.
+    batch, staleness, window, steps, max_uncommitted (most steps that no checkpoint covers): the configuration's.
+    progress: how far its weights are. fresh: whether it is the first trainer, which knows the defaults.
+    leader_term_floor: the highest leader term it has heard of. saved: the step up to which the checkpoints go.
     version_if_lost: version of its weights if the broker lost the versions published after ``progress.version``.
     """
 
@@ -98,7 +98,7 @@ class TakeoverRequest:
     staleness: int
     window: int
     steps: int
-    every: int
+    max_uncommitted: int
     progress: Progress = field(default_factory=Progress)
     fresh: bool = True
     leader_term_floor: int = 0

@@ -86,7 +86,7 @@ class TrainerSession:
             step=int(control["step"]),
             cursor=int(control["cursor"]),
             slots=[Slot(int(task_id), int(order)) for task_id, order in zip(raw[3][::2], raw[3][1::2], strict=True)],
-            redo=[int(task_id) for task_id in raw[4]],
+            readmit=[int(task_id) for task_id in raw[4]],
             counts=counts,
             batch=int(control["batch"]),
             staleness=int(control["staleness"]),

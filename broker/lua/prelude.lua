@@ -106,7 +106,7 @@ end
 
 -- An evaluation's sample has tokens of another version.
 local function off_version(task)
-  redis.call('HINCRBY', EVALS, string.format('%.0f', math.floor(tonumber(task) / 4294967296) - 1) .. ':off', 1)
+  redis.call('HINCRBY', EVALS, string.format('%.0f', math.floor(tonumber(task) / 4294967296) - 1) .. ':off_version', 1)
 end
 
 -- An evaluation counts each sample once.

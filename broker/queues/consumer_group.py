@@ -13,7 +13,7 @@ from typing import Any, Generic, TypeVar
 import msgspec
 import redis
 
-from broker.connection.connection import GONE, Connection, word
+from broker.connection.connection import GONE, Connection, error_code
 from broker.connection.counters import LEASES_EXPIRED, add_counts
 from schemas.codec import Message
 from schemas.errors import InfraError
@@ -182,7 +182,7 @@ def with_group(connection: Connection, ensure: Callable[[], None], operation: Ca
         try:
             return operation()
         except redis.ResponseError as error:
-            if word(error) not in GONE:
+            if error_code(error) not in GONE:
                 raise
             if time.monotonic() > end:
                 raise InfraError(f"consumer groups vanish as fast as they are made: {error}") from error

@@ -27,7 +27,7 @@ class Partials:
         self._generator = generator
         self._max_bytes = max_bytes
 
-    def save(self, growth: Sequence[tuple[int, bytes, Sequence[tuple[int, Piece]]]]) -> list[bool]:
+    def save_pieces(self, growth: Sequence[tuple[int, bytes, Sequence[tuple[int, Piece]]]]) -> list[bool]:
         """Keep pieces of several tasks: task id, its entry, then number and piece of some samples of it.
 
         Number 0 begins a sample anew. False for a task that is no longer this generator's.
@@ -40,7 +40,7 @@ class Partials:
             calls.append(call)
         return [word == b"ok" for word in self._connection.run_scripts("save_partials", calls)]
 
-    def load(self, task_id: int, samples: Sequence[int]) -> list[Partial]:
+    def load_partials(self, task_id: int, samples: Sequence[int]) -> list[Partial]:
         """All that is saved of these samples; of damaged pieces, what comes before them."""
         key = self._connection.keys.partials
         counts = self._read(key, [f"{task_id}:{sample}" for sample in samples])

@@ -24,9 +24,9 @@ FORGOTTEN_S = 600
 
 @dataclass(frozen=True)
 class EvalResult:
-    """One evaluation. mean: of the scored samples' rewards; time: of the last score, Unix seconds.
+    """Counts of an evaluation. mean: of the scored samples' rewards; time: of the last score, Unix seconds.
 
-    off: samples with tokens of another weight version, which happens only when no generator has this one any more.
+    off_version: samples with tokens of another weight version: no generator had the evaluated one any more.
     """
 
     version: int
@@ -35,7 +35,7 @@ class EvalResult:
     failed: int
     mean: float
     time: float
-    off: int = 0
+    off_version: int = 0
 
     @property
     def complete(self) -> bool:
@@ -212,7 +212,7 @@ class Evals:
                 failed=int(fields.get("failed", 0)),
                 mean=fields.get("sum", 0.0) / max(fields.get("scored", 0.0), 1.0),
                 time=fields.get("time", 0.0),
-                off=int(fields.get("off", 0)),
+                off_version=int(fields.get("off_version", 0)),
             )
             for version, fields in sorted(versions.items())
         ]

@@ -40,7 +40,7 @@ class DeltaWriter:
         self._digest: str | None = None
         self._leader_term = -1
 
-    def make(
+    def make_delta(
         self, file: Path, tensors: Sequence[TensorSpec], published: Sequence[Manifest], leader_term: str
     ) -> tuple[Path, Manifest] | None:
         """A delta file from the newest version to ``file``, and that version; None where it must travel whole."""
@@ -58,11 +58,11 @@ class DeltaWriter:
         self._rests = self._max_chain
         return None
 
-    def due(self, published: Sequence[Manifest]) -> bool:
+    def needs_whole(self, published: Sequence[Manifest]) -> bool:
         """Whether a version after these must also be there as a whole, so that the chain stays short."""
         return count_deltas(published) >= self._max_chain
 
-    def keep(self, file: Path) -> None:
+    def keep_base(self, file: Path) -> None:
         """Have ``file`` under a second name, if the next version may be a delta against it."""
         copy = self._file("next")
         copy.unlink(missing_ok=True)
@@ -74,7 +74,7 @@ class DeltaWriter:
             # Not every file system has links.
             shutil.copyfile(file, copy)
 
-    def confirm(self, chunk_digests: Sequence[str]) -> None:
+    def confirm_base(self, chunk_digests: Sequence[str]) -> None:
         """What ``keep`` got is the newest version now."""
         if self._rests:
             self._file("base").unlink(missing_ok=True)

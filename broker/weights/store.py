@@ -69,11 +69,11 @@ class WeightStore:
             self._republish(file, newest, published, version, leader_term)
             return
         state = Payload(transport.uri(version, leader_term), file.stat().st_size, digests or chunk_digests(file))
-        made = deltas.make(file, tensors, published, leader_term) if deltas else None
+        made = deltas.make_delta(file, tensors, published, leader_term) if deltas else None
         # What a newcomer cannot reach any more is no base.
-        whole = made is None or deltas is None or deltas.due(published) or not self._chained(made[1], published)
+        whole = made is None or deltas is None or deltas.needs_whole(published) or not self._chained(made[1], published)
         if deltas is not None:
-            deltas.keep(file)
+            deltas.keep_base(file)
         delta = self._put_delta(transport, *made, version, leader_term) if made else None
         if whole:
             transport.put(file, state.uri, leader_term)
@@ -95,7 +95,7 @@ class WeightStore:
         if answer == b"exists":
             self._check_own(version, leader_term)
         if deltas is not None:
-            deltas.confirm(state.chunks)
+            deltas.confirm_base(state.chunks)
         self._trim(transport, keep)
 
     def _republish(

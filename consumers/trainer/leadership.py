@@ -117,7 +117,7 @@ class Leadership:
             staleness=config.flow.staleness,
             window=config.flow.window,
             steps=config.trainer.steps,
-            every=config.trainer.checkpoint.most_uncovered,
+            max_uncommitted=config.trainer.checkpoint.most_uncovered,
             progress=progress,
             fresh=self._fresh,
             leader_term_floor=found.number if found else 0,

@@ -153,7 +153,7 @@ class Bench:
 
         training: TrainerSession = self._broker.trainer_session()
         leader_term = training.take_over(
-            TakeoverRequest(batch=groups, staleness=0, window=1, steps=ENDLESS, every=1)
+            TakeoverRequest(batch=groups, staleness=0, window=1, steps=ENDLESS, max_uncommitted=1)
         ).leader_term
         file = self._folder / "weights.safetensors"
         shutil.copyfile(self._folder / "model" / "model.safetensors", file)

@@ -29,7 +29,7 @@ from schemas.digests import CHUNK_BYTES
 from schemas.errors import InfraError
 from schemas.messages import Manifest, TensorSpec
 
-KNOWN = TakeoverRequest(batch=1, staleness=1, window=1, steps=1, every=1)
+KNOWN = TakeoverRequest(batch=1, staleness=1, window=1, steps=1, max_uncommitted=1)
 
 Advance = Callable[[int], None]
 Times = dict[str, list[float]]

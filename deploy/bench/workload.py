@@ -120,6 +120,6 @@ def begin(training: TrainerSession, flow: PipelineShape) -> None:
             staleness=flow.staleness,
             window=1,
             steps=ENDLESS,
-            every=flow.commit_every,
+            max_uncommitted=flow.commit_every,
         )
     )

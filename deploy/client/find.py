@@ -14,7 +14,7 @@ from rich.table import Table
 
 from broker.client import Broker
 from broker.connection import acl
-from broker.connection.connection import Connection, answers, find_url, mask, open_client
+from broker.connection.connection import Connection, check_server_now, find_url, hide_password, open_client
 from broker.connection.keys import Keys
 from broker.connection.runs import RunInfo, check_schema, list_runs
 from schemas.config import BrokerConfig, TidemillConfig, load_config
@@ -42,12 +42,12 @@ def find(run: str, url: str | None, prefix: str, *, any_schema: bool = False) ->
             f"no broker for run {run!r}: no embedded one answers at {folder / SOCKET}; give --url or set REDIS_URL,"
             " or start the run with `tidemill up`"
         )
-    answers(found)
+    check_server_now(found)
     settings = BrokerConfig(deadline_s=DEADLINE_S, prefix=prefix)
     broker = Broker(Connection(found, Keys(prefix, run), DEADLINE_S), settings)
     if not broker.connection.run("looking for the run", lambda client: client.exists(broker.connection.keys.ctl)):
         known = ", ".join(sorted(info.name for info in list_runs(broker.connection.client))) or "none"
-        raise ConfigError(f"no run {run!r} at {mask(found)}; runs there: {known}")
+        raise ConfigError(f"no run {run!r} at {hide_password(found)}; runs there: {known}")
     if not any_schema:
         broker.connection.run("looking at the run", check_schema, broker.connection.keys)
     return broker
@@ -83,7 +83,7 @@ def show_runs(url: str | None, as_json: bool) -> None:
         raise ConfigError(f"no broker: give --url or set REDIS_URL; no embedded one answers under {RUNS}{os.sep}")
     infos: list[RunInfo] = []
     for each in urls:
-        answers(each)
+        check_server_now(each)
         infos += list_runs(open_client(each))
     if as_json:
         print(json.dumps([asdict(info) for info in infos]))

@@ -56,7 +56,7 @@ def rows(s: RunStatus) -> list[tuple[str, str]]:
         ("step", f"{s.step} of {s.steps}, weights version {s.version}, the trainer's leader term {s.leader_term}"),
         ("prompt groups", f"{total}: {balance}"),
         ("ended untrained", ", ".join(ended) or "none"),
-        ("to admit again", str(ledger.redo)),
+        ("to admit again", str(ledger.readmit)),
         (
             "slots",
             f"{ledger.active} of {ledger.capacity} (staleness bound {s.settings.staleness}, batch {s.settings.batch})",

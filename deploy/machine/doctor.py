@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from broker.connection.connection import answers, find_url, mask
+from broker.connection.connection import check_server_now, find_url, hide_password
 from broker.connection.embedded import find_server
 from schemas.config import TidemillConfig, load_config
 from schemas.errors import ConfigError, TidemillError
@@ -124,12 +124,12 @@ def check_broker(configured: str | None) -> Finding:
         url = find_url(configured)
         if url is None:
             return Finding("broker", "ok", f"embedded, {find_server()}")
-        warnings = answers(url)
+        warnings = check_server_now(url)
     except ConfigError as error:
         return Finding("broker", "fail", str(error))
     if warnings:
         return Finding("broker", "warn", "; ".join(warnings), "set appendonly yes")
-    return Finding("broker", "ok", mask(url))
+    return Finding("broker", "ok", hide_password(url))
 
 
 def check_disks(folder: Path) -> list[Finding]:

@@ -26,7 +26,7 @@ from broker.api.address import ADDRESS, address_of
 from broker.api.status.poller import StatusPoller, unreachable
 from broker.api.web.sse import timeline_event
 from broker.client import Broker
-from broker.connection.connection import answers, find_url, open_client
+from broker.connection.connection import check_server_now, find_url, open_client
 from broker.connection.embedded import EmbeddedServer
 from broker.heartbeat import HeartbeatThread
 from broker.telemetry.streams import StoredEvent
@@ -176,7 +176,7 @@ class _Run:
         """Start an embedded server, unless there is one to use; an outcome only when it can't be started."""
         url = find_url(self.config.broker.url)
         if url is not None:
-            for warning in answers(url):
+            for warning in check_server_now(url):
                 self.console.print(warning, soft_wrap=True, highlight=False)
             return None
         server = EmbeddedServer(self.config.folder / "broker", self.config.broker.fsync)

@@ -129,7 +129,7 @@ class PartialSaver:
                     state[key] = Saved(partial, piece[0] + 1)
             growth = [(task_id, entry, pieces) for (task_id, entry), pieces in by_task.items()]
             try:
-                accepted = await asyncio.to_thread(self._partials.save, growth)
+                accepted = await asyncio.to_thread(self._partials.save_pieces, growth)
             except (TidemillError, BadMessage) as error:
                 log.warning("growing samples could not be saved", reason=str(error))
                 continue

@@ -88,7 +88,7 @@ class Rollout:
         missing: Sequence[int] = range(task.n)
         if self._delivery.redelivered:
             missing = await asyncio.to_thread(context.queue.find_missing, task)
-            saved = await asyncio.to_thread(context.partials.load, task.task_id, missing)
+            saved = await asyncio.to_thread(context.partials.load_partials, task.task_id, missing)
             task = msgspec.structs.replace(task, partials=longest([*task.partials, *saved]))
         rollout = RolloutContext(context.engine, context.tokenizer, task, missing, self._save)
         try:

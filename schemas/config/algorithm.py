@@ -13,7 +13,7 @@ RECIPES = {
     "dr_grpo": ("constant", "centered"),
     "gspo": ("sequence_mean", "grpo"),
 }
-"""Aggregation and advantage that belong to a loss in its paper; what the configuration says itself goes first."""
+"""Aggregation and advantage that belong to a loss in its paper; values in the configuration take precedence."""
 
 
 class LossConfig(Section):
@@ -28,8 +28,8 @@ class LossConfig(Section):
     entropy_coef: float = Field(0.0, description="Weight of the entropy bonus.")
     proximal: Literal["recompute", "interpolate"] = Field(
         "interpolate",
-        description="The proximal policy of decoupled_ppo: between the rollout policy and the weights that the step"
-        " starts with, by the age of the token (interpolate), or these weights themselves (recompute).",
+        description="The proximal policy of decoupled_ppo. interpolate: between the rollout policy and the weights that"
+        " the step starts with, by the age of the token. recompute: these weights themselves.",
     )
 
 
@@ -39,7 +39,7 @@ class KlConfig(Section):
     coef: float = Field(0.0, ge=0, description="Weight of the penalty; at 0 no reference model is loaded.")
     estimator: str = Field("k3", description="k1, k2, k3, or your own as module:name.")
     place: Literal["loss", "reward"] = Field(
-        "loss", description="loss: a term of each token's loss. reward: off the reward at each token."
+        "loss", description="loss: added to each token's loss. reward: subtracted from the reward at each token."
     )
     reference: Literal["auto", "model", "lora_off"] = Field(
         "auto",
@@ -51,12 +51,12 @@ class KlConfig(Section):
     )
     device: Literal["same", "cpu"] = Field(
         "same",
-        description="Where the reference model is: beside the policy and sharded like it, or whole in main memory.",
+        description="Reference model's place. same: beside the policy, sharded like it. cpu: whole in main memory.",
     )
 
 
 class RejectionConfig(Section):
-    """One rule on tokens whose probability differs too much between trainer and rollout policy."""
+    """A rule on tokens whose probability differs too much between trainer and rollout policy."""
 
     measure: str = Field(
         "ratio",
@@ -89,7 +89,7 @@ class RejectionConfig(Section):
 
 
 class AdvantageConfig(Section):
-    """How rewards become advantages."""
+    """The advantage function, and which groups are trained."""
 
     name: str = Field(
         "centered",
@@ -105,8 +105,8 @@ class AdvantageConfig(Section):
     least_std: float = Field(
         0.0,
         ge=0,
-        description="Where groups without a spread of rewards are dropped: the standard deviation up to which a group"
-        " counts as one. For rewards that are not just right or wrong.",
+        description="Standard deviation of rewards up to which a group counts as one whose rewards are all equal. For"
+        " rewards that are not just right or wrong.",
     )
     mean_between: tuple[float, float] | None = Field(
         None,
@@ -114,7 +114,7 @@ class AdvantageConfig(Section):
         " DAPO's filter for rewards of 0 and 1 is [0, 1].",
     )
     partial_groups: Literal["train", "drop"] = Field(
-        "train", description="What happens to a group that lost samples to errors."
+        "train", description="Train or drop a group that lost samples to errors."
     )
 
     @model_validator(mode="after")
@@ -125,10 +125,10 @@ class AdvantageConfig(Section):
 
     @property
     def compares_groups(self) -> bool:
-        """Whether the built-in advantage is relative to the other samples of the group."""
+        """Return whether the built-in advantage is relative to the other samples of the group."""
         return self.name in {"centered", "grpo", "rloo", "lite_ppo", "max_rl"}
 
     @property
     def drops_zero_variance(self) -> bool:
-        """What ``keep_zero_variance`` comes to."""
+        """Return whether groups whose rewards are all equal are dropped: ``keep_zero_variance``, or its default."""
         return self.compares_groups if self.keep_zero_variance is None else not self.keep_zero_variance

@@ -10,6 +10,6 @@ Seconds = Annotated[float, Field(gt=0)]
 
 
 class Section(BaseModel):
-    """Unknown keys are errors; values are checked, never guessed."""
+    """Base of a section: unknown keys are errors; values are checked, never guessed."""
 
     model_config = ConfigDict(extra="forbid", validate_default=True)

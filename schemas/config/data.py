@@ -11,18 +11,18 @@ from schemas.config.generator import SamplingConfig
 
 
 class DatasetConfig(Section):
-    """Where prompts come from. A dataset has a durable, deterministic order."""
+    """The dataset that prompts come from, which has a durable, deterministic order."""
 
     name: str = Field(
         description="jsonl, hf, gsm8k, reasoning_gym, arithmetic, or your own as module:name or file.py:name."
     )
     args: dict[str, Any] = Field(default_factory=dict, description="Arguments of the dataset.")
     shuffle: bool = Field(True, description="Shuffle anew each epoch, by the run's seed.")
-    limit: int | None = Field(None, ge=1, description="Use only the first so many examples.")
+    limit: int | None = Field(None, ge=1, description="Use only the first examples, this many.")
 
 
 class RewardTerm(Section):
-    """One term of the reward: total = sum of weight times value."""
+    """A term of the reward, which is the sum of weight times value over all terms."""
 
     name: str = Field(
         description="exact, gsm8k, math, reasoning_gym, length, format, model, or your own as module:name or"
@@ -48,7 +48,7 @@ class EvalConfig(Section):
 
     dataset: DatasetConfig
     every: int = Field(
-        50, ge=1, description="Weight versions between two evaluations; the first and the last version always are."
+        50, ge=1, description="Weight versions between two evaluations; the first and the last are always evaluated."
     )
     sampling: SamplingConfig = Field(
         default_factory=lambda: SamplingConfig(n=1, temperature=0.0), description="Greedy by default."

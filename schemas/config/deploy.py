@@ -11,7 +11,7 @@ from schemas.config.base import Seconds, Section
 
 
 class LauncherConfig(Section):
-    """What `tidemill up` starts the run on."""
+    """The launcher, with which `tidemill up` starts the services."""
 
     name: str = Field(
         "local", description="local (this machine), ray, slurm, or your own as module:name or file.py:name."
@@ -20,7 +20,7 @@ class LauncherConfig(Section):
 
 
 class SupervisorConfig(Section):
-    """What `tidemill up` does when a service dies."""
+    """The supervisor: what `tidemill up` does when a service dies."""
 
     max_restarts: int = Field(
         5, ge=0, description="Restarts of one service within window_s before the run is given up."
@@ -33,17 +33,17 @@ class SupervisorConfig(Section):
 class DeploymentsConfig(Section):
     """Names of the Kubernetes Deployments that the control plane scales."""
 
-    generator: str = Field("generator", description="That of the generators.")
-    reward: str = Field("reward", description="That of the reward services.")
+    generator: str = Field("generator", description="Deployment of the generators.")
+    reward: str = Field("reward", description="Deployment of the reward services.")
 
 
 class ControlConfig(Section):
     """The control plane: status, orders and the dashboard over HTTP."""
 
-    enabled: bool = Field(True, description="Whether `tidemill up` starts it.")
+    enabled: bool = Field(True, description="Whether `tidemill up` starts the control plane.")
     host: str = Field("127.0.0.1", description="Address to listen on; beyond this machine a token is required.")
     port: int = Field(
-        8642, ge=0, le=65535, description="Port; 0 takes a free one, as does one that is taken on 127.0.0.1."
+        8642, ge=0, le=65535, description="Port; 0: any free one. A port taken on 127.0.0.1 is replaced by a free one."
     )
     token_file: Path | None = Field(
         None, description="File with the token; TIDEMILL_CONTROL_TOKEN_FILE or TIDEMILL_CONTROL_TOKEN by default."

@@ -24,7 +24,7 @@ REFUSED_SAMPLING = (
 
 
 class SamplingConfig(Section):
-    """How completions are sampled."""
+    """Sampling of completions."""
 
     n: int = Field(8, ge=1, le=1024, description="Samples per prompt: the group size.")
     temperature: float = Field(1.0, ge=0, description="Sampling temperature; log-probabilities are taken after it.")
@@ -51,7 +51,7 @@ class SamplingConfig(Section):
 
 
 class WorkflowConfig(Section):
-    """How a prompt becomes trajectories."""
+    """The workflow, which makes trajectories of a prompt."""
 
     name: str = Field("single_turn", description="single_turn, or your own as module:name or file.py:name.")
     args: dict[str, Any] = Field(default_factory=dict, description="Arguments of the workflow.")
@@ -66,9 +66,9 @@ class GeneratorConfig(Section):
     )
     replicas: int = Field(1, ge=0, description="Generator services that `tidemill up` starts.")
     max_samples: int = Field(64, ge=1, description="Samples in flight in one replica.")
-    lease_s: Seconds = Field(30.0, description="A silent replica's work is claimed by another after this long.")
+    lease_s: Seconds = Field(30.0, description="Silence of a replica after which another claims its work.")
     stall_s: Seconds = Field(
-        300.0, description="A replica none of whose running requests has grown for this long ends, to be restarted."
+        300.0, description="A replica ends, to be restarted, when no running request has gained a token for this long."
     )
     probe_tolerance: float | None = Field(
         None,
@@ -77,15 +77,15 @@ class GeneratorConfig(Section):
     )
     update: Literal["keep", "recompute", "drain"] = Field(
         "keep",
-        description="What new weights do to samples in flight. keep: they go on with their keys and values."
-        " recompute: these are made anew by the new weights. drain: they are finished first, so that every sample"
-        " is of one version, and new ones wait meanwhile.",
+        description="What happens to samples in flight when new weights come. keep: they go on with their keys"
+        " and values. recompute: the new weights compute these again. drain: they are finished first, so that every"
+        " sample is of one version; new ones wait meanwhile.",
     )
     flush_every: int | None = Field(
         None,
         ge=2,
-        description="Save unfinished samples as they grow, so that a kill loses at most so many tokens of each;"
-        " none: what a killed replica had not finished is lost.",
+        description="Save unfinished samples each time they gain this many tokens, the most of each that a"
+        " killed replica loses. None: unfinished samples of a killed replica are lost.",
     )
     allow_truncated: bool = Field(
         False,

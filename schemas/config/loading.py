@@ -1,4 +1,4 @@
-"""From a YAML file, TIDEMILL_ variables and dotted arguments to a checked configuration.
+"""Loading of the configuration: a YAML file, TIDEMILL_ variables and dotted arguments, checked together.
 
 Later sources win: file, then environment (``TIDEMILL_TRAINER__STEPS=10``), then
 arguments (``trainer.steps=10``). Values are YAML. Every mistake is one line.
@@ -51,7 +51,7 @@ def load_config(
 
 
 def parse_config(data: Mapping[str, Any], base: Path | None = None) -> TidemillConfig:
-    """Check a configuration that is already a mapping. ``base`` is where relative plugin files are."""
+    """Check a configuration that is already a mapping; ConfigError as above. base: folder of plugin files."""
     try:
         config = TidemillConfig.model_validate(data)
     except ValidationError as error:

@@ -22,13 +22,13 @@ class WarmStartConfig(Section):
     eval: DatasetConfig
     batch_size: int = Field(128, ge=1)
     lr: float = Field(1e-3, gt=0)
-    max_steps: int = Field(2000, ge=1, description="Give up after so many steps.")
-    eval_every: int = Field(20, ge=1, description="Steps between two looks at the accuracy.")
-    stop_accuracy: float = Field(0.5, gt=0, le=1, description="Stop when held-out accuracy reaches this.")
+    max_steps: int = Field(2000, ge=1, description="Steps after which training gives up.")
+    eval_every: int = Field(20, ge=1, description="Steps between two measurements of the accuracy.")
+    stop_accuracy: float = Field(0.5, gt=0, le=1, description="Held-out accuracy at which training stops.")
 
 
 class PreferenceConfig(Section):
-    """What is learned from pairs of answers, of which one is preferred."""
+    """Learning from pairs of answers, of which one is preferred."""
 
     out: Path = Field(description="Folder of the model that is made, relative to where tidemill is started.")
     dataset: DatasetConfig = Field(description="Text prompts with the fields chosen and rejected.")
@@ -38,7 +38,7 @@ class PreferenceConfig(Section):
     optimizer: OptimizerConfig = Field(
         default_factory=lambda: OptimizerConfig(lr=1e-6, schedule="linear"), description="AdamW and its schedule."
     )
-    eval_every: int = Field(100, ge=1, description="Steps between two looks at the held-out pairs.")
+    eval_every: int = Field(100, ge=1, description="Steps between two measurements on the held-out pairs.")
 
 
 class DpoConfig(PreferenceConfig):

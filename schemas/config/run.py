@@ -1,4 +1,4 @@
-"""The run itself: its name, the model, the bound on staleness, the broker and the log."""
+"""Sections of the run as a whole: its name, the model, the bound on staleness, the broker and the log."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from schemas.config.base import Seconds, Section
 
 
 class RunConfig(Section):
-    """Identity of the run and where it keeps its files."""
+    """Name, folder and seed of the run."""
 
     name: str = Field(
         "run", pattern=r"^[a-z0-9][a-z0-9_-]{0,62}$", description="Name of the run; its key prefix in the broker."
@@ -37,7 +37,7 @@ class ModelConfig(Section):
 
 
 class FlowConfig(Section):
-    """Staleness. Slots = (staleness + 1) * trainer.batch_groups - (window - 1)."""
+    """The bound on staleness. Slots = (staleness + 1) * trainer.batch_groups - (window - 1)."""
 
     staleness: int = Field(4, ge=0, le=1000, description="Bound on the age of a trained token, weight versions.")
     window: int = Field(
@@ -54,7 +54,7 @@ class BrokerConfig(Section):
         None, description="redis://, rediss:// or unix:// URL; REDIS_URL, else an embedded server, when absent."
     )
     prefix: str = Field("tidemill", pattern=r"^[A-Za-z0-9_.-]+$", description="First part of every key.")
-    deadline_s: Seconds = Field(60.0, description="How long a service tries to reach a broker that went away.")
+    deadline_s: Seconds = Field(60.0, description="How long a service tries to reach a broker that does not answer.")
     max_message_bytes: int = Field(16 * 1024 * 1024, ge=1024, description="Largest accepted message.")
     max_deliveries: int = Field(5, ge=1, description="Deliveries after which a message goes to the dead letters.")
     fsync: Literal["everysec", "always", "no"] = Field("everysec", description="appendfsync of the embedded server.")

@@ -12,7 +12,7 @@ from schemas.config.base import Seconds, Section
 
 
 def _switch(value: Any) -> Any:
-    """YAML reads a plain on or off as true or false."""
+    """Undo YAML's reading of a plain on or off as true or false."""
     return {True: "on", False: "off"}.get(value, value) if isinstance(value, bool) else value
 
 
@@ -35,7 +35,7 @@ class LoraConfig(Section):
     """
 
     rank: int = Field(16, ge=1, description="Rank of A and B; vLLM takes up to 512.")
-    alpha: float = Field(32.0, gt=0, description="The adapter counts alpha / rank times.")
+    alpha: float = Field(32.0, gt=0, description="Scale: the adapter is multiplied by alpha / rank.")
     targets: list[str] | None = Field(
         None,
         min_length=1,
@@ -64,7 +64,7 @@ class CriticConfig(Section):
     )
     optimizer: OptimizerConfig = Field(default_factory=lambda: OptimizerConfig(lr=1e-5))
     clip: float | None = Field(
-        0.2, gt=0, description="A value counts as moved by at most this in one step; null leaves that out."
+        0.2, gt=0, description="Most that a value may change in one step before the loss is clipped; null: no clipping."
     )
 
 
@@ -72,7 +72,7 @@ class CheckpointConfig(Section):
     """Checkpoints, written aside and renamed when complete."""
 
     every: int = Field(100, ge=1, description="Steps between two checkpoints.")
-    keep: int = Field(2, ge=1, description="How many to keep.")
+    keep: int = Field(2, ge=1, description="Checkpoints kept, the newest.")
     asynchronous: bool = Field(
         True,
         description="Go on training while a checkpoint is written, from a copy of the state in host memory. Without it,"
@@ -82,12 +82,12 @@ class CheckpointConfig(Section):
 
     @property
     def most_uncovered(self) -> int:
-        """Most steps that no durable checkpoint covers: while one is written, as many again are trained."""
+        """Return the most steps that no durable checkpoint covers: while one is written, as many again are trained."""
         return self.every * 2 if self.asynchronous else self.every
 
 
 class PublishConfig(Section):
-    """How new weights reach the generators."""
+    """Publication of new weights to the generators."""
 
     transport: Literal["file", "redis"] = Field(
         "file", description="file: safetensors in a folder that all can read. redis: chunks in the broker."
@@ -108,7 +108,7 @@ class PublishConfig(Section):
 
     @property
     def deltas(self) -> bool:
-        """Whether versions may be published as deltas."""
+        """Return whether versions may be published as deltas."""
         return self.delta == "on" or (self.delta == "auto" and self.transport == "redis")
 
 
@@ -177,7 +177,7 @@ class TrainerConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _complete_recipe(cls, data: Any) -> Any:
-        """Losses that are half of a recipe bring the other half, wherever nothing else was asked for."""
+        """Complete a loss's recipe: its advantage and aggregation, where the configuration does not set them."""
         loss = data.get("loss") if isinstance(data, dict) else None
         name = loss.get("name") if isinstance(loss, dict) else loss.name if isinstance(loss, LossConfig) else None
         if name not in RECIPES:
@@ -191,7 +191,7 @@ class TrainerConfig(Section):
 
     @property
     def lora_off(self) -> bool:
-        """Whether the reference policy is the policy without its adapter."""
+        """Return whether the reference policy is the policy without its adapter."""
         kl = self.kl
         return bool(kl.coef) and self.lora is not None and kl.model is None and kl.reference != "model"
 

@@ -1,4 +1,4 @@
-"""Batches: what a step trains on, by reference in the broker's journal, and whole in a file of the run's folder."""
+"""Batches of training samples, by reference in the broker's journal, and whole in a file of the run's folder."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from schemas.messages.trajectories import Trajectory
 
 
 class Member(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """One sample of a journaled group and its entries in the two streams; no trajectory when it was excluded."""
+    """A sample of a journaled group: its entries in the two streams; ``trajectory_id`` is empty if it was excluded."""
 
     sample: int
     scored_id: bytes
@@ -17,14 +17,14 @@ class Member(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class GroupRef(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """One group of a journaled batch, members in sample order."""
+    """A prompt group of a journaled batch, members in sample order."""
 
     task_id: int
     members: list[Member]
 
 
 class BatchRecord(Message, kw_only=True, tag="batch"):
-    """What a step trains on, journaled before the step, which trains ``version`` and makes ``new_version``."""
+    """The batch of an optimizer step, journaled before the step, which trains ``version`` and makes ``new_version``."""
 
     step: int
     version: int
@@ -33,7 +33,7 @@ class BatchRecord(Message, kw_only=True, tag="batch"):
 
 
 class RecordedGroup(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """One prompt group in the order it was trained in; a reward for each sample."""
+    """A prompt group in the order it was trained in, with a reward for each sample."""
 
     task_id: int
     samples: list[Trajectory]
@@ -47,7 +47,7 @@ class RecordedGroup(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class StepRecord(Message, kw_only=True, tag="step_record"):
-    """One optimizer step: ``step`` steps were done before it, ``version`` names the weights before it.
+    """Record of an optimizer step: ``step`` steps were done before it, ``version`` names the weights before it.
 
     leader_term: number of the trainer that trained it. world, threads, torch: ranks, CPU threads of each, and
     PyTorch's version, on which the last bits of a sum depend.

@@ -11,14 +11,14 @@ from schemas.messages.trajectories import Kind, Partial
 
 
 class ChatMessage(msgspec.Struct, frozen=True, gc=False):
-    """One message of a conversation."""
+    """A message of a conversation."""
 
     role: str
     content: str
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """How to sample a completion. ``max_tokens`` counts generated tokens; temperature 0 is greedy."""
+    """Settings for sampling a completion. ``max_tokens`` counts generated tokens; temperature 0 is greedy."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -37,7 +37,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
 
 class Task(Message, kw_only=True, tag="task"):
-    """One prompt group to generate.
+    """A prompt group to generate: ``n`` samples of one prompt.
 
     task_id: position in the deterministic prompt order (train), or ``(version + 1) * 2**32 + index`` (eval).
     Exactly one of ``text``, ``messages``, ``token_ids`` is the prompt.

@@ -1,4 +1,4 @@
-"""What people and the control plane see of a run: heartbeats, events, dead letters."""
+"""Telemetry of a run for people and the control plane: heartbeats, events, dead letters."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from schemas.codec import Message
 
 
 class Heartbeat(Message, kw_only=True, tag="heartbeat"):
-    """One sign of life of a service. The free-form figures are for people.
+    """Heartbeat of a service, sent each second. time: Unix seconds by the broker's clock. figures: for people.
 
-    acknowledged: number of the newest order of each kind that it has followed (broker/flow/run_control.py).
+    acknowledged: number of the newest order that the service followed, by kind of order (broker/flow/run_control.py).
     """
 
     service: str
@@ -25,7 +25,7 @@ class Heartbeat(Message, kw_only=True, tag="heartbeat"):
 
 
 class Event(Message, kw_only=True, tag="event"):
-    """Something people want to see in a timeline. level: info, warning or error."""
+    """An event of the run's timeline, for people. level: info, warning or error."""
 
     name: str
     service: str

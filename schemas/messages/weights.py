@@ -1,4 +1,4 @@
-"""Weight versions: the manifest that is published of each, and where a reader finds its bytes."""
+"""Weight versions: their manifests, and where a reader finds their bytes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from schemas.codec import Array, Message
 
 
 class Probe(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """A few tokens int32 [T] and their reference log-probabilities float32 [T-1] (token t+1 given 0..t)."""
+    """Check of loaded weights: tokens int32 [T], and their log-probabilities float32 [T-1] (token t+1 given 0..t)."""
 
     tokens: Array
     logprobs: Array
@@ -27,7 +27,10 @@ class TensorSpec(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Payload(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Bytes that travel. uri: ``file:PATH`` or ``redis:KEY``. chunks: BLAKE3-128 hex digests, one for each 1 MB."""
+    """Bytes that a transport carries. size: bytes.
+
+    uri: ``file:PATH`` or ``redis:KEY``. chunks: a BLAKE3-128 hex digest for each 1 MB.
+    """
 
     uri: str
     size: int
@@ -35,7 +38,7 @@ class Payload(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Delta(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """What turns the state of version ``base``, whose digest is ``base_digest``, into that of the manifest."""
+    """Difference from the state of version ``base``, whose digest is ``base_digest``, to that of the manifest."""
 
     base: int
     base_digest: str
@@ -55,12 +58,12 @@ class Adapter(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
 
 class Manifest(Message, kw_only=True, tag="manifest"):
-    """One published weight version: where its bytes are and how to check them.
+    """A published weight version: where its bytes are and how to check them.
 
-    state: the safetensors file of the whole version. whole: whether that was published as it is.
-    delta: the same version as a difference to the one before; one of the two is there, or both.
-    leader_term: number of the trainer that made it. adapter: what the tensors are, if not all of a model's weights;
-    they have peft's names.
+    state: the safetensors file of the whole version. whole: whether that file was published. delta: the same version
+    as a difference to the version before; at least one of the two is published.
+    leader_term: number of the trainer that made it. adapter: given when the tensors are an adapter's, under
+    peft's names, and not all of a model's weights.
     """
 
     version: int
@@ -80,10 +83,10 @@ class Manifest(Message, kw_only=True, tag="manifest"):
 
 @dataclass(frozen=True)
 class FileSource:
-    """A version's bytes are a local safetensors file, checked already, which stays until the next one is fetched."""
+    """A local safetensors file with a version's bytes, already checked, which stays until the next one is fetched."""
 
     path: Path
 
 
 WeightSource: TypeAlias = FileSource
-"""Where an engine gets a version's bytes: a union with one member today. No message: it stays in the process."""
+"""Source from which an engine loads a version: a union with one member today. No message: it stays in the process."""

@@ -125,7 +125,7 @@ PARTS = (
     "groups",
     "samples",
     "journal",
-    "redo",
+    "readmit",
 )
 """Keys without which a run can't go on as it was."""
 BESIDE = ("weights", "chunks", "dead", "evals", "services")

@@ -41,8 +41,8 @@ class ControlPlane:
         hub = Hub()
         self.socket = listen("127.0.0.1", 0, None)
         self.url = f"http://127.0.0.1:{self.socket.getsockname()[1]}"
-        watch = StatusPoller(broker, config, deployments)
-        app = make_app(Context(config, "control", broker, watch, hub, deployments))
+        poller = StatusPoller(broker, config, deployments)
+        app = make_app(Context(config, "control", broker, poller, hub, deployments))
         self.server = uvicorn.Server(uvicorn.Config(app, log_config=None, timeout_graceful_shutdown=1))
         self.hub = hub
         self.thread = threading.Thread(target=self.server.run, args=([self.socket],), daemon=True)

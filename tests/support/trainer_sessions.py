@@ -9,7 +9,7 @@ from broker.client import Broker
 from broker.flow.progress import Takeover, TakeoverRequest
 from broker.flow.trainer_session import TrainerSession
 
-FIRST = TakeoverRequest(batch=1, staleness=7, window=1, steps=100, every=10)
+FIRST = TakeoverRequest(batch=1, staleness=7, window=1, steps=100, max_uncommitted=10)
 """What the first trainer of a run knows: one group a step, 8 slots, 100 steps."""
 
 

@@ -1,4 +1,4 @@
-"""What the routes share: the broker, the watch, the open pages, and who is asking."""
+"""What the routes share: the broker, the status poller, the open pages, and who is asking."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Context:
     config: TidemillConfig
     name: str
     broker: Broker
-    watch: StatusPoller
+    poller: StatusPoller
     hub: Hub
     deployments: Deployments | None = None
     decoders: list[Decode | None] = field(default_factory=list)
@@ -44,15 +44,15 @@ class Context:
             self.decoders.append(load_decoder(self.config.model.path))
         return self.decoders[0]
 
-    def note(self, name: str, text: str, by: str, level: Literal["info", "warning"] = "info") -> None:
+    def record_event(self, name: str, text: str, by: str, level: Literal["info", "warning"] = "info") -> None:
         """Write into the timeline what was ordered, and by whom."""
-        views.note(self.broker, self.name, name, text, by, level)
+        views.record_event(self.broker, self.name, name, text, by, level)
 
-    async def until(self, reached: Callable[[RunStatus], bool], wait_s: float) -> RunStatus:
+    async def wait_status(self, reached: Callable[[RunStatus], bool], wait_s: float) -> RunStatus:
         """Look at the run until it is so, at most ``wait_s``; the last look."""
         end = time.monotonic() + wait_s
         while True:
-            status = await asyncio.to_thread(self.watch.refresh)
+            status = await asyncio.to_thread(self.poller.refresh)
             if reached(status) or time.monotonic() >= end:
                 return status
             await asyncio.sleep(min(LOOK_S, max(0.0, end - time.monotonic())))

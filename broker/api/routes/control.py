@@ -46,8 +46,8 @@ async def drain(context: InContext, by: By, body: WaitRequest | None = None) -> 
 async def _pause(context: Context, by: str, mode: PauseMode, wait_s: float, order: str) -> Accepted:
     changed = await asyncio.to_thread(context.broker.run_control.pause, mode, by)
     if changed:
-        await asyncio.to_thread(context.note, "paused", f"pause ({mode}) ordered", by)
-    status = await context.until(lambda status: status.pause.done or status.pause.mode != mode, wait_s)
+        await asyncio.to_thread(context.record_event, "paused", f"pause ({mode}) ordered", by)
+    status = await context.wait_status(lambda status: status.pause.done or status.pause.mode != mode, wait_s)
     return Accepted.model_validate(
         {
             "order": order,
@@ -65,8 +65,8 @@ async def resume(context: InContext, by: By, body: WaitRequest | None = None) ->
     """Go on after a pause."""
     changed = await asyncio.to_thread(context.broker.run_control.pause, "none", by)
     if changed:
-        await asyncio.to_thread(context.note, "resumed", "resume ordered", by)
-    status = await context.until(_resumed, (body or WaitRequest()).wait_s)
+        await asyncio.to_thread(context.record_event, "resumed", "resume ordered", by)
+    status = await context.wait_status(_resumed, (body or WaitRequest()).wait_s)
     waiting = [service.name for service in status.services if service.live and service.state == "paused"]
     return Accepted(
         order="resume",
@@ -88,7 +88,7 @@ def _resumed(status: RunStatus) -> bool:
 async def checkpoint(context: InContext, by: By, body: WaitRequest | None = None) -> Accepted:
     """Write a checkpoint as soon as the present step is done."""
     number = await asyncio.to_thread(context.broker.run_control.checkpoint, by)
-    await asyncio.to_thread(context.note, "checkpoint", "checkpoint ordered", by)
+    await asyncio.to_thread(context.record_event, "checkpoint", "checkpoint ordered", by)
 
     def written(status: RunStatus) -> bool:
         return any(
@@ -96,7 +96,7 @@ async def checkpoint(context: InContext, by: By, body: WaitRequest | None = None
             for service in status.services
         )
 
-    status = await context.until(written, (body or WaitRequest()).wait_s)
+    status = await context.wait_status(written, (body or WaitRequest()).wait_s)
     done = written(status)
     return Accepted(
         order="checkpoint",
@@ -111,11 +111,11 @@ async def checkpoint(context: InContext, by: By, body: WaitRequest | None = None
 @router.post("/stop")
 async def stop(context: InContext, by: By) -> Accepted:
     """End the run in order, with a checkpoint; started again with the same name it goes on."""
-    by_whom = context.watch.latest.scaling.by
+    by_whom = context.poller.latest.scaling.by
     if by_whom != "supervisor":
         raise Refusal(409, STOP_ELSEWHERE[by_whom])
     await asyncio.to_thread(context.broker.run_control.stop, by)
-    await asyncio.to_thread(context.note, "stop", "stop ordered", by)
+    await asyncio.to_thread(context.record_event, "stop", "stop ordered", by)
     return Accepted(
         order="stop",
         changed=True,
@@ -133,8 +133,8 @@ async def scale(context: InContext, by: By, body: ScaleRequest) -> Accepted:
         raise Refusal(409, "a run needs one reward service at least: pause it instead")
     changed = await asyncio.to_thread(_scale, context, body, by)
     if changed:
-        await asyncio.to_thread(context.note, "scale", f"{body.replicas} {body.role} services ordered", by)
-    status = await asyncio.to_thread(context.watch.refresh)
+        await asyncio.to_thread(context.record_event, "scale", f"{body.replicas} {body.role} services ordered", by)
+    status = await asyncio.to_thread(context.poller.refresh)
     alive = sum(service.role == body.role and service.live for service in status.services)
     done = alive == body.replicas
     return Accepted(
@@ -149,7 +149,7 @@ async def scale(context: InContext, by: By, body: ScaleRequest) -> Accepted:
 
 def _scale(context: Context, body: ScaleRequest, by: str) -> bool:
     """Hand the order to whoever can follow it; Refusal where nobody could."""
-    by_whom = context.watch.latest.scaling.by
+    by_whom = context.poller.latest.scaling.by
     if by_whom == "kubernetes" and context.deployments is not None:
         return context.deployments.scale(body.role, body.replicas)
     if by_whom != "supervisor":
@@ -162,4 +162,4 @@ def _scale(context: Context, body: ScaleRequest, by: str) -> bool:
 async def settings(context: InContext, by: By, body: SettingsChange) -> Settings:
     """Change the staleness bound, the batch, or the samples in flight of each generator, while the run goes on."""
     await asyncio.to_thread(views.change, context.broker, body, context.name, by)
-    return (await asyncio.to_thread(context.watch.refresh)).settings
+    return (await asyncio.to_thread(context.poller.refresh)).settings

@@ -31,11 +31,11 @@ def show_letter(context: InContext, id: Letter) -> LetterDetail:
 def requeue_letter(context: InContext, by: By, id: Letter) -> Accepted:
     """Admit the letter's prompt group again, before all others."""
     changed = views.requeue(context.broker, id, context.name, by)
-    return views.requeued(changed, context.watch.latest.state)
+    return views.requeued(changed, context.poller.latest.state)
 
 
 @router.delete("/{id}")
 def drop_letter(context: InContext, by: By, id: Letter) -> Accepted:
     """Delete one."""
     views.drop(context.broker, id, context.name, by)
-    return views.dropped(context.watch.latest.state)
+    return views.dropped(context.poller.latest.state)

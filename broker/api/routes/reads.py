@@ -35,13 +35,13 @@ Count = Annotated[int, Query(ge=1, le=1000, description="At most so many.")]
 @router.get("/status", response_model=RunStatus)
 async def status(context: InContext) -> Response:
     """Everything about the run now, not older than about a second."""
-    return Response(context.watch.answer, media_type=JSON)
+    return Response(context.poller.answer, media_type=JSON)
 
 
 @router.get("/services")
 async def services(context: InContext) -> Services:
     """Every service, by its last heartbeat."""
-    latest = context.watch.latest
+    latest = context.poller.latest
     return Services(time=latest.time, services=latest.services)
 
 
@@ -53,14 +53,14 @@ def metrics_history(
     name: Annotated[list[str] | None, Query(description="Only these series; repeat it for more.")] = None,
 ) -> Response:
     """The trainer's figures, step by step, as columns."""
-    found = context.watch.history(after, limit, set(name) if name else None)
+    found = context.poller.history(after, limit, set(name) if name else None)
     return Response(found.model_dump_json(), media_type=JSON)
 
 
 @router.get("/throughput-history", response_model=ThroughputHistory)
 def throughput_history(context: InContext) -> Response:
     """Tokens a second over the last quarter of an hour, as far as this control plane has looked."""
-    return Response(context.watch.throughput().model_dump_json(), media_type=JSON)
+    return Response(context.poller.throughput().model_dump_json(), media_type=JSON)
 
 
 @router.get("/timeline")

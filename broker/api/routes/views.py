@@ -84,7 +84,7 @@ EXAMINED = 2000
 """A search for trajectories looks through so many, the newest first."""
 
 
-def note(
+def record_event(
     broker: Broker, service: str, name: str, text: str, by: str, level: Literal["info", "warning"] = "info"
 ) -> None:
     """Write into the timeline what was ordered, and by whom. service: the one that took the order."""
@@ -122,14 +122,14 @@ def requeue(broker: Broker, id: str, service: str, by: str) -> bool:
             " broker was mended since), making it again could train it twice: drop the letter",
         )
     if answer == "ok":
-        note(broker, service, "requeue", f"the prompt group of dead letter {id} is admitted again, ordered", by)
+        record_event(broker, service, "requeue", f"the prompt group of dead letter {id} is admitted again, ordered", by)
     return answer == "ok"
 
 
 def drop(broker: Broker, id: str, service: str, by: str) -> None:
     """Delete a letter; DataError when it is not there."""
     broker.dead_letters.drop(id)
-    note(broker, service, "drop", f"dead letter {id} deleted", by)
+    record_event(broker, service, "drop", f"dead letter {id} deleted", by)
 
 
 def requeued(changed: bool, state: RunState) -> Accepted:
@@ -172,7 +172,7 @@ def change(broker: Broker, wanted: SettingsChange, service: str, by: str) -> Non
             if not broker.ledger.change_setting(name, value):
                 raise Refusal(409, "the run has no trainer yet that could follow; try again when it has begun")
             text = f"{name} set to {value}" if value is not None else f"{name} set back to the configuration's"
-            note(broker, service, "settings", text, by)
+            record_event(broker, service, "settings", text, by)
 
 
 HEAD_CHARACTERS = 200

@@ -286,7 +286,7 @@ def evaluation(result: EvalResult) -> EvaluationStatus:
         failed=result.failed,
         complete=result.complete,
         mean=result.mean if result.scored else None,
-        off=result.off,
+        off_version=result.off_version,
         time=result.time or None,
     )
 
@@ -310,7 +310,7 @@ def _ledger(ledger: LedgerState) -> LedgerStatus:
         trained=ledger.trained,
         dropped=ledger.dropped,
         failed=ledger.failed,
-        redo=ledger.redo,
+        readmit=ledger.readmit,
         cursor=ledger.cursor,
         live_groups=ledger.live_groups,
         live_bound=ledger.live_bound,

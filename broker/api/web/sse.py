@@ -57,7 +57,7 @@ class Page:
 
 
 class Hub:
-    """Hands out what the watch finds to every open page. All methods but ``bind`` run in the event loop."""
+    """Hands out what the status poller finds to every open page. All methods but ``bind`` run in the event loop."""
 
     def __init__(self) -> None:
         self._pages: set[Page] = set()
@@ -67,7 +67,7 @@ class Hub:
         self._changed = asyncio.Event()
 
     def bind(self, loop: asyncio.AbstractEventLoop) -> tuple[Callable[..., None], ...]:
-        """Callbacks for the watch's threads: for a status, for metrics, for events."""
+        """Callbacks for the poller's threads: for a status, for metrics, for events."""
 
         def hand(method: Callable[[Any], None]) -> Callable[[Any], None]:
             def call(value: Any) -> None:

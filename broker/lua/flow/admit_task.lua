@@ -1,10 +1,10 @@
--- KEYS: CTL SLOTS COUNTS GROUPS TASKS REDO FAILED DEAD
+-- KEYS: CTL SLOTS COUNTS GROUPS TASKS READMIT FAILED DEAD
 -- ARGV: task id, task body, samples, dead letter ('' when there is a body). Charges one slot and queues the task, or says why not; also which task is next.
 -- Tasks to be made again come first, then the cursor goes on. Idempotent: a repeat finds that another is next.
 local ctl = redis.call('HMGET', CTL, 'paused', 'slots', 'steps', 'step', 'batch', 'cursor', 'version')
 if not ctl[6] then return {'starting', '0'} end
 local function next_task()
-  return redis.call('ZRANGE', REDO, 0, 0)[1] or redis.call('HGET', CTL, 'cursor')
+  return redis.call('ZRANGE', READMIT, 0, 0)[1] or redis.call('HGET', CTL, 'cursor')
 end
 local task = next_task()
 if ctl[1] == '1' then return {'paused', task} end
@@ -18,12 +18,12 @@ if ARGV[2] == '' then
   redis.call('HINCRBY', COUNTS, 'failed:dead_letter', 1)
   redis.call('HINCRBY', COUNTS, 'admitted', 1)
   note_failed(task)
-  if redis.call('ZREM', REDO, task) == 0 then redis.call('HINCRBY', CTL, 'cursor', 1) end
+  if redis.call('ZREM', READMIT, task) == 0 then redis.call('HINCRBY', CTL, 'cursor', 1) end
   return {'ok', next_task()}
 end
 local entry = redis.call('XADD', TASKS, '*', 't', task, 'v', ctl[7], 'b', ARGV[2])
 redis.call('HSET', GROUPS, task .. ':n', ARGV[3], task .. ':kind', 'train', task .. ':entry', entry, task .. ':left', ARGV[3])
 redis.call('ZADD', SLOTS, redis.call('HINCRBY', CTL, 'seq', 1), task)
 redis.call('HINCRBY', COUNTS, 'admitted', 1)
-if redis.call('ZREM', REDO, task) == 0 then redis.call('HINCRBY', CTL, 'cursor', 1) end
+if redis.call('ZREM', READMIT, task) == 0 then redis.call('HINCRBY', CTL, 'cursor', 1) end
 return {'ok', next_task()}

@@ -1,13 +1,13 @@
--- KEYS: SLOTS COUNTS REDO FAILED DEAD CHANGES
+-- KEYS: SLOTS COUNTS READMIT FAILED DEAD CHANGES
 -- ARGV: dead letter's entry, task id. A group that failed is admitted again, first of all; its letters may go.
 local task = ARGV[2]
 if redis.call('ZSCORE', SLOTS, task) then return 'active' end
 -- It waits for admission already; without its letter this is the call that asked for it, sent again.
-if redis.call('ZSCORE', REDO, task) then
+if redis.call('ZSCORE', READMIT, task) then
   return #redis.call('XRANGE', DEAD, ARGV[1], ARGV[1]) == 0 and 'ok' or 'waiting'
 end
 if redis.call('ZREM', FAILED, task) == 0 then return 'trained' end
-redis.call('ZADD', REDO, task, task)
+redis.call('ZADD', READMIT, task, task)
 redis.call('HINCRBY', COUNTS, 'admitted', -1)
 redis.call('HINCRBY', COUNTS, 'failed:requeued', -1)
 redis.call('XDEL', DEAD, ARGV[1])

@@ -1,5 +1,5 @@
 #!lua flags=allow-oom
--- KEYS: CTL LEADER_TERM SLOTS COUNTS GROUPS SAMPLES TASKS EVAL_TASKS TRAJECTORIES SCORED DEAD JOURNAL EVALS CHANGES REDO FAILED WEIGHTS CHUNKS EVENTS METRICS SERVICES PARTIALS RUN_CONTROL COUNTERS
+-- KEYS: CTL LEADER_TERM SLOTS COUNTS GROUPS SAMPLES TASKS EVAL_TASKS TRAJECTORIES SCORED DEAD JOURNAL EVALS CHANGES READMIT FAILED WEIGHTS CHUNKS EVENTS METRICS SERVICES PARTIALS RUN_CONTROL COUNTERS
 -- ARGV: what the trainer knows, as JSON (broker/flow/progress.py, TakeoverRequest). A trainer takes the run over.
 -- What the broker knows wins as long as it can be true. It cannot when its lifetime is not that of the trainer's
 -- checkpoint, when a step is missing in its journal, when its counts do not add up, or when a key of the pipeline is
@@ -9,7 +9,7 @@ local own = cjson.decode(ARGV[1])
 local pipeline = {
   {CTL, 'hash'}, {LEADER_TERM, 'string'}, {SLOTS, 'zset'}, {COUNTS, 'hash'}, {GROUPS, 'hash'}, {SAMPLES, 'hash'},
   {TASKS, 'stream'}, {EVAL_TASKS, 'stream'}, {TRAJECTORIES, 'stream'}, {SCORED, 'stream'}, {JOURNAL, 'hash'},
-  {REDO, 'zset'},
+  {READMIT, 'zset'},
 }
 -- What these hold is made again, or is for people only: the pipeline goes on without it.
 local beside = {
@@ -55,7 +55,7 @@ if not rebuild then
   local active = redis.call('ZCARD', SLOTS)
   local admitted = tonumber(redis.call('HGET', COUNTS, 'admitted') or 0)
   local ended = tonumber(redis.call('HGET', COUNTS, 'trained') or 0) + ended_untrained()
-  rebuild = admitted ~= active + ended or admitted ~= tonumber(known[4]) - redis.call('ZCARD', REDO)
+  rebuild = admitted ~= active + ended or admitted ~= tonumber(known[4]) - redis.call('ZCARD', READMIT)
     or redis.call('HLEN', GROUPS) < 4 * active
 end
 if rebuild and own.fresh and not damaged and known_step and known_step > 0 then return 'foreign' end
@@ -68,17 +68,17 @@ local unfinished = {}
 for _, id in ipairs(own.unfinished) do unfinished[string.format('%d', id)] = true end
 
 if rebuild then
-  redis.call('DEL', SLOTS, GROUPS, SAMPLES, TASKS, EVAL_TASKS, TRAJECTORIES, SCORED, JOURNAL, REDO, PARTIALS)
+  redis.call('DEL', SLOTS, GROUPS, SAMPLES, TASKS, EVAL_TASKS, TRAJECTORIES, SCORED, JOURNAL, READMIT, PARTIALS)
   redis.call('DEL', COUNTS)
   for name, value in pairs(own.counts) do redis.call('HSET', COUNTS, name, string.format('%d', value)) end
-  for task in pairs(unfinished) do redis.call('ZADD', REDO, task, task) end
+  for task in pairs(unfinished) do redis.call('ZADD', READMIT, task, task) end
   -- An evaluation that was under way is opened anew.
   for _, field in ipairs(redis.call('HKEYS', EVALS)) do
     local version = string.match(field, '^(%d+):n$')
     if version then
       local v = redis.call('HMGET', EVALS, version .. ':n', version .. ':scored', version .. ':failed')
       if tonumber(v[2] or 0) + tonumber(v[3] or 0) < tonumber(v[1]) then
-        redis.call('HDEL', EVALS, version .. ':n', version .. ':scored', version .. ':failed', version .. ':sum', version .. ':time', version .. ':off')
+        redis.call('HDEL', EVALS, version .. ':n', version .. ':scored', version .. ':failed', version .. ':sum', version .. ':time', version .. ':off_version')
       end
     end
   end
@@ -92,14 +92,14 @@ if back then
         redis.call('ZREM', SLOTS, task)
       end
     end
-    for _, task in ipairs(redis.call('ZRANGE', REDO, 0, -1)) do
-      if tonumber(task) < own.cursor and not unfinished[task] then redis.call('ZREM', REDO, task) end
+    for _, task in ipairs(redis.call('ZRANGE', READMIT, 0, -1)) do
+      if tonumber(task) < own.cursor and not unfinished[task] then redis.call('ZREM', READMIT, task) end
     end
     redis.call('HSET', CTL, 'step', string.format('%d', own.step))
   end
   for task in pairs(unfinished) do
     local asked_again = forgot_requeue and redis.call('ZSCORE', FAILED, task)
-    if tonumber(task) >= tonumber(known[4]) or asked_again then redis.call('ZADD', REDO, task, task) end
+    if tonumber(task) >= tonumber(known[4]) or asked_again then redis.call('ZADD', READMIT, task, task) end
   end
   redis.call('HSET', CTL, 'cursor', string.format('%d', math.max(tonumber(known[4]), own.cursor)))
   if forgot_requeue then redis.call('HSET', COUNTS, 'failed:requeued', string.format('%d', own.counts['failed:requeued'])) end
@@ -111,10 +111,10 @@ if rebuild or back then
   local cursor = tonumber(redis.call('HGET', CTL, 'cursor'))
   -- What is made again anyway must not be asked for once more.
   for _, task in ipairs(redis.call('ZRANGE', FAILED, 0, -1)) do
-    local again = tonumber(task) >= cursor or redis.call('ZSCORE', REDO, task) or redis.call('ZSCORE', SLOTS, task)
+    local again = tonumber(task) >= cursor or redis.call('ZSCORE', READMIT, task) or redis.call('ZSCORE', SLOTS, task)
     if again or forgot_requeue then redis.call('ZREM', FAILED, task) end
   end
-  local admitted = cursor - redis.call('ZCARD', REDO)
+  local admitted = cursor - redis.call('ZCARD', READMIT)
   local trained = own.trained
   if not rebuild and known_step > own.step then trained = counted end
   local ended = trained + ended_untrained()
@@ -134,7 +134,7 @@ redis.call('SET', LEADER_TERM, leader_term)
 redis.call('HSET', CTL, 'schema', string.format('%d', own.schema), 'leader_term', n, 'version', string.format('%d', version), 'state', 'running')
 redis.call('HSET', CTL, 'steps', string.format('%d', own.steps), 'window', string.format('%d', own.window))
 redis.call('HDEL', CTL, 'cause')
-redis.call('HSET', CTL, 'every', string.format('%d', own.every))
+redis.call('HSET', CTL, 'max_uncommitted', string.format('%d', own.max_uncommitted))
 if lost then
   redis.call('HSET', CTL, 'broker_lifetime', leader_term)
 elseif fresh then

@@ -67,7 +67,7 @@ class World:
         self._stop = threading.Event()
         self._errors: list[BaseException] = []
         self.generators: dict[str, subprocess.Popen[bytes]] = {}
-        self._training = take_over(broker, batch=BATCH, staleness=4, steps=1000, every=5)
+        self._training = take_over(broker, batch=BATCH, staleness=4, steps=1000, max_uncommitted=5)
         self._weights = ChangingWeights(broker, folder, "redis", self._training.leader_term)
         self._weights.publish(0)
         (folder / "watched.py").write_text(ENGINE)

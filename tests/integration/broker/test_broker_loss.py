@@ -75,7 +75,7 @@ def test_a_wiped_broker_admits_what_was_unfinished_first_and_then_goes_on(broker
     assert takeover.lost
     assert (takeover.step, takeover.broker_lifetime) == (1, takeover.leader_term)
     state = broker.ledger.read_state()
-    assert (state.cursor, state.redo, state.active, state.trained, state.dropped) == (4, 2, 0, 1, {"stale": 1})
+    assert (state.cursor, state.readmit, state.active, state.trained, state.dropped) == (4, 2, 0, 1, {"stale": 1})
     assert state.balanced
     order = []
     following = 0
@@ -159,7 +159,7 @@ def test_a_key_of_the_wrong_type_is_lost_and_mended(broker: Broker) -> None:
     with pytest.raises(BrokerLost):
         training.read_pipeline()
     assert take_over_as(broker, saved)[1].lost
-    assert broker.ledger.read_state().redo == 1
+    assert broker.ledger.read_state().readmit == 1
     assert broker.ledger.read_state().balanced
 
 
@@ -431,7 +431,7 @@ def test_a_second_of_lost_writes_is_made_again_and_what_was_trained_is_not(
     _, takeover = take_over_as(broker, saved)
     assert takeover.lost
     state = broker.ledger.read_state()
-    assert (state.step, state.trained, state.active, state.redo, state.cursor) == (1, 1, 0, 2, 3)
+    assert (state.step, state.trained, state.active, state.readmit, state.cursor) == (1, 1, 0, 2, 3)
     assert state.balanced
     assert broker.connection.client.xlen(broker.connection.keys.trajectories) == 0, "what was trained is gone"
     assert broker.ledger.admit(make_task(1)).answer == "ok"
@@ -465,7 +465,7 @@ def test_a_step_after_a_lost_one_is_refused_and_what_was_trained_does_not_come_b
     assert broker.ledger.read_state().step == 0
     assert take_over_as(broker, saved)[1].lost
     state = broker.ledger.read_state()
-    assert (state.step, state.trained, state.active, state.redo, state.balanced) == (2, 2, 0, 0, True)
+    assert (state.step, state.trained, state.active, state.readmit, state.balanced) == (2, 2, 0, 0, True)
 
 
 def test_a_restart_that_lost_nothing_is_no_loss(own_server: EmbeddedServer, connect: Callable[[], Broker]) -> None:

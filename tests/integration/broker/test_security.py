@@ -161,7 +161,7 @@ WRITES: Mapping[str, tuple[object, ...]] = {
 }
 FORBIDDEN = {
     "feeder": (*TRAINERS, "run_control", "recent", "weights", "chunks", "scored", "trajectories"),
-    "generator": (*TRAINERS, "ctl", "run_control", "recent", "weights", "chunks", "redo"),
+    "generator": (*TRAINERS, "ctl", "run_control", "recent", "weights", "chunks", "readmit"),
     "reward": (
         *TRAINERS,
         "ctl",
@@ -171,7 +171,7 @@ FORBIDDEN = {
         "chunks",
         "tasks",
         "slots",
-        "redo",
+        "readmit",
         "failed",
         "events",
     ),

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from broker.client import Broker
-from broker.connection.connection import Connection, answers
+from broker.connection.connection import Connection, check_server_now
 from broker.connection.embedded import START_DEADLINE_S, EmbeddedServer, wait_ready
 from broker.connection.keys import Keys
 from schemas.config import BrokerConfig
@@ -149,14 +149,14 @@ def connect(url: str) -> Broker:
 
 def test_a_group_passes_every_hop_over_tls(port: int, certificates: Path, tmp_path: Path) -> None:
     url = f"rediss://127.0.0.1:{port}/0?ssl_ca_certs={certificates / 'ca.crt'}"
-    assert answers(url) == []
+    assert check_server_now(url) == []
     move_one_group({role: connect(url) for role in ("feeder", "generator", "reward", "trainer", "observer")}, tmp_path)
 
 
 @pytest.mark.parametrize("query", ["?ssl_ca_certs={other}", ""], ids=["another CA", "the system's CAs"])
 def test_a_certificate_of_an_unknown_ca_is_refused_at_once(port: int, certificates: Path, query: str) -> None:
     url = f"rediss://:secret@127.0.0.1:{port}/0" + query.format(other=certificates / "other.crt")
-    for ask in (lambda: connect(url).ledger.read_state(), lambda: answers(url)):
+    for ask in (lambda: connect(url).ledger.read_state(), lambda: check_server_now(url)):
         with pytest.raises(ConfigError, match=r"certificate is refused \(.*\); give its CA") as refused:
             ask()
         assert "\n" not in str(refused.value)

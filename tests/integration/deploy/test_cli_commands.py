@@ -102,7 +102,7 @@ def test_a_failed_group_is_admitted_again_from_its_dead_letter(make_broker: Call
     assert shown["payload"]["text"] == "1+1="
     assert run_tidemill("dead-letters", "requeue", "letters-run", letter["id"], "--url", url).returncode == 0
     state = broker.ledger.read_state()
-    assert (state.redo, state.balanced, sum(state.failed.values())) == (1, True, 0)
+    assert (state.readmit, state.balanced, sum(state.failed.values())) == (1, True, 0)
     assert broker.ledger.admit(make_task(1)).next == 0
     assert broker.ledger.admit(make_task(0)).answer == "ok"
     assert broker.ledger.read_state().balanced

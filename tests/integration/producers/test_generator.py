@@ -201,7 +201,7 @@ def test_a_kill_loses_no_more_than_was_not_saved_and_another_goes_on(
     victim = start_service("generator", tmp_path / "config.yaml", "victim", server.url, COUNTS=str(counts))
 
     def saved() -> list[int]:
-        return [len(part.tokens) for part in broker.partials("g").load(0, range(3))]
+        return [len(part.tokens) for part in broker.partials("g").load_partials(0, range(3))]
 
     try:
         asyncio.run(wait_until(lambda: victim.poll() is not None or sum(saved()) > 4 * 3 * flush, 60))
@@ -210,7 +210,7 @@ def test_a_kill_loses_no_more_than_was_not_saved_and_another_goes_on(
         victim.wait(10)
     made = counts.read_text().split()
     assert all(int(count) - kept <= flush for count, kept in zip(made, saved(), strict=True))
-    before = {part.sample: part for part in broker.partials("g").load(0, range(3))}
+    before = {part.sample: part for part in broker.partials("g").load_partials(0, range(3))}
 
     async def scene() -> None:
         for item in await read_published(broker, 3):
@@ -260,7 +260,7 @@ def test_an_evaluation_is_of_its_version_though_newer_weights_are_there(
         assert versions_in(evaluation) == {2}
         assert engine.loaded == [1, 2, 3]
         (result,) = broker.evals.read_results()
-        assert (result.version, result.n, result.off) == (2, 12, 0)
+        assert (result.version, result.n, result.off_version) == (2, 12, 0)
 
     run_generator_during(config, broker, engine, scene)
 
@@ -277,7 +277,7 @@ def test_an_evaluation_of_weights_that_nobody_has_any_more_is_answered_and_says_
         found = await read_published(broker, 5)
         assert versions_in(found) == {3}
         (result,) = broker.evals.read_results()
-        assert (result.n, result.off) == (5, 5)
+        assert (result.n, result.off_version) == (5, 5)
 
     run_generator_during(config, broker, make_engine(config), scene)
 

@@ -204,11 +204,11 @@ def test_a_broker_that_is_gone_is_the_limit_and_the_last_look_stays() -> None:
     config = parse_config(
         {"model": {"path": "m"}, "train": {"name": "arithmetic"}, "reward": {"terms": [{"name": "exact"}]}}
     )
-    watch = StatusPoller(None, config)  # type: ignore[arg-type]
-    watch._keep(make_status())
-    watch._lost("no answer\nfor 5 s")
-    assert (watch.latest.state, watch.latest.cause, watch.latest.step) == ("unreachable", "no answer for 5 s", 3)
-    assert (watch.latest.bottleneck.limit, watch.error) == ("broker", "no answer for 5 s")
+    poller = StatusPoller(None, config)  # type: ignore[arg-type]
+    poller._keep(make_status())
+    poller._lost("no answer\nfor 5 s")
+    assert (poller.latest.state, poller.latest.cause, poller.latest.step) == ("unreachable", "no answer for 5 s", 3)
+    assert (poller.latest.bottleneck.limit, poller.error) == ("broker", "no answer for 5 s")
 
 
 def test_time_to_go_is_the_pace_of_the_last_steps() -> None:

@@ -39,7 +39,7 @@ def service(name: str, role: str, **more: Any) -> ServiceStatus:
 
 def evaluation(version: int, mean: float | None, scored: int, n: int = 500) -> EvaluationStatus:
     return EvaluationStatus(
-        version=version, n=n, scored=scored, failed=0, complete=scored >= n, mean=mean, off=0, time=1.0
+        version=version, n=n, scored=scored, failed=0, complete=scored >= n, mean=mean, off_version=0, time=1.0
     )
 
 

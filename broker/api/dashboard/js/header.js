@@ -64,7 +64,7 @@ function figures(status) {
     { key: "reward", label: "Reward", value: figure(status.reward), note: "mean of the last step", points: series("reward/mean") },
     {
       key: "accuracy", label: "Accuracy", value: figure(evaluation?.mean ?? null),
-      note: evaluation ? `of version ${evaluation.version}${evaluation.off ? `, ${count(evaluation.off)} of other weights` : ""}`
+      note: evaluation ? `of version ${evaluation.version}${evaluation.off_version ? `, ${count(evaluation.off_version)} of other weights` : ""}`
         : "no evaluation yet",
       points: store.evaluations.filter((one) => one.complete && one.mean !== null).map((one) => one.mean).slice(-60),
     },
