@@ -37,7 +37,8 @@ def atomic_write(file: Path, content: str | bytes, *, durable: bool = False, pri
 def atomic_folder(folder: Path) -> Iterator[Path]:
     """Yield an empty folder beside ``folder`` that takes its name, durably, when the block ends without an error.
 
-    After an error nothing is left of it. FileExistsError if ``folder`` exists.
+    After an error nothing is left of it. FileExistsError if ``folder`` exists at the start; OSError if it has come to
+    exist since, unless it is empty.
     """
     if folder.exists():
         raise FileExistsError(f"{folder} exists already")
@@ -46,7 +47,9 @@ def atomic_folder(folder: Path) -> Iterator[Path]:
     try:
         yield aside
         aside.chmod(0o755)
-        commit_folder(aside, folder)
+        fsync_tree(aside)
+        aside.rename(folder)
+        fsync(folder.parent)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
 

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -71,7 +70,7 @@ def train_dpo(
     ranks: all of them call this; rank 0 writes, and reports to ``progress``.
     """
     ranks = ranks or Ranks()
-    with _folder(settings.out, "dpo.out", ranks) as aside:
+    with whole_folder(settings.out, "dpo.out", main=ranks.is_main) as aside:
         tokenizer = AutoTokenizer.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
         policy = Policy(load_model(model.path, "float32", model.trust_remote_code))
         reference = Policy(load_model(model.path, model.dtype, model.trust_remote_code))
@@ -88,7 +87,7 @@ def train_dpo(
 
         fit = _Fit(policy, tokenizer, pairs, heldout, settings, seed, model.max_length, ranks)
         result = fit.run(margins, loss, progress)
-        _save(policy.causal_lm, policy, model.dtype, tokenizer, aside, result)
+        _save(policy.causal_lm, policy, model.dtype, tokenizer, aside, result, ranks.is_main)
     return result
 
 
@@ -108,7 +107,7 @@ def train_reward_model(
     ranks: as in train_dpo.
     """
     ranks = ranks or Ranks()
-    with _folder(settings.out, "reward_model.out", ranks) as aside:
+    with whole_folder(settings.out, "reward_model.out", main=ranks.is_main) as aside:
         tokenizer = AutoTokenizer.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
         # Its head is new, and must be the same on every rank.
         torch.manual_seed(seed)
@@ -124,7 +123,7 @@ def train_reward_model(
 
         fit = _Fit(scorer, tokenizer, pairs, heldout, settings, seed, model.max_length, ranks)
         result = fit.run(margins, loss, progress)
-        _save(scorer, scorer, model.dtype, tokenizer, aside, result)
+        _save(scorer, scorer, model.dtype, tokenizer, aside, result, ranks.is_main)
     return result
 
 
@@ -228,26 +227,20 @@ def _scorer(model: ModelConfig, tokenizer: Any) -> PreTrainedModel:
     return scorer.train()  # type: ignore[no-any-return]
 
 
-@contextmanager
-def _folder(out: Path, setting: str, ranks: Ranks) -> Iterator[Path | None]:
-    """``whole_folder`` on rank 0; None on the others, which write nothing."""
-    if not ranks.is_main:
-        yield None
-        return
-    with whole_folder(out, setting) as aside:
-        yield aside
-
-
 def _save(
     model: PreTrainedModel,
     trained: nn.Module,
     dtype: str,
     tokenizer: Any,
-    folder: Path | None,
+    folder: Path,
     result: PairwiseProgress,
+    main: bool,
 ) -> None:
-    """``trained``: the module that holds the weights, which all ranks gather."""
-    save_weights(model, named_weights(trained), folder or Path(), dtype, main=folder is not None)
-    if folder is not None:
+    """Write the model, its tokenizer and the result to ``folder``, on the rank that is ``main``; all ranks call this.
+
+    trained: the module that holds the weights, which all ranks gather.
+    """
+    save_weights(model, named_weights(trained), folder, dtype, main=main)
+    if main:
         tokenizer.save_pretrained(folder)
         (folder / DETAILS).write_text(json.dumps(asdict(result), indent=2) + "\n", encoding="utf-8")

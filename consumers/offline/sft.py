@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -82,7 +81,7 @@ def train_sft(
     if not examples or not heldout:
         raise ConfigError(f"warm_start needs examples in both sets, has {len(examples)} and {len(heldout)}")
     ranks = ranks or Ranks()
-    with _folder(out, ranks) as aside:
+    with whole_folder(out, "model.path", main=ranks.is_main) as aside:
         if callable(source) and ranks.is_main:
             source(aside, seed)
         # The others read what rank 0 has written.
@@ -101,16 +100,6 @@ def train_sft(
             tokenizer.save_pretrained(aside)
             (aside / DETAILS).write_text(json.dumps(asdict(result), indent=2) + "\n", encoding="utf-8")
     return result
-
-
-@contextmanager
-def _folder(out: Path, ranks: Ranks) -> Iterator[Path]:
-    """``whole_folder`` on rank 0; the others write nothing."""
-    if not ranks.is_main:
-        yield out
-        return
-    with whole_folder(out, "model.path") as aside:
-        yield aside
 
 
 class _Trainer:

@@ -1,31 +1,27 @@
-"""A folder of files that counts only when it is whole: sealed by a marker with the size and digest of every file.
+"""Folders of checkpoints and models, which take their names last, when all of them is on the disk.
 
-It gets its name last, when all of it is on the disk.
-
-A model folder that appears whole or not at all.
+A checkpoint is sealed by a marker with the size and digest of every file in it: ``damage`` says what has changed since.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
-import shutil
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from schemas.errors import ConfigError
+from schemas.files import atomic_folder, commit_folder
 
 MARKER = "COMPLETE"
 _OLDER = re.compile(r"step-\d{8,}-e\d{4,}(\.msgpack\.zst)?|EPOCH")
 
 
 def damage(path: Path) -> str | None:
-    """What is wrong with a checkpoint folder, None if nothing: every file must have its size and digest."""
+    """Find out what is wrong with a checkpoint folder: every file must have its size and digest. None if nothing is."""
     try:
         listed: dict[str, list[Any]] = json.loads((path / MARKER).read_text(encoding="utf-8"))["files"]
     except FileNotFoundError:
@@ -44,24 +40,11 @@ def damage(path: Path) -> str | None:
 
 
 def complete(aside: Path, path: Path) -> None:
-    """Flush all files, then the marker, then give the folder its name."""
+    """Seal the folder ``aside`` with the marker, and rename it to ``path`` once all of it is on the disk."""
     files = sorted(p for p in aside.rglob("*") if p.is_file())
     listed = {str(p.relative_to(aside)): [p.stat().st_size, _digest(p)] for p in files}
-    for file in files:
-        _sync(file)
     write_json(aside / MARKER, {"files": listed})
-    _sync(aside / MARKER)
-    for folder in {p.parent for p in files}:
-        _sync(folder)
-    if path.exists():
-        replaced = path.with_name(f".{path.name}.removing")
-        shutil.rmtree(replaced, ignore_errors=True)
-        path.rename(replaced)
-        aside.rename(path)
-        shutil.rmtree(replaced, ignore_errors=True)
-    else:
-        aside.rename(path)
-    _sync(path.parent)
+    commit_folder(aside, path)
 
 
 def refuse_older_names(folder: Path) -> None:
@@ -75,7 +58,7 @@ def refuse_older_names(folder: Path) -> None:
 
 
 def write_json(file: Path, content: dict[str, Any]) -> None:
-    """Readable, and the same for the same content."""
+    """Write JSON that people can read; equal contents make equal files."""
     file.write_text(json.dumps(content, sort_keys=True) + "\n", encoding="utf-8")
 
 
@@ -84,29 +67,17 @@ def _digest(file: Path) -> str:
         return hashlib.file_digest(handle, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
 
 
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
 @contextmanager
-def whole_folder(out: Path, setting: str) -> Iterator[Path]:
-    """A folder beside ``out`` to write to, which becomes ``out`` when the block ends well, and is removed otherwise.
+def whole_folder(out: Path, setting: str, *, main: bool = True) -> Iterator[Path]:
+    """Yield a folder beside ``out`` to write to, which becomes ``out`` when the block ends well, and goes otherwise.
 
-    ConfigError if ``out`` exists; setting: what names it in the configuration.
+    main: whether this rank is the one that writes; the others get ``out`` itself, and must leave it alone.
+    ConfigError if ``out`` exists; setting: the part of the configuration that names it.
     """
+    if not main:
+        yield out
+        return
     if out.exists():
         raise ConfigError(f"{out} exists already: remove it or name another {setting}")
-    out.parent.mkdir(parents=True, exist_ok=True)
-    aside = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
-    try:
+    with atomic_folder(out) as aside:
         yield aside
-        aside.chmod(0o755)
-        for path in [*aside.iterdir(), aside]:
-            _sync(path)
-        aside.rename(out)
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
