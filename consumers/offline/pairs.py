@@ -1,6 +1,6 @@
-"""Preference pairs as tokens: a prompt with the better and the worse answer.
+"""Preference pairs, a prompt with a better and a worse answer: their tokens, their batches, and the losses on them.
 
-Losses on pairs of answers of which one is preferred: pure functions, one value for each pair.
+The losses are pure functions with a value for each pair, [P].
 """
 
 from __future__ import annotations
@@ -16,23 +16,24 @@ from torch import Tensor
 from schemas.errors import DataError
 
 T = TypeVar("T")
+PairIds: TypeAlias = tuple[list[int], list[int], list[int]]
+"""Token ids of the prompt, of the better and of the worse answer."""
 
 
 @dataclass(frozen=True)
 class Preference:
-    """Texts of a prompt, the better and the worse answer."""
+    """A prompt with the better (chosen) and the worse (rejected) answer, as texts."""
 
     prompt: str
     chosen: str
     rejected: str
 
 
-PairIds: TypeAlias = tuple[list[int], list[int], list[int]]
-"""Ids of a prompt, the better and the worse answer."""
-
-
 def encode(tokenizer: Any, pair: Preference, max_length: int) -> PairIds:
-    """Ids of the prompt and of both answers, these with the end of sequence."""
+    """Token ids of a pair, both answers with the end of sequence.
+
+    DataError if the prompt is empty, or prompt and answer have more than ``max_length`` tokens.
+    """
     prompt, chosen, rejected = (
         list(tokenizer(text, add_special_tokens=False).input_ids) for text in (pair.prompt, pair.chosen, pair.rejected)
     )
@@ -48,7 +49,7 @@ def encode(tokenizer: Any, pair: Preference, max_length: int) -> PairIds:
 
 
 def padded(rows: Sequence[list[int]], pad: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Right-padded ids int64 [R, T], and lengths [R]."""
+    """Pad rows of token ids on the right with ``pad``: ids int64 [R, T], and lengths int64 [R]."""
     lengths = torch.tensor([len(row) for row in rows])
     tokens = torch.full((len(rows), int(lengths.max())), pad, dtype=torch.int64)
     for number, row in enumerate(rows):
@@ -57,7 +58,7 @@ def padded(rows: Sequence[list[int]], pad: int, device: torch.device) -> tuple[T
 
 
 def batches(rows: Sequence[T], size: int, seed: int) -> Iterator[list[T]]:
-    """Endless batches, every epoch in a new order; the last of an epoch may be smaller."""
+    """Yield batches without end, every epoch in a new order; the last batch of an epoch may be smaller."""
     generator = torch.Generator().manual_seed(seed)
     while True:
         order = torch.randperm(len(rows), generator=generator).tolist()

@@ -1,8 +1,8 @@
-"""States of all random generators, as JSON; restored, they go on with the same numbers.
+"""The training state that a checkpoint holds: tensors of the policy and the critic, and all random generators.
 
-All that a checkpoint holds in tensors: the policy and the critic, each with its optimizer, sharded or not.
-
-Of a policy with an adapter that is the adapter: the rest never changes.
+The tensors are those of both models and their optimizers, sharded or not; where the policy has an adapter, its weights
+alone, since the rest never changes. The states of the random generators are JSON; restored, they go on with the same
+numbers.
 """
 
 from __future__ import annotations
@@ -25,42 +25,8 @@ from consumers.trainer.model.policy import Policy
 from consumers.trainer.step.train_step import TrainStep
 
 
-def random_states() -> dict[str, Any]:
-    """Those of Python, numpy and torch (all devices), as JSON."""
-    kind, numbers, gauss = random.getstate()
-    return {
-        "python": [kind, list(numbers), gauss],
-        "numpy": _plain(np.random.get_state(legacy=False)),
-        "torch": torch.get_rng_state().numpy().tobytes().hex(),
-        "cuda": [state.numpy().tobytes().hex() for state in torch.cuda.get_rng_state_all()]
-        if torch.cuda.is_available()
-        else [],
-    }
-
-
-def set_random_states(state: dict[str, Any]) -> None:
-    """Those of the GPUs only where there are as many as there were."""
-    kind, numbers, gauss = state["python"]
-    random.setstate((kind, tuple(numbers), gauss))
-    np.random.set_state(state["numpy"])
-    torch.set_rng_state(_byte_tensor(state["torch"]))
-    if torch.cuda.is_available() and len(state["cuda"]) == torch.cuda.device_count():
-        torch.cuda.set_rng_state_all([_byte_tensor(text) for text in state["cuda"]])
-
-
-def _byte_tensor(text: str) -> torch.Tensor:
-    return torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8)
-
-
-def _plain(value: Any) -> Any:
-    """Arrays to lists, inside dictionaries too."""
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    return value.tolist() if isinstance(value, np.ndarray) else value
-
-
 def tensors_of(train: TrainStep) -> dict[str, Any]:
-    """State dictionaries by name; also what a checkpoint is loaded into."""
+    """State dictionaries of models and optimizers by name: sources of a checkpoint, and targets when it is loaded."""
     model, optimizer = get_state_dict(train.policy, train.optimizer, options=_options(train.policy))
     tensors = {"model": _trained(train.policy, model), "optimizer": optimizer}
     if train.critic is not None:
@@ -69,8 +35,8 @@ def tensors_of(train: TrainStep) -> dict[str, Any]:
     return tensors
 
 
-def copied(tensors: dict[str, Any]) -> dict[str, Any]:
-    """The same in host memory, of sharded tensors this rank's parts, where the next step does not change them."""
+def copy_tensors(tensors: dict[str, Any]) -> dict[str, Any]:
+    """Copy tensors, of sharded ones this rank's parts, to host memory, where the next step does not change them."""
     on_gpu = torch.cuda.is_available()
     options = StagingOptions(
         use_pinned_memory=on_gpu, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=on_gpu
@@ -101,7 +67,7 @@ def put_tensors(train: TrainStep, tensors: dict[str, Any]) -> None:
 
 
 def model_tensors(policy: Policy) -> dict[str, Any]:
-    """The part ``model`` of a checkpoint alone, of a policy without an optimizer."""
+    """State dictionary of a policy without an optimizer: the part ``model`` of a checkpoint."""
     return _trained(policy, get_model_state_dict(policy, options=_options(policy)))
 
 
@@ -111,7 +77,7 @@ def put_model_tensors(policy: Policy, tensors: dict[str, Any]) -> None:
 
 
 def _trained(policy: Policy, model: dict[str, Any]) -> dict[str, Any]:
-    """Without the second name of a frozen tied weight, and buffers, which are frozen too."""
+    """Leave out the second name of a frozen tied weight, and buffers, which are frozen too."""
     if policy.adapter is None:
         return model
     names = {name for name, parameter in policy.named_parameters() if parameter.requires_grad}
@@ -122,3 +88,37 @@ def _options(policy: Policy) -> StateDictOptions:
     frozen = policy.adapter is not None
     # A file that lacks a tensor was refused when it was read.
     return StateDictOptions(ignore_frozen_params=frozen, strict=not frozen)
+
+
+def random_states() -> dict[str, Any]:
+    """States of the random generators of Python, numpy and torch (all devices), as JSON."""
+    kind, numbers, gauss = random.getstate()
+    return {
+        "python": [kind, list(numbers), gauss],
+        "numpy": _plain(np.random.get_state(legacy=False)),
+        "torch": torch.get_rng_state().numpy().tobytes().hex(),
+        "cuda": [state.numpy().tobytes().hex() for state in torch.cuda.get_rng_state_all()]
+        if torch.cuda.is_available()
+        else [],
+    }
+
+
+def set_random_states(state: dict[str, Any]) -> None:
+    """Restore states from ``random_states``; those of the GPUs only where there are as many as there were."""
+    kind, numbers, gauss = state["python"]
+    random.setstate((kind, tuple(numbers), gauss))
+    np.random.set_state(state["numpy"])
+    torch.set_rng_state(_byte_tensor(state["torch"]))
+    if torch.cuda.is_available() and len(state["cuda"]) == torch.cuda.device_count():
+        torch.cuda.set_rng_state_all([_byte_tensor(text) for text in state["cuda"]])
+
+
+def _byte_tensor(text: str) -> torch.Tensor:
+    return torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8)
+
+
+def _plain(value: Any) -> Any:
+    """Turn arrays into lists, inside dictionaries too."""
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    return value.tolist() if isinstance(value, np.ndarray) else value

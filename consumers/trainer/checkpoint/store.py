@@ -25,7 +25,7 @@ from torch.distributed import is_initialized
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 
 from consumers.trainer.checkpoint.files import complete, damage, refuse_older_names, write_json
-from consumers.trainer.checkpoint.state import copied, put_tensors, random_states, set_random_states, tensors_of
+from consumers.trainer.checkpoint.state import copy_tensors, put_tensors, random_states, set_random_states, tensors_of
 from consumers.trainer.distributed.channel import Channel
 from consumers.trainer.distributed.ranks import Ranks
 from consumers.trainer.model.lora import check_same, described
@@ -99,7 +99,7 @@ class CheckpointStore:
         tensors = tensors_of(train)
         return Taken(
             self.folder / f"step-{step:08d}-t{leader_term:04d}",
-            copied(tensors) if copy else tensors,
+            copy_tensors(tensors) if copy else tensors,
             random_states(),
             state,
             train.ranks,

@@ -1,6 +1,6 @@
-"""Where a step's wall time goes: phases that never overlap, and what is left over by name.
+"""A step's wall time: seconds of phases that never overlap, and PyTorch's profile of single steps.
 
-PyTorch's profiler around single steps, for ``trainer.profile_steps``: open the files in https://ui.perfetto.dev.
+The profiles of ``trainer.profile_steps`` are opened in https://ui.perfetto.dev.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch.profiler import ProfilerActivity, profile
 
 
 class StepTimer:
-    """Adds up phases from one ``lap`` to the next; ``now`` gives seconds."""
+    """Adds up the seconds of phases from one ``lap`` to the next; ``now`` is the clock."""
 
     def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
         self._now = now
@@ -25,7 +25,7 @@ class StepTimer:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """What happens inside counts for ``name``; phases are not nested."""
+        """Count the time inside the block for the phase ``name``; phases are not nested."""
         began = self._now()
         try:
             yield
@@ -33,13 +33,13 @@ class StepTimer:
             self._spent[name] += self._now() - began
 
     def split(self, name: str, parts: Mapping[str, float]) -> None:
-        """Part of the phase ``name``, in seconds, was for these."""
+        """Move seconds of the phase ``name`` to the phases ``parts``."""
         for part, seconds in parts.items():
             self._spent[part] += seconds
             self._spent[name] -= seconds
 
     def lap(self) -> dict[str, float]:
-        """Seconds of each phase since the last lap, ``other`` for what was in none, and ``total``: their sum."""
+        """Seconds of each phase since the last lap, ``other`` for the time in none of them, and their sum ``total``."""
         now = self._now()
         total, spent = now - self._began, dict(self._spent)
         self._began = now
@@ -49,7 +49,7 @@ class StepTimer:
 
 @contextmanager
 def traced(file: Path | None) -> Iterator[None]:
-    """Write what happens inside to ``file``, a Chrome trace; nothing without one."""
+    """Profile the block and write a Chrome trace to ``file``; without a file do nothing."""
     if file is None:
         yield
         return

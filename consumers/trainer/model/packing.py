@@ -1,13 +1,10 @@
-"""Causal attention within each of several sequences that lie one after the other: which kernel, and each of them.
+"""Packing: a micro-batch's sequences lie one after the other in one row, without padding, and each sees only itself.
 
-On a GPU in a 16-bit type it is that of the package flash_attn where it is installed, else PyTorch's own variable-length
-one. Elsewhere it is one causal call a sequence, which on a CPU is by far the fastest exact way: a block-diagonal mask
-computes every pair, and flex attention has no backward there.
-
-Sequences one after the other instead of side by side: a micro-batch without padding, and its attention.
-
-The attention is registered with transformers, so any model that takes its attention from there can pack. Which kernel
-computes it is in attention.py.
+The attention is registered with transformers, so any model that takes its attention from there can pack; whether a
+model computes the same with it is tried out. On a GPU in a 16-bit type the kernel is that of the package flash_attn
+where it is installed, else PyTorch's own variable-length one. Elsewhere every sequence has a causal call of its own,
+which on a CPU is by far the fastest exact way: a block-diagonal mask computes every pair, and flex attention has no
+backward there.
 """
 
 from __future__ import annotations
@@ -26,17 +23,132 @@ from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import sdpa_mask
 
-Name: TypeAlias = Literal["flash_attn", "varlen", "each"]
+KernelName: TypeAlias = Literal["flash_attn", "varlen", "each"]
 Kernel: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor, int, float | None], Tensor]
-"""query [1, H, N, D]; key and value [1, H or fewer, N, D]; starts of the R sequences int32 [R+1], and N; length of the
-longest; scale of the scores, 1/sqrt(D) when None. Returns [1, N, H, D]."""
+"""Attention of N tokens in R sequences: (query, key, value, starts, longest, scale) to [1, N, H, D].
 
+query: [1, H, N, D]. key, value: [1, H or fewer, N, D]. starts: int32 [R+1], where each sequence begins, and N. longest:
+tokens. scale: of the scores, 1/sqrt(D) when None.
+"""
 OLDEST_GPU = (8, 0)
-"""Compute capability from which on both flash kernels work."""
+"""Lowest compute capability at which both flash kernels work."""
+ATTENTION = "tidemill_packed"
+_PLAIN_LAYERS = {"full_attention"}
 
 
-def choose(device: torch.device, dtype: torch.dtype) -> Name:
-    """The best kernel here for these tensors."""
+@dataclass(frozen=True)
+class Packed:
+    """R sequences as one row of N tokens, in the form that a model's base takes.
+
+    ids, positions: int64 [1, N]. starts: int32 [R+1], where each sequence begins, and N. longest: tokens. rows: bool
+    [R, T], the places of the N tokens in the padded micro-batch.
+    """
+
+    ids: Tensor
+    positions: Tensor
+    starts: Tensor
+    longest: int
+    rows: Tensor
+
+    def arguments(self) -> dict[str, Any]:
+        """Arguments of the model's forward, which hands them to every attention layer; the names are transformers'."""
+        return {
+            "input_ids": self.ids,
+            "position_ids": self.positions,
+            "cu_seq_lens_q": self.starts,
+            "cu_seq_lens_k": self.starts,
+            "max_length_q": self.longest,
+            "max_length_k": self.longest,
+        }
+
+
+def pack(inputs: Tensor, lengths: Tensor) -> Packed:
+    """Pack the first ``lengths`` (int64 [R], 1 or more) tokens of each row of ``inputs``, int64 [R, T]."""
+    positions = torch.arange(inputs.shape[1], device=inputs.device).expand_as(inputs)
+    rows = positions < lengths[:, None]
+    starts = F.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
+    return Packed(inputs[rows][None], positions[rows][None], starts, inputs.shape[1], rows)
+
+
+@torch.no_grad()
+def switch_to_packing(model: PreTrainedModel) -> bool:
+    """Give the model packed attention if it computes the same with it, and return whether it does.
+
+    Two short sequences are computed packed and side by side: a model with a state that runs on, or with an attention of
+    its own, differs. Sliding windows and chunks show only in long sequences, so models that have them stay as they are.
+    """
+    config = model.config.get_text_config()
+    kinds = set(getattr(config, "layer_types", None) or _PLAIN_LAYERS)
+    windowed = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
+    device = model.device
+    if device.type == "meta" or not kinds <= _PLAIN_LAYERS or (windowed and not getattr(config, "layer_types", None)):
+        return False
+    tokens = torch.arange(1, 17, device=device).reshape(2, 8) % config.vocab_size
+    lengths = torch.tensor([8, 5], device=device)
+    alone = model.base_model(input_ids=tokens, use_cache=False).last_hidden_state
+    former = model.config._attn_implementation
+    try:
+        model.set_attn_implementation(ATTENTION)
+        packed = pack(tokens, lengths)
+        found = model.base_model(**packed.arguments(), use_cache=False).last_hidden_state[0]
+    except (TypeError, ValueError):
+        found = None
+    if found is not None and found.shape == alone[packed.rows].shape:
+        error = (found - alone[packed.rows]).float().norm() / alone.float().norm().clamp(min=1e-9)
+        if float(error) < (1e-4 if found.dtype == torch.float32 else 3e-2):
+            return True
+    model.set_attn_implementation(former)
+    return False
+
+
+def attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    max_length_q: int = 0,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    sliding_window: int | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """Causal attention within each packed sequence, or within each padded row when there are no starts.
+
+    query: [B, H, N, D]; key, value: [B, H or fewer, N, D]. Returns [B, N, H, D]. ValueError if the model asks for
+    another kind of attention.
+    """
+    if softcap is not None or s_aux is not None or sliding_window is not None:
+        raise ValueError("packed attention has no soft cap, no sinks and no sliding window")
+    if cu_seq_lens_q is None:
+        out = F.scaled_dot_product_attention(
+            query,
+            key,
+            value,
+            attention_mask,
+            # One query after a cache sees all of it.
+            is_causal=attention_mask is None and query.shape[2] > 1,
+            scale=scaling,
+            enable_gqa=_grouped(query, key),
+        )
+        return out.transpose(1, 2), None
+    kernel = KERNELS[choose_kernel(query.device, query.dtype)]
+    return kernel(query, key, value, cu_seq_lens_q, max_length_q, scaling), None
+
+
+def make_mask(*, q_length: int, kv_length: int, attention_mask: Tensor | None = None, **others: Any) -> Tensor | None:
+    """Make the mask where there is padding or a cache, as for generating; training has neither and gets None."""
+    if attention_mask is None and q_length == kv_length:
+        return None
+    mask: Tensor | None = sdpa_mask(q_length=q_length, kv_length=kv_length, attention_mask=attention_mask, **others)
+    return mask
+
+
+def choose_kernel(device: torch.device, dtype: torch.dtype) -> KernelName:
+    """Choose the fastest kernel that this machine has for tensors on ``device`` in ``dtype``."""
     if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
         return "each"
     if torch.cuda.get_device_capability(device) < OLDEST_GPU:
@@ -75,7 +187,7 @@ def _varlen(query: Tensor, key: Tensor, value: Tensor, starts: Tensor, longest: 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _each(query: Tensor, key: Tensor, value: Tensor, starts: Tensor, longest: int, scale: float | None) -> Tensor:
-    """Not compiled: how many sequences there are would be a part of the program."""
+    # Not compiled: how many sequences there are would be a part of the program.
     lengths = [end - start for start, end in pairwise(starts.tolist())]
     parts = zip(*(tensor.split(lengths, 2) for tensor in (query, key, value)), strict=True)
     found = [
@@ -86,7 +198,7 @@ def _each(query: Tensor, key: Tensor, value: Tensor, starts: Tensor, longest: in
 
 
 def _flat(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """[N, H, D] each."""
+    """The three tensors as [N, H, D], or fewer heads."""
     return query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)
 
 
@@ -94,124 +206,6 @@ def _grouped(query: Tensor, key: Tensor) -> bool:
     return key.shape[1] != query.shape[1]
 
 
-KERNELS: dict[Name, Kernel] = {"flash_attn": _flash_attn, "varlen": _varlen, "each": _each}
-
-
-ATTENTION = "tidemill_packed"
-_PLAIN_LAYERS = {"full_attention"}
-
-
-@dataclass(frozen=True)
-class Packed:
-    """R sequences in a row of N tokens, as a model's base takes them.
-
-    ids, positions: int64 [1, N]. starts: int32 [R+1], where each begins, and N. longest: tokens. rows: bool
-    [R, T], the places of the N tokens in the padded micro-batch.
-    """
-
-    ids: Tensor
-    positions: Tensor
-    starts: Tensor
-    longest: int
-    rows: Tensor
-
-    def arguments(self) -> dict[str, Any]:
-        """For the model's forward, which hands them to every attention layer; the names are transformers'."""
-        return {
-            "input_ids": self.ids,
-            "position_ids": self.positions,
-            "cu_seq_lens_q": self.starts,
-            "cu_seq_lens_k": self.starts,
-            "max_length_q": self.longest,
-            "max_length_k": self.longest,
-        }
-
-
-def pack(inputs: Tensor, lengths: Tensor) -> Packed:
-    """The first ``lengths`` [R] tokens of each row of ``inputs``, int64 [R, T]; every length is 1 or more."""
-    positions = torch.arange(inputs.shape[1], device=inputs.device).expand_as(inputs)
-    rows = positions < lengths[:, None]
-    starts = F.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
-    return Packed(inputs[rows][None], positions[rows][None], starts, inputs.shape[1], rows)
-
-
-def attend(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    *,
-    scaling: float | None = None,
-    cu_seq_lens_q: Tensor | None = None,
-    max_length_q: int = 0,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    sliding_window: int | None = None,
-    **others: Any,
-) -> tuple[Tensor, None]:
-    """Causal attention within each sequence; of rows side by side when there are no starts.
-
-    query: [B, H, N, D]; key, value: [B, H or fewer, N, D]. Returns [B, N, H, D]. ValueError for a kind of attention
-    that this is not.
-    """
-    if softcap is not None or s_aux is not None or sliding_window is not None:
-        raise ValueError("packed attention has no soft cap, no sinks and no sliding window")
-    grouped = key.shape[1] != query.shape[1]
-    if cu_seq_lens_q is None:
-        out = F.scaled_dot_product_attention(
-            query,
-            key,
-            value,
-            attention_mask,
-            # One query after a cache sees all of it.
-            is_causal=attention_mask is None and query.shape[2] > 1,
-            scale=scaling,
-            enable_gqa=grouped,
-        )
-        return out.transpose(1, 2), None
-    kernel = KERNELS[choose(query.device, query.dtype)]
-    return kernel(query, key, value, cu_seq_lens_q, max_length_q, scaling), None
-
-
-def mask_of(*, q_length: int, kv_length: int, attention_mask: Tensor | None = None, **others: Any) -> Tensor | None:
-    """The mask where there is padding or a cache, as for generating; for training, which has neither, none is made."""
-    if attention_mask is None and q_length == kv_length:
-        return None
-    mask: Tensor | None = sdpa_mask(q_length=q_length, kv_length=kv_length, attention_mask=attention_mask, **others)
-    return mask
-
-
+KERNELS: dict[KernelName, Kernel] = {"flash_attn": _flash_attn, "varlen": _varlen, "each": _each}
 AttentionInterface.register(ATTENTION, attend)
-AttentionMaskInterface.register(ATTENTION, mask_of)
-
-
-@torch.no_grad()
-def switch_to_packing(model: PreTrainedModel) -> bool:
-    """Give the model packed attention if it computes the same with it; whether it does.
-
-    Two short sequences, packed and alone, tell: a model with a state that runs on, or with an attention of its
-    own, differs. Sliding windows and chunks show only in long ones, so models that have them are left as they are.
-    """
-    config = model.config.get_text_config()
-    kinds = set(getattr(config, "layer_types", None) or _PLAIN_LAYERS)
-    windowed = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
-    device = model.device
-    if device.type == "meta" or not kinds <= _PLAIN_LAYERS or (windowed and not getattr(config, "layer_types", None)):
-        return False
-    tokens = torch.arange(1, 17, device=device).reshape(2, 8) % config.vocab_size
-    lengths = torch.tensor([8, 5], device=device)
-    alone = model.base_model(input_ids=tokens, use_cache=False).last_hidden_state
-    former = model.config._attn_implementation
-    try:
-        model.set_attn_implementation(ATTENTION)
-        packed = pack(tokens, lengths)
-        found = model.base_model(**packed.arguments(), use_cache=False).last_hidden_state[0]
-    except (TypeError, ValueError):
-        found = None
-    if found is not None and found.shape == alone[packed.rows].shape:
-        error = (found - alone[packed.rows]).float().norm() / alone.float().norm().clamp(min=1e-9)
-        if float(error) < (1e-4 if found.dtype == torch.float32 else 3e-2):
-            return True
-    model.set_attn_implementation(former)
-    return False
+AttentionMaskInterface.register(ATTENTION, make_mask)

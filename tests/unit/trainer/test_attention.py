@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from consumers.trainer.model import packing
-from consumers.trainer.model.packing import KERNELS, choose
+from consumers.trainer.model.packing import KERNELS, choose_kernel
 
 GPU = torch.device("cuda")
 
@@ -36,7 +36,7 @@ def test_the_choice(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     monkeypatch.setattr(packing, "_installed", lambda _: installed)
-    assert choose(torch.device(device), dtype) == expected
+    assert choose_kernel(torch.device(device), dtype) == expected
 
 
 def by_mask(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
