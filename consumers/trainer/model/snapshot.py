@@ -1,4 +1,4 @@
-"""What is published of a policy in one moment, on its way out: copied to host memory while the next step computes.
+"""Weights to publish are copied to host memory while the next step computes, and written to a file from there.
 
 Parameters are copied one by one, in the wire dtype, into one buffer that is the safetensors file to be: held are that
 buffer, used again for every version, and on the device at most the largest parameter in the wire dtype.
@@ -23,11 +23,11 @@ from schemas.errors import InfraError
 from schemas.messages import TensorSpec
 
 COPY_DEADLINE_S = 600.0
-"""How long the optimizer waits for the copy of the weights that it is about to change."""
+"""Seconds that the optimizer waits for the copy of the weights that it is about to change."""
 
 
 class Snapshot:
-    """Weights of one moment. ``fill`` and ``write`` may run in another thread than ``wait``::
+    """Weights of one moment, copied by ``fill`` and then written; both may run in another thread than ``wait``::
 
         snapshot = snapshots.take()
         thread.submit(lambda: (snapshot.fill(), snapshot.write(path)))
@@ -42,9 +42,10 @@ class Snapshot:
         self.specs = specs
         self._image = image
         self._copies = copies
-        self._copied = threading.Event()
-        if not copies:
-            self._copied.set()
+        self._filled = not copies
+        self._released = threading.Event()
+        if self._filled:
+            self._released.set()
         source = copies[0][1] if copies else image
         self._device = source.device
         self._ready = torch.cuda.Event() if source.is_cuda else None
@@ -54,7 +55,7 @@ class Snapshot:
 
     @torch.no_grad()
     def fill(self) -> None:
-        """Copy what is not copied yet. Whoever waits is let go also when this fails."""
+        """Copy the weights that are not copied yet; ``wait`` returns then, also when the copy fails."""
         try:
             if self._ready is None:
                 self._copy()
@@ -64,21 +65,27 @@ class Snapshot:
                     stream.wait_event(self._ready)
                     self._copy()
                 stream.synchronize()
+            self._filled |= bool(self._copies)
         finally:
             self._copies = ()
-            self._copied.set()
+            self._released.set()
 
     def _copy(self) -> None:
         for target, source in self._copies:
             target.copy_(source, non_blocking=True)
 
     def wait(self) -> None:
-        """Until the weights may change; InfraError after the deadline."""
-        if not self._copied.wait(COPY_DEADLINE_S):
+        """Wait until the weights may change; InfraError after the deadline."""
+        if not self._released.wait(COPY_DEADLINE_S):
             raise InfraError(f"the weights were not copied to host memory within {COPY_DEADLINE_S:.0f} s")
 
     def write(self, path: Path) -> list[str]:
-        """Write the file, whole or not at all; the digest of each of its chunks. OSError if it can't be written."""
+        """Write the file, whole or not at all; returns the digest of each of its chunks.
+
+        OSError if it can't be written; RuntimeError if ``fill`` has not copied the weights.
+        """
+        if not self._filled:
+            raise RuntimeError("a snapshot can't be written before fill() has copied its weights")
         image = memoryview(self._image.numpy().data)
         chunks = [image[start : start + CHUNK_BYTES] for start in range(0, len(image), CHUNK_BYTES)]
         try:
@@ -109,10 +116,10 @@ class Snapshots:
 
     @torch.no_grad()
     def take(self) -> Snapshot:
-        """The weights as they are now.
+        """Take the weights as they are now.
 
-        Of a single process nothing is copied yet, that is for ``Snapshot.fill``. Parts on several ranks are gathered
-        here, one parameter at a time.
+        A single process copies nothing here: ``Snapshot.fill`` does. Parts on several ranks are gathered here, one
+        parameter at a time.
         """
         for module in self._policy.modules():
             if isinstance(module, FSDPModule):
@@ -134,7 +141,7 @@ class Snapshots:
         return Snapshot(specs, image, ())
 
     def _buffer(self, specs: Sequence[TensorSpec]) -> Tensor:
-        """The file to be, with its head: uint8 [bytes], pinned where weights are on a GPU."""
+        """The buffer for a file, with the file's head in it: uint8 [bytes], pinned where weights are on a GPU."""
         head = header(specs)
         size = len(head) + sum(torch.Size(spec.shape).numel() * DTYPES[spec.dtype].itemsize for spec in specs)
         if self._image is None or len(self._image) != size:

@@ -136,7 +136,7 @@ def test_a_checkpoint_is_not_loaded_over_weights_that_are_still_to_be_copied(
 
 
 def test_a_copy_that_fails_lets_the_step_go_on_and_is_reported_by_its_thread(
-    rank_group: RankGroup, wire: str, monkeypatch: pytest.MonkeyPatch
+    rank_group: RankGroup, wire: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(self: Snapshot) -> None:
         raise RuntimeError("no memory")
@@ -146,6 +146,18 @@ def test_a_copy_that_fails_lets_the_step_go_on_and_is_reported_by_its_thread(
     with pytest.raises(RuntimeError, match="no memory"):
         snapshot.fill()
     assert not rank_group.train(make_groups([4, 3], seed=1), 0).skipped
+    with pytest.raises(RuntimeError, match="before fill"):
+        snapshot.write(tmp_path / "v")
+
+
+def test_weights_that_were_not_copied_are_not_written(rank_group: RankGroup, wire: str, tmp_path: Path) -> None:
+    snapshot, _ = rank_group.gather(PROBE)
+    with pytest.raises(RuntimeError, match="before fill"):
+        snapshot.write(tmp_path / "v")
+    assert not (tmp_path / "v").exists()
+    snapshot.fill()
+    snapshot.write(tmp_path / "v")
+    assert same(load_file(tmp_path / "v"), weights(rank_group, wire))
 
 
 def test_waiting_for_a_copy_that_never_comes_has_a_deadline(
