@@ -22,7 +22,7 @@ log = structlog.get_logger()
 
 
 def announce(folder: Path, url: str) -> None:
-    """Say it; whoever may not write the folder just leaves no such file."""
+    """Write the URL into the run's folder; a folder that can't be written is only logged."""
     file = folder / ADDRESS
     try:
         atomic_write(file, json.dumps({"url": url, "pid": os.getpid()}))
@@ -31,7 +31,7 @@ def announce(folder: Path, url: str) -> None:
 
 
 def address_of(folder: Path) -> str | None:
-    """The URL, with a slash at its end; None when nobody has said one."""
+    """Return the URL of the run's control plane, with a slash at its end; None when none is written."""
     try:
         found = json.loads((folder / ADDRESS).read_text(encoding="utf-8"))
         return str(found["url"])
@@ -40,13 +40,13 @@ def address_of(folder: Path) -> str | None:
 
 
 def withdraw(folder: Path, url: str) -> None:
-    """It listens no more; another one's address stays."""
+    """Remove this control plane's address; another one's stays."""
     if address_of(folder) == url:
         (folder / ADDRESS).unlink(missing_ok=True)
 
 
 def read_token(file: Path | None, environment: Mapping[str, str]) -> str | None:
-    """From ``file``, TIDEMILL_CONTROL_TOKEN_FILE or TIDEMILL_CONTROL_TOKEN; ConfigError if it is too short."""
+    """Read the token from ``file`` or TIDEMILL_CONTROL_TOKEN(_FILE), None if unset; ConfigError: too short."""
     source = file or (Path(environment[f"{TOKEN}_FILE"]) if environment.get(f"{TOKEN}_FILE") else None)
     if source is not None:
         try:

@@ -63,7 +63,7 @@ def make_app(context: Context, token: str | None = None, hosts: frozenset[str] =
 
 
 def is_public(path: str) -> bool:
-    """What needs no token: probes, and the pages, which hold no data."""
+    """Return whether a path needs no token: probes, and the pages, which hold no data."""
     return path in PROBES or not path.startswith(("/v1", "/metrics", "/openapi"))
 
 
@@ -86,7 +86,7 @@ probes = APIRouter(tags=["probes"])
 
 @probes.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}})
 def metrics(context: InContext) -> Response:
-    """The run for Prometheus."""
+    """Metrics of the run in Prometheus' text format."""
     return Response(context.poller.metrics(), media_type=CONTENT_TYPE)
 
 

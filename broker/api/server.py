@@ -31,7 +31,7 @@ log = structlog.get_logger()
 
 
 ANSWER_S = 5.0
-"""How long a request waits for the broker."""
+"""Most seconds that a request waits for the broker."""
 GRACE_S = 3
 
 
@@ -70,7 +70,7 @@ def run_control(config: TidemillConfig, name: str) -> None:
 
 
 class _Server(uvicorn.Server):
-    """Ends its open event streams first, which would not end by themselves; then returns like any service."""
+    """HTTP server that ends its open event streams first, which never end alone, and then returns like any service."""
 
     def __init__(self, config: uvicorn.Config, hub: Hub) -> None:
         super().__init__(config)

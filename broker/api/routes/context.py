@@ -1,4 +1,4 @@
-"""What the routes share: the broker, the status poller, the open pages, and who is asking."""
+"""State that all routes share: the broker, the status poller, the open pages, and the name of the asking user."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LOOK_S = 0.1
 
 @dataclass
 class Context:
-    """One control plane. deployments: those that it scales, on Kubernetes."""
+    """State of a control plane. deployments: those that it scales, on Kubernetes."""
 
     config: TidemillConfig
     name: str
@@ -45,11 +45,11 @@ class Context:
         return self.decoders[0]
 
     def record_event(self, name: str, text: str, by: str, level: Literal["info", "warning"] = "info") -> None:
-        """Write into the timeline what was ordered, and by whom."""
+        """Add an event to the timeline: what was ordered, and by whom."""
         views.record_event(self.broker, self.name, name, text, by, level)
 
     async def wait_status(self, reached: Callable[[RunStatus], bool], wait_s: float) -> RunStatus:
-        """Look at the run until it is so, at most ``wait_s``; the last look."""
+        """Poll the run until ``reached`` is true, at most ``wait_s`` seconds; return the last status."""
         end = time.monotonic() + wait_s
         while True:
             status = await asyncio.to_thread(self.poller.refresh)
@@ -67,7 +67,7 @@ def context_of(request: Request) -> Context:
 
 
 def asked_by(request: Request) -> str:
-    """Who asks, for the timeline: what they say of themselves, else their address."""
+    """Return the name of the asking user for the timeline: from the header, else the address."""
     said = re.sub(r"[^\w@.:+ -]", "", request.headers.get(BY_HEADER, ""), flags=re.ASCII).strip()
     return said[:64] or (request.client.host if request.client else "unknown")
 

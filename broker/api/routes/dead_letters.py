@@ -23,7 +23,7 @@ def list_letters(context: InContext, limit: Annotated[int, Query(ge=1, le=KEPT)]
 
 @router.get("/{id}")
 def show_letter(context: InContext, id: Letter) -> LetterDetail:
-    """One whole, with what it carried."""
+    """A dead letter in full, with its payload."""
     return views.letter(context.broker, id)
 
 
@@ -36,6 +36,6 @@ def requeue_letter(context: InContext, by: By, id: Letter) -> Accepted:
 
 @router.delete("/{id}")
 def drop_letter(context: InContext, by: By, id: Letter) -> Accepted:
-    """Delete one."""
+    """Delete a dead letter."""
     views.drop(context.broker, id, context.name, by)
     return views.dropped(context.poller.latest.state)

@@ -34,7 +34,7 @@ Count = Annotated[int, Query(ge=1, le=1000, description="At most so many.")]
 
 @router.get("/status", response_model=RunStatus)
 async def status(context: InContext) -> Response:
-    """Everything about the run now, not older than about a second."""
+    """The status of the whole run, not older than about a second."""
     return Response(context.poller.answer, media_type=JSON)
 
 
@@ -87,7 +87,7 @@ async def events(
     ] = None,
     since: Annotated[str | None, Query(pattern=EVENT_ID, description="As Last-Event-ID, which wins.")] = None,
 ) -> StreamingResponse:
-    """What happens, as it happens: server-sent events that resume where they broke off."""
+    """Live events of the run: server-sent events that resume where they broke off."""
     page = context.hub.open()
     missed: list[StoredEvent] = []
     try:
@@ -123,7 +123,7 @@ def trajectory(
     task_id: Annotated[int, Path(ge=0, le=MAX_TASK)],
     sample: Annotated[int, Path(ge=0, le=1_000_000)],
 ) -> TrajectoryDetail:
-    """One in full: text, and for every token its log-probability, weight version and mask."""
+    """A trajectory in full: text, and for every token its log-probability, weight version and mask."""
     return views.trajectory(context.broker, task_id, sample, context.decoder())
 
 

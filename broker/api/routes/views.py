@@ -39,14 +39,14 @@ from schemas.control_api import (
 from schemas.messages import Event
 
 BROKEN = "\ufffd"
-"""What a decoder gives for half a character."""
+"""A decoder's output for half a character."""
 
 log = structlog.get_logger()
 Decode = Callable[[Sequence[int]], str]
 
 
 def pieces(decode: Decode, ids: Sequence[int]) -> list[str]:
-    """Text that each token adds. A character made of several tokens is in the last of them, the others are empty.
+    """Return the text that each token adds; of a character of several tokens, the last has it, the others are empty.
 
     A token is decoded beside the one before it: alone, some tokenizers would lose the space between words.
     """
@@ -81,13 +81,13 @@ def load_decoder(model_path: str) -> Decode | None:
 
 SETTINGS: tuple[Setting, ...] = ("staleness", "batch", "concurrency")
 EXAMINED = 2000
-"""A search for trajectories looks through so many, the newest first."""
+"""Most trajectories that a search reads, the newest first."""
 
 
 def record_event(
     broker: Broker, service: str, name: str, text: str, by: str, level: Literal["info", "warning"] = "info"
 ) -> None:
-    """Write into the timeline what was ordered, and by whom. service: the one that took the order."""
+    """Add an event to the timeline: what was ordered, and by whom. service: the one that took the order."""
     broker.events.emit(Event(name=name, service=service, level=level, text=f"{text} by {by}", data={"by": by}))
 
 
@@ -103,7 +103,7 @@ def letters(broker: Broker, limit: int) -> DeadLetters:
 
 
 def letter(broker: Broker, id: str) -> LetterDetail:
-    """One whole; DataError when it is not there."""
+    """Return a dead letter in full; DataError when there is none of this id."""
     return letter_detail(broker.dead_letters.get(id))
 
 
@@ -133,13 +133,13 @@ def drop(broker: Broker, id: str, service: str, by: str) -> None:
 
 
 def requeued(changed: bool, state: RunState) -> Accepted:
-    """What is said of a letter that was requeued."""
+    """Return the answer to a requeued dead letter."""
     text = "its prompt group is admitted next"
     return Accepted(order="requeue", changed=changed, done=True, waiting_for=[], state=state, text=text)
 
 
 def dropped(state: RunState) -> Accepted:
-    """What is said of a letter that was dropped."""
+    """Return the answer to a dropped dead letter."""
     return Accepted(order="drop", changed=True, done=True, waiting_for=[], state=state, text="deleted")
 
 
@@ -152,7 +152,7 @@ def trajectories(broker: Broker, search: Search, limit: int) -> Trajectories:
 
 
 def trajectory(broker: Broker, task_id: int, sample: int, decode: Decode | None) -> TrajectoryDetail:
-    """One in full; Refusal when it is gone."""
+    """Return a trajectory in full; Refusal when it is gone."""
     seen = broker.trajectory_store.get(task_id, sample)
     if seen is None:
         raise Refusal(
@@ -180,7 +180,7 @@ HEAD_CHARACTERS = 200
 
 @dataclass(frozen=True)
 class Search:
-    """What a search for trajectories asks for; None asks for nothing. version: one that sampled any of its tokens."""
+    """Filter of a search for trajectories; None matches all. version: one that sampled any of its tokens."""
 
     task_id: int | None = None
     version: int | None = None
@@ -191,7 +191,7 @@ class Search:
     reward_max: float | None = None
 
     def wants(self, seen: StoredTrajectory) -> bool:
-        """Whether a trajectory fits."""
+        """Return whether a trajectory passes the filter."""
         body, score = seen.trajectory, seen.score
         if self.reward_min is not None or self.reward_max is not None:
             if score is None or score.status != "ok":
@@ -210,7 +210,7 @@ class Search:
 
 
 def head(seen: StoredTrajectory) -> TrajectoryHead:
-    """One line of a list."""
+    """Return a trajectory as a list shows it."""
     return TrajectoryHead.model_validate(_head(seen))
 
 
@@ -237,7 +237,7 @@ def _head(seen: StoredTrajectory) -> dict[str, Any]:
 
 
 def detail(seen: StoredTrajectory, decode: Decode | None) -> TrajectoryDetail:
-    """One in full, with what is known of each token."""
+    """Return a trajectory in full, with a table of its tokens."""
     body, score = seen.trajectory, seen.score
     ids, mask = body.tokens.numpy().tolist(), body.loss_mask.numpy().tolist()
     versions, logprobs = body.versions().tolist(), body.logprobs.numpy().tolist()
@@ -264,12 +264,12 @@ def detail(seen: StoredTrajectory, decode: Decode | None) -> TrajectoryDetail:
 
 
 def letter_head(filed: StoredLetter) -> LetterHead:
-    """One line of the list of dead letters."""
+    """Return a dead letter as a list shows it."""
     return LetterHead.model_validate(_letter(filed))
 
 
 def letter_detail(filed: StoredLetter) -> LetterDetail:
-    """One dead letter whole."""
+    """Return a dead letter with its payload."""
     return LetterDetail.model_validate(_letter(filed) | {"payload": payload(filed.letter.payload)})
 
 
@@ -288,7 +288,7 @@ def _letter(filed: StoredLetter) -> dict[str, Any]:
 
 
 def payload(data: bytes) -> Any:
-    """MessagePack as JSON would have it, anything else as hexadecimal digits."""
+    """Return a payload as JSON values if it is MessagePack, else as hexadecimal digits."""
     try:
         return plain(msgspec.msgpack.decode(data))
     except (msgspec.MsgspecError, UnicodeDecodeError, ValueError):
@@ -296,5 +296,5 @@ def payload(data: bytes) -> Any:
 
 
 def plain(value: Any) -> Any:
-    """As JSON can hold it: bytes in base64, no NaN."""
+    """Return a value as JSON can hold it: bytes in base64, no NaN."""
     return json.loads(msgspec.json.encode(value))

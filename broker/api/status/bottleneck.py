@@ -1,4 +1,4 @@
-"""What limits a run now, in words, with the figures that say so: a pure function.
+"""The bottleneck of a run, in words, with the figures that show it: a pure function.
 
 The trainer's own clock decides first: a trainer that hardly ever waits is the limit itself. One that waits is short
 of scored groups, and the queues before it tell who keeps them back.
@@ -23,7 +23,7 @@ ENDED = {
     "stopping": "The services are being stopped, in order.",
     "finishing": "All steps are trained; the last evaluation is under way.",
 }
-"""What is said of a run that is over, or nearly."""
+"""Text for a run that is over, or nearly."""
 FAILED = (
     "The run has failed. Mend the cause and start it again under the same name: it goes on from its last checkpoint."
 )
@@ -31,7 +31,7 @@ FAILED = (
 
 @dataclass(frozen=True)
 class Evidence:
-    """What is known at one moment; shares are 0 to 1 of the last steps' time, None before there is a step.
+    """State and rates of a run at one moment; shares are 0 to 1 of the last steps' time, None before there is a step.
 
     state, cause: of the run. begun: whether its trainer ever began. missing: roles without a live service. loading:
     services that load their model or recover. unscored, unclaimed: samples and tasks that wait for a reward service
@@ -58,7 +58,7 @@ class Evidence:
 
 
 def find_bottleneck(seen: Evidence) -> Bottleneck:
-    """The one thing that limits the run most."""
+    """Return what limits the run most, with a sentence for people."""
     figures = {
         name: round(float(value), 4)
         for name, value in (
@@ -79,7 +79,7 @@ def find_bottleneck(seen: Evidence) -> Bottleneck:
 
 
 def _standing(seen: Evidence) -> tuple[str, str] | None:
-    """What is said of a run that does not train now; None of one that does."""
+    """Return limit and text for a run that does not train now; None for one that does."""
     if seen.state == "failed":
         return "nothing", FAILED
     if seen.state in ENDED:
@@ -104,7 +104,7 @@ def _standing(seen: Evidence) -> tuple[str, str] | None:
 
 
 def _limit(seen: Evidence) -> tuple[str, str]:
-    """What limits a run that trains."""
+    """Return limit and text for a run that trains."""
     wait = seen.wait or 0.0
     if wait < BUSY:
         if seen.publish is not None and seen.publish > MUCH:

@@ -1,4 +1,4 @@
-"""One look at a run: everything that GET /v1/status says, from four round trips to the broker."""
+"""The status of a run, collected in four round trips to the broker: everything that GET /v1/status says."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ METRICS_AT_ONCE = 1000
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """What the configuration says of a run, as far as a look at it needs that; 0 where it is not known."""
+    """The part of the configuration that the status needs; 0 where a value is not known."""
 
     run: str
     steps: int = 0
@@ -56,7 +56,7 @@ class PlannedRun:
 
     @classmethod
     def of(cls, config: TidemillConfig) -> PlannedRun:
-        """From the configuration."""
+        """Take the values from the configuration."""
         return cls(
             run=config.run.name,
             steps=config.trainer.steps,
@@ -88,12 +88,12 @@ class Collector:
         self.ages: Counter[int] = Counter()
         """Loss tokens by age, of all steps that were read."""
         self.control: ControlState | None = None
-        """What people asked for, as it was last read; None before."""
+        """The orders that people gave, as last read; None before the first reading."""
         self.evaluations: list[EvalResult] = []
         """All evaluations, by version, as they were last read."""
 
     def read(self) -> RunStatus:
-        """The run now; InfraError when the broker does not answer."""
+        """Read the status of the run; InfraError when the broker does not answer."""
         broker = self._broker
         ledger = broker.ledger.read_state()
         lags = read_stream_lags(broker.connection, self._surplus)
@@ -112,7 +112,7 @@ class Collector:
         return self._status(ledger, lags, beats, results, now)
 
     def _follow_loads(self, beats: Sequence[Heartbeat]) -> None:
-        """How long generators stood still for the last versions that they loaded: a single slow one says little."""
+        """Note the pauses of generators for new versions; the mean of several counts, since one says little."""
         for beat in beats:
             if beat.role == "generator" and beat.version > self._versions.get(beat.service, beat.version):
                 self._loads.append(beat.figures.get("update_pause_s", 0.0))
@@ -278,7 +278,7 @@ class Collector:
 
 
 def evaluation(result: EvalResult) -> EvaluationStatus:
-    """One evaluation as the API tells it."""
+    """Return an evaluation as the API shows it."""
     return EvaluationStatus(
         version=result.version,
         n=result.n,
@@ -328,7 +328,7 @@ def _rank(role: str) -> int:
 
 
 def natural(name: str) -> list[tuple[int, str]]:
-    """For sorting: generator-2 comes before generator-10."""
+    """Return a sort key by which generator-2 comes before generator-10."""
     return [
         (int(part), "") if part.isascii() and part.isdigit() else (-1, part) for part in re.split(r"([0-9]+)", name)
     ]

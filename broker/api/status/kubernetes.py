@@ -27,7 +27,7 @@ ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 """Where Kubernetes mounts a service account: token, ca.crt and namespace."""
 ANSWER_S = 5.0
 EVERY_S = 5.0
-"""How often the numbers of replicas are looked at."""
+"""Seconds between two readings of the numbers of replicas."""
 MAX_ANSWER_BYTES = 1 << 20
 
 log = structlog.get_logger()
@@ -54,7 +54,7 @@ class Deployments:
     def here(
         cls, names: Mapping[str, str], environment: Mapping[str, str] = os.environ, account: Path = ACCOUNT
     ) -> Deployments | None:
-        """Those of the cluster that this process runs in; None outside of one, or without a service account."""
+        """Make one for the cluster that this process runs in; None outside of one, or without a service account."""
         host, port = environment.get("KUBERNETES_SERVICE_HOST"), environment.get("KUBERNETES_SERVICE_PORT", "443")
         if not host or not (account / "token").is_file():
             return None
@@ -71,7 +71,7 @@ class Deployments:
 
     @property
     def scaling(self) -> Scaling:
-        """What can be scaled, by the last look."""
+        """Scaling as last read from the API server."""
         reason = self._error or "; ".join(self._refused.values()) or "the Kubernetes API server has not been asked yet"
         return Scaling(
             possible=bool(self._counts),
@@ -94,7 +94,7 @@ class Deployments:
         return False
 
     def replicas(self, role: str) -> int:
-        """Replicas that a role's Deployment is to have."""
+        """Read the wanted number of replicas of a role's Deployment."""
         return _count(self._ask("GET", role))
 
     def refresh(self) -> None:
@@ -156,7 +156,7 @@ def _count(scale: Any) -> int:
 
 
 def _refusal(status: int, name: str, namespace: str, method: str) -> TidemillError:
-    """What a refusal of the API server means here, with what to do."""
+    """Turn an HTTP error of the API server into one of ours, which says what to do."""
     if status in (401, 403):
         verb = "look at" if method == "GET" else "scale"
         return Refusal(

@@ -1,4 +1,4 @@
-"""Looks at the run again and again for all who ask: the control plane's pages, and the terminal of ``tidemill up``."""
+"""Polls the status of a run for all who ask: the control plane's pages, and the terminal of ``tidemill up``."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class StatusPoller:
         self._latest: RunStatus | None = None
         self._answer = b""
         self.control: ControlState | None = None
-        """What people asked for; None before the first look."""
+        """The orders that people gave; None before the first reading."""
         self.evaluations: list[EvaluationStatus] = []
         """All evaluations on held-out prompts, by version."""
         self.rewards: list[float] = []

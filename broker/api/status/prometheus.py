@@ -27,7 +27,7 @@ AGES = (0, 1, 2, 3, 4, 6, 8, 12, 16, 32, 64)
 
 
 class StatusMetrics(Collector):
-    """One status as metrics. ages: loss tokens by their age in versions, counted since this process started."""
+    """The status as metrics. ages: loss tokens by their age in versions, counted since this process started."""
 
     def __init__(self, status: RunStatus, answers: bool, ages: dict[int, int], times: dict[str, float]) -> None:
         self._status = status

@@ -1,4 +1,4 @@
-"""What state a run is in and how far a pause is: pure functions of what the broker and the services say."""
+"""The state of a run and of its pause: pure functions of what the broker and the services report."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ UNDER_WAY = ("tasks", "eval_tasks", "trajectories")
 
 
 def is_live(beat: Heartbeat, now: float) -> bool:
-    """Whether a service was heard of lately; ``now`` is the broker's clock, Unix seconds."""
+    """Return whether a service was heard of lately; ``now`` is the broker's clock, Unix seconds."""
     return now - beat.time < LIVE_S
 
 
 def pause_status(
     orders: ControlState, beats: Sequence[Heartbeat], lags: Sequence[StreamLag], now: float
 ) -> PauseStatus:
-    """How far the present pause is."""
+    """Return the present pause, and the services or streams that it waits for."""
     live = [beat for beat in beats if beat.role in SAMPLERS and is_live(beat, now)]
     missing: list[str] = []
     if orders.pause != "none":
@@ -51,7 +51,7 @@ def _names(beats: Sequence[Heartbeat], role: str) -> set[str]:
 
 
 def run_state(ledger: LedgerState, pause: PauseStatus, beats: Sequence[Heartbeat], now: float) -> tuple[RunState, str]:
-    """The state of the run, and what it waits for or why it failed."""
+    """Return the state of the run, and what it waits for or why it failed."""
     live = {beat.role: beat for beat in beats if is_live(beat, now)}
     if ledger.state in ("finished", "stopped", "failed"):
         return ledger.state, ledger.cause  # type: ignore[return-value]

@@ -1,4 +1,4 @@
-"""Who starts and stops replicas of a run by order; where nobody does, the command that would."""
+"""The number of replicas of a run: whether an order can change it, or else the command that does."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NOBODY = "no supervisor of this run is alive (it was not started with `tidemill 
 
 
 def scaling(orders: ControlState, beats: Sequence[Heartbeat], now: float, hint: str = "") -> Scaling:
-    """Whether somebody starts and stops replicas of this run by order, and how many there are to be."""
+    """Return whether an order can change the number of replicas, and how many there are to be."""
     possible = any(beat.role == "supervisor" and is_live(beat, now) for beat in beats)
     refusal = NOBODY + scale_command(hint, "generator", "N")
     alive = Counter(beat.role for beat in beats if beat.role in SCALABLE and is_live(beat, now))
@@ -30,7 +30,7 @@ def scaling(orders: ControlState, beats: Sequence[Heartbeat], now: float, hint: 
 
 
 def scale_command(hint: str, role: str, replicas: str) -> str:
-    """How replicas are changed where nobody takes orders: by the command of the configuration, if there is one."""
+    """Return the command that changes replicas where nobody takes orders: the configured one, if there is one."""
     if hint:
         return f"run: {hint.replace('{role}', role).replace('{replicas}', replicas)}"
     return (

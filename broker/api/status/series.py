@@ -27,7 +27,7 @@ class MetricsSeries:
         self._columns: dict[str, array[float]] = {}
 
     def add(self, line: dict[str, Any]) -> None:
-        """One line of the trainer. A step that is trained again replaces itself and everything after it."""
+        """Add a step's line; a step that is trained again replaces its line and all later ones."""
         step = line.get("step")
         if not isinstance(step, int):
             return
@@ -56,7 +56,7 @@ class MetricsSeries:
         return sorted(self._columns)
 
     def last(self, name: str, count: int = 1) -> list[float]:
-        """The newest values of one series, oldest first, without those that are missing."""
+        """Return the newest values of a series, oldest first, without missing ones."""
         column = self._columns.get(name)
         return [value for value in column[-count:] if math.isfinite(value)] if column else []
 
@@ -87,7 +87,7 @@ class Rates:
         self._points: deque[tuple[float, Mapping[str, int]]] = deque()
 
     def add(self, now: float, counts: Mapping[str, int]) -> None:
-        """Counts at ``now``, seconds of any clock."""
+        """Add counts at ``now``, seconds of any clock."""
         if self._points and any(counts.get(name, 0) < value for name, value in self._points[-1][1].items()):
             # The broker was rebuilt, and counts anew.
             self._points.clear()
@@ -96,7 +96,7 @@ class Rates:
             self._points.popleft()
 
     def of(self, name: str) -> float | None:
-        """Growth a second; None before two readings."""
+        """Return the growth per second of a count; None before two readings."""
         if len(self._points) < 2:
             return None
         (then, before), (now, after) = self._points[0], self._points[-1]
@@ -116,13 +116,13 @@ class ThroughputSeries:
         self._points: deque[tuple[float, float, float]] = deque(maxlen=POINTS_KEPT)
 
     def add(self, status: RunStatus) -> None:
-        """One look; ignored when it comes too soon after the one before."""
+        """Add a status; ignored when it comes too soon after the one before."""
         if not self._points or status.time - self._points[-1][0] >= APART_S:
             rates = status.throughput
             self._points.append((status.time, rates.generated_tokens, rates.trained_tokens))
 
     def history(self) -> ThroughputHistory:
-        """Oldest first."""
+        """Return all points as columns, oldest first."""
         points = list(self._points)
         return ThroughputHistory(
             time=[point[0] for point in points],

@@ -1,1 +1,1 @@
-"""What every answer goes through: tokens and origins, problem documents, event streams."""
+"""Layers that every request passes: tokens and origins, problem documents, event streams."""

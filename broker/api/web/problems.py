@@ -33,7 +33,7 @@ KINDS: dict[int, str] = {
 
 
 class Refusal(TidemillError):
-    """A request that is refused with this status; the text says what to do."""
+    """Error that refuses a request with this HTTP status; the text says what to do."""
 
     def __init__(self, status: int, detail: str) -> None:
         super().__init__(detail)
@@ -73,7 +73,7 @@ def install(app: FastAPI) -> None:
 
 
 def status_of(error: Exception) -> int:
-    """The status that one of our own errors means to a client."""
+    """Return the HTTP status for one of our own errors."""
     if isinstance(error, Refusal):
         return error.status
     if isinstance(error, DataError):

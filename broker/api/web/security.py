@@ -1,4 +1,4 @@
-"""Who may ask, how much and how often: a layer around the app that refuses before anything is read or decoded.
+"""Limits on who may ask and how often: a layer around the app that refuses before a request is read or decoded.
 
 - With a token everything but the probes and the empty page needs it; it is compared in constant time.
 - Without one the server listens on loopback only, and answers only to its own names: a web page of somebody else

@@ -22,7 +22,7 @@ RETRY_MS = 2000
 
 
 def timeline_event(noted: StoredEvent) -> TimelineEvent:
-    """One event as the API tells it."""
+    """Return an event as the API shows it."""
     event = noted.event
     return TimelineEvent(
         id=noted.id,
@@ -36,18 +36,18 @@ def timeline_event(noted: StoredEvent) -> TimelineEvent:
 
 
 def frame(name: str, data: bytes, id: str = "") -> bytes:
-    """One event on the wire; JSON has no line breaks."""
+    """Return the bytes of a server-sent event; JSON has no line breaks."""
     return b"".join([f"id: {id}\n".encode() if id else b"", f"event: {name}\ndata: ".encode(), data, b"\n\n"])
 
 
 def order(id: str) -> tuple[int, int]:
-    """Ids of a stream in their order."""
+    """Return a sort key for ids of a stream."""
     ms, _, number = id.partition("-")
     return int(ms), int(number or 0)
 
 
 class Page:
-    """One open connection."""
+    """An open connection of a page, with the events that it has not sent yet."""
 
     def __init__(self) -> None:
         self.wake = asyncio.Event()
@@ -129,7 +129,7 @@ class Hub:
         self._pages.discard(page)
 
     async def stream(self, page: Page, missed: Sequence[StoredEvent]) -> AsyncIterator[bytes]:
-        """What goes over the wire; ``missed`` are the events since the page's Last-Event-ID."""
+        """Yield the bytes for a page; ``missed`` are the events since its Last-Event-ID."""
         try:
             yield f"retry: {RETRY_MS}\n\n".encode()
             last = (0, 0)
@@ -155,5 +155,5 @@ class Hub:
 
 
 def event_frame(noted: StoredEvent) -> bytes:
-    """One event of the timeline on the wire."""
+    """Return the bytes of a timeline event."""
     return frame("event", timeline_event(noted).model_dump_json().encode(), noted.id)
