@@ -1,4 +1,4 @@
-"""One run's broker as services see it. The only entrance to this package for producers, consumers and deploy.
+"""The broker of a run, as services use it; the only entrance to this package for producers, consumers and deploy.
 
 ::
 
@@ -67,23 +67,23 @@ class Broker:
         return cls(connection, config.broker)
 
     def task_queue(self, consumer: str) -> TaskQueue:
-        """The generator's queue."""
+        """Return the queue of tasks for one generator."""
         return TaskQueue(self.connection, consumer, self._config.max_deliveries, self._config.max_message_bytes)
 
     def partials(self, generator: str) -> Partials:
-        """What the generator saves of samples that grow, and finds of those that others had begun."""
+        """Return the store of unfinished samples, which this generator saves or goes on with."""
         return Partials(self.connection, generator, self._config.max_message_bytes)
 
     def score_queue(self, consumer: str) -> ScoreQueue:
-        """The reward service's queue."""
+        """Return the queue of trajectories for one reward service."""
         return ScoreQueue(self.connection, consumer, self._config.max_deliveries, self._config.max_message_bytes)
 
     def trainer_session(self) -> TrainerSession:
-        """The trainer's end."""
+        """Return the trainer's side of the pipeline."""
         return TrainerSession(self.connection, self._config.max_message_bytes)
 
     def measure_memory(self) -> int:
-        """Bytes that the run takes in the broker."""
+        """Return the bytes that the run takes in the broker."""
 
         def measure(client: redis.Redis) -> int:
             return sum(
@@ -104,7 +104,7 @@ class Broker:
         return self.connection.run("deleting the run", delete)
 
     def read_lags(self) -> dict[str, int]:
-        """Entries waiting to be read or being worked on, by stream."""
+        """Return the number of entries that wait or are being worked on, by stream."""
         keys = self.connection.keys
         lags = {}
         for name, stream, group in (

@@ -25,7 +25,7 @@ Describe = Callable[[], tuple[str, int, dict[str, float]]]
 
 @dataclass
 class Pulse:
-    """What the heartbeat thread knows: when it last came round, and when the broker last took a heartbeat."""
+    """Times by which health is judged: the heartbeat thread's last round, and the last heartbeat sent."""
 
     ticked: float
     beaten: float = float("-inf")
@@ -33,7 +33,7 @@ class Pulse:
 
 
 class ProbeServer:
-    """Answers from its start to ``close``; ConfigError when the port can't be used."""
+    """HTTP server for probes, which answers until ``close``; ConfigError when the port can't be used."""
 
     def __init__(self, host: str, port: int, describe: Describe, pulse: Pulse) -> None:
         self._describe = describe

@@ -23,7 +23,7 @@ log = structlog.get_logger()
 
 
 class HeartbeatThread:
-    """Context manager: beats every second, renews leases every ``renew_s``, leaves at the end.
+    """Thread that sends a heartbeat each second and renews leases every ``renew_s`` seconds: a context manager.
 
     ``describe`` gives (state, weight version, figures), ``acknowledged`` the numbers of orders that were followed;
     neither may block. probes: where to answer probes over HTTP, if a port is given.

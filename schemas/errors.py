@@ -27,7 +27,7 @@ class BrokerLost(InfraError):
 
 
 class BrokerDamaged(BrokerLost):
-    """What the broker knows of the run contradicts itself: nothing of its pipeline is used."""
+    """The broker's data of the run contradicts itself: nothing of its pipeline is used."""
 
 
 class DataError(TidemillError):

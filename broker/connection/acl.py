@@ -20,7 +20,7 @@ _CALL = re.compile(r"redis\.p?call\('([A-Z]+)'(?:, '([A-Z]+)')?")
 _CONTAINERS = ("XGROUP", "XINFO")
 """Commands of scripts that are granted by their subcommand."""
 _CONNECTION = "ping select info exists"
-"""Of every user. EXISTS asks a cluster for the run's node. INFO is the only @dangerous command that anybody gets."""
+"""Commands of every user. EXISTS asks a cluster for the run's node. INFO is the only @dangerous one of all."""
 _SERVICE = f"{_CONNECTION} evalsha script|load time hdel hget"
 _WORKER = "xgroup|create xreadgroup xclaim xautoclaim xpending xinfo|groups"
 _LEDGER = "evalsha_ro script|load xread xrevrange"
@@ -76,7 +76,7 @@ ROLES: Mapping[str, Role] = {
 
 
 def rules(role: str, keys: Keys) -> list[str]:
-    """What follows ``ACL SETUSER name`` to make a user of this role, but for its password.
+    """Return the rules after ``ACL SETUSER name`` that make a user of this role, but for its password.
 
     KeyError for an unknown role.
     """
@@ -117,7 +117,7 @@ def user(role: str, keys: Keys) -> str:
 
 
 def new_passwords() -> dict[str, str]:
-    """One for every role, 192 random bits each, safe in a URL."""
+    """Return a password for every role, 192 random bits each, safe in a URL."""
     return {role: secrets.token_urlsafe(24) for role in ROLES}
 
 

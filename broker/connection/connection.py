@@ -33,10 +33,10 @@ MIN_VERSION = (7, 0)
 log = structlog.get_logger()
 
 ELSEWHERE = (redis.AuthenticationError, redis.exceptions.NoPermissionError)
-"""Kinds of lost connection that no wait mends."""
+"""Errors of redis-py that no wait mends."""
 
 FORBIDDEN = ("user executing the script", "ACL failure in script", "SELECT is not allowed", "DB index is out of range")
-"""What such refusals say when redis-py has no kind for them."""
+"""Parts of the text of such refusals that redis-py has no kind for."""
 
 WAITABLE = frozenset({"OOM", "MISCONF", "LOADING", "READONLY", "NOREPLICAS", "BUSY", "NOSCRIPT"})
 """First words of refusals that pass: memory or disk is full, the server starts, another becomes primary, a script of
@@ -47,7 +47,7 @@ GONE = frozenset({"NOGROUP", "UNBLOCKED"})
 
 
 def open_client(url: str, connected: Callable[[], None] | None = None) -> redis.Redis:
-    """A client without hidden retries; ConfigError when the URL is wrong.
+    """Return a client without hidden retries; ConfigError when the URL is wrong.
 
     connected: called whenever a connection was made, also where the client mends one silently.
     """
@@ -72,7 +72,7 @@ def open_client(url: str, connected: Callable[[], None] | None = None) -> redis.
 
 
 def hide_password(url: str) -> str:
-    """The URL without its password, for messages."""
+    """Return the URL without its password, for messages."""
     head, at, tail = url.rpartition("@")
     return f"{head.split('://')[0]}://***@{tail}" if at else url
 
@@ -97,7 +97,7 @@ def check_server(client: redis.Redis, url: str) -> list[str]:
 
 
 def check_server_now(url: str) -> list[str]:
-    """``check_server`` without patience: ConfigError at once when nobody answers; for people who wait."""
+    """Like ``check_server``, but ConfigError at once when the server does not answer: for people who wait."""
     try:
         return check_server(open_client(url), url)
     except redis.RedisError as error:
@@ -110,7 +110,7 @@ def check_server_now(url: str) -> list[str]:
 
 
 def error_code(error: redis.RedisError) -> str:
-    """The first word of a server's refusal, which tells its kind; redis-py takes some of them off."""
+    """Return the error code, which is the first word of a server's refusal; redis-py takes some of them off."""
     if isinstance(error, redis.exceptions.OutOfMemoryError):
         return "OOM"
     if isinstance(error, redis.exceptions.BusyLoadingError):
@@ -123,7 +123,7 @@ def error_code(error: redis.RedisError) -> str:
 
 
 class Connection:
-    """One process's way to the broker: commands and scripts, repeated until ``deadline_s``."""
+    """The broker connection of a process: runs commands and scripts, repeated until ``deadline_s``."""
 
     def __init__(self, url: str, keys: Keys, deadline_s: float) -> None:
         self.url = url
@@ -134,9 +134,9 @@ class Connection:
         self._settled = False
         self.client = open_client(url, self._connected)
         self.connections = 0
-        """How many connections were made; another server may answer on a new one."""
+        """Number of connections made so far; another server may answer on a new one."""
         self.losses = 0
-        """How often an answer was lost; readers look at their own pending entries when it changes."""
+        """Number of lost answers; readers look at their own pending entries when it changes."""
         self.authority = False
         """Whether this process mends a damaged broker itself (the trainer); the others wait for that."""
         self._scripts: dict[str, Script] = {}

@@ -14,13 +14,13 @@ from broker.connection.connection import Connection
 from schemas.errors import TidemillError
 
 LEASES_EXPIRED = "leases_expired"
-"""With the consumer group: entries taken over from a worker that was silent for a lease."""
+"""Count of entries taken over from a worker that was silent for a lease, by consumer group."""
 DUPLICATE = "duplicate"
-"""With the stage, publish or score: results that another delivery had brought before."""
+"""Count of results that another delivery had brought before, by stage: publish or score."""
 CLOSED = "closed"
-"""Samples that came when their group had ended."""
+"""Count of samples that came when their group had ended."""
 FENCED = "fenced"
-"""Writes of trainers that had been replaced."""
+"""Count of refused writes of trainers that had been replaced."""
 COMMITS, COMMIT_SECONDS = "commits", "commit_seconds"
 """Steps that a checkpoint covered, and how long acknowledging them took."""
 

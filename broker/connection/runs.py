@@ -17,7 +17,7 @@ _BASE = re.compile(rb"^\{([^{}]+):([^{}:]+)\}:")
 
 @dataclass(frozen=True)
 class RunInfo:
-    """One run. memory: bytes of all its keys, as the server counts them. state: ``-`` without a trainer so far."""
+    """A run on the server. memory: bytes of all its keys, as the server counts them. state: ``-`` without a trainer."""
 
     prefix: str
     name: str

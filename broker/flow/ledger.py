@@ -99,7 +99,7 @@ class LedgerState:
 
 
 class Ledger:
-    """Admission, control state, and a look at it all."""
+    """Admits tasks, changes the control state, and reads the ledger."""
 
     def __init__(self, connection: Connection, max_bytes: int) -> None:
         self._connection = connection
@@ -127,7 +127,7 @@ class Ledger:
         return Admission("ok", following, admitted)
 
     def change_position(self) -> bytes:
-        """Take this before looking at the ledger, and hand it to ``wait_change``."""
+        """Return the present position in the stream of changes: read it before the ledger, for ``wait_change``."""
         keys = self._connection.keys
         found: Any = self._connection.run("looking for changes", lambda client: client.xrevrange(keys.changes, count=1))
         return bytes(found[0][0]) if found else b"0-0"
@@ -199,17 +199,17 @@ class Ledger:
 
 
 def pairs(flat: Sequence[bytes]) -> dict[str, str]:
-    """A hash as scripts return it: field, value, field, value."""
+    """Return a hash from the flat list that scripts return: field, value, field, value."""
     return {flat[at].decode(): flat[at + 1].decode() for at in range(0, len(flat), 2)}
 
 
 def changed_settings(control: dict[str, str]) -> dict[str, int]:
-    """Settings that people changed, from the control state."""
+    """Return the settings that people changed, from the control state."""
     return {name.removeprefix("set:"): int(value) for name, value in control.items() if name.startswith("set:")}
 
 
 def ended_untrained(counts: dict[str, int]) -> int:
-    """Groups that were dropped or failed."""
+    """Return the number of groups that were dropped or failed."""
     return sum(value for name, value in counts.items() if name.startswith(("dropped:", "failed:")))
 
 

@@ -12,7 +12,7 @@ from schemas.messages import Score
 
 
 class ScoredSample(msgspec.Struct, frozen=True, gc=False):
-    """One sample's outcome as the trainer reads it.
+    """The outcome of a sample as the trainer reads it.
 
     trajectory_id is None when the sample failed; ``excluded`` when it had been published and its reward failed.
     """

@@ -1,4 +1,4 @@
-"""How far a trainer's weights are, and what trainer and broker tell each other of it at a take-over.
+"""The progress of a trainer's weights, and what trainer and broker tell each other of it at a take-over.
 
 Every prompt below ``cursor`` has been admitted once; of those, all but ``unfinished`` have ended. So the two
 tell which prompts are in the weights or were given up, and which have to be made again. Checkpoints hold a trainer's
@@ -46,7 +46,7 @@ class Progress:
     started: str | None = None
 
     def update(self, pipeline: PipelineSnapshot) -> None:
-        """Take over how the pipeline looks now."""
+        """Update the fields that describe the pipeline from its present state."""
         self.cursor = pipeline.cursor
         self.unfinished = pipeline.unfinished
         self.counts = pipeline.counts
@@ -63,7 +63,7 @@ class Progress:
         self.unfinished.update(group.task_id for record in records for group in record.groups)
 
     def advance(self, record: BatchRecord) -> None:
-        """The weights hold this step from now on."""
+        """Count a step as done: the weights hold it from now on."""
         self.step = record.step + 1
         self.version = record.new_version
         self.trained += len(record.groups)

@@ -1,4 +1,4 @@
-"""What people ask of a running system: pause, resume, checkpoint, stop, replicas. The broker keeps it.
+"""Orders of people to a running system: pause, resume, checkpoint, stop, replicas. The broker keeps them.
 
 An order has a number that only grows. A service's heartbeat says which numbers it has acknowledged, so "done" is what
 the services say of themselves, and an order outlives restarts of all of them.
@@ -18,7 +18,7 @@ MODES: tuple[PauseMode, ...] = get_args(PauseMode)
 
 @dataclass(frozen=True)
 class ControlState:
-    """All that is asked for now.
+    """The orders that are in force now.
 
     pause: freeze stops every token and step at once, drain admits nothing new. pause_id: number of the last pause or
     resume; checkpoint, stop: numbers of the last such order, 0 for none. by, since: who paused or resumed, and when
@@ -36,7 +36,7 @@ class ControlState:
 
     @classmethod
     def parse(cls, fields: Mapping[str, str]) -> ControlState:
-        """From the hash in the broker."""
+        """Parse the hash in the broker."""
         mode = fields.get("pause", "none")
         concurrency = fields.get("concurrency", "")
         return cls(
@@ -56,7 +56,7 @@ class ControlState:
 
 
 class RunControl:
-    """Giving and reading orders."""
+    """Gives orders, and reads them."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection

@@ -31,7 +31,7 @@ from schemas.messages import BatchRecord, DeadLetter, Score, Trajectory
 
 
 class TrainerSession:
-    """Used by one trainer process.
+    """The pipeline operations of one trainer process.
 
     FencedError everywhere once a newer one took over; BrokerLost when the broker went back in time.
     """
@@ -66,7 +66,7 @@ class TrainerSession:
 
     @property
     def leader_term(self) -> str:
-        """This trainer's, once it has begun."""
+        """Leader term of this trainer; empty before ``take_over``."""
         return self._leader_term
 
     def _server_id(self) -> str:
@@ -99,7 +99,7 @@ class TrainerSession:
         return look
 
     def diagnose_group(self, task_id: int) -> Literal["waiting", "complete"]:
-        """What a group with a slot waits for: generators and scores, or this trainer; BrokerDamaged if for nothing."""
+        """Return whether a group with a slot waits for others, or is complete; BrokerDamaged if a part is lost."""
         answer: bytes = self._connection.run_script("diagnose_group", task_id)
         if answer == b"damaged":
             raise BrokerDamaged(f"the broker has lost a part of prompt group {task_id}")
@@ -174,7 +174,7 @@ class TrainerSession:
         return bool(answer == b"ok")
 
     def journal_batch(self, record: BatchRecord) -> None:
-        """Fix what a step trains on."""
+        """Write the batch of a step into the journal, before the step; it stays as it is."""
         self._fenced(
             self._connection.run_script("journal_batch", self._leader_term, record.step, encode(record, 1 << 30))
         )
@@ -261,7 +261,7 @@ class TrainerSession:
         self._seen.difference_update(outcome.scored_id for outcome in outcomes)
 
     def finish_run(self) -> None:
-        """All steps are done: every service may end."""
+        """Mark the run as finished: every service may end."""
         self._fenced(self._connection.run_script("finish_run", self._leader_term))
 
     def _fenced(self, answer: Any) -> Any:

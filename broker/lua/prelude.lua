@@ -1,5 +1,5 @@
--- Shared by every script: what it declares in its KEYS line are locals here, under the names of broker/connection/keys.py;
--- any other key is out of its reach. Then the ways a group's data ends.
+-- Code shared by all scripts. The keys that a script declares in its KEYS line are locals here, under the names of
+-- broker/connection/keys.py; a script reaches no other key.
 -- A refused write (out of memory) does not undo earlier ones, so in every script the first write is one
 -- that memory limits refuse, and acknowledgements come last.
 local GENERATORS, REWARD, TRAINER = 'generators', 'reward', 'trainer'
@@ -35,13 +35,13 @@ local function refused(leader_term)
   return 'lost'
 end
 
--- Slots follow the staleness bound, the batch and the look-ahead window.
+-- Set the number of slots from the staleness bound, the batch and the look-ahead window.
 local function set_slots()
   local ctl = redis.call('HMGET', CTL, 'staleness', 'batch', 'window')
   redis.call('HSET', CTL, 'slots', (tonumber(ctl[1]) + 1) * tonumber(ctl[2]) - (tonumber(ctl[3]) - 1))
 end
 
--- So many more outcomes of a group are known; with the last one the task itself is acknowledged.
+-- Count `count` more outcomes of a group as known; with the last one the task itself is acknowledged.
 local function outcomes_known(task, count)
   local left = redis.call('HINCRBY', GROUPS, task .. ':left', -count)
   if left <= 0 then
@@ -67,7 +67,7 @@ local function remove(stream, group, entries)
   end
 end
 
--- Forget what was saved of samples, given as TASK:SAMPLE, that are finished or given up.
+-- Delete the saved pieces of samples (TASK:SAMPLE) that are finished or given up.
 local function forget_partials(samples)
   for _, sample in ipairs(samples) do
     local fields = {sample}
@@ -78,7 +78,7 @@ local function forget_partials(samples)
   end
 end
 
--- Forget everything the broker holds of a group; returns how many of its samples had been published.
+-- Delete everything that the broker holds of a group; returns how many of its samples had been published.
 local function forget(task)
   local fields = redis.call('HMGET', GROUPS, task .. ':n', task .. ':kind', task .. ':entry', task .. ':saved')
   if not fields[1] then return 0 end
@@ -98,18 +98,18 @@ local function forget(task)
   return #published
 end
 
--- Groups that failed may be asked for again by hand.
+-- Note a group that failed: people may have it admitted again.
 local function note_failed(task)
   redis.call('ZADD', FAILED, redis.call('TIME')[1], task)
   redis.call('ZREMRANGEBYRANK', FAILED, 0, -10001)
 end
 
--- An evaluation's sample has tokens of another version.
+-- Count a sample of an evaluation that has tokens of another version.
 local function off_version(task)
   redis.call('HINCRBY', EVALS, string.format('%.0f', math.floor(tonumber(task) / 4294967296) - 1) .. ':off_version', 1)
 end
 
--- An evaluation counts each sample once.
+-- Count the outcome of a sample of an evaluation: scored with `reward`, or failed without.
 local function eval_outcome(task, reward)
   local version = string.format('%.0f', math.floor(tonumber(task) / 4294967296) - 1)
   if reward then

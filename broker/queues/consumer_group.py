@@ -1,4 +1,4 @@
-"""Working as one of a group that shares streams: reading, leases, and taking over from who fell silent.
+"""Consumer groups on streams: reading, leases, and taking over the work of silent consumers.
 
 At-least-once: an entry stays pending until its result is published in the same atomic step; work of a silent worker
 is claimed by another after the lease.
@@ -26,7 +26,7 @@ Entry = tuple[bytes, dict[bytes, bytes]]
 
 
 class Delivery(msgspec.Struct, Generic[M], frozen=True, gc=False):
-    """One entry handed to one worker.
+    """A message handed to a worker, with its entry in the stream.
 
     version: the least weight version to work with (tasks). redelivered: another worker may have done a part.
     """
@@ -39,7 +39,7 @@ class Delivery(msgspec.Struct, Generic[M], frozen=True, gc=False):
 
 
 class ConsumerGroup:
-    """Reading as one consumer of a group: new entries, own pending ones after a lost reply, stale ones of others."""
+    """A consumer of a group: reads new entries, its own pending ones after a lost reply, and stale ones of others."""
 
     def __init__(
         self, connection: Connection, streams: list[str], group: str, consumer: str, max_deliveries: int
@@ -103,7 +103,7 @@ class ConsumerGroup:
         self._held[stream].discard(entry_id)
 
     def renew_leases(self) -> None:
-        """Tell the server that this worker is alive and still at all it holds. Call from a thread of its own."""
+        """Renew the leases of all entries that this worker holds. Call from a thread of its own."""
         for stream, held in self._held.items():
             ids = list(held.copy())
             if ids:
@@ -137,7 +137,7 @@ class ConsumerGroup:
         return claimed
 
     def _deliveries(self, stream: str, entry_id: bytes) -> int:
-        """How often the server has handed an entry out."""
+        """Return how often the server has handed an entry out."""
         details: Any = self._with_group(
             "counting deliveries",
             lambda client: client.xpending_range(stream, self._group, entry_id, entry_id, 1),
@@ -171,12 +171,12 @@ class ConsumerGroup:
 
 
 def number(text: bytes | None) -> int:
-    """A non-negative integer field, or -1."""
+    """Parse a non-negative integer field; -1 if it is none."""
     return int(text) if text is not None and text.isdigit() else -1
 
 
 def with_group(connection: Connection, ensure: Callable[[], None], operation: Callable[[], T]) -> T:
-    """An operation that needs consumer groups; when they are gone they are made again, until the deadline."""
+    """Run an operation that needs consumer groups, making them again when they are gone, until the deadline."""
     end = time.monotonic() + connection.deadline_s
     while True:
         try:

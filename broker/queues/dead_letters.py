@@ -1,4 +1,4 @@
-"""Messages that could not be processed: looked at, asked for again, or dropped by people."""
+"""Dead letters: messages that could not be processed, which people read, admit again, or drop."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ WORDS: dict[bytes, Requeued] = {b"ok": "ok", b"active": "active", b"waiting": "w
 
 @dataclass(frozen=True)
 class StoredLetter:
-    """One dead letter and its entry id."""
+    """A dead letter with its entry id."""
 
     id: str
     letter: DeadLetter
@@ -36,14 +36,14 @@ class DeadLetters:
         self._connection = connection
 
     def list(self, count: int = KEPT) -> list[StoredLetter]:
-        """The newest ``count``, oldest first."""
+        """List the newest ``count`` letters, oldest first."""
         found: Any = self._connection.run(
             "reading dead letters", lambda client: client.xrevrange(self._connection.keys.dead, count=count)
         )
         return [_filed(entry, fields) for entry, fields in reversed(found)]
 
     def get(self, id: str) -> StoredLetter:
-        """One of them; DataError when it is not there."""
+        """Return a letter by its id; DataError when it is not there."""
         found: Any = self._connection.run(
             "reading a dead letter",
             lambda client: client.xrange(self._connection.keys.dead, id, id) if "-" in id else [],
@@ -66,7 +66,7 @@ class DeadLetters:
         return WORDS.get(answer, "ended")
 
     def drop(self, id: str) -> None:
-        """Delete one; DataError when it is not there."""
+        """Delete a letter; DataError when it is not there."""
         self.get(id)
         self._connection.run("dropping a dead letter", lambda client: client.xdel(self._connection.keys.dead, id))
 

@@ -1,4 +1,4 @@
-"""What unfinished samples have grown by, saved piece by piece, so that a killed generator's work is not lost.
+"""Unfinished samples, saved piece by piece as they grow, so that a killed generator's work is not lost.
 
 A piece is accepted only from the generator that the task is pending for, and it is gone with the sample's
 publication or its group's end: the broker holds partial samples of groups in progress and of no others.
@@ -20,7 +20,7 @@ log = structlog.get_logger()
 
 
 class Partials:
-    """``save`` for the generator that has a task, ``load`` for one that goes on with it."""
+    """Store of unfinished samples: a generator with a task saves pieces, and the next one loads them."""
 
     def __init__(self, connection: Connection, generator: str, max_bytes: int) -> None:
         self._connection = connection
@@ -28,7 +28,7 @@ class Partials:
         self._max_bytes = max_bytes
 
     def save_pieces(self, growth: Sequence[tuple[int, bytes, Sequence[tuple[int, Piece]]]]) -> list[bool]:
-        """Keep pieces of several tasks: task id, its entry, then number and piece of some samples of it.
+        """Save pieces of several tasks: task id, its entry, then number and piece of some of its samples.
 
         Number 0 begins a sample anew. False for a task that is no longer this generator's.
         """
@@ -41,7 +41,7 @@ class Partials:
         return [word == b"ok" for word in self._connection.run_scripts("save_partials", calls)]
 
     def load_partials(self, task_id: int, samples: Sequence[int]) -> list[Partial]:
-        """All that is saved of these samples; of damaged pieces, what comes before them."""
+        """Load what is saved of these samples; of a sample with damaged pieces, the pieces before them."""
         key = self._connection.keys.partials
         counts = self._read(key, [f"{task_id}:{sample}" for sample in samples])
         wanted = [(sample, int(count)) for sample, count in zip(samples, counts, strict=True) if count]
@@ -78,7 +78,7 @@ class Partials:
 
 
 def joined(sample: int, pieces: Sequence[Piece]) -> Partial:
-    """One partial sample of pieces that follow one another."""
+    """Join pieces that follow one another into a partial sample."""
     spans: list[Span] = []
     for piece in pieces:
         for span in piece.partial.spans:
@@ -97,7 +97,7 @@ def joined(sample: int, pieces: Sequence[Piece]) -> Partial:
 
 
 def piece_of(partial: Partial, start: int) -> Piece:
-    """What ``partial`` holds from its token number ``start`` on."""
+    """Return the piece of ``partial`` from its token number ``start`` on."""
     return Piece(
         start=start,
         partial=Partial(

@@ -26,11 +26,11 @@ class ScoreQueue(ConsumerGroup):
         self._max_bytes = max_bytes
 
     def read(self, count: int, block_ms: int = BLOCK_MS) -> list[Delivery[Trajectory]]:
-        """Up to ``count`` trajectories; empty after ``block_ms`` without any."""
+        """Read up to ``count`` trajectories; empty after ``block_ms`` without any."""
         return self._decode(self._read(count, block_ms))
 
     def claim_stale(self, lease_s: float, count: int) -> list[Delivery[Trajectory]]:
-        """Trajectories of reward services that were silent for longer than the lease."""
+        """Claim trajectories of reward services that were silent for longer than the lease."""
         return self._decode(self._claim_stale(lease_s, count))
 
     def publish(self, results: Sequence[tuple[Delivery[Trajectory], Score]]) -> list[str]:
@@ -59,7 +59,7 @@ class ScoreQueue(ConsumerGroup):
         return score
 
     def _dead_score(self, trajectory: Trajectory, score: Score) -> bytes:
-        """What is kept of a sample whose reward failed; nothing otherwise."""
+        """Return the dead letter of a sample whose reward failed; b"" otherwise."""
         if score.status == "ok":
             return b""
         letter = DeadLetter(

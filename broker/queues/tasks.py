@@ -38,7 +38,7 @@ log = structlog.get_logger()
 
 
 class TakenEvaluations(msgspec.Struct, frozen=True, gc=False):
-    """What there is to evaluate.
+    """Evaluation tasks that were taken, and those that wait.
 
     pending: version of the next task that nobody took, -1: none. opened: whether one's own version's was asked for.
     """
@@ -57,14 +57,14 @@ class TaskQueue(ConsumerGroup):
         self._max_bytes = max_bytes
 
     def read(self, count: int, block_ms: int = BLOCK_MS, evaluations: bool = True) -> list[Delivery[Task]]:
-        """Up to ``count`` tasks of each kind; empty after ``block_ms`` without any.
+        """Read up to ``count`` tasks of each kind; empty after ``block_ms`` without any.
 
         Without ``evaluations`` new ones of training only; what was this generator's before comes all the same.
         """
         return self._decode(self._read(count, block_ms, None if evaluations else [self._connection.keys.tasks]))
 
     def take_evaluations(self, version: int, count: int, late: bool = False) -> TakenEvaluations:
-        """Up to ``count`` evaluation tasks for exactly ``version``, with ``late`` for older ones, too; no waiting."""
+        """Take up to ``count`` evaluation tasks for ``version``, with ``late`` for older ones, too, without waiting."""
         stream = self._connection.keys.eval_tasks
         pending, opened, entries = self._connection.run_script(
             "take_evaluations", self._consumer, count, version, int(late)
@@ -76,11 +76,11 @@ class TaskQueue(ConsumerGroup):
         )
 
     def claim_stale(self, lease_s: float, count: int) -> list[Delivery[Task]]:
-        """Tasks of generators that were silent for longer than the lease."""
+        """Claim tasks of generators that were silent for longer than the lease."""
         return self._decode(self._claim_stale(lease_s, count))
 
     def find_missing(self, task: Task) -> list[int]:
-        """Sample indices of the task that nobody has published yet."""
+        """List the indices of the task's samples that nobody has published yet."""
         fields = [f"{task.task_id}:{sample}" for sample in range(task.n)]
         present: Any = self._connection.run(
             "looking for missing samples", lambda client: client.hmget(self._connection.keys.samples, fields)
@@ -120,7 +120,7 @@ class TaskQueue(ConsumerGroup):
         ]
 
     def fail_sample(self, task_id: int, sample: int, reason: str, payload: bytes = b"") -> None:
-        """A sample that can't be made: dead letter, and its group goes on without it."""
+        """Report a sample that can't be made: dead letter, and its group goes on without it."""
         letter = DeadLetter(
             source="generator", reason=reason, deliveries=1, payload=payload, task_id=task_id, sample=sample
         )
@@ -144,7 +144,7 @@ class TaskQueue(ConsumerGroup):
         return bool(answer == b"ok")
 
     def release(self, delivery: Delivery[Task]) -> None:
-        """This worker is through with the task: its lease is no longer renewed."""
+        """Stop renewing the lease of a task that this worker has finished."""
         self._release(delivery.stream, delivery.entry_id)
 
     def _decode(self, entries: list[tuple[str, Entry, int]]) -> list[Delivery[Task]]:
@@ -180,7 +180,7 @@ class TaskQueue(ConsumerGroup):
 
 
 def off_version(trajectory: Trajectory) -> bool:
-    """Whether it belongs to an evaluation and has tokens of another version than is evaluated."""
+    """Return whether a trajectory of an evaluation has tokens of another version than is evaluated."""
     if trajectory.kind != "eval":
         return False
     version = eval_version(trajectory.task_id)

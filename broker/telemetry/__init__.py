@@ -1,1 +1,1 @@
-"""What people look at: figures, events and trajectories of a run, each in a bounded stream."""
+"""Telemetry of a run for people: figures, events and trajectories, each in a bounded stream."""

@@ -1,4 +1,4 @@
-"""What waits in the streams of a run, how long, and how much came in: one round trip, no bodies.
+"""Lag of a run's streams: what waits, how long, and how much came in; one round trip, no bodies.
 
 A server that comes back with its append-only file has forgotten some of what was read, and says for ever after that
 more waits than does. Its surplus is known whenever nothing follows the last delivered entry, and taken off.
@@ -17,7 +17,7 @@ NAMES = ("tasks", "eval_tasks", "trajectories", "scored")
 
 @dataclass(frozen=True)
 class StreamLag:
-    """One stream. waiting: unread entries; pending: read and not done; entered: entries that ever came in.
+    """Lag of a stream. waiting: unread entries; pending: read and not done; entered: entries that ever came in.
 
     oldest: Unix seconds of the oldest entry that waits or is pending, by the broker's clock; None if there is none.
     """

@@ -1,4 +1,4 @@
-"""What people look at: heartbeats, events, step metrics, evaluations.
+"""Telemetry in streams: heartbeats, events, step metrics, evaluations.
 
 Losing a line of it harms no training, and a line may come twice after a lost answer.
 """
@@ -48,7 +48,7 @@ def _stamp(client: redis.Redis) -> float:
 
 
 class Heartbeats:
-    """Signs of life. A service silent for long is shown as such; nothing depends on it."""
+    """Heartbeats of services. One silent for long is shown as such; nothing depends on it."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
@@ -71,7 +71,7 @@ class Heartbeats:
         return self._connection.run("reading the broker's clock", _stamp)
 
     def remove(self, service: str) -> None:
-        """The service ended on purpose. Tried once: an end waits for nothing."""
+        """Remove a service that ended on purpose. Tried once: an end waits for nothing."""
         self._connection.run_once("leaving", lambda client: client.hdel(self._connection.keys.services, service))
 
     def read_age_s(self, service: str) -> float | None:
@@ -84,7 +84,7 @@ class Heartbeats:
         return max(0.0, self._connection.run("reading the broker's clock", _stamp) - decode(body, Heartbeat).time)
 
     def list_names(self) -> list[str]:
-        """Every service that has sent one, by name; whatever version of Tidemill it is of."""
+        """List the names of all services that have sent one, of whatever version of Tidemill."""
         found: Any = self._connection.run(
             "listing services", lambda client: client.hgetall(self._connection.keys.services)
         )
@@ -119,7 +119,7 @@ class Events:
         return _noted(reversed(found))
 
     def read_after(self, id: str, count: int, block_ms: int | None = None) -> list[StoredEvent]:
-        """Up to ``count`` events after ``id``, oldest first; waits up to ``block_ms`` for one if given."""
+        """Read up to ``count`` events after ``id``, oldest first; waits up to ``block_ms`` for one if given."""
         key = self._connection.keys.events
         found: Any = self._connection.run("following events", lambda client: client.xread({key: id}, count, block_ms))
         streams = found.values() if isinstance(found, dict) else [entries for _, entries in found or []]
@@ -154,7 +154,7 @@ def _flat(entries: Any) -> Any:
 
 
 class Metrics:
-    """One JSON object a step; the trainer's metrics.jsonl holds them all."""
+    """Metrics of steps, a JSON object each; the trainer's metrics.jsonl holds them all."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
@@ -170,7 +170,7 @@ class Metrics:
         return [json.loads(fields[b"j"]) for _, fields in reversed(found)]
 
     def read_after(self, id: str, count: int) -> tuple[str, list[dict[str, Any]]]:
-        """Up to ``count`` lines after the entry ``id``, and the id to go on from."""
+        """Read up to ``count`` lines after the entry ``id``; return also the id to go on from."""
         found: Any = self._connection.run(
             "following metrics", lambda client: client.xrange(self._connection.keys.metrics, f"({id}", "+", count)
         )

@@ -25,7 +25,7 @@ SCORES = 5000
 
 @dataclass(frozen=True)
 class StoredTrajectory:
-    """One trajectory. time: Unix seconds when it was published, or trained. step: that trained it, None before."""
+    """A trajectory as stored. time: Unix seconds when it was published, or trained. step: that trained it, or None."""
 
     trajectory: Trajectory
     score: Score | None
@@ -36,7 +36,7 @@ class StoredTrajectory:
 
 @dataclass(frozen=True)
 class SearchResult:
-    """Newest first. examined: trajectories looked at; complete: whether those were all that are kept."""
+    """Result of a search, newest first. examined: trajectories read; complete: whether those were all that are kept."""
 
     items: list[StoredTrajectory]
     examined: int
@@ -63,7 +63,7 @@ class TrajectoryStore:
     def search(
         self, wanted: Callable[[StoredTrajectory], bool], limit: int, examine: int, only_trained: bool = False
     ) -> SearchResult:
-        """Up to ``limit`` trajectories that are ``wanted``, newest first, from the newest ``examine``.
+        """Return up to ``limit`` trajectories that are ``wanted``, newest first, from the newest ``examine``.
 
         only_trained: look among the trained ones that are kept; the pipeline may hold more than ``examine`` others.
         """
@@ -80,7 +80,7 @@ class TrajectoryStore:
         return SearchResult(items, examined, True)
 
     def get(self, task_id: int, sample: int) -> StoredTrajectory | None:
-        """One of them; None when it is neither in the pipeline nor kept. A trained one stays in both for a while."""
+        """Return a sample; None when it is neither in the pipeline nor kept. A trained one is in both for a while."""
         for seen in self._kept():
             if (seen.trajectory.task_id, seen.trajectory.sample) == (task_id, sample):
                 return seen

@@ -24,11 +24,11 @@ MAGIC = b"TMDELTA1"
 BLOCK = 1 << 18
 """Elements coded together: both states of a block of bfloat16 fit the cache, and tables cost 1 % of a block."""
 DENSE = 0.3
-"""From this share of changed elements on, naming them costs more than the zeros of those that did not change."""
+"""Share of changed elements from which on naming them costs more than the zeros of the unchanged."""
 MOST_CODED = 2 * 8 * BLOCK
 """Bytes of one coded part of a block; what does not compress grows by under 1 %."""
 LEVEL = 1
-"""Of zstd. Levels 3 and 9 made deltas at most 1 % smaller."""
+"""Level of zstd; levels 3 and 9 made deltas at most 1 % smaller."""
 
 _BLOCK = struct.Struct("<QIBIII")
 """First byte, elements, bytes of an element, changed elements, bytes of coded gaps (0: dense), of coded values."""
@@ -87,7 +87,7 @@ def apply_delta(state: Bytes, delta: BinaryIO) -> None:
 
 
 def _encode(start: int, old: Bytes, new: Bytes, width: int) -> bytes:
-    """One block; nothing at all where nothing changed."""
+    """Encode a block; b"" where nothing changed."""
     difference = new.view(_UNSIGNED[width]) - old.view(_UNSIGNED[width])
     positions = np.flatnonzero(difference != 0)
     if not positions.size:

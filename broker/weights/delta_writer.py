@@ -27,7 +27,7 @@ WIDTHS = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3f
 
 
 class DeltaWriter:
-    """One per trainer process. ``make`` for each new file, ``keep`` before it is consumed, ``confirm`` once published.
+    """Makes deltas: ``make_delta`` of each file, ``keep_base`` before it is consumed, ``confirm_base`` once published.
 
     max_chain: deltas that a newcomer applies at most after a whole version.
     """
@@ -43,7 +43,7 @@ class DeltaWriter:
     def make_delta(
         self, file: Path, tensors: Sequence[TensorSpec], published: Sequence[Manifest], leader_term: str
     ) -> tuple[Path, Manifest] | None:
-        """A delta file from the newest version to ``file``, and that version; None where it must travel whole."""
+        """Write the delta from the newest version to ``file``; return path and version, None if it does not pay."""
         self._settle(term_number(leader_term))
         if self._rests:
             self._rests -= 1
@@ -59,11 +59,11 @@ class DeltaWriter:
         return None
 
     def needs_whole(self, published: Sequence[Manifest]) -> bool:
-        """Whether a version after these must also be there as a whole, so that the chain stays short."""
+        """Return whether the next version must also be published whole, so that the chain stays short."""
         return count_deltas(published) >= self._max_chain
 
     def keep_base(self, file: Path) -> None:
-        """Have ``file`` under a second name, if the next version may be a delta against it."""
+        """Link ``file`` under a second name, if the next version may be a delta against it."""
         copy = self._file("next")
         copy.unlink(missing_ok=True)
         if self._rests:
@@ -75,7 +75,7 @@ class DeltaWriter:
             shutil.copyfile(file, copy)
 
     def confirm_base(self, chunk_digests: Sequence[str]) -> None:
-        """What ``keep`` got is the newest version now."""
+        """Make the file of ``keep_base`` the base of the next delta: it is published now."""
         if self._rests:
             self._file("base").unlink(missing_ok=True)
             self._digest = None

@@ -125,7 +125,7 @@ class WeightStore:
             )
 
     def holds(self, manifest: Manifest) -> bool:
-        """Whether a newcomer can get all bytes of a version. The first time for a version they are also looked at."""
+        """Return whether a newcomer can get all bytes of a version; the first time they are also verified."""
         if self.has(manifest.state):
             payloads = [manifest.state]
         else:
@@ -145,7 +145,7 @@ class WeightStore:
         return True
 
     def has(self, payload: Payload) -> bool:
-        """Whether these bytes are there."""
+        """Return whether the bytes of a payload are there."""
         return self._have([payload])
 
     def _have(self, payloads: list[Payload]) -> bool:
@@ -155,7 +155,7 @@ class WeightStore:
         )
 
     def _chained(self, manifest: Manifest, published: list[Manifest]) -> bool:
-        """Whether a later version may build on this one."""
+        """Return whether a later version may build on this one."""
         route = find_route(published, manifest)
         return manifest.version != self._restored and route is not None and self._have(route.payloads)
 

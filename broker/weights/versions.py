@@ -65,7 +65,7 @@ def find_route(published: Sequence[Manifest], target: Manifest, held: HeldState 
 
 
 def count_deltas(published: Sequence[Manifest]) -> int:
-    """How many deltas a newcomer applies to have the newest version."""
+    """Return how many deltas a newcomer applies to have the newest version."""
     count = 0
     for manifest in reversed(published):
         if manifest.whole:

@@ -2,7 +2,7 @@
 -- ARGV: dead letter's entry, task id. A group that failed is admitted again, first of all; its letters may go.
 local task = ARGV[2]
 if redis.call('ZSCORE', SLOTS, task) then return 'active' end
--- It waits for admission already; without its letter this is the call that asked for it, sent again.
+-- The group waits for admission already; without its letter, this is a repeat of the call that asked for it.
 if redis.call('ZSCORE', READMIT, task) then
   return #redis.call('XRANGE', DEAD, ARGV[1], ARGV[1]) == 0 and 'ok' or 'waiting'
 end

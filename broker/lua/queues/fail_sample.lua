@@ -1,5 +1,5 @@
 -- KEYS: COUNTS GROUPS SAMPLES TASKS EVAL_TASKS TRAJECTORIES SCORED DEAD EVALS PARTIALS
--- ARGV: task id, sample, dead letter, failed score. A sample that can't be made: its group goes on without it.
+-- ARGV: task id, sample, dead letter, failed score. Marks a sample that can't be made as failed: its group goes on without it.
 local task, field = ARGV[1], ARGV[1] .. ':' .. ARGV[2]
 local fields = redis.call('HMGET', GROUPS, task .. ':kind', task .. ':n')
 if not fields[1] then return 'closed' end

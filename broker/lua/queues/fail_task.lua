@@ -1,8 +1,8 @@
 #!lua flags=allow-oom
 -- KEYS: SLOTS COUNTS GROUPS SAMPLES TASKS EVAL_TASKS TRAJECTORIES DEAD FAILED CHANGES EVALS PARTIALS
 -- ARGV: stream, entry, task id ('' when the entry doesn't tell), dead letter.
--- A task that no generator can read or survive: dead letter, and its group fails. Once. Of an evaluation only the
--- samples fail that are not there: the others are scored.
+-- Ends a task that no generator can read or survive: dead letter, and its group fails. Once. Of an evaluation only
+-- the missing samples fail: the others are scored.
 local stream = ({tasks = TASKS, eval_tasks = EVAL_TASKS})[ARGV[1]]
 if #redis.call('XRANGE', stream, ARGV[2], ARGV[2]) == 0 then return 'dup' end
 keep_dead_letter(ARGV[4])

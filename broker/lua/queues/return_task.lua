@@ -1,6 +1,6 @@
 #!lua flags=allow-oom
 -- KEYS: GROUPS TASKS EVAL_TASKS
--- ARGV: task id, its entry, its body with partial samples. A leaving generator gives a task to another at once.
+-- ARGV: task id, its entry, its body with partial samples. Gives the task of a generator that ends to another one at once.
 local task, entry = ARGV[1], ARGV[2]
 if redis.call('HGET', GROUPS, task .. ':entry') ~= entry then return 'closed' end
 local stream = task_stream(redis.call('HGET', GROUPS, task .. ':kind'))

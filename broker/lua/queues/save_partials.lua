@@ -1,6 +1,6 @@
 -- KEYS: GROUPS SAMPLES TASKS EVAL_TASKS PARTIALS
--- ARGV: task id, its entry, the generator, then sample, number of the piece and its body of each. Keeps what unfinished
--- samples have grown by, for whoever goes on with them when this generator dies. Only while the task is its own.
+-- ARGV: task id, its entry, the generator, then sample, number of the piece and its body of each. Saves pieces of
+-- unfinished samples, for the generator that goes on with them when this one dies. Only while the task is its own.
 -- Piece 0 begins a sample anew; a repeat changes nothing. ok, or closed when nothing more may be saved.
 local task, entry, answer = ARGV[1], ARGV[2], 'closed'
 local fields = redis.call('HMGET', GROUPS, task .. ':entry', task .. ':kind')

@@ -1,6 +1,6 @@
 -- KEYS: EVAL_TASKS EVALS
 -- ARGV: generator, most tasks, its weight version, '1' to take those of older versions as well.
--- Evaluation tasks for exactly this version, in order. Returns the version of the next task that nobody took yet or
+-- Takes evaluation tasks for exactly this version, in order. Returns the version of the next task that nobody took yet or
 -- -1, whether this version's evaluation was opened, and what was taken.
 local opened = redis.call('HEXISTS', EVALS, ARGV[3] .. ':n')
 local groups = redis.pcall('XINFO', 'GROUPS', EVAL_TASKS)

@@ -1,7 +1,7 @@
 #!lua flags=allow-oom
 -- KEYS: SERVICES
--- ARGV: service, heartbeat, seconds of silence after which a service is forgotten. A sign of life is sent also when
--- memory is full: leases hang on its thread. Whoever joins clears away those that left long ago without a word.
+-- ARGV: service, heartbeat, seconds of silence after which a service is forgotten. Stores a heartbeat, also when
+-- memory is full, because its thread renews leases. A new service deletes those that were silent for too long.
 if redis.call('HSET', SERVICES, ARGV[1], ARGV[2]) == 1 then
   local known, now = redis.call('HGETALL', SERVICES), tonumber(redis.call('TIME')[1])
   for i = 1, #known, 2 do

@@ -1,6 +1,6 @@
 #!lua flags=no-writes,allow-oom
 -- KEYS: TASKS EVAL_TASKS TRAJECTORIES SCORED
--- What waits in each stream: length, entries read so far, unread (-1 when unknown), pending, id of the oldest pending
+-- Measures each stream: length, entries read so far, unread (-1 when unknown), pending, id of the oldest pending
 -- entry and of the oldest unread one ('' when none). No bodies are moved.
 local rows = {}
 for i, pair in ipairs({{TASKS, GENERATORS}, {EVAL_TASKS, GENERATORS}, {TRAJECTORIES, REWARD}, {SCORED, TRAINER}}) do

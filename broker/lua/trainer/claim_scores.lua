@@ -1,5 +1,5 @@
 -- KEYS: LEADER_TERM SCORED
--- ARGV: term, count. New scores for the one trainer; a fenced one gets nothing into its pending list.
+-- ARGV: term, count. Claims new scores for the trainer; a fenced trainer gets none into its pending list.
 local no = refused(ARGV[1])
 if no then return no end
 local reply = redis.call('XREADGROUP', 'GROUP', TRAINER, 't-' .. ARGV[1], 'COUNT', ARGV[2], 'STREAMS', SCORED, '>')

@@ -1,7 +1,7 @@
 #!lua flags=allow-oom
 -- KEYS: LEADER_TERM SLOTS COUNTS GROUPS SAMPLES TASKS EVAL_TASKS TRAJECTORIES SCORED FAILED CHANGES PARTIALS
 -- ARGV: task id, 'dropped' or 'failed', reason, term, then scored entries.
--- A group ends without being trained: its slot returns, its data goes. Once.
+-- Ends a group that is not trained: its slot returns, its data is deleted. Once.
 local no = refused(ARGV[4])
 if no then return no end
 local task = ARGV[1]

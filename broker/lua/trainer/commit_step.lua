@@ -1,7 +1,8 @@
 #!lua flags=allow-oom
 -- KEYS: LEADER_TERM COUNTS GROUPS SAMPLES TASKS EVAL_TASKS TRAJECTORIES SCORED JOURNAL PARTIALS
 -- ARGV: term, step, number of groups, number of scored entries, task ids, scored entries, then trajectory entries.
--- A durable checkpoint covers this step. Trajectories are named, too: what the group is known by may be gone.
+-- Deletes the entries of a step that a durable checkpoint covers. Trajectories are named, too, because the data of
+-- the group that names them may be gone.
 local no = refused(ARGV[1])
 if no then return no end
 local groups, count = tonumber(ARGV[3]), tonumber(ARGV[4])

@@ -1,6 +1,6 @@
 #!lua flags=no-writes,allow-oom
 -- KEYS: GROUPS SAMPLES TASKS TRAJECTORIES
--- ARGV: task id of a group that holds a slot. Whether everything is there that it needs to go on:
+-- ARGV: task id of a group that holds a slot. Tells whether all is there that the group needs:
 -- 'waiting' for a generator or a score, 'complete' when all outcomes are on their way to the trainer, else 'damaged'.
 local task = ARGV[1]
 local fields = redis.call('HMGET', GROUPS, task .. ':n', task .. ':kind', task .. ':entry', task .. ':left')

@@ -1,6 +1,6 @@
 #!lua flags=allow-oom
 -- KEYS: LEADER_TERM COUNTS SCORED DEAD
--- ARGV: term, then scored entry and dead letter ('' for none) of each. Outcomes of groups that ended go.
+-- ARGV: term, then scored entry and dead letter ('' for none) of each. Deletes outcomes of groups that have ended.
 local no = refused(ARGV[1])
 if no then return no end
 for i = 2, #ARGV, 2 do

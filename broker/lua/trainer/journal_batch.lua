@@ -1,6 +1,6 @@
 #!lua flags=allow-oom
 -- KEYS: CTL LEADER_TERM JOURNAL
--- ARGV: term, step, record. Fixes what a step trains on, before it does. The first record of a step stands.
+-- ARGV: term, step, record. Records the batch of a step, before the step. The first record of a step stays.
 local no = refused(ARGV[1])
 if no then return no end
 -- Steps before it are missing: the broker went back in time.

@@ -1,4 +1,4 @@
-"""What a transport of weights does: where the bytes of a version are, and how they get there and from there.
+"""Protocols of a weight transport: where the bytes of a version are, and how they get there and from there.
 
 The three are protocols of their own, so that a transport whose bytes lie nowhere between sender and receiver, such as
 a collective one, can bring a sender and a receiver without pretending to be a file.
@@ -13,14 +13,14 @@ from typing import Literal, Protocol
 from schemas.messages import Manifest, Payload
 
 Form = Literal["whole", "delta"]
-"""What the bytes are: a safetensors file, or the difference to the version before."""
+"""Form of a version's bytes: a safetensors file, or the difference to the version before."""
 
 
 class Location(Protocol):
-    """Where the bytes of versions are: named, looked at, and freed."""
+    """Place of the bytes of versions: names them, looks at them, and frees them."""
 
     def uri(self, version: int, leader_term: str, form: Form = "whole") -> str:
-        """Where a version's bytes are, or would be."""
+        """Return the URI under which a version's bytes are, or would be."""
         ...
 
     def holds(self, payloads: Sequence[Payload]) -> bool:
@@ -37,7 +37,7 @@ class Location(Protocol):
 
 
 class Sender(Protocol):
-    """How the trainer's bytes get to where readers find them."""
+    """The trainer's side of a transport."""
 
     def put(self, file: Path, uri: str, leader_term: str) -> None:
         """Make ``file`` readable under ``uri``, and consume it."""
@@ -45,7 +45,7 @@ class Sender(Protocol):
 
 
 class Receiver(Protocol):
-    """How a reader gets the bytes."""
+    """A reader's side of a transport."""
 
     def fetch(self, payload: Payload, folder: Path) -> Path:
         """A verified local file, in ``folder`` where none is shared; InfraError when bytes are damaged or gone."""
