@@ -20,8 +20,8 @@ def greedy(
 ) -> list[list[int]]:
     """Most likely continuation of each prompt, at most ``max_tokens`` ids, without the end-of-sequence token.
 
-    all_ended: whether all ranks of a sharded model have ended, told whether this one has. They must have equally many
-    prompts, since each takes part in every forward pass.
+    all_ended: for a sharded model, a function that takes whether this rank has ended and returns whether all have. All
+    ranks must have equally many prompts, since each takes part in every forward pass.
     """
     out: list[list[int]] = [[] for _ in prompts]
     # By length, so that few prompts need padding.
@@ -43,7 +43,7 @@ def _decode(
     eos: int,
     all_ended: Callable[[bool], bool],
 ) -> list[list[int]]:
-    """Ids of the continuations, up to max_tokens of each; after an end of sequence they mean nothing."""
+    """Ids of the continuations, up to ``max_tokens`` each; those after an end of sequence mean nothing."""
     device = next(model.parameters()).device
     longest = max(len(p) for p in prompts)
     tokens = torch.full((len(prompts), longest), eos, dtype=torch.int64)

@@ -42,7 +42,7 @@ DETAILS = "preferences.json"
 
 @dataclass(frozen=True)
 class PairwiseProgress:
-    """Of held-out pairs: loss is the mean, accuracy the share with the chosen answer ahead, margin how far (mean)."""
+    """Means over held-out pairs; accuracy is the share with the chosen answer ahead, margin how far it is ahead."""
 
     step: int
     loss: float
@@ -65,7 +65,7 @@ def train_dpo(
     progress: Progress | None = None,
     ranks: Ranks | None = None,
 ) -> PairwiseProgress:
-    """Train ``model.path`` with itself as the reference and write it to ``settings.out``; the last held-out look.
+    """Train ``model.path`` with itself as the reference and write it to ``settings.out``; returns the last evaluation.
 
     ranks: all of them call this; rank 0 writes, and reports to ``progress``.
     """
@@ -103,7 +103,7 @@ def train_reward_model(
 ) -> PairwiseProgress:
     """Train a model with one score on the body of ``model.path`` and write it to ``settings.out``.
 
-    It is a Hugging Face sequence classifier with one label, whose logit is the score of prompt and answer.
+    The result is a Hugging Face sequence classifier with one label, whose logit is the score of prompt and answer.
     ranks: as in train_dpo.
     """
     ranks = ranks or Ranks()
@@ -128,7 +128,7 @@ def train_reward_model(
 
 
 class _Fit:
-    """Batches, optimizer, looks at the held-out pairs: what both trainers share."""
+    """The loop that both trainers share: batches, optimizer, evaluations on the held-out pairs."""
 
     def __init__(
         self,
@@ -152,7 +152,10 @@ class _Fit:
         self.schedule = Schedule(self.optimizer, settings.optimizer, settings.steps)
 
     def run(self, margins: _Margins, loss: Callable[[Tensor], Tensor], progress: Progress | None) -> PairwiseProgress:
-        """``margins`` of pairs, positive where the chosen answer is ahead, and the ``loss`` of these."""
+        """Train, and return the last evaluation.
+
+        margins: from pairs to float32 [P], positive where the chosen answer is ahead. loss: from margins to losses [P].
+        """
         started = time.perf_counter()
         for step in range(1, self.settings.steps + 1):
             batch = next(self.batches)
@@ -189,7 +192,7 @@ class _Fit:
 
 
 def _answer_logprobs(policy: Policy, batch: Sequence[PairIds]) -> tuple[Tensor, Tensor]:
-    """Sums of log-probabilities of the chosen and of the rejected answers, [P] each."""
+    """Log-probabilities of the chosen and of the rejected answers, summed over their tokens: float32 [P] each."""
     rows = [(prompt, answer) for prompt, *answers in batch for answer in answers]
     tokens, lengths = padded([prompt + answer for prompt, answer in rows], 0, policy.device)
     starts = torch.tensor([len(prompt) for prompt, _ in rows], device=policy.device)
@@ -200,7 +203,7 @@ def _answer_logprobs(policy: Policy, batch: Sequence[PairIds]) -> tuple[Tensor, 
 
 
 def _scores(scorer: PreTrainedModel, rows: Sequence[list[int]]) -> Tensor:
-    """The score of each row, [R] float32."""
+    """The score of each row of token ids, float32 [R]."""
     tokens, lengths = padded(rows, scorer.config.get_text_config().pad_token_id, scorer.device)
     attention = torch.arange(tokens.shape[1], device=tokens.device) < lengths[:, None]
     scores: Tensor = scorer(input_ids=tokens, attention_mask=attention.long(), use_cache=False).logits[:, 0].float()
@@ -208,7 +211,7 @@ def _scores(scorer: PreTrainedModel, rows: Sequence[list[int]]) -> Tensor:
 
 
 def _scorer(model: ModelConfig, tokenizer: Any) -> PreTrainedModel:
-    """The body of ``model.path`` with a new head for one score; ConfigError says what is wrong."""
+    """Load the body of ``model.path`` with a new head for one score; ConfigError says what is wrong."""
     if tokenizer.pad_token_id is None or tokenizer.pad_token_id == tokenizer.eos_token_id:
         raise ConfigError(
             f"the tokenizer of model.path {model.path!r} needs a padding token of its own: a reward model reads its"

@@ -1,4 +1,4 @@
-"""How a warm-started model says what it was made with, so that it is made once. Loads no model library."""
+"""The provenance of a warm-started model, by which it is made only once. Loads no model library."""
 
 from __future__ import annotations
 
@@ -12,6 +12,6 @@ DETAILS = "sft.json"
 
 
 def settings_digest(settings: WarmStartConfig, seed: int, dtype: str) -> str:
-    """Hex digest of everything that decides the outcome; the one in sft.json tells whether a model is up to date."""
+    """Hex digest of all that decides the outcome; a model is up to date if its sft.json has the same."""
     text = json.dumps([settings.model_dump(mode="json"), seed, dtype], sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()

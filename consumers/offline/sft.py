@@ -1,7 +1,7 @@
 """Supervised training on prompt and completion pairs, stopped by held-out accuracy.
 
-It makes the model that a run starts from (``warm_start``) and trains any Hugging Face causal language
-model. Only completion tokens and the end of sequence are learned. The result appears in its folder whole or not at all.
+Any Hugging Face causal language model can be trained; the result is what a run starts from (``warm_start``). Only
+completion tokens and the end of sequence are learned. The model appears in its folder whole or not at all.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ FINISH_FACTOR = 0.1
 
 @dataclass(frozen=True)
 class SftProgress:
-    """One look at the model: loss is the mean over the steps since the last look."""
+    """An evaluation while training: loss is the mean over the steps since the last one, seconds since the start."""
 
     step: int
     loss: float
@@ -47,7 +47,10 @@ class SftProgress:
 
 @dataclass(frozen=True)
 class SftResult:
-    """Held-out greedy accuracy of the written model, optimizer steps and wall time that it took."""
+    """Held-out greedy accuracy of the written model, and the optimizer steps and seconds that it took.
+
+    reached: whether that is the accuracy asked for. settings: digest of all that decides the outcome.
+    """
 
     accuracy: float
     steps: int
@@ -158,7 +161,7 @@ class _Trainer:
         return self.settings.lr * min(1.0, step / WARMUP_STEPS) * max(FINISH_FACTOR, min(1.0, 1.5 * left))
 
     def _step(self, batch: list[tuple[list[int], list[int]]], lr: float) -> Tensor:
-        """One update; this rank's share of the mean loss of the batch's completion tokens."""
+        """Update the weights; returns this rank's share of the mean loss of the batch's completion tokens."""
         device, count = self.model.device, sum(len(completion) for _, completion in batch)
         own, weights = self.ranks.local_share(batch)
         longest = max(len(p) + len(c) for p, c in own)
@@ -181,7 +184,7 @@ class _Trainer:
         return loss.detach()
 
     def _accuracy(self) -> float:
-        """Of all held-out prompts, of which each rank answers its share."""
+        """Accuracy on all held-out prompts, of which each rank answers its share."""
         longest = max(len(completion) for _, completion in self.heldout)
         own, weights = self.ranks.local_share(self.heldout)
         prompts = [prompt for prompt, _ in own]
@@ -190,5 +193,5 @@ class _Trainer:
         return self.ranks.all_reduce_sum([right])[0] / len(self.heldout)
 
     def _all(self, this: bool) -> bool:
-        """Whether it is so on every rank."""
+        """True if ``this`` is true on every rank."""
         return not self.ranks.all_reduce_max([float(not this)])[0]

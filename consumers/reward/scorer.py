@@ -1,7 +1,7 @@
-"""From trajectories to scores: every term called where it belongs, summed by weight.
+"""Scores of trajectories: the sum of the reward's terms by weight, each called in this process or in a worker.
 
-A sample whose function raises, hangs, crashes or returns no finite number gets a Score that says
-so, never a reward of 0; it delays and fails no other.
+A sample whose function raises, hangs, crashes or returns no finite number gets a Score that says so, never a reward of
+0, and neither delays nor fails another sample.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from schemas.messages import Score, Trajectory
 
 
 class Scorer:
-    """Scores by one list of terms. Thread-safe; several threads may score at once::
+    """Scores trajectories by a list of terms. Thread-safe; several threads may score at once::
 
         scorer = Scorer(config.reward.terms, config.base, workers=2, timeout_s=15.0)
         scores = scorer.score(trajectories)
@@ -38,12 +38,12 @@ class Scorer:
         self._pool = WorkerPool(terms, base, workers, timeout_s) if self._pooled else None
 
     def score(self, trajectories: Sequence[Trajectory]) -> list[Score]:
-        """One Score for each, in order; returns when all are done. InfraError if the workers cannot run."""
+        """Score trajectories and return when all are done, in their order. InfraError if the workers cannot run."""
         waiting = [self._begin(trajectory) for trajectory in trajectories]
         return [item if isinstance(item, Score) else self._finish(*item) for item in waiting]
 
     def submit(self, trajectory: Trajectory) -> Future[Score]:
-        """Like ``score`` for one, without waiting: a slow sample holds up no other."""
+        """Score a trajectory without waiting, so that a slow sample holds up no other."""
         scored: Future[Score] = Future()
         begun = self._begin(trajectory)
         if isinstance(begun, Score):
@@ -61,13 +61,13 @@ class Scorer:
         return scored
 
     def close(self) -> None:
-        """End the workers. Idempotent."""
+        """End the workers; a second call does nothing."""
         if self._pool is not None:
             self._pool.close()
 
     def _begin(self, trajectory: Trajectory) -> Score | tuple[dict[int, TermResult], Future[list[TermResult]]]:
-        """Call what is quick; the rest, unless that failed already, goes to the workers."""
-        sample = sample_of(trajectory)
+        """Call the inline terms, and give the others to the workers unless an inline one failed."""
+        sample = reward_input(trajectory)
         outcomes = {}
         for i in self._inline:
             outcomes[i] = self._terms[i].call(sample)
@@ -105,8 +105,8 @@ class Scorer:
         return Score(reward=total, components=components, scorer=self._name, seconds=seconds)
 
 
-def sample_of(trajectory: Trajectory) -> RewardInput:
-    """What reward functions see. The prompt ends at the first token that the policy generated."""
+def reward_input(trajectory: Trajectory) -> RewardInput:
+    """The input of reward functions. The prompt ends at the first token that the policy generated."""
     mask = trajectory.loss_mask.numpy()
     start = int(np.argmax(mask)) if mask.any() else len(mask)
     tokens = trajectory.tokens.numpy().tolist()
@@ -118,7 +118,7 @@ def check_reward(
 ) -> Score | None:
     """Import and check every term, without starting anything; with a trajectory, score it as well.
 
-    ConfigError is one line. The score's ``seconds`` leave out the start of the worker.
+    ConfigError, in one line, if a term is wrong. The score's ``seconds`` leave out the start of the worker.
     """
     resolve(terms, base)
     if trajectory is None:

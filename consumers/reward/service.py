@@ -19,11 +19,11 @@ from schemas.lifecycle import StopFlag
 from schemas.messages import Score, Trajectory
 
 BATCH = 256
-"""Most trajectories being scored at once."""
+"""Most trajectories that are scored at once."""
 READ = 64
-"""Most trajectories of one read: more make the process ask the system for memory each time."""
+"""Most trajectories of a read: with more, the process asks the system for memory each time."""
 BUSY_MS = 20
-"""How long a read waits while scores are due."""
+"""Milliseconds that a read waits while scores are due."""
 
 log = structlog.get_logger()
 
@@ -63,11 +63,11 @@ class RewardService:
         return "running", -1, {name: float(count) for name, count in self._counts.items()}
 
     def renew(self) -> None:
-        """Keep the leases of what is being scored."""
+        """Renew the leases of the trajectories that are being scored."""
         self._queue.renew_leases()
 
     def run(self, stop: StopFlag) -> None:
-        """Until stop; what was read is scored first."""
+        """Score until ``stop`` is set, and then what was read before."""
         next_claim = 0.0
         while not stop:
             if len(self._pending) < BATCH:
@@ -87,7 +87,7 @@ class RewardService:
             self._pending[self._scorers[delivery.message.kind].submit(delivery.message)] = delivery
 
     def _publish(self) -> None:
-        """Hand over every score that is there; a slow sample holds up no other."""
+        """Publish every score that is ready; a slow sample holds up no other."""
         done = [future for future in self._pending if future.done()]
         results = [(self._pending.pop(future), future.result()) for future in done]
         self._queue.publish(results)

@@ -19,10 +19,10 @@ from schemas.lifecycle import StopFlag
 from schemas.messages import BatchRecord, GroupRef, Member
 
 CLAIM = 2000
-"""Outcomes claimed at once."""
+"""Most outcomes that are claimed at once."""
 
 QUIET_S = 2.0
-"""After so long without an outcome it is examined whether any can come."""
+"""Seconds without an outcome after which the source examines whether any can come."""
 
 log = structlog.get_logger()
 
@@ -66,7 +66,7 @@ class BatchSource:
         return self._make_batch(record, [group for group, _ in self._taken])
 
     def _try_assemble(self) -> bool:
-        """Take groups for the step; whether it has all of them now. False also while the trainer has to pause."""
+        """Take groups for the step; True when it has all of them, False also while the trainer has to pause."""
         while True:
             self._claim()
             pipeline = self._pipeline = self._session.read_pipeline()
@@ -207,7 +207,7 @@ class BatchSource:
                 self._buffer.add(outcome)
 
     def _usable(self, task_ids: Sequence[int], staleness: int) -> Iterator[tuple[Group, list[ScoredSample]]]:
-        """These groups with their trajectories, without those that are dropped for their age."""
+        """Load the trajectories of groups, and leave out those that are dropped for their age."""
         version = self._progress.version
         taken = [self._buffer.take(task_id) for task_id in task_ids]
         scored = [[outcome for outcome in outcomes if outcome.trajectory_id] for outcomes in taken]
@@ -228,7 +228,7 @@ class BatchSource:
             yield Group(task_id, samples), outcomes
 
     def _describe_ended(self) -> str:
-        """Groups that were given up since the last step, as the end of a sentence for people."""
+        """Say, as the end of a sentence for people, which groups were given up since the last step."""
         if not self._ended:
             return ""
         return "; given up meanwhile: " + ", ".join(f"{count} {reason}" for reason, count in self._ended.items())

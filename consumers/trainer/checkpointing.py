@@ -1,4 +1,4 @@
-"""When checkpoints are written, and what the broker may forget after one: a step's data, once it is durable.
+"""The times of checkpoints, and what the broker may forget after one: a step's data, once it is durable.
 
 Until then a step's record is kept here, and its data in the broker, where it is read again after a crash. With
 trainer.record the data of every step is in a file besides, for ``tidemill replay``.
@@ -39,7 +39,7 @@ class Checkpointing:
         self.step = 0
 
     def load_latest(self) -> bool:
-        """Load the newest whole checkpoint into weights and progress; whether there is one."""
+        """Load the newest whole checkpoint into weights and progress; True if there is one."""
         newest = self._rank_group.checkpoint_store.newest()
         for refused in newest.refused:
             log.warning("a damaged checkpoint is not used", problem=refused)
@@ -57,7 +57,7 @@ class Checkpointing:
         self._uncommitted = []
 
     def replayable(self) -> list[BatchRecord]:
-        """Let the broker forget what a checkpoint covers; the journaled steps that the weights do not have."""
+        """Let the broker forget what a checkpoint covers; returns the journaled steps that the weights do not have."""
         records = [record for _, record in sorted(self._session.read_journal().items())]
         self._session.commit_steps([record for record in records if record.step < self.step])
         self._uncommitted = [record for record in records if self.step <= record.step < self._progress.step]
@@ -70,7 +70,7 @@ class Checkpointing:
         self._uncommitted.append(record)
 
     def record_batch(self, batch: Batch) -> None:
-        """With trainer.record: keep what the weights, still counted as before, have just been trained on."""
+        """Record, with trainer.record, the batch that the weights, still counted as before, were just trained on."""
         if self._records:
             with self._context.timer.phase("record"):
                 record = step_record(
@@ -119,14 +119,14 @@ class Checkpointing:
         self._context.retry("checkpoint", self._finish_or_write)
 
     def abandon(self) -> None:
-        """The broker is lost: wait for the pending checkpoint, and let the broker forget nothing."""
+        """Wait for the pending checkpoint when the broker is lost, and let the broker forget nothing."""
         try:
             self._wait_written()
         except DiskError as error:
             log.warning("a checkpoint was not written", error=str(error))
 
     def _finish_pending(self) -> None:
-        """Wait for the pending checkpoint. If it found no room, training waits until another one of now did."""
+        """Wait for the pending checkpoint; if it found no room, until a new one has found room."""
         if self._pending is None:
             return
         try:

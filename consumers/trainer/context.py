@@ -1,4 +1,4 @@
-"""What all parts of a trainer share, among it how they wait for room on a full disk."""
+"""The objects that all parts of a trainer share, and the retry with which they wait for room on a full disk."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ log = structlog.get_logger()
 
 
 class DiskRetry:
-    """Repeats what needs room on a disk: training waits, because going on would leave the broker with ever more data.
+    """Repeats writes to a full disk: training waits, because going on would leave the broker with ever more data.
 
-    stop: the trainer's own, once it runs; a trainer that is asked to stop does not wait for room.
+    stop: the trainer's flag, once the trainer runs; a trainer that is asked to stop does not wait for room.
     """
 
     def __init__(self, deadline_s: float, notify: Notify) -> None:

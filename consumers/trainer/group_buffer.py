@@ -1,4 +1,4 @@
-"""Which prompt groups the next step trains on: a state machine over scored samples and slots, without I/O.
+"""The choice of prompt groups for the next step: a state machine over scored samples and slots, without I/O.
 
 With a look-ahead window W a finished group may overtake the oldest one that is not taken yet if it was admitted less
 than W admissions after it; W = 1 is strict order. A window over the list of waiting groups instead would let a slow
@@ -34,7 +34,7 @@ class GroupBuffer:
         return len(group) == outcome.group_size
 
     def is_complete(self, task_id: int) -> bool:
-        """Whether every sample of the group has an outcome."""
+        """True if every sample of the group has an outcome."""
         group = self._groups.get(task_id)
         return group is not None and len(group) >= next(iter(group.values())).group_size
 
@@ -57,7 +57,7 @@ class GroupBuffer:
         return set(self._groups)
 
     def describe_missing(self, active: Sequence[Slot]) -> str:
-        """A sentence for people that says what the oldest group lacks."""
+        """Say, in a sentence for people, what the oldest group lacks."""
         if not active:
             return "no prompt group is in the pipeline; is the feeder running?"
         group = self._groups.get(active[0].task_id, {})

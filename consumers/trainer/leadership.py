@@ -1,4 +1,4 @@
-"""How a process becomes the one trainer of a run, and notices that another one did.
+"""The take-over by which a process becomes the only trainer of a run, and notices that another one did.
 
 The broker counts the trainers of a run: each has a leader term, and the broker refuses what an older term writes. The
 file LEADER_TERM beside the checkpoints keeps the newest term for a broker that forgot it, and the highest version that
@@ -68,7 +68,7 @@ class Leadership:
         self._fresh = found is None and not from_checkpoint
 
     def take_over(self, saved: int) -> bool:
-        """Become the trainer; whether the broker had lost something and was mended.
+        """Become the trainer; returns whether the broker had lost something and was mended.
 
         saved: the step up to which checkpoints go. FencedError if a newer trainer has used the folder.
         """
@@ -96,14 +96,14 @@ class Leadership:
             self._context.progress.broker_lifetime = ""
 
     def reserve_version(self, version: int) -> None:
-        """Write down that a version may have been published, before anybody can see it. DiskError if the disk is full.
+        """Note on disk, before anybody can see a version, that it may be published. DiskError if the disk is full.
 
         FencedError, and nothing is written, if another trainer has used the folder since this one took over.
         """
         self._write(version, durable=False)
 
     def read(self) -> LeaderRecord | None:
-        """The content of the file; None when there is none, or none that can be read."""
+        """Read the file; None if there is none, or none that can be read."""
         try:
             found = json.loads(self._file.read_text(encoding="utf-8"))
             return LeaderRecord(str(found["leader_term"]), int(found["version"]))
@@ -130,7 +130,7 @@ class Leadership:
         self._write(self._context.progress.version, durable=True)
 
     def _check(self) -> None:
-        """FencedError if another trainer has used the folder since this one took over."""
+        """Raise FencedError if another trainer has used the folder since this one took over."""
         found = self.read()
         if found is not None and found.leader_term != self.leader_term and found.number >= self.number:
             raise FencedError(f"trainer {self.leader_term} was replaced by {found.leader_term} and stops")

@@ -1,4 +1,4 @@
-"""The trainer's loop, on one page: claim, journal, step, publish, free the slots; now and then a checkpoint.
+"""The trainer's loop on a page: claim, journal, step, publish, free the slots; now and then a checkpoint.
 
 Exactly once: a step's data is in the journal before it is trained, and is acknowledged only when a durable checkpoint
 covers it. A restarted trainer replays the journal on the same data. A broker that lost its memory is mended from what
@@ -81,7 +81,7 @@ class Trainer:
         return self.checkpoints.replayable()
 
     def unblock_others(self) -> None:
-        """While no batch comes: provide what the others may wait for, room in the broker or weights."""
+        """Provide, while no batch comes, what the others may wait for: room in the broker, or weights."""
         self.checkpoints.poll()
         self.publisher.publish()
 

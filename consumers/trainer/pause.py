@@ -1,4 +1,4 @@
-"""What people ask of the trainer, followed between two steps: pause, checkpoint. And the memory of a pause on disk.
+"""Orders of people to the trainer, followed between two steps: pause, checkpoint. A pause is also kept on disk.
 
 A freeze is acknowledged when no step is under way, a drain when there is nothing left to train and a checkpoint
 covers all that was. A pause that was seen is written beside the checkpoints before it is acknowledged, so that it
@@ -45,7 +45,7 @@ class PauseFollower:
         self.acknowledged: dict[str, int] = {}
 
     def restore(self) -> None:
-        """Note the pause that was seen last, for a broker that may have forgotten it."""
+        """Restore from disk the pause that was seen last, in case the broker has forgotten it."""
         try:
             found = json.loads(self._file.read_text(encoding="utf-8"))
             known = ControlState(found["pause"], int(found["pause_id"]), str(found["by"]), float(found["since"]))
@@ -54,7 +54,7 @@ class PauseFollower:
         self._progress.note_pause(known)
 
     def follow(self, control: ControlState, drained: bool = False) -> bool:
-        """Do what is asked; whether the trainer has to pause. ``drained``: nothing is left to train."""
+        """Follow the orders; True if the trainer has to pause. drained: nothing is left to train."""
         self._remember(control)
         if control.checkpoint > self.acknowledged.get("checkpoint", 0):
             self._save()
@@ -73,7 +73,7 @@ class PauseFollower:
         return bool(reasons)
 
     def hold(self, stop: StopFlag) -> bool:
-        """Wait while a freeze is ordered; whether there was one. BrokerLost when the broker has lost its orders."""
+        """Wait while a freeze is ordered; True if there was one. BrokerLost if the broker has lost its orders."""
         held = False
         while not stop:
             position = self._broker.ledger.change_position()

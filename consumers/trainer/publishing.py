@@ -43,7 +43,7 @@ class WeightPublisher:
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="publisher")
         self._sending: Future[None] | None = None
         self._full = False
-        """Whether the last version found no room."""
+        """True if the last version found no room."""
 
     def publish(self, wait: bool = False) -> None:
         """Send the weights as they are now, unless the broker has them or newer ones already.

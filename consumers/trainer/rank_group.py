@@ -28,13 +28,13 @@ from schemas.config import TidemillConfig
 from schemas.errors import InfraError
 
 SAVE_DEADLINE_S = 3600.0
-"""How long a checkpoint may take to be written."""
+"""Seconds that the writing of a checkpoint may take."""
 
 log = structlog.get_logger()
 
 
 class Train(msgspec.Struct, tag="train"):
-    """Take one optimizer step over this rank's micro-batches; trace: folder for a profile of it, or nothing."""
+    """Take an optimizer step over this rank's micro-batches; trace: folder for a profile of it, or nothing."""
 
     version: int
     micro_batches: list[list[TrainSample]]
@@ -106,7 +106,7 @@ class RankGroup:
         step.optimizer.register_step_pre_hook(lambda *_: self._wait_copied())
 
     def train(self, groups: Sequence[Group], version: int, trace: Path | None = None) -> StepResult:
-        """Take one optimizer step over these groups, dealt to the ranks; ``version`` is that of the weights before.
+        """Take an optimizer step over groups, dealt to the ranks; ``version`` is that of the weights before.
 
         trace: folder in which every rank writes a profile of it.
         """
@@ -116,7 +116,7 @@ class RankGroup:
         return self._run_step(plan.batch(self.ranks.dp_rank), version, trace)
 
     def gather(self, tokens: Sequence[int]) -> tuple[Snapshot, npt.NDArray[np.float32]]:
-        """The weights as they are now, in the wire dtype, and log-probabilities of all ``tokens`` but the first.
+        """Take the weights as they are now, in the wire dtype, and log-probabilities of all ``tokens`` but the first.
 
         In a single process they have still to be copied, by ``Snapshot.fill``: the next optimizer step waits for that.
         """
@@ -141,7 +141,7 @@ class RankGroup:
 
     @property
     def saving(self) -> bool:
-        """Whether a checkpoint is still being written."""
+        """True while a checkpoint is being written."""
         return self._writing is not None and not self._writing.done()
 
     def wait_saved(self) -> None:

@@ -39,7 +39,7 @@ class StepLog:
         self.tokens_per_s = 0.0
 
     def profile_folder(self, step: int) -> Path | None:
-        """Where a profile of this step goes, if trainer.profile_steps names it."""
+        """Folder for the profile of this step, None unless trainer.profile_steps names the step."""
         wanted = step in self._config.trainer.profile_steps
         return self._config.folder / "profiles" / f"step-{step:08d}" if wanted else None
 

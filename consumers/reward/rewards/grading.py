@@ -60,7 +60,7 @@ def _decimal(match: re.Match[str]) -> Decimal:
 
 
 def equal(gold: str, completion: str, boxed_only: bool) -> bool:
-    """Whether the completion's answer equals ``gold``. ValueError if ``gold`` is no mathematics."""
+    """Compare the completion's answer with ``gold`` as mathematics. ValueError if ``gold`` is none."""
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
     parsed_gold = _parse_gold(gold)

@@ -12,7 +12,7 @@ from functools import lru_cache
 from typing import Any
 
 _UNREADABLE = (ValueError, TypeError, KeyError, AttributeError, IndexError, ArithmeticError)
-"""What scorers of boxnet, coin_flip, game_of_life and prime_factorization raise on a malformed answer.
+"""Errors that the scorers of boxnet, coin_flip, game_of_life and prime_factorization raise on a malformed answer.
 
 The problem itself is known to be sound by then, so the answer is at fault: an ordinary wrong one."""
 

@@ -1,11 +1,8 @@
-"""What the scorer knows about a reward function beyond its signature.
+"""Reward terms, resolved and called: the part that the service and its workers share.
 
-A plain function needs none of this: it runs in a killable worker process with a deadline.
-
-Reward terms, resolved and called: the part that the service and its workers share.
-
-Every mistake of the configuration is found by ``resolve``, before any model loads. ``call`` turns
-whatever a function does into an TermResult.
+Every mistake of the configuration is found by ``resolve``, before any model loads. ``Term.call`` turns whatever a
+function does into a TermResult. A function that needs more than its signature says so with ``reward``; a plain one runs
+in a killable worker process with a deadline.
 """
 
 from __future__ import annotations
@@ -60,7 +57,7 @@ _REASON_CHARS = 400
 
 
 class RewardInput(msgspec.Struct, frozen=True):
-    """What a reward function gets to see of one trajectory."""
+    """The part of a trajectory that reward functions get to see."""
 
     prompt: str
     completion: str
@@ -70,7 +67,7 @@ class RewardInput(msgspec.Struct, frozen=True):
 
 
 class TermResult(msgspec.Struct, frozen=True):
-    """What became of one call. ``value`` counts only when ``status`` is ``ok``; seconds of the call itself."""
+    """The result of a call. ``value`` counts only when ``status`` is ``ok``; seconds: of the call itself."""
 
     value: float = 0.0
     status: ScoreStatus = "ok"
@@ -80,10 +77,10 @@ class TermResult(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class Term:
-    """One term of the reward, ready to call.
+    """A term of the reward, ready to call.
 
-    label: its key among the components. accepts: data fields that the function takes, None for all.
-    inline: it runs in the service's own process.
+    label: its key among the components. accepts: data fields that the function takes, None for all. inline: whether it
+    runs in the service's own process.
     """
 
     label: str

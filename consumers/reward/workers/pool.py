@@ -1,7 +1,7 @@
 """Killable worker processes for reward functions that may block, hang or crash.
 
-A call past its deadline costs its worker, which is killed with everything it started and replaced;
-calls that wait are neither failed nor charged for it. Nothing is pickled.
+A worker whose call is past its deadline is killed with everything it started, and replaced; calls that wait are neither
+failed nor charged for it. Nothing is pickled.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class WorkerEnded(Exception):
 
 @dataclass(frozen=True)
 class Job:
-    """Terms (by index) to call one after the other on one sample, until one of them fails."""
+    """Terms (by index) to call on a sample in this order, until a call fails."""
 
     terms: list[int]
     sample: RewardInput
@@ -44,7 +44,7 @@ class Job:
 
 
 class WorkerPool:
-    """``size`` workers, each with a thread that feeds it. Thread-safe::
+    """A number of workers, each with a thread that feeds it. Thread-safe::
 
     pool = WorkerPool(terms, base, size=2, timeout_s=15.0)
     outcomes = pool.submit([0, 2], sample).result(pool.longest_wait_s())
@@ -77,7 +77,10 @@ class WorkerPool:
             thread.start()
 
     def submit(self, terms: list[int], sample: RewardInput) -> Future[list[TermResult]]:
-        """Outcomes in the order of ``terms``, ending at the first that is not ok; InfraError if no worker starts."""
+        """Call terms, by index, on a sample; results in their order, up to the first that is not ok.
+
+        InfraError if the pool is closed; the future raises it if no worker starts.
+        """
         if self._closing.is_set():
             raise InfraError("the reward workers are closed")
         future: Future[list[TermResult]] = Future()
@@ -152,7 +155,7 @@ class WorkerPool:
 
 
 class Worker:
-    """One worker process. All methods but ``close`` belong to one thread."""
+    """A worker process, started again when it was killed. All methods but ``close`` belong to one thread."""
 
     def __init__(self, setup: Setup, start_timeout_s: float) -> None:
         self._setup = setup
@@ -163,7 +166,7 @@ class Worker:
         self._connection: socket.socket | None = None
 
     def start(self) -> None:
-        """Start the process unless it runs; InfraError when it is not ready in time."""
+        """Start the process unless it runs; InfraError if it is not ready in time."""
         if self._connection is not None:
             return
         ours, theirs = socket.socketpair()
@@ -192,11 +195,11 @@ class Worker:
             raise InfraError(f"a reward worker cannot start: {error_text}")
 
     def call(self, call: Call, timeout_s: float) -> TermResult:
-        """TimeoutError past the deadline (kill it then), WorkerEnded when it died."""
+        """Call a term; TimeoutError past the deadline (kill the worker then), WorkerEnded if it died."""
         return msgspec.msgpack.decode(self._exchange(call, timeout_s), type=TermResult)
 
     def kill(self) -> str:
-        """Kill the process with all that it started; returns how it ended."""
+        """Kill the process with all that it started; returns how the process ended."""
         with self._lock:
             process, self._process = self._process, None
             connection, self._connection = self._connection, None

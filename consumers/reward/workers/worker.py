@@ -1,7 +1,7 @@
 """The process that calls reward functions which may block: ``python -m consumers.reward.workers.worker``.
 
-Length-prefixed MessagePack on stdin and stdout, one call at a time; what functions print goes to
-stderr. It ends with its parent: at the end of stdin, and on Linux by a signal when the parent dies.
+Calls come in on stdin and results go out on stdout, as length-prefixed MessagePack, one at a time; what functions print
+goes to stderr. The process ends with its parent: at the end of stdin, and on Linux by a signal when the parent dies.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ class Setup(msgspec.Struct):
 
 
 class Ready(msgspec.Struct):
-    """First message from a worker; ``error`` is why it cannot work, empty when it can."""
+    """First message from a worker; ``error`` says why it cannot work, and is empty when it can."""
 
     error: str = ""
 
 
 class Call(msgspec.Struct):
-    """One call: the index of the term and the sample. Answered by an Outcome."""
+    """A call of a term, by its index, on a sample; the answer is a TermResult."""
 
     term: int
     sample: RewardInput

@@ -1,4 +1,4 @@
-"""From rewards to advantages: pure functions over a batch, grouped by index, never by stride.
+"""Advantages from rewards: pure functions over a batch, grouped by index, never by stride.
 
 Most functions give one advantage to each sample: ``(rewards, groups) -> advantages``, float64 [S], int64 [S]
 with the group of each sample, float64 [S]. Groups may differ in size, a group of one gets zero
@@ -51,7 +51,7 @@ def has_signal(rewards: Sequence[float], least_std: float = 0.0) -> bool:
 
 
 def within(rewards: Sequence[float], bounds: tuple[float, float] | None) -> bool:
-    """Whether the mean reward of a group is above the first and below the second bound (DAPO, arXiv:2503.14476)."""
+    """True if a group's mean reward is above the first and below the second bound (DAPO, arXiv:2503.14476)."""
     return bounds is None or bounds[0] < float(np.mean(rewards)) < bounds[1]
 
 
@@ -112,7 +112,7 @@ def _group_mean(rewards: Floats, groups: Groups) -> tuple[Floats, Floats]:
 
 @dataclass(frozen=True)
 class TokenRewards:
-    """What a micro-batch was rewarded with; float32 [R, T], zero at masked positions.
+    """Rewards of a micro-batch's tokens; float32 [R, T], zero at masked positions.
 
     rewards: at every token, KL penalty included; the sample's own reward stands at its last loss token.
     values: the critic's, of the state before the token; None without a critic.
@@ -125,7 +125,7 @@ class TokenRewards:
 
 @dataclass(frozen=True)
 class TokenAdvantages:
-    """advantages: float32 [R, T]. returns: what a critic should have said, same shape."""
+    """Advantages, and returns, the values that a critic should have given: float32 [R, T] both."""
 
     advantages: Tensor
     returns: Tensor
@@ -135,7 +135,7 @@ class TokenAdvantage(Protocol):
     """An advantage of single tokens, built with its arguments."""
 
     per_token: ClassVar[bool] = True
-    """Tells it from a function over samples."""
+    """True for advantages of tokens, to tell them from functions over samples."""
 
     def __call__(self, batch: Sequence[TokenRewards], all_reduce_sum: AllReduceSum, /) -> list[TokenAdvantages]:
         """Advantages of all micro-batches of the step on this rank; sums over ranks are for what is normalised."""

@@ -1,4 +1,4 @@
-"""How token losses become one number: a weight for every sequence, so micro-batching can't change it.
+"""Aggregation of token losses to one number: a weight for every sequence, so micro-batching can't change it.
 
 The step's loss is the sum over loss tokens of ``weight of the sequence * token loss``. The
 denominators count the whole optimizer step, all micro-batches and ranks, before any rejection

@@ -72,10 +72,10 @@ class LossFunction(Protocol):
     """
 
     needs_proximal: bool = False
-    """Whether the step provides ``proximal_logprobs``, as ``trainer.loss.proximal`` says."""
+    """The step provides ``proximal_logprobs``, as ``trainer.loss.proximal`` says."""
 
     recomputes: bool = False
-    """Whether the proximal policy is that of the step's start, whatever ``trainer.loss.proximal`` says."""
+    """The proximal policy is that of the step's start, whatever ``trainer.loss.proximal`` says."""
 
     select_tokens: Callable[[Sequence[LossInputs], AllReduceSum], list[Tensor]] | None = None
     """Chooses among the tokens of the whole step before its first gradient, at the cost of one more forward pass.
@@ -303,7 +303,7 @@ class M2po:
 
     needs_proximal = True
     recomputes = True
-    """What is measured is how far the policy has really moved."""
+    """The loss measures how far the policy has really moved."""
 
     def __init__(
         self,

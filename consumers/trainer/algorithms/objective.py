@@ -39,12 +39,12 @@ class Rule:
 
     @classmethod
     def of(cls, settings: RejectionConfig, base: Path | None = None) -> Rule:
-        """ConfigError if there is no such measure."""
+        """Look up the measure of an entry; ConfigError if there is no such measure."""
         known = settings.measure == "ratio"
         return cls(settings, None if known else KL_ESTIMATORS.get(settings.measure, base))
 
     def factor(self, log_ratio: Tensor, segments: Segments) -> Tensor:
-        """What each token's loss is multiplied by, [R, T], 1 where the rule has no objection.
+        """Factor of each token's loss, float32 [R, T], 1 where the rule has no objection.
 
         log_ratio: log(policy / rollout policy) [R, T] without gradient, zero at masked positions. At level sequence
         the ratio is exp of its mean over the sequence, KL the mean of the estimates.
@@ -63,7 +63,7 @@ class Rule:
 
 
 def reject(rules: Sequence[Rule], log_ratio: Tensor, segments: Segments) -> tuple[Tensor, Tensor]:
-    """Product of all rules' factors [R, T], and the tokens that one of them masks (bool [R, T])."""
+    """Product of all rules' factors, float32 [R, T], and the tokens that a rule masks, bool [R, T]."""
     factor = torch.ones_like(log_ratio)
     for rule in rules:
         factor = factor * rule.factor(log_ratio, segments)
@@ -72,7 +72,7 @@ def reject(rules: Sequence[Rule], log_ratio: Tensor, segments: Segments) -> tupl
 
 @dataclass(frozen=True)
 class Objective:
-    """What is minimised, as the configuration says::
+    """The function that training minimises, as the configuration says::
 
     objective = Objective.from_config(settings)
     output = objective(inputs, entropy, version=7)
@@ -87,7 +87,7 @@ class Objective:
 
     @classmethod
     def from_config(cls, settings: TrainerConfig, base: Path | None = None) -> Objective:
-        """ConfigError if something that is named does not exist, or does not take its arguments."""
+        """Build the objective; ConfigError if a name does not exist, or does not take its arguments."""
         loss, kl = settings.loss, settings.kl
         return cls(
             loss=BoundLoss.load(loss.name, loss.args, base),

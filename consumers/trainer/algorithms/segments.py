@@ -17,13 +17,13 @@ class Segments:
     """
 
     def __init__(self, sequence: Tensor | None, mask: Tensor) -> None:
-        """sequence: int64 [R, T], the same id at all tokens of a sequence; without it each row is one. mask: bool."""
+        """mask: bool [R, T], loss tokens. sequence: int64 [R, T], id of each token's sequence; None: a row each."""
         if sequence is None:
             sequence = torch.arange(len(mask), device=mask.device)[:, None].expand(mask.shape)
         self.mask = mask
         ids, self.index = sequence[mask].unique(return_inverse=True)
         self.count = len(ids)
-        """How many sequences have a loss token."""
+        """Number S of sequences that have a loss token."""
         self.lengths = torch.bincount(self.index, minlength=self.count)
         """Loss tokens of each sequence, int64 [S]."""
 
@@ -33,7 +33,7 @@ class Segments:
         return chosen.new_zeros(self.count).index_add(0, self.index, chosen)
 
     def spread(self, totals: Tensor) -> Tensor:
-        """[S] values back at their loss tokens, [R, T], zero elsewhere; differentiable."""
+        """Put values [S] at the loss tokens of their sequences, [R, T], zero elsewhere; differentiable."""
         out = torch.zeros(self.mask.shape, dtype=totals.dtype, device=totals.device)
         return out.masked_scatter(self.mask, totals[self.index])
 

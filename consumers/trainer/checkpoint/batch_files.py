@@ -24,14 +24,14 @@ from schemas.messages import RecordedGroup, StepRecord, Trajectory
 
 FOLDER = "batches"
 LARGEST = 1 << 32
-"""Bytes of one step; far above what its samples may have in the broker."""
+"""Most bytes of a step; far above what its samples may have in the broker."""
 _NAME = re.compile(r"step-(\d{8,})-t(\d{4,})\.msgpack\.zst")
 
 
 class BatchFiles:
     """The batch files of one run; ConfigError when an older version has written there.
 
-    Of a step that was trained in several leader terms the last one's file counts.
+    Where a step was trained in several leader terms, the file of the last term counts.
     """
 
     def __init__(self, run: Path) -> None:
@@ -39,7 +39,7 @@ class BatchFiles:
         refuse_older_names(self.folder)
 
     def write(self, record: StepRecord) -> None:
-        """Durably and whole; DiskError when there is no room."""
+        """Write a record, durably and whole; DiskError if there is no room."""
         file = self.folder / f"step-{record.step:08d}-t{record.leader_term:04d}.msgpack.zst"
         content = zstandard.ZstdCompressor(write_checksum=True).compress(encode(record, LARGEST))
         try:
@@ -48,7 +48,7 @@ class BatchFiles:
             raise DiskError(f"cannot write the batch of step {record.step} to {file}: {error}") from error
 
     def read(self, step: int) -> StepRecord:
-        """The record of a step; ConfigError when there is none, or it is damaged."""
+        """Read the record of a step; ConfigError if there is none, or it is damaged."""
         file = self._newest().get(step)
         if file is None:
             raise ConfigError(f"the batch of step {step} is not in {self.folder}")
@@ -59,11 +59,11 @@ class BatchFiles:
             raise ConfigError(f"the batch of step {step} in {file} is damaged: {error}") from error
 
     def steps(self) -> set[int]:
-        """Steps that are recorded."""
+        """Numbers of the steps that are recorded."""
         return set(self._newest())
 
     def remove_before(self, step: int) -> None:
-        """Remove what is of earlier steps."""
+        """Remove the files of steps before ``step``."""
         for number, _, file in self._all():
             if number < step:
                 file.unlink(missing_ok=True)
@@ -72,7 +72,7 @@ class BatchFiles:
         return {step: file for step, _, file in sorted(self._all(), key=lambda found: found[:2])}
 
     def _all(self) -> list[tuple[int, int, Path]]:
-        """Step, term and file."""
+        """Step, leader term and file of each record, in no order."""
         if not self.folder.is_dir():
             return []
         found = [(match, file) for file in self.folder.iterdir() if (match := _NAME.fullmatch(file.name))]
@@ -98,5 +98,5 @@ def step_record(groups: Sequence[Group], *, step: int, version: int, leader_term
 
 
 def _bare(sample: Trajectory) -> Trajectory:
-    """Without what training does not read."""
+    """Leave out what training does not read."""
     return msgspec.structs.replace(sample, prompt="", completion="", data={})

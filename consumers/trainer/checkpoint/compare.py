@@ -1,4 +1,4 @@
-"""Whether training came out as a checkpoint has it, tensor by tensor and to the last bit."""
+"""Comparison of the training state with a checkpoint, tensor by tensor and to the last bit."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from consumers.trainer.step.train_step import TrainStep
 
 @dataclass(frozen=True)
 class Comparison:
-    """tensors: how many were compared. differs: the largest difference in each that is not equal to the bit."""
+    """Number of tensors that were compared, and the largest difference in each that is not equal to the bit."""
 
     tensors: int
     differs: dict[str, float]
@@ -47,14 +47,14 @@ def compare(train: TrainStep, path: Path) -> Comparison:
 
 
 def _room_for(tree: Any) -> Any:
-    """The same tensors without their values, and nothing else."""
+    """Tensors of the same names and shapes without values, and nothing else."""
     if isinstance(tree, Tensor):
         return torch.empty_like(tree)
     return {name: _room_for(inner) for name, inner in tree.items() if isinstance(inner, Tensor | dict)}
 
 
 def _tensors(tree: Any, name: str) -> Iterator[tuple[str, Tensor]]:
-    """All tensors by dotted name, of a sharded one this rank's part."""
+    """Yield all tensors by dotted name, of a sharded one this rank's part."""
     if isinstance(tree, DTensor):
         yield name, tree.to_local()
     elif isinstance(tree, Tensor):

@@ -23,7 +23,7 @@ from schemas.errors import ConfigError
 def export_checkpoint(
     config: TidemillConfig, step: int | None, out: Path | None, stage: Callable[[str], None], adapter: bool = False
 ) -> tuple[Path, Path]:
-    """Write the model of the checkpoint of ``step``, the newest by default; that checkpoint, and the model's folder.
+    """Write the model of the checkpoint of ``step``, the newest by default; returns that checkpoint and the folder.
 
     out: a folder that is not there yet, ``exports/`` of the run with the checkpoint's name by default. It appears
     whole or not at all. stage: told what is done now. adapter: write that alone, in peft's format, instead of a model

@@ -48,7 +48,7 @@ def complete(aside: Path, path: Path) -> None:
 
 
 def refuse_older_names(folder: Path) -> None:
-    """ConfigError if a folder holds what an older version has written: nobody may begin anew beside it unawares."""
+    """Raise ConfigError if an older version wrote into ``folder``: nobody may begin anew beside that unawares."""
     older = sorted(path.name for path in folder.glob("*") if _OLDER.fullmatch(path.name))
     if older:
         raise ConfigError(

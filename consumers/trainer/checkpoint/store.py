@@ -1,12 +1,12 @@
 """Durable checkpoints: a folder ``step-00000100-t0003`` appears whole, and is checked before it is trusted.
 
-The newest is that of the highest leader term, then of the highest step: what a trainer still writes after it was
-replaced never wins.
+The newest checkpoint is that of the highest leader term, then of the highest step: what a trainer still writes after it
+was replaced never wins.
 
-It is written aside, from a copy of the state while training goes on, flushed, completed by a marker with the size and
-digest of every file, and then renamed. Model and optimizer go through torch.distributed.checkpoint, sharded or not; the
-rest is JSON. Every rank writes its part, so all of them need the same folder. Loading ends in the same state bit for
-bit: the next step equals that of ranks which never stopped.
+A checkpoint is written aside, from a copy of the state while training goes on, flushed, completed by a marker with the
+size and digest of every file, and then renamed. Model and optimizer go through torch.distributed.checkpoint, sharded or
+not; the rest is JSON. Every rank writes its part, so all of them need the same folder. Loading ends in the same state
+bit for bit: the next step equals that of ranks which never stopped.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from consumers.trainer.checkpoint.files import complete, damage, refuse_older_na
 from consumers.trainer.checkpoint.state import copy_tensors, put_tensors, random_states, set_random_states, tensors_of
 from consumers.trainer.distributed.channel import Channel
 from consumers.trainer.distributed.ranks import Ranks
-from consumers.trainer.model.lora import check_same, described
+from consumers.trainer.model.lora import check_same, describe
 from consumers.trainer.step.train_step import TrainStep
 from schemas.errors import ConfigError, InfraError
 
@@ -40,7 +40,7 @@ _NAME = re.compile(r"step-(\d{8,})-t(\d{4,})")
 
 @dataclass(frozen=True)
 class Taken:
-    """The state of training of one moment, on one rank, and the folder that it goes to."""
+    """The training state of a moment on a rank, and the folder that its checkpoint gets."""
 
     path: Path
     tensors: dict[str, Any]
@@ -52,7 +52,7 @@ class Taken:
 
 @dataclass(frozen=True)
 class Restored:
-    """What a checkpoint holds beside the training state. extra: as given to ``save``."""
+    """The part of a checkpoint beside the training state. extra: as given to ``save``."""
 
     step: int
     version: int
@@ -61,7 +61,7 @@ class Restored:
 
 @dataclass(frozen=True)
 class Newest:
-    """path: newest checkpoint that is whole, None without one. refused: why newer ones are not, a line each."""
+    """The newest checkpoint that is whole, None without one, and a line on each newer one that is not."""
 
     path: Path | None
     refused: list[str]
@@ -86,14 +86,14 @@ class CheckpointStore:
     def take(
         self, train: TrainStep, *, step: int, version: int, leader_term: int, extra: dict[str, Any], copy: bool = True
     ) -> Taken:
-        """What ``save`` writes, as it is now; with ``copy`` it stays so while training goes on."""
+        """Take the state that ``save`` writes; with ``copy`` training may go on before it is written."""
         state = {
             "format": _FORMAT,
             "step": step,
             "version": version,
             "world": train.ranks.world,
             "schedule": train.schedule.done,
-            "adapter": described(train.policy.adapter),
+            "adapter": describe(train.policy.adapter),
             "extra": extra,
         }
         tensors = tensors_of(train)
@@ -107,7 +107,7 @@ class CheckpointStore:
         )
 
     def write(self, taken: Taken) -> Path:
-        """Make it the newest checkpoint; may be called in another thread, by all ranks in the same order."""
+        """Write a state as the newest checkpoint; may run in another thread, on all ranks in the same order."""
         path, ranks, channel = taken.path, taken.ranks, taken.channel
         aside = self.folder / f".{path.name}.writing"
 
@@ -135,7 +135,7 @@ class CheckpointStore:
         return path
 
     def newest(self) -> Newest:
-        """The newest checkpoint whose files are all as they were written; damaged ones are named with the reason."""
+        """Find the newest checkpoint whose files are as they were written, and name damaged ones with the reason."""
         refused: list[str] = []
         for path in self._all():
             problem = damage(path)
@@ -145,7 +145,7 @@ class CheckpointStore:
         return Newest(None, refused)
 
     def at(self, step: int | None = None) -> Path:
-        """The checkpoint of a step, the newest whole one by default; ConfigError says what there is instead.
+        """Find the checkpoint of a step, the newest whole one by default; ConfigError says what there is instead.
 
         A step may have one of several terms: the last of them counts, and when it is damaged no other one.
         """
@@ -166,14 +166,14 @@ class CheckpointStore:
         return path
 
     def sweep(self, leader_term: int) -> None:
-        """Remove what saves up to ``leader_term`` have left half done; for the trainer that takes over."""
+        """Remove half-written checkpoints of terms up to ``leader_term``; for the trainer that takes over."""
         for path in self.folder.iterdir() if self.folder.is_dir() else ():
             match = _ASIDE.fullmatch(path.name)
             if match and int(match[1]) <= leader_term:
                 shutil.rmtree(path, ignore_errors=True)
 
     def steps(self) -> list[int]:
-        """Steps of which there is a checkpoint, in order, damaged or not."""
+        """Steps that have a checkpoint, damaged or not, in order."""
         return sorted({step_of(path) for path in self._all()})
 
     def oldest_step(self) -> int:
@@ -218,7 +218,7 @@ class CheckpointStore:
 
 
 def read_state(path: Path) -> dict[str, Any]:
-    """What a whole checkpoint holds beside tensors and random state."""
+    """Read the part of a whole checkpoint beside tensors and random states."""
     state: dict[str, Any] = json.loads((path / _STATE).read_text(encoding="utf-8"))
     return state
 
@@ -230,7 +230,7 @@ def load_tensors(path: Path, into: dict[str, Any]) -> None:
 
 
 def step_of(path: Path) -> int:
-    """How many steps are in a finished checkpoint, by its name."""
+    """Number of steps in a finished checkpoint, by its name."""
     return int(path.name.split("-")[1])
 
 
@@ -241,7 +241,7 @@ def leader_term_of(path: Path) -> int:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without the warning that a single process saves as a single process."""
+    """Silence the warning that a single process saves as a single process."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
         yield

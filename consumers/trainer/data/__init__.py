@@ -1,1 +1,1 @@
-"""From trajectories to micro-batches of equal work."""
+"""Micro-batches of equal work from trajectories."""

@@ -1,4 +1,4 @@
-"""Which rank trains which sample, and in which of its micro-batches: pure functions over lengths.
+"""Load balancing: samples are dealt to ranks and their micro-batches, by pure functions over lengths.
 
 Every rank gets as many micro-batches as the others, and those that run at the same time cost about the same:
 sharded ranks wait for each other at every layer. The same input gives the same plan, so a replay is exact.
@@ -25,7 +25,7 @@ class Cost:
     loss: float = 0.0
 
     def of(self, tokens: int, loss_tokens: int) -> float:
-        """In the unit of the coefficients: floating-point operations when they are a model's."""
+        """Work in the unit of the coefficients: floating-point operations if they are a model's."""
         return self.token * tokens + self.square * tokens * tokens + self.loss * loss_tokens
 
 
@@ -35,7 +35,7 @@ def shares(
     """Indices of the samples of each rank's micro-batches: ``[rank][micro-batch][...]``, as many for each rank.
 
     lengths: tokens. max_tokens: most tokens of a micro-batch, padding included unless they are ``packed``; a longer
-    sample gets one of its own. A micro-batch may be empty when there are few samples.
+    sample gets a micro-batch of its own. A micro-batch may be empty when there are few samples.
     """
     bins = (
         _packed(costs, lengths, dp_size, max_tokens)
@@ -58,7 +58,7 @@ def shares(
 
 
 def _packed(costs: Sequence[float], lengths: Sequence[int], dp_size: int, max_tokens: int) -> list[list[int]]:
-    """As few bins as hold all tokens; a few more where the cut doesn't come out."""
+    """Pack samples into as few bins as hold all tokens, or a few more where no cut fits."""
     needed = sum(min(length, max_tokens) for length in lengths)
     micro_batches = max(1, math.ceil(needed / (max_tokens * dp_size)))
     while True:
@@ -69,7 +69,7 @@ def _packed(costs: Sequence[float], lengths: Sequence[int], dp_size: int, max_to
 
 
 def _padded(lengths: Sequence[int], max_tokens: int) -> Iterator[list[int]]:
-    """Shortest first, rows times the longest within ``max_tokens``."""
+    """Yield bins of rows, shortest first, with rows times the longest within ``max_tokens``."""
     rows: list[int] = []
     for row in sorted(range(len(lengths)), key=lambda s: (lengths[s], s)):
         if rows and (len(rows) + 1) * lengths[row] > max_tokens:

@@ -1,4 +1,4 @@
-"""From scored groups to micro-batches: a plan over all ranks, and tensors where all per token is shifted together.
+"""Micro-batches from scored groups: a plan over all ranks, and tensors where all per token is shifted together.
 
 Position t of every ``[R, T-1]`` tensor is about predicting token t+1: its id, mask, rollout
 log-probability, advantage and weight version all come from t+1. Rows are right-padded here, where they are
@@ -34,7 +34,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Batch:
-    """The groups of one step and its journal record. excluded: published samples of them that have no reward."""
+    """The groups of a step and its journal record. excluded: their published samples that have no reward."""
 
     record: BatchRecord
     groups: list[Group]
@@ -63,12 +63,12 @@ class MicroBatch:
     lengths: Tensor
 
     def to(self, device: torch.device) -> MicroBatch:
-        """The same on another device."""
+        """Copy all tensors to another device."""
         return MicroBatch(**{name: getattr(self, name).to(device) for name in self.__dataclass_fields__})
 
 
 class TrainSample(msgspec.Struct, frozen=True, gc=False):
-    """One sample with its part in the step, as it goes to the rank that trains it.
+    """A sample with its part in the step, as it goes to the rank that trains it.
 
     advantage: of each of its loss tokens. weight: of each of them in the step's loss. sequence, group: its index
     and that of its group in the batch.
@@ -101,11 +101,11 @@ class StepPlan:
     costs: npt.NDArray[np.float64]
 
     def share(self, dp_rank: int) -> list[list[TrainSample]]:
-        """Samples of each micro-batch of one rank."""
+        """Samples of each micro-batch of a rank."""
         return [[self.samples[s] for s in rows] for rows in self.shares[dp_rank]]
 
     def batch(self, dp_rank: int = 0) -> StepBatch:
-        """Tensors of the micro-batches of one rank, with the plan that they are a part of."""
+        """Tensors of the micro-batches of a rank, with the plan that they are a part of."""
         return StepBatch.of(self.share(dp_rank), self)
 
 
@@ -118,7 +118,7 @@ class StepBatch:
 
     @classmethod
     def of(cls, micro_batches: Sequence[Sequence[TrainSample]], plan: StepPlan | None = None) -> StepBatch:
-        """Tensors of these samples."""
+        """Make the tensors of a rank's samples, listed for each micro-batch."""
         return cls([collate(samples) for samples in micro_batches], plan)
 
 

@@ -24,13 +24,13 @@ class Channel:
         self.group = dist.new_group(backend="gloo", timeout=FOREVER)
 
     def send(self, rank: int, data: bytes) -> None:
-        """To one rank; returns when it is on its way."""
+        """Send a message to a rank; returns when it is on its way."""
         dist.send(torch.tensor([len(data)]), rank, group=self.group)
         if data:
             dist.send(torch.frombuffer(bytearray(data), dtype=torch.uint8), rank, group=self.group)
 
     def receive(self, rank: int) -> bytes:
-        """The next message of ``rank``."""
+        """Wait for the next message of ``rank``."""
         size = torch.zeros(1, dtype=torch.int64)
         dist.recv(size, rank, group=self.group)
         data = torch.empty(int(size), dtype=torch.uint8)

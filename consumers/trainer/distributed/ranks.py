@@ -34,11 +34,11 @@ M = TypeVar("M", bound=nn.Module)
 T = TypeVar("T")
 
 COLLECTIVE_TIMEOUT_S = 1800.0
-"""How long a rank waits in a collective of a step for the others, which do the same amount of work."""
+"""Seconds that a rank waits in a collective of a step for the others, which do the same amount of work."""
 
 
 class Ranks:
-    """All ranks, seen from this one; collectives are the identity in a single process.
+    """All ranks of a trainer, seen from this rank; collectives are the identity in a single process.
 
     rank, world: this process in the process group, and how many there are. dp_rank, dp_size: which part of a batch
     this rank trains, and in how many parts it is cut; today every process trains one.
@@ -54,12 +54,12 @@ class Ranks:
         self.dp_rank = self.dp_rank_of(self.rank)
 
     def dp_rank_of(self, rank: int) -> int:
-        """Which part of a batch the process ``rank`` trains."""
+        """Index of the part of a batch that the process ``rank`` trains."""
         return rank
 
     @property
     def is_main(self) -> bool:
-        """Whether this rank talks to the broker and writes files that are not sharded."""
+        """True on the rank that talks to the broker and writes files that are not sharded."""
         return self.rank == 0
 
     def watchdog(self) -> AbstractContextManager[object]:
@@ -71,12 +71,12 @@ class Ranks:
 
     @cached_property
     def channel(self) -> Channel:
-        """For commands. Every rank must come here first at the same point."""
+        """The channel for commands. Every rank must use it first at the same point."""
         return Channel()
 
     @cached_property
     def background_channel(self) -> Channel:
-        """For what the ranks do together in another thread while they train. Used like ``channel``."""
+        """A second channel, for what the ranks do together in another thread while they train."""
         return Channel()
 
     @contextmanager
@@ -109,7 +109,7 @@ class Ranks:
         return shared
 
     def broadcast_text(self, text: str = "") -> str:
-        """The ``text`` of rank 0, on every rank."""
+        """Send the ``text`` of rank 0 to every rank, and return it there."""
         if not self.is_main:
             return self.channel.receive(0).decode()
         for rank in range(1, self.world):
@@ -117,7 +117,7 @@ class Ranks:
         return text
 
     def local_share(self, rows: Sequence[T]) -> tuple[list[T], list[float]]:
-        """This rank's part of rows that all ranks have, and a weight for each row. All parts are of the same length.
+        """Cut out this rank's part of rows that all ranks have, with a weight for each row. All parts are equally long.
 
         A shorter part is filled up with the first row at weight 0: every rank has as much to compute.
         """
@@ -148,7 +148,7 @@ class Ranks:
         return model
 
     def backward(self, loss: Tensor) -> None:
-        """Backward of this rank's part of a sum over ranks: sharding averages gradients, so undo that."""
+        """Run backward from this rank's part of a sum over ranks, and undo that sharding averages gradients."""
         self.accelerator.backward(loss * self.dp_size if self.dp_size > 1 else loss)
 
     def clip_grad_norm(self, parameters: Iterable[nn.Parameter], limit: float) -> float:
@@ -173,7 +173,7 @@ class Ranks:
 
 
 def reason(error: BaseException) -> str:
-    """What went wrong, in one line; a distributed checkpoint hides it under a failure per rank."""
+    """The reason of an error in one line; a distributed checkpoint hides it under a failure per rank."""
     if isinstance(error, CheckpointException):
         return "; ".join(dict.fromkeys(str(failure[0]) for failure in error.failures.values()))
     return str(error)

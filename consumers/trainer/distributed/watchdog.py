@@ -25,27 +25,27 @@ from schemas.errors import InfraError
 
 BEAT_S = 2.0
 SILENT_S = 30.0
-"""A peer from which nothing came for so long counts as dead."""
+"""Seconds of silence after which a peer counts as dead."""
 LEAVE_S = 20.0
-"""How long a rank may take to end after rank 0 did."""
+"""Seconds that a rank may take to end after rank 0 did."""
 JOIN_S = 60.0
 SETTLE_S = 5.0
-"""An error that may be the echo of a peer's death waits so long for the thread to name it."""
+"""Seconds that an error, which may follow from a peer's death, waits for the thread to name the cause."""
 LINE = 2048
 
 log = structlog.get_logger()
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """Why this rank ends, and with which exit code."""
+class ExitReason:
+    """The reason why this rank ends, and its exit code."""
 
     text: str
     code: int
 
 
-class Peers:
-    """What is known of the peers of ``rank``: a pure state machine over what they say and the clock."""
+class PeerMonitor:
+    """The state of the other ranks, as ``rank`` knows it: a pure state machine over their messages and the clock."""
 
     def __init__(self, rank: int, peers: Iterable[int], now: float) -> None:
         self._rank = rank
@@ -53,21 +53,21 @@ class Peers:
         self._left: dict[int, float] = {}
         self._lost: tuple[int, str] | None = None
 
-    def said(self, peer: int, line: str, now: float) -> None:
-        """A line came: ``here``, ``ended``, or ``failed`` with the reason."""
+    def note_message(self, peer: int, line: str, now: float) -> None:
+        """Note a message of a peer: ``here``, ``ended``, or ``failed`` with the reason."""
         self._heard[peer] = now
         if line == "ended":
             self._left[peer] = now
         elif line.startswith("failed"):
             self._lose(peer, line)
 
-    def closed(self, peer: int) -> None:
-        """The connection is gone; that is how a process ends that was killed."""
+    def note_disconnect(self, peer: int) -> None:
+        """Note that a connection is gone, as when the peer's process was killed."""
         if peer not in self._left:
             self._lose(peer, "was killed or its machine is gone")
 
-    def verdict(self, now: float) -> Verdict | None:
-        """Why to end now; None to go on."""
+    def check(self, now: float) -> ExitReason | None:
+        """Decide whether this rank has to end now, and why; None to go on."""
         for peer, heard in self._heard.items():
             if peer not in self._left and now - heard > SILENT_S:
                 self._lose(peer, f"has been silent for {SILENT_S:.0f} s")
@@ -75,9 +75,9 @@ class Peers:
             peer, how = self._lost
             # What rank 0 failed of is for itself to say, with its own exit code; the others only go.
             quiet = peer == 0 and how.startswith("failed")
-            return Verdict(f"rank {peer} of the trainer {how}; all ranks end", 0 if quiet else 1)
+            return ExitReason(f"rank {peer} of the trainer {how}; all ranks end", 0 if quiet else 1)
         if self._rank and 0 in self._left and now - self._left[0] > LEAVE_S:
-            return Verdict(f"rank {self._rank} of the trainer did not end within {LEAVE_S:.0f} s of rank 0", 1)
+            return ExitReason(f"rank {self._rank} of the trainer did not end within {LEAVE_S:.0f} s of rank 0", 1)
         return None
 
     def _lose(self, peer: int, how: str) -> None:
@@ -85,23 +85,23 @@ class Peers:
             self._lost = (peer, how)
 
 
-def end_process(verdict: Verdict) -> None:
-    """End at once, whatever the other threads wait for."""
-    if verdict.code:
-        log.critical(verdict.text)
+def end_process(reason: ExitReason) -> None:
+    """End this process at once, whatever its other threads wait for."""
+    if reason.code:
+        log.critical(reason.text)
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
-    os._exit(verdict.code)
+    os._exit(reason.code)
 
 
 class RankWatchdog:
-    """A context around all that the ranks do together: each other rank has a connection to rank 0.
+    """Ends this process when another rank is lost, while its context lasts; each other rank has a connection to rank 0.
 
-    host: where rank 0 can be reached, and where it listens. end: what to do with a verdict.
+    host: where rank 0 can be reached, and where it listens. end: called with the reason to end.
     """
 
     def __init__(
-        self, rank: int, world: int, channel: Channel, host: str, end: Callable[[Verdict], None] = end_process
+        self, rank: int, world: int, channel: Channel, host: str, end: Callable[[ExitReason], None] = end_process
     ) -> None:
         self._rank, self._world, self._channel, self._host, self._end = rank, world, channel, host, end
         self._connections: dict[int, socket.socket] = {}
@@ -109,7 +109,7 @@ class RankWatchdog:
         self._thread = threading.Thread(target=self._watch, name="rank-watchdog", daemon=True)
 
     def __enter__(self) -> Self:
-        """Connect; InfraError when a rank can't within a minute."""
+        """Connect to the other ranks; InfraError if a rank can't within a minute."""
         try:
             if self._rank == 0:
                 self._accept()
@@ -157,7 +157,7 @@ class RankWatchdog:
         self._connections[0] = connection
 
     def _watch(self) -> None:
-        peers = Peers(self._rank, self._connections, time.monotonic())
+        peers = PeerMonitor(self._rank, self._connections, time.monotonic())
         pending = dict.fromkeys(self._connections, b"")
         beat_at = 0.0
         with selectors.DefaultSelector() as selector:
@@ -173,21 +173,21 @@ class RankWatchdog:
                     data = _read(self._connections[key.data])
                     if not data:
                         selector.unregister(key.fileobj)
-                        peers.closed(key.data)
+                        peers.note_disconnect(key.data)
                     *lines, pending[key.data] = (pending[key.data] + data)[-LINE:].split(b"\n")
                     for line in lines:
-                        peers.said(key.data, line.decode(errors="replace"), time.monotonic())
-                verdict = peers.verdict(time.monotonic())
-                if verdict is not None and not self._closing.is_set():
-                    self._pass_on(verdict)
-                    self._end(verdict)
+                        peers.note_message(key.data, line.decode(errors="replace"), time.monotonic())
+                reason = peers.check(time.monotonic())
+                if reason is not None and not self._closing.is_set():
+                    self._pass_on(reason)
+                    self._end(reason)
                     return
 
-    def _pass_on(self, verdict: Verdict) -> None:
-        """The others only see that rank 0 ends, so it tells them of whom."""
+    def _pass_on(self, reason: ExitReason) -> None:
+        """Tell the other ranks, from rank 0, which rank was lost: they only see that rank 0 ends."""
         if self._rank == 0:
             for connection in self._connections.values():
-                _tell(connection, f"failed: {verdict.text}")
+                _tell(connection, f"failed: {reason.text}")
 
 
 def _tell(connection: socket.socket, word: str) -> None:
@@ -199,7 +199,7 @@ def _tell(connection: socket.socket, word: str) -> None:
 
 
 def _read(connection: socket.socket) -> bytes:
-    """What came; nothing at the end of the connection."""
+    """Receive some bytes; none at the end of the connection."""
     try:
         return connection.recv(LINE)
     except OSError:

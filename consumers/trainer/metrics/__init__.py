@@ -1,1 +1,1 @@
-"""What a step tells of itself: metrics, timing, trackers."""
+"""Figures of each step: metrics, timing, trackers."""

@@ -1,4 +1,4 @@
-"""What every step reports: sums over loss tokens, kept in float64 and added over micro-batches and ranks.
+"""Metrics of every step: sums over loss tokens, kept in float64 and added over micro-batches and ranks.
 
 Names: r = policy / rollout policy at a sampled token. ``kl`` is the k3 estimate r - 1 - log r of
 KL(rollout policy || policy) (http://joschu.net/blog/kl-approx.html), never negative. ``ess`` is the
@@ -30,7 +30,7 @@ _BASE_SUMS = ("loss", "tokens", "entropy", "ratio", "ratio_square", "kl", "gap",
 
 @dataclass
 class StepMeter:
-    """Adds up one step; ``version`` is the weight version in training, tokens carry theirs."""
+    """Adds up the metrics of a step; ``version`` is that of the weights in training, tokens carry theirs."""
 
     version: int
     sums: dict[str, float] = field(default_factory=lambda: dict.fromkeys(_BASE_SUMS, 0.0))
@@ -39,7 +39,7 @@ class StepMeter:
 
     @torch.no_grad()
     def add(self, batch: MicroBatch, scores: TokenScores, output: LossOutput, loss: Tensor) -> None:
-        """Count one micro-batch; ``loss`` is its part of the step's loss."""
+        """Count a micro-batch; ``loss`` is its part of the step's loss."""
         mask = batch.mask
         sums = self.sums
         sums["loss"] += float(loss)

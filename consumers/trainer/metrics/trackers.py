@@ -88,7 +88,7 @@ class Trackers:
                 self._accelerator.trackers.remove(tracker)
 
     def close(self) -> None:
-        """Send what is left. Not accelerate's own call, which also takes the ranks apart."""
+        """Send what is left, but not by accelerate's own call, which also takes the ranks apart."""
         for tracker in self._accelerator.trackers:
             tracker.finish()
 
@@ -125,7 +125,7 @@ def _last_step(file: Path) -> int:
 
 
 def _identity(folder: Path) -> str:
-    """What names this run to a service that can go on with one; a new run has a new folder."""
+    """Arguments that name this run to a service that can go on with a run; a new run has a new folder."""
     file = folder / "id"
     if not file.is_file():
         file.write_text(secrets.token_hex(8), encoding="utf-8")

@@ -20,7 +20,7 @@ log = structlog.get_logger()
 
 
 def compile_layers(model: nn.Module, device: str) -> int:
-    """Compile the forward of every transformer layer when it is first called; how many there are.
+    """Compile the forward of every transformer layer when it is first called; returns how many there are.
 
     device: cpu or cuda, where it will run. Without what the compiler needs there, one line says so and nothing is
     compiled. Call it before the model is sharded.
@@ -37,7 +37,7 @@ def compile_layers(model: nn.Module, device: str) -> int:
 
 
 def what_lacks(device: str) -> str | None:
-    """What has to be installed before anything can be compiled for this device; None when nothing."""
+    """Name what has to be installed before anything can be compiled for this device; None if nothing."""
     if device == "cpu":
         return None if _found("CXX", CXX) else "it needs a C++ compiler (Debian, Ubuntu: apt install g++)"
     if find_spec("triton") is None:

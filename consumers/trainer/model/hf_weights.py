@@ -1,4 +1,4 @@
-"""What leaves the policy: its weights by their Hugging Face names, the probe's reference, the model as a folder.
+"""The policy's weights outside of the trainer: Hugging Face names, the probe's reference, the model as a folder.
 
 A policy with an adapter publishes that alone, by peft's names; in a model folder it is merged into the weights. The
 head of a safetensors file is made here; vLLM's ``load_weights`` takes the file as it is.
@@ -31,7 +31,7 @@ _SAFETENSORS = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 _PREFIX = "causal_lm."
 _ADAPTER = re.compile(rf"{re.escape(_PREFIX)}(.+)\.lora_([AB])\.{NAME}\.weight")
 _UNDER = ".base_layer."
-"""Where peft puts a layer that it adapts."""
+"""The part of a name that peft inserts for a layer that it adapts."""
 
 
 def weight_specs(policy: Policy, dtype: str) -> list[TensorSpec]:
@@ -80,7 +80,7 @@ def reference_logprobs(policy: Policy, tokens: Sequence[int]) -> npt.NDArray[np.
 
 
 def wire_weights(policy: Policy) -> Iterator[tuple[str, Tensor]]:
-    """What is published: the adapter by peft's names where there is one, otherwise all of ``named_weights``."""
+    """Weights to publish: the adapter by peft's names where there is one, otherwise all of ``named_weights``."""
     if policy.adapter is None:
         yield from named_weights(policy)
         return
@@ -114,13 +114,13 @@ def _merged(policy: Policy, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
 
 
 def whole(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """All of a possibly sharded tensor, in ``dtype``."""
+    """Gather all of a possibly sharded tensor, in ``dtype``."""
     tensor = tensor.to(dtype)
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def header(specs: Sequence[TensorSpec]) -> bytes:
-    """Head of a safetensors file: its length as uint64, then JSON, padded to 8 bytes."""
+    """Head of a safetensors file: the length of its JSON as uint64, then the JSON, padded to 8 bytes."""
     entries: dict[str, dict[str, object]] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for spec in specs:

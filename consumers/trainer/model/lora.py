@@ -23,11 +23,11 @@ from schemas.errors import ConfigError, DataError
 from schemas.messages import Adapter
 
 NAME = "default"
-"""What peft calls an adapter when there is one."""
+"""The name that peft gives an adapter by default."""
 
 
 def make_policy(config: TidemillConfig) -> Policy:
-    """What a run trains, before its first step. ConfigError says what is wrong with model.path or trainer.lora."""
+    """The policy of a run before its first step. ConfigError says what is wrong with model.path or trainer.lora."""
     model, settings = config.model, config.trainer.lora
     if settings is None:
         return Policy(load_model(model.path, "float32", model.trust_remote_code))
@@ -37,7 +37,7 @@ def make_policy(config: TidemillConfig) -> Policy:
 
 
 def adapt(model: PreTrainedModel, settings: LoraConfig, base: str, seed: int) -> Adapter:
-    """Freeze ``model`` and put an adapter that changes nothing yet on its layers; what generators are told of it.
+    """Freeze ``model`` and put an adapter that changes nothing yet on its layers; returns what generators are told.
 
     base: digest of the model. The same ``seed`` gives the same adapter, whatever was drawn before.
     """
@@ -78,7 +78,7 @@ def targets(model: PreTrainedModel, wanted: list[str] | None) -> list[str]:
 
 
 def peft_config(adapter: Adapter, path: str | None = None) -> Any:
-    """peft's own description of it; path: the model that it belongs to."""
+    """Configuration of an adapter for peft; path: the model that the adapter belongs to."""
     from peft import LoraConfig as PeftConfig
 
     alpha = int(adapter.alpha) if adapter.alpha == int(adapter.alpha) else adapter.alpha
@@ -94,7 +94,7 @@ def peft_config(adapter: Adapter, path: str | None = None) -> Any:
 
 @contextmanager
 def adapter_off(policy: Policy) -> Iterator[None]:
-    """Without its adapter the policy is the model that it was put on; to the bit, since what is added is zero."""
+    """Switch the adapter off in the block: the policy is then the model as it was, to the bit, since zero is added."""
     from peft.tuners.lora import LoraLayer
 
     layers = [module for module in policy.modules() if isinstance(module, LoraLayer)]
@@ -108,14 +108,14 @@ def adapter_off(policy: Policy) -> Iterator[None]:
             layer.set_scale(NAME, 1.0)
 
 
-def described(adapter: Adapter | None) -> dict[str, Any] | None:
-    """As JSON, for a checkpoint."""
+def describe(adapter: Adapter | None) -> dict[str, Any] | None:
+    """Describe an adapter as JSON, for a checkpoint."""
     return None if adapter is None else {name: getattr(adapter, name) for name in adapter.__struct_fields__}
 
 
 def check_same(checkpoint: str, saved: dict[str, Any] | None, adapter: Adapter | None) -> None:
-    """ConfigError unless the checkpoint of this name is of such an adapter, or of a whole model where that is None."""
-    ours = described(adapter)
+    """Raise ConfigError unless the checkpoint ``name`` has this adapter, or a whole model where that is None."""
+    ours = describe(adapter)
     if saved == ours:
         return
     if saved is None or ours is None:

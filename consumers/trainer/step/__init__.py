@@ -1,1 +1,1 @@
-"""One optimizer step."""
+"""The optimizer step, and the critic's part in it."""

@@ -71,12 +71,12 @@ class CriticStep:
 
     @torch.no_grad()
     def values(self, micro: MicroBatch) -> Tensor:
-        """Values before the step, float32 [R, T-1]."""
+        """Values of the states before each token, by the weights before the step: float32 [R, T-1]."""
         found: Tensor = self.critic(micro.tokens, micro.mask, micro.lengths)
         return found
 
     def accumulate(self, micro: MicroBatch, old_values: Tensor, returns: Tensor, tokens: float) -> None:
-        """Backward of this micro-batch's part of the mean over the ``tokens`` loss tokens of the whole step."""
+        """Run backward from this micro-batch's part of the mean over all ``tokens`` loss tokens of the step."""
         values = self.critic(micro.tokens, micro.mask, micro.lengths)
         loss = value_loss(values, old_values, returns, self.settings.clip)
         total = torch.where(micro.mask, loss, 0.0).sum() / max(tokens, 1.0)
@@ -87,7 +87,7 @@ class CriticStep:
         self._sums[2] += float(returns[mask].double().square().sum())
 
     def update(self, done: int) -> dict[str, float]:
-        """One update, unless something is not finite; ``done``: steps before this one. Metrics of all ranks.
+        """Update the critic unless something is not finite; returns metrics of all ranks. done: steps before this one.
 
         critic_error: root mean square of return - value over that of the returns, 1 for a critic that says 0.
         """

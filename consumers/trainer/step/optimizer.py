@@ -66,5 +66,5 @@ class Schedule:
         return lr
 
     def advance(self) -> None:
-        """A step is over, skipped or not."""
+        """Count a step that is over, skipped or not."""
         self.done += 1

@@ -1,4 +1,4 @@
-"""What a step finds out about its data before the first gradient, without one.
+"""Preparation of a step's data before the first gradient: passes without a gradient.
 
 The reference policy's log-probabilities, advantages of single tokens, and what a loss chooses among the tokens of the
 whole step. Nothing of it costs a forward pass unless the configuration asks for it.
@@ -27,7 +27,7 @@ from consumers.trainer.step.critic import CriticStep
 
 @dataclass(frozen=True)
 class Prepared:
-    """A micro-batch with what is known of it before its gradient; [R, T] as in LossInputs."""
+    """A micro-batch with all that is known before its gradient; tensors [R, T] as in LossInputs."""
 
     micro: MicroBatch
     proximal_logprobs: Tensor | None = None
@@ -37,7 +37,7 @@ class Prepared:
     returns: Tensor | None = None
 
     def inputs(self, logprobs: Tensor) -> LossInputs:
-        """What the loss sees."""
+        """Inputs of the loss, given the log-probabilities [R, T] that have a gradient."""
         micro = self.micro
         return LossInputs(
             logprobs=logprobs,
@@ -79,7 +79,7 @@ class Preparation:
         version: int,
         all_reduce_sum: AllReduceSum,
     ) -> list[Prepared]:
-        """All micro-batches of this rank's part of the step, which are on the policy's device."""
+        """Prepare all micro-batches of this rank, which are on the policy's device."""
         batch = [Prepared(micro) for micro in micro_batches]
         if self.reference is not None or self.lora_off:
             with adapter_off(policy) if self.lora_off else nullcontext():
@@ -102,7 +102,7 @@ class Preparation:
         ]
 
     def _with_advantages(self, batch: list[Prepared], all_reduce_sum: AllReduceSum) -> list[Prepared]:
-        """Advantages of single tokens, and the KL penalty taken off what comes after each token."""
+        """Compute advantages of single tokens, with the KL penalty taken off what comes after each token."""
         if self.token_advantage is None and not self.kl_in_reward:
             return batch
         rewards = [self._rewards(part) for part in batch]
@@ -135,7 +135,7 @@ class Preparation:
 
     @torch.no_grad()
     def _score(self, policy: Policy, micro: MicroBatch) -> Tensor:
-        """Log-probabilities under another policy, by the same temperature."""
+        """Log-probabilities under another policy, at the same temperature: float32 [R, T-1]."""
         device = policy.device
         scores = policy(
             micro.tokens.to(device),

@@ -1,4 +1,4 @@
-"""One optimizer step: micro-batches in, one weight update and its metrics out.
+"""The optimizer step: micro-batches in, a weight update and its metrics out.
 
 The step knows neither the broker nor which algorithm it runs. Gradients are sums of weighted token
 losses, so they don't depend on how the batch was cut. A step whose loss or gradient is not finite
@@ -27,7 +27,7 @@ from consumers.trainer.step.prepare import Preparation, Prepared
 
 @dataclass(frozen=True)
 class StepResult:
-    """metrics: flat, for logs. staleness: loss tokens by age in versions. skipped: no weight was changed.
+    """The outcome of a step. metrics: for logs. staleness: loss tokens by age in versions. skipped: no weight changed.
 
     seconds: of each phase, ``total`` and what is in none of them, ``other``.
 
@@ -41,7 +41,7 @@ class StepResult:
 
 
 class TrainStep:
-    """One optimizer step, from micro-batches to changed weights and metrics; ``build_train_step`` puts it together::
+    """An optimizer step, from micro-batches to changed weights and metrics; ``build_train_step`` puts it together::
 
         step = build_train_step(config)
         batch = step.planner.plan(groups).batch()
@@ -104,7 +104,7 @@ class TrainStep:
         return StepResult(metrics, dict(sorted(meter.staleness.items())), skipped, timer.lap())
 
     def _update(self, meter: StepMeter) -> tuple[float, float, bool]:
-        """Change the weights; the gradient's norm before it was clipped, the learning rate, whether it was skipped."""
+        """Change the weights; returns the norm before clipping, the learning rate, and whether it was skipped."""
         norm = self.ranks.clip_grad_norm(self.policy.parameters(), self.schedule.settings.max_grad_norm)
         lr = self.schedule.apply()
         skipped = not (norm < float("inf") and abs(meter.sums["loss"]) < float("inf"))
@@ -114,7 +114,7 @@ class TrainStep:
         return norm, lr, skipped
 
     def _forward(self, part: Prepared, meter: StepMeter) -> Tensor:
-        """This micro-batch's part of the step's loss."""
+        """Compute this micro-batch's part of the step's loss, with its gradient graph."""
         micro = part.micro
         scores = self.policy(
             micro.tokens,
@@ -130,7 +130,7 @@ class TrainStep:
         return loss
 
     def _train_critic(self, prepared: Sequence[Prepared], tokens: float) -> dict[str, float]:
-        """Train the critic on the step's returns, if there is one; its metrics."""
+        """Train the critic, if there is one, on the step's returns; returns its metrics."""
         if self.critic is None:
             return {}
         for part in prepared:

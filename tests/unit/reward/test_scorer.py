@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from consumers.reward.rewards import REWARDS
 from consumers.reward.rewards.terms import RewardInput, Term, TermResult
-from consumers.reward.scorer import Scorer, check_reward, sample_of
+from consumers.reward.scorer import Scorer, check_reward, reward_input
 from consumers.reward.workers.pool import WorkerPool
 from schemas.codec import Array
 from schemas.config import RewardTerm
@@ -105,9 +105,9 @@ def test_a_missing_reference_is_an_error_and_not_a_zero(base: Path):
 
 
 def test_what_a_function_sees_of_a_trajectory():
-    sample = sample_of(trajectory("46", mask=(0, 1, 0, 1), answer="46"))
+    sample = reward_input(trajectory("46", mask=(0, 1, 0, 1), answer="46"))
     assert sample == RewardInput("12+34=", "46", [0], [1, 2, 3], {"answer": "46"})
-    assert sample_of(trajectory("", mask=(0, 0))).completion_ids == []
+    assert reward_input(trajectory("", mask=(0, 0))).completion_ids == []
 
 
 JSON_LIKE = st.recursive(
