@@ -9,13 +9,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import redis
 import structlog
 
 from broker.connection.connection import Connection, check_server, find_url
-from broker.connection.keys import GENERATORS, REWARD, TRAINER, Keys
+from broker.connection.keys import Keys
 from broker.connection.runs import check_schema, memory_of
 from broker.flow.ledger import Ledger
 from broker.flow.run_control import RunControl
@@ -102,26 +100,3 @@ class Broker:
             return len(keys)
 
         return self.connection.run("deleting the run", delete)
-
-    def read_lags(self) -> dict[str, int]:
-        """Return the number of entries that wait or are being worked on, by stream."""
-        keys = self.connection.keys
-        lags = {}
-        for name, stream, group in (
-            ("tasks", keys.tasks, GENERATORS),
-            ("trajectories", keys.trajectories, REWARD),
-            ("scored", keys.scored, TRAINER),
-        ):
-            lags[name] = self.connection.run("reading lags", lambda client, s, g: _lag(client, s, g), stream, group)
-        return lags
-
-
-def _lag(client: Any, stream: str, group: str) -> int:
-    if not client.exists(stream):
-        return 0
-    for info in client.xinfo_groups(stream):
-        if info["name"] == group.encode():
-            # Redis gives no lag when an entry was deleted before it was read; the length bounds it then.
-            waiting = info["lag"] if info["lag"] is not None else client.xlen(stream)
-            return int(waiting) + int(info["pending"])
-    return 0

@@ -1,1 +1,1 @@
-"""The control plane: what a run does and why, over REST and server-sent events, and orders to it."""
+"""The control plane: the status of a run over REST and server-sent events, and orders to it."""

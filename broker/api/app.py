@@ -27,7 +27,7 @@ LOOP_S = 30.0
 """A reading thread that has not come round for so long is stuck."""
 LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
 OF_EVERY_ROUTE = (401, 403, 413, 429, 503)
-DESCRIPTION = "What a Tidemill run does and why, and orders to it. Errors are RFC 9457 problems."
+DESCRIPTION = "Status of a Tidemill run, and orders to it. Errors are RFC 9457 problems."
 
 
 def make_app(context: Context, token: str | None = None, hosts: frozenset[str] = LOOPBACK_NAMES) -> Any:

@@ -54,7 +54,7 @@ def names() -> list[str]:
 
 @functools.cache
 def script_files() -> dict[str, Path]:
-    """Every file below lua/ by its name without the ending; the folders are for readers, and names are unique."""
+    """Return the files below lua/ by its name without the ending; names are unique, folders are for readers only."""
     files = sorted((Path(__file__).parents[1] / "lua").rglob("*.lua"))
     by_name = {file.stem: file for file in files}
     if len(by_name) < len(files):

@@ -94,7 +94,7 @@ class LedgerState:
 
     @property
     def live_bound(self) -> int:
-        """Most prompt groups that the broker may hold data of: slots, and those of K steps between checkpoints."""
+        """Return the most prompt groups of which the broker may hold data: slots, and K steps between checkpoints."""
         return self.capacity + self.max_uncommitted * self.batch
 
 

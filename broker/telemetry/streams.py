@@ -54,7 +54,7 @@ class Heartbeats:
         self._connection = connection
 
     def send(self, heartbeat: Heartbeat) -> None:
-        """Say that the service is alive, stamped with the broker's clock. Tried once: the next one comes soon.
+        """Send a heartbeat, stamped with the broker's clock. Tried once: the next one comes soon.
 
         Leases are renewed by the same thread, and must not wait for it.
         """

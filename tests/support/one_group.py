@@ -7,6 +7,7 @@ from pathlib import Path
 
 from broker.client import Broker
 from broker.flow.trainer_session import TrainerSession
+from broker.telemetry.stream_lag import read_stream_lags
 from broker.weights.local_copy import LocalWeights
 from broker.weights.transports import make_transport
 from schemas.messages import Adapter, Event, Heartbeat, Manifest, Score
@@ -87,7 +88,8 @@ def assert_status(broker: Broker, trained: int) -> None:
     """All that a status or a dashboard shows."""
     state = broker.ledger.read_state()
     assert (state.trained, state.active, state.balanced) == (trained, 0, True)
-    assert broker.read_lags() == {"tasks": 0, "trajectories": 0, "scored": 0}
+    lags = {lag.name: lag.waiting + lag.pending for lag in read_stream_lags(broker.connection)}
+    assert lags == {"tasks": 0, "eval_tasks": 0, "trajectories": 0, "scored": 0}
     assert [beat.service for beat in broker.heartbeats.list()] == ["feeder", "generator", "reward", "trainer"]
     assert [event.name for event in broker.events.tail(8)] == ["weights"]
     assert broker.metrics.tail(8) == [{"step": 0}]

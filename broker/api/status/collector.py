@@ -69,7 +69,7 @@ class PlannedRun:
 
 
 class Collector:
-    """Reads the run again and again; keeps the metrics that it has read. Used by one thread."""
+    """Collects the status of a run again and again, and keeps the metrics that it has read. Used by one thread."""
 
     def __init__(self, broker: Broker, plan: PlannedRun, measure_memory: bool = True) -> None:
         """measure_memory: whether ``memory_bytes`` is read, which asks for the size of every key of the run."""

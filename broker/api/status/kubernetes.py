@@ -61,7 +61,7 @@ class Deployments:
         return cls(f"https://{f'[{host}]' if ':' in host else host}:{port}", account, names)
 
     def start(self) -> None:
-        """Look at the numbers of replicas every few seconds, in a thread."""
+        """Read the numbers of replicas every few seconds, in a thread."""
         self._thread.start()
 
     def stop(self) -> None:
@@ -98,7 +98,7 @@ class Deployments:
         return _count(self._ask("GET", role))
 
     def refresh(self) -> None:
-        """Look at all roles. One that the service account may not look at is left out."""
+        """Read the replicas of all roles; a role that the service account may not read is left out."""
         counts, refused = {}, {}
         for role in self._names:
             try:

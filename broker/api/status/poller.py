@@ -29,7 +29,7 @@ log = structlog.get_logger()
 
 
 class StatusPoller:
-    """Two threads: one reads the status, one follows the timeline.
+    """Poller of a run's status in two threads: one reads the status, one follows the timeline.
 
     on_status, on_metrics and on_events are called from them with what is new. ``latest`` is the newest status.
     ``control``, ``evaluations`` and ``rewards`` belong to it. These attributes never wait for the broker; ``refresh``,
@@ -80,7 +80,7 @@ class StatusPoller:
             self._deployments.start()
 
     def stop(self) -> None:
-        """Ends the threads; they are daemons and may hang on a broker that is gone."""
+        """End the threads; they are daemons and may hang on a broker that is gone."""
         self._stop.set()
         for thread in self._threads:
             thread.join(2.0)
@@ -102,7 +102,7 @@ class StatusPoller:
         return self._answer
 
     def refresh(self) -> RunStatus:
-        """Look now, from any thread; InfraError when the broker does not answer."""
+        """Read the status now, from any thread; InfraError when the broker does not answer."""
         with self._lock:
             steps = len(self._collector.history.steps)
             last = self._collector.history.steps[-1] if steps else -1

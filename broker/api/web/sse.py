@@ -57,7 +57,7 @@ class Page:
 
 
 class Hub:
-    """Hands out what the status poller finds to every open page. All methods but ``bind`` run in the event loop."""
+    """Sends what the status poller finds to every open page. All methods but ``bind`` run in the event loop."""
 
     def __init__(self) -> None:
         self._pages: set[Page] = set()

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from broker.client import Broker
+from broker.telemetry.stream_lag import read_stream_lags
 from broker.telemetry.trajectories import StoredTrajectory
 from schemas.config import parse_config
 from tests.support.pausable_system import PausableSystem
@@ -109,7 +110,8 @@ def test_a_drain_finishes_what_runs_and_leaves_a_checkpoint(system: PausableSyst
     system.start_all()
     system.wait("steps", lambda: system.step >= 2)
     system.pause("drain")
-    assert system.broker.read_lags()["tasks"] == system.broker.read_lags()["trajectories"] == 0
+    lags = {lag.name: lag.waiting + lag.pending for lag in read_stream_lags(system.broker.connection)}
+    assert lags["tasks"] == lags["trajectories"] == 0
     state = system.broker.ledger.read_state()
     assert state.active < state.batch
     assert state.uncommitted == 0
