@@ -124,9 +124,9 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-from deploy.run.summary import lineage, read_lines
+from deploy.run.summary import read_lines, surviving_lines
 
-lines = lineage(read_lines(Path("runs") / sys.argv[1] / "trained.jsonl"))
+lines = surviving_lines(read_lines(Path("runs") / sys.argv[1] / "trained.jsonl"))
 uses = Counter(tuple(sample) for line in lines for sample in line["samples"])
 steps = [line["step"] for line in lines]
 missing = len(set(range(max(steps) + 1)) - set(steps))

@@ -13,6 +13,7 @@ import importlib
 import importlib.util
 import inspect
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -81,8 +82,29 @@ def bind(kind: str, function: Any, args: dict[str, Any]) -> Any:
 
     ConfigError when ``function`` does not take them.
     """
+    check_arguments(kind, function, args)
+    return function(**args) if inspect.isclass(function) else functools.partial(function, **args)
+
+
+def check_arguments(kind: str, function: Any, args: dict[str, Any]) -> None:
+    """ConfigError unless ``function``, or a class when it is built, takes these keyword arguments."""
     try:
         inspect.signature(function).bind_partial(**args)
     except TypeError as error:
         raise ConfigError(f"{kind}.args {args}: {error}") from error
-    return function(**args) if inspect.isclass(function) else functools.partial(function, **args)
+
+
+def check_method(kind: str, owner: Any, method: str, parameters: Sequence[str]) -> None:
+    """ConfigError unless ``owner``, a user's class, has a method that takes these arguments, by position or name."""
+    found = getattr(owner, method, None)
+    name = getattr(owner, "__name__", str(owner))
+    wanted = f"{method}({', '.join(parameters)})"
+    if not callable(found):
+        raise ConfigError(f"{kind} {name} has no method {wanted}: see docs/bring-your-own.md")
+    signature = inspect.signature(found)
+    try:
+        signature.bind(None, **dict.fromkeys(parameters))
+    except TypeError as error:
+        raise ConfigError(
+            f"{kind} {name}: {method}{signature} must be {wanted} ({error}): see docs/bring-your-own.md"
+        ) from error

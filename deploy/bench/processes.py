@@ -67,7 +67,7 @@ def describe(url: str) -> str:
 
 
 START_DEADLINE_S = 300.0
-"""Roles that play the trainer load PyTorch, which takes long on a busy machine."""
+"""Long enough for a busy machine."""
 
 
 class Role(Protocol):

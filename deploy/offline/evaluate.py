@@ -21,8 +21,7 @@ from producers.engines.base import Engine, EngineSettings
 from producers.engines.factory import engine_name, make_engine
 from producers.rendering.tokenizer import HfTokenizer
 from producers.tasks import make_task
-from producers.workflows import WORKFLOWS
-from producers.workflows.base import RolloutContext, Workflow
+from producers.workflows.base import RolloutContext, find_workflow
 from schemas.config import EvalConfig, TidemillConfig
 from schemas.messages import Task, Trajectory
 
@@ -55,7 +54,7 @@ async def _evaluate(config: TidemillConfig, evaluation: EvalConfig, path: str) -
     tasks = [make_task(index, "eval", dataset[index], evaluation.sampling) for index in range(len(dataset))]
     terms = evaluation.terms if evaluation.terms is not None else config.reward.terms
     settings = config.generator.workflow
-    workflow: Workflow = WORKFLOWS.get(settings.name, config.base)(**settings.args)
+    workflow = find_workflow(settings.name, settings.args, config.base)()
     tokenizer = HfTokenizer(path, config.model.trust_remote_code)
     console = Console(stderr=True)
     scorer = Scorer(terms, config.base, config.reward.workers, config.reward.timeout_s, "eval")

@@ -9,10 +9,10 @@ from consumers.reward.scorer import check_reward
 from consumers.trainer.metrics.trackers import check_trackers
 from producers.datasets import DATASETS
 from producers.engines import ENGINES
-from producers.engines.factory import engine_name
+from producers.engines.factory import engine_name, find_engine
 from producers.engines.sampling import check_sampling
 from producers.tasks import make_sampling
-from producers.workflows import WORKFLOWS
+from producers.workflows.base import find_workflow
 from schemas.config import TidemillConfig
 from schemas.errors import ConfigError
 
@@ -29,10 +29,9 @@ def check(config: TidemillConfig) -> None:
     check_trackers(config.trainer.trackers)
     if config.trainer.lora is not None and importlib.util.find_spec("peft") is None:
         raise ConfigError("trainer.lora needs the package peft: pip install peft")
-    WORKFLOWS.get(config.generator.workflow.name, config.base)
-    engine = engine_name(config.generator.engine)
-    if engine not in ENGINES.names:
-        ENGINES.get(engine, config.base)
+    find_workflow(config.generator.workflow.name, config.generator.workflow.args, config.base)
+    if engine_name(config.generator.engine) not in ENGINES.names:
+        find_engine(config.generator.engine, config.base)
 
 
 def check_model(config: TidemillConfig) -> None:

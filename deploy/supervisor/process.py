@@ -1,4 +1,4 @@
-"""Guarded child processes, and the promise that nothing it starts is left behind.
+"""Guarded child processes: nothing that this process starts is left behind.
 
 Three nets: a guardian per child (deploy/supervisor/guard.py) that kills everything below it when the
 child ends or this process dies; the kernel's parent-death signal should the guardian itself

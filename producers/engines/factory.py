@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
+from collections.abc import Callable
 from pathlib import Path
 
 from producers.engines import ENGINES
 from producers.engines.base import Engine, EngineSettings
 from schemas.errors import ConfigError
+from schemas.plugins import check_method
 
 
 def engine_name(name: str) -> str:
@@ -20,7 +23,29 @@ def engine_name(name: str) -> str:
     raise ConfigError("generator.engine auto: neither vllm nor transformers is installed; pip install 'tidemill[vllm]'")
 
 
+_METHODS = {
+    "start": (),
+    "generate": ("prompt_ids", "sampling", "n", "prefix", "progress"),
+    "load": ("source", "version"),
+    "logprobs": ("token_ids",),
+    "cache_usage": (),
+    "growth": (),
+    "pause": (),
+    "resume": (),
+    "abort_all": (),
+    "close": (),
+}
+
+
+def find_engine(name: str, base: Path) -> Callable[[EngineSettings], Engine]:
+    """The class of the engine of this name, or of a user's module below ``base``; ConfigError if it lacks a method."""
+    found: Callable[[EngineSettings], Engine] = ENGINES.get(engine_name(name), base)
+    if inspect.isclass(found):
+        for method, parameters in _METHODS.items():
+            check_method("generator.engine", found, method, parameters)
+    return found
+
+
 def make_engine(name: str, settings: EngineSettings, base: Path) -> Engine:
-    """Build the engine of this name, or of a user's module below ``base``. It is not started yet."""
-    engine: Engine = ENGINES.get(engine_name(name), base)(settings)
-    return engine
+    """Build the engine of this name, see ``find_engine``. It is not started yet."""
+    return find_engine(name, base)(settings)

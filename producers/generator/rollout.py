@@ -19,8 +19,7 @@ from producers.generator.outbox import Outbox, PartialSaver
 from producers.generator.pause import PauseFollower
 from producers.generator.weight_updates import WeightUpdater
 from producers.rendering.tokenizer import HfTokenizer, Tokenizer
-from producers.workflows import WORKFLOWS
-from producers.workflows.base import RolloutContext, Workflow
+from producers.workflows.base import RolloutContext, Workflow, find_workflow
 from producers.workflows.trajectory_builder import SampledCompletion
 from schemas.codec import Array
 from schemas.config import TidemillConfig
@@ -58,7 +57,8 @@ class GeneratorContext:
         updates: WeightUpdater,
     ) -> GeneratorContext:
         """Load the tokenizer and the workflow that the configuration names, and open the queues."""
-        workflow = WORKFLOWS.get(config.generator.workflow.name, config.base)(**config.generator.workflow.args)
+        chosen = config.generator.workflow
+        workflow = find_workflow(chosen.name, chosen.args, config.base)()
         tokenizer = HfTokenizer(config.model.path, config.model.trust_remote_code)
         queue, partials = broker.task_queue(name), broker.partials(name)
         outbox, saver = Outbox(queue), PartialSaver(partials)

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import functools
+import inspect
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
+from pathlib import Path
+from typing import Any, Protocol
 
 from producers.engines.base import Completion, Engine
 from producers.rendering.tokenizer import Tokenizer
+from producers.workflows import WORKFLOWS
 from producers.workflows.trajectory_builder import SampledCompletion, TrajectoryBuilder
+from schemas.errors import ConfigError
 from schemas.messages import Partial, Sampling, Task
+from schemas.plugins import check_arguments, check_method
 
 
 def _keep_nothing(partial: Partial) -> None:
@@ -80,3 +86,16 @@ class Workflow(Protocol):
         DataError and ValueError say that the task can't be done: samples that are missing become dead letters.
         """
         ...
+
+
+def find_workflow(name: str, args: dict[str, Any], base: Path) -> Callable[[], Workflow]:
+    """The named workflow, built by calling what is returned; ConfigError if it can't be one, before any model loads.
+
+    args: its arguments of the configuration. base: the folder that names of a user's files start from.
+    """
+    found = WORKFLOWS.get(name, base)
+    check_method("generator.workflow", found, "run", ("rollout",))
+    if inspect.iscoroutinefunction(found.run):
+        raise ConfigError(f"generator.workflow {name}: run must yield or return an async iterator, not be a coroutine")
+    check_arguments("generator.workflow", found, args)
+    return functools.partial(found, **args)

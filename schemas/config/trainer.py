@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from schemas.config.algorithm import RECIPES, AdvantageConfig, KlConfig, LossConfig, RejectionConfig
 from schemas.config.base import Seconds, Section
@@ -112,6 +112,10 @@ class PublishConfig(Section):
         return self.delta == "on" or (self.delta == "auto" and self.transport == "redis")
 
 
+AGGREGATION_NAMES = ("constant", "prompt_mean", "sequence_mean", "token_mean")
+"""Built-in ones, as consumers/trainer/algorithms/aggregation.py registers them."""
+
+
 class TrainerConfig(Section):
     """The trainer."""
 
@@ -173,6 +177,14 @@ class TrainerConfig(Section):
     threads: int | None = Field(
         None, ge=1, description="CPU threads of each rank; by default PyTorch's own choice, or the cores shared out."
     )
+
+    @field_validator("aggregation")
+    @classmethod
+    def _aggregation_exists(cls, name: str) -> str:
+        if ":" not in name and name not in AGGREGATION_NAMES:
+            known = ", ".join(AGGREGATION_NAMES)
+            raise ValueError(f"trainer.aggregation: {name!r} is not known, must be one of {known}, or module:name")
+        return name
 
     @model_validator(mode="before")
     @classmethod

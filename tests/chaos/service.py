@@ -119,9 +119,10 @@ def _feeder(evidence: Evidence, folder: Path) -> None:
 
 def _generator(evidence: Evidence, folder: Path) -> None:
     from producers.engines.scripted import ScriptedEngine
-    from producers.generator import service
+    from producers.generator import rollout
 
-    setattr(service, "HfTokenizer", ByteTokenizer)  # noqa: B010 - the name is an import of that module's
+    assert hasattr(rollout, "HfTokenizer")
+    setattr(rollout, "HfTokenizer", ByteTokenizer)  # noqa: B010 - the name is an import of that module's
     _once(evidence, ScriptedEngine, "start", "ready")
     _once(evidence, TaskQueue, "read", "answered")
 

@@ -25,10 +25,11 @@ def start_service(role: str, config: Path, name: str, url: str, **environment: s
 
 
 def main() -> None:
-    from producers.generator import service
+    from producers.generator import rollout
 
     guard.prctl(guard.PR_SET_PDEATHSIG, 9)
-    setattr(service, "HfTokenizer", ByteTokenizer)  # noqa: B010 - the name is an import of that module's
+    assert hasattr(rollout, "HfTokenizer")
+    setattr(rollout, "HfTokenizer", ByteTokenizer)  # noqa: B010 - the name is an import of that module's
     app.main()
 
 

@@ -135,7 +135,7 @@ class PausableSystem:
     def paused(self) -> bool:
         broker = self.broker
         orders = broker.run_control.read()
-        beating = {beat.service for beat in broker.services.list()}
+        beating = {beat.service for beat in broker.heartbeats.list()}
         # One that has just been started has not said yet that it obeys.
         if orders is None or not {name for name in self.running if name not in ("feeder", "reward")} <= beating:
             return False

@@ -11,8 +11,10 @@ from consumers.trainer.algorithms.advantages import ADVANTAGES
 from consumers.trainer.algorithms.aggregation import AGGREGATIONS
 from consumers.trainer.algorithms.kl import KL_ESTIMATORS
 from consumers.trainer.algorithms.losses import LOSSES
-from schemas.config import AdvantageConfig, KlConfig, LossConfig, TrainerConfig
+from schemas.config import AdvantageConfig, KlConfig, LossConfig, TrainerConfig, parse_config
 from schemas.config.algorithm import RECIPES
+from schemas.config.trainer import AGGREGATION_NAMES
+from schemas.errors import ConfigError
 from schemas.plugins import Registry
 
 
@@ -38,3 +40,16 @@ def test_recipes_are_made_of_built_in_parts() -> None:
         assert loss in LOSSES.names
         assert aggregation in AGGREGATIONS.names
         assert advantage in ADVANTAGES.names
+
+
+def test_an_aggregation_that_does_not_exist_is_refused_with_those_that_do() -> None:
+    assert sorted(AGGREGATION_NAMES) == AGGREGATIONS.names
+    with pytest.raises(ConfigError, match=r"trainer\.aggregation: 'tokn_mean' is not known, must be one of constant"):
+        parse_config(
+            {
+                "model": {"path": "m"},
+                "train": {"name": "arithmetic"},
+                "reward": {"terms": [{"name": "exact"}]},
+                "trainer": {"aggregation": "tokn_mean"},
+            }
+        )

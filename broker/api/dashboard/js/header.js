@@ -117,7 +117,7 @@ function showStatus() {
   setAttribute(bottleneck, "data-limit", status.bottleneck.limit);
   setText(bottleneck, status.bottleneck.text);
   setText(byId("foot"),
-    `${status.run} · trainer leader_term ${status.leader_term} · ${bytes(status.memory_bytes)} in the broker · ` +
+    `${status.run} · trainer's leader term ${status.leader_term} · ${bytes(status.memory_bytes)} in the broker · ` +
       `${count(status.ledger.uncommitted_steps)} steps since the last checkpoint`);
   // Links can carry no token.
   byId("open-metrics").hidden = token.get() !== null;
