@@ -1,1 +1,1 @@
-"""Trajectories in: rewards and training."""
+"""Consumers of trajectories: rewards and training."""

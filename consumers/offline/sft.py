@@ -106,6 +106,8 @@ def train_sft(
 
 
 class _Trainer:
+    """The training loop: optimizer steps, and an evaluation now and then, more often as the accuracy nears its mark."""
+
     def __init__(
         self,
         model: PreTrainedModel,

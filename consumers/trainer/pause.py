@@ -26,10 +26,10 @@ log = structlog.get_logger()
 
 
 class PauseFollower:
-    """Pauses and resumes one trainer.
+    """Pauses and resumes a trainer, as people order.
 
-    reasons: why it pauses. acknowledged: goes into the heartbeat; ``changed`` is called when it has changed, to send
-    one at once. waited_s: all seconds that pauses took. save: makes everything so far durable, unless it is already.
+    reasons: why the trainer pauses. acknowledged: sent with the heartbeat; ``changed`` is called when it changes, to
+    send one at once. waited_s: seconds of all pauses. save: makes all steps so far durable, unless they are already.
     """
 
     def __init__(self, context: TrainerContext, save: Callable[[], None]) -> None:

@@ -1,4 +1,4 @@
-"""Rewards: the functions, the killable workers they run in, and the service around them."""
+"""Reward functions: the built-in ones by name, and the terms that call built-in and users' functions."""
 
 from schemas.plugins import Registry
 

@@ -45,7 +45,7 @@ ADVANTAGES = Registry(
 def has_signal(rewards: Sequence[float], least_std: float = 0.0) -> bool:
     """False when all rewards of a group are equal: every group-relative advantage is then zero.
 
-    Also when their standard deviation (of the group itself, over n) is not above ``least_std``.
+    Rewards whose standard deviation (of the group itself, over n) is not above ``least_std`` have no signal either.
     """
     return len(rewards) > 0 and max(rewards) > min(rewards) and float(np.std(rewards)) > least_std
 

@@ -45,7 +45,7 @@ class Ranks:
     """
 
     def __init__(self, timeout_s: float = COLLECTIVE_TIMEOUT_S) -> None:
-        """timeout_s: seconds after which a collective fails that some rank has not come to."""
+        """Join the process group. timeout_s: seconds after which a collective fails that some rank has not come to."""
         process_group = InitProcessGroupKwargs(timeout=timedelta(seconds=timeout_s))
         self.accelerator = Accelerator(cpu=not torch.cuda.is_available(), kwargs_handlers=[process_group])
         self.world: int = self.accelerator.num_processes

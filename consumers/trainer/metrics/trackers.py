@@ -44,7 +44,7 @@ log = structlog.get_logger()
 
 
 def check_trackers(names: Sequence[str]) -> None:
-    """ConfigError for a tracker that is unknown or not installed. Imports none of them."""
+    """Raise ConfigError for a tracker that is unknown or not installed. Imports none of them."""
     for name in names:
         if ":" in name:
             continue
@@ -62,7 +62,7 @@ class Trackers:
     """The trackers of a run, started anew by every trainer process that goes on with it. Rank 0 has them."""
 
     def __init__(self, config: TidemillConfig, accelerator: Accelerator) -> None:
-        """ConfigError when one of them cannot start."""
+        """Start the trackers; ConfigError if a tracker cannot start."""
         self._accelerator = accelerator
         self._sent = 0
         if not config.trainer.trackers:

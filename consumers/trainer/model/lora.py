@@ -114,7 +114,10 @@ def describe(adapter: Adapter | None) -> dict[str, Any] | None:
 
 
 def check_same(checkpoint: str, saved: dict[str, Any] | None, adapter: Adapter | None) -> None:
-    """Raise ConfigError unless the checkpoint ``name`` has this adapter, or a whole model where that is None."""
+    """Check that a checkpoint is of this adapter, or of a whole model where that is None; ConfigError if not.
+
+    checkpoint: its name. saved: the description of its adapter.
+    """
     ours = describe(adapter)
     if saved == ours:
         return

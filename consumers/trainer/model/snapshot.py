@@ -38,7 +38,7 @@ class Snapshot:
     """
 
     def __init__(self, specs: list[TensorSpec], image: Tensor, copies: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """image: uint8 [bytes of the file]. copies: pairs of a view of it, and what has still to be copied there."""
+        """Make a snapshot. image: uint8 [bytes of the file]. copies: (view of the image, tensor to be copied there)."""
         self.specs = specs
         self._image = image
         self._copies = copies

@@ -30,7 +30,7 @@ class Critic(nn.Module):
         self.packed = switch_to_packing(causal_lm)
 
     def forward(self, tokens: Tensor, mask: Tensor, lengths: Tensor) -> Tensor:
-        """tokens: int64 [R, T], right-padded; mask: bool [R, T-1], lengths: int64 [R] as in MicroBatch.
+        """Values of states; tokens: int64 [R, T], padded; mask: bool [R, T-1]; lengths: int64 [R], see MicroBatch.
 
         Returns float32 [R, T-1], 0 where the mask is not set.
         """
