@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -39,40 +40,43 @@ def configuration(folder: Path, model: Path, **settings: Any) -> TidemillConfig:
     )
 
 
-@pytest.fixture(params=[False, True], ids=["untied", "tied"])
-def model(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    return make_tiny_model(tmp_path / "model", hidden=32, layers=1, tied=request.param)
+@pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("tiny") / "model", hidden=32, layers=1, tied=request.param)
 
 
-@pytest.fixture
-def run(tmp_path: Path, model: Path) -> TidemillConfig:
-    """A run whose checkpoints are of steps 1 and 2."""
-    config = configuration(tmp_path / "run", model)
-    train(config)
-    return config
-
-
-def train(config: TidemillConfig) -> TrainStep:
+@pytest.fixture(scope="module")
+def trained(model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, TrainStep]:
+    """A folder with checkpoints of steps 1 and 2, which no test changes, and the step that was trained."""
+    config = configuration(tmp_path_factory.mktemp("trained"), model)
     step = build_train_step(config, policy=Policy(load_model(config.model.path, "float32")))
     checkpoints = CheckpointStore(config.folder / "checkpoints")
     for number in (1, 2):
         step.run(step.planner.plan(make_groups([3, 4], seed=number)).batch(), number)
         checkpoints.save(step, step=number, version=number, leader_term=1, extra={})
+    return config.folder, step
+
+
+@pytest.fixture
+def run(tmp_path: Path, model: Path, trained: tuple[Path, TrainStep]) -> TidemillConfig:
+    """A run of the test's own, whose checkpoints are of steps 1 and 2."""
+    config = configuration(tmp_path / "run", model)
+    shutil.copytree(trained[0], config.folder)
     save_config(config, config.folder / "config.yaml")
-    return step
+    return config
 
 
 def export(config: TidemillConfig, step: int | None = None, out: Path | None = None) -> Path:
     return export_checkpoint(config, step, out, lambda _: None)[1]
 
 
-def test_the_export_is_the_model_that_was_trained(tmp_path: Path, model: Path) -> None:
-    config = configuration(tmp_path / "run", model)
-    trained = train(config)
-    folder = export(config)
+def test_the_export_is_the_model_that_was_trained(
+    tmp_path: Path, model: Path, run: TidemillConfig, trained: tuple[Path, TrainStep]
+) -> None:
+    folder = export(run)
     assert folder == tmp_path / "run/exports/step-00000002-t0001"
     loaded = AutoModelForCausalLM.from_pretrained(folder)
-    for (name, want), got in zip(trained.policy.causal_lm.named_parameters(), loaded.parameters(), strict=True):
+    for (name, want), got in zip(trained[1].policy.causal_lm.named_parameters(), loaded.parameters(), strict=True):
         assert torch.equal(want, got), name
     tokens = AutoTokenizer.from_pretrained(folder)("12+34=")["input_ids"]
     assert tokens == AutoTokenizer.from_pretrained(model)("12+34=")["input_ids"]

@@ -62,6 +62,15 @@ def trained(config: TidemillConfig, steps: int = 2, first: int = 0) -> TrainStep
     return step
 
 
+@pytest.fixture(scope="module")
+def saved(model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[TrainStep, Path]:
+    """A trained step, which no test changes, and the folder of a run with its checkpoint."""
+    folder = tmp_path_factory.mktemp("saved")
+    step = trained(configuration(folder, model))
+    CheckpointStore(folder / "checkpoints").save(step, step=2, version=2, leader_term=1, extra={})
+    return step, folder
+
+
 def test_a_fresh_adapter_changes_nothing_and_training_changes_nothing_else(model: Path, tmp_path: Path) -> None:
     config = configuration(tmp_path, model)
     plain = reference_logprobs(Policy(load_model(model, "float32")), PROBE)
@@ -88,13 +97,14 @@ def test_the_frozen_model_is_held_in_its_own_type_and_the_adapter_in_float32(mod
     }
 
 
-def test_activations_computed_again_give_the_same_adapter(model: Path, tmp_path: Path) -> None:
+def test_activations_computed_again_give_the_same_adapter(
+    model: Path, tmp_path: Path, saved: tuple[TrainStep, Path]
+) -> None:
     """The input of the first layer wants no gradient, as no embedding is trained."""
-    files = []
-    for again in (False, True):
-        files.append(tmp_path / str(again))
-        step = trained(configuration(tmp_path, model, activation_checkpointing=again))
-        write_weights(step.policy, files[-1], "float32")
+    again = trained(configuration(tmp_path, model, activation_checkpointing=True))
+    files = [tmp_path / "kept", tmp_path / "again"]
+    for step, file in zip((saved[0], again), files, strict=True):
+        write_weights(step.policy, file, "float32")
     ends = [load_file(file) for file in files]
     for name, tensor in ends[0].items():
         assert torch.allclose(tensor, ends[1][name], atol=1e-6), name
@@ -110,17 +120,19 @@ def test_the_same_seed_gives_the_same_adapter_whatever_was_drawn_before(model: P
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_what_is_published_is_the_adapter_by_pefts_names(model: Path, tmp_path: Path, dtype: str) -> None:
-    step = trained(configuration(tmp_path, model))
-    specs = write_weights(step.policy, tmp_path / "file", dtype)
+def test_what_is_published_is_the_adapter_by_pefts_names(
+    model: Path, tmp_path: Path, saved: tuple[TrainStep, Path], dtype: str
+) -> None:
+    policy = saved[0].policy
+    specs = write_weights(policy, tmp_path / "file", dtype)
     written = load_file(tmp_path / "file")
-    assert specs == weight_specs(step.policy, dtype)
+    assert specs == weight_specs(policy, dtype)
     assert written["base_model.model.model.layers.1.mlp.down_proj.lora_A.weight"].shape == (4, 128)
     assert len(written) == 28
     assert {str(tensor.dtype) for tensor in written.values()} == {f"torch.{dtype}"}
     if dtype == "float32":
         want = compute_logprobs(merge_adapter(model, tmp_path / "file"), PROBE)
-        assert reference_logprobs(step.policy, PROBE).tolist() == pytest.approx(want.tolist(), abs=1e-4)
+        assert reference_logprobs(policy, PROBE).tolist() == pytest.approx(want.tolist(), abs=1e-4)
 
 
 def test_half_precision_computes_with_what_is_published(model: Path, tmp_path: Path) -> None:
@@ -175,13 +187,12 @@ def test_a_checkpoint_holds_the_adapter_alone_and_training_goes_on_from_it(model
     ],
 )
 def test_a_checkpoint_of_another_adapter_is_refused(
-    model: Path, tmp_path: Path, change: dict[str, Any], message: str
+    model: Path, tmp_path: Path, saved: tuple[TrainStep, Path], change: dict[str, Any], message: str
 ) -> None:
-    checkpoints = CheckpointStore(tmp_path / "checkpoints")
-    path = checkpoints.save(trained(configuration(tmp_path, model), 0), step=0, version=0, leader_term=1, extra={})
+    checkpoints = CheckpointStore(saved[1] / "checkpoints")
     config = configuration(tmp_path, model, **change)
     with pytest.raises(ConfigError, match=message):
-        checkpoints.load(path, build_train_step(config))
+        checkpoints.load(checkpoints.at(2), build_train_step(config))
 
 
 def test_a_checkpoint_of_another_model_is_refused(model: Path, tmp_path: Path) -> None:
@@ -212,23 +223,14 @@ def test_targets_that_match_nothing_name_what_there_is(
         make_policy(configuration(tmp_path, model, lora={**LORA, "targets": targets}))
 
 
-@pytest.fixture
-def saved(model: Path, tmp_path: Path) -> TrainStep:
-    """Trained, with a checkpoint of it."""
-    step = trained(configuration(tmp_path, model))
-    CheckpointStore(tmp_path / "checkpoints").save(step, step=2, version=2, leader_term=1, extra={})
-    return step
-
-
 def export(config: TidemillConfig, adapter: bool) -> Path:
     return export_checkpoint(config, None, None, lambda _: None, adapter)[1]
 
 
-def test_the_merged_export_and_the_adapter_in_peft_are_the_policy(
-    model: Path, tmp_path: Path, saved: TrainStep
-) -> None:
-    config = configuration(tmp_path, model)
-    want = reference_logprobs(saved.policy, PROBE).tolist()
+def test_the_merged_export_and_the_adapter_in_peft_are_the_policy(model: Path, saved: tuple[TrainStep, Path]) -> None:
+    step, run = saved
+    config = configuration(run, model)
+    want = reference_logprobs(step.policy, PROBE).tolist()
     whole = AutoModelForCausalLM.from_pretrained(export(config, adapter=False))
     assert compute_logprobs(whole, PROBE).tolist() == pytest.approx(want, abs=1e-4)
     assert {name for name, _ in whole.named_parameters()} == {
@@ -242,14 +244,14 @@ def test_the_merged_export_and_the_adapter_in_peft_are_the_policy(
     assert (folder / "tokenizer.json").is_file()
 
 
-def test_the_model_at_the_end_of_a_run_is_merged(model: Path, tmp_path: Path, saved: TrainStep) -> None:
-    config = configuration(tmp_path, model)
-    RankGroup(config, saved).export(tmp_path / "model")
+def test_the_model_at_the_end_of_a_run_is_merged(model: Path, tmp_path: Path, saved: tuple[TrainStep, Path]) -> None:
+    step, run = saved
+    RankGroup(configuration(run, model), step).export(tmp_path / "model")
     whole = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
-    want = reference_logprobs(saved.policy, PROBE).tolist()
+    want = reference_logprobs(step.policy, PROBE).tolist()
     assert compute_logprobs(whole, PROBE).tolist() == pytest.approx(want, abs=1e-4)
 
 
-def test_without_lora_there_is_no_adapter_to_export(model: Path, tmp_path: Path, saved: TrainStep) -> None:
+def test_without_lora_there_is_no_adapter_to_export(model: Path, saved: tuple[TrainStep, Path]) -> None:
     with pytest.raises(ConfigError, match="there is no adapter to export"):
-        export(configuration(tmp_path, model, lora=None), adapter=True)
+        export(configuration(saved[1], model, lora=None), adapter=True)
