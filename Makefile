@@ -8,6 +8,7 @@
 #                Linux machine without a GPU give it PyTorch's own index of CPU wheels, else pip fetches the CUDA build:
 #                make demo TORCH_INDEX="--index-url https://download.pytorch.org/whl/cpu"
 #   MINUTES      Length of make chaos; SEED its seed.
+#   JOBS         Processes that run tests, 2 by default; 0 runs them in one, for a debugger.
 #   ARGS         Passed on: make test ARGS="-k ledger", make demo ARGS="trainer.steps=50".
 
 VENV := .venv
@@ -18,6 +19,7 @@ DEV := $(VENV)/.set-up-dev
 VLLM ?= auto
 TORCH_INDEX ?=
 ARGS ?=
+JOBS ?= 2
 MINUTES ?= 3
 SEED ?= 1
 SUPPORTED := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))
@@ -55,10 +57,10 @@ check: $(DEV) ## Style, types and unit tests side by side: the minute before a c
 	@$(MAKE) --no-print-directory -k -j 2 $(if $(filter output-sync,$(.FEATURES)),-O) lint unit
 
 test: $(DEV) ## Run all tests
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)
 
 unit: $(DEV) ## Run the unit tests
-	$(BIN)/python -m pytest tests/unit $(ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile tests/unit $(ARGS)
 
 system: ## Install the programs that tests drive: Chromium, Slurm, kubectl and others (Debian, Ubuntu; as root)
 	@tests/system.sh

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
+
+# Before anything imports PyTorch, and for every process that tests start: threads of several at once on few cores
+# spin, waiting for one another, and take three times as long.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 import setuptools  # noqa: F401  imported by two threads at once, as torch and vLLM do, it breaks for the whole process
