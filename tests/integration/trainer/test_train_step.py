@@ -232,5 +232,5 @@ def test_a_users_own_aggregation(model: PreTrainedModel, tmp_path: Path) -> None
     wrong = make_train_step(Policy(copy.deepcopy(model)), {"aggregation": "weights.py:short"}, base=tmp_path)
     with pytest.raises(DataError, match="weights of the aggregation"):
         wrong.planner.plan(groups)
-    with pytest.raises(ConfigError, match="did you mean 'token_mean'"):
+    with pytest.raises(ConfigError, match=r"'token_meen' is not known, must be one of constant, .*token_mean"):
         make_step(model, aggregation="token_meen")
