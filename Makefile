@@ -57,10 +57,10 @@ check: $(DEV) ## Style, types and unit tests side by side: the minute before a c
 	@$(MAKE) --no-print-directory -k -j 2 $(if $(filter output-sync,$(.FEATURES)),-O) lint unit
 
 test: $(DEV) ## Run all tests
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 unit: $(DEV) ## Run the unit tests
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile tests/unit $(ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder tests/unit $(ARGS)
 
 system: ## Install the programs that tests drive: Chromium, Slurm, kubectl and others (Debian, Ubuntu; as root)
 	@tests/system.sh
