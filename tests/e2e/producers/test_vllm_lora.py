@@ -177,9 +177,9 @@ def test_a_file_that_does_not_fit_is_refused_and_the_old_one_stays(
 
 
 REWARD = '''
-def sevens(prompt, completion, prompt_ids, completion_ids, **data):
-    """Share of sevens."""
-    return completion.count("7") / max(len(completion), 1)
+def even(prompt, completion, prompt_ids, completion_ids, **data):
+    """Share of even token ids, which differs between samples, so that there is something to learn from."""
+    return sum(token % 2 == 0 for token in completion_ids) / max(len(completion_ids), 1)
 '''
 
 
@@ -192,7 +192,7 @@ def test_a_run_with_lora_trains_and_ends_with_a_merged_model(model: Path, tmp_pa
             "model": {"path": str(model), "dtype": "float32", "max_length": 32},
             "train": {"name": "arithmetic"},
             "sampling": {"n": 4, "max_tokens": 6},
-            "reward": {"terms": [{"name": "rewards.py:sevens"}]},
+            "reward": {"terms": [{"name": "rewards.py:even"}]},
             "generator": {"engine": "vllm", "max_samples": 64},
             "trainer": {
                 "steps": 6,
