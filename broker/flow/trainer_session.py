@@ -24,7 +24,7 @@ from broker.flow.ledger import changed_settings, pairs
 from broker.flow.pipeline import PipelineSnapshot, ScoredSample, Slot
 from broker.flow.progress import Takeover, TakeoverRequest
 from broker.flow.run_control import ControlState
-from broker.queues.consumer_group import AT_ONCE, Entry, ensure_group, number, with_group
+from broker.queues.consumer_group import AT_ONCE, Entry, ensure_group, groups_of, number, with_group
 from schemas.codec import SCHEMA_VERSION, BadMessage, decode, encode
 from schemas.errors import BrokerDamaged, BrokerLost, ConfigError, FencedError
 from schemas.messages import BatchRecord, DeadLetter, Score, Trajectory
@@ -136,8 +136,7 @@ class TrainerSession:
         keys = self._connection.keys
 
         def last_delivered(client: redis.Redis) -> bytes:
-            info: Any = client.xinfo_groups(keys.scored) if client.exists(keys.scored) else []
-            for group in info:
+            for group in groups_of(client, keys.scored):
                 if group["name"] == TRAINER.encode():
                     return bytes(group["last-delivered-id"])
             return b"$"

@@ -189,13 +189,23 @@ def with_group(connection: Connection, ensure: Callable[[], None], operation: Ca
         ensure()
 
 
+def groups_of(client: redis.Redis, stream: str) -> list[dict[str, Any]]:
+    """What XINFO GROUPS says of a stream; nothing where the stream is gone, whenever it went."""
+    try:
+        groups: Any = client.xinfo_groups(stream)
+    except redis.ResponseError as error:
+        if "no such key" not in str(error):
+            raise
+        return []
+    return list(groups)
+
+
 def ensure_group(connection: Connection, stream: str, group: str) -> None:
     """Make stream and group, from the first entry on, if they are not there."""
 
     def create(client: redis.Redis) -> None:
         # Looked at first: making one is refused when memory is full, also one that is there.
-        known: Any = client.xinfo_groups(stream) if client.exists(stream) else []
-        if any(info["name"] == group.encode() for info in known):
+        if any(info["name"] == group.encode() for info in groups_of(client, stream)):
             return
         try:
             client.xgroup_create(stream, group, id="0", mkstream=True)

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import redis
 
 from broker.client import Broker
 from broker.connection.connection import Connection
@@ -575,3 +576,14 @@ def test_a_server_that_is_replaced_just_after_it_was_given_a_script_gets_it_agai
     else:
         assert broker.ledger.read_state().balanced
     assert len(given) == 2
+
+
+def test_waiting_for_scores_outlives_a_stream_that_vanishes_between_two_looks(
+    broker: Broker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training = take_over(broker)
+    wipe(broker)
+    monkeypatch.setattr(redis.Redis, "exists", lambda *_: 1)  # It was there a moment ago.
+    training.wait_for_scores(timeout_ms=1)
+    with pytest.raises(BrokerLost):  # What a trainer takes over again for, where "no such key" ended it.
+        training.claim_scores(1)
