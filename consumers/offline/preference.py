@@ -30,6 +30,7 @@ from consumers.offline.pairs import (
 )
 from consumers.trainer.checkpoint.files import whole_folder
 from consumers.trainer.distributed.ranks import Ranks
+from consumers.trainer.model.dropout import train_without_dropout
 from consumers.trainer.model.hf_weights import named_weights, save_weights
 from consumers.trainer.model.policy import DTYPES, Policy, load_model
 from consumers.trainer.step.optimizer import Schedule, build_optimizer
@@ -224,10 +225,8 @@ def _scorer(model: ModelConfig, tokenizer: Any) -> PreTrainedModel:
     except (OSError, ValueError) as error:
         raise ConfigError(f"model.path {model.path!r} cannot be loaded: {str(error).splitlines()[0]}") from error
     scorer.config.get_text_config().pad_token_id = tokenizer.pad_token_id
-    for module in scorer.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-    return scorer.train()  # type: ignore[no-any-return]
+    trained: PreTrainedModel = train_without_dropout(scorer, model.path)
+    return trained
 
 
 def _save(

@@ -19,6 +19,7 @@ from torch.autograd.function import once_differentiable
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from consumers.trainer.data.load_balancing import Cost
+from consumers.trainer.model.dropout import train_without_dropout
 from consumers.trainer.model.packing import pack, switch_to_packing
 from schemas.errors import ConfigError
 from schemas.messages import Adapter
@@ -107,19 +108,17 @@ class Policy(nn.Module):
 
 
 def load_model(path: str | Path, dtype: str, trust_remote_code: bool = False) -> PreTrainedModel:
-    """Load a causal language model in ``dtype`` from a folder or hub id; ConfigError says what is wrong."""
+    """Load a causal language model for training, in ``dtype`` and without dropout, from a folder or hub id.
+
+    ConfigError says what is wrong.
+    """
     try:
         model = AutoModelForCausalLM.from_pretrained(
             str(path), dtype=DTYPES[dtype], trust_remote_code=trust_remote_code
         )
     except (OSError, ValueError) as error:
         raise ConfigError(f"model.path {str(path)!r} cannot be loaded: {str(error).splitlines()[0]}") from error
-    # Dropout would make the trainer's log-probabilities differ from the generators'.
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-    model.train()
-    return model
+    return train_without_dropout(model, str(path))
 
 
 def score(
