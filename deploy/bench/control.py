@@ -13,7 +13,6 @@ import selectors
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -32,6 +31,7 @@ from broker.client import Broker
 from deploy.bench.processes import describe, serving
 from deploy.bench.transport import PipelineBench
 from deploy.bench.workload import PipelineShape, open_broker
+from deploy.services.main import command
 from schemas.errors import InfraError, TidemillError
 from schemas.messages import Event, Heartbeat
 
@@ -93,7 +93,7 @@ def control_plane(broker_url: str, run: str) -> Iterator[tuple[subprocess.Popen[
         arguments = ["control", str(folder / "run.yaml"), "control.port=0"]
         with (folder / "log").open("wb") as log:
             process = subprocess.Popen(
-                [sys.executable, "-m", "deploy.cli", *arguments],
+                command(*arguments),
                 env={**os.environ, "REDIS_URL": broker_url},
                 stdout=log,
                 stderr=log,

@@ -48,7 +48,7 @@ class Contender:
     def __init__(self, name: str, folder: str, samples: int, micro_batch_tokens: int, threads: int) -> None:
         self.name = name
         environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "CUDA_VISIBLE_DEVICES": ""}
-        command = [sys.executable, "-m", "deploy.bench.trainer", name, folder, str(samples)]
+        command = [sys.executable, "-P", "-m", "deploy.bench.trainer", name, folder, str(samples)]
         self._process = subprocess.Popen(
             [*command, str(micro_batch_tokens)],
             stdin=subprocess.PIPE,

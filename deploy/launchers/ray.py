@@ -9,6 +9,7 @@ autoscaler brings, and more of them are asked for while tasks wait.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -120,7 +121,11 @@ class RayCluster:
         self._options = options
         self._autoscaler = Autoscaler(least, most)
         try:
-            self._ray.init(address=options.address, log_to_driver=False, logging_level="ERROR", include_dashboard=False)
+            # Ray puts the working folder on every worker's path: a user's folder `deploy` there is not this package.
+            with contextlib.chdir(Path(__file__).parents[2]):
+                self._ray.init(
+                    address=options.address, log_to_driver=False, logging_level="ERROR", include_dashboard=False
+                )
         except (ConnectionError, RuntimeError, ValueError) as error:
             raise ConfigError(f"no Ray cluster at {options.address!r}: {' '.join(str(error).split())}") from error
         if find_url(broker_url) is None and sum(bool(node["Alive"]) for node in self._ray.nodes()) > 1:

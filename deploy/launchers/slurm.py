@@ -119,7 +119,7 @@ class Slurm:
             f"keep leave srun --kill-on-bad-exit=1 {self._command('trainer', 'torchrun')} \\\n"
             f"    --nnodes {self.trainer_nodes} --nproc-per-node {ranks} --shutdown-timeout 60 \\\n"
             '    --rdzv-backend c10d --rdzv-endpoint "$head:29500" --rdzv-id "$SLURM_JOB_ID" \\\n'
-            f"    -m deploy.cli trainer {config}"
+            f"    --no-python tidemill trainer {config}"
         )
 
 

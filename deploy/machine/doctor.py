@@ -96,7 +96,7 @@ def probe(code: str) -> Finding:
     environment = {**os.environ, "VLLM_CONFIGURE_LOGGING": "0"}
     try:
         done = subprocess.run(
-            [sys.executable, "-c", code],
+            [sys.executable, "-P", "-c", code],
             capture_output=True,
             text=True,
             timeout=PROBE_DEADLINE_S,

@@ -35,6 +35,7 @@ from deploy.offline.warm_start import is_current
 from deploy.run.preflight import check
 from deploy.run.summary import Ending, finish
 from deploy.run_files import CONFIG
+from deploy.services.main import command
 from deploy.supervisor.commands import CommandFollower
 from deploy.supervisor.events import NAME, TimelineWriter
 from deploy.supervisor.restart_policy import State
@@ -217,7 +218,7 @@ class _Run:
         return lambda index: replace(self._spec(role, f"{role}-{index}"), essential=False)
 
     def _spec(self, role: str, name: str | None = None) -> ServiceSpec:
-        argv = [sys.executable, "-m", "deploy.cli", role, str(self.file)]
+        argv = command(role, str(self.file))
         if role != "sft":
             argv += ["--name", name or role]
         return ServiceSpec(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import socket
+import sys
 from collections.abc import Callable
 
 from broker.client import Broker
@@ -41,6 +42,14 @@ ROLES = {
 
 SINGLE = frozenset({"control", "feeder", "trainer"})
 """Roles with one member; their service is named like the role."""
+
+
+def command(*arguments: str) -> list[str]:
+    """The command line of ``tidemill ARGUMENTS`` with this very Python.
+
+    -P: the working folder is a user's, and a folder ``schemas`` or ``deploy`` there is not the package of that name.
+    """
+    return [sys.executable, "-P", "-m", "deploy.cli", *arguments]
 
 
 def run_role(role: str, config: TidemillConfig, name: str | None) -> None:

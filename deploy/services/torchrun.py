@@ -11,6 +11,7 @@ import logging
 import os
 from collections.abc import Sequence
 
+from deploy.services.main import command
 from schemas.errors import ERROR_EXIT, HOPELESS, OK_EXIT
 
 
@@ -35,7 +36,7 @@ def launch(processes: int, arguments: Sequence[str], grace_s: float) -> int:
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
     options = ["--standalone", "--nproc-per-node", str(processes), "--shutdown-timeout", str(max(1, int(grace_s)))]
     try:
-        run(parse_args([*options, "-m", "deploy.cli", *arguments]))
+        run(parse_args([*options, "--no-python", *command(*arguments)]))
     except ChildFailedError as error:
         # The ranks have said why; a wrong configuration is wrong for all of them.
         codes = [failure.exitcode for failure in error.failures.values()]

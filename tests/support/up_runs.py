@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,10 +14,21 @@ import psutil
 import yaml
 
 from deploy.run.summary import surviving_lines
+from deploy.services.main import command
+
+PACKAGES = ("schemas", "broker", "producers", "consumers", "deploy")
+
+
+def make_decoys(folder: Path) -> Path:
+    """Folders of a user's that are named like our packages; returns the folder that they are in."""
+    for name in PACKAGES:
+        (folder / name).mkdir(parents=True)
+        (folder / name / "__init__.py").touch()
+    return folder
 
 
 class UpRun:
-    """One ``tidemill up`` in a folder of its own."""
+    """One ``tidemill up`` in a folder of its own, beside a user's folders that are named like our packages."""
 
     def __init__(self, folder: Path, config: dict[str, Any]) -> None:
         self.folder = folder / "run"
@@ -28,10 +38,11 @@ class UpRun:
         environment = {key: value for key, value in os.environ.items() if key != "REDIS_URL"}
         with self.output.open("w") as output:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "deploy.cli", "up", str(file)],
+                command("up", str(file)),
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 env=environment,
+                cwd=make_decoys(folder / "work"),
             )
 
     def service(self, name: str) -> psutil.Process | None:

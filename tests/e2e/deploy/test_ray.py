@@ -6,7 +6,6 @@ import json
 import os
 import socket
 import subprocess
-import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -18,7 +17,9 @@ import yaml
 
 from broker.connection.embedded import EmbeddedServer
 from deploy.run.summary import read_lines, surviving_lines
+from deploy.services.main import command
 from tests.support.tiny_model import make_tiny_model
+from tests.support.up_runs import make_decoys
 
 pytestmark = pytest.mark.e2e
 pytest.importorskip("ray")
@@ -74,10 +75,11 @@ def test_a_run_on_ray_goes_on_when_a_node_is_lost_with_all_generators(
     output = tmp_path / "output.txt"
     with output.open("w") as stream:
         process = subprocess.Popen(
-            [sys.executable, "-m", "deploy.cli", "ray", str(file), "--address", cluster.address, *OPTIONS],
+            command("ray", str(file), "--address", cluster.address, *OPTIONS),
             stdout=stream,
             stderr=subprocess.STDOUT,
             env=os.environ | {"REDIS_URL": broker_url},
+            cwd=make_decoys(tmp_path / "work"),
         )
     deadline = time.monotonic() + 240
     try:
