@@ -19,7 +19,7 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from broker.connection import failures
-from broker.connection.failures import MOVING, redirect_url
+from broker.connection.failures import DEMOTED, MOVING, redirect_url
 from broker.connection.keys import Keys
 from broker.connection.scripts import Script
 from schemas.errors import BrokerLost, ConfigError, InfraError
@@ -38,9 +38,9 @@ ELSEWHERE = (redis.AuthenticationError, redis.exceptions.NoPermissionError)
 FORBIDDEN = ("user executing the script", "ACL failure in script", "SELECT is not allowed", "DB index is out of range")
 """Parts of the text of such refusals that redis-py has no kind for."""
 
-WAITABLE = frozenset({"OOM", "MISCONF", "LOADING", "READONLY", "NOREPLICAS", "BUSY", "NOSCRIPT"})
-"""First words of refusals that pass: memory or disk is full, the server starts, another becomes primary, a script of
-somebody runs long, or scripts were flushed or the server replaced between our loading one and calling it."""
+WAITABLE = frozenset({"OOM", "MISCONF", "LOADING", "NOREPLICAS", "BUSY", "NOSCRIPT"})
+"""First words of refusals that pass: memory or disk is full, the server starts, replicas are missing, a script of
+somebody runs long, scripts were flushed or the server replaced between our loading one and calling it."""
 
 GONE = frozenset({"NOGROUP", "UNBLOCKED"})
 """First words of the answer to a reader whose stream or group was deleted."""
@@ -115,8 +115,6 @@ def error_code(error: redis.RedisError) -> str:
         return "OOM"
     if isinstance(error, redis.exceptions.BusyLoadingError):
         return "LOADING"
-    if isinstance(error, redis.exceptions.ReadOnlyError):
-        return "READONLY"
     if isinstance(error, redis.exceptions.NoScriptError):
         return "NOSCRIPT"
     return str(error).rpartition(" of pipeline caused error: ")[2].partition(" ")[0]
@@ -196,6 +194,9 @@ class Connection:
         if isinstance(error, redis.exceptions.MovedError):
             self._use_nodes([redirect_url(self.url, error), self.url])
             return
+        if isinstance(error, DEMOTED):
+            self._use_nodes(self._nodes, reconnect=True)
+            return
         if isinstance(error, MOVING):
             return
         if error_code(error) == "WRONGTYPE" or "WRONGTYPE" in str(error):
@@ -205,9 +206,9 @@ class Connection:
         if error_code(error) not in WAITABLE:
             raise error
 
-    def _use_nodes(self, nodes: list[str]) -> None:
-        """Ask the first of these from now on."""
-        if nodes[0] != self._nodes[0]:
+    def _use_nodes(self, nodes: list[str], reconnect: bool = False) -> None:
+        """Ask the first of these from now on. reconnect: by new connections; those in use end with their operation."""
+        if reconnect or nodes[0] != self._nodes[0]:
             self.client = open_client(nodes[0], self._connected)
         self._nodes = nodes
         self._settled = False

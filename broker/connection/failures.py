@@ -17,6 +17,10 @@ from schemas.errors import ConfigError
 MOVING = (redis.exceptions.AskError, redis.exceptions.TryAgainError, redis.exceptions.ClusterDownError)
 """Refusals that pass: the run's slot is on its way to another node, or has none for a moment."""
 
+DEMOTED = (redis.exceptions.ReadOnlyError, redis.exceptions.MasterDownError)
+"""Refusals of a replica (READONLY, MASTERDOWN). After a failover the name in the URL may lead to the new primary, but
+a connection that is open leads to the old one for ever."""
+
 
 def redirect_url(url: str, moved: redis.exceptions.MovedError) -> str:
     """The URL of the node that a refusal names, with all else as in ``url``. An empty host is the one we asked."""
