@@ -23,6 +23,7 @@ from broker.connection.failures import DEMOTED, MOVING, redirect_url
 from broker.connection.keys import Keys
 from broker.connection.scripts import Script
 from schemas.errors import BrokerLost, ConfigError, InfraError
+from schemas.urls import hide_password
 
 T = TypeVar("T")
 SOCKET_TIMEOUT_S = 10.0
@@ -68,13 +69,9 @@ def open_client(url: str, connected: Callable[[], None] | None = None) -> redis.
             health_check_interval=0,
         )
     except ValueError as error:
-        raise ConfigError(f"broker.url {hide_password(url)!r} is wrong: {error}") from error
-
-
-def hide_password(url: str) -> str:
-    """Return the URL without its password, for messages."""
-    head, at, tail = url.rpartition("@")
-    return f"{head.split('://')[0]}://***@{tail}" if at else url
+        # Of a password with a slash in it a part is taken for the port, and named.
+        why = "a / ? # in its password must be %2F %3F %23" if "@" in url and "Port" in str(error) else error
+        raise ConfigError(f"broker.url {hide_password(url)!r} is wrong: {why}") from error
 
 
 def check_server(client: redis.Redis, url: str) -> list[str]:

@@ -16,6 +16,7 @@ import redis
 
 from broker.connection.connection import open_client
 from schemas.errors import ConfigError, InfraError
+from schemas.urls import hide_password
 
 START_DEADLINE_S = 30.0
 
@@ -117,6 +118,6 @@ def wait_ready(url: str, deadline_s: float, log_file: Path | None = None) -> Non
             if time.monotonic() > end:
                 tail = log_file.read_text(errors="replace")[-400:] if log_file and log_file.is_file() else ""
                 raise InfraError(
-                    f"the broker at {url} did not answer for {deadline_s:.0f} s: {error} {tail}"
+                    f"the broker at {hide_password(url)} did not answer for {deadline_s:.0f} s: {error} {tail}"
                 ) from error
         time.sleep(0.05)

@@ -14,11 +14,12 @@ from rich.table import Table
 
 from broker.client import Broker
 from broker.connection import acl
-from broker.connection.connection import Connection, check_server_now, find_url, hide_password, open_client
+from broker.connection.connection import Connection, check_server_now, find_url, open_client
 from broker.connection.keys import Keys
 from broker.connection.runs import RunInfo, check_schema, list_runs
 from schemas.config import BrokerConfig, TidemillConfig, load_config
 from schemas.errors import ConfigError
+from schemas.urls import hide_password
 
 DEADLINE_S = 5.0
 SOCKET = "broker/broker.sock"

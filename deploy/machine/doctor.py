@@ -17,10 +17,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from broker.connection.connection import check_server_now, find_url, hide_password
+from broker.connection.connection import check_server_now, find_url
 from broker.connection.embedded import find_server
 from schemas.config import TidemillConfig, load_config
 from schemas.errors import ConfigError, TidemillError
+from schemas.urls import hide_password
 
 Level = Literal["ok", "warn", "fail"]
 GB = 1024**3

@@ -18,6 +18,7 @@ from pydantic import BaseModel, ValidationError
 from schemas.config.root import TidemillConfig
 from schemas.errors import ConfigError
 from schemas.files import atomic_write
+from schemas.urls import hide_password
 
 ENV_PREFIX = "TIDEMILL_"
 
@@ -45,7 +46,7 @@ def load_config(
     for override in overrides:
         name, equals, value = override.partition("=")
         if not equals:
-            raise ConfigError(f"override {override!r} must look like trainer.steps=100")
+            raise ConfigError(f"override {hide_password(override)!r} must look like trainer.steps=100")
         _assign(data, name.split("."), _value(value, name), override)
     return parse_config(data, base=file.resolve().parent)
 
@@ -116,7 +117,7 @@ def _explain(item: Any) -> str:
     if item["type"] == "value_error":
         return str(item["ctx"]["error"])
     message = item["msg"].removeprefix("Input should be ")
-    return f"{name}: {item['input']!r} is not allowed, must be {message}"
+    return f"{name}: {hide_password(repr(item['input']))} is not allowed, must be {message}"
 
 
 def _fields(path: Sequence[str]) -> list[str]:
