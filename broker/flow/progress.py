@@ -7,7 +7,7 @@ progress beside the tensors, and a broker that lost its memory is rebuilt from i
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -92,6 +92,7 @@ class TakeoverRequest:
     progress: how far its weights are. fresh: whether it is the first trainer, which knows the defaults.
     leader_term_floor: the highest leader term it has heard of. saved: the step up to which the checkpoints go.
     version_if_lost: version of its weights if the broker lost the versions published after ``progress.version``.
+    evaluations: complete ones, as lines of evaluations.jsonl.
     """
 
     batch: int
@@ -104,6 +105,7 @@ class TakeoverRequest:
     leader_term_floor: int = 0
     saved: int = 0
     version_if_lost: int = 0
+    evaluations: Sequence[Mapping[str, Any]] = ()
 
     def to_json(self) -> dict[str, Any]:
         """The request and its progress in one level, as the broker's script reads them; no field is None."""

@@ -18,6 +18,7 @@ import structlog
 from broker.flow.fencing import term_number
 from broker.flow.progress import TakeoverRequest
 from consumers.trainer.context import TrainerContext
+from consumers.trainer.metrics.evaluation_log import EvaluationLog
 from schemas.errors import BrokerDamaged, BrokerLost, DiskError, FencedError
 from schemas.files import atomic_write
 
@@ -40,11 +41,13 @@ class LeaderRecord:
 class Leadership:
     """The claim of a trainer to be the only one of its run: ``restore`` once, ``take_over``, and after ``lost`` again.
 
-    leader_term: this trainer's, once it has taken over. published: highest version that was or may have been published.
+    evaluations: those that a broker which forgot them is told of. leader_term: this trainer's, once it has taken over.
+    published: highest version that was or may have been published.
     """
 
-    def __init__(self, context: TrainerContext) -> None:
+    def __init__(self, context: TrainerContext, evaluations: EvaluationLog) -> None:
         self._context = context
+        self._evaluations = evaluations
         self._file = context.rank_group.checkpoint_store.folder / "LEADER_TERM"
         self._fresh = True
         self.leader_term = "0-none"
@@ -122,6 +125,7 @@ class Leadership:
             fresh=self._fresh,
             leader_term_floor=found.number if found else 0,
             saved=saved,
+            evaluations=list(self._evaluations.lines.values()),
             version_if_lost=progress.version if self.published <= progress.version else self.published + 1,
         )
 

@@ -41,7 +41,7 @@ class Trainer:
         self.session, self.rank_group = context.session, context.rank_group
         self.progress, self.timer = context.progress, context.timer
         self.step_log = StepLog(context)
-        self.leadership = Leadership(context)
+        self.leadership = Leadership(context, self.step_log.evaluations)
         self.publisher = WeightPublisher(context, self.leadership)
         self.checkpoints = Checkpointing(context)
         self.pause = PauseFollower(context, save=self.checkpoints.save_now)
@@ -81,9 +81,10 @@ class Trainer:
         return self.checkpoints.replayable()
 
     def unblock_others(self) -> None:
-        """Provide, while no batch comes, what the others may wait for: room in the broker, or weights."""
+        """Provide, while no batch comes, what the others may wait for: room in the broker, weights, or figures."""
         self.checkpoints.poll()
         self.publisher.publish()
+        self.step_log.write_evaluations()
 
     def replay(self, journaled: list[BatchRecord], stop: StopFlag) -> None:
         """Train journaled steps that the weights do not have, on the same data as before."""
@@ -127,6 +128,7 @@ class Trainer:
         figures = self.step_log.write(batch, result)
         self.session.complete_step(batch.record)
         self.step_log.show(figures, batch)
+        self.step_log.write_evaluations()
 
     def finish(self, stop: StopFlag) -> None:
         """Leave a checkpoint; and the model, when all steps are done."""
@@ -152,9 +154,8 @@ class Trainer:
             if self.pause.hold(stop):
                 deadline = time.monotonic() + EVAL_DEADLINE_S
             position = self.broker.ledger.change_position()
-            if any(
-                found.version == self.progress.version and found.complete for found in self.broker.evals.read_results()
-            ):
+            self.step_log.write_evaluations()
+            if self.progress.version in self.step_log.evaluations.lines:
                 return
             self.broker.ledger.wait_change(position, 200)
         if not stop:

@@ -1,4 +1,4 @@
-"""The trainer's log: metrics.jsonl for people, trained.jsonl as evidence, and the figures that the broker shows.
+"""The trainer's log: metrics.jsonl for people, trained.jsonl as evidence, evaluations.jsonl, and what the broker shows.
 
 A step that is replayed after a crash appears again; its last line is the one of the surviving weights. A line
 ``resumed`` says that a trainer (``leader_term``) went on from that step: later steps written before are void, and so is
@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import json
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from consumers.trainer.context import TrainerContext
 from consumers.trainer.data.microbatches import Batch
+from consumers.trainer.metrics.evaluation_log import EvaluationLog
 from consumers.trainer.metrics.trackers import Trackers
 from consumers.trainer.step.train_step import StepResult
 from schemas.errors import InfraError
@@ -22,7 +24,7 @@ from schemas.errors import InfraError
 class StepLog:
     """The log of one trainer: a line a step in each file, flushed at once. InfraError if a file can't be written.
 
-    tokens_per_s: of the last step, without the time in pauses.
+    tokens_per_s: of the last step, without the time in pauses. evaluations: all that are complete.
     """
 
     def __init__(self, context: TrainerContext) -> None:
@@ -35,6 +37,8 @@ class StepLog:
         folder.mkdir(parents=True, exist_ok=True)
         self._metrics = (folder / "metrics.jsonl").open("a", encoding="utf-8")
         self._trained = (folder / "trained.jsonl").open("a", encoding="utf-8")
+        self.evaluations = EvaluationLog(folder)
+        self._retry = context.retry
         self._trackers = Trackers(context.config, context.rank_group.ranks.accelerator)
         self.tokens_per_s = 0.0
 
@@ -73,6 +77,25 @@ class StepLog:
         self._broker.trajectory_store.keep(
             self._progress.step, [sample for group in batch.groups for sample in group.samples]
         )
+
+    def write_evaluations(self) -> None:
+        """Write the evaluations that have become complete. Waits for room when the disk is full."""
+        if self._config.eval is None:
+            return
+        for result in self._broker.evals.read_results():
+            if not (result.complete and result.n) or result.version in self.evaluations.lines:
+                continue
+            line = {
+                "version": result.version,
+                "n": result.n,
+                "scored": result.scored,
+                "failed": result.failed,
+                "off_version": result.off_version,
+                "mean": result.mean if result.scored else None,
+                "time": result.time,
+                "wall_s": max(0.0, result.time - float(self._progress.started or 0)),
+            }
+            self._retry("evaluations", partial(self.evaluations.add, line))
 
     def close(self) -> None:
         self._trackers.close()

@@ -19,6 +19,8 @@ from rich.console import Console
 from rich.table import Table
 
 from broker.client import Broker
+from broker.telemetry.streams import EvalResult
+from consumers.trainer.metrics.evaluation_log import read_evaluations
 from deploy.supervisor.supervisor import RunOutcome
 from deploy.terminal.live import clock
 from schemas.config import TidemillConfig
@@ -95,6 +97,7 @@ def _curves(
 
 METRICS = "metrics.jsonl"
 TRAINED = "trained.jsonl"
+EVALUATIONS = "evaluations.jsonl"
 SUMMARY = "summary.json"
 
 
@@ -177,7 +180,8 @@ def summarise(metrics: Sequence[dict[str, Any]], trained: Sequence[dict[str, Any
     gone = len(uses) + final.dropped + final.failed + excluded + final.live
     return {
         "exit_reason": final.exit_reason,
-        "accuracy_before": evaluations[0].accuracy if evaluations else None,
+        # Weights that were trained already say nothing of how it was before.
+        "accuracy_before": evaluations[0].accuracy if evaluations and evaluations[0].version == 0 else None,
         "accuracy_after": evaluations[-1].accuracy if evaluations else None,
         "steps": len(batches),
         "versions_published": 1 + max((int(line["version"]) for line in steps), default=-1) if steps else 0,
@@ -276,7 +280,7 @@ def finish(config: TidemillConfig, outcome: RunOutcome, phases: Mapping[str, flo
         broker = Broker.connect(config.model_copy(update={"broker": settings}))
         final = _counts(config, broker, reason, phases)
     except (TidemillError, redis.RedisError):
-        final = Final(reason, phases_s=phases)
+        final = Final(reason, evaluations=_evaluations(config.folder), phases_s=phases)
     summary = write_summary(config.folder, final)
     plot = _plot(config, final, summary)
     return Ending(config.run.name, config.folder, summary, plot)
@@ -293,13 +297,22 @@ def _counts(config: TidemillConfig, broker: Broker, reason: str, phases: Mapping
         # Groups are counted by reason; nearly all have all their samples.
         dropped_stale=ledger.dropped.get("stale", 0) * config.sampling.n,
         tokens_generated=ledger.tokens_generated,
-        evaluations=[
-            Evaluation(result.version, result.mean, max(0.0, result.time - ledger.started))
-            for result in broker.evals.read_results()
-            if result.complete and result.n
-        ],
+        evaluations=_evaluations(config.folder, broker.evals.read_results(), ledger.started),
         phases_s=phases,
     )
+
+
+def _evaluations(folder: Path, results: Sequence[EvalResult] = (), started: float = 0.0) -> list[Evaluation]:
+    """Those in the run's file, and what the broker has that no trainer wrote any more."""
+    found = {
+        result.version: Evaluation(result.version, result.mean, max(0.0, result.time - started))
+        for result in results
+        if result.complete and result.scored
+    }
+    for version, line in read_evaluations(folder / EVALUATIONS).items():
+        if line["mean"] is not None:
+            found[version] = Evaluation(version, line["mean"], line["wall_s"])
+    return [found[version] for version in sorted(found)]
 
 
 def _plot(config: TidemillConfig, final: Final, summary: Mapping[str, Any]) -> Path | None:
@@ -309,7 +322,8 @@ def _plot(config: TidemillConfig, final: Final, summary: Mapping[str, Any]) -> P
     title = f"{config.run.name}: {summary['steps']} steps"
     if summary["accuracy_after"] is not None:
         before, after = summary["accuracy_before"], summary["accuracy_after"]
-        title = f"{config.run.name}: held-out accuracy {before:.2f} to {after:.2f} in {summary['steps']} steps"
+        change = f"{after:.2f}" if before is None else f"{before:.2f} to {after:.2f}"
+        title = f"{config.run.name}: held-out accuracy {change} in {summary['steps']} steps"
     file = config.folder / PLOT
     plot_run(metrics, final.evaluations, title, file)
     return file

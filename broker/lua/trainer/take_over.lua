@@ -146,6 +146,17 @@ if redis.call('HEXISTS', RUN_CONTROL, 'pause_id') == 0 then
   redis.call('HSET', RUN_CONTROL, 'pause', own.pause, 'pause_id', string.format('%d', own.pause_id))
   redis.call('HSET', RUN_CONTROL, 'by', own.pause_by, 'since', string.format('%d', own.pause_since))
 end
+-- Complete evaluations, too.
+for _, seen in ipairs(own.evaluations) do
+  local version = string.format('%d', seen.version)
+  if redis.call('HSETNX', EVALS, version .. ':n', string.format('%d', seen.n)) == 1 then
+    local mean = seen.mean
+    if mean == cjson.null then mean = 0 end
+    redis.call('HSET', EVALS, version .. ':scored', string.format('%d', seen.scored), version .. ':sum', string.format('%.17g', mean * seen.scored))
+    redis.call('HSET', EVALS, version .. ':failed', string.format('%d', seen.failed), version .. ':time', string.format('%.17g', seen.time))
+    redis.call('HSET', EVALS, version .. ':off_version', string.format('%d', seen.off_version))
+  end
+end
 redis.call('HSET', CTL, 'paused', (redis.call('HGET', RUN_CONTROL, 'pause') or 'none') == 'none' and '0' or '1')
 for name, value in pairs(own.settings) do redis.call('HSETNX', CTL, 'set:' .. name, string.format('%d', value)) end
 local concurrency = redis.call('HGET', CTL, 'set:concurrency')

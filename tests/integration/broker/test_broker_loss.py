@@ -18,6 +18,8 @@ from broker.connection.embedded import EmbeddedServer
 from broker.connection.keys import Keys
 from broker.flow.progress import TakeoverRequest
 from broker.flow.trainer_session import TrainerSession
+from broker.queues.tasks import eval_task_id
+from broker.telemetry.streams import EvalResult
 from schemas.codec import encode
 from schemas.config import BrokerConfig
 from schemas.errors import BrokerLost, ConfigError, FencedError
@@ -209,6 +211,18 @@ def test_live_changes_and_pause_outlive_a_wiped_broker(broker: Broker) -> None:
     broker.ledger.change_setting("staleness", None)
     take_over_as(broker, change_request(saved, broker_lifetime=training_lifetime(broker), settings={}))
     assert broker.ledger.read_state().staleness == 7
+
+
+def test_complete_evaluations_outlive_a_wiped_broker(broker: Broker) -> None:
+    training = take_over(broker)
+    line = {"version": 0, "n": 4, "scored": 3, "failed": 1, "off_version": 2, "mean": 0.1 + 0.2, "time": 1.7e9 + 0.25}
+    saved = change_request(checkpoint(training), evaluations=[line, line | {"version": 4, "scored": 0, "mean": None}])
+    wipe(broker)
+    take_over_as(broker, saved)
+    first, second = broker.evals.read_results()
+    assert first == EvalResult(0, 4, 3, 1, pytest.approx(0.3), 1.7e9 + 0.25, 2)
+    assert (second.version, second.scored, second.mean) == (4, 0, 0.0)
+    assert not broker.evals.open(0, [make_task(eval_task_id(0, 0), kind="eval")]), "it is not made again"
 
 
 def fail_group(broker: Broker, training: TrainerSession, task_id: int) -> str:

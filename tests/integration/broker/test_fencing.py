@@ -15,6 +15,7 @@ from broker.weights.transports import make_transport
 from consumers.trainer.checkpoint.store import CheckpointStore
 from consumers.trainer.context import DiskRetry, TrainerContext
 from consumers.trainer.leadership import LeaderRecord, Leadership
+from consumers.trainer.metrics.evaluation_log import EvaluationLog
 from consumers.trainer.metrics.timing import StepTimer
 from consumers.trainer.rank_group import RankGroup
 from schemas.config import parse_config
@@ -104,7 +105,8 @@ def leadership_in(folder: Path, broker: Broker) -> Leadership:
     rank_group = cast(RankGroup, SimpleNamespace(checkpoint_store=CheckpointStore(folder)))
     retry = DiskRetry(0.0, lambda *_: None)
     session, progress, timer = broker.trainer_session(), Progress(), StepTimer()
-    return Leadership(TrainerContext(config, broker, session, rank_group, progress, timer, retry, lambda *_: None))
+    context = TrainerContext(config, broker, session, rank_group, progress, timer, retry, lambda *_: None)
+    return Leadership(context, EvaluationLog(folder))
 
 
 def test_a_replaced_trainer_leaves_the_term_file_as_its_successor_wrote_it(broker: Broker, tmp_path: Path) -> None:

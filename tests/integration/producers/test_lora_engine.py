@@ -14,6 +14,7 @@ import torch
 from broker.client import Broker
 from consumers.trainer.context import TrainerContext
 from consumers.trainer.leadership import Leadership
+from consumers.trainer.metrics.evaluation_log import EvaluationLog
 from consumers.trainer.publishing import WeightPublisher
 from consumers.trainer.step.build import build_train_step
 from producers.engines.base import EngineSettings
@@ -143,7 +144,7 @@ def test_a_generator_follows_a_trainer_of_an_adapter_and_passes_every_probe(
     config = configuration(tmp_path / "run", model, broker, dtype, transport)
     step = build_train_step(config)
     context = TrainerContext.create(config, "trainer", broker, step)
-    leadership = Leadership(context)
+    leadership = Leadership(context, EvaluationLog(config.folder))
     leadership.take_over(saved=0)
     publisher = WeightPublisher(context, leadership)
     engine = TransformersEngine(

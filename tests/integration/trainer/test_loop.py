@@ -24,7 +24,7 @@ from consumers.trainer.model.policy import Policy, load_model
 from consumers.trainer.model.snapshot import Snapshot
 from consumers.trainer.step.build import build_train_step
 from deploy.run.summary import read_lines, surviving_lines
-from schemas.config import TidemillConfig, parse_config
+from schemas.config import DatasetConfig, EvalConfig, TidemillConfig, parse_config
 from schemas.errors import ConfigError, DiskError, FencedError
 from schemas.lifecycle import StopFlag
 from schemas.messages import Sampling, Score, Task
@@ -165,6 +165,33 @@ def test_a_wiped_broker_is_mended_while_the_trainer_goes_on(
     assert state.trained == 24
     versions = [line["version"] for line in read_lines(tmp_path / "run" / "metrics.jsonl")]
     assert versions == sorted(set(versions))
+
+
+def test_evaluations_are_kept_in_the_runs_folder_once_each_when_the_broker_forgets_them(
+    trainer: Callable[..., Trainer], broker: Broker, tmp_path: Path
+) -> None:
+    def complete(version: int, total: float) -> None:
+        """What the broker holds of an evaluation of 4 samples, all scored."""
+        fields = {"n": 4, "scored": 4, "sum": total, "time": time.time()}
+        values = {f"{version}:{name}": value for name, value in fields.items()}
+        broker.connection.client.hset(broker.connection.keys.evals, mapping=values)
+
+    file = tmp_path / "run" / "evaluations.jsonl"
+    for last, versions in ((3, [0, 3]), (6, [0, 3, 6])):
+        one = trainer(steps=last)
+        one.config.eval = EvalConfig(dataset=DatasetConfig(name="arithmetic"))
+        with Rest(broker):
+            thread, errors = in_thread(one, StopFlag())
+            until(lambda one=one, last=last: one.progress.step >= last, f"step {last}")
+            complete(0, 1.0)
+            complete(last, 3.0)
+            thread.join(60)
+        assert not thread.is_alive()
+        assert not errors
+        assert [(line["version"], line["mean"]) for line in read_lines(file)] == [
+            (version, 0.75 if version else 0.25) for version in versions
+        ]
+        broker.purge()
 
 
 def test_a_trainer_that_dies_with_its_broker_gives_its_weights_new_numbers(

@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 
+from consumers.trainer.metrics.evaluation_log import EvaluationLog
 from deploy.run.summary import (
     Evaluation,
     Final,
+    finish,
     plot_run,
     read_lines,
     smooth,
@@ -18,6 +20,8 @@ from deploy.run.summary import (
     surviving_lines,
     write_summary,
 )
+from deploy.supervisor.supervisor import RunOutcome
+from schemas.config import parse_config
 
 
 def trained(step: int, *samples: tuple[int, int], **more: Any) -> dict[str, Any]:
@@ -84,6 +88,31 @@ def test_accuracy_is_of_the_first_and_of_the_last_version() -> None:
     summary = summarise([], [], final)
     assert (summary["accuracy_before"], summary["accuracy_after"]) == (0.2, 0.9)
     assert summarise([], [], Final("failed"))["accuracy_before"] is None
+
+
+def test_accuracy_before_training_is_unknown_when_version_0_was_not_evaluated() -> None:
+    summary = summarise([], [], Final("finished", evaluations=[Evaluation(101, 0.5), Evaluation(160, 0.7)]))
+    assert (summary["accuracy_before"], summary["accuracy_after"]) == (None, 0.7)
+
+
+def test_evaluations_that_the_broker_forgot_are_in_the_runs_file(tmp_path: Path) -> None:
+    config = parse_config(
+        {
+            "run": {"folder": str(tmp_path)},
+            "broker": {"url": "redis://127.0.0.1:1"},
+            "model": {"path": "m"},
+            "train": {"name": "arithmetic"},
+            "reward": {"terms": [{"name": "exact"}]},
+        }
+    )
+    line = {"n": 4, "scored": 4, "failed": 0, "off_version": 0, "time": 9.0, "wall_s": 3.0}
+    log = EvaluationLog(tmp_path)
+    log.add(line | {"version": 0, "mean": 0.25})
+    log.add(line | {"version": 5, "mean": None, "scored": 0, "failed": 4})
+    log.add(line | {"version": 9, "mean": 0.75})
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(metric(1, **{"reward/mean": 0.1})) + "\n")
+    ending = finish(config, RunOutcome("finished"), {})
+    assert (ending.summary["accuracy_before"], ending.summary["accuracy_after"]) == (0.25, 0.75)
 
 
 def test_phases_are_the_callers_and_the_trainers() -> None:
