@@ -1,14 +1,14 @@
 """Loading of the configuration: a YAML file, TIDEMILL_ variables and dotted arguments, checked together.
 
 Later sources win: file, then environment (``TIDEMILL_TRAINER__STEPS=10``), then
-arguments (``trainer.steps=10``). Values are YAML. Every mistake is one line.
+arguments (``trainer.steps=10``). Values are YAML. Every mistake is one line, and so is a key that is given twice.
 """
 
 from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,22 @@ from schemas.files import atomic_write
 from schemas.urls import hide_password
 
 ENV_PREFIX = "TIDEMILL_"
+OTHER_VARIABLES = frozenset({"TIDEMILL_CONTROL_TOKEN", "TIDEMILL_CONTROL_TOKEN_FILE", "TIDEMILL_CONTROL_URL"})
+"""Variables that are no settings, and look like some."""
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML in which a key that is given twice is an error: the first value would be lost without a word."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
+                if key.value in seen:
+                    line = key.start_mark.line + 1
+                    raise ConfigError(f"the key {key.value!r} is given twice, for the second time in line {line}")
+                seen.add(key.value)
+        return super().construct_mapping(node, deep)
 
 
 def load_config(
@@ -32,17 +48,25 @@ def load_config(
         text = file.read_text(encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"cannot read the configuration {file}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"the configuration {file} is not UTF-8: {error.reason} at byte {error.start}") from error
     try:
-        data = yaml.safe_load(text)
+        data = yaml.load(text, _Loader)
+    except ConfigError as error:
+        raise ConfigError(f"{file}: {error}") from None
     except yaml.YAMLError as error:
         raise ConfigError(f"{file} is not YAML: {' '.join(str(error).split())}") from error
     if not isinstance(data, dict):
         raise ConfigError(f"{file} must hold sections such as model: and train:, it holds {type(data).__name__}")
     environment = os.environ if environment is None else environment
     for key, value in sorted(environment.items()):
-        if key.startswith(ENV_PREFIX) and "__" in key:
+        if not key.startswith(ENV_PREFIX):
+            continue
+        if "__" in key:
             path = key.removeprefix(ENV_PREFIX).lower().split("__")
             _assign(data, path, _value(value, key), key)
+        elif key not in OTHER_VARIABLES and not value.startswith("tcp://"):
+            _refuse_single_underscores(key)
     for override in overrides:
         name, equals, value = override.partition("=")
         if not equals:
@@ -69,9 +93,32 @@ def save_config(config: TidemillConfig, file: Path) -> None:
     atomic_write(file, yaml.safe_dump(data, sort_keys=False), private=True)
 
 
+def _refuse_single_underscores(variable: str) -> None:
+    """ConfigError for a variable that sets nothing and means a setting. Not for what Kubernetes puts there: it names
+    the address of a service tidemill-control TIDEMILL_CONTROL_PORT."""
+    settings = {"_".join(path).upper(): "__".join(path).upper() for path in _paths(TidemillConfig)}
+    close = difflib.get_close_matches(variable.removeprefix(ENV_PREFIX), settings, n=1, cutoff=0.9)
+    if close:
+        raise ConfigError(
+            f"the variable {variable} sets nothing: sections are parted by two underscores, did you mean"
+            f" {ENV_PREFIX}{settings[close[0]]}?"
+        )
+
+
+def _paths(section: type[BaseModel]) -> Iterator[tuple[str, ...]]:
+    """The paths of all settings in a section and in those below it."""
+    for name, field in section.model_fields.items():
+        yield (name,)
+        below = _section(field.annotation)
+        if below is not None:
+            yield from ((name, *path) for path in _paths(below))
+
+
 def _value(text: str, name: str) -> Any:
     try:
-        return yaml.safe_load(text)
+        return yaml.load(text, _Loader)
+    except ConfigError as error:
+        raise ConfigError(f"{name}: {error}") from None
     except yaml.YAMLError as error:
         raise ConfigError(f"{name}: {text!r} is not a YAML value") from error
 

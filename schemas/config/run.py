@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
-from schemas.config.base import Seconds, Section
+from schemas.config.base import Seconds, Section, matching
+
+RunName = Annotated[
+    str,
+    matching(
+        r"[a-z0-9][a-z0-9_-]{0,62}",
+        "run.name",
+        "lower-case letters, digits, - and _, at most 63, and begin with a letter or digit",
+    ),
+]
+Prefix = Annotated[str, matching(r"[A-Za-z0-9_.-]+", "broker.prefix", "letters, digits, - _ and .")]
 
 
 class RunConfig(Section):
     """Name, folder and seed of the run."""
 
-    name: str = Field(
-        "run", pattern=r"^[a-z0-9][a-z0-9_-]{0,62}$", description="Name of the run; its key prefix in the broker."
+    name: RunName = Field(
+        "run", description="Name of the run, its key prefix in the broker; lower-case letters, digits, - and _."
     )
     folder: Path | None = Field(None, description="Folder of the run's files; runs/NAME by default.")
     base: Path | None = Field(
@@ -53,7 +63,7 @@ class BrokerConfig(Section):
     url: str | None = Field(
         None, description="redis://, rediss:// or unix:// URL; REDIS_URL, else an embedded server, when absent."
     )
-    prefix: str = Field("tidemill", pattern=r"^[A-Za-z0-9_.-]+$", description="First part of every key.")
+    prefix: Prefix = Field("tidemill", description="First part of every key.")
     deadline_s: Seconds = Field(60.0, description="How long a service tries to reach a broker that does not answer.")
     max_message_bytes: int = Field(16 * 1024 * 1024, ge=1024, description="Largest accepted message.")
     max_deliveries: int = Field(5, ge=1, description="Deliveries after which a message goes to the dead letters.")

@@ -10,6 +10,8 @@ from pydantic import BeforeValidator, Field, field_validator, model_validator
 from schemas.config.algorithm import RECIPES, AdvantageConfig, KlConfig, LossConfig, RejectionConfig
 from schemas.config.base import Seconds, Section
 
+Decay = Annotated[float, Field(ge=0, lt=1)]
+
 
 def _switch(value: Any) -> Any:
     """Undo YAML's reading of a plain on or off as true or false."""
@@ -20,7 +22,7 @@ class OptimizerConfig(Section):
     """AdamW and its schedule."""
 
     lr: float = Field(1e-6, gt=0, description="Peak learning rate.")
-    betas: tuple[float, float] = Field((0.9, 0.95), description="Moment decay rates.")
+    betas: tuple[Decay, Decay] = Field((0.9, 0.95), description="Moment decay rates, each from 0 to below 1.")
     eps: float = Field(1e-8, gt=0)
     weight_decay: float = Field(0.0, ge=0)
     max_grad_norm: float = Field(1.0, gt=0, description="Gradient norm is clipped to this.")

@@ -36,6 +36,21 @@ def merged(**sections: Any) -> dict[str, Any]:
         (merged(sampling={"temperature": 0.0}), "sampling.temperature 0 makes every sample of a group equal"),
         (merged(sampling={"max_tokens": 4096}), "leaves no room for a prompt in model.max_length 2048"),
         (merged(flow={"staleness": 0, "window": 9}), "the window may be at most 1"),
+        (
+            merged(run={"name": "MyRun"}),
+            "run.name: 'MyRun' is not allowed, must be lower-case letters, digits, -",
+        ),
+        (merged(broker={"prefix": "a b"}), "broker.prefix: 'a b' is not allowed, must be letters, digits, - _ and ."),
+        (merged(generator={"lease_s": float("inf")}), "generator.lease_s: inf is not allowed, must be a finite number"),
+        (merged(trainer={"optimizer": {"lr": float("inf")}}), "trainer.optimizer.lr: inf is not allowed"),
+        (merged(sampling={"temperature": float("inf")}), "sampling.temperature: inf is not allowed"),
+        (merged(reward={"terms": [{"name": "exact", "weight": float("nan")}]}), "reward.terms.0.weight: nan is not"),
+        (merged(trainer={"loss": {"entropy_coef": float("nan")}}), "trainer.loss.entropy_coef: nan is not allowed"),
+        (
+            merged(trainer={"optimizer": {"betas": [5, -3]}}),
+            "trainer.optimizer.betas.0: 5 is not allowed, must be",
+        ),
+        (merged(trainer={"optimizer": {"betas": [0.9, -3]}}), "trainer.optimizer.betas.1: -3 is not allowed, must be"),
     ],
 )
 def test_a_mistake_is_one_clear_line(data: dict[str, Any], message: str) -> None:
@@ -77,6 +92,49 @@ def test_a_file_that_is_not_there_or_not_yaml_is_named(tmp_path: Path) -> None:
     (tmp_path / "bad.yaml").write_text("a: [")
     with pytest.raises(ConfigError, match="is not YAML"):
         load_config(tmp_path / "bad.yaml", [], {})
+
+
+def test_a_key_that_is_given_twice_is_refused_and_named(tmp_path: Path) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text(yaml.safe_dump(MINIMAL) + "trainer: {steps: 7}\ntrainer: {batch_groups: 9}\n")
+    with pytest.raises(ConfigError, match=r"^[^\n]*the key 'trainer' is given twice[^\n]* line 9$"):
+        load_config(file, [], {})
+    anchors = "sampling: &a {n: 4}\neval: {dataset: {name: x}, sampling: {<<: *a, n: 1}}\n"
+    file.write_text(yaml.safe_dump(MINIMAL) + anchors)
+    evaluation = load_config(file, [], {}).eval
+    assert evaluation is not None
+    assert evaluation.sampling.n == 1
+    with pytest.raises(ConfigError, match=r"^trainer: the key 'steps' is given twice"):
+        load_config(file, ["trainer={steps: 1, steps: 2}"], {})
+
+
+def test_a_file_that_is_not_utf_8_is_one_line(tmp_path: Path) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_bytes("model: {path: Müller}".encode("latin-1"))
+    with pytest.raises(ConfigError, match=r"^the configuration [^\n]* is not UTF-8: [^\n]* at byte 15$"):
+        load_config(file, [], {})
+
+
+@pytest.mark.parametrize("variable", ["TIDEMILL_TRAINER_STEPS", "TIDEMILL_TRAINER_STEP", "TIDEMILL_RUN_NAME"])
+def test_a_variable_with_one_underscore_between_section_and_key_is_not_ignored(tmp_path: Path, variable: str) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text(yaml.safe_dump(MINIMAL))
+    with pytest.raises(ConfigError, match=rf"^the variable {variable} sets nothing: .* TIDEMILL_[A-Z]+__[A-Z]+\?$"):
+        load_config(file, [], {variable: "7"})
+
+
+def test_variables_that_are_no_settings_are_left_alone(tmp_path: Path) -> None:
+    """Those of the control plane's clients, of anybody else, and what Kubernetes sets for a service of that name."""
+    file = tmp_path / "c.yaml"
+    file.write_text(yaml.safe_dump(MINIMAL))
+    others = {
+        "TIDEMILL_CONTROL_TOKEN_FILE": "token",
+        "TIDEMILL_CONTROL_TOKEN": "x",
+        "TIDEMILL_CONTROL_URL": "http://a",
+        "TIDEMILL_HOME": "x",
+        "TIDEMILL_CONTROL_PORT": "tcp://10.0.0.7:8642",
+    }
+    assert load_config(file, [], others).control.port == 8642
 
 
 def test_slots_follow_the_staleness_bound_and_the_window() -> None:
