@@ -54,7 +54,12 @@ ROLES: Mapping[str, Role] = {
         only=_WORKER,
         on="TASKS EVAL_TASKS",
     ),
-    "reward": Role("publish_scores dead_letter heartbeat add_counts", _SERVICE, only=_WORKER, on="TRAJECTORIES"),
+    "reward": Role(
+        "publish_scores return_trajectory dead_letter heartbeat add_counts",
+        _SERVICE,
+        only=_WORKER,
+        on="TRAJECTORIES",
+    ),
     "trainer": Role(
         "take_over read_pipeline claim_scores reclaim_scores discard_scores diagnose_group close_group journal_batch"
         " complete_step commit_step finish_run add_version put_chunk keep_samples heartbeat append_telemetry"

@@ -50,6 +50,17 @@ class ScoreQueue(ConsumerGroup):
         add_counts(self._connection, {f"{DUPLICATE}:score": said.count("dup")})
         return said
 
+    def give_back(self, deliveries: Sequence[Delivery[Trajectory]]) -> None:
+        """Give trajectories that nobody has begun to score to another reward service at once."""
+        calls: list[list[Any]] = [
+            [delivery.entry_id, delivery.message.task_id, delivery.message.sample, self._consumer]
+            for delivery in deliveries
+        ]
+        if calls:
+            self._connection.run_scripts("return_trajectory", calls)
+        for delivery in deliveries:
+            self._release(delivery.stream, delivery.entry_id)
+
     def _fitting(self, score: Score) -> Score:
         """The score, or a failed one when it is too large to be sent."""
         try:

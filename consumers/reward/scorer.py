@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from concurrent.futures import CancelledError, Future
+from concurrent.futures import Future
 from pathlib import Path
 
 import numpy as np
@@ -27,7 +27,8 @@ class Scorer:
         scores = scorer.score(trajectories)
         scorer.close()
 
-    ConfigError if a term is wrong. ``name`` is written into every score.
+    ConfigError if a term is wrong. ``name`` is written into every score. ``workers`` is 0 afterwards if no term needs
+    any, so that ``submit`` returns what is done.
     """
 
     def __init__(self, terms: list[RewardTerm], base: Path, workers: int, timeout_s: float, name: str = "") -> None:
@@ -36,51 +37,42 @@ class Scorer:
         self._inline = [i for i, term in enumerate(self._terms) if term.inline]
         self._pooled = [i for i, term in enumerate(self._terms) if not term.inline]
         self._pool = WorkerPool(terms, base, workers, timeout_s) if self._pooled else None
+        self.workers = workers if self._pooled else 0
 
     def score(self, trajectories: Sequence[Trajectory]) -> list[Score]:
         """Score trajectories and return when all are done, in their order. InfraError if the workers cannot run."""
-        waiting = [self._begin(trajectory) for trajectory in trajectories]
-        return [item if isinstance(item, Score) else self._finish(*item) for item in waiting]
+        return [self._result(future) for future in [self.submit(trajectory) for trajectory in trajectories]]
 
     def submit(self, trajectory: Trajectory) -> Future[Score]:
-        """Score a trajectory without waiting, so that a slow sample holds up no other."""
-        scored: Future[Score] = Future()
-        begun = self._begin(trajectory)
-        if isinstance(begun, Score):
-            scored.set_result(begun)
-            return scored
-        outcomes, future = begun
+        """Score a trajectory without waiting, so that a slow sample holds up no other.
 
-        def deliver(done: Future[list[TermResult]]) -> None:
-            try:
-                scored.set_result(self._sum({**outcomes, **dict(zip(self._pooled, done.result(), strict=False))}))
-            except (InfraError, CancelledError) as error:
-                scored.set_exception(error)
+        The inline terms are called at once, the others by the workers, unless an inline one failed. The future can be
+        cancelled until a worker takes it.
+        """
+        outcomes: dict[int, TermResult] = {}
+        if self._inline:
+            sample = reward_input(trajectory)
+            for i in self._inline:
+                outcomes[i] = self._terms[i].call(sample)
+                if outcomes[i].status != "ok":
+                    return _done(self._sum(outcomes))
+        if self._pool is None:
+            return _done(self._sum(outcomes))
 
-        future.add_done_callback(deliver)
-        return scored
+        def finish(results: list[TermResult]) -> Score:
+            return self._sum({**outcomes, **dict(zip(self._pooled, results, strict=False))})
+
+        return self._pool.submit(self._pooled, lambda: reward_input(trajectory), finish)
 
     def close(self) -> None:
         """End the workers; a second call does nothing."""
         if self._pool is not None:
             self._pool.close()
 
-    def _begin(self, trajectory: Trajectory) -> Score | tuple[dict[int, TermResult], Future[list[TermResult]]]:
-        """Call the inline terms, and give the others to the workers unless an inline one failed."""
-        sample = reward_input(trajectory)
-        outcomes = {}
-        for i in self._inline:
-            outcomes[i] = self._terms[i].call(sample)
-            if outcomes[i].status != "ok":
-                return self._sum(outcomes)
-        if self._pool is None:
-            return self._sum(outcomes)
-        return outcomes, self._pool.submit(self._pooled, sample)
-
-    def _finish(self, outcomes: dict[int, TermResult], future: Future[list[TermResult]]) -> Score:
+    def _result(self, future: Future[Score]) -> Score:
         limit = self._pool.longest_wait_s() if self._pool is not None else 0.0
         try:
-            return self._sum({**outcomes, **dict(zip(self._pooled, future.result(limit), strict=False))})
+            return future.result(limit)
         except TimeoutError:
             raise InfraError(f"no reward worker answered within {limit:.0f} s") from None
 
@@ -103,6 +95,12 @@ class Scorer:
         if not math.isfinite(total):
             return Score(status="error", reason=f"the sum is {total}, not finite", scorer=self._name, seconds=seconds)
         return Score(reward=total, components=components, scorer=self._name, seconds=seconds)
+
+
+def _done(score: Score) -> Future[Score]:
+    future: Future[Score] = Future()
+    future.set_result(score)
+    return future
 
 
 def reward_input(trajectory: Trajectory) -> RewardInput:

@@ -1,4 +1,8 @@
-"""The reward service: scores trajectories as they come. Any number of replicas share the stream."""
+"""The reward service: scores trajectories as they come. Any number of replicas share the stream.
+
+A service takes what its workers can do and a little more, so that what waits is there for other replicas; when it ends
+it gives back what no worker has begun.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +23,11 @@ from schemas.lifecycle import StopFlag
 from schemas.messages import Score, Trajectory
 
 BATCH = 256
-"""Most trajectories that are scored at once."""
+"""Most trajectories that are taken and not scored."""
+AHEAD_S = 1.0
+"""Seconds of work that wait for each worker, so that it never waits for the broker; one sample at least."""
+RECENT = 0.1
+"""Share of the newest sample in the mean time of a sample."""
 READ = 64
 """Most trajectories of a read: with more, the process asks the system for memory each time."""
 BUSY_MS = 20
@@ -57,6 +65,8 @@ class RewardService:
         self._scorers = {"train": scorer, "eval": eval_scorer}
         self._lease_s = lease_s
         self._counts = {"ok": 0, "error": 0, "timeout": 0}
+        self._workers = max(scorer.workers, eval_scorer.workers)
+        self._sample_s = AHEAD_S
         self._pending: dict[Future[Score], Delivery[Trajectory]] = {}
 
     def describe(self) -> tuple[str, int, dict[str, float]]:
@@ -67,20 +77,27 @@ class RewardService:
         self._queue.renew_leases()
 
     def run(self, stop: StopFlag) -> None:
-        """Score until ``stop`` is set, and then what was read before."""
+        """Score until ``stop`` is set; then give back what has not begun, and score the rest."""
         next_claim = 0.0
         while not stop:
-            if len(self._pending) < BATCH:
-                if time.monotonic() >= next_claim:
-                    self._submit(self._queue.claim_stale(self._lease_s, BATCH))
-                    next_claim = time.monotonic() + self._lease_s / 2
-                self._submit(self._queue.read(READ, BUSY_MS if self._pending else BLOCK_MS))
+            if self._room() and time.monotonic() >= next_claim:
+                self._submit(self._queue.claim_stale(self._lease_s, self._room()))
+                next_claim = time.monotonic() + self._lease_s / 2
+            if room := self._room():
+                self._submit(self._queue.read(min(READ, room), BUSY_MS if self._pending else BLOCK_MS))
             else:
                 wait(self._pending, timeout=1.0, return_when=FIRST_COMPLETED)
             self._publish()
+        waiting = [future for future in self._pending if future.cancel()]
+        self._queue.give_back([self._pending.pop(future) for future in waiting])
         while self._pending:
             wait(self._pending, timeout=1.0, return_when=FIRST_COMPLETED)
             self._publish()
+
+    def _room(self) -> int:
+        """Trajectories that may be taken now: work for each worker, and as much again for the next ``AHEAD_S``."""
+        most = self._workers * (1 + max(1, int(AHEAD_S / max(self._sample_s, AHEAD_S / BATCH)))) or BATCH
+        return max(0, min(BATCH, most) - len(self._pending))
 
     def _submit(self, deliveries: Sequence[Delivery[Trajectory]]) -> None:
         for delivery in deliveries:
@@ -90,6 +107,9 @@ class RewardService:
         """Publish every score that is ready; a slow sample holds up no other."""
         done = [future for future in self._pending if future.done()]
         results = [(self._pending.pop(future), future.result()) for future in done]
+        for delivery, score in results:
+            if self._scorers[delivery.message.kind].workers:
+                self._sample_s += RECENT * (score.seconds - self._sample_s)
         self._queue.publish(results)
         failed = [score for _, score in results if score.status != "ok"]
         if failed:

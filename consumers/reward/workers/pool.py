@@ -14,10 +14,11 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import msgspec
 
@@ -26,6 +27,7 @@ from consumers.reward.workers.worker import PREFIX, Call, Ready, Setup
 from schemas.config import RewardTerm
 from schemas.errors import InfraError
 
+T = TypeVar("T")
 START_TIMEOUT_S = 60.0
 _CLOSE_TIMEOUT_S = 10.0
 
@@ -35,19 +37,24 @@ class WorkerEnded(Exception):
 
 
 @dataclass(frozen=True)
-class Job:
-    """Terms (by index) to call on a sample in this order, until a call fails."""
+class Job(Generic[T]):
+    """Terms (by index) to call on a sample in this order, until a call fails.
+
+    sample: makes the functions' input when a worker is free; what waits is no larger than its message.
+    finish: makes the future's result of the calls' results.
+    """
 
     terms: list[int]
-    sample: RewardInput
-    future: Future[list[TermResult]]
+    sample: Callable[[], RewardInput]
+    finish: Callable[[list[TermResult]], T]
+    future: Future[T]
 
 
 class WorkerPool:
     """A number of workers, each with a thread that feeds it. Thread-safe::
 
     pool = WorkerPool(terms, base, size=2, timeout_s=15.0)
-    outcomes = pool.submit([0, 2], sample).result(pool.longest_wait_s())
+    outcomes = pool.submit([0, 2], lambda: sample, list).result(pool.longest_wait_s())
     pool.close()
     """
 
@@ -64,7 +71,7 @@ class WorkerPool:
         self._timeout_s = timeout_s
         self._start_timeout_s = start_timeout_s
         self._term_count = len(terms)
-        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[Job[Any] | None] = queue.SimpleQueue()
         self._closing = threading.Event()
         setup = Setup([term.model_dump() for term in terms], str(base.resolve()), list(sys.path), os.getpid())
         self._workers = [Worker(setup, start_timeout_s) for _ in range(size)]
@@ -76,15 +83,18 @@ class WorkerPool:
         for thread in self._threads:
             thread.start()
 
-    def submit(self, terms: list[int], sample: RewardInput) -> Future[list[TermResult]]:
-        """Call terms, by index, on a sample; results in their order, up to the first that is not ok.
+    def submit(
+        self, terms: list[int], sample: Callable[[], RewardInput], finish: Callable[[list[TermResult]], T]
+    ) -> Future[T]:
+        """Call terms, by index, on a sample; ``finish`` gets the results in their order, up to the first that failed.
 
-        InfraError if the pool is closed; the future raises it if no worker starts.
+        The future can be cancelled until a worker takes it. InfraError if the pool is closed; the future raises it if
+        no worker starts.
         """
         if self._closing.is_set():
             raise InfraError("the reward workers are closed")
-        future: Future[list[TermResult]] = Future()
-        self._jobs.put(Job(terms, sample, future))
+        future: Future[T] = Future()
+        self._jobs.put(Job(terms, sample, finish, future))
         return future
 
     def longest_wait_s(self) -> float:
@@ -106,7 +116,7 @@ class WorkerPool:
                 job = self._jobs.get_nowait()
             except queue.Empty:
                 break
-            if job is not None:
+            if job is not None and job.future.set_running_or_notify_cancel():
                 job.future.set_exception(InfraError("the reward workers were closed"))
 
     def _serve(self, worker: Worker) -> None:
@@ -117,18 +127,19 @@ class WorkerPool:
                 break
             if job.future.set_running_or_notify_cancel():
                 try:
-                    job.future.set_result(self._run(worker, job))
+                    job.future.set_result(job.finish(self._run(worker, job)))
                 except InfraError as error:
                     job.future.set_exception(error)
             if not self._closing.is_set():
                 self._try_start(worker)
         worker.kill()
 
-    def _run(self, worker: Worker, job: Job) -> list[TermResult]:
+    def _run(self, worker: Worker, job: Job[Any]) -> list[TermResult]:
         outcomes: list[TermResult] = []
+        sample = job.sample()
         for term in job.terms:
             worker.start()
-            outcomes.append(self._call(worker, term, job.sample))
+            outcomes.append(self._call(worker, term, sample))
             if outcomes[-1].status != "ok":
                 break
         return outcomes

@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -187,10 +189,29 @@ def test_the_first_error_ends_a_sample(base: Path):
     assert result.reason.startswith("exact: ")
 
 
+def test_the_input_of_a_sample_that_waits_is_not_made_yet(base: Path):
+    pool = WorkerPool(terms("mine.py:by_data"), base, size=1, timeout_s=60.0)
+    made: list[int] = []
+    begun = threading.Event()
+
+    def make(number: int) -> RewardInput:
+        made.append(number)
+        begun.set()
+        return RewardInput("", "", [], [], {"do": "hang"})
+
+    try:
+        futures = [pool.submit([0], partial(make, number), list) for number in range(3)]
+        assert begun.wait(60)
+        assert made == [0]
+        assert [future.cancel() for future in futures] == [False, True, True]
+    finally:
+        pool.close()
+
+
 def test_a_worker_that_cannot_start_is_an_infrastructure_error(base: Path):
     pool = WorkerPool(terms("mine.py:gone"), base, size=1, timeout_s=5.0)
     try:
-        future = pool.submit([0], RewardInput("", "", [], [], {}))
+        future = pool.submit([0], lambda: RewardInput("", "", [], [], {}), list)
         with pytest.raises(InfraError, match=r"a reward worker cannot start: .*has no 'gone'"):
             future.result(timeout=60)
     finally:
@@ -202,7 +223,7 @@ def test_start_has_a_deadline(base: Path):
     pool = WorkerPool(terms("slow.py:f"), base, size=1, timeout_s=5.0, start_timeout_s=0.5)
     try:
         with pytest.raises(InfraError, match=r"did not start within 0\.5 s"):
-            pool.submit([0], RewardInput("", "", [], [], {})).result(timeout=60)
+            pool.submit([0], lambda: RewardInput("", "", [], [], {}), list).result(timeout=60)
     finally:
         pool.close()
 
@@ -213,8 +234,8 @@ from consumers.reward.workers.pool import WorkerPool
 from consumers.reward.rewards.terms import RewardInput
 from schemas.config import RewardTerm
 pool = WorkerPool([RewardTerm(name=n) for n in ("mine.py:pid", "mine.py:by_data")], pathlib.Path("."), 1, 600.0)
-print(int(pool.submit([0], RewardInput("", "", [], [], {})).result(60)[0].value), flush=True)
-pool.submit([1], RewardInput("", "", [], [], {"do": "hang"}))
+print(int(pool.submit([0], lambda: RewardInput("", "", [], [], {}), list).result(60)[0].value), flush=True)
+pool.submit([1], lambda: RewardInput("", "", [], [], {"do": "hang"}), list)
 sys.stdin.read()
 """
 
