@@ -29,6 +29,7 @@ from consumers.trainer.checkpoint.state import copy_tensors, put_tensors, random
 from consumers.trainer.distributed.channel import Channel
 from consumers.trainer.distributed.ranks import Ranks
 from consumers.trainer.model.lora import check_same, describe
+from consumers.trainer.step.loss_scale import LossScale
 from consumers.trainer.step.train_step import TrainStep
 from schemas.errors import ConfigError, InfraError
 
@@ -93,6 +94,7 @@ class CheckpointStore:
             "version": version,
             "world": train.ranks.world,
             "schedule": train.schedule.done,
+            "loss_scale": [scale.state() for scale in _loss_scales(train)],
             "adapter": describe(train.policy.adapter),
             "extra": extra,
         }
@@ -194,6 +196,9 @@ class CheckpointStore:
         load_tensors(path, tensors)
         put_tensors(train, tensors)
         train.schedule.done = state["schedule"]
+        # Earlier versions saved none.
+        for scale, saved in zip(_loss_scales(train), state.get("loss_scale", ()), strict=False):
+            scale.restore(saved)
         rng = path / f"rng-{train.ranks.rank}.json"
         # More ranks than there were: the new ones keep the random state they started with.
         if rng.exists():
@@ -237,6 +242,11 @@ def step_of(path: Path) -> int:
 def leader_term_of(path: Path) -> int:
     """The number of the leader term that wrote a finished checkpoint, by its name."""
     return int(path.name.rpartition("-t")[2])
+
+
+def _loss_scales(train: TrainStep) -> list[LossScale]:
+    """The scales of the policy's loss and of the critic's."""
+    return [train.loss_scale, *([train.critic.loss_scale] if train.critic is not None else [])]
 
 
 @contextmanager

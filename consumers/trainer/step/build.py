@@ -11,6 +11,7 @@ from consumers.trainer.model.compile import compile_layers
 from consumers.trainer.model.lora import make_policy
 from consumers.trainer.model.policy import DTYPES, Policy, load_model
 from consumers.trainer.step.critic import Critic, CriticStep
+from consumers.trainer.step.loss_scale import LossScale
 from consumers.trainer.step.optimizer import Schedule, build_optimizer
 from consumers.trainer.step.prepare import Preparation
 from consumers.trainer.step.train_step import TrainStep
@@ -74,7 +75,8 @@ def build_train_step(
     )
     optimizer = build_optimizer(policy.parameters(), trainer.optimizer)
     schedule = Schedule(optimizer, trainer.optimizer, trainer.steps)
-    return TrainStep(policy, planner, preparation, objective, optimizer, schedule, ranks)
+    scale = LossScale(ranks, dtype)
+    return TrainStep(policy, planner, preparation, objective, optimizer, schedule, ranks, scale)
 
 
 def build_critic(config: TidemillConfig) -> Critic | None:

@@ -5,6 +5,8 @@ It gives the values that ``gae`` needs, before the step's first gradient, and is
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -12,6 +14,7 @@ from transformers import PreTrainedModel
 from consumers.trainer.data.microbatches import MicroBatch
 from consumers.trainer.distributed.ranks import Ranks
 from consumers.trainer.model.packing import pack, switch_to_packing
+from consumers.trainer.step.loss_scale import LossScale
 from consumers.trainer.step.optimizer import build_optimizer, lr_factor
 from schemas.config import CriticConfig
 
@@ -57,7 +60,7 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float 
 
 
 class CriticStep:
-    """The critic's side of an optimizer step: ``values``, then ``accumulate`` for each micro-batch, then ``update``."""
+    """The critic's side of an optimizer step: ``values`` before the policy's gradient, ``run`` after its update."""
 
     def __init__(
         self, critic: Critic, settings: CriticConfig, steps: int, ranks: Ranks, dtype: torch.dtype = torch.float32
@@ -67,7 +70,7 @@ class CriticStep:
         self.settings = settings
         self.steps = steps
         self.optimizer = build_optimizer(self.critic.parameters(), settings.optimizer)
-        self._sums = [0.0, 0.0, 0.0]
+        self.loss_scale = LossScale(ranks, dtype)
 
     @torch.no_grad()
     def values(self, micro: MicroBatch) -> Tensor:
@@ -75,26 +78,24 @@ class CriticStep:
         found: Tensor = self.critic(micro.tokens, micro.mask, micro.lengths)
         return found
 
-    def accumulate(self, micro: MicroBatch, old_values: Tensor, returns: Tensor, tokens: float) -> None:
-        """Run backward from this micro-batch's part of the mean over all ``tokens`` loss tokens of the step."""
-        values = self.critic(micro.tokens, micro.mask, micro.lengths)
-        loss = value_loss(values, old_values, returns, self.settings.clip)
-        total = torch.where(micro.mask, loss, 0.0).sum() / max(tokens, 1.0)
-        self.ranks.backward(total)
-        mask = micro.mask
-        self._sums[0] += float(total.detach())
-        self._sums[1] += float((returns - old_values)[mask].double().square().sum())
-        self._sums[2] += float(returns[mask].double().square().sum())
+    def run(self, parts: Sequence[tuple[MicroBatch, Tensor, Tensor]], tokens: float, done: int) -> dict[str, float]:
+        """Update the critic unless something is not finite; returns metrics of all ranks.
 
-    def update(self, done: int) -> dict[str, float]:
-        """Update the critic unless something is not finite; returns metrics of all ranks. done: steps before this one.
-
-        critic_error: root mean square of return - value over that of the returns, 1 for a critic that says 0.
+        parts: micro-batches with the values before the step and the returns, float32 [R, T-1]. tokens: loss tokens of
+        the step, over which the loss is a mean. done: steps before this one. critic_error: root mean square of return
+        - value over that of the returns, 1 for a critic that says 0.
         """
-        loss, error, scale = self.ranks.all_reduce_sum(self._sums)
-        self._sums = [0.0, 0.0, 0.0]
         optimizer = self.settings.optimizer
-        norm = self.ranks.clip_grad_norm(self.critic.parameters(), optimizer.max_grad_norm)
+        while True:
+            self.optimizer.zero_grad(set_to_none=True)
+            sums = [0.0, 0.0, 0.0]
+            for part in parts:
+                found = self._accumulate(*part, tokens)
+                sums = [total + value for total, value in zip(sums, found, strict=True)]
+            loss, error, square = self.ranks.all_reduce_sum(sums)
+            norm = self.loss_scale.clip_grad_norm(self.critic.parameters(), optimizer.max_grad_norm)
+            if not self.loss_scale.retry(norm, loss):
+                break
         lr = optimizer.lr * lr_factor(done, optimizer, self.steps)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
@@ -103,7 +104,21 @@ class CriticStep:
         self.optimizer.zero_grad(set_to_none=True)
         return {
             "critic_loss": loss,
-            "critic_error": (error / scale) ** 0.5 if scale else 0.0,
+            "critic_error": (error / square) ** 0.5 if square else 0.0,
             "critic_grad_norm": norm,
             "critic_lr": lr,
+            **self.loss_scale.metrics("critic_"),
         }
+
+    def _accumulate(self, micro: MicroBatch, old_values: Tensor, returns: Tensor, tokens: float) -> list[float]:
+        """Run backward from a micro-batch's part of the loss; returns that, and the sums of errors and of returns."""
+        values = self.critic(micro.tokens, micro.mask, micro.lengths)
+        loss = value_loss(values, old_values, returns, self.settings.clip)
+        total = torch.where(micro.mask, loss, 0.0).sum() / max(tokens, 1.0)
+        self.loss_scale.backward(total)
+        mask = micro.mask
+        return [
+            float(total.detach()),
+            float((returns - old_values)[mask].double().square().sum()),
+            float(returns[mask].double().square().sum()),
+        ]

@@ -21,6 +21,7 @@ from consumers.trainer.metrics.step_metrics import StepMeter, sample_metrics
 from consumers.trainer.metrics.timing import StepTimer
 from consumers.trainer.model.policy import Policy
 from consumers.trainer.step.critic import CriticStep
+from consumers.trainer.step.loss_scale import LossScale
 from consumers.trainer.step.optimizer import Schedule
 from consumers.trainer.step.prepare import Preparation, Prepared
 
@@ -59,6 +60,7 @@ class TrainStep:
         optimizer: AdamW,
         schedule: Schedule,
         ranks: Ranks,
+        loss_scale: LossScale,
     ) -> None:
         self.policy = policy
         self.planner = planner
@@ -67,6 +69,7 @@ class TrainStep:
         self.optimizer = optimizer
         self.schedule = schedule
         self.ranks = ranks
+        self.loss_scale = loss_scale
 
     @property
     def critic(self) -> CriticStep | None:
@@ -76,19 +79,12 @@ class TrainStep:
     def run(self, batch: StepBatch, version: int) -> StepResult:
         """Update the weights once; ``version`` is that of the weights before the step."""
         timer = StepTimer()
-        meter = StepMeter(version)
-        self.optimizer.zero_grad(set_to_none=True)
         with timer.phase("prepare"):
             micro_batches = [micro.to(self.policy.device) for micro in batch.micro_batches]
             prepared = self.preparation.run(self.policy, micro_batches, version, self.ranks.all_reduce_sum)
-        for part in prepared:
-            with timer.phase("forward"):
-                loss = self._forward(part, meter)
-            with timer.phase("backward"):
-                self.ranks.backward(loss)
+        meter, norm = self._compute_gradient(prepared, version, timer)
         with timer.phase("optimizer"):
-            meter.reduce(self.ranks.all_reduce_sum, self.ranks.all_reduce_max)
-            norm, lr, skipped = self._update(meter)
+            lr, skipped = self._update(norm, meter.sums["loss"])
         with timer.phase("critic"):
             critic_metrics = self._train_critic(prepared, meter.sums["tokens"])
         # The schedule follows the run's steps, of which a skipped one is one too.
@@ -100,18 +96,36 @@ class TrainStep:
             "grad_norm": norm,
             "lr": lr,
             "skipped": float(skipped),
+            **self.loss_scale.metrics(),
         }
         return StepResult(metrics, dict(sorted(meter.staleness.items())), skipped, timer.lap())
 
-    def _update(self, meter: StepMeter) -> tuple[float, float, bool]:
-        """Change the weights; returns the norm before clipping, the learning rate, and whether it was skipped."""
-        norm = self.ranks.clip_grad_norm(self.policy.parameters(), self.schedule.settings.max_grad_norm)
+    def _compute_gradient(
+        self, prepared: Sequence[Prepared], version: int, timer: StepTimer
+    ) -> tuple[StepMeter, float]:
+        """Compute the step's clipped gradient; returns the metrics of all ranks, and the norm before clipping."""
+        while True:
+            self.optimizer.zero_grad(set_to_none=True)
+            meter = StepMeter(version)
+            for part in prepared:
+                with timer.phase("forward"):
+                    loss = self._forward(part, meter)
+                with timer.phase("backward"):
+                    self.loss_scale.backward(loss)
+            with timer.phase("optimizer"):
+                meter.reduce(self.ranks.all_reduce_sum, self.ranks.all_reduce_max)
+                norm = self.loss_scale.clip_grad_norm(self.policy.parameters(), self.schedule.settings.max_grad_norm)
+            if not self.loss_scale.retry(norm, meter.sums["loss"]):
+                return meter, norm
+
+    def _update(self, norm: float, loss: float) -> tuple[float, bool]:
+        """Change the weights unless something is not finite; returns the learning rate, and whether it was skipped."""
         lr = self.schedule.apply()
-        skipped = not (norm < float("inf") and abs(meter.sums["loss"]) < float("inf"))
+        skipped = not (norm < float("inf") and abs(loss) < float("inf"))
         if not skipped:
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        return norm, lr, skipped
+        return lr, skipped
 
     def _forward(self, part: Prepared, meter: StepMeter) -> Tensor:
         """Compute this micro-batch's part of the step's loss, with its gradient graph."""
@@ -133,7 +147,9 @@ class TrainStep:
         """Train the critic, if there is one, on the step's returns; returns its metrics."""
         if self.critic is None:
             return {}
-        for part in prepared:
-            if part.values is not None and part.returns is not None:
-                self.critic.accumulate(part.micro, part.values, part.returns, tokens)
-        return self.critic.update(self.schedule.done)
+        parts = [
+            (part.micro, part.values, part.returns)
+            for part in prepared
+            if part.values is not None and part.returns is not None
+        ]
+        return self.critic.run(parts, tokens, self.schedule.done)
