@@ -7,13 +7,15 @@ Task ids below the cursor were admitted; those to be admitted again (``readmit``
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from broker.connection.connection import BLOCK_MS, Connection
 from broker.flow.run_control import ControlState
 from broker.queues.dead_letters import body_or_letter
+from schemas.config.run import slots_problem
+from schemas.errors import RefusedError
 from schemas.messages import Task
 
 AdmissionAnswer = Literal["ok", "full", "paused", "done", "moved", "starting"]
@@ -141,12 +143,17 @@ class Ledger:
         """Change control state: that of the run, or why it has failed."""
         self._connection.run_script("set_run_state", name, value)
 
-    def change_setting(self, setting: Setting, value: int | None) -> bool:
-        """Change the staleness bound or the batch while the run goes on; None goes back to the configuration's.
+    def change_settings(self, values: Mapping[Setting, int | None]) -> bool:
+        """Change settings while the run goes on, all or none; None goes back to the configuration's.
 
-        False when no trainer has begun yet. The change outlives restarts of every service.
+        False when no trainer has begun yet. RefusedError when they would leave fewer slots than a batch needs. The
+        change outlives restarts of every service.
         """
-        return bool(self._connection.run_script("change_setting", setting, "" if value is None else value) == b"ok")
+        args = [arg for name, value in values.items() for arg in (name, "" if value is None else value)]
+        answer = self._connection.run_script("change_settings", *args)
+        if isinstance(answer, list):
+            raise RefusedError(str(slots_problem(*(int(value) for value in answer))))
+        return bool(answer == b"ok")
 
     def count_live_samples(self) -> int:
         """Published training samples of groups that hold a slot."""

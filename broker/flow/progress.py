@@ -121,7 +121,8 @@ class Takeover:
     """The broker's answer. lost: the broker had lost something, and was mended from what the trainer knew.
 
     surplus: groups that its counts say ended more often than they were admitted: an error, which the ledger shows
-    as a negative ``dropped:counted_twice``.
+    as a negative ``dropped:counted_twice``. refused_settings: those that people had set, with their values, and that
+    leave no room for a batch under this configuration, whose own are in force instead; empty if there are none.
     """
 
     leader_term: str
@@ -131,3 +132,4 @@ class Takeover:
     started: str
     lost: bool
     surplus: int = 0
+    refused_settings: str = ""

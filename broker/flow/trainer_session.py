@@ -60,9 +60,11 @@ class TrainerSession:
                 " restore the folder, give the run another run.name, or delete what is left with `tidemill purge`"
             )
         answer = [part.decode() for part in reply]
-        leader_term, step, version, broker_lifetime, started, lost, surplus = answer
+        leader_term, step, version, broker_lifetime, started, lost, surplus, refused = answer
         self._leader_term = leader_term
-        return Takeover(leader_term, int(step), int(version), broker_lifetime, started, lost == "1", int(surplus))
+        return Takeover(
+            leader_term, int(step), int(version), broker_lifetime, started, lost == "1", int(surplus), refused.strip()
+        )
 
     @property
     def leader_term(self) -> str:

@@ -35,10 +35,19 @@ local function refused(leader_term)
   return 'lost'
 end
 
--- Set the number of slots from the staleness bound, the batch and the look-ahead window.
+-- The number of slots that the staleness bound, the batch and the look-ahead window make (schemas/config/run.py).
+local function count_slots(staleness, batch, window)
+  return (tonumber(staleness) + 1) * tonumber(batch) - (tonumber(window) - 1)
+end
+
+-- Whether they hold one batch at least: with fewer the trainer would wait for ever.
+local function enough_slots(staleness, batch, window)
+  return count_slots(staleness, batch, window) >= tonumber(batch)
+end
+
 local function set_slots()
   local ctl = redis.call('HMGET', CTL, 'staleness', 'batch', 'window')
-  redis.call('HSET', CTL, 'slots', (tonumber(ctl[1]) + 1) * tonumber(ctl[2]) - (tonumber(ctl[3]) - 1))
+  redis.call('HSET', CTL, 'slots', count_slots(ctl[1], ctl[2], ctl[3]))
 end
 
 -- Count `count` more outcomes of a group as known; with the last one the task itself is acknowledged.

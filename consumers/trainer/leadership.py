@@ -80,6 +80,13 @@ class Leadership:
         context.retry("leader_term", lambda: self._begin(takeover.leader_term))
         context.rank_group.checkpoint_store.sweep(self.number)
         progress.broker_lifetime, progress.started = takeover.broker_lifetime, takeover.started
+        if takeover.refused_settings:
+            flow, batch = context.config.flow, context.config.trainer.batch_groups
+            text = (
+                f"the changed settings ({takeover.refused_settings}) leave no room for a batch with flow.window"
+                f" {flow.window}: the configuration's staleness {flow.staleness} and batch {batch} are in force"
+            )
+            context.notify("settings", "warning", text)
         if takeover.lost:
             progress.version = max(progress.version, takeover.version)
             if takeover.surplus:

@@ -11,7 +11,7 @@ from schemas.config.data import DatasetConfig, EvalConfig, RewardConfig
 from schemas.config.deploy import ControlConfig, LauncherConfig, ProbesConfig, SupervisorConfig
 from schemas.config.generator import GeneratorConfig, SamplingConfig
 from schemas.config.offline import DpoConfig, RewardModelConfig, WarmStartConfig
-from schemas.config.run import BrokerConfig, FlowConfig, LogConfig, ModelConfig, RunConfig
+from schemas.config.run import BrokerConfig, FlowConfig, LogConfig, ModelConfig, RunConfig, count_slots, slots_problem
 from schemas.config.trainer import TrainerConfig
 
 
@@ -52,7 +52,7 @@ class TidemillConfig(Section):
     @property
     def slots(self) -> int:
         """Most prompt groups in the pipeline at once."""
-        return (self.flow.staleness + 1) * self.trainer.batch_groups - (self.flow.window - 1)
+        return count_slots(self.flow.staleness, self.trainer.batch_groups, self.flow.window)
 
     @model_validator(mode="after")
     def _check_combinations(self) -> TidemillConfig:
@@ -61,12 +61,9 @@ class TidemillConfig(Section):
                 f"trainer.advantage.name {self.trainer.advantage.name!r} compares the samples of a group, but"
                 " sampling.n is 1: set sampling.n to 2 or more, or trainer.advantage.name to raw"
             )
-        if self.slots < self.trainer.batch_groups:
-            raise ValueError(
-                f"flow.window {self.flow.window} leaves {self.slots} slots for a batch of"
-                f" {self.trainer.batch_groups}: the window may be at most"
-                f" {self.flow.staleness * self.trainer.batch_groups + 1}"
-            )
+        problem = slots_problem(self.flow.staleness, self.trainer.batch_groups, self.flow.window)
+        if problem is not None:
+            raise ValueError(problem)
         for name, sampling in (("sampling", self.sampling), ("eval.sampling", self.eval and self.eval.sampling)):
             if sampling and sampling.max_tokens >= self.model.max_length:
                 raise ValueError(

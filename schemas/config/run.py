@@ -46,6 +46,22 @@ class ModelConfig(Section):
     trust_remote_code: bool = Field(False, description="Run Python code that comes with the model.")
 
 
+def count_slots(staleness: int, batch: int, window: int) -> int:
+    """Most prompt groups in the pipeline at once; also in broker/lua/prelude.lua."""
+    return (staleness + 1) * batch - (window - 1)
+
+
+def slots_problem(staleness: int, batch: int, window: int) -> str | None:
+    """Say why no batch of this size can ever be complete, None if it can: it needs a slot for each of its groups."""
+    slots = count_slots(staleness, batch, window)
+    if slots >= batch:
+        return None
+    return (
+        f"flow.window {window} leaves {slots} slots for a batch of {batch} at staleness {staleness}: the window may be"
+        f" at most {staleness * batch + 1}, staleness times batch at least {window - 1}"
+    )
+
+
 class FlowConfig(Section):
     """The bound on staleness. Slots = (staleness + 1) * trainer.batch_groups - (window - 1)."""
 

@@ -36,6 +36,7 @@ from schemas.control_api import (
     TrajectoryHead,
     TurnRange,
 )
+from schemas.errors import RefusedError
 from schemas.messages import Event
 
 BROKEN = "\ufffd"
@@ -162,17 +163,23 @@ def trajectory(broker: Broker, task_id: int, sample: int, decode: Decode | None)
 
 
 def change(broker: Broker, wanted: SettingsChange, service: str, by: str) -> None:
-    """Change what is given of the staleness bound, the batch and the samples in flight of each generator."""
+    """Change what is given of the staleness bound, the batch and the samples in flight of each generator; all or none.
+
+    Refusal when they do not fit together.
+    """
     given = wanted.model_fields_set
     if not given:
         raise Refusal(422, f"nothing to change: give one of {', '.join(SETTINGS)}")
-    for name in SETTINGS:
-        if name in given:
-            value = getattr(wanted, name)
-            if not broker.ledger.change_setting(name, value):
-                raise Refusal(409, "the run has no trainer yet that could follow; try again when it has begun")
-            text = f"{name} set to {value}" if value is not None else f"{name} set back to the configuration's"
-            record_event(broker, service, "settings", text, by)
+    values: dict[Setting, int | None] = {name: getattr(wanted, name) for name in SETTINGS if name in given}
+    try:
+        begun = broker.ledger.change_settings(values)
+    except RefusedError as error:
+        raise Refusal(409, str(error)) from error
+    if not begun:
+        raise Refusal(409, "the run has no trainer yet that could follow; try again when it has begun")
+    for name, value in values.items():
+        text = f"{name} set to {value}" if value is not None else f"{name} set back to the configuration's"
+        record_event(broker, service, "settings", text, by)
 
 
 HEAD_CHARACTERS = 200

@@ -158,7 +158,18 @@ for _, seen in ipairs(own.evaluations) do
   end
 end
 redis.call('HSET', CTL, 'paused', (redis.call('HGET', RUN_CONTROL, 'pause') or 'none') == 'none' and '0' or '1')
-for name, value in pairs(own.settings) do redis.call('HSETNX', CTL, 'set:' .. name, string.format('%d', value)) end
+if not known_step then
+  for name, value in pairs(own.settings) do redis.call('HSETNX', CTL, 'set:' .. name, string.format('%d', value)) end
+end
+-- What people set was checked against the configuration of then; where it leaves no room for a batch now, it goes.
+local set = redis.call('HMGET', CTL, 'set:staleness', 'set:batch')
+local refused_settings = ''
+if not enough_slots(set[1] or own.staleness, set[2] or own.batch, own.window) then
+  for i, name in ipairs({'staleness', 'batch'}) do
+    if set[i] then refused_settings = refused_settings .. name .. ' ' .. set[i] .. ' ' end
+  end
+  redis.call('HDEL', CTL, 'set:staleness', 'set:batch')
+end
 local concurrency = redis.call('HGET', CTL, 'set:concurrency')
 if concurrency then redis.call('HSET', RUN_CONTROL, 'concurrency', concurrency) end
 for _, name in ipairs({'batch', 'staleness'}) do
@@ -171,4 +182,4 @@ for _, pair in ipairs({{TASKS, GENERATORS}, {EVAL_TASKS, GENERATORS}, {TRAJECTOR
 end
 changed('take_over')
 local now = redis.call('HMGET', CTL, 'step', 'version', 'broker_lifetime', 'started')
-return {leader_term, now[1], now[2], now[3], now[4], lost and '1' or '0', string.format('%d', surplus)}
+return {leader_term, now[1], now[2], now[3], now[4], lost and '1' or '0', string.format('%d', surplus), refused_settings}

@@ -198,8 +198,8 @@ def test_a_score_for_a_broker_that_was_wiped_changes_nothing(broker: Broker) -> 
 
 def test_live_changes_and_pause_outlive_a_wiped_broker(broker: Broker) -> None:
     training = take_over(broker)
-    assert broker.ledger.change_setting("staleness", 2)
-    assert broker.ledger.change_setting("batch", 3)
+    assert broker.ledger.change_settings({"staleness": 2})
+    assert broker.ledger.change_settings({"batch": 3})
     assert broker.ledger.read_state().capacity == 9
     look = training.read_pipeline()
     assert (look.staleness, look.batch, look.settings) == (2, 3, {"staleness": 2, "batch": 3})
@@ -208,7 +208,7 @@ def test_live_changes_and_pause_outlive_a_wiped_broker(broker: Broker) -> None:
     take_over_as(broker, saved)
     state = broker.ledger.read_state()
     assert (state.capacity, state.staleness, state.paused) == (9, 2, True)
-    broker.ledger.change_setting("staleness", None)
+    broker.ledger.change_settings({"staleness": None})
     take_over_as(broker, change_request(saved, broker_lifetime=training_lifetime(broker), settings={}))
     assert broker.ledger.read_state().staleness == 7
 

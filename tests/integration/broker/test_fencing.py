@@ -3,23 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
-from typing import cast
 
 import pytest
 
 from broker.client import Broker
 from broker.flow.fencing import term_number
-from broker.flow.progress import Progress
 from broker.weights.transports import make_transport
-from consumers.trainer.checkpoint.store import CheckpointStore
-from consumers.trainer.context import DiskRetry, TrainerContext
-from consumers.trainer.leadership import LeaderRecord, Leadership
-from consumers.trainer.metrics.evaluation_log import EvaluationLog
-from consumers.trainer.metrics.timing import StepTimer
-from consumers.trainer.rank_group import RankGroup
-from schemas.config import parse_config
+from consumers.trainer.leadership import LeaderRecord
 from schemas.errors import BrokerLost, FencedError
+from tests.support.leadership import leadership_in
 from tests.support.one_group import fetch_weights, publish_weights
 from tests.support.trainer_sessions import take_over
 
@@ -89,24 +81,6 @@ def test_a_broker_that_was_wiped_takes_no_weights_before_it_is_mended(broker: Br
         publish_weights(broker, training.leader_term, 1, tmp_path)
     with pytest.raises(BrokerLost):
         training.finish_run()
-
-
-def leadership_in(folder: Path, broker: Broker) -> Leadership:
-    """Of a trainer without a model."""
-    config = parse_config(
-        {
-            "run": {"folder": str(folder)},
-            "model": {"path": "m"},
-            "train": {"name": "arithmetic"},
-            "reward": {"terms": [{"name": "exact"}]},
-            "trainer": {"steps": 9},
-        }
-    )
-    rank_group = cast(RankGroup, SimpleNamespace(checkpoint_store=CheckpointStore(folder)))
-    retry = DiskRetry(0.0, lambda *_: None)
-    session, progress, timer = broker.trainer_session(), Progress(), StepTimer()
-    context = TrainerContext(config, broker, session, rank_group, progress, timer, retry, lambda *_: None)
-    return Leadership(context, EvaluationLog(folder))
 
 
 def test_a_replaced_trainer_leaves_the_term_file_as_its_successor_wrote_it(broker: Broker, tmp_path: Path) -> None:

@@ -142,7 +142,7 @@ def test_the_operator_steers_lists_and_deletes_a_run(roles: dict[str, Broker]) -
     take_over(roles["trainer"])
     operator = roles["operator"]
     operator.run_control.pause("freeze", "t")
-    assert operator.ledger.change_setting("staleness", 3)
+    assert operator.ledger.change_settings({"staleness": 3})
     assert [run.name for run in list_runs(operator.connection.client)] == ["mine"]
     assert operator.purge() > 0
 
@@ -214,7 +214,7 @@ CALLS: Mapping[str, Callable[[Broker], object]] = {
     "score": lambda broker: broker.score_queue("x").read(1, 1),
     "generate": lambda broker: broker.task_queue("x").read(1, 1),
     "metrics": lambda broker: broker.metrics.append({}),
-    "change": lambda broker: broker.ledger.change_setting("batch", 9),
+    "change": lambda broker: broker.ledger.change_settings({"batch": 9}),
     "purge": lambda broker: broker.purge(),
     "event": lambda broker: broker.events.emit(Event(name="x", service="x")),
 }

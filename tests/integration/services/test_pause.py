@@ -132,7 +132,7 @@ def test_a_checkpoint_is_written_on_request(system: PausableSystem) -> None:
 def test_samples_in_flight_follow_the_setting(system: PausableSystem) -> None:
     system.start_all()
     system.wait("steps", lambda: system.step >= 1)
-    assert system.broker.ledger.change_setting("concurrency", 3)
+    assert system.broker.ledger.change_settings({"concurrency": 3})
 
     def told() -> bool:
         beats = [beat for beat in system.broker.heartbeats.list() if beat.role == "generator"]

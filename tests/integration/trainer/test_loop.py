@@ -364,7 +364,7 @@ def test_the_batch_changes_while_the_run_goes_on(
     with Rest(broker):
         thread, errors = in_thread(one, StopFlag())
         until(lambda: one.progress.step >= 2, "step 2")
-        assert broker.ledger.change_setting("batch", 4)
+        assert broker.ledger.change_settings({"batch": 4})
         thread.join(60)
     assert not thread.is_alive()
     assert not errors

@@ -1,0 +1,22 @@
+#!lua flags=allow-oom
+-- KEYS: CTL RUN_CONTROL CHANGES
+-- ARGV: 'staleness', 'batch' or 'concurrency' and its new value ('' for the configuration's own at the trainer's next
+-- start), once or more. The ledger admits by them at once, the trainer assembles its next batch by them, generators
+-- read theirs among the orders. All or none: with fewer slots than a batch needs, no step would ever come. Then the
+-- answer is the staleness, batch and window that do not fit.
+if redis.call('HEXISTS', CTL, 'leader_term') == 0 then return 'starting' end
+local now = redis.call('HMGET', CTL, 'staleness', 'batch', 'window')
+local wanted = {staleness = now[1], batch = now[2]}
+for i = 1, #ARGV, 2 do
+  if ARGV[i + 1] ~= '' then wanted[ARGV[i]] = ARGV[i + 1] end
+end
+if not enough_slots(wanted.staleness, wanted.batch, now[3]) then return {wanted.staleness, wanted.batch, now[3]} end
+for i = 1, #ARGV, 2 do
+  local name, value = ARGV[i], ARGV[i + 1]
+  if value == '' then redis.call('HDEL', CTL, 'set:' .. name) else redis.call('HSET', CTL, 'set:' .. name, value) end
+  if name == 'concurrency' then redis.call('HSET', RUN_CONTROL, 'concurrency', value) end
+end
+redis.call('HSET', CTL, 'staleness', wanted.staleness, 'batch', wanted.batch)
+set_slots()
+changed('setting')
+return 'ok'

@@ -1,0 +1,41 @@
+"""A trainer's leadership of a run, without the trainer's model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Literal, cast
+
+from broker.client import Broker
+from broker.flow.progress import Progress
+from consumers.trainer.checkpoint.store import CheckpointStore
+from consumers.trainer.context import DiskRetry, TrainerContext
+from consumers.trainer.leadership import Leadership
+from consumers.trainer.metrics.evaluation_log import EvaluationLog
+from consumers.trainer.metrics.timing import StepTimer
+from consumers.trainer.rank_group import RankGroup
+from schemas.config import parse_config
+from schemas.messages import Event
+
+
+def leadership_in(folder: Path, broker: Broker, window: int = 1) -> Leadership:
+    """Of a trainer without a model."""
+    config = parse_config(
+        {
+            "run": {"folder": str(folder)},
+            "model": {"path": "m"},
+            "train": {"name": "arithmetic"},
+            "reward": {"terms": [{"name": "exact"}]},
+            "trainer": {"steps": 9},
+            "flow": {"window": window},
+        }
+    )
+    rank_group = cast(RankGroup, SimpleNamespace(checkpoint_store=CheckpointStore(folder)))
+    retry = DiskRetry(0.0, lambda *_: None)
+    session, progress, timer = broker.trainer_session(), Progress(), StepTimer()
+
+    def notify(name: str, level: Literal["info", "warning", "error"], text: str) -> None:
+        broker.events.emit(Event(name=name, service="trainer", level=level, text=text))
+
+    context = TrainerContext(config, broker, session, rank_group, progress, timer, retry, notify)
+    return Leadership(context, EvaluationLog(folder))
