@@ -17,7 +17,7 @@ from broker.connection.keys import Keys
 from broker.connection.scripts import body, declared, reads_only, source
 
 _CALL = re.compile(r"redis\.p?call\('([A-Z]+)'(?:, '([A-Z]+)')?")
-_CONTAINERS = ("XGROUP", "XINFO")
+_CONTAINERS = ("MEMORY", "XGROUP", "XINFO")
 """Commands of scripts that are granted by their subcommand."""
 _CONNECTION = "ping select info exists"
 """Commands of every user. EXISTS asks a cluster for the run's node. INFO is the only @dangerous one of all."""
@@ -44,26 +44,28 @@ class Role:
 
 ROLES: Mapping[str, Role] = {
     "feeder": Role(
-        "read_pipeline admit_task open_evaluation heartbeat append_telemetry", f"{_SERVICE} {_LEDGER}", "CHANGES"
+        "read_pipeline admit_task open_evaluation drop_dead_letters heartbeat append_telemetry",
+        f"{_SERVICE} {_LEDGER}",
+        "CHANGES",
     ),
     "generator": Role(
-        "publish_samples save_partials take_evaluations fail_sample return_task fail_task heartbeat append_telemetry"
-        " add_counts",
+        "publish_samples save_partials take_evaluations fail_sample return_task fail_task drop_dead_letters heartbeat"
+        " append_telemetry add_counts",
         f"{_SERVICE} hmget hgetall xread xrange xrevrange",
         "WEIGHTS CHUNKS CHANGES RUN_CONTROL",
         only=_WORKER,
         on="TASKS EVAL_TASKS",
     ),
     "reward": Role(
-        "publish_scores return_trajectory dead_letter heartbeat add_counts",
+        "publish_scores return_trajectory dead_letter drop_dead_letters heartbeat add_counts",
         _SERVICE,
         only=_WORKER,
         on="TRAJECTORIES",
     ),
     "trainer": Role(
         "take_over read_pipeline claim_scores reclaim_scores discard_scores diagnose_group close_group journal_batch"
-        " complete_step commit_step finish_run add_version put_chunk keep_samples heartbeat append_telemetry"
-        " add_counts",
+        " complete_step commit_step finish_run add_version put_chunk keep_samples drop_dead_letters heartbeat"
+        " append_telemetry add_counts",
         f"{_SERVICE} {_LEDGER} hgetall xgroup|create xinfo|groups xrange xdel",
     ),
     "observer": Role("read_pipeline measure_streams", _LOOKER, "*", ""),

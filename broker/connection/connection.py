@@ -43,6 +43,9 @@ WAITABLE = frozenset({"OOM", "MISCONF", "LOADING", "NOREPLICAS", "BUSY", "NOSCRI
 """First words of refusals that pass: memory or disk is full, the server starts, replicas are missing, a script of
 somebody runs long, scripts were flushed or the server replaced between our loading one and calling it."""
 
+FREE_BYTES = 1 << 20
+"""Memory that dead letters leave free when work was refused for want of it."""
+
 GONE = frozenset({"NOGROUP", "UNBLOCKED"})
 """First words of the answer to a reader whose stream or group was deleted."""
 
@@ -202,6 +205,18 @@ class Connection:
             return
         if error_code(error) not in WAITABLE:
             raise error
+        if error_code(error) == "OOM":
+            self._drop_dead_letters()
+
+    def _drop_dead_letters(self) -> None:
+        """Give the server's memory to work. A user who may not, and a server that is gone, are met by the next try."""
+        try:
+            dropped = self._evaluate(self.client, "drop_dead_letters", (FREE_BYTES,))
+        except redis.RedisError as error:
+            log.debug("no dead letter could be dropped", error=str(error))
+            return
+        if dropped:
+            log.warning("the broker's memory is full: the oldest dead letters were dropped", letters=dropped)
 
     def _use_nodes(self, nodes: list[str], reconnect: bool = False) -> None:
         """Ask the first of these from now on. reconnect: by new connections; those in use end with their operation."""

@@ -3,16 +3,21 @@
 -- A refused write (out of memory) does not undo earlier ones, so in every script the first write is one
 -- that memory limits refuse, and acknowledgements come last.
 local GENERATORS, REWARD, TRAINER = 'generators', 'reward', 'trainer'
-local KEEP_DEAD = '1000'
+local KEEP_DEAD, KEEP_DEAD_BYTES = '1000', 64 * 1024 * 1024
 
 -- Wake whoever waits for room or for a change of control state.
 local function changed(what)
   redis.call('XADD', CHANGES, 'MAXLEN', '16', '*', 'w', what)
 end
 
--- Keep a dead letter for people; they are counted for ever and kept up to a number.
+-- Keep a dead letter for people; all are counted, and the newest are kept: so many, so many bytes, at least one.
 local function keep_dead_letter(letter)
   redis.call('XADD', DEAD, 'MAXLEN', KEEP_DEAD, '*', 'b', letter)
+  local left = redis.call('XLEN', DEAD)
+  while left > 1 and redis.call('MEMORY', 'USAGE', DEAD, 'SAMPLES', '0') > KEEP_DEAD_BYTES do
+    left = left - 1
+    redis.call('XTRIM', DEAD, 'MAXLEN', left)
+  end
   redis.call('HINCRBY', COUNTS, 'dead_letters', 1)
 end
 

@@ -13,7 +13,7 @@ from schemas.errors import DataError
 from schemas.messages import DeadLetter, Task
 
 KEPT = 1000
-"""The newest letters that are kept (lua/prelude.lua); all are counted."""
+"""The newest letters that are kept, up to 64 MiB of them (lua/prelude.lua); all are counted."""
 LIMIT = 1 << 30
 """Bytes; a letter holds a message, and so may be larger than one."""
 
