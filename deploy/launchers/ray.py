@@ -45,8 +45,7 @@ class Autoscaler:
     """The number of generators that a run can use, from what waits for them: a pure state machine.
 
     Admission bounds what waits, so a queue that stays full means that generators are what the run waits for, and one
-    that stays empty that there are enough. Time is an
-    argument. least, most: bounds of the answer.
+    that stays empty that there are enough. Time is an argument. least, most: bounds of the answer.
     """
 
     least: int
@@ -55,7 +54,7 @@ class Autoscaler:
     _idle_since: float | None = None
 
     def wanted(self, now: float, replicas: int, loading: int, waiting: int) -> int:
-        """Replicas to have now. loading: those of ``replicas`` that can't work yet. waiting: unfinished tasks."""
+        """Replicas to have now. loading: those of ``replicas`` that can't work yet. waiting: tasks unread."""
         bounded = min(max(replicas, self.least), self.most)
         if bounded != replicas or loading:
             # What was asked for is not there yet: nothing can be told from the queue.
@@ -158,8 +157,9 @@ class RayCluster:
             return
         replicas = scaler.replicas("generator")
         working = sum(service.role == "generator" and service.state != "loading" for service in status.services)
-        unfinished = next((stream.waiting + stream.pending for stream in status.streams if stream.name == "tasks"), 0)
-        wanted = self._autoscaler.wanted(time.monotonic(), replicas, max(0, replicas - working), unfinished)
+        # Those that a generator works on don't wait: in a run that goes well there are always some.
+        waiting = next((stream.waiting for stream in status.streams if stream.name == "tasks"), 0)
+        wanted = self._autoscaler.wanted(time.monotonic(), replicas, max(0, replicas - working), waiting)
         if wanted != replicas:
             scaler.scale("generator", wanted)
 

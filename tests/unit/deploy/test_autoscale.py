@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from deploy.launchers.ray import GROW_S, SHRINK_S, Autoscaler
+import pytest
+
+from deploy.launchers.ray import GROW_S, SHRINK_S, Autoscaler, RayCluster
+from schemas.control_api import ServiceStatus
+from tests.support.run_statuses import make_status
 
 
 def test_one_more_when_tasks_have_waited_long_enough_and_then_the_count_starts_anew() -> None:
@@ -35,3 +39,29 @@ def test_the_bounds_hold() -> None:
     assert scaler.wanted(1.0 + GROW_S, replicas=3, loading=0, waiting=9) == 3
     scaler.wanted(100.0, replicas=2, loading=0, waiting=0)
     assert scaler.wanted(100.0 + SHRINK_S, replicas=2, loading=0, waiting=0) == 2
+
+
+@pytest.mark.parametrize(("waiting", "pending", "wanted"), [(0, 4, 1), (4, 4, 2)])
+def test_tasks_in_progress_do_not_ask_for_another_generator_tasks_that_wait_do(
+    waiting: int, pending: int, wanted: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Replicas:
+        count = 1
+
+        def replicas(self, role: str) -> int:
+            return self.count
+
+        def scale(self, role: str, count: int) -> None:
+            self.count = count
+
+    status = make_status()
+    tasks = status.streams[0].model_copy(update={"waiting": waiting, "pending": pending})
+    generator = ServiceStatus.model_construct(role="generator", state="running")
+    status = status.model_copy(update={"streams": [tasks], "services": [generator]})
+    # Without a cluster: only what it concludes from the status.
+    cluster, scaler = object.__new__(RayCluster), Replicas()
+    cluster._autoscaler = Autoscaler(1, 8)
+    for now in (0.0, GROW_S):
+        monkeypatch.setattr("deploy.launchers.ray.time.monotonic", lambda now=now: now)
+        cluster.tick(scaler, status)
+    assert scaler.count == wanted
