@@ -33,7 +33,7 @@ from broker.telemetry.streams import StoredEvent
 from deploy.logs import configure_logging
 from deploy.offline.warm_start import is_current
 from deploy.run.preflight import check
-from deploy.run.summary import Ending, finish
+from deploy.run.summary import METRICS, Ending, finish
 from deploy.run_files import CONFIG
 from deploy.services.main import command
 from deploy.supervisor.commands import CommandFollower
@@ -110,6 +110,8 @@ class _Run:
 
     def run(self, supervisor: Supervisor) -> int:
         """Run everything but the warm start, phase by phase; returns the exit code."""
+        metrics = self.config.folder / METRICS
+        metrics_before = _size(metrics)
         with self._phase("broker"):
             early = self._start_broker(supervisor)
         if early is not None:
@@ -134,11 +136,17 @@ class _Run:
             commands.stopping = True
             self.ordered = commands.ordered
             self.view = None
+            nothing_to_keep = outcome.is_config_error and _size(metrics) == metrics_before
+            if nothing_to_keep:
+                self.report(outcome, None)
             if outcome.reason == "stopped":
                 self.console.print("stopping the services; once more to kill them")
             with self._phase("stopping"):
-                supervisor.stop(keep=["broker"])
+                supervisor.stop(keep=["broker"], at_once=nothing_to_keep)
             commands.record(outcome)
+        if nothing_to_keep:
+            supervisor.stop()
+            return CONFIG_EXIT
         ending = finish(self.config, outcome, self.phases)
         supervisor.stop()
         return self.report(outcome, ending)
@@ -156,6 +164,9 @@ class _Run:
         )
         self.own_events.append(event)
         self.timeline.put(change)
+        if change.ends_run:
+            # Told as the cause of the run's end, in a moment.
+            return
         if self.view is not None:
             self.view.tell(event)
         elif change.level != "info":
@@ -273,7 +284,7 @@ class _Run:
             ending.print(self.console)
         if outcome.cause is not None:
             print(f"tidemill: {outcome.cause}", file=sys.stderr)
-            if outcome.cause.exit.code == CONFIG_EXIT:
+            if outcome.is_config_error:
                 return CONFIG_EXIT
         if outcome.reason == "stopped" and self.ordered:
             return OK_EXIT
@@ -353,6 +364,10 @@ def _sole_user(folder: Path) -> Iterator[None]:
                 f"another `tidemill up` uses the folder {folder}: stop it, or give this run another run.name"
             ) from None
         yield
+
+
+def _size(file: Path) -> int:
+    return file.stat().st_size if file.is_file() else 0
 
 
 def _finished(folder: Path, steps: int) -> bool:

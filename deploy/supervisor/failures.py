@@ -7,14 +7,21 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from deploy.supervisor.services import Exit
+from schemas.errors import CONFIG_EXIT, ERROR_EXIT
 
 TAIL_BYTES = 65536
 _EXCEPTION = re.compile(r"^(?:[A-Za-z_][\w.]*\.)?[A-Z]\w*(?:Error|Exception|Interrupt|Exit|Failure|Message)\b.*")
+FROM_OUTSIDE = frozenset({signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
+"""Signals that others send: nothing that a process wrote before says why they did."""
+NOT_STARTED = frozenset({126, 127})
+_OWN = re.compile(r"^tidemill: (.+)")
+_PEACEFUL = re.compile(r"\b(DEBUG|INFO|WARNING)\b")
 _ERROR_WORD = re.compile(r"\b(error|fatal|critical|cannot|failed)\b", re.IGNORECASE)
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
@@ -42,12 +49,16 @@ def root_cause(unrecovered: Iterable[Failure]) -> Failure | None:
     return min(unrecovered, key=lambda failure: (failure.time, failure.rank), default=None)
 
 
-def last_error(log: Path, start: int = 0) -> str:
-    """The line of a log that best says why its process ended; looks at what came after byte ``start``.
+def last_error(log: Path, start: int = 0, code: int = ERROR_EXIT) -> str:
+    """The line of a log that says why its process ended, "" if none does; looks at what came after byte ``start``.
 
-    An error record of a JSON log, else an exception's line, else a line that speaks of an error, else the
-    last line that is no JSON record: a peaceful record only tells what it did before it was killed.
+    An error record of a JSON log, else an exception's line, else what the command itself complained of, else a line
+    that speaks of an error; with a wrong configuration the command's complaint comes first. The very last line, of
+    whatever kind, counts only for a program that could not be started or crashed in native code: of others it only
+    tells what they did before. A process that was killed from outside did not know why.
     """
+    if -code in FROM_OUTSIDE:
+        return ""
     try:
         with log.open("rb") as file:
             size = file.seek(0, 2)
@@ -56,12 +67,16 @@ def last_error(log: Path, start: int = 0) -> str:
     except OSError:
         return ""
     lines = [line.strip() for line in _COLOUR.sub("", text).splitlines() if line.strip()]
-    for find in (_record, _exception, _wording, _prose):
+    finders = [_record, _exception, _own, _wording]
+    if code == CONFIG_EXIT:
+        finders.insert(0, _own)
+    for find in finders:
         for line in reversed(lines):
             found = find(line)
             if found:
                 return found[:500]
-    return ""
+    has_last_words = code in NOT_STARTED or code < 0
+    return lines[-1][:500] if lines and has_last_words and _is_prose(lines[-1]) else ""
 
 
 def _record(line: str) -> str:
@@ -83,9 +98,15 @@ def _exception(line: str) -> str:
     return match.group(0) if match else ""
 
 
-def _prose(line: str) -> str:
-    return "" if line.startswith("{") else line
+def _own(line: str) -> str:
+    match = _OWN.match(line)
+    return match.group(1) if match else ""
 
 
 def _wording(line: str) -> str:
-    return line if _ERROR_WORD.search(line) and not line.startswith("{") else ""
+    return line if _ERROR_WORD.search(line) and _is_prose(line) else ""
+
+
+def _is_prose(line: str) -> bool:
+    """Whether it is no record of a log, neither JSON nor that of a library with its level."""
+    return not line.startswith("{") and not _PEACEFUL.search(line)

@@ -38,11 +38,12 @@ class ServiceSpec:
 
 @dataclass(frozen=True)
 class Change:
-    """An event in a service's life, for people."""
+    """An event in a service's life, for people. ends_run: a wrong configuration, of which the run ends."""
 
     service: str
     text: str
     level: Literal["info", "warning", "error"] = "info"
+    ends_run: bool = False
 
 
 @dataclass(frozen=True)

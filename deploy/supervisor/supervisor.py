@@ -23,7 +23,7 @@ from deploy.supervisor.process import Processes, Strays, become_subreaper
 from deploy.supervisor.restart_policy import Life, State
 from deploy.supervisor.services import Change, Exit, Running, ServiceSpec, Starter
 from schemas.config import SupervisorConfig
-from schemas.errors import HOPELESS, OK_EXIT, ConfigError, InfraError
+from schemas.errors import CONFIG_EXIT, HOPELESS, OK_EXIT, ConfigError, InfraError
 
 TICK_S = 0.1
 SWEEP_S = 3.0
@@ -37,6 +37,11 @@ class RunOutcome:
 
     reason: Literal["finished", "stopped", "failed"]
     cause: Failure | None = None
+
+    @property
+    def is_config_error(self) -> bool:
+        """Whether the configuration is wrong, so that no start of anything can help."""
+        return self.cause is not None and self.cause.exit.code == CONFIG_EXIT
 
 
 @dataclass(frozen=True)
@@ -201,16 +206,19 @@ class Supervisor:
             return RunOutcome("failed", self._cause(now))
         return None
 
-    def stop(self, keep: Sequence[str] = ()) -> None:
+    def stop(self, keep: Sequence[str] = (), at_once: bool = False) -> None:
         """Stop all services but those named in ``keep``, in their order, each with the grace it has.
 
-        SIGTERM, then SIGKILL to all of it after ``grace_s``; a further interrupt kills at once.
+        SIGTERM, then SIGKILL to all of it after ``grace_s``; a further interrupt, or ``at_once``, kills now.
         """
         # Nobody but the kept may come back while the others are being stopped.
         self._stopping, self._kept = True, frozenset(keep)
         # The first interrupt asked for this stop. A second one may have come since: it must not be swallowed.
         already = min(self._interrupts, 1)
         mine = [s for s in self._services.values() if s.spec.name not in self._kept]
+        if at_once:
+            for service in mine:
+                self._kill(service)
         for order in sorted({s.spec.stop_order for s in mine}):
             stage = [s for s in mine if s.spec.stop_order == order]
             for service in stage:
@@ -274,7 +282,7 @@ class Supervisor:
 
     def _note_failure(self, service: _Service, ended: Exit, now: float) -> None:
         life = service.life
-        line = last_error(service.log, service.log_start)
+        line = last_error(service.log, service.log_start, ended.code)
         failure = Failure(service.spec.name, ended, now, service.rank, line, service.log)
         if life.failing_since == now or service.failure is None:
             service.failure = failure
@@ -284,7 +292,8 @@ class Supervisor:
             self._on_change(Change(service.spec.name, text, "warning"))
             return
         why = "" if ended.code in HOPELESS else f" after {life.restarts} restarts"
-        self._on_change(Change(service.spec.name, f"{ended}{reason}; given up{why}", "error"))
+        ends_run = ended.code == CONFIG_EXIT and self._is_fatal(service)
+        self._on_change(Change(service.spec.name, f"{ended}{reason}; given up{why}", "error", ends_run))
 
     def _cause(self, now: float) -> Failure | None:
         unrecovered = [s.failure for s in self._services.values() if s.failure and not s.life.healthy(now)]

@@ -210,7 +210,7 @@ def test_a_configuration_error_is_not_tried_again(tmp_path: Path, token: str) ->
         )
         outcome = rig.run()
     assert outcome.cause is not None
-    assert outcome.cause.line == "tidemill: model.path: required and missing"
+    assert outcome.cause.line == "model.path: required and missing"
     assert all(s.restarts == 0 for s in supervisor.services)
 
 

@@ -143,8 +143,8 @@ TRACE = "Traceback (most recent call last):\n  File 'x.py', line 1, in f\nValueE
     ("text", "line"),
     [
         ("", ""),
-        ("loading\nready\n", "ready"),
-        ("\x1b[31mtidemill: model.path: required and missing\x1b[0m\nbye\n", "bye"),
+        ("loading\nready\n", ""),
+        ("\x1b[31mtidemill: model.path: required and missing\x1b[0m\nbye\n", "model.path: required and missing"),
         (f"loading\n{TRACE}cleaning up\n", "ValueError: no such column"),
         ("redis.exceptions.ConnectionError: refused\nsemaphore cleanup\n", "redis.exceptions.ConnectionError: refused"),
         (
@@ -159,7 +159,7 @@ TRACE = "Traceback (most recent call last):\n  File 'x.py', line 1, in f\nValueE
             + "\nsome Error: noise\n",
             "step failed: ValueError: no such column",
         ),
-        (json.dumps({"level": "info", "event": "an error in a word"}) + "\nlast\n", "last"),
+        (json.dumps({"level": "info", "event": "an error in a word"}) + "\nlast\n", ""),
         (json.dumps({"level": "info", "event": "engine started"}) + "\n", ""),
     ],
 )
@@ -169,9 +169,31 @@ def test_the_line_that_says_why(tmp_path: Path, text: str, line: str) -> None:
     assert last_error(log) == line
 
 
+@pytest.mark.parametrize(
+    ("text", "code", "line"),
+    [
+        ("WARNING 11-22 [importing.py:44] Triton is installed, but no driver failed not\n", -9, ""),
+        ("Triton is installed, but no driver was found\n", -9, ""),
+        (TRACE, -15, ""),
+        ("Triton is installed, but no driver was found\n", 1, ""),
+        ("WARNING 11-22 [importing.py:44] an optional import failed\n", 1, ""),
+        ("INFO ready\nterminate called after throwing\n  what(): no device\n", -6, "what(): no device"),
+        ("sh: vllm: not found\n", 127, "sh: vllm: not found"),
+        ("ValueError: x\ntidemill: no file data.jsonl\n", 2, "no file data.jsonl"),
+        ("ValueError: x\ntidemill: the broker is gone\n", 1, "ValueError: x"),
+    ],
+)
+def test_a_line_is_named_as_the_cause_of_an_end_only_when_it_can_be(
+    tmp_path: Path, text: str, code: int, line: str
+) -> None:
+    log = tmp_path / "x.log"
+    log.write_text(text)
+    assert last_error(log, code=code) == line
+
+
 def test_only_the_last_life_of_a_service_is_looked_at(tmp_path: Path) -> None:
     log = tmp_path / "x.log"
     old = "ValueError: yesterday\n"
     log.write_text(old + "fine\n")
-    assert last_error(log, start=len(old)) == "fine"
+    assert last_error(log, start=len(old)) == ""
     assert last_error(tmp_path / "none.log") == ""
