@@ -22,7 +22,7 @@ _CONTAINERS = ("MEMORY", "XGROUP", "XINFO")
 _CONNECTION = "ping select info exists"
 """Commands of every user. EXISTS asks a cluster for the run's node. INFO is the only @dangerous one of all."""
 _SERVICE = f"{_CONNECTION} evalsha script|load time hdel hget"
-_WORKER = "xgroup|create xreadgroup xclaim xautoclaim xpending xinfo|groups"
+_WORKER = "xgroup|create xreadgroup xclaim xpending xinfo|groups"
 _LEDGER = "evalsha_ro script|load xread xrevrange"
 _LOOKER = f"{_CONNECTION} {_LEDGER} hgetall hmget zrange xrange xlen xinfo|groups scan type memory|usage"
 
@@ -49,15 +49,15 @@ ROLES: Mapping[str, Role] = {
         "CHANGES",
     ),
     "generator": Role(
-        "publish_samples save_partials take_evaluations fail_sample return_task fail_task drop_dead_letters heartbeat"
-        " append_telemetry add_counts",
+        "publish_samples save_partials take_evaluations fail_sample return_task fail_task renew_tasks drop_dead_letters"
+        " heartbeat append_telemetry add_counts",
         f"{_SERVICE} hmget hgetall xread xrange xrevrange",
         "WEIGHTS CHUNKS CHANGES RUN_CONTROL",
         only=_WORKER,
         on="TASKS EVAL_TASKS",
     ),
     "reward": Role(
-        "publish_scores return_trajectory dead_letter drop_dead_letters heartbeat add_counts",
+        "publish_scores return_trajectory renew_trajectories dead_letter drop_dead_letters heartbeat add_counts",
         _SERVICE,
         only=_WORKER,
         on="TRAJECTORIES",

@@ -27,6 +27,20 @@ local function task_stream(kind)
   return TASKS
 end
 
+-- Renew the leases of those entries (ARGV from the third on) that are pending for the worker (the second), and return
+-- the others: they are done, or another worker has claimed them and keeps them.
+local function renew_leases(stream, group)
+  local others = {}
+  for i = 3, #ARGV do
+    if #redis.call('XPENDING', stream, group, ARGV[i], ARGV[i], 1, ARGV[2]) == 0 then
+      others[#others + 1] = ARGV[i]
+    else
+      redis.call('XCLAIM', stream, group, ARGV[2], 0, ARGV[i], 'JUSTID')
+    end
+  end
+  return others
+end
+
 local function term_number(leader_term)
   return tonumber(string.match(leader_term, '^%d+') or -1)
 end

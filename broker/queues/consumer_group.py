@@ -22,6 +22,8 @@ M = TypeVar("M", bound=Message)
 T = TypeVar("T")
 AT_ONCE = 64
 """Samples in one call of a script: the server does nothing else meanwhile."""
+LOOK_AT = 1000
+"""Pending entries whose leases one call looks at for a clock that was set back."""
 Entry = tuple[bytes, dict[bytes, bytes]]
 
 
@@ -39,7 +41,13 @@ class Delivery(msgspec.Struct, Generic[M], frozen=True, gc=False):
 
 
 class ConsumerGroup:
-    """A consumer of a group: reads new entries, its own pending ones after a lost reply, and stale ones of others."""
+    """A consumer of a group: reads new entries, its own pending ones after a lost reply, and stale ones of others.
+
+    An entry counts as delivered once more when the worker that had it died or was silent for a lease; not when an
+    answer was lost. renewal: the script that renews leases on these streams.
+    """
+
+    renewal: str
 
     def __init__(
         self, connection: Connection, streams: list[str], group: str, consumer: str, max_deliveries: int
@@ -52,6 +60,7 @@ class ConsumerGroup:
         self._held: dict[str, set[bytes]] = {stream: set() for stream in streams}
         self._losses = -1
         self._undated: dict[str, dict[bytes, float]] = {stream: {} for stream in streams}
+        self._looked: dict[str, bytes] = dict.fromkeys(streams, b"-")
         self._ensure_groups()
 
     def _ensure_groups(self) -> None:
@@ -60,27 +69,20 @@ class ConsumerGroup:
 
     def _read(self, count: int, block_ms: int, streams: list[str] | None = None) -> list[tuple[str, Entry, int]]:
         if self._losses != self._connection.losses:
-            # A reply may have been lost after the server gave us entries: look at what is pending for us.
-            self._losses = self._connection.losses
+            # The server may have given us entries and its answer was lost: look at what is pending for us.
+            began, self._losses = self._losses < 0, self._connection.losses
             self._ensure_groups()
-            stranded = self._fetch("0", count=10_000, block_ms=None)
-            fresh = [(stream, entry) for stream, entry in stranded if entry[0] not in self._held[stream]]
-            if fresh:
-                # Of a dead worker of this name, or of a lost answer: a part may be done. Negative says so.
-                return [(stream, entry, -self._deliveries(stream, entry[0])) for stream, entry in self._take(fresh)]
-        return [(stream, entry, 1) for stream, entry in self._take(self._fetch(">", count, block_ms, streams))]
+            stranded = [found for stream in self._streams for found in self._take_stranded(stream, died=began)]
+            if stranded:
+                # A part may be done. Negative says so.
+                return [(stream, entry, -times) for stream, entry, times in stranded]
+        return [(stream, entry, 1) for stream, entry in self._take(self._fetch(count, block_ms, streams))]
 
-    def _fetch(
-        self, position: str, count: int, block_ms: int | None, streams: list[str] | None = None
-    ) -> list[tuple[str, Entry]]:
+    def _fetch(self, count: int, block_ms: int | None, streams: list[str] | None = None) -> list[tuple[str, Entry]]:
         reply: Any = self._with_group(
             f"reading {self._group}",
             lambda client: client.xreadgroup(
-                self._group,
-                self._consumer,
-                dict.fromkeys(streams or self._streams, position),
-                count=count,
-                block=block_ms,
+                self._group, self._consumer, dict.fromkeys(streams or self._streams, ">"), count=count, block=block_ms
             ),
         )
         pairs = reply.items() if isinstance(reply, dict) else reply or []
@@ -99,64 +101,118 @@ class ConsumerGroup:
             self._held[stream].add(entry[0])
         return entries
 
+    def _take_stranded(self, stream: str, died: bool) -> list[tuple[str, Entry, int]]:
+        """Take what is pending for this name and not held: of a lost answer, or of a worker before us that died."""
+        pending: Any = self._with_group(
+            "looking at what is pending",
+            lambda client: client.xpending_range(stream, self._group, "-", "+", 10_000, self._consumer),
+        )
+        held = self._held[stream].copy()
+        times = {item["message_id"]: item["times_delivered"] for item in pending if item["message_id"] not in held}
+        # Renewed first: from here on nobody else may claim them.
+        others = set(self._renew(stream, list(times)))
+        return self._claim(stream, {entry: count + died for entry, count in times.items() if entry not in others}, 0)
+
     def _release(self, stream: str, entry_id: bytes) -> None:
         self._held[stream].discard(entry_id)
 
-    def renew_leases(self) -> None:
-        """Renew the leases of all entries that this worker holds. Call from a thread of its own."""
-        for stream, held in self._held.items():
-            ids = list(held.copy())
-            if ids:
-                self._claim_for_ourselves(stream, ids)
+    def renew_leases(self) -> list[bytes]:
+        """Renew the leases of all entries that this worker holds. Call from a thread of its own.
 
-    def _claim_for_ourselves(self, stream: str, ids: list[bytes]) -> None:
-        self._with_group(
-            "renewing leases",
-            lambda client: client.xclaim(
-                stream, self._group, self._consumer, min_idle_time=0, message_ids=ids, justid=True
-            ),
+        Returns those that are no longer its own: they are done, or another worker has taken them over.
+        """
+        gone: list[bytes] = []
+        for stream, held in self._held.items():
+            others = self._renew(stream, list(held.copy()))
+            held.difference_update(others)
+            gone += others
+        return gone
+
+    def _renew(self, stream: str, ids: list[bytes]) -> list[bytes]:
+        """Renew the leases of these entries, and return those of them that are not this worker's."""
+        if not ids:
+            return []
+        name = stream.rpartition(":")[2]
+        return list(
+            with_group(
+                self._connection,
+                self._ensure_groups,
+                lambda: self._connection.run_script(self.renewal, name, self._consumer, *ids),
+            )
         )
 
     def _claim_stale(self, lease_s: float, count: int) -> list[tuple[str, Entry, int]]:
         claimed: list[tuple[str, Entry, int]] = []
+        idle = int(lease_s * 1000)
         for stream in self._streams:
             self._undate(stream, lease_s)
-            reply: Any = self._with_group(
-                "claiming stale work",
-                lambda client, stream: client.xautoclaim(
-                    stream, self._group, self._consumer, min_idle_time=int(lease_s * 1000), count=count
-                ),
+            held = self._held[stream].copy()
+            # The server looks at all that is pending, the oldest first: what a dead worker had lies anywhere.
+            pending: Any = self._with_group(
+                "looking for stale work",
+                lambda client, stream, count: client.xpending_range(stream, self._group, "-", "+", count, idle=idle),
                 stream,
+                count + len(held),
             )
-            for entry in reply[1]:
-                if entry[0] in self._held[stream]:
-                    continue
-                self._held[stream].add(entry[0])
-                claimed.append((stream, entry, self._deliveries(stream, entry[0])))
+            times = {
+                item["message_id"]: item["times_delivered"] + self._has_died(item["consumer"])
+                for item in pending
+                if item["message_id"] not in held
+            }
+            claimed += self._claim(stream, dict(list(times.items())[:count]), idle)
         add_counts(self._connection, {f"{LEASES_EXPIRED}:{self._group}": len(claimed)})
         return claimed
 
-    def _deliveries(self, stream: str, entry_id: bytes) -> int:
-        """Return how often the server has handed an entry out."""
-        details: Any = self._with_group(
-            "counting deliveries",
-            lambda client: client.xpending_range(stream, self._group, entry_id, entry_id, 1),
-        )
-        return int(details[0]["times_delivered"]) if details else 1
+    def _has_died(self, owner: bytes) -> bool:
+        """Whether the owner of stale work is another worker, or one of our name before us."""
+        return owner != self._consumer.encode() or self._losses < 0
+
+    def _claim(self, stream: str, times: dict[bytes, int], idle_ms: int) -> list[tuple[str, Entry, int]]:
+        """Take entries that are idle for so long, as delivered so often, and hold them.
+
+        Done twice, after a lost answer, it does not count twice.
+        """
+        found: dict[bytes, tuple[str, Entry, int]] = {}
+        for count in set(times.values()):
+            entries: Any = self._with_group(
+                "claiming work",
+                lambda client, count: client.xclaim(
+                    stream,
+                    self._group,
+                    self._consumer,
+                    idle_ms,
+                    [entry for entry, often in times.items() if often == count],
+                    retrycount=count,
+                ),
+                count,
+            )
+            found |= {entry[0]: (stream, entry, count) for entry in entries}
+        self._held[stream].update(found)
+        return [found[entry] for entry in times if entry in found]
 
     def _undate(self, stream: str, lease_s: float) -> None:
         """Leases count by the server's clock. After it was set back, work of the dead looks as if just delivered.
 
-        What looks so for a whole lease, by our own clock, gets a date again and expires as usual.
+        What looks so for a whole lease, by our own clock, gets a date again and expires as usual. Each call looks at
+        the next LOOK_AT entries.
         """
+        first = self._looked[stream]
         pending: Any = self._with_group(
-            "looking at leases", lambda client: client.xpending_range(stream, self._group, "-", "+", 1000)
+            "looking at leases", lambda client: client.xpending_range(stream, self._group, first, "+", LOOK_AT)
         )
+        whole = len(pending) < LOOK_AT
         now = time.monotonic()
         # A worker that renews its lease is seen within the same millisecond now and then, but not every time.
         fresh = {item["message_id"] for item in pending if item["time_since_delivered"] == 0}
         since = self._undated[stream]
-        self._undated[stream] = {entry: since.get(entry, now) for entry in fresh}
+        begin, end = _place(first.strip(b"(-")), None if whole else _place(pending[-1]["message_id"])
+        elsewhere = {
+            entry: moment
+            for entry, moment in since.items()
+            if _place(entry) <= begin or (end is not None and _place(entry) > end)
+        }
+        self._looked[stream] = b"-" if whole else b"(" + pending[-1]["message_id"]
+        self._undated[stream] = elsewhere | {entry: since.get(entry, now) for entry in fresh}
         for item in pending:
             entry = item["message_id"]
             if entry in fresh and now - since.get(entry, now) > lease_s:
@@ -168,6 +224,12 @@ class ConsumerGroup:
                     entry,
                     item["consumer"],
                 )
+
+
+def _place(entry_id: bytes) -> tuple[int, int]:
+    """Where an entry is in its stream; b"" is before all."""
+    moment, _, number = entry_id.partition(b"-")
+    return (int(moment), int(number)) if entry_id else (-1, -1)
 
 
 def number(text: bytes | None) -> int:

@@ -21,6 +21,8 @@ from schemas.messages import DeadLetter, Score, Trajectory
 class ScoreQueue(ConsumerGroup):
     """Trajectories for one reward service."""
 
+    renewal = "renew_trajectories"
+
     def __init__(self, connection: Connection, consumer: str, max_deliveries: int, max_bytes: int) -> None:
         super().__init__(connection, [connection.keys.trajectories], REWARD, consumer, max_deliveries)
         self._max_bytes = max_bytes

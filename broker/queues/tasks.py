@@ -51,6 +51,8 @@ class TakenEvaluations(msgspec.Struct, frozen=True, gc=False):
 class TaskQueue(ConsumerGroup):
     """Tasks for one generator."""
 
+    renewal = "renew_tasks"
+
     def __init__(self, connection: Connection, consumer: str, max_deliveries: int, max_bytes: int) -> None:
         keys = connection.keys
         super().__init__(connection, [keys.eval_tasks, keys.tasks], GENERATORS, consumer, max_deliveries)
@@ -132,14 +134,15 @@ class TaskQueue(ConsumerGroup):
     def return_task(self, delivery: Delivery[Task], task: Task) -> bool:
         """Give an unfinished task to another generator at once; ``task`` carries the partial samples.
 
-        It goes as it was delivered when the partial samples would make it too large.
+        It goes as it was delivered when the partial samples would make it too large. False when it is done, or has
+        another generator already.
         """
         try:
             body = encode(task, self._max_bytes)
         except BadMessage as error:
             log.warning("partial samples are lost", task_id=task.task_id, reason=str(error))
             body = encode(delivery.message, self._max_bytes)
-        answer = self._connection.run_script("return_task", task.task_id, delivery.entry_id, body)
+        answer = self._connection.run_script("return_task", task.task_id, delivery.entry_id, body, self._consumer)
         self._release(delivery.stream, delivery.entry_id)
         return bool(answer == b"ok")
 

@@ -1,9 +1,12 @@
 #!lua flags=allow-oom
 -- KEYS: GROUPS TASKS EVAL_TASKS
--- ARGV: task id, its entry, its body with partial samples. Gives the task of a generator that ends to another one at once.
+-- ARGV: task id, its entry, its body with partial samples, the generator. Gives the task of a generator that ends to another one at once.
+-- Only while the task is its own.
 local task, entry = ARGV[1], ARGV[2]
 if redis.call('HGET', GROUPS, task .. ':entry') ~= entry then return 'closed' end
 local stream = task_stream(redis.call('HGET', GROUPS, task .. ':kind'))
+local pending = redis.pcall('XPENDING', stream, GENERATORS, entry, entry, 1, ARGV[4])
+if pending.err or #pending == 0 then return 'closed' end
 local old = redis.call('XRANGE', stream, entry, entry)
 if #old == 0 then return 'closed' end
 local version = '0'

@@ -376,8 +376,8 @@ def test_a_group_that_is_deleted_while_leases_are_dated_is_made_again(
     alive = broker.task_queue("alive")
     original, deleted, pending = client.xclaim, [], client.xpending_range
 
-    def xpending_range(*args: Any) -> Any:
-        return [item | {"time_since_delivered": 0} for item in pending(*args)]
+    def xpending_range(*args: Any, **kwargs: Any) -> Any:
+        return [item | {"time_since_delivered": 0} for item in pending(*args, **kwargs)]
 
     def xclaim(*args: Any, **kwargs: Any) -> Any:
         if not deleted:

@@ -1,0 +1,4 @@
+#!lua flags=allow-oom
+-- KEYS: TRAJECTORIES
+-- ARGV: stream, reward service, then entries. Renews the leases of those that are its own; returns the others.
+return renew_leases(TRAJECTORIES, REWARD)
