@@ -19,6 +19,7 @@ from broker.api.routes.context import Context, InContext
 from broker.api.status.prometheus import CONTENT_TYPE
 from broker.api.web import problems
 from broker.api.web.problems import KINDS, MEDIA_TYPE
+from broker.api.web.refusal import Refusal
 from broker.api.web.security import PROBES, RequestGuard
 from schemas.control_api import Health, Problem
 
@@ -95,7 +96,7 @@ async def livez(context: InContext) -> Health:
     """Whether the process does its work: only its own loop counts."""
     silent = time.monotonic() - context.poller.ticked
     if silent > LOOP_S:
-        raise problems.Refusal(503, f"the reading thread has been stuck for {silent:.0f} s")
+        raise Refusal(503, f"the reading thread has been stuck for {silent:.0f} s")
     return Health(ok=True, text="alive")
 
 
@@ -103,7 +104,7 @@ async def livez(context: InContext) -> Health:
 async def readyz(context: InContext) -> Health:
     """Whether the broker answers."""
     if context.poller.error:
-        raise problems.Refusal(503, f"not ready: {context.poller.error}")
+        raise Refusal(503, f"not ready: {context.poller.error}")
     return Health(ok=True, text="ready")
 
 
@@ -111,7 +112,7 @@ async def readyz(context: InContext) -> Health:
 async def startupz(context: InContext) -> Health:
     """Whether the broker has answered once."""
     if not context.poller.started:
-        raise problems.Refusal(503, f"starting: {context.poller.error}")
+        raise Refusal(503, f"starting: {context.poller.error}")
     return Health(ok=True, text="started")
 
 

@@ -13,7 +13,7 @@ app = typer.Typer()
 
 @app.command()
 def runs(url: Url = None, as_json: Json = False) -> None:
-    """List the runs on a broker with their memory."""
+    """List the runs on a broker, and those whose folders lie under runs/."""
     from deploy.client import find
 
     find.show_runs(url, as_json)

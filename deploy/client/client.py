@@ -23,10 +23,10 @@ from broker.api.address import address_of, read_token
 from broker.api.routes import views
 from broker.api.routes.views import Search
 from broker.api.status.collector import Collector, PlannedRun
-from broker.api.web.problems import Refusal
+from broker.api.web.refusal import Refusal
 from broker.client import Broker
 from deploy.client import find
-from deploy.client.find import RUNS
+from deploy.run_files import RUNS
 from schemas.config import TidemillConfig, load_config
 from schemas.control_api import (
     Accepted,

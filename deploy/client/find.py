@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import redis
 from rich.console import Console
@@ -17,13 +17,18 @@ from broker.connection import acl
 from broker.connection.connection import Connection, check_server_now, find_url, open_client
 from broker.connection.keys import Keys
 from broker.connection.runs import RunInfo, check_schema, list_runs
+from deploy.client.left_runs import LeftRun, date, read_run, read_runs
+from deploy.run_files import RUNS
 from schemas.config import BrokerConfig, TidemillConfig, load_config
 from schemas.errors import ConfigError
 from schemas.urls import hide_password
 
 DEADLINE_S = 5.0
 SOCKET = "broker/broker.sock"
-RUNS = Path("runs")
+
+
+class NoSuchRun(ConfigError):
+    """No broker is known that has the run."""
 
 
 def find(run: str, url: str | None, prefix: str, *, any_schema: bool = False) -> Broker:
@@ -39,7 +44,7 @@ def find(run: str, url: str | None, prefix: str, *, any_schema: bool = False) ->
     folder = config.folder if config else RUNS / run
     found = url or find_url(config.broker.url if config else None) or embedded(folder)
     if found is None:
-        raise ConfigError(
+        raise NoSuchRun(
             f"no broker for run {run!r}: no embedded one answers at {folder / SOCKET}; give --url or set REDIS_URL,"
             " or start the run with `tidemill up`"
         )
@@ -48,10 +53,18 @@ def find(run: str, url: str | None, prefix: str, *, any_schema: bool = False) ->
     broker = Broker(Connection(found, Keys(prefix, run), DEADLINE_S), settings)
     if not broker.connection.run("looking for the run", lambda client: client.exists(broker.connection.keys.ctl)):
         known = ", ".join(sorted(info.name for info in list_runs(broker.connection.client))) or "none"
-        raise ConfigError(f"no run {run!r} at {hide_password(found)}; runs there: {known}")
+        raise NoSuchRun(f"no run {run!r} at {hide_password(found)}; runs there: {known}")
     if not any_schema:
         broker.connection.run("looking at the run", check_schema, broker.connection.keys)
     return broker
+
+
+def left_run(run: str) -> LeftRun | None:
+    """The run as its folder shows it, by its name or its configuration file; None when it left nothing here."""
+    if run.endswith((".yaml", ".yml")):
+        config = load_config(run)
+        return read_run(config.folder, config.run.name)
+    return read_run(RUNS / run)
 
 
 def embedded(folder: Path) -> str | None:
@@ -77,22 +90,34 @@ def size(count: float) -> str:
 
 
 def show_runs(url: str | None, as_json: bool) -> None:
-    """Runs of one server, or of every embedded server under runs/."""
+    """Runs of one server; without one, of every embedded server under runs/ and of every folder there."""
     found = url or find_url(None)
     urls = [found] if found else [each for folder in sorted(RUNS.glob("*")) if (each := embedded(folder))]
-    if not urls:
-        raise ConfigError(f"no broker: give --url or set REDIS_URL; no embedded one answers under {RUNS}{os.sep}")
     infos: list[RunInfo] = []
     for each in urls:
         check_server_now(each)
         infos += list_runs(open_client(each))
-    if as_json:
-        print(json.dumps([asdict(info) for info in infos]))
-        return
-    table = Table("run", "state", "step", "memory", "keys", box=None)
+    # A server that is named is asked alone: what lies in this folder may be other runs of the same names.
+    folders = {} if url else {run.name: run for run in read_runs()}
+    rows: list[dict[str, Any]] = []
     for info in infos:
-        table.add_row(info.name, info.state, str(info.step), size(info.memory), str(info.keys))
-    Console().print(table if infos else "no runs")
+        left = folders.pop(info.name, None)
+        rows.append(
+            {**asdict(info), "reward": left.reward if left else None, "updated": left.updated if left else None}
+        )
+    for left in folders.values():
+        rows.append({"prefix": None, "name": left.name, "keys": 0, "memory": 0, "state": left.state, "step": left.step})
+        rows[-1] |= {"reward": left.reward, "updated": left.updated}
+    if as_json:
+        print(json.dumps(rows))
+        return
+    table = Table("run", "state", "step", "reward", "last change", "memory", "keys", box=None)
+    for row in rows:
+        reward = "-" if row["reward"] is None else f"{row['reward']:.4g}"
+        changed = "-" if row["updated"] is None else date(row["updated"])
+        memory, keys = (size(row["memory"]), str(row["keys"])) if row["keys"] else ("-", "-")
+        table.add_row(row["name"], row["state"], str(row["step"]), reward, changed, memory, keys)
+    Console().print(table if rows else "no runs")
 
 
 def purge(broker: Broker, run: str, yes: bool) -> None:

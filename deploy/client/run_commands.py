@@ -9,6 +9,7 @@ from typing import Any
 
 from pydantic import ValidationError
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
@@ -27,15 +28,29 @@ from schemas.errors import ERROR_EXIT, NOT_DONE_EXIT, OK_EXIT, ConfigError
 
 
 def status(run: str, control: str | None, url: str | None, prefix: str, as_json: bool) -> int:
-    """Print the state of a run; exit code 1 when its ledger leaks."""
-    found = open_source(run, control, url, prefix).status()
+    """Print the state of a run, or what is left of one that no broker has; exit code 1 when its ledger leaks."""
+    try:
+        found = open_source(run, control, url, prefix).status()
+    except find.NoSuchRun:
+        left = find.left_run(run)
+        if url is not None or left is None:
+            raise
+        if as_json:
+            print(left.to_json())
+        else:
+            _print_rows([(name, escape(value)) for name, value in left.rows()])
+        return OK_EXIT
     if as_json:
         print(found.model_dump_json())
     else:
-        console = Console()
-        for name, value in rows(found):
-            console.print(f"{name:<16} {value}", highlight=False, soft_wrap=True)
+        _print_rows(rows(found))
     return OK_EXIT if found.ledger.balanced else ERROR_EXIT
+
+
+def _print_rows(lines: list[tuple[str, str]]) -> None:
+    console = Console()
+    for name, value in lines:
+        console.print(f"{name:<16} {value}", highlight=False, soft_wrap=True)
 
 
 def rows(s: RunStatus) -> list[tuple[str, str]]:
@@ -51,7 +66,7 @@ def rows(s: RunStatus) -> list[tuple[str, str]]:
     ended += [f"{count} failed: {reason}" for reason, count in ledger.failed.items()]
     memory = "unknown memory" if s.memory_bytes is None else find.size(s.memory_bytes)
     lines = [
-        ("state", f"{s.state}{': ' + s.cause if s.cause else ''}"),
+        ("state", f"{s.state}{': ' + escape(s.cause) if s.cause else ''}"),
         ("limited by", s.bottleneck.text),
         ("step", f"{s.step} of {s.steps}, weights version {s.version}, the trainer's leader term {s.leader_term}"),
         ("prompt groups", f"{total}: {balance}"),

@@ -9,7 +9,7 @@ from fastapi import APIRouter
 from broker.api.routes import views
 from broker.api.routes.context import By, Context, InContext
 from broker.api.status.scaling import NOBODY, scale_command
-from broker.api.web.problems import Refusal
+from broker.api.web.refusal import Refusal
 from schemas.control_api import (
     Accepted,
     PauseMode,

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import msgspec
 import structlog
 
-from broker.api.web.problems import Refusal
+from broker.api.web.refusal import Refusal
 from broker.api.web.sse import timeline_event
 from broker.client import Broker
 from broker.flow.ledger import Setting

@@ -19,7 +19,7 @@ from urllib.request import HTTPSHandler, ProxyHandler, Request, build_opener
 
 import structlog
 
-from broker.api.web.problems import Refusal
+from broker.api.web.refusal import Refusal
 from schemas.control_api import Scaling
 from schemas.errors import InfraError, TidemillError
 

@@ -11,6 +11,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 
+from broker.api.web.refusal import Refusal
 from schemas.control_api import Problem
 from schemas.errors import ConfigError, DataError, InfraError, TidemillError
 
@@ -30,14 +31,6 @@ KINDS: dict[int, str] = {
     503: "unavailable",
 }
 """The last part of a problem's ``type``, by status."""
-
-
-class Refusal(TidemillError):
-    """Error that refuses a request with this HTTP status; the text says what to do."""
-
-    def __init__(self, status: int, detail: str) -> None:
-        super().__init__(detail)
-        self.status = status
 
 
 def problem(status: int, detail: str, instance: str, headers: dict[str, str] | None = None) -> Response:

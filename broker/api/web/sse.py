@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
-from broker.api.web.problems import Refusal
+from broker.api.web.refusal import Refusal
 from broker.telemetry.streams import StoredEvent
 from schemas.control_api import MetricsHistory, TimelineEvent
 

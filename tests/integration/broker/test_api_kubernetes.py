@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from broker.api.status.kubernetes import Deployments
-from broker.api.web.problems import Refusal
+from broker.api.web.refusal import Refusal
 from broker.client import Broker
 from broker.heartbeat import HeartbeatThread
 from schemas.errors import InfraError

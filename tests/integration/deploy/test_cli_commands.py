@@ -55,6 +55,62 @@ def test_without_a_broker_the_message_says_where_one_was_looked_for(tmp_path: Pa
     assert "no embedded one answers at runs/nothing/broker/broker.sock" in done.stderr
 
 
+def _leave_a_run(folder: Path, reason: str) -> None:
+    folder.mkdir(parents=True)
+    (folder / "config.yaml").write_text(
+        "model: {path: m}\ntrain: {name: arithmetic}\nreward: {terms: [{name: exact}]}\ntrainer: {steps: 9}\n"
+    )
+    lines = [json.dumps({"step": step, "reward/mean": step / 10}) for step in (1, 2, 3)]
+    (folder / "metrics.jsonl").write_text("\n".join([*lines, '{"step": 4, "rew']))
+    summary = {"exit_reason": reason, "steps": 3, "accuracy_before": 0.5, "accuracy_after": 0.75}
+    (folder / "summary.json").write_text(json.dumps(summary))
+
+
+def test_the_status_of_a_run_that_no_broker_has_is_what_its_folder_says(tmp_path: Path) -> None:
+    _leave_a_run(tmp_path / "runs" / "old", "failed: trainer [log: a.log]")
+    done = run_tidemill("status", "old", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    for part in ("failed: trainer [log: a.log]", "3 of 9", "0.3 in the last step", "50.0% before, 75.0% after"):
+        assert part in done.stdout
+    figures = json.loads(run_tidemill("status", "old", "--json", cwd=tmp_path).stdout)
+    assert (figures["state"], figures["step"], figures["summary"]["accuracy_after"]) == ("failed", 3, 0.75)
+
+
+def test_a_run_that_was_killed_has_a_status_that_says_so(tmp_path: Path) -> None:
+    _leave_a_run(tmp_path / "runs" / "old", "finished")
+    (tmp_path / "runs" / "old" / "summary.json").unlink()
+    done = run_tidemill("status", "old", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "unknown: no broker has this run" in done.stdout
+
+
+def test_runs_are_listed_from_their_folders_where_there_is_no_broker(tmp_path: Path) -> None:
+    assert run_tidemill("runs", cwd=tmp_path).stdout == "no runs\n"
+    assert run_tidemill("runs", "--json", cwd=tmp_path).stdout == "[]\n"
+    _leave_a_run(tmp_path / "runs" / "old", "finished")
+    (tmp_path / "runs" / "cache").mkdir()
+    done = run_tidemill("runs", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert [line.split()[:4] for line in done.stdout.splitlines()[1:]] == [["old", "finished", "3", "0.3"]]
+    (listed,) = json.loads(run_tidemill("runs", "--json", cwd=tmp_path).stdout)
+    assert (listed["name"], listed["state"], listed["step"], listed["reward"]) == ("old", "finished", 3, 0.3)
+
+
+def test_runs_on_a_broker_are_listed_with_what_their_folders_say(
+    make_broker: Callable[..., Broker], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broker = make_broker("here-and-there")
+    take_over(broker)
+    monkeypatch.setenv("REDIS_URL", broker.connection.url)
+    _leave_a_run(tmp_path / "runs" / "here-and-there", "stopped")
+    listed = [
+        run
+        for run in json.loads(run_tidemill("runs", "--json", cwd=tmp_path).stdout)
+        if run["name"] == "here-and-there"
+    ]
+    assert [(run["state"], run["reward"], run["keys"] > 0) for run in listed] == [("running", 0.3, True)]
+
+
 def test_runs_are_listed_with_their_memory_and_deleted_after_asking(make_broker: Callable[..., Broker]) -> None:
     broker, other = make_broker("big-run"), make_broker("small-run")
     for each in (broker, other):

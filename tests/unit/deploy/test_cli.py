@@ -78,6 +78,15 @@ def test_what_trains_no_model_loads_no_model_library() -> None:
     assert done.stdout == "[]\n"
 
 
+def test_what_asks_about_a_run_loads_no_web_server() -> None:
+    code = (
+        "import sys, deploy.client.run_commands, deploy.run.up\n"
+        "print([m for m in ('fastapi', 'uvicorn', 'starlette') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert done.stdout == "[]\n", done.stderr
+
+
 @pytest.mark.parametrize("command", ["up", "feeder", "generator", "reward", "trainer", "prepare", "sft", "eval"])
 def test_a_wrong_configuration_is_one_line_and_exit_code_2(command: str, config: str, tmp_path: Path) -> None:
     done = run_tidemill(command, config, "trainer.stepps=5", cwd=tmp_path)
