@@ -84,14 +84,18 @@ class _Header(msgspec.Struct):
 
 
 M = TypeVar("M", bound=Message)
+_UNSENDABLE = (msgspec.MsgspecError, TypeError, ValueError, OverflowError, RecursionError)
 _encoder = msgspec.msgpack.Encoder()
 _decoders: dict[type, tuple[msgspec.msgpack.Decoder[Any], bytes]] = {}
 """The decoder of each kind of message, and its bytes of type and schema, which ``encode`` puts after one or three."""
 
 
 def encode(message: Message, max_bytes: int = DEFAULT_MAX_BYTES) -> bytes:
-    """Serialise a message; BadMessage if it is larger than ``max_bytes``."""
-    data = _encoder.encode(message)
+    """Serialise a message; BadMessage if it is larger than ``max_bytes``, or holds what MessagePack does not have."""
+    try:
+        data = _encoder.encode(message)
+    except _UNSENDABLE as error:
+        raise BadMessage(f"{_find_unsendable(message)} can't be sent as MessagePack: {error}") from error
     _check_size(data, max_bytes)
     return data
 
@@ -116,6 +120,27 @@ def _learn(cls: type[Message]) -> tuple[msgspec.msgpack.Decoder[Any], bytes]:
     head = _encoder.encode({"type": cls.__struct_config__.tag, "schema": SCHEMA_VERSION})[1:]
     _decoders[cls] = msgspec.msgpack.Decoder(cls), head
     return _decoders[cls]
+
+
+def _find_unsendable(message: Message) -> str:
+    """Name the first field of a message, or the key in it, that can't be encoded."""
+    kind = message.__struct_config__.tag
+    for field in message.__struct_fields__:
+        value = getattr(message, field)
+        if _is_sendable(value):
+            continue
+        keys = value if isinstance(value, dict) else {}
+        wrong = next((key for key in keys if not _is_sendable({key: keys[key]})), None)
+        return f"{kind}.{field}" if wrong is None else f"{kind}.{field}[{wrong!r}]"
+    return str(kind)
+
+
+def _is_sendable(value: Any) -> bool:
+    try:
+        _encoder.encode(value)
+    except _UNSENDABLE:
+        return False
+    return True
 
 
 def _check_size(data: bytes, max_bytes: int) -> None:

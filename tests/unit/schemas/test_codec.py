@@ -157,3 +157,23 @@ def test_a_score_is_finite(reward: float) -> None:
     else:
         with pytest.raises(ValueError, match="not finite"):
             Score(reward=reward)
+
+
+class _Endless(list[object]):
+    """A list that holds itself."""
+
+    def __init__(self) -> None:
+        super().__init__([self])
+
+
+@pytest.mark.parametrize(
+    "value", [np.int64(3), 2**64, "\ud800", {"deep": object()}, {2: np.float32(1)}, [_Endless()]], ids=repr
+)
+def test_what_messagepack_does_not_have_is_refused_by_the_name_of_its_field(value: object) -> None:
+    with pytest.raises(BadMessage, match=r"^trajectory\.data\['wrong'\] can't be sent as MessagePack: "):
+        encode(trajectory(data={"right": 1, "wrong": value}))
+
+
+def test_a_field_that_is_no_text_is_refused_by_name() -> None:
+    with pytest.raises(BadMessage, match=r"^trajectory\.completion can't be sent .* surrogates"):
+        encode(trajectory(completion="\ud800"))
