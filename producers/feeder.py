@@ -7,14 +7,17 @@ import structlog
 from broker.client import Broker
 from broker.flow.ledger import LedgerState
 from broker.heartbeat import HeartbeatThread
+from broker.queues.dead_letters import UnusableTask
 from broker.queues.tasks import eval_task_id
 from producers.datasets.base import Dataset
 from producers.datasets.loading import build_dataset
 from producers.datasets.prompt_order import PromptOrder
 from producers.tasks import make_task
-from schemas.config import TidemillConfig
+from schemas.codec import decode, encode
+from schemas.config import SamplingConfig, TidemillConfig
+from schemas.errors import ConfigError, DataError, InfraError, RunFailed, describe_error
 from schemas.lifecycle import StopFlag
-from schemas.messages import Event, Task
+from schemas.messages import Event, Kind, Task
 
 AT_ONCE = 16
 """Most groups admitted in one round trip."""
@@ -46,6 +49,7 @@ class Feeder:
         self._order = PromptOrder(len(train), config.run.seed, config.train.shuffle)
         self._cursor = 0
         self._evaluated = -1
+        self._unusable = 0
         self._broker_lifetime = ""
         self._balanced = True
         self._state = "starting"
@@ -88,13 +92,27 @@ class Feeder:
             admission = self._broker.ledger.admit_all(tasks)
             self._cursor = admission.next
             room -= count
+            for task in tasks[: admission.admitted]:
+                self._count_unusable(admission.unusable.get(task.task_id))
             if admission.answer not in ("ok", "moved"):
                 return admission.answer
         return "stopping"
 
-    def _task(self, position: int) -> Task:
+    def _task(self, position: int) -> Task | UnusableTask:
         _, index = self._order.at(position)
-        return make_task(position, "train", self._train[index], self._config.sampling)
+        config = self._config
+        limit = config.broker.max_message_bytes
+        return task_of(self._train, config.train.name, index, position, "train", config.sampling, limit)
+
+    def _count_unusable(self, task: UnusableTask | None) -> None:
+        """Tell of an example that can't be used, None for a good one; RunFailed when there are nothing but such."""
+        if task is None:
+            self._unusable = 0
+            return
+        log.warning("prompt group failed: its example can't be used", task_id=task.task_id, reason=task.reason)
+        self._unusable += 1
+        if self._unusable >= self._config.trainer.failed_groups_limit:
+            raise RunFailed(f"{self._unusable} examples in a row can't be used, the last: {task.reason}")
 
     def _evaluate_if_due(self, state: LedgerState) -> None:
         evaluation = self._config.eval
@@ -106,10 +124,30 @@ class Feeder:
         version = state.version if self._evaluated < 0 or last else due
         if version <= self._evaluated:
             return
+        name, sampling, limit = evaluation.dataset.name, evaluation.sampling, self._config.broker.max_message_bytes
         tasks = [
-            make_task(eval_task_id(version, index), "eval", self._held_out[index], evaluation.sampling)
+            task_of(self._held_out, name, index, eval_task_id(version, index), "eval", sampling, limit)
             for index in range(len(self._held_out))
         ]
         if self._broker.evals.open(version, tasks):
             log.info("evaluation opened", version=version, prompts=len(tasks))
         self._evaluated = version
+
+
+def task_of(
+    dataset: Dataset, name: str, index: int, task_id: int, kind: Kind, sampling: SamplingConfig, max_bytes: int
+) -> Task | UnusableTask:
+    """The task for an example; or why there is none, when the dataset ``name`` fails or gives what can't be sent."""
+    try:
+        task = make_task(task_id, kind, dataset[index], sampling)
+        # Nobody has looked at its parts yet: what a generator could not read is found here, by its index.
+        decode(encode(task, max_bytes), Task, max_bytes)
+    except (ConfigError, InfraError):
+        raise
+    except DataError as error:
+        reason = str(error)
+    except Exception as error:  # noqa: BLE001 - user code: whatever it raises is the fate of this one example
+        reason = describe_error(error)
+    else:
+        return task
+    return UnusableTask(task_id, sampling.n, f"example {index} of dataset {name!r}: {reason}")

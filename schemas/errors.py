@@ -42,6 +42,24 @@ class FencedError(TidemillError):
     """A newer trainer took over the run: the older must stop without writing anything more."""
 
 
+class RunFailed(TidemillError):
+    """Everything of the run fails, and after a restart would fail again: the run ends with this reason."""
+
+
+def describe_error(error: BaseException, limit: int = 400) -> str:
+    """Tell an exception of any code as one line, ``Type: text``, of at most ``limit`` characters, all of them UTF-8."""
+    try:
+        text = " ".join(str(error).split())
+    except Exception:  # noqa: BLE001 - user code: even the text of an exception may raise
+        text = ""
+    return printable(f"{type(error).__name__}: {text}".rstrip(": "))[:limit]
+
+
+def printable(text: str) -> str:
+    """Return the text with escapes for what UTF-8 does not have: half characters."""
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
 OK_EXIT = 0
 ERROR_EXIT = 1
 CONFIG_EXIT = 2
@@ -50,6 +68,9 @@ NOT_DONE_EXIT = 4
 """Exit code for an order that was taken, and that not all services followed in the given time."""
 REFUSED_EXIT = 5
 """Exit code for a request that the control plane refused."""
+RUN_FAILED_EXIT = 6
+"""Exit code when everything of the run fails for one reason."""
 INTERRUPTED_EXIT = 130
-HOPELESS = frozenset({CONFIG_EXIT, FENCED_EXIT})
-"""Exit codes that a restart can't mend: a wrong configuration stays wrong, a replaced trainer must not return."""
+HOPELESS = frozenset({CONFIG_EXIT, FENCED_EXIT, RUN_FAILED_EXIT})
+"""Exit codes that a restart can't mend: a wrong configuration stays wrong, a replaced trainer must not return, and what
+always fails fails again."""

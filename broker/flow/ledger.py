@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from broker.connection.connection import BLOCK_MS, Connection
 from broker.flow.run_control import ControlState
-from broker.queues.dead_letters import body_or_letter
+from broker.queues.dead_letters import UnusableTask, check_sendable, letter_of
 from schemas.config.run import slots_problem
 from schemas.errors import RefusedError
 from schemas.messages import Task
@@ -26,12 +26,13 @@ Setting = Literal["staleness", "batch", "concurrency"]
 class Admission:
     """Answer to an attempt to admit: the first that is not ok. next: the task id to admit next.
 
-    admitted: how many tasks came before that answer.
+    admitted: how many tasks came before that answer. unusable: those of them whose groups failed as they came in.
     """
 
     answer: AdmissionAnswer
     next: int
     admitted: int
+    unusable: dict[int, UnusableTask] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -107,26 +108,28 @@ class Ledger:
         self._connection = connection
         self._max_bytes = max_bytes
 
-    def admit(self, task: Task) -> Admission:
+    def admit(self, task: Task | UnusableTask) -> Admission:
         """Charge a slot and queue the task, if it is the next one.
 
-        One over broker.max_message_bytes is admitted as a group that failed, with a dead letter: the run goes on.
+        One that can't be sent is admitted as a group that failed, with a dead letter: the run goes on.
         """
         return self.admit_all([task])
 
-    def admit_all(self, tasks: Sequence[Task]) -> Admission:
+    def admit_all(self, tasks: Sequence[Task | UnusableTask]) -> Admission:
         """``admit`` for tasks that follow one another, in one round trip: the first answer but ok, or the last."""
-        calls = []
+        calls, unusable = [], []
         for task in tasks:
-            body, letter = body_or_letter(task, self._max_bytes)
-            calls.append((task.task_id, body, task.n, letter))
-        admitted, following = 0, tasks[0].task_id
+            body, wrong = check_sendable(task, self._max_bytes)
+            calls.append((task.task_id, body, task.n, letter_of(wrong, self._max_bytes)))
+            unusable.append(wrong)
+        admitted, following, answer = 0, tasks[0].task_id, "ok"
         for word, cursor in self._connection.run_scripts("admit_task", calls):
             answer, following = word.decode(), int(cursor)
             if answer != "ok":
-                return Admission(answer, following, admitted)
+                break
             admitted += 1
-        return Admission("ok", following, admitted)
+        failed = {wrong.task_id: wrong for wrong in unusable[:admitted] if wrong is not None}
+        return Admission(cast(AdmissionAnswer, answer), following, admitted, failed)
 
     def change_position(self) -> bytes:
         """Return the present position in the stream of changes: read it before the ledger, for ``wait_change``."""

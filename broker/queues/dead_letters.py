@@ -9,7 +9,7 @@ import msgspec
 
 from broker.connection.connection import Connection
 from schemas.codec import BadMessage, decode, encode
-from schemas.errors import DataError
+from schemas.errors import DataError, printable
 from schemas.messages import DeadLetter, Task
 
 KEPT = 1000
@@ -71,19 +71,37 @@ class DeadLetters:
         self._connection.run("dropping a dead letter", lambda client: client.xdel(self._connection.keys.dead, id))
 
 
+@dataclass(frozen=True)
+class UnusableTask:
+    """A prompt group that no task can be made for: it fails as it comes in. ``n``: samples that it would have had."""
+
+    task_id: int
+    n: int
+    reason: str
+
+
 def letter_bytes(letter: DeadLetter, max_bytes: int) -> bytes:
-    """The letter on the wire. It is never too large to be sent: of a payload over ``max_bytes`` the head is kept."""
-    kept = msgspec.structs.replace(letter, payload=letter.payload[:max_bytes])
+    """The letter on the wire. It can always be sent: of a payload over ``max_bytes`` the head is kept."""
+    kept = msgspec.structs.replace(letter, payload=letter.payload[:max_bytes], reason=printable(letter.reason))
     return encode(kept, LIMIT)
 
 
-def body_or_letter(task: Task, max_bytes: int) -> tuple[bytes, bytes]:
-    """A task on the wire, and b""; or b"" and the dead letter of one that is too large to be sent."""
+def check_sendable(task: Task | UnusableTask, max_bytes: int) -> tuple[bytes, UnusableTask | None]:
+    """A task on the wire, and None; or b"" and why there is none: it can't be encoded, or it is too large."""
+    if isinstance(task, UnusableTask):
+        return b"", task
     try:
-        return encode(task, max_bytes), b""
+        return encode(task, max_bytes), None
     except BadMessage as error:
-        letter = DeadLetter(source="feeder", reason=str(error), deliveries=0, payload=b"", task_id=task.task_id)
-        return b"", letter_bytes(letter, max_bytes)
+        return b"", UnusableTask(task.task_id, task.n, str(error))
+
+
+def letter_of(task: UnusableTask | None, max_bytes: int) -> bytes:
+    """The dead letter of a prompt group that fails as it comes in; b"" for None."""
+    if task is None:
+        return b""
+    letter = DeadLetter(source="feeder", reason=task.reason, deliveries=0, payload=b"", task_id=task.task_id)
+    return letter_bytes(letter, max_bytes)
 
 
 def _filed(entry: bytes, fields: dict[bytes, bytes]) -> StoredLetter:

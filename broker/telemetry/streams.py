@@ -13,7 +13,7 @@ from typing import Any
 import redis
 
 from broker.connection.connection import Connection
-from broker.queues.dead_letters import body_or_letter
+from broker.queues.dead_letters import UnusableTask, check_sendable, letter_of
 from schemas.codec import BadMessage, decode, encode
 from schemas.messages import Event, Heartbeat, Task
 
@@ -185,14 +185,15 @@ class Evals:
         self._connection = connection
         self._max_bytes = max_bytes
 
-    def open(self, version: int, tasks: Sequence[Task]) -> bool:
+    def open(self, version: int, tasks: Sequence[Task | UnusableTask]) -> bool:
         """Queue the tasks of one evaluation; False if this version's was opened before.
 
-        Samples of a task over broker.max_message_bytes count as failed, with a dead letter.
+        Samples of a task that can't be sent count as failed, with a dead letter.
         """
         args: list[int | bytes] = [version, tasks[0].n]
         for task in tasks:
-            args += [task.task_id, *body_or_letter(task, self._max_bytes)]
+            body, wrong = check_sendable(task, self._max_bytes)
+            args += [task.task_id, body, letter_of(wrong, self._max_bytes)]
         return bool(self._connection.run_script("open_evaluation", *args))
 
     def read_results(self) -> list[EvalResult]:

@@ -25,9 +25,11 @@ from schemas.errors import (
     FENCED_EXIT,
     OK_EXIT,
     REFUSED_EXIT,
+    RUN_FAILED_EXIT,
     ConfigError,
     FencedError,
     RefusedError,
+    RunFailed,
     TidemillError,
 )
 
@@ -157,7 +159,7 @@ def _serve(role: str, file: Path, overrides: list[str] | None, name: str | None)
 
 def main() -> None:
     """Entry point. Exit code 2: wrong configuration or usage; 3: another trainer took over; 5: the control
-    plane refuses; 1: another error."""
+    plane refuses; 6: everything of the run fails; 1: another error."""
     try:
         app()
     except TidemillError as error:
@@ -177,6 +179,8 @@ def _complain(error: TidemillError) -> int:
         return CONFIG_EXIT
     if isinstance(error, RefusedError):
         return REFUSED_EXIT
+    if isinstance(error, RunFailed):
+        return RUN_FAILED_EXIT
     return FENCED_EXIT if isinstance(error, FencedError) else ERROR_EXIT
 
 

@@ -44,7 +44,15 @@ from deploy.supervisor.supervisor import RunOutcome, ServiceView, Supervisor
 from deploy.terminal.live import Picture, View
 from schemas.config import ProbesConfig, TidemillConfig, save_config
 from schemas.control_api import RunStatus, ServiceStatus, TimelineEvent
-from schemas.errors import CONFIG_EXIT, ERROR_EXIT, INTERRUPTED_EXIT, OK_EXIT, ConfigError, InfraError
+from schemas.errors import (
+    CONFIG_EXIT,
+    ERROR_EXIT,
+    INTERRUPTED_EXIT,
+    OK_EXIT,
+    RUN_FAILED_EXIT,
+    ConfigError,
+    InfraError,
+)
 
 BROKER_DEADLINE_S = 30.0
 STOP_ORDER = {"feeder": 0, "generator": 1, "reward": 2, "trainer": 3, "control": 4, "broker": 9}
@@ -284,8 +292,8 @@ class _Run:
             ending.print(self.console)
         if outcome.cause is not None:
             print(f"tidemill: {outcome.cause}", file=sys.stderr)
-            if outcome.is_config_error:
-                return CONFIG_EXIT
+            if outcome.cause.exit.code in (CONFIG_EXIT, RUN_FAILED_EXIT):
+                return outcome.cause.exit.code
         if outcome.reason == "stopped" and self.ordered:
             return OK_EXIT
         return EXIT_CODES[outcome.reason]

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from deploy.supervisor.services import Exit
-from schemas.errors import CONFIG_EXIT, ERROR_EXIT
+from schemas.errors import ERROR_EXIT, HOPELESS
 
 TAIL_BYTES = 65536
 _EXCEPTION = re.compile(r"^(?:[A-Za-z_][\w.]*\.)?[A-Z]\w*(?:Error|Exception|Interrupt|Exit|Failure|Message)\b.*")
@@ -53,7 +53,7 @@ def last_error(log: Path, start: int = 0, code: int = ERROR_EXIT) -> str:
     """The line of a log that says why its process ended, "" if none does; looks at what came after byte ``start``.
 
     An error record of a JSON log, else an exception's line, else what the command itself complained of, else a line
-    that speaks of an error; with a wrong configuration the command's complaint comes first. The very last line, of
+    that speaks of an error; where no restart helps the command's complaint comes first. The very last line, of
     whatever kind, counts only for a program that could not be started or crashed in native code: of others it only
     tells what they did before. A process that was killed from outside did not know why.
     """
@@ -68,7 +68,7 @@ def last_error(log: Path, start: int = 0, code: int = ERROR_EXIT) -> str:
         return ""
     lines = [line.strip() for line in _COLOUR.sub("", text).splitlines() if line.strip()]
     finders = [_record, _exception, _own, _wording]
-    if code == CONFIG_EXIT:
+    if code in HOPELESS:
         finders.insert(0, _own)
     for find in finders:
         for line in reversed(lines):

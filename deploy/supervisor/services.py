@@ -38,7 +38,7 @@ class ServiceSpec:
 
 @dataclass(frozen=True)
 class Change:
-    """An event in a service's life, for people. ends_run: a wrong configuration, of which the run ends."""
+    """An event in a service's life, for people. ends_run: it is told as the cause of the run's end."""
 
     service: str
     text: str

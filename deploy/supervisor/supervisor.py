@@ -23,7 +23,7 @@ from deploy.supervisor.process import Processes, Strays, become_subreaper
 from deploy.supervisor.restart_policy import Life, State
 from deploy.supervisor.services import Change, Exit, Running, ServiceSpec, Starter
 from schemas.config import SupervisorConfig
-from schemas.errors import CONFIG_EXIT, HOPELESS, OK_EXIT, ConfigError, InfraError
+from schemas.errors import CONFIG_EXIT, HOPELESS, OK_EXIT, RUN_FAILED_EXIT, ConfigError, InfraError
 
 TICK_S = 0.1
 SWEEP_S = 3.0
@@ -292,7 +292,7 @@ class Supervisor:
             self._on_change(Change(service.spec.name, text, "warning"))
             return
         why = "" if ended.code in HOPELESS else f" after {life.restarts} restarts"
-        ends_run = ended.code == CONFIG_EXIT and self._is_fatal(service)
+        ends_run = ended.code in (CONFIG_EXIT, RUN_FAILED_EXIT) and self._is_fatal(service)
         self._on_change(Change(service.spec.name, f"{ended}{reason}; given up{why}", "error", ends_run))
 
     def _cause(self, now: float) -> Failure | None:

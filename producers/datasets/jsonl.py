@@ -17,7 +17,7 @@ import msgspec
 
 from producers.datasets.base import Example
 from producers.datasets.rows import RowReader
-from schemas.errors import ConfigError, DataError
+from schemas.errors import ConfigError, DataError, InfraError
 
 
 class Jsonl:
@@ -56,7 +56,7 @@ class Jsonl:
                 file.seek(offset)
                 line = file.readline()
         except OSError as error:
-            raise DataError(f"cannot read {self._files[at]}: {error.strerror}") from error
+            raise InfraError(f"cannot read {self._files[at]}: {error.strerror}") from error
         return self._parse(line, f"{self._files[at]} at byte {offset}")
 
     def _parse(self, line: bytes, where: str) -> Example:

@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 from producers.datasets import DATASETS
 from producers.datasets.base import Dataset, Example
 from schemas.config import DatasetConfig
-from schemas.errors import ConfigError, DataError
+from schemas.errors import ConfigError, DataError, InfraError, describe_error
 
 
 def build_dataset(config: DatasetConfig, base: Path) -> Dataset:
@@ -107,8 +107,12 @@ def _check_protocol(dataset: Any, name: str) -> None:
         raise ConfigError(f"dataset {name!r} has no examples")
     try:
         example = dataset[0]
+    except (ConfigError, InfraError):
+        raise
     except DataError as error:
         raise ConfigError(f"dataset {name!r}: {error}") from error
+    except Exception as error:
+        raise ConfigError(f"dataset {name!r}: example 0: {describe_error(error)}") from error
     if not isinstance(example, Example):
         raise ConfigError(f"dataset {name!r} must hold producers.datasets.base.Example, holds {type(example).__name__}")
     if (example.text is None) == (example.messages is None):

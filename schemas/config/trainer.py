@@ -147,6 +147,12 @@ class TrainerConfig(Section):
     batch_timeout_s: Seconds = Field(
         600.0, description="The trainer gives up, naming what it lacks, when no batch is complete after this long."
     )
+    max_failed_groups: int | None = Field(
+        None,
+        ge=1,
+        description="The run ends with the reason when so many prompt groups in a row fail: because of their examples,"
+        " their workflow, their reward or the weights; 4 * batch_groups by default, and at least 16.",
+    )
     processes: int = Field(
         1,
         ge=1,
@@ -202,6 +208,11 @@ class TrainerConfig(Section):
         if advantage and isinstance(given, dict):
             completed["advantage"] = {"name": advantage, **given}
         return completed
+
+    @property
+    def failed_groups_limit(self) -> int:
+        """Return how many prompt groups in a row may fail before the run ends."""
+        return self.max_failed_groups or max(16, 4 * self.batch_groups)
 
     @property
     def lora_off(self) -> bool:

@@ -23,7 +23,7 @@ import msgspec
 
 from consumers.reward.rewards import REWARDS
 from schemas.config import RewardTerm
-from schemas.errors import ConfigError
+from schemas.errors import ConfigError, describe_error
 from schemas.messages import ScoreStatus
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -53,7 +53,6 @@ def reward(
 
 
 SIGNATURE = ("prompt", "completion", "prompt_ids", "completion_ids")
-_REASON_CHARS = 400
 
 
 class RewardInput(msgspec.Struct, frozen=True):
@@ -107,7 +106,7 @@ class Term:
             if inspect.isawaitable(value):
                 value = asyncio.run(_finish(value))
         except Exception as error:  # noqa: BLE001 - user code: whatever it raises is the fate of this one sample
-            return TermResult(status="error", reason=_one_line(error), seconds=time.perf_counter() - started)
+            return TermResult(status="error", reason=describe_error(error), seconds=time.perf_counter() - started)
         seconds = time.perf_counter() - started
         if type(value) is not float:
             if not isinstance(value, numbers.Real):
@@ -188,8 +187,3 @@ def _type_name(value: Any) -> str:
 
 async def _finish(awaitable: Any) -> Any:
     return await awaitable
-
-
-def _one_line(error: Exception) -> str:
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text}"[:_REASON_CHARS].rstrip(": ")

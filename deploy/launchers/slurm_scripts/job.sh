@@ -10,7 +10,7 @@ if [ "$own_broker" = yes ]; then export REDIS_URL_FILE=$$FOLDER/redis_url; unset
 asked=
 
 # keep forward|leave COMMAND...: run a service, again when it fails, until it ends well, is asked to end, or fails in
-# a way that no restart mends: 2 is a wrong configuration, 3 another trainer. With `leave`, SIGTERM is not passed on:
+# a way that no restart mends: 2 is a wrong configuration, 3 another trainer, 6 a run that fails as a whole. With `leave`, SIGTERM is not passed on:
 # Slurm sends it to the tasks of srun itself.
 keep() {
   local how=$$1 code pause=1 began
@@ -24,7 +24,7 @@ keep() {
     wait "$$child"; code=$$?
     # A signal ends the wait, not the service.
     while kill -0 "$$child" 2>/dev/null; do wait "$$child"; code=$$?; done
-    case $$code in 0|2|3) return "$$code" ;; esac
+    case $$code in 0|2|3|6) return "$$code" ;; esac
     [ -z "$$asked" ] || return "$$code"
     [ $$((SECONDS - began)) -lt 60 ] || pause=1
     echo "$$1 $$2 ended with exit code $$code, again in $$pause s" >&2

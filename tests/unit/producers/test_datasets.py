@@ -16,7 +16,7 @@ from producers.datasets.gsm8k import Gsm8k, gold_answer
 from producers.datasets.jsonl import Jsonl
 from producers.datasets.loading import build_dataset
 from schemas.config import DatasetConfig
-from schemas.errors import ConfigError, DataError
+from schemas.errors import ConfigError, DataError, InfraError
 from schemas.messages import ChatMessage
 
 GSM8K = Path(__file__).parents[3].parent / "shared" / "data" / "gsm8k"
@@ -247,3 +247,21 @@ def test_a_users_own_dataset_is_a_class_or_function_in_a_file(tmp_path: Path):
         build("mine.py:empty", tmp_path)
     with pytest.raises(ConfigError, match="plain values that MessagePack has"):
         build("mine.py:unsendable", tmp_path)
+
+
+def test_an_example_that_raises_is_a_mistake_that_is_found_before_the_run(tmp_path: Path):
+    (tmp_path / "mine.py").write_text(
+        "class Mine:\n"
+        "    def __len__(self):\n        return 3\n"
+        "    def __getitem__(self, index):\n        return {}['prompt']\n"
+    )
+    with pytest.raises(ConfigError, match=r"dataset 'mine.py:Mine': example 0: KeyError: 'prompt'"):
+        build("mine.py:Mine", tmp_path)
+
+
+def test_a_file_that_can_not_be_read_for_a_while_is_no_mistake_of_its_examples(tmp_path: Path):
+    file = write_lines(tmp_path / "a.jsonl", {"prompt": "1", "answer": "2"})
+    dataset = Jsonl(tmp_path, "a.jsonl")
+    file.unlink()
+    with pytest.raises(InfraError, match="cannot read"):
+        dataset[0]
