@@ -105,4 +105,12 @@ def letter_of(task: UnusableTask | None, max_bytes: int) -> bytes:
 
 
 def _filed(entry: bytes, fields: dict[bytes, bytes]) -> StoredLetter:
-    return StoredLetter(entry.decode(), decode(fields[b"b"], DeadLetter, LIMIT))
+    """Return an entry of the stream; one that is no letter is shown as such, so that people can look and drop it."""
+    body = fields.get(b"b", b"")
+    try:
+        letter = decode(body, DeadLetter, LIMIT)
+    except BadMessage as error:
+        letter = DeadLetter(
+            source="unreadable", reason=f"this letter cannot be read: {error}", deliveries=0, payload=body
+        )
+    return StoredLetter(entry.decode(), letter)

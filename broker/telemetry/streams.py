@@ -91,11 +91,19 @@ class Heartbeats:
         return sorted(name.decode() for name in found)
 
     def list(self) -> list[Heartbeat]:
-        """The last heartbeat of every service, by name."""
+        """The last heartbeat of every service, by name, but for those of another version of Tidemill."""
         found: Any = self._connection.run(
             "listing services", lambda client: client.hgetall(self._connection.keys.services)
         )
-        return sorted((decode(body, Heartbeat) for body in found.values()), key=lambda beat: beat.service)
+        beats = [beat for body in found.values() if (beat := _heartbeat(body)) is not None]
+        return sorted(beats, key=lambda beat: beat.service)
+
+
+def _heartbeat(body: bytes) -> Heartbeat | None:
+    try:
+        return decode(body, Heartbeat)
+    except BadMessage:
+        return None
 
 
 class Events:
@@ -167,7 +175,7 @@ class Metrics:
         found: Any = self._connection.run(
             "reading metrics", lambda client: client.xrevrange(self._connection.keys.metrics, count=count)
         )
-        return [json.loads(fields[b"j"]) for _, fields in reversed(found)]
+        return _figures(reversed(found))
 
     def read_after(self, id: str, count: int) -> tuple[str, list[dict[str, Any]]]:
         """Read up to ``count`` lines after the entry ``id``; return also the id to go on from."""
@@ -175,7 +183,20 @@ class Metrics:
             "following metrics", lambda client: client.xrange(self._connection.keys.metrics, f"({id}", "+", count)
         )
         last = found[-1][0].decode() if found else id
-        return last, [json.loads(fields[b"j"]) for _, fields in found]
+        return last, _figures(found)
+
+
+def _figures(entries: Iterable[tuple[bytes, dict[bytes, bytes]]]) -> list[dict[str, Any]]:
+    """Entries of the stream; what is no JSON object is nobody's figures."""
+    lines = []
+    for _, fields in entries:
+        try:
+            line = json.loads(fields.get(b"j", b""))
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(line, dict):
+            lines.append(line)
+    return lines
 
 
 class Evals:
@@ -203,8 +224,11 @@ class Evals:
         )
         versions: dict[int, dict[str, float]] = {}
         for key, value in found.items():
-            version, _, name = key.decode().partition(":")
-            versions.setdefault(int(version), {})[name] = float(value)
+            version, _, name = key.partition(b":")
+            try:
+                versions.setdefault(int(version), {})[name.decode()] = float(value)
+            except ValueError:
+                continue
         return [
             EvalResult(
                 version=version,
@@ -216,4 +240,5 @@ class Evals:
                 off_version=int(fields.get("off_version", 0)),
             )
             for version, fields in sorted(versions.items())
+            if "n" in fields
         ]

@@ -6,7 +6,8 @@ shown token by token where the model's tokenizer.json is at hand.
 
 from __future__ import annotations
 
-import json
+import base64
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,6 +42,9 @@ from schemas.messages import Event
 
 BROKEN = "\ufffd"
 """A decoder's output for half a character."""
+JOINED = 8
+"""Most tokens that are looked at together for a whole character, which has up to four bytes."""
+DEEPEST = 64
 
 log = structlog.get_logger()
 Decode = Callable[[Sequence[int]], str]
@@ -49,16 +53,18 @@ Decode = Callable[[Sequence[int]], str]
 def pieces(decode: Decode, ids: Sequence[int]) -> list[str]:
     """Return the text that each token adds; of a character of several tokens, the last has it, the others are empty.
 
-    A token is decoded beside the one before it: alone, some tokenizers would lose the space between words.
+    A token is decoded beside the one before it: alone, some tokenizers would lose the space between words. What is no
+    character with the JOINED tokens from it on never becomes one.
     """
-    texts: list[str] = []
+    texts = [""] * len(ids)
     start = read = 0
-    for end in range(1, len(ids) + 1):
-        before, now = decode(ids[start:read]), decode(ids[start:end])
-        if now.endswith(BROKEN) and end < len(ids):
-            texts.append("")
-            continue
-        texts.append(now[len(before) :])
+    for last in range(1, len(ids) + 1):
+        end, now = last, decode(ids[start:last])
+        if now.endswith(BROKEN) and last < len(ids):
+            if last - read < JOINED:
+                continue
+            end, now = read + 1, decode(ids[start : read + 1])
+        texts[end - 1] = now[len(decode(ids[start:read])) :]
         start, read = read, end
     return texts
 
@@ -298,10 +304,20 @@ def payload(data: bytes) -> Any:
     """Return a payload as JSON values if it is MessagePack, else as hexadecimal digits."""
     try:
         return plain(msgspec.msgpack.decode(data))
-    except (msgspec.MsgspecError, UnicodeDecodeError, ValueError):
+    except (msgspec.MsgspecError, ValueError, TypeError, RecursionError):
         return data.hex()
 
 
-def plain(value: Any) -> Any:
-    """Return a value as JSON can hold it: bytes in base64, no NaN."""
-    return json.loads(msgspec.json.encode(value))
+def plain(value: Any, depth: int = 0) -> Any:
+    """Return what MessagePack can hold as JSON can: bytes in base64, no NaN, keys as text, at most DEEPEST levels."""
+    if depth > DEEPEST:
+        return "..."
+    if isinstance(value, dict):
+        return {str(key): plain(item, depth + 1) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item, depth + 1) for item in value]
+    if isinstance(value, bytes):
+        return base64.b64encode(value).decode()
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    return value if value is None or isinstance(value, str | int) else str(value)

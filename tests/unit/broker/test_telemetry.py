@@ -6,14 +6,17 @@ The streams are written by hand here and nothing of it needs a script, so an imi
 from __future__ import annotations
 
 import fakeredis
+import msgspec
 import pytest
 
 from broker.connection.connection import Connection
 from broker.connection.keys import Keys
-from broker.telemetry.streams import Events, Metrics
+from broker.queues.dead_letters import DeadLetters
+from broker.telemetry.streams import Evals, Events, Heartbeats, Metrics
 from broker.telemetry.trajectories import PAGE, TrajectoryStore
 from schemas.codec import encode
-from schemas.messages import Event, Score
+from schemas.errors import DataError
+from schemas.messages import DeadLetter, Event, Heartbeat, Score
 from tests.support.trajectories import make_trajectory
 
 
@@ -47,6 +50,52 @@ def test_figures_go_on_where_they_were_read_up_to(connection: Connection) -> Non
     assert [line["step"] for line in lines] == [3]
     assert metrics.read_after(position, 2) == (position, [])
     assert [line["step"] for line in metrics.tail(2)] == [2, 3]
+
+
+def test_figures_that_cannot_be_read_hide_no_others(connection: Connection) -> None:
+    for fields in ({"j": '{"step": 1}'}, {"j": b"\xff{"}, {"j": "[1]"}, {"other": "x"}, {"j": '{"step": 2}'}):
+        connection.client.xadd(connection.keys.metrics, fields)
+    metrics = Metrics(connection)
+    assert [line["step"] for line in metrics.tail(10)] == [1, 2]
+    position, lines = metrics.read_after("0-0", 4)
+    assert [line["step"] for line in lines] == [1]
+    assert [line["step"] for line in metrics.read_after(position, 4)[1]] == [2]
+
+
+def test_a_heartbeat_that_cannot_be_read_hides_no_other_service(connection: Connection) -> None:
+    beats = {name: Heartbeat(service=name, role="generator", host="h", pid=1, state="running") for name in "ab"}
+    other = msgspec.msgpack.decode(encode(beats["a"])) | {"schema": 99}
+    for name, body in {
+        "a": encode(beats["a"]),
+        "x": msgspec.msgpack.encode(other),
+        "y": b"",
+        "b": encode(beats["b"]),
+    }.items():
+        connection.client.hset(connection.keys.services, name, body)
+    assert [beat.service for beat in Heartbeats(connection).list()] == ["a", "b"]
+
+
+def test_evaluations_that_cannot_be_read_hide_no_others(connection: Connection) -> None:
+    fields = {"3:n": "4", "3:scored": "4", "3:sum": "2", "x:n": "1", "nonsense": "1", b"\xff": "1", "5:n": "x"}
+    for name, value in fields.items():
+        connection.client.hset(connection.keys.evals, name, value)
+    found = Evals(connection, 1 << 20).read_results()
+    assert [(result.version, result.n, result.mean) for result in found] == [(3, 4, 0.5)]
+
+
+def test_a_letter_that_cannot_be_read_is_shown_as_such_and_hides_no_other(connection: Connection) -> None:
+    good = encode(DeadLetter(source="reward", reason="no", deliveries=1, payload=b"p", task_id=1, sample=0))
+    for fields in ({"b": good}, {"b": b"\xc1 nonsense"}, {"other": "field"}, {"b": good}):
+        connection.client.xadd(connection.keys.dead, fields)
+    letters = DeadLetters(connection)
+    found = letters.list()
+    assert [filed.letter.source for filed in found] == ["reward", "unreadable", "unreadable", "reward"]
+    assert found[1].letter.payload == b"\xc1 nonsense"
+    assert "cannot be read" in letters.get(found[1].id).letter.reason
+    with pytest.raises(DataError, match="can only be dropped"):
+        letters.requeue(found[1].id)
+    letters.drop(found[1].id)
+    assert len(letters.list()) == 3
 
 
 def test_a_search_goes_over_pages_newest_first_and_says_whether_it_saw_all(connection: Connection) -> None:
