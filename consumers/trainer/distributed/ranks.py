@@ -14,8 +14,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from functools import cached_property
-from typing import TypeVar, cast
+from typing import TypeVar
 
+import structlog
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
@@ -36,6 +37,11 @@ T = TypeVar("T")
 COLLECTIVE_TIMEOUT_S = 1800.0
 """Seconds that a rank waits in a collective of a step for the others, which do the same amount of work."""
 
+_NOT_OF_TRAINING = ("ACCELERATE_USE_CPU", "ACCELERATE_TORCH_DEVICE", "ACCELERATE_LOG_LEVEL")
+"""Settings of accelerate that change no number: they are left to it."""
+
+log = structlog.get_logger()
+
 
 class Ranks:
     """All ranks of a trainer, seen from this rank; collectives are the identity in a single process.
@@ -47,7 +53,8 @@ class Ranks:
     def __init__(self, timeout_s: float = COLLECTIVE_TIMEOUT_S) -> None:
         """Join the process group. timeout_s: seconds after which a collective fails that some rank has not come to."""
         process_group = InitProcessGroupKwargs(timeout=timedelta(seconds=timeout_s))
-        self.accelerator = Accelerator(cpu=not torch.cuda.is_available(), kwargs_handlers=[process_group])
+        with _own_settings():
+            self.accelerator = Accelerator(cpu=not torch.cuda.is_available(), kwargs_handlers=[process_group])
         self.world: int = self.accelerator.num_processes
         self.rank: int = self.accelerator.process_index
         self.dp_size = self.world
@@ -131,7 +138,7 @@ class Ranks:
         itself when it computes in another type, so that it computes what several do.
         """
         if self.world == 1 and dtype == torch.float32:
-            return cast(M, self.accelerator.prepare(model))
+            return model.to(self.accelerator.device)
         if not dist.is_initialized():
             backend = "nccl" if self.accelerator.device.type == "cuda" else "gloo"
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
@@ -149,7 +156,7 @@ class Ranks:
 
     def backward(self, loss: Tensor) -> None:
         """Run backward from this rank's part of a sum over ranks, and undo that sharding averages gradients."""
-        self.accelerator.backward(loss * self.dp_size if self.dp_size > 1 else loss)
+        (loss * self.dp_size if self.dp_size > 1 else loss).backward()
 
     def clip_grad_norm(self, parameters: Iterable[nn.Parameter], limit: float) -> float:
         """Scale all gradients so that their global norm is at most ``limit``; returns the norm before."""
@@ -170,6 +177,25 @@ class Ranks:
         packed = torch.tensor(values, dtype=torch.float64, device=self.accelerator.device)
         dist.all_reduce(packed, operation)
         return [float(v) for v in packed.tolist()]
+
+
+@contextmanager
+def _own_settings() -> Iterator[None]:
+    """Keep from accelerate what ``accelerate launch`` or a user's shell has set: the configuration decides alone.
+
+    Some of it would change gradients: a precision, a number of steps to accumulate, a compiler, a sharding.
+    """
+    ignored = {name: value for name, value in os.environ.items() if name.startswith("ACCELERATE_")}
+    for name in _NOT_OF_TRAINING:
+        ignored.pop(name, None)
+    if ignored:
+        log.warning("settings of accelerate are ignored", names=sorted(ignored))
+    for name in ignored:
+        del os.environ[name]
+    try:
+        yield
+    finally:
+        os.environ.update(ignored)
 
 
 def reason(error: BaseException) -> str:
