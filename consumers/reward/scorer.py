@@ -31,12 +31,21 @@ class Scorer:
     any, so that ``submit`` returns what is done.
     """
 
-    def __init__(self, terms: list[RewardTerm], base: Path, workers: int, timeout_s: float, name: str = "") -> None:
+    def __init__(
+        self,
+        terms: list[RewardTerm],
+        base: Path,
+        workers: int,
+        timeout_s: float,
+        name: str = "",
+        env: Sequence[str] = (),
+    ) -> None:
+        """env: names of further environment variables that reward functions see."""
         self._terms = resolve(terms, base)
         self._name = name
         self._inline = [i for i, term in enumerate(self._terms) if term.inline]
         self._pooled = [i for i, term in enumerate(self._terms) if not term.inline]
-        self._pool = WorkerPool(terms, base, workers, timeout_s) if self._pooled else None
+        self._pool = WorkerPool(terms, base, workers, timeout_s, env=env) if self._pooled else None
         self.workers = workers if self._pooled else 0
 
     def score(self, trajectories: Sequence[Trajectory]) -> list[Score]:
@@ -112,7 +121,11 @@ def reward_input(trajectory: Trajectory) -> RewardInput:
 
 
 def check_reward(
-    terms: list[RewardTerm], base: Path, trajectory: Trajectory | None = None, timeout_s: float = 15.0
+    terms: list[RewardTerm],
+    base: Path,
+    trajectory: Trajectory | None = None,
+    timeout_s: float = 15.0,
+    env: Sequence[str] = (),
 ) -> Score | None:
     """Import and check every term, without starting anything; with a trajectory, score it as well.
 
@@ -121,7 +134,7 @@ def check_reward(
     resolve(terms, base)
     if trajectory is None:
         return None
-    scorer = Scorer(terms, base, workers=1, timeout_s=timeout_s)
+    scorer = Scorer(terms, base, workers=1, timeout_s=timeout_s, env=env)
     try:
         return scorer.score([trajectory])[0]
     finally:

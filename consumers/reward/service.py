@@ -54,7 +54,8 @@ def run_reward(config: TidemillConfig, name: str) -> None:
 
 
 def _scorer(config: TidemillConfig, terms: list[RewardTerm], name: str) -> Scorer:
-    return Scorer(terms, config.base, config.reward.workers, config.reward.timeout_s, name)
+    reward = config.reward
+    return Scorer(terms, config.base, reward.workers, reward.timeout_s, name, reward.env)
 
 
 class RewardService:

@@ -206,7 +206,7 @@ def check_rewards(config: TidemillConfig) -> Finding:
         generator="doctor",
         data=example.data,
     )
-    score = check_reward(config.reward.terms, config.base, trajectory, config.reward.timeout_s)
+    score = check_reward(config.reward.terms, config.base, trajectory, config.reward.timeout_s, config.reward.env)
     if score is None or score.status != "ok":
         reason = score.reason if score else "no score"
         return Finding("reward", "fail", reason, "mend the reward function: failed samples are excluded from training")

@@ -57,7 +57,8 @@ async def _evaluate(config: TidemillConfig, evaluation: EvalConfig, path: str) -
     workflow = find_workflow(settings.name, settings.args, config.base)()
     tokenizer = HfTokenizer(path, config.model.trust_remote_code)
     console = Console(stderr=True)
-    scorer = Scorer(terms, config.base, config.reward.workers, config.reward.timeout_s, "eval")
+    reward = config.reward
+    scorer = Scorer(terms, config.base, reward.workers, reward.timeout_s, "eval", reward.env)
     try:
         async with _started(config, path) as engine:
             room = asyncio.Semaphore(max(1, config.generator.max_samples // evaluation.sampling.n))

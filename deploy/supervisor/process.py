@@ -1,6 +1,6 @@
 """Guarded child processes: nothing that this process starts is left behind.
 
-Three nets: a guardian per child (deploy/supervisor/guard.py) that kills everything below it when the
+Three nets: a guardian per child (schemas/guard.py) that kills everything below it when the
 child ends or this process dies; the kernel's parent-death signal should the guardian itself
 be killed; and ``Strays.sweep``, with which this process then finds the grandchildren. ``Processes`` is the starter
 made of such processes, for services on this machine.
@@ -17,8 +17,8 @@ import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from deploy.supervisor import guard
 from deploy.supervisor.services import Exit, Scaler
+from schemas import guard
 from schemas.control_api import RunStatus
 from schemas.errors import InfraError
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import Field
 
@@ -40,6 +40,11 @@ class RewardConfig(Section):
     workers: int = Field(2, ge=1, description="Killable worker processes of one service, for functions that may block.")
     timeout_s: Seconds = Field(
         15.0, description="Deadline of one call; past it the worker is killed and the sample excluded."
+    )
+    env: list[Annotated[str, Field(pattern="^[A-Za-z_][A-Za-z0-9_]*$")]] = Field(
+        default_factory=list,
+        description="Names of further environment variables that workers see, such as OPENAI_API_KEY; without, they see"
+        " PATH, HOME and the like, and no secret of the service.",
     )
 
 

@@ -34,7 +34,7 @@ from broker.flow.trainer_session import TrainerSession
 from broker.queues.scores import ScoreQueue
 from broker.queues.tasks import TaskQueue
 from deploy.cli import app
-from deploy.supervisor import guard
+from schemas import guard
 from schemas.messages import Task
 from tests.chaos.evidence import Evidence, digest
 

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 from deploy.cli import app
-from deploy.supervisor import guard
+from schemas import guard
 from tests.chaos.service import ByteTokenizer
 
 

@@ -1,20 +1,25 @@
 """Killable worker processes for reward functions that may block, hang or crash.
 
 A worker whose call is past its deadline is killed with everything it started, and replaced; calls that wait are neither
-failed nor charged for it. Nothing is pickled.
+failed nor charged for it. On Linux that holds for daemons and sessions of their own, too: a guardian (schemas/guard.py)
+stands between this process and each worker. Workers see a list of environment variables, without the service's secrets.
+Nothing is pickled.
 """
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import queue
+import re
 import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,13 +28,29 @@ from typing import Any, Generic, TypeVar
 import msgspec
 
 from consumers.reward.rewards.terms import RewardInput, TermResult
-from consumers.reward.workers.worker import PREFIX, Call, Ready, Setup
+from consumers.reward.workers.worker import PREFIX, Answer, Call, Ready, Setup
+from schemas import guard
 from schemas.config import RewardTerm
 from schemas.errors import InfraError
 
 T = TypeVar("T")
 START_TIMEOUT_S = 60.0
-_CLOSE_TIMEOUT_S = 10.0
+_CLOSE_TIMEOUT_S = 2 * guard.KILL_DEADLINE_S
+_MOST_BYTES = 1 << 16
+"""More than any answer has."""
+_PROGRAM = [sys.executable, "-P", "-m", "consumers.reward.workers.worker"]
+PASSED_ON = re.compile(
+    "PATH|HOME|USER|LOGNAME|SHELL|LANG|LANGUAGE|LC_.*|TZ|TMPDIR|TEMP|TMP|XDG_(CACHE_HOME|RUNTIME_DIR)"
+    "|PYTHON(PATH|HOME|UTF8|IOENCODING)|VIRTUAL_ENV|CONDA_PREFIX|LD_LIBRARY_PATH|DYLD_LIBRARY_PATH"
+    "|(CUDA|NVIDIA|ROCR|HIP)_VISIBLE_DEVICES|CUDA_HOME|(OMP|MKL|OPENBLAS|TORCH)_NUM_THREADS|TOKENIZERS_PARALLELISM"
+    "|HF_(HOME|HUB_CACHE|HUB_OFFLINE|DATASETS_CACHE|DATASETS_OFFLINE|ENDPOINT)|TRANSFORMERS_OFFLINE"
+    "|SSL_CERT_(FILE|DIR)|(REQUESTS|CURL)_CA_BUNDLE|TIDEMILL_SUPERVISOR"
+)
+"""Environment variables that workers see; the last is the mark by which a supervisor knows what it started."""
+
+
+class WrongAnswer(Exception):
+    """The worker's connection has something else than the answer to this call."""
 
 
 class WorkerEnded(Exception):
@@ -65,7 +86,9 @@ class WorkerPool:
         size: int,
         timeout_s: float,
         start_timeout_s: float = START_TIMEOUT_S,
+        env: Sequence[str] = (),
     ) -> None:
+        """env: names of further environment variables that the workers see."""
         if size < 1:
             raise ValueError(f"a pool needs 1 worker or more, has {size}")
         self._timeout_s = timeout_s
@@ -73,9 +96,8 @@ class WorkerPool:
         self._term_count = len(terms)
         self._jobs: queue.SimpleQueue[Job[Any] | None] = queue.SimpleQueue()
         self._closing = threading.Event()
-        setup = Setup([term.model_dump() for term in terms], str(base.resolve()), list(sys.path), os.getpid())
-        self._workers = [Worker(setup, start_timeout_s) for _ in range(size)]
-        # The thread that starts a process must outlive it: Linux ties "die with the parent" to the thread.
+        setup = Setup([term.model_dump() for term in terms], str(base.resolve()), list(sys.path))
+        self._workers = [Worker(setup, start_timeout_s, env) for _ in range(size)]
         self._threads = [
             threading.Thread(target=self._serve, args=(worker,), name=f"reward-worker-{i}", daemon=True)
             for i, worker in enumerate(self._workers)
@@ -147,7 +169,17 @@ class WorkerPool:
     def _call(self, worker: Worker, term: int, sample: RewardInput) -> TermResult:
         started = time.perf_counter()
         try:
-            return worker.call(Call(term, sample), self._timeout_s)
+            try:
+                return worker.call(term, sample, self._timeout_s)
+            except WrongAnswer:
+                # Perhaps an earlier call's code wrote it: this one is called again, by a worker that is new.
+                worker.kill()
+                worker.start()
+                return worker.call(term, sample, self._timeout_s)
+        except WrongAnswer:
+            worker.kill()
+            reason = "its worker wrote what is no answer to this call, and was killed"
+            return TermResult(status="error", reason=reason, seconds=time.perf_counter() - started)
         except TimeoutError:
             worker.kill()
             reason = f"no result within {self._timeout_s:g} s, its worker was killed"
@@ -168,67 +200,89 @@ class WorkerPool:
 class Worker:
     """A worker process, started again when it was killed. All methods but ``close`` belong to one thread."""
 
-    def __init__(self, setup: Setup, start_timeout_s: float) -> None:
+    def __init__(self, setup: Setup, start_timeout_s: float, env: Sequence[str] = ()) -> None:
         self._setup = setup
+        self._env = env
+        self._calls = 0
         self._start_timeout_s = start_timeout_s
         self._lock = threading.Lock()
         self._closed = False
-        self._process: subprocess.Popen[bytes] | None = None
+        self._guard: subprocess.Popen[bytes] | None = None
+        self._control: socket.socket | None = None
         self._connection: socket.socket | None = None
 
     def start(self) -> None:
         """Start the process unless it runs; InfraError if it is not ready in time."""
         if self._connection is not None:
             return
-        ours, theirs = socket.socketpair()
-        with self._lock, theirs:
+        with self._lock:
             if self._closed:
-                ours.close()
                 raise InfraError("the reward workers are closed")
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "consumers.reward.workers.worker"],
-                stdin=theirs.fileno(),
-                stdout=theirs.fileno(),
-                env={**os.environ, "PYTHONHASHSEED": "0"},
-                start_new_session=True,
-            )
-            self._connection = ours
+            self._start()
         try:
-            reply = self._exchange(self._setup, self._start_timeout_s)
+            error_text = self._exchange(self._setup, self._start_timeout_s, Ready).error
         except TimeoutError:
             self.kill()
             raise InfraError(f"a reward worker did not start within {self._start_timeout_s:g} s") from None
         except WorkerEnded as error:
             raise InfraError(f"a reward worker did not start: {error}") from error
-        error_text = msgspec.msgpack.decode(reply, type=Ready).error
+        except WrongAnswer:
+            self.kill()
+            raise InfraError("a reward worker did not start: it wrote what is no answer") from None
         if error_text:
             self.kill()
             raise InfraError(f"a reward worker cannot start: {error_text}")
 
-    def call(self, call: Call, timeout_s: float) -> TermResult:
-        """Call a term; TimeoutError past the deadline (kill the worker then), WorkerEnded if it died."""
-        return msgspec.msgpack.decode(self._exchange(call, timeout_s), type=TermResult)
+    def call(self, term: int, sample: RewardInput, timeout_s: float) -> TermResult:
+        """Call a term. TimeoutError past the deadline and WrongAnswer: kill the worker then. WorkerEnded: it died."""
+        self._calls += 1
+        answer = self._exchange(Call(self._calls, term, sample), timeout_s, Answer)
+        if answer.number != self._calls:
+            raise WrongAnswer
+        return answer.result
 
     def kill(self) -> str:
         """Kill the process with all that it started; returns how the process ended."""
         with self._lock:
-            process, self._process = self._process, None
+            process, self._guard = self._guard, None
+            control, self._control = self._control, None
             connection, self._connection = self._connection, None
         if connection is not None:
             connection.close()
-        if process is None:
+        if process is None or control is None:
             return "it is gone"
-        return _kill_group(process)
+        with control:
+            return _kill(process, control)
 
     def close(self) -> None:
         """Kill the process and start no other; from any thread."""
         with self._lock:
             self._closed = True
-            if self._process is not None:
+            if self._control is not None:
                 # The worker's own thread sees the end of the connection and reaps it.
-                _signal_group(self._process)
+                _order_kill(self._control)
 
-    def _exchange(self, message: Any, timeout_s: float) -> bytes:
+    def _start(self) -> None:
+        ours, theirs = socket.socketpair()
+        control, guarded = socket.socketpair()
+        with theirs, guarded:
+            control.sendall(json.dumps(_PROGRAM).encode() + b"\n")
+            # The guardian keeps its copies of the worker's stdin and stdout, so their end means that all are gone.
+            self._guard = subprocess.Popen(
+                [sys.executable, "-I", "-S", guard.__file__, str(guarded.fileno()), "reward-worker"],
+                stdin=theirs.fileno(),
+                stdout=theirs.fileno(),
+                env=self._environment(),
+                pass_fds=(guarded.fileno(),),
+                start_new_session=True,
+            )
+        self._connection, self._control = ours, control
+
+    def _environment(self) -> dict[str, str]:
+        shown = {name: value for name, value in os.environ.items() if PASSED_ON.fullmatch(name) or name in self._env}
+        return {**shown, "PYTHONHASHSEED": "0"}
+
+    def _exchange(self, message: Any, timeout_s: float, expected: type[T]) -> T:
         connection = self._connection
         if connection is None:
             raise WorkerEnded("the worker is not running")
@@ -238,9 +292,13 @@ class Worker:
             connection.settimeout(timeout_s)
             connection.sendall(PREFIX.pack(len(data)) + data)
             (size,) = PREFIX.unpack(_receive(connection, PREFIX.size, deadline))
-            return _receive(connection, size, deadline)
+            if size > _MOST_BYTES:
+                raise WrongAnswer
+            return msgspec.msgpack.decode(_receive(connection, size, deadline), type=expected)
         except TimeoutError:
             raise
+        except msgspec.MsgspecError:
+            raise WrongAnswer from None
         except OSError:
             raise WorkerEnded(f"the worker process died: {self.kill()}") from None
 
@@ -259,24 +317,27 @@ def _receive(connection: socket.socket, size: int, deadline: float) -> bytes:
     return bytes(parts)
 
 
-def _kill_group(process: subprocess.Popen[bytes]) -> str:
-    try:
-        # A process that ended by itself has closed its connection just before: its own exit code is the reason.
-        code = process.wait(timeout=0.2)
-    except subprocess.TimeoutExpired:
-        code = None
-    _signal_group(process)
+def _kill(process: subprocess.Popen[bytes], control: socket.socket) -> str:
+    """Have the guardian kill the worker and all below it, unless that has ended; returns how the worker ended."""
+    _order_kill(control)
     try:
         process.wait(timeout=_CLOSE_TIMEOUT_S)
     except subprocess.TimeoutExpired:
-        return f"process {process.pid} does not end"
-    if code is None:
-        return "it was killed"
+        process.kill()
+        return f"guardian {process.pid} does not end"
+    heard = bytearray()
+    # Its last words come before the error that it left an order unread.
+    with contextlib.suppress(ConnectionResetError):
+        while part := control.recv(256):
+            heard += part
+    told = heard.decode().split()
+    if "exit" not in told:
+        return "its guardian was killed"
+    code = int(told[told.index("exit") + 1])
     return f"exit code {code}" if code >= 0 else signal.Signals(-code).name
 
 
-def _signal_group(process: subprocess.Popen[bytes]) -> None:
-    try:
-        os.killpg(process.pid, signal.SIGKILL)
-    except (ProcessLookupError, PermissionError):
-        return  # the whole group has ended already
+def _order_kill(control: socket.socket) -> None:
+    # An error means that the guardian has ended, and with it all that it guarded.
+    with contextlib.suppress(OSError):
+        control.send(b"K")

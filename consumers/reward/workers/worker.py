@@ -1,15 +1,13 @@
 """The process that calls reward functions which may block: ``python -m consumers.reward.workers.worker``.
 
 Calls come in on stdin and results go out on stdout, as length-prefixed MessagePack, one at a time; what functions print
-goes to stderr. The process ends with its parent: at the end of stdin, and on Linux by a signal when the parent dies.
+goes to stderr. The process ends at the end of stdin, and with its guardian (schemas/guard.py).
 """
 
 from __future__ import annotations
 
-import ctypes
 import importlib
 import os
-import signal
 import struct
 import sys
 from pathlib import Path
@@ -17,21 +15,19 @@ from typing import Any, BinaryIO
 
 import msgspec
 
-from consumers.reward.rewards.terms import RewardInput, Term, resolve
+from consumers.reward.rewards.terms import RewardInput, Term, TermResult, resolve
 from schemas.config import RewardTerm
 from schemas.errors import ConfigError
 
 PREFIX = struct.Struct("<I")
-_PR_SET_PDEATHSIG = 1
 
 
 class Setup(msgspec.Struct):
-    """First message to a worker. search: the parent's module search path. parent: its process id."""
+    """First message to a worker. search: the service's module search path."""
 
     terms: list[dict[str, Any]]
     base: str
     search: list[str]
-    parent: int
 
 
 class Ready(msgspec.Struct):
@@ -41,10 +37,18 @@ class Ready(msgspec.Struct):
 
 
 class Call(msgspec.Struct):
-    """A call of a term, by its index, on a sample; the answer is a TermResult."""
+    """A call of a term, by its index, on a sample. number: of this call."""
 
+    number: int
     term: int
     sample: RewardInput
+
+
+class Answer(msgspec.Struct):
+    """The answer to the call with this number."""
+
+    number: int
+    result: TermResult
 
 
 def main() -> int:
@@ -57,18 +61,27 @@ def main() -> int:
     if first is None:
         return 0
     setup = msgspec.msgpack.decode(first, type=Setup)
-    _die_with(setup.parent)
+    own = os.getpid()
     try:
         terms = _prepare(setup)
     except ConfigError as error:
         _write(replies, Ready(error=str(error)))
         return 2
+    _end_unless(own)
     _write(replies, Ready())
     decoder = msgspec.msgpack.Decoder(Call)
     while (data := _read(requests)) is not None:
         call = decoder.decode(data)
-        _write(replies, terms[call.term].call(call.sample))
+        result = terms[call.term].call(call.sample)
+        _end_unless(own)
+        _write(replies, Answer(call.number, result))
     return 0
+
+
+def _end_unless(own: int) -> None:
+    """End a copy of this process, which user code made by a fork and let come back here: it has nothing to answer."""
+    if os.getpid() != own:
+        os._exit(1)
 
 
 def _prepare(setup: Setup) -> list[Term]:
@@ -80,15 +93,6 @@ def _prepare(setup: Setup) -> list[Term]:
             # Imported now, so that no call is charged for it.
             importlib.import_module(needs[0])
     return terms
-
-
-def _die_with(parent: int) -> None:
-    """Be killed when the parent's thread that started this process ends (Linux only)."""
-    if sys.platform != "linux":
-        return
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        sys.exit(0)  # it died before the call above
 
 
 def _read(stream: BinaryIO) -> bytes | None:

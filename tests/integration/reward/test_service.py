@@ -34,6 +34,7 @@ def moody(prompt, completion, prompt_ids, completion_ids, **data):
     return 1.0
 
 def waiting(prompt, completion, prompt_ids, completion_ids, **data):
+    pathlib.Path("begun").touch()
     while not pathlib.Path("go").exists():
         time.sleep(0.01)
     return 1.0
@@ -137,7 +138,7 @@ def test_a_service_that_ends_gives_back_what_it_has_not_begun(broker: Broker, ba
     publish(broker, ["slow"] * 2)
     other = broker.score_queue("other")
     with service(broker, base, "waiting", workers=1) as stop:
-        until(lambda: taken(broker) == 2)
+        until(lambda: taken(broker) == 2 and (base / "begun").exists())
         stop.set()
         (given,) = other.read(64, 10_000)
         (base / "go").touch()

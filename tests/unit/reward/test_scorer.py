@@ -10,6 +10,7 @@ import time
 from functools import partial
 from pathlib import Path
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -18,13 +19,15 @@ from consumers.reward.rewards import REWARDS
 from consumers.reward.rewards.terms import RewardInput, Term, TermResult
 from consumers.reward.scorer import Scorer, check_reward, reward_input
 from consumers.reward.workers.pool import WorkerPool
+from consumers.reward.workers.worker import PREFIX, Answer
 from schemas.codec import Array
 from schemas.config import RewardTerm
 from schemas.errors import ConfigError, InfraError
 from schemas.messages import Span, Trajectory
 
-USERS_OWN = """
-import asyncio, os, sys, time
+STALE = msgspec.msgpack.encode(Answer(0, TermResult(value=99.0)))
+USERS_OWN = '''
+import asyncio, os, subprocess, sys, time
 
 def by_data(prompt, completion, prompt_ids, completion_ids, do, answer="", **data):
     if do == "hang":
@@ -42,6 +45,39 @@ async def later(prompt, completion, prompt_ids, completion_ids, **data):
     await asyncio.sleep(0)
     return float(len(completion_ids))
 
+DAEMON = """
+import os, pathlib, sys, time
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        pathlib.Path(sys.argv[1]).with_suffix(".part").write_text(str(os.getpid()))
+        os.rename(pathlib.Path(sys.argv[1]).with_suffix(".part"), sys.argv[1])
+        time.sleep(3600)
+    os._exit(0)
+"""
+
+def daemonizing(prompt, completion, prompt_ids, completion_ids, do, **data):
+    subprocess.run([sys.executable, "-S", "-c", DAEMON, "daemon"], check=True)
+    while not os.path.exists("daemon"):
+        time.sleep(0.01)
+    if do == "exit":
+        os._exit(7)
+    while True:
+        time.sleep(3600)
+
+def returning_twice(prompt, completion, prompt_ids, completion_ids, **data):
+    return 99.0 if completion == "1" and os.fork() == 0 else float(completion)
+
+def forging(prompt, completion, prompt_ids, completion_ids, forged, **data):
+    if completion == "forge":
+        for fd in range(3, 64):
+            if os.path.exists(f"/proc/self/fd/{fd}") and os.readlink(f"/proc/self/fd/{fd}").startswith("socket:"):
+                os.write(fd, forged)
+    return float(os.getpid())
+
+def secrets(prompt, completion, prompt_ids, completion_ids, names, **data):
+    return float(sum(name in os.environ for name in names))
+
 def pid(prompt, completion, prompt_ids, completion_ids):
     return float(os.getpid())
 
@@ -55,7 +91,7 @@ def few(prompt, completion):
     return 0.0
 
 number = 3
-"""
+'''
 
 
 @pytest.fixture
@@ -253,6 +289,51 @@ def test_workers_die_with_their_parent_even_while_a_function_hangs(base: Path):
     while _runs(worker):
         assert time.monotonic() < deadline, "the worker outlives its parent"
         time.sleep(0.02)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux shows what a process started")
+@pytest.mark.parametrize(("do", "status"), [("hang", "timeout"), ("exit", "error")])
+def test_a_daemon_that_a_call_started_ends_with_its_worker(
+    base: Path, monkeypatch: pytest.MonkeyPatch, do: str, status: str
+):
+    monkeypatch.chdir(base)
+    (result,) = score(terms("mine.py:daemonizing"), base, trajectory(do=do), timeout_s=2.0)
+    assert result.status == status
+    assert not _runs(int((base / "daemon").read_text()))
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="the system has no fork")
+def test_a_reward_that_forks_and_returns_twice_gives_no_other_sample_its_reward(base: Path):
+    results = score(terms("mine.py:returning_twice"), base, *(trajectory(str(number)) for number in range(5)))
+    assert [result.reward for result in results] == [0.0, 1.0, 2.0, 3.0, 4.0]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="finds the worker's connection in /proc")
+@pytest.mark.parametrize(
+    "forged",
+    [b"\x05\0\0\0chaff", b"\xff\xff\xff\x7fchaff", PREFIX.pack(len(STALE)) + STALE],
+    ids=["noise", "huge", "stale"],
+)
+def test_an_answer_that_is_not_of_its_call_ends_the_worker_and_is_nobodys(base: Path, forged: bytes):
+    samples = [trajectory(text, forged=forged) for text in ("a", "forge", "b")]
+    before, forging, after = score(terms("mine.py:forging"), base, *samples)
+    assert forging.status == "error"
+    assert forging.reason == "mine.py:forging: its worker wrote what is no answer to this call, and was killed"
+    assert (before.status, after.status) == ("ok", "ok")
+    assert before.reward != after.reward
+
+
+def test_reward_functions_see_no_secret_of_the_service(base: Path, monkeypatch: pytest.MonkeyPatch):
+    hidden = ["REDIS_URL", "REDIS_URL_FILE", "TIDEMILL_CONTROL_TOKEN", "TIDEMILL_BROKER__URL", "HF_TOKEN", "OTHER_KEY"]
+    shown = ["PATH", "HOME", "JUDGE_KEY"]
+    for name in [*hidden, *shown]:
+        monkeypatch.setenv(name, os.environ.get(name, "x"))
+    scorer = Scorer(terms("mine.py:secrets"), base, workers=1, timeout_s=30.0, env=["JUDGE_KEY"])
+    try:
+        results = scorer.score([trajectory(names=hidden), trajectory(names=shown)])
+    finally:
+        scorer.close()
+    assert [result.reward for result in results] == [0.0, 3.0]
 
 
 def _runs(pid: int) -> bool:
