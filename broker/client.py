@@ -16,6 +16,7 @@ from broker.connection.connection import Connection, check_server, find_url
 from broker.connection.keys import Keys
 from broker.connection.runs import check_schema, memory_of
 from broker.flow.ledger import Ledger
+from broker.flow.owner import RunOwner
 from broker.flow.run_control import RunControl
 from broker.flow.trainer_session import TrainerSession
 from broker.queues.dead_letters import DeadLetters
@@ -45,6 +46,7 @@ class Broker:
         self.evals = Evals(connection, config.max_message_bytes)
         self.dead_letters = DeadLetters(connection)
         self.run_control = RunControl(connection)
+        self.owner = RunOwner(connection)
         self.trajectory_store = TrajectoryStore(connection, config.max_message_bytes)
 
     @classmethod

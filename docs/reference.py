@@ -51,7 +51,7 @@ REGISTRIES: dict[str, Registry] = {
 }
 KEY_NOTES = {
     "ctl": "hash: schema, leader_term, broker_lifetime, step, version, cursor, slots, batch, staleness, window, steps,"
-    " max_uncommitted, paused, state",
+    " max_uncommitted, paused, state, run_id, run_folder, run_host, run_since",
     "leader_term": "string: the newest trainer's leader_term, which fences all others",
     "slots": "sorted set: task id by order of admission; its size is the number of slots held",
     "counts": "hash: admitted, trained, dropped:REASON, failed:REASON, samples and tokens",

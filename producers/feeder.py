@@ -18,6 +18,7 @@ from schemas.config import SamplingConfig, TidemillConfig
 from schemas.errors import ConfigError, DataError, InfraError, RunFailed, describe_error
 from schemas.lifecycle import StopFlag
 from schemas.messages import Event, Kind, Task
+from schemas.run_record import JoinedRun
 
 AT_ONCE = 16
 """Most groups admitted in one round trip."""
@@ -47,6 +48,7 @@ class Feeder:
         self._train = train
         self._held_out = held_out
         self._order = PromptOrder(len(train), config.run.seed, config.train.shuffle)
+        self._run = JoinedRun(config.folder)
         self._cursor = 0
         self._evaluated = -1
         self._unusable = 0
@@ -62,6 +64,7 @@ class Feeder:
         while not stop:
             position = self._broker.ledger.change_position()
             state = self._broker.ledger.read_state()
+            self._run.check(state.run_id)
             self._check(state)
             if state.broker_lifetime != self._broker_lifetime:
                 # The broker was rebuilt: an evaluation under way may be gone.

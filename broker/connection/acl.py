@@ -70,7 +70,7 @@ ROLES: Mapping[str, Role] = {
     ),
     "observer": Role("read_pipeline measure_streams", _LOOKER, "*", ""),
     "operator": Role(
-        "read_pipeline measure_streams change_settings set_run_state set_run_control requeue_group heartbeat"
+        "read_pipeline measure_streams claim_run change_settings set_run_state set_run_control requeue_group heartbeat"
         " append_telemetry",
         f"{_LOOKER} evalsha xdel hdel time",
         "*",

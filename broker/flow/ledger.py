@@ -41,8 +41,8 @@ class LedgerState:
 
     capacity: slots there are. readmit: groups waiting to be admitted again. uncommitted: steps that no checkpoint
     covers yet, max_uncommitted: how many there may be. broker_lifetime: changes when the broker was rebuilt.
-    cause: why the run has failed. control: what people asked for. settings: those that people
-    changed. counters: of mishaps (broker/connection/counters.py).
+    cause: why the run has failed. run_id: its identity (schemas/run_record.py). control: what people asked for.
+    settings: those that people changed. counters: of mishaps (broker/connection/counters.py).
     """
 
     state: str
@@ -72,6 +72,7 @@ class LedgerState:
     leader_term: int = 0
     broker_lifetime: str = ""
     cause: str = ""
+    run_id: str = ""
     control: ControlState = field(default_factory=ControlState)
     settings: dict[str, int] = field(default_factory=dict)
     counters: dict[str, float] = field(default_factory=dict)
@@ -201,6 +202,7 @@ class Ledger:
             leader_term=number("leader_term"),
             broker_lifetime=control.get("broker_lifetime", ""),
             cause=control.get("cause", ""),
+            run_id=control.get("run_id", ""),
             started=float(control.get("started", 0)),
             control=ControlState.parse(pairs(raw[6])),
             settings=changed_settings(control),

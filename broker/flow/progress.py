@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from broker.flow.owner import NOBODY, Owner
 from broker.flow.pipeline import PipelineSnapshot
 from broker.flow.run_control import ControlState
 from schemas.control_api import PauseMode
@@ -27,7 +28,7 @@ class Progress:
     samples that they were trained on. broker_lifetime: names an unbroken life of the broker's data. cursor,
     unfinished: see above. counts: the ledger's, by name. settings: those that people changed in the running system.
     pause, with its number, who asked for it and when (Unix seconds): the last order of that kind. started: when the
-    run began.
+    run began. run_id: the run's identity, empty while it is not known.
     """
 
     step: int = 0
@@ -44,6 +45,7 @@ class Progress:
     pause_by: str = ""
     pause_since: int = 0
     started: str | None = None
+    run_id: str = ""
 
     def update(self, pipeline: PipelineSnapshot) -> None:
         """Update the fields that describe the pipeline from its present state."""
@@ -88,6 +90,7 @@ class Progress:
 class TakeoverRequest:
     """The knowledge of a trainer that takes the run over: from its checkpoint, or from its own life.
 
+    owner: the run itself; without an identity it is not compared with the broker's.
     batch, staleness, window, steps, max_uncommitted (most steps that no checkpoint covers): the configuration's.
     progress: how far its weights are. fresh: whether it is the first trainer, which knows the defaults.
     leader_term_floor: the highest leader term it has heard of. saved: the step up to which the checkpoints go.
@@ -106,12 +109,14 @@ class TakeoverRequest:
     saved: int = 0
     version_if_lost: int = 0
     evaluations: Sequence[Mapping[str, Any]] = ()
+    owner: Owner = NOBODY
 
     def to_json(self) -> dict[str, Any]:
         """The request and its progress in one level, as the broker's script reads them; no field is None."""
-        own = {name: value for name, value in vars(self).items() if name != "progress"}
+        own = {name: value for name, value in vars(self).items() if name not in ("progress", "owner")}
         progress = self.progress
         own |= progress.to_json() | {"step": progress.step, "version": progress.version}
+        own |= {"run_id": self.owner.id, "run_folder": self.owner.folder, "run_host": self.owner.host}
         own["counts"] = progress.counts | {"samples_trained": progress.samples}
         return {name: value for name, value in own.items() if value is not None}
 

@@ -23,6 +23,7 @@ class ControlState:
     pause: freeze stops every token and step at once, drain admits nothing new. pause_id: number of the last pause or
     resume; checkpoint, stop: numbers of the last such order, 0 for none. by, since: who paused or resumed, and when
     (Unix seconds). replicas: wanted, by role. concurrency: samples in flight in one generator, None for its own.
+    run_id: identity of the run that is ordered about (schemas/run_record.py), empty while it is not known.
     """
 
     pause: PauseMode = "none"
@@ -33,6 +34,7 @@ class ControlState:
     stop: int = 0
     replicas: Mapping[str, int] = field(default_factory=dict)
     concurrency: int | None = None
+    run_id: str = ""
 
     @classmethod
     def parse(cls, fields: Mapping[str, str]) -> ControlState:
@@ -52,6 +54,7 @@ class ControlState:
                 if name.startswith("replicas:")
             },
             concurrency=int(concurrency) if concurrency.isdigit() else None,
+            run_id=fields.get("run_id", ""),
         )
 
 

@@ -21,6 +21,7 @@ from broker.connection.counters import COMMIT_SECONDS, COMMITS, FENCED, add_coun
 from broker.connection.keys import TRAINER
 from broker.flow.fencing import accepted, term_number
 from broker.flow.ledger import changed_settings, pairs
+from broker.flow.owner import Owner, name_taken
 from broker.flow.pipeline import PipelineSnapshot, ScoredSample, Slot
 from broker.flow.progress import Takeover, TakeoverRequest
 from broker.flow.run_control import ControlState
@@ -54,7 +55,9 @@ class TrainerSession:
         self._server = self._server_id()
         self._connections = self._connection.connections
         reply = self._connection.run_script("take_over", json.dumps(told))
-        if reply == b"foreign":
+        if reply[0] == b"foreign" and len(reply) > 1:
+            raise name_taken(self._connection, Owner.parse(reply[1:]))
+        if reply[0] == b"foreign":
             raise ConfigError(
                 "the broker holds a run of this name whose checkpoints are not in this run's folder:"
                 " restore the folder, give the run another run.name, or delete what is left with `tidemill purge`"

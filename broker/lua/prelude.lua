@@ -54,6 +54,24 @@ local function refused(leader_term)
   return 'lost'
 end
 
+-- Whether the name is another run's than the one with this identity; not all callers have one.
+local function other_run(id)
+  local known = redis.call('HGET', CTL, 'run_id')
+  return known and id ~= '' and known ~= id
+end
+
+-- Identity, folder and host of the run that has the name, and when it began.
+local function owner()
+  return redis.call('HMGET', CTL, 'run_id', 'run_folder', 'run_host', 'run_since')
+end
+
+-- Note who has the name.
+local function own_run(id, folder, host)
+  if id == '' then return end
+  redis.call('HSET', CTL, 'run_id', id, 'run_folder', folder, 'run_host', host)
+  redis.call('HSETNX', CTL, 'run_since', redis.call('TIME')[1])
+end
+
 -- The number of slots that the staleness bound, the batch and the look-ahead window make (schemas/config/run.py).
 local function count_slots(staleness, batch, window)
   return (tonumber(staleness) + 1) * tonumber(batch) - (tonumber(window) - 1)

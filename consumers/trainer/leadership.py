@@ -16,11 +16,13 @@ from dataclasses import asdict, dataclass
 import structlog
 
 from broker.flow.fencing import term_number
+from broker.flow.owner import Owner
 from broker.flow.progress import TakeoverRequest
 from consumers.trainer.context import TrainerContext
 from consumers.trainer.metrics.evaluation_log import EvaluationLog
-from schemas.errors import BrokerDamaged, BrokerLost, DiskError, FencedError
+from schemas.errors import BrokerDamaged, BrokerLost, ConfigError, DiskError, FencedError
 from schemas.files import atomic_write
+from schemas.run_record import claim_folder, record_file
 
 log = structlog.get_logger()
 
@@ -63,7 +65,18 @@ class Leadership:
         return max(self._context.progress.version, self.published) + 1
 
     def restore(self, from_checkpoint: bool) -> None:
-        """Find out which versions former trainers may have published, once the newest checkpoint is loaded, if any."""
+        """Find out whose run this is and which versions were published, once the newest checkpoint is loaded, if any.
+
+        ConfigError when the checkpoint is another run's.
+        """
+        context = self._context
+        record = claim_folder(context.config)
+        if context.progress.run_id not in ("", record.id):
+            raise ConfigError(
+                f"the checkpoints in {self._file.parent} are of another run than {record_file(context.config.folder)}"
+                " says: restore the folder as it was"
+            )
+        context.progress.run_id = record.id
         found = self.read()
         # Without the file nobody knows what was published since the checkpoint.
         unknown = self._context.config.trainer.checkpoint.most_uncovered if from_checkpoint and found is None else 0
@@ -128,6 +141,7 @@ class Leadership:
             window=config.flow.window,
             steps=config.trainer.steps,
             max_uncommitted=config.trainer.checkpoint.most_uncovered,
+            owner=Owner.of(progress.run_id, config.folder),
             progress=progress,
             fresh=self._fresh,
             leader_term_floor=found.number if found else 0,

@@ -16,6 +16,7 @@ from broker.client import Broker
 from deploy.logs import configure_logging
 from schemas.config import TidemillConfig
 from schemas.errors import ConfigError
+from schemas.run_record import claim_folder
 
 FRESH_S = 15.0
 DEADLINE_S = 5.0
@@ -56,6 +57,9 @@ def run_role(role: str, config: TidemillConfig, name: str | None) -> None:
     """Run until it ends; the errors of schemas/errors.py say why when it fails."""
     name = service_name(role, name)
     configure_logging(config, role, name)
+    if role == "trainer":
+        # Before a model is loaded, which is refused or takes long.
+        claim_folder(config)
     module, _, function = ROLES[role].partition(":")
     run: Callable[[TidemillConfig, str], None] = getattr(importlib.import_module(module), function)
     run(config, name)

@@ -17,6 +17,7 @@ from broker.client import Broker
 from broker.flow.run_control import ControlState
 from producers.engines.base import Engine
 from schemas.lifecycle import PauseReasons, StopFlag, until_stopped
+from schemas.run_record import JoinedRun
 
 FENCE_S = 10.0
 """Shorter than the silence after which a service is not waited for (broker/api/status/run_state.py, LIVE_S)."""
@@ -31,8 +32,16 @@ class PauseFollower:
     ``changed`` is called when it has changed.
     """
 
-    def __init__(self, broker: Broker, engine: Engine, changed: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self,
+        broker: Broker,
+        engine: Engine,
+        changed: Callable[[], None] = lambda: None,
+        run: JoinedRun | None = None,
+    ) -> None:
+        """run: whose orders these have to be; what other runs order ends ``run`` with the error of JoinedRun."""
         self._broker = broker
+        self._run = run
         self._engine = engine
         self._changed = changed
         self._turned = asyncio.Condition()
@@ -75,6 +84,8 @@ class PauseFollower:
 
     async def follow(self, control: ControlState | None) -> None:
         """Follow these orders; None is a broker that knows none."""
+        if self._run is not None and control is not None:
+            self._run.check(control.run_id)
         # A broker that was wiped holds no orders until the trainer has rebuilt it: the last ones stand.
         self.control = control = self.control if control is None else control
         heard = self.reasons.without("starting", "broker silent")

@@ -20,6 +20,7 @@ from producers.generator.weight_updates import WeightUpdater
 from producers.tasks import make_sampling
 from schemas.config import TidemillConfig
 from schemas.lifecycle import StopFlag
+from schemas.run_record import JoinedRun
 
 log = structlog.get_logger()
 
@@ -59,7 +60,7 @@ class Generator:
         self._name = name
         self._broker = broker
         self._engine = engine
-        self._pause = PauseFollower(broker, engine, self._acknowledge)
+        self._pause = PauseFollower(broker, engine, self._acknowledge, JoinedRun(config.folder))
         self._updates = WeightUpdater(config, name, broker, engine, config.folder / "cache" / name, self._pause)
         self._task_loop = TaskLoop(GeneratorContext.create(config, name, broker, engine, self._pause, self._updates))
         renew_s = config.generator.lease_s / 3

@@ -14,13 +14,13 @@ from consumers.trainer.leadership import Leadership
 from consumers.trainer.metrics.evaluation_log import EvaluationLog
 from consumers.trainer.metrics.timing import StepTimer
 from consumers.trainer.rank_group import RankGroup
-from schemas.config import parse_config
+from schemas.config import TidemillConfig, parse_config
 from schemas.messages import Event
 
 
-def leadership_in(folder: Path, broker: Broker, window: int = 1) -> Leadership:
-    """Of a trainer without a model."""
-    config = parse_config(
+def configuration_in(folder: Path, window: int = 1) -> TidemillConfig:
+    """Of a run in this folder."""
+    return parse_config(
         {
             "run": {"folder": str(folder)},
             "model": {"path": "m"},
@@ -30,9 +30,14 @@ def leadership_in(folder: Path, broker: Broker, window: int = 1) -> Leadership:
             "flow": {"window": window},
         }
     )
+
+
+def leadership_in(folder: Path, broker: Broker, window: int = 1, run_id: str = "") -> Leadership:
+    """Of a trainer without a model. run_id: that of the checkpoint it has loaded."""
+    config = configuration_in(folder, window)
     rank_group = cast(RankGroup, SimpleNamespace(checkpoint_store=CheckpointStore(folder)))
     retry = DiskRetry(0.0, lambda *_: None)
-    session, progress, timer = broker.trainer_session(), Progress(), StepTimer()
+    session, progress, timer = broker.trainer_session(), Progress(run_id=run_id), StepTimer()
 
     def notify(name: str, level: Literal["info", "warning", "error"], text: str) -> None:
         broker.events.emit(Event(name=name, service="trainer", level=level, text=text))

@@ -6,6 +6,11 @@
 -- of another type: then the pipeline is built anew from what the trainer knows. When it only went back a little (its last second was lost), what ended
 -- since then is forgotten, and what was admitted since then is admitted again.
 local own = cjson.decode(ARGV[1])
+if redis.call('TYPE', CTL).ok == 'hash' and other_run(own.run_id) then
+  local other = owner()
+  table.insert(other, 1, 'foreign')
+  return other
+end
 local pipeline = {
   {CTL, 'hash'}, {LEADER_TERM, 'string'}, {SLOTS, 'zset'}, {COUNTS, 'hash'}, {GROUPS, 'hash'}, {SAMPLES, 'hash'},
   {TASKS, 'stream'}, {EVAL_TASKS, 'stream'}, {TRAJECTORIES, 'stream'}, {SCORED, 'stream'}, {JOURNAL, 'hash'},
@@ -58,7 +63,7 @@ if not rebuild then
   rebuild = admitted ~= active + ended or admitted ~= tonumber(known[4]) - redis.call('ZCARD', READMIT)
     or redis.call('HLEN', GROUPS) < 4 * active
 end
-if rebuild and own.fresh and not damaged and known_step and known_step > 0 then return 'foreign' end
+if rebuild and own.fresh and not damaged and known_step and known_step > 0 then return {'foreign'} end
 local counted = tonumber(redis.call('HGET', COUNTS, 'trained') or 0)
 local back = not rebuild
   and (known_step < own.step or tonumber(known[4]) < own.cursor or (known_step == own.step and counted ~= own.trained))
@@ -134,6 +139,7 @@ redis.call('SET', LEADER_TERM, leader_term)
 redis.call('HSET', CTL, 'schema', string.format('%d', own.schema), 'leader_term', n, 'version', string.format('%d', version), 'state', 'running')
 redis.call('HSET', CTL, 'steps', string.format('%d', own.steps), 'window', string.format('%d', own.window))
 redis.call('HDEL', CTL, 'cause')
+own_run(own.run_id, own.run_folder, own.run_host)
 redis.call('HSET', CTL, 'max_uncommitted', string.format('%d', own.max_uncommitted))
 if lost then
   redis.call('HSET', CTL, 'broker_lifetime', leader_term)
@@ -141,6 +147,7 @@ elseif fresh then
   redis.call('HSET', CTL, 'broker_lifetime', own.broker_lifetime)
 end
 redis.call('HSETNX', CTL, 'started', own.started or redis.call('TIME')[1])
+if own.run_id ~= '' then redis.call('HSET', RUN_CONTROL, 'run_id', own.run_id) end
 -- A pause outlives the loss of the broker.
 if redis.call('HEXISTS', RUN_CONTROL, 'pause_id') == 0 then
   redis.call('HSET', RUN_CONTROL, 'pause', own.pause, 'pause_id', string.format('%d', own.pause_id))

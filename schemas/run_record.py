@@ -1,0 +1,180 @@
+"""The record of a run in its folder: a random identity, and the settings that hold for all of the run.
+
+``checkpoints/RUN.json`` is on the disk before anybody else hears of the run. Broker, checkpoints and generators know
+the run by the identity, so two runs of one name are never taken for one another. What the weights depend on from the
+first step to the last (model, tokenizer, data, seed, samples a prompt) must stay as the record has it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import secrets
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from schemas.config import TidemillConfig
+from schemas.errors import ConfigError, DiskError, InfraError
+from schemas.files import atomic_write
+
+FILE = "RUN.json"
+TOKENIZER = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+)
+"""Files of a model folder that make its tokenizer and chat template."""
+DIGESTS = {"model": "the config.json in model.path", "tokenizer": "the tokenizer in model.path"}
+"""Entries of a record that are digests of files, in words."""
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """The content of RUN.json. fixed: settings by name, and digests; null where one is not known yet."""
+
+    id: str
+    fixed: dict[str, Any]
+
+
+def record_file(folder: Path) -> Path:
+    """RUN.json of the run in this folder."""
+    return folder / "checkpoints" / FILE
+
+
+def read_record(folder: Path) -> RunRecord | None:
+    """Read the record of the run in this folder, None if there is none; ConfigError if it cannot be read."""
+    file = record_file(folder)
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+        return RunRecord(str(found["id"]), dict(found["fixed"]))
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"{file}, which says whose checkpoints these are, cannot be read ({error}): restore it, or delete it if the"
+            " checkpoints beside it are this run's"
+        ) from error
+
+
+def check_record(config: TidemillConfig) -> RunRecord | None:
+    """Compare the record in the run's folder with the configuration; ConfigError names the setting that differs."""
+    record = read_record(config.folder)
+    if record is None:
+        return None
+    for name, now in fixed_settings(config).items():
+        before = record.fixed.get(name)
+        if before is None or now is None or before == now:
+            continue
+        if name in DIGESTS:
+            problem = f"began with other files: {DIGESTS[name]} {config.model.path} has changed"
+        else:
+            problem = f"began with {name} {_shown(before)}, which cannot become {_shown(now)}"
+        raise ConfigError(
+            f"run {config.run.name!r} in {config.folder} {problem}: give this run another run.name, or --fresh to"
+            " delete that one and start anew"
+        )
+    return record
+
+
+def claim_folder(config: TidemillConfig) -> RunRecord:
+    """The record of this run, made and flushed to the disk if its folder has none; ConfigError as ``check_record``."""
+    record, fixed = check_record(config), fixed_settings(config)
+    if record is None:
+        record = RunRecord(secrets.token_hex(8), fixed)
+    else:
+        known = {name: value for name, value in fixed.items() if record.fixed.get(name) is None}
+        if not any(value is not None for value in known.values()):
+            return record
+        record = RunRecord(record.id, record.fixed | known)
+    file = record_file(config.folder)
+    try:
+        atomic_write(file, json.dumps(asdict(record), indent=2) + "\n", durable=True)
+    except OSError as error:
+        raise DiskError(f"cannot write {file}: {error}") from error
+    return record
+
+
+class JoinedRun:
+    """The run that a service works for: the one in its folder, or else the first one that it meets at the broker."""
+
+    def __init__(self, folder: Path) -> None:
+        record = read_record(folder)
+        self._folder = folder
+        self._own = record is not None
+        self.id = record.id if record else ""
+
+    def check(self, found: str) -> None:
+        """Compare with the identity at the broker, empty where it has none.
+
+        ConfigError when the run in this service's folder is another one; InfraError when the run that it had joined was
+        replaced, which a service that is started again joins.
+        """
+        if not found or found == self.id:
+            return
+        if self._own:
+            raise ConfigError(
+                f"the broker now has another run of this name than {record_file(self._folder)} says: give this run"
+                " another run.name, or delete the other one with `tidemill purge`"
+            )
+        if self.id:
+            raise InfraError("another run of this name has begun at the broker: this service has to start anew")
+        self.id = found
+
+
+def fixed_settings(config: TidemillConfig) -> dict[str, Any]:
+    """What may not change while a run goes on, as JSON; null where it cannot be known now. Loads no model library."""
+    model = Path(config.model.path)
+    here = config.warm_start is not None or model.is_dir()
+    lora = config.trainer.lora
+    settings = {
+        "model.path": str(model.resolve()) if here else config.model.path,
+        "model.dtype": config.model.dtype,
+        "model": _digest([model / "config.json"]),
+        "tokenizer": _digest(model / name for name in TOKENIZER),
+        "trainer.lora": lora.model_dump(mode="json") if lora else "none",
+        "train.name": config.train.name,
+        "train.args": config.train.args,
+        "train.limit": config.train.limit or "none",
+        "train.shuffle": config.train.shuffle,
+        "run.seed": config.run.seed,
+        "sampling.n": config.sampling.n,
+    }
+    plain: dict[str, Any] = json.loads(json.dumps(settings, default=str))
+    return plain
+
+
+def _digest(files: Iterable[Path]) -> str | None:
+    """Digest of the contents of those files that exist, None if none does. JSON counts by its values."""
+    digest, known = hashlib.sha256(), False
+    for file in files:
+        try:
+            content = file.read_bytes()
+        except OSError:
+            continue
+        known = True
+        if file.name in ("config.json", "tokenizer_config.json"):
+            content = _values(content)
+        digest.update(f"{file.name} {len(content)}\n".encode() + content)
+    return digest.hexdigest()[:32] if known else None
+
+
+def _values(content: bytes) -> bytes:
+    """JSON without what differs from one version of transformers to the next though the model is the same."""
+    try:
+        values = json.loads(content)
+    except ValueError:
+        return content
+    if isinstance(values, dict):
+        values.pop("transformers_version", None)
+    return json.dumps(values, sort_keys=True).encode()
+
+
+def _shown(value: Any) -> str:
+    text = value if isinstance(value, str) else json.dumps(value)
+    return text if len(text) <= 100 else f"{text[:97]}..."

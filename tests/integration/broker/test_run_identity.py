@@ -1,0 +1,135 @@
+"""Two runs of one name on one server: the second is refused by name, and the first does not notice."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
+
+import pytest
+
+from broker.client import Broker
+from broker.flow.owner import Owner
+from producers.datasets.arithmetic import Arithmetic
+from producers.engines.base import Engine
+from producers.feeder import Feeder
+from producers.generator.pause import PauseFollower
+from schemas.errors import ConfigError, InfraError
+from schemas.lifecycle import StopFlag
+from schemas.messages import Score
+from schemas.run_record import JoinedRun, claim_folder
+from tests.support.leadership import configuration_in, leadership_in
+from tests.support.prompt_groups import claim_batch, generate_and_score, make_task
+from tests.support.trainer_sessions import FIRST, change_request, take_over_as
+
+pytestmark = pytest.mark.integration
+OURS, OTHER = Owner("ours", "/runs/a", "here"), Owner("other", "/runs/b", "there")
+
+
+def train_one(broker: Broker) -> None:
+    training, _ = take_over_as(broker, change_request(FIRST, owner=OURS))
+    broker.ledger.admit(make_task(0))
+    generate_and_score(broker, 0, (Score(reward=1.0), Score(reward=0.0)))
+    record = claim_batch(training)
+    training.journal_batch(record)
+    training.complete_step(record)
+
+
+def test_a_trainer_of_another_run_is_refused_whatever_the_journal_holds(broker: Broker) -> None:
+    train_one(broker)
+    before = broker.ledger.read_state()
+    for other in (
+        change_request(FIRST, owner=OTHER),
+        change_request(FIRST, owner=OTHER, fresh=False, leader_term_floor=7),
+    ):
+        with pytest.raises(ConfigError, match=r"by the run in /runs/a on here since 20.*run\.name.*tidemill purge"):
+            take_over_as(broker, other)
+    assert broker.ledger.read_state() == before, "nothing changed, the journal is whole and the first trainer leads"
+    _, again = take_over_as(broker, change_request(FIRST, owner=OURS, fresh=False, leader_term_floor=1))
+    assert not again.lost
+    assert again.step == 1
+
+
+def test_a_name_is_taken_before_any_service_starts_and_found_by_its_owner_only(broker: Broker) -> None:
+    broker.owner.claim(OURS)
+    with pytest.raises(ConfigError, match="by the run in /runs/a on here"):
+        broker.owner.claim(OTHER)
+    broker.owner.claim(OURS)
+    owner = broker.owner.read()
+    assert owner is not None
+    assert (owner.id, owner.folder, owner.since > 0) == ("ours", "/runs/a", True)
+    with pytest.raises(ConfigError):
+        take_over_as(broker, change_request(FIRST, owner=OTHER))
+    _, taken = take_over_as(broker, change_request(FIRST, owner=OURS))
+    assert not taken.lost, "a name that is taken is no run that was lost"
+
+
+def test_a_broker_that_forgot_everything_learns_whose_run_it_is_from_the_trainer(broker: Broker) -> None:
+    take_over_as(broker, change_request(FIRST, owner=OURS))
+    broker.purge()
+    take_over_as(broker, change_request(FIRST, owner=OURS, fresh=False))
+    assert broker.ledger.read_state().run_id == "ours"
+    orders = broker.run_control.read()
+    assert orders is not None
+    assert orders.run_id == "ours"
+    broker.purge()
+    take_over_as(broker, change_request(FIRST, owner=OTHER))
+    with pytest.raises(ConfigError):
+        take_over_as(broker, change_request(FIRST, owner=OURS, fresh=False))
+
+
+def test_a_new_attempt_does_not_show_how_the_last_one_ended(broker: Broker) -> None:
+    train_one(broker)
+    broker.ledger.set_run_state("state", "failed")
+    broker.ledger.set_run_state("cause", "trainer failed")
+    broker.owner.claim(OURS)
+    state = broker.ledger.read_state()
+    assert (state.state, state.cause, state.step) == ("starting", "", 1)
+
+
+def test_checkpoints_of_another_run_are_not_gone_on_with(broker: Broker, tmp_path: Path) -> None:
+    leadership = leadership_in(tmp_path, broker)
+    leadership.restore(from_checkpoint=False)
+    leadership.take_over(saved=0)
+    record = claim_folder(configuration_in(tmp_path))
+    assert broker.ledger.read_state().run_id == record.id
+    copied = leadership_in(tmp_path, broker, run_id="another")
+    with pytest.raises(ConfigError, match=r"are of another run than .*RUN\.json"):
+        copied.restore(from_checkpoint=True)
+
+
+def test_a_feeder_of_another_runs_folder_admits_nothing(broker: Broker, tmp_path: Path) -> None:
+    take_over_as(broker, change_request(FIRST, owner=OURS))
+    config = configuration_in(tmp_path)
+    claim_folder(config)
+    with pytest.raises(ConfigError, match="another run of this name"):
+        Feeder(config, broker, Arithmetic(), None).run(StopFlag())
+    assert broker.ledger.read_state().admitted == 0
+
+
+def test_a_generator_ends_when_the_run_that_it_works_for_is_replaced(broker: Broker, tmp_path: Path) -> None:
+    engine = cast(Engine, SimpleNamespace())
+    follower = PauseFollower(broker, engine, run=JoinedRun(tmp_path / "elsewhere"))
+
+    async def follow() -> None:
+        take_over_as(broker, change_request(FIRST, owner=OURS))
+        await follower.follow(broker.run_control.read())
+        broker.purge()
+        await follower.follow(broker.run_control.read())
+        take_over_as(broker, change_request(FIRST, owner=OURS, fresh=False))
+        await follower.follow(broker.run_control.read())
+        broker.purge()
+        take_over_as(broker, change_request(FIRST, owner=OTHER))
+        with pytest.raises(InfraError, match="another run of this name"):
+            await follower.follow(broker.run_control.read())
+
+    asyncio.run(follow())
+
+
+def test_a_generator_in_another_runs_folder_is_refused(broker: Broker, tmp_path: Path) -> None:
+    claim_folder(configuration_in(tmp_path))
+    take_over_as(broker, change_request(FIRST, owner=OURS))
+    follower = PauseFollower(broker, cast(Engine, SimpleNamespace()), run=JoinedRun(tmp_path))
+    with pytest.raises(ConfigError, match=r"RUN\.json"):
+        asyncio.run(follower.follow(broker.run_control.read()))
