@@ -113,11 +113,16 @@ local function remove(stream, group, entries)
   end
 end
 
+-- How many pieces of a sample are saved; PARTIALS holds that number, and who wrote them, as NUMBER:WRITER.
+local function piece_count(saved)
+  return tonumber(string.match(saved or '', '^%d+') or 0)
+end
+
 -- Delete the saved pieces of samples (TASK:SAMPLE) that are finished or given up.
 local function forget_partials(samples)
   for _, sample in ipairs(samples) do
     local fields = {sample}
-    for piece = 0, tonumber(redis.call('HGET', PARTIALS, sample) or 0) - 1 do fields[#fields + 1] = sample .. ':' .. piece end
+    for piece = 0, piece_count(redis.call('HGET', PARTIALS, sample)) - 1 do fields[#fields + 1] = sample .. ':' .. piece end
     for first = 1, #fields, 1000 do
       redis.call('HDEL', PARTIALS, unpack(fields, first, math.min(first + 999, #fields)))
     end

@@ -1,11 +1,13 @@
 """Unfinished samples, saved piece by piece as they grow, so that a killed generator's work is not lost.
 
-A piece is accepted only from the generator that the task is pending for, and it is gone with the sample's
+A piece is accepted only from the generator that the task is pending for, and behind others only from the process that
+wrote those: the tokens of one generator do not follow from those of another. It is gone with the sample's
 publication or its group's end: the broker holds partial samples of groups in progress and of no others.
 """
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,26 +27,30 @@ class Partials:
     def __init__(self, connection: Connection, generator: str, max_bytes: int) -> None:
         self._connection = connection
         self._generator = generator
+        self._writer = secrets.token_hex(8)
         self._max_bytes = max_bytes
 
-    def save_pieces(self, growth: Sequence[tuple[int, bytes, Sequence[tuple[int, Piece]]]]) -> list[bool]:
+    def save_pieces(self, growth: Sequence[tuple[int, bytes, Sequence[tuple[int, Piece]]]]) -> list[list[bool]]:
         """Save pieces of several tasks: task id, its entry, then number and piece of some of its samples.
 
-        Number 0 begins a sample anew. False for a task that is no longer this generator's.
+        Number 0 begins a sample anew. False for each piece of a task that is no longer this generator's, or of a sample
+        that is finished or that another has begun anew.
         """
         calls: list[list[int | bytes | str]] = []
         for task_id, entry, pieces in growth:
-            call: list[int | bytes | str] = [task_id, entry, self._generator]
+            call: list[int | bytes | str] = [task_id, entry, self._generator, self._writer]
             for number, piece in pieces:
                 call += [piece.partial.sample, number, encode(piece, self._max_bytes)]
             calls.append(call)
-        return [word == b"ok" for word in self._connection.run_scripts("save_partials", calls)]
+        return [[word == b"ok" for word in words] for words in self._connection.run_scripts("save_partials", calls)]
 
     def load_partials(self, task_id: int, samples: Sequence[int]) -> list[Partial]:
         """Load what is saved of these samples; of a sample with damaged pieces, the pieces before them."""
         key = self._connection.keys.partials
         counts = self._read(key, [f"{task_id}:{sample}" for sample in samples])
-        wanted = [(sample, int(count)) for sample, count in zip(samples, counts, strict=True) if count]
+        wanted = [
+            (sample, int(count.partition(b":")[0])) for sample, count in zip(samples, counts, strict=True) if count
+        ]
         fields = [f"{task_id}:{sample}:{piece}" for sample, count in wanted for piece in range(count)]
         bodies = iter(self._read(key, fields))
         return [

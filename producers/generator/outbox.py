@@ -133,5 +133,11 @@ class PartialSaver:
             except (TidemillError, BadMessage) as error:
                 log.warning("growing samples could not be saved", reason=str(error))
                 continue
-            kept = {task_id for (task_id, _, _), ok in zip(growth, accepted, strict=True) if ok}
-            self._saved.update((key, saved) for key, saved in state.items() if key[0] in kept)
+            for (task_id, _, pieces), answers in zip(growth, accepted, strict=True):
+                for (_, sent), ok in zip(pieces, answers, strict=True):
+                    key = task_id, sent.partial.sample
+                    if ok:
+                        self._saved[key] = state[key]
+                    else:
+                        # What the broker has goes on from something else: the next piece begins anew.
+                        self._saved.pop(key, None)

@@ -49,17 +49,34 @@ def test_another_generator_finds_what_a_dead_one_had_saved(broker: Broker) -> No
     dead, whole = broker.partials("dead"), partial(0, (1, 6), (2, 5))
     short = partial(0, (1, 4))
     growth = [(0, piece_of(short, 0)), (0, piece_of(partial(2, (1, 7)), 0))]
-    assert dead.save_pieces([(0, delivery.entry_id, growth)]) == [True]
+    assert dead.save_pieces([(0, delivery.entry_id, growth)]) == [[True, True]]
     for _ in range(2):  # the second time after a lost answer
-        assert dead.save_pieces([(0, delivery.entry_id, [(1, piece_of(whole, 4))])]) == [True]
+        assert dead.save_pieces([(0, delivery.entry_id, [(1, piece_of(whole, 4))])]) == [[True]]
     (again,) = broker.task_queue("alive").claim_stale(lease_s=0.0, count=10)
     assert broker.partials("alive").load_partials(0, range(3)) == [whole, partial(2, (1, 7))]
-    assert dead.save_pieces([(0, delivery.entry_id, [(2, piece_of(whole, 9))])]) == [False], (
+    assert dead.save_pieces([(0, delivery.entry_id, [(2, piece_of(whole, 9))])]) == [[False]], (
         "it is not the owner any more"
     )
     alive = broker.partials("alive")
-    assert alive.save_pieces([(0, again.entry_id, [(0, piece_of(partial(0, (3, 2)), 0))])]) == [True]
+    assert alive.save_pieces([(0, again.entry_id, [(0, piece_of(partial(0, (3, 2)), 0))])]) == [[True]]
     assert alive.load_partials(0, [0]) == [partial(0, (3, 2))], "piece 0 begins anew"
+
+
+def test_pieces_of_two_generators_are_never_joined(broker: Broker) -> None:
+    take_over(broker)
+    broker.ledger.admit(make_task(0))
+    first, second = broker.partials("first"), broker.partials("second")
+    (delivery,) = broker.task_queue("first").read(1, 10)
+    entry, mine, theirs = delivery.entry_id, partial(0, (1, 9)), partial(0, (2, 6))
+    assert first.save_pieces([(0, entry, [(0, piece_of(partial(0, (1, 4)), 0))])]) == [[True]]
+    broker.task_queue("second").claim_stale(0.0, 1)
+    assert second.save_pieces([(0, entry, [(0, piece_of(theirs, 0)), (0, piece_of(partial(1, (2, 3)), 0))])])
+    broker.task_queue("first").claim_stale(0.0, 1)
+    others = (0, piece_of(partial(1, (1, 2)), 0))
+    assert first.save_pieces([(0, entry, [(1, piece_of(mine, 6)), others])]) == [[False, True]]
+    assert first.load_partials(0, [0]) == [theirs]
+    assert first.save_pieces([(0, entry, [(0, piece_of(mine, 0))])]) == [[True]], "it begins anew"
+    assert first.load_partials(0, [0]) == [mine]
 
 
 def test_nothing_is_saved_of_what_is_published_ended_or_handed_on(broker: Broker) -> None:
@@ -69,16 +86,16 @@ def test_nothing_is_saved_of_what_is_published_ended_or_handed_on(broker: Broker
     (delivery,) = queue.read(1, 10)
     pieces = [(0, piece_of(partial(sample, (0, 5)), 0)) for sample in (0, 1)]
     queue.publish(0, [make_trajectory(0, 0)])
-    assert partials.save_pieces([(0, delivery.entry_id, pieces[:1])]) == [False]
-    assert partials.save_pieces([(0, delivery.entry_id, pieces)]) == [True]
+    assert partials.save_pieces([(0, delivery.entry_id, pieces[:1])]) == [[False]]
+    assert partials.save_pieces([(0, delivery.entry_id, pieces)]) == [[False, True]]
     assert [part.sample for part in partials.load_partials(0, [0, 1])] == [1]
     assert queue.return_task(delivery, delivery.message)
-    assert partials.save_pieces([(0, delivery.entry_id, pieces)]) == [False]
+    assert partials.save_pieces([(0, delivery.entry_id, pieces)]) == [[False, False]]
     assert [part.sample for part in partials.load_partials(0, [1])] == [1], "what was saved is there for the next one"
     (again,) = queue.read(1, 10)
     queue.publish(0, [make_trajectory(0, 1)])
     assert saved(broker) == 0
-    assert partials.save_pieces([(0, again.entry_id, pieces)]) == [False]
+    assert partials.save_pieces([(0, again.entry_id, pieces)]) == [[False, False]]
     assert saved(broker) == 0
 
 
@@ -88,7 +105,9 @@ def test_what_is_saved_of_a_group_ends_with_it(broker: Broker, end: str) -> None
     broker.ledger.admit(make_task(0))
     queue = broker.task_queue("g")
     (delivery,) = queue.read(1, 10)
-    assert broker.partials("g").save_pieces([(0, delivery.entry_id, [(0, piece_of(partial(1, (0, 5)), 0))])]) == [True]
+    assert broker.partials("g").save_pieces([(0, delivery.entry_id, [(0, piece_of(partial(1, (0, 5)), 0))])]) == [
+        [True]
+    ]
     assert saved(broker) == 2
     if end == "trained":
         queue.publish(0, [make_trajectory(0, 0)])
@@ -115,7 +134,7 @@ def test_a_damaged_piece_ends_what_can_be_gone_on_from(broker: Broker) -> None:
     partials, whole = broker.partials("g"), partial(0, (1, 9))
     for number, start in enumerate((0, 3, 6)):
         part = partial(0, (1, start + 3))
-        assert partials.save_pieces([(0, delivery.entry_id, [(number, piece_of(part, start))])]) == [True]
+        assert partials.save_pieces([(0, delivery.entry_id, [(number, piece_of(part, start))])]) == [[True]]
     assert partials.load_partials(0, [0]) == [whole]
     broker.connection.client.hset(broker.connection.keys.partials, "0:0:1", b"garbage")
     assert partials.load_partials(0, [0]) == [partial(0, (1, 3))]
