@@ -499,10 +499,11 @@ def test_a_restart_that_lost_nothing_is_no_loss(own_server: EmbeddedServer, conn
 
 
 PIPELINE = ("slots", "counts", "groups", "samples", "tasks", "eval_tasks", "trajectories", "scored", "journal")
-BESIDE = ("weights", "chunks", "dead", "evals", "changes", "failed", "events", "metrics", "services")
+LEDGER = ("ctl", "readmit")
+BESIDE = [name for name in vars(Keys("p", "r")) if name not in ("base", "leader_term", *PIPELINE, *LEDGER)]
 
 
-@pytest.mark.parametrize("name", [*PIPELINE, *BESIDE])
+@pytest.mark.parametrize("name", [*PIPELINE, *LEDGER, *BESIDE])
 def test_a_take_over_frees_every_key_of_a_foreign_value_and_loses_only_the_pipelines(broker: Broker, name: str) -> None:
     training = take_over(broker)
     train_one(broker, training, 0)
@@ -510,9 +511,25 @@ def test_a_take_over_frees_every_key_of_a_foreign_value_and_loses_only_the_pipel
     saved = checkpoint(training)
     client, key = broker.connection.client, getattr(broker.connection.keys, name)
     client.set(key, "hello")
-    assert take_over_as(broker, saved)[1].lost == (name in PIPELINE)
+    assert take_over_as(broker, saved)[1].lost == (name not in BESIDE)
     assert client.type(key) != b"string"
     assert broker.ledger.read_state().balanced
+
+
+@pytest.mark.parametrize("name", ["weights", "chunks"])
+def test_weights_are_published_again_after_a_foreign_value_in_their_key(
+    broker: Broker, tmp_path: Path, name: str
+) -> None:
+    training = take_over(broker)
+    broker.connection.authority = True
+    publish_weights(broker, training.leader_term, 1, tmp_path)
+    broker.connection.client.set(getattr(broker.connection.keys, name), "hello")
+    with pytest.raises(BrokerLost, match="replaced"):
+        publish_weights(broker, training.leader_term, 2, tmp_path)
+    successor = take_over(broker, fresh=False)
+    for version in (1, 2):
+        publish_weights(broker, successor.leader_term, version, tmp_path)
+    assert fetch_weights(broker, tmp_path).version == 2
 
 
 @pytest.mark.parametrize("kind", ["redis", "file"])
