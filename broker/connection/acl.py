@@ -46,7 +46,7 @@ ROLES: Mapping[str, Role] = {
     "feeder": Role(
         "read_pipeline admit_task open_evaluation drop_dead_letters heartbeat append_telemetry",
         f"{_SERVICE} {_LEDGER}",
-        "CHANGES",
+        "CHANGES RUN_CONTROL",
     ),
     "generator": Role(
         "publish_samples save_partials take_evaluations fail_sample return_task fail_task renew_tasks drop_dead_letters"
@@ -59,6 +59,7 @@ ROLES: Mapping[str, Role] = {
     "reward": Role(
         "publish_scores return_trajectory renew_trajectories dead_letter drop_dead_letters heartbeat add_counts",
         _SERVICE,
+        "RUN_CONTROL",
         only=_WORKER,
         on="TRAJECTORIES",
     ),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import get_args
+from typing import Any, get_args
 
 from broker.connection.connection import Connection
 from schemas.control_api import PauseMode
@@ -70,6 +70,12 @@ class RunControl:
         if not found:
             return None
         return ControlState.parse({name.decode(): value.decode() for name, value in dict(found).items()})
+
+    def read_finished_steps(self) -> int | None:
+        """Read how many steps a finished run has; None while it is not finished. Every role may read this."""
+        key = self._connection.keys.run_control
+        found: Any = self._connection.run("looking whether the run is finished", lambda c: c.hget(key, "finished"))
+        return None if found is None else int(found)
 
     def pause(self, mode: PauseMode, by: str) -> bool:
         """Pause, or resume with ``none``; False if it was so already."""

@@ -17,7 +17,7 @@ from deploy.cli.control import app as control_commands
 from deploy.cli.inspect import app as inspect_commands
 from deploy.cli.launch import app as launch_commands
 from deploy.cli.offline import app as offline_commands
-from deploy.cli.options import ConfigFile, Name, Overrides, in_ranks, load
+from deploy.cli.options import ConfigFile, Name, Overrides, Stay, in_ranks, load
 from deploy.cli.runs import app as run_commands
 from schemas.errors import (
     CONFIG_EXIT,
@@ -67,21 +67,21 @@ def options(
 
 
 @app.command()
-def feeder(config: ConfigFile, overrides: Overrides = None, name: Name = None) -> None:
+def feeder(config: ConfigFile, overrides: Overrides = None, name: Name = None, stay: Stay = False) -> None:
     """Run the service that admits prompts."""
-    _serve("feeder", config, overrides, name)
+    _serve("feeder", config, overrides, name, stay)
 
 
 @app.command()
-def generator(config: ConfigFile, overrides: Overrides = None, name: Name = None) -> None:
+def generator(config: ConfigFile, overrides: Overrides = None, name: Name = None, stay: Stay = False) -> None:
     """Run one generator; start as many as there are machines."""
-    _serve("generator", config, overrides, name)
+    _serve("generator", config, overrides, name, stay)
 
 
 @app.command()
-def reward(config: ConfigFile, overrides: Overrides = None, name: Name = None) -> None:
+def reward(config: ConfigFile, overrides: Overrides = None, name: Name = None, stay: Stay = False) -> None:
     """Run the service that scores trajectories."""
-    _serve("reward", config, overrides, name)
+    _serve("reward", config, overrides, name, stay)
 
 
 @app.command()
@@ -101,10 +101,11 @@ def control(
     name: Name = None,
     host: Annotated[str | None, typer.Option(help="Address to listen on, instead of control.host.")] = None,
     port: Annotated[int | None, typer.Option(help="Port to listen on, instead of control.port.")] = None,
+    stay: Stay = False,
 ) -> None:
     """Run the control plane: status, orders and the dashboard over HTTP."""
     given = [f"control.{key}={value}" for key, value in (("host", host), ("port", port)) if value is not None]
-    _serve("control", config, [*(overrides or []), *given], name)
+    _serve("control", config, [*(overrides or []), *given], name, stay)
 
 
 @app.command()
@@ -150,11 +151,11 @@ def doctor(
     raise typer.Exit(ERROR_EXIT if any(finding.level == "fail" for finding in findings) else OK_EXIT)
 
 
-def _serve(role: str, file: Path, overrides: list[str] | None, name: str | None) -> None:
+def _serve(role: str, file: Path, overrides: list[str] | None, name: str | None, stay: bool) -> None:
     loaded = load(file, overrides)
     from deploy.services.main import run_role
 
-    run_role(role, loaded, name)
+    run_role(role, loaded, name, stay)
 
 
 def main() -> None:

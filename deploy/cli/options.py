@@ -17,6 +17,7 @@ Overrides = Annotated[
 ]
 Fresh = Annotated[bool, typer.Option("--fresh", help="Delete what an earlier run left, and start anew.")]
 Name = Annotated[str | None, typer.Option(help="Name of this service; must differ from replica to replica.")]
+Stay = Annotated[bool, typer.Option("--stay", help="Go on when the run is finished; else the service ends then.")]
 
 Run = Annotated[str, typer.Argument(metavar="RUN", help="Name of the run, or its YAML configuration.")]
 RunOnDisk = Annotated[

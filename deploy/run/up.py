@@ -56,6 +56,7 @@ from schemas.errors import (
 
 BROKER_DEADLINE_S = 30.0
 STOP_ORDER = {"feeder": 0, "generator": 1, "reward": 2, "trainer": 3, "control": 4, "broker": 9}
+STAYING = frozenset({"control", "feeder", "generator", "reward"})
 EXIT_CODES = {"finished": OK_EXIT, "failed": ERROR_EXIT, "stopped": INTERRUPTED_EXIT}
 SHOW_EVERY_S = 0.25
 LOOK_EVERY_S = 0.5
@@ -238,6 +239,9 @@ class _Run:
 
     def _spec(self, role: str, name: str | None = None) -> ServiceSpec:
         argv = command(role, str(self.file))
+        if role in STAYING:
+            # This process ends them when the run is done.
+            argv.append("--stay")
         if role != "sft":
             argv += ["--name", name or role]
         return ServiceSpec(

@@ -12,14 +12,19 @@ import socket
 import sys
 from collections.abc import Callable
 
+import structlog
+
 from broker.client import Broker
 from deploy.logs import configure_logging
+from deploy.services.finished_run import FinishedRunWatch
 from schemas.config import TidemillConfig
 from schemas.errors import ConfigError
 from schemas.run_record import claim_folder
 
 FRESH_S = 15.0
 DEADLINE_S = 5.0
+
+log = structlog.get_logger()
 
 
 def problem(config: TidemillConfig, name: str) -> str | None:
@@ -53,13 +58,20 @@ def command(*arguments: str) -> list[str]:
     return [sys.executable, "-P", "-m", "deploy.cli", *arguments]
 
 
-def run_role(role: str, config: TidemillConfig, name: str | None) -> None:
-    """Run until it ends; the errors of schemas/errors.py say why when it fails."""
+def run_role(role: str, config: TidemillConfig, name: str | None, stay: bool = True) -> None:
+    """Run until it ends; the errors of schemas/errors.py say why when it fails. stay: also when its run is finished."""
     name = service_name(role, name)
     configure_logging(config, role, name)
     if role == "trainer":
         # Before a model is loaded, which is refused or takes long.
         claim_folder(config)
+    if not stay:
+        watch = FinishedRunWatch(config)
+        if watch.finished_before():
+            text = "the run is finished, nothing to do: give it more trainer.steps, or --stay"
+            log.info(text, run=config.run.name, steps=config.trainer.steps)
+            return
+        watch.start()
     module, _, function = ROLES[role].partition(":")
     run: Callable[[TidemillConfig, str], None] = getattr(importlib.import_module(module), function)
     run(config, name)

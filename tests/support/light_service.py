@@ -11,14 +11,19 @@ import sys
 from pathlib import Path
 
 from deploy.cli import app
+from deploy.services import finished_run
 from schemas import guard
 from tests.chaos.service import ByteTokenizer
 
+SETTLED = "SETTLED_S"
 
-def start_service(role: str, config: Path, name: str, url: str, **environment: str) -> subprocess.Popen[bytes]:
+
+def start_service(
+    role: str, config: Path, name: str, url: str, *options: str, **environment: str
+) -> subprocess.Popen[bytes]:
     """Start one; it ends with its parent at the latest."""
     return subprocess.Popen(
-        [sys.executable, "-m", "tests.support.light_service", role, str(config), "--name", name],
+        [sys.executable, "-m", "tests.support.light_service", role, str(config), "--name", name, *options],
         env={**os.environ, "REDIS_URL": url, **environment},
         cwd=Path(__file__).parents[2],
     )
@@ -27,6 +32,7 @@ def start_service(role: str, config: Path, name: str, url: str, **environment: s
 def main() -> None:
     from producers.generator import rollout
 
+    finished_run.SETTLED_S = float(os.environ.get(SETTLED, finished_run.SETTLED_S))
     guard.prctl(guard.PR_SET_PDEATHSIG, 9)
     assert hasattr(rollout, "HfTokenizer")
     setattr(rollout, "HfTokenizer", ByteTokenizer)  # noqa: B010 - the name is an import of that module's

@@ -1,8 +1,10 @@
 #!lua flags=allow-oom
--- KEYS: CTL LEADER_TERM CHANGES
--- ARGV: term. Marks the run as finished, all steps done: services that see it end.
+-- KEYS: CTL LEADER_TERM RUN_CONTROL CHANGES
+-- ARGV: term. Marks the run as finished, all steps done. Services that see the number of its steps among the orders,
+-- which all of them may read, end.
 local no = refused(ARGV[1])
 if no then return no end
 redis.call('HSET', CTL, 'state', 'finished')
+redis.call('HSET', RUN_CONTROL, 'finished', redis.call('HGET', CTL, 'step') or '0')
 changed('run_state')
 return 'ok'

@@ -140,6 +140,7 @@ redis.call('HSET', CTL, 'schema', string.format('%d', own.schema), 'leader_term'
 redis.call('HSET', CTL, 'steps', string.format('%d', own.steps), 'window', string.format('%d', own.window))
 redis.call('HDEL', CTL, 'cause')
 own_run(own.run_id, own.run_folder, own.run_host)
+redis.call('HDEL', RUN_CONTROL, 'finished')
 redis.call('HSET', CTL, 'max_uncommitted', string.format('%d', own.max_uncommitted))
 if lost then
   redis.call('HSET', CTL, 'broker_lifetime', leader_term)
