@@ -27,6 +27,7 @@ class Keys:
         self.journal = self._key("journal")
         self.evals = self._key("evals")
         self.changes = self._key("changes")
+        self.orders = self._key("orders")
         self.weights = self._key("weights")
         self.chunks = self._key("chunks")
         self.events = self._key("events")

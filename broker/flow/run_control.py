@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, get_args
 
-from broker.connection.connection import Connection
+from broker.connection.connection import BLOCK_MS, Connection
 from schemas.control_api import PauseMode
 
 MODES: tuple[PauseMode, ...] = get_args(PauseMode)
@@ -76,6 +76,20 @@ class RunControl:
         key = self._connection.keys.run_control
         found: Any = self._connection.run("looking whether the run is finished", lambda c: c.hget(key, "finished"))
         return None if found is None else int(found)
+
+    def order_position(self) -> bytes:
+        """Return the present position in the stream of orders: read it before the orders, for ``wait_order``."""
+        keys = self._connection.keys
+        found: Any = self._connection.run("looking for orders", lambda client: client.xrevrange(keys.orders, count=1))
+        return bytes(found[0][0]) if found else b"0-0"
+
+    def wait_order(self, position: bytes, timeout_ms: int = BLOCK_MS) -> None:
+        """Return when somebody gave an order since ``position``, at the latest after the timeout.
+
+        What happens to slots and groups wakes nobody here.
+        """
+        keys = self._connection.keys
+        self._connection.run("waiting for orders", lambda client: client.xread({keys.orders: position}, 1, timeout_ms))
 
     def pause(self, mode: PauseMode, by: str) -> bool:
         """Pause, or resume with ``none``; False if it was so already."""

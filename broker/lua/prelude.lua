@@ -10,6 +10,12 @@ local function changed(what)
   redis.call('XADD', CHANGES, 'MAXLEN', '16', '*', 'w', what)
 end
 
+-- Wake everybody for an order. Generators, of which there may be a thousand, wait for these alone.
+local function ordered(what)
+  redis.call('XADD', ORDERS, 'MAXLEN', '16', '*', 'w', what)
+  changed(what)
+end
+
 -- Keep a dead letter for people; all are counted, and the newest are kept: so many, so many bytes, at least one.
 local function keep_dead_letter(letter)
   redis.call('XADD', DEAD, 'MAXLEN', KEEP_DEAD, '*', 'b', letter)

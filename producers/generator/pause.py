@@ -76,10 +76,10 @@ class PauseFollower:
             await self.end()
 
     def _next_control(self) -> ControlState | None:
-        """The orders as soon as something has changed, after a second at the latest."""
+        """The orders as soon as somebody gave one, after a second at the latest."""
         if self._position:
-            self._broker.ledger.wait_change(self._position)
-        self._position = self._broker.ledger.change_position()
+            self._broker.run_control.wait_order(self._position)
+        self._position = self._broker.run_control.order_position()
         return self._broker.run_control.read()
 
     async def follow(self, control: ControlState | None) -> None:

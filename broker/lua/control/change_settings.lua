@@ -1,5 +1,5 @@
 #!lua flags=allow-oom
--- KEYS: CTL RUN_CONTROL CHANGES
+-- KEYS: CTL RUN_CONTROL CHANGES ORDERS
 -- ARGV: 'staleness', 'batch' or 'concurrency' and its new value ('' for the configuration's own at the trainer's next
 -- start), once or more. The ledger admits by them at once, the trainer assembles its next batch by them, generators
 -- read theirs among the orders. All or none: with fewer slots than a batch needs, no step would ever come. Then the
@@ -18,5 +18,5 @@ for i = 1, #ARGV, 2 do
 end
 redis.call('HSET', CTL, 'staleness', wanted.staleness, 'batch', wanted.batch)
 set_slots()
-changed('setting')
+ordered('setting')
 return 'ok'

@@ -1,5 +1,5 @@
 #!lua flags=allow-oom
--- KEYS: CTL LEADER_TERM SLOTS COUNTS GROUPS SAMPLES TASKS EVAL_TASKS TRAJECTORIES SCORED DEAD JOURNAL EVALS CHANGES READMIT FAILED WEIGHTS CHUNKS EVENTS METRICS SERVICES PARTIALS RUN_CONTROL COUNTERS RECENT
+-- KEYS: CTL LEADER_TERM SLOTS COUNTS GROUPS SAMPLES TASKS EVAL_TASKS TRAJECTORIES SCORED DEAD JOURNAL EVALS CHANGES READMIT FAILED WEIGHTS CHUNKS EVENTS METRICS SERVICES PARTIALS RUN_CONTROL COUNTERS RECENT ORDERS
 -- ARGV: what the trainer knows, as JSON (broker/flow/progress.py, TakeoverRequest). A trainer takes the run over.
 -- What the broker knows wins as long as it can be true. It cannot when its lifetime is not that of the trainer's
 -- checkpoint, when a step is missing in its journal, when its counts do not add up, or when a key of the pipeline is
@@ -20,7 +20,7 @@ local pipeline = {
 local beside = {
   {WEIGHTS, 'stream'}, {CHUNKS, 'hash'}, {DEAD, 'stream'}, {EVALS, 'hash'}, {CHANGES, 'stream'}, {FAILED, 'zset'},
   {PARTIALS, 'hash'}, {EVENTS, 'stream'}, {METRICS, 'stream'}, {SERVICES, 'hash'},
-  {RUN_CONTROL, 'hash'}, {COUNTERS, 'hash'}, {RECENT, 'stream'},
+  {RUN_CONTROL, 'hash'}, {COUNTERS, 'hash'}, {RECENT, 'stream'}, {ORDERS, 'stream'},
 }
 local function drop_foreign(types)
   local dropped = false
@@ -188,6 +188,6 @@ for _, pair in ipairs({{TASKS, GENERATORS}, {EVAL_TASKS, GENERATORS}, {TRAJECTOR
   local made = redis.pcall('XGROUP', 'CREATE', pair[1], pair[2], '0', 'MKSTREAM')
   if made.err and not string.match(made.err, 'BUSYGROUP') then return made end
 end
-changed('take_over')
+ordered('take_over')
 local now = redis.call('HMGET', CTL, 'step', 'version', 'broker_lifetime', 'started')
 return {leader_term, now[1], now[2], now[3], now[4], lost and '1' or '0', string.format('%d', surplus), refused_settings}

@@ -31,12 +31,12 @@ class SilentBroker:
     def __init__(self) -> None:
         self.control = ControlState()
         self.answers = threading.Event()
-        self.ledger = self.run_control = self
+        self.run_control = self
 
-    def wait_change(self, position: bytes) -> None:
+    def wait_order(self, position: bytes) -> None:
         """Nothing changes."""
 
-    def change_position(self) -> bytes:
+    def order_position(self) -> bytes:
         return b"1"
 
     def read(self) -> ControlState:
