@@ -8,12 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from torch.distributed.checkpoint.api import CheckpointException
-
 from consumers.trainer.checkpoint.files import whole_folder
 from consumers.trainer.checkpoint.state import model_tensors, put_model_tensors
 from consumers.trainer.checkpoint.store import CheckpointStore, load_tensors, read_state
-from consumers.trainer.distributed.ranks import reason
 from consumers.trainer.model.hf_weights import copy_tokenizer, save_adapter, save_model
 from consumers.trainer.model.lora import check_same, make_policy
 from schemas.config import TidemillConfig
@@ -39,12 +36,7 @@ def export_checkpoint(
         policy = make_policy(config)
         check_same(path.name, read_state(path).get("adapter"), policy.adapter)
         tensors = {"model": model_tensors(policy)}
-        try:
-            load_tensors(path, tensors)
-        except CheckpointException as error:
-            raise ConfigError(
-                f"checkpoint {path.name} is not one of model.path {config.model.path!r}: {reason(error)}"
-            ) from error
+        load_tensors(path, tensors)
         put_model_tensors(policy, tensors["model"])
         stage(f"writing {out}")
         if adapter:

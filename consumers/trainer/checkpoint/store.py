@@ -23,11 +23,12 @@ from typing import Any
 
 from torch.distributed import is_initialized
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.api import CheckpointException
 
 from consumers.trainer.checkpoint.files import complete, damage, refuse_older_names, write_json
 from consumers.trainer.checkpoint.state import copy_tensors, put_tensors, random_states, set_random_states, tensors_of
 from consumers.trainer.distributed.channel import Channel
-from consumers.trainer.distributed.ranks import Ranks
+from consumers.trainer.distributed.ranks import Ranks, reason
 from consumers.trainer.model.lora import check_same, describe
 from consumers.trainer.step.loss_scale import LossScale
 from consumers.trainer.step.train_step import TrainStep
@@ -184,7 +185,10 @@ class CheckpointStore:
         return min(steps) if len(steps) >= self.keep else 0
 
     def load(self, path: Path, train: TrainStep) -> Restored:
-        """Put the state in ``path`` into ``train``, on as many ranks as there are now; InfraError if it is damaged."""
+        """Put the state in ``path`` into ``train``, on as many ranks as there are now; InfraError if it is damaged.
+
+        ConfigError if it is of another model.
+        """
         with train.ranks.on_all_ranks(f"checkpoint {path} is damaged", InfraError):
             # Every file is read whole for that: once is enough.
             problem = damage(path) if train.ranks.is_main else None
@@ -229,9 +233,19 @@ def read_state(path: Path) -> dict[str, Any]:
 
 
 def load_tensors(path: Path, into: dict[str, Any]) -> None:
-    """Fill these tensors, a part of what ``tensors_of`` names, from a whole checkpoint of any number of ranks."""
-    with _quiet():
-        state_dict_loader.load(into, checkpoint_id=path / "tensors", no_dist=not is_initialized())
+    """Fill these tensors, a part of what ``tensors_of`` names, from a whole checkpoint of any number of ranks.
+
+    ConfigError when it lacks one, or has one of another shape: it is another model's. InfraError if it can't be read.
+    """
+    try:
+        with _quiet():
+            state_dict_loader.load(into, checkpoint_id=path / "tensors", no_dist=not is_initialized())
+    except CheckpointException as error:
+        if any(isinstance(failure[0], OSError) for failure in error.failures.values()):
+            raise InfraError(f"checkpoint {path.name} cannot be read: {reason(error)}") from error
+        raise ConfigError(
+            f"checkpoint {path.name} is not one of model.path, or of a run with another critic: {reason(error)}"
+        ) from error
 
 
 def step_of(path: Path) -> int:

@@ -17,7 +17,7 @@ from consumers.trainer.checkpoint.store import CheckpointStore
 from consumers.trainer.model.policy import Policy, load_model
 from consumers.trainer.step.train_step import TrainStep
 from schemas.config import TrainerConfig
-from schemas.errors import InfraError
+from schemas.errors import ConfigError, InfraError
 from tests.support.tiny_model import make_tiny_model
 from tests.support.train_steps import make_train_step
 from tests.support.trajectories import make_groups
@@ -151,6 +151,18 @@ def test_the_marker_lists_every_file(model: PreTrainedModel, tmp_path: Path) -> 
     listed = set(json.loads((path / "COMPLETE").read_text())["files"])
     there = {str(p.relative_to(path)) for p in path.rglob("*") if p.is_file()}
     assert there == listed | {"COMPLETE"}
+
+
+def test_a_checkpoint_of_a_model_of_another_shape_is_a_wrong_configuration(
+    model: PreTrainedModel, tmp_path: Path
+) -> None:
+    store = CheckpointStore(tmp_path)
+    path = store.save(make_step(model), step=1, version=1, leader_term=1, extra={})
+    for hidden, layers, reason in ((64, 1, "Size mismatch"), (32, 2, "Missing key")):
+        folder = make_tiny_model(tmp_path / f"{hidden}-{layers}", hidden=hidden, layers=layers)
+        with pytest.raises(ConfigError, match=f"step-00000001-t0001 is not one of model.path.*{reason}") as refused:
+            store.load(path, make_step(load_model(folder, "float32")))
+        assert "Traceback" not in str(refused.value)
 
 
 def test_an_unwritable_folder_is_one_clear_error(model: PreTrainedModel, tmp_path: Path) -> None:
