@@ -1,15 +1,43 @@
-"""Finds a run on disk by its name, its folder or its configuration, without a broker."""
+"""Runs on disk: found by name, folder or configuration without a broker, and which files in a folder are a run's."""
 
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 from schemas.config import TidemillConfig, load_config
 from schemas.errors import ConfigError
 
 CONFIG = "config.yaml"
+SUMMARY = "summary.json"
+LOCK = "up.lock"
 RUNS = Path("runs")
+FILES = frozenset(
+    {
+        SUMMARY,
+        CONFIG,
+        LOCK,
+        *("run.png", "metrics.jsonl", "trained.jsonl", "evaluations.jsonl", "control.json", "redis_url"),
+        *("model", "batches", "exports", "checkpoints", "weights", "cache", "broker", "logs", "trackers", "profiles"),
+        "slurm",
+    }
+)
+"""Names in a run's folder that are ours: docs/operations.md, "Files of a run"."""
+_OURS = re.compile(rf"(?:{'|'.join(map(re.escape, sorted(FILES)))})(?:\.\d+)?")
+_ASIDE = re.compile(rf"\.(?:{'|'.join(map(re.escape, sorted(FILES)))})\..+")
+"""What is being written to one of these names."""
+_MARKS = (LOCK, "trained.jsonl", "checkpoints/RUN.json", "checkpoints/LEADER_TERM")
+
+
+def is_run_name(name: str) -> bool:
+    """Whether an entry of a run's folder is ours, a file that was kept aside or is being written included."""
+    return bool(_OURS.fullmatch(name) or _ASIDE.fullmatch(name))
+
+
+def is_run_folder(folder: Path) -> bool:
+    """Whether a folder is a run's, or empty, or not there yet."""
+    return not folder.is_dir() or not any(folder.iterdir()) or any((folder / mark).exists() for mark in _MARKS)
 
 
 def config_of(run: str) -> TidemillConfig:

@@ -67,7 +67,7 @@ FENCED_EXIT = 3
 NOT_DONE_EXIT = 4
 """Exit code for an order that was taken, and that not all services followed in the given time."""
 REFUSED_EXIT = 5
-"""Exit code for a request that the control plane refused."""
+"""Exit code for a request that the control plane refused, or that is not for a run that is alive."""
 RUN_FAILED_EXIT = 6
 """Exit code when everything of the run fails for one reason."""
 INTERRUPTED_EXIT = 130

@@ -53,6 +53,12 @@ class RunOwner:
         found = self._connection.run("looking for the run", lambda client: client.hmget(keys.ctl, *fields))
         return Owner.parse(found) if found[0] else None
 
+    def refuse_other(self, id: str) -> None:
+        """Raise ConfigError when another run than the one with this identity has the name."""
+        other = self.read()
+        if other is not None and other.id != id:
+            raise name_taken(self._connection, other)
+
     def claim(self, owner: Owner) -> None:
         """Take the name for this run, whose services start now; ConfigError when another run has it."""
         answer = self._connection.run_script("claim_run", owner.id, owner.folder, owner.host)

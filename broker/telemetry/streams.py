@@ -90,6 +90,21 @@ class Heartbeats:
         )
         return sorted(name.decode() for name in found)
 
+    def list_heard(self, within_s: float) -> list[str]:
+        """List the names of the services that were heard of in this time; who can't be read is not known to live."""
+        found: Any = self._connection.run(
+            "listing services", lambda client: client.hgetall(self._connection.keys.services)
+        )
+        now, heard = self.read_clock(), []
+        for name, body in found.items():
+            try:
+                silent_s = now - decode(body, Heartbeat).time
+            except BadMessage:
+                continue
+            if silent_s < within_s:
+                heard.append(name.decode(errors="replace"))
+        return sorted(heard)
+
     def list(self) -> list[Heartbeat]:
         """The last heartbeat of every service, by name, but for those of another version of Tidemill."""
         found: Any = self._connection.run(

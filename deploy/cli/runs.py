@@ -25,11 +25,12 @@ def purge(
     url: Url = None,
     prefix: Prefix = "tidemill",
     yes: Annotated[bool, typer.Option("--yes", help="Don't ask.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Also when the run's services are alive.")] = False,
 ) -> None:
     """Delete everything a run left in the broker; its folder stays."""
     from deploy.client import find
 
-    find.purge(find.find(run, url, prefix, any_schema=True), run, yes)
+    find.purge(find.find(run, url, prefix, any_schema=True), run, yes, force)
 
 
 @app.command()

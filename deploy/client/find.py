@@ -12,6 +12,7 @@ import redis
 from rich.console import Console
 from rich.table import Table
 
+from broker.api.status.run_state import LIVE_S
 from broker.client import Broker
 from broker.connection import acl
 from broker.connection.connection import Connection, check_server_now, find_url, open_client
@@ -20,7 +21,7 @@ from broker.connection.runs import RunInfo, check_schema, list_runs
 from deploy.client.left_runs import LeftRun, date, read_run, read_runs
 from deploy.run_files import RUNS
 from schemas.config import BrokerConfig, TidemillConfig, load_config
-from schemas.errors import ConfigError
+from schemas.errors import ConfigError, RefusedError
 from schemas.urls import hide_password
 
 DEADLINE_S = 5.0
@@ -120,9 +121,14 @@ def show_runs(url: str | None, as_json: bool) -> None:
     Console().print(table if rows else "no runs")
 
 
-def purge(broker: Broker, run: str, yes: bool) -> None:
-    """Delete a run after asking; a run whose services are alive is named as such."""
-    alive = broker.heartbeats.list_names()
+def purge(broker: Broker, run: str, yes: bool, force: bool = False) -> None:
+    """Delete a run after asking; RefusedError while its services are alive, unless ``force`` is given."""
+    alive = broker.heartbeats.list_heard(LIVE_S)
+    if alive and not force:
+        raise RefusedError(
+            f"run {run!r} is alive, heard of {', '.join(alive)} in the last {LIVE_S:.0f} s: stop it first, or add"
+            " --force, which loses what is in flight"
+        )
     if not yes:
         note = f" It has services: {', '.join(alive)}." if alive else ""
         if input(f"Delete all data of run {run} in the broker ({size(broker.measure_memory())})?{note} [y/N] ") != "y":

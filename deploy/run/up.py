@@ -6,10 +6,7 @@ live view until the trainer is done; then the services stop, the broker last, an
 
 from __future__ import annotations
 
-import fcntl
-import json
 import os
-import shutil
 import socket
 import sys
 import time
@@ -28,10 +25,12 @@ from broker.api.web.sse import timeline_event
 from broker.client import Broker
 from broker.connection.connection import check_server_now, find_url, open_client
 from broker.connection.embedded import EmbeddedServer
+from broker.flow.owner import Owner
 from broker.heartbeat import HeartbeatThread
 from broker.telemetry.streams import StoredEvent
 from deploy.logs import configure_logging
 from deploy.offline.warm_start import is_current
+from deploy.run.folder import claim_name, forget_run, is_finished, refuse_foreign, settle_configuration, sole_user
 from deploy.run.preflight import check
 from deploy.run.summary import METRICS, Ending, finish
 from deploy.run_files import CONFIG
@@ -42,7 +41,7 @@ from deploy.supervisor.restart_policy import State
 from deploy.supervisor.services import Change, ServiceSpec, Starter
 from deploy.supervisor.supervisor import RunOutcome, ServiceView, Supervisor
 from deploy.terminal.live import Picture, View
-from schemas.config import ProbesConfig, TidemillConfig, save_config
+from schemas.config import ProbesConfig, TidemillConfig
 from schemas.control_api import RunStatus, ServiceStatus, TimelineEvent
 from schemas.errors import (
     CONFIG_EXIT,
@@ -53,6 +52,7 @@ from schemas.errors import (
     ConfigError,
     InfraError,
 )
+from schemas.run_record import claim_folder
 
 BROKER_DEADLINE_S = 30.0
 STOP_ORDER = {"feeder": 0, "generator": 1, "reward": 2, "trainer": 3, "control": 4, "broker": 9}
@@ -64,7 +64,6 @@ QUIET_S = 3.0
 """A look at the broker that takes longer than this shows the last one, marked as waiting for the broker."""
 EVENTS = 8
 """The newest events of the supervisor and of the others that are kept for the live view."""
-LOCK = "up.lock"
 
 
 def run_up(config: TidemillConfig, starter: Starter, fresh: bool = False) -> int:
@@ -75,25 +74,25 @@ def run_up(config: TidemillConfig, starter: Starter, fresh: bool = False) -> int
     """
     check(config)
     folder = config.folder
-    folder.mkdir(parents=True, exist_ok=True)
+    refuse_foreign(config, fresh)
     with ExitStack() as stack:
-        stack.enter_context(_sole_user(folder))
+        stack.enter_context(sole_user(folder))
         if fresh:
-            _forget(config)
-        elif (folder / "summary.json").is_file() and _finished(folder, config.trainer.steps):
+            forget_run(config)
+        elif is_finished(folder, config.trainer.steps):
             raise ConfigError(
                 f"run {config.run.name!r} in {folder} is finished: give it more trainer.steps, add --fresh to delete"
                 " it and start anew, or give another run.name"
             )
+        claim_name(config)
         (folder / "logs").mkdir(exist_ok=True)
         # The view has the terminal; what this process logs goes to a file beside those of the services.
         own_log = stack.enter_context((folder / "logs" / "up.log").open("a", encoding="utf-8"))
         configure_logging(config, "up", "up", own_log)
-        # Services read this one: the file may be edited while they run, and is read again when they restart.
-        file = folder / CONFIG
-        # They share this machine, and one port can have one owner.
-        save_config(config.model_copy(update={"probes": ProbesConfig()}), file)
-        run = _Run(config, file, starter)
+        # Services read this one: the file may be edited while they run, and is read again when they restart. They share
+        # this machine, and one port can have one owner.
+        changes = settle_configuration(config.model_copy(update={"probes": ProbesConfig()}))
+        run = _Run(config, folder / CONFIG, starter, changes)
         outcome = run.warm_start()
         if outcome is not None:
             return run.report(outcome, None)
@@ -102,8 +101,10 @@ def run_up(config: TidemillConfig, starter: Starter, fresh: bool = False) -> int
 
 
 class _Run:
-    def __init__(self, config: TidemillConfig, file: Path, starter: Starter) -> None:
+    def __init__(self, config: TidemillConfig, file: Path, starter: Starter, changes: Sequence[str] = ()) -> None:
         self.config = config
+        self.changes = changes
+        """The settings that have changed since the last attempt."""
         self.starter = starter
         self.file = file
         self.console = Console()
@@ -126,6 +127,9 @@ class _Run:
         if early is not None:
             return self.report(early, None)
         broker = Broker.connect(self.config)
+        broker.owner.claim(Owner.of(claim_folder(self.config).id, self.config.folder))
+        if self.changes:
+            self.on_change(Change("up", f"goes on with other settings: {', '.join(self.changes)}"))
         commands = CommandFollower(supervisor, broker)
         commands.begin({"generator": self.config.generator.replicas, "reward": self.config.reward.replicas})
         with (
@@ -365,38 +369,5 @@ def _without_heartbeat(service: ServiceView, state: str) -> ServiceStatus:
     )
 
 
-@contextmanager
-def _sole_user(folder: Path) -> Iterator[None]:
-    """Lock the run's folder: only one ``tidemill up`` may use it; the lock goes with the process, however it ends."""
-    with (folder / LOCK).open("a+", encoding="utf-8") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ConfigError(
-                f"another `tidemill up` uses the folder {folder}: stop it, or give this run another run.name"
-            ) from None
-        yield
-
-
 def _size(file: Path) -> int:
     return file.stat().st_size if file.is_file() else 0
-
-
-def _finished(folder: Path, steps: int) -> bool:
-    """Whether the run has ended with all these optimizer steps behind it."""
-    try:
-        summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
-    except ValueError:
-        return False
-    return bool(summary.get("exit_reason") == "finished" and summary.get("steps", 0) >= steps)
-
-
-def _forget(config: TidemillConfig) -> None:
-    """Delete the run's files, except the lock that is held, and its keys in a broker that outlives it."""
-    for path in config.folder.iterdir():
-        if path.is_dir():
-            shutil.rmtree(path)
-        elif path.name != LOCK:
-            path.unlink()
-    if find_url(config.broker.url) is not None:
-        Broker.connect(config, any_schema=True).purge()

@@ -1,0 +1,161 @@
+"""The folder of a run before its services start: locked, known as this run's, and with the record of earlier attempts.
+
+Nothing that belongs to somebody else is written or deleted: another run's name or settings, a run that is alive, and a
+folder that is no run's are refused first, in one line each.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from broker.api.status.run_state import LIVE_S
+from broker.client import Broker
+from broker.connection.connection import check_server_now, find_url
+from broker.flow.owner import Owner
+from deploy.run_files import CONFIG, LOCK, SUMMARY, is_run_folder, is_run_name
+from schemas.config import TidemillConfig, load_config, save_config
+from schemas.errors import ConfigError
+from schemas.run_record import check_record, claim_folder, read_record
+from schemas.urls import hide_password
+
+NOT_SHOWN = ("run.base", "run.folder", "probes.")
+"""Settings whose change says nothing of the training."""
+
+
+@contextmanager
+def sole_user(folder: Path) -> Iterator[None]:
+    """Lock the run's folder: only one ``tidemill up`` may use it; the lock goes with the process, however it ends."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / LOCK).open("a+", encoding="utf-8") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(
+                f"another `tidemill up` uses the folder {folder}: stop it, or give this run another run.name"
+            ) from None
+        yield
+
+
+def is_finished(folder: Path, steps: int) -> bool:
+    """Whether the run has ended with all these optimizer steps behind it."""
+    try:
+        summary = json.loads((folder / SUMMARY).read_text(encoding="utf-8"))
+    except (FileNotFoundError, ValueError):
+        return False
+    return bool(summary.get("exit_reason") == "finished" and summary.get("steps", 0) >= steps)
+
+
+def refuse_foreign(config: TidemillConfig, fresh: bool) -> None:
+    """ConfigError, before anything is written, where this run may not begin or go on in its folder.
+
+    fresh: whether what is in the folder is to be deleted first.
+    """
+    folder = config.folder
+    record = read_record(folder) if fresh else check_record(config)
+    url = find_url(config.broker.url)
+    if url is not None:
+        check_server_now(url)
+        Broker.connect(config, any_schema=fresh).owner.refuse_other(record.id if record else "")
+    if not fresh:
+        return
+    if not is_run_folder(folder):
+        raise ConfigError(f"--fresh deletes nothing in {folder}: it is not empty, and no folder of a run")
+    model = Path(config.model.path).resolve()
+    if model.is_relative_to(folder) and model != folder and is_run_name(model.relative_to(folder).parts[0]):
+        raise ConfigError(f"--fresh would delete model.path {model}: move it out of the run's folder {folder}")
+
+
+def claim_name(config: TidemillConfig) -> None:
+    """Make the folder this run's, and take the name at a broker that is there already; ConfigError if it is taken."""
+    record = claim_folder(config)
+    # A server of its own, in its folder, is yet to start.
+    if find_url(config.broker.url) is not None:
+        Broker.connect(config).owner.claim(Owner.of(record.id, config.folder))
+
+
+def settle_configuration(config: TidemillConfig) -> list[str]:
+    """Write the configuration for the services, and keep those of earlier attempts and their summaries aside.
+
+    Returns the settings that have changed since the last attempt, as ``trainer.steps 10 -> 20``.
+    """
+    file, new = config.folder / CONFIG, config.folder / f".{CONFIG}.new"
+    save_config(config, new)
+    changes: list[str] = []
+    if file.is_file() and file.read_bytes() != new.read_bytes():
+        changes = changed_settings(file, new)
+        keep_aside(file)
+    new.replace(file)
+    keep_aside(config.folder / SUMMARY)
+    return changes
+
+
+def keep_aside(file: Path) -> None:
+    """Rename a file to its name with the next free number, ``config.yaml.1`` for the first, if it is there."""
+    if file.is_file():
+        number = 1
+        while (aside := file.with_name(f"{file.name}.{number}")).exists():
+            number += 1
+        file.rename(aside)
+
+
+def changed_settings(old: Path, new: Path) -> list[str]:
+    """The settings in which two configurations differ; none if the old one is no configuration of today."""
+    try:
+        before, after = (_flat(load_config(file, environment={}).model_dump(mode="json")) for file in (old, new))
+    except ConfigError:
+        return []
+    names = [name for name in {**before, **after} if before.get(name) != after.get(name)]
+    return [
+        f"{name} {_shown(name, before.get(name))} -> {_shown(name, after.get(name))}"
+        for name in names
+        if not name.startswith(NOT_SHOWN)
+    ]
+
+
+def forget_run(config: TidemillConfig) -> None:
+    """Delete the run's files, except the lock that is held, and its keys in a broker that outlives it.
+
+    ConfigError, and nothing is deleted, when services of the run are alive.
+    """
+    shared = find_url(config.broker.url) is not None
+    if shared:
+        broker = Broker.connect(config, any_schema=True)
+        alive = broker.heartbeats.list_heard(LIVE_S)
+        if alive:
+            raise ConfigError(
+                f"--fresh deletes nothing: run {config.run.name!r} at {hide_password(broker.connection.url)} is alive,"
+                f" heard of {', '.join(alive)} in the last {LIVE_S:.0f} s; stop it, or give this run another run.name"
+            )
+        broker.purge()
+    # A broker that was started for the run has its data and password here.
+    kept = {LOCK, "broker", "redis_url"} if shared else {LOCK}
+    for path in config.folder.iterdir():
+        if path.name in kept or not is_run_name(path.name):
+            continue
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+
+
+def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, dict) and value:
+            flat |= _flat(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
+def _shown(name: str, value: Any) -> str:
+    if name == "broker.url" and isinstance(value, str):
+        return hide_password(value)
+    text = value if isinstance(value, str) else "none" if value is None else json.dumps(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -1,0 +1,130 @@
+"""Starting and deleting runs beside others: what is not ours or is alive stays as it is, and one line says so."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml
+
+from broker.client import Broker
+from broker.flow.owner import Owner
+from schemas.config import load_config
+from schemas.messages import Heartbeat
+from schemas.run_record import claim_folder
+from tests.support.command_line import Finished, run_tidemill
+from tests.support.tiny_model import make_tiny_model
+
+pytestmark = pytest.mark.integration
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    folder = tmp_path_factory.mktemp("models")
+    return make_tiny_model(folder / "a", hidden=32, layers=1), make_tiny_model(folder / "b", hidden=64, layers=1)
+
+
+@pytest.fixture
+def shared(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> Broker:
+    """A server that several users share."""
+    monkeypatch.setenv("REDIS_URL", broker.connection.url)
+    return broker
+
+
+def write_config(folder: Path, model: Path, run: str) -> Path:
+    folder.mkdir(exist_ok=True)
+    file = folder / "my.yaml"
+    data = {
+        "run": {"name": run, "folder": str(folder / "run")},
+        "model": {"path": str(model), "dtype": "float32", "max_length": 64},
+        "train": {"name": "arithmetic"},
+        "reward": {"terms": [{"name": "exact"}]},
+        "sampling": {"max_tokens": 16},
+        "generator": {"engine": "transformers"},
+        "launcher": {"name": "local"},
+    }
+    file.write_text(yaml.safe_dump(data))
+    return file
+
+
+def refused(done: Finished, code: int = 2) -> str:
+    assert (done.returncode, done.stderr.count("\n")) == (code, 1), done.stderr
+    return done.stderr
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def beat(broker: Broker, service: str = "trainer") -> None:
+    broker.heartbeats.send(Heartbeat(service=service, role=service, host="h", pid=1, state="running"))
+
+
+@pytest.mark.parametrize("fresh", [(), ("--fresh",)], ids=["start", "fresh"])
+def test_a_second_run_of_the_same_name_is_refused_by_name_and_the_first_stays(
+    shared: Broker, models: tuple[Path, Path], tmp_path: Path, fresh: tuple[str, ...]
+) -> None:
+    shared.owner.claim(Owner("theirs", "/home/else/runs/a", "node7"))
+    file = write_config(tmp_path / "mine", models[0], shared.connection.keys.run)
+    line = refused(run_tidemill("up", str(file), *fresh))
+    assert "by the run in /home/else/runs/a on node7 since 20" in line
+    assert "another run.name" in line
+    assert not (tmp_path / "mine" / "run").exists(), "nothing is written"
+    owner = shared.owner.read()
+    assert owner is not None
+    assert owner.id == "theirs"
+
+
+def test_a_run_goes_on_with_its_own_model_only_and_its_record_stays(
+    shared: Broker, models: tuple[Path, Path], tmp_path: Path
+) -> None:
+    run = shared.connection.keys.run
+    file = write_config(tmp_path / "mine", models[0], run)
+    claim_folder(load_config(file))
+    folder = tmp_path / "mine" / "run"
+    (folder / "summary.json").write_text('{"exit_reason": "finished", "steps": 9}')
+    (folder / "config.yaml").write_text("as it was")
+    before = files(folder)
+    line = refused(run_tidemill("up", str(file), f"model.path={models[1]}"))
+    assert f"model.path {models[0]}, which cannot become {models[1]}" in line
+    assert files(folder) == before
+    assert refused(run_tidemill("trainer", str(file), "run.seed=8")).count("run.seed 0, which cannot become 8") == 1
+    assert files(folder) == before
+    assert shared.owner.read() is None
+
+
+def test_fresh_deletes_nothing_of_a_run_that_is_alive(
+    shared: Broker, models: tuple[Path, Path], tmp_path: Path
+) -> None:
+    file = write_config(tmp_path / "mine", models[0], shared.connection.keys.run)
+    record = claim_folder(load_config(file))
+    shared.owner.claim(Owner.of(record.id, tmp_path / "mine" / "run"))
+    beat(shared)
+    before = files(tmp_path / "mine" / "run")
+    line = refused(run_tidemill("up", str(file), "--fresh"))
+    assert "is alive, heard of trainer in the last 15 s" in line
+    assert {name: body for name, body in files(tmp_path / "mine" / "run").items() if "up.lock" not in name} == before
+    assert shared.owner.read() is not None
+
+
+def test_a_run_that_is_alive_is_purged_by_force_only(make_broker: Callable[..., Broker]) -> None:
+    broker = make_broker()
+    broker.owner.claim(Owner("ours", "/runs/a", "here"))
+    beat(broker, "generator-3")
+    purge = ("purge", broker.connection.keys.run, "--url", broker.connection.url, "--yes")
+    line = refused(run_tidemill(*purge), code=5)
+    assert "is alive, heard of generator-3" in line
+    assert broker.owner.read() is not None
+    assert run_tidemill(*purge, "--force").returncode == 0
+    assert broker.owner.read() is None
+
+
+def test_a_run_whose_services_fell_silent_is_purged(
+    make_broker: Callable[..., Broker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broker = make_broker()
+    broker.owner.claim(Owner("ours", "/runs/a", "here"))
+    beat(broker)
+    monkeypatch.setattr("deploy.client.find.LIVE_S", 0.0)
+    assert run_tidemill("purge", broker.connection.keys.run, "--url", broker.connection.url, "--yes").returncode == 0
