@@ -12,8 +12,11 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from typing import NoReturn
 
 import structlog
+
+from schemas.errors import ERROR_EXIT
 
 LOOK_S = 1.0
 
@@ -65,14 +68,19 @@ class HangWatchdog:
                 return
 
 
-def end_process(reason: str) -> None:
-    """Say why, and end at once with exit code 1: nothing of a hung engine can be closed.
-
-    Its child processes may hang as well, too deeply to notice that they are alone; they hold the device's memory.
-    """
+def end_hung_process(reason: str) -> None:
+    """Say why, and end at once with exit code 1: nothing of a hung engine can be closed."""
     log.error(reason)
+    end_process(ERROR_EXIT)
+
+
+def end_process(code: int) -> NoReturn:
+    """End at once, with whatever threads and child processes an engine has.
+
+    The children may be too deep in something to notice that they are alone; they hold the device's memory.
+    """
     for child in multiprocessing.active_children():
         child.kill()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(1)
+    os._exit(code)

@@ -12,14 +12,15 @@ from broker.heartbeat import HeartbeatThread
 from producers.engines.base import Engine, EngineSettings
 from producers.engines.factory import make_engine
 from producers.engines.sampling import check_sampling
-from producers.generator.hang_watchdog import HangWatchdog, end_process
+from producers.generator.hang_watchdog import HangWatchdog, end_hung_process, end_process
 from producers.generator.pause import PauseFollower
 from producers.generator.rollout import GeneratorContext
 from producers.generator.task_loop import TaskLoop
 from producers.generator.weight_updates import WeightUpdater
 from producers.tasks import make_sampling
 from schemas.config import TidemillConfig
-from schemas.lifecycle import StopFlag
+from schemas.errors import OK_EXIT
+from schemas.lifecycle import StopFlag, until_stopped
 from schemas.run_record import JoinedRun
 
 log = structlog.get_logger()
@@ -43,7 +44,15 @@ def run_generator(config: TidemillConfig, name: str) -> None:
         lora=config.trainer.lora,
     )
     engine = make_engine(config.generator.engine, settings, config.base)
-    asyncio.run(Generator(config, name, broker, engine).run(stop))
+    asyncio.run(_run_or_leave(Generator(config, name, broker, engine), stop))
+
+
+async def _run_or_leave(generator: Generator, stop: StopFlag) -> None:
+    """Run to the end; when that comes while the engine loads, nothing waits for its threads."""
+    await generator.run(stop)
+    if not generator.engine_started:
+        log.info("asked to end while the engine loads")
+        end_process(OK_EXIT)
 
 
 def _replica(name: str) -> int:
@@ -53,7 +62,10 @@ def _replica(name: str) -> int:
 
 
 class Generator:
-    """Task loop, weight updates, pauses and heartbeat around one engine."""
+    """Task loop, weight updates, pauses and heartbeat around one engine.
+
+    engine_started: whether it has loaded, so that it was closed in order at the end.
+    """
 
     def __init__(self, config: TidemillConfig, name: str, broker: Broker, engine: Engine) -> None:
         self._config = config
@@ -75,6 +87,7 @@ class Generator:
             probes=config.probes,
         )
         self._state = "loading"
+        self.engine_started = False
         self._meter = RateMeter()
 
     async def run(self, stop: StopFlag) -> None:
@@ -88,18 +101,30 @@ class Generator:
     async def _serve(self, stop: StopFlag) -> None:
         started = time.monotonic()
         try:
-            await self._engine.start()
+            if not await self._start_engine(stop):
+                return
             await self._pause.engine_started()
             log.info("engine started", seconds=round(time.monotonic() - started, 1))
             try:
                 self._state = "running"
-                with HangWatchdog(self._engine.growth, self._config.generator.stall_s, end_process):
+                with HangWatchdog(self._engine.growth, self._config.generator.stall_s, end_hung_process):
                     await self._work(stop)
             finally:
                 self._state = "stopping"
                 await self._engine.close()
         finally:
             stop.set()
+
+    async def _start_engine(self, stop: StopFlag) -> bool:
+        """Load the engine; False when the generator is asked to end before that is done."""
+        loading = asyncio.ensure_future(self._engine.start())
+        await until_stopped(stop, asyncio.wait({loading}))
+        if not loading.done():
+            loading.cancel()
+            return False
+        await loading
+        self.engine_started = True
+        return True
 
     def _acknowledge(self) -> None:
         self._heartbeat.soon()

@@ -1,9 +1,9 @@
-"""A generator whose engine hangs ends by itself, and another makes what it had taken."""
+"""A generator whose engine hangs, at work or while it loads, ends all the same, and another makes what it had taken."""
 
 from __future__ import annotations
 
 import subprocess
-import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,22 +11,51 @@ import pytest
 import yaml
 
 from broker.client import Broker
+from deploy.services.main import command
+from schemas.errors import OK_EXIT
 from tests.support.one_group import publish_weights
 from tests.support.prompt_groups import make_task
 from tests.support.tiny_model import make_tiny_model
 from tests.support.trainer_sessions import take_over
 
 pytestmark = pytest.mark.integration
+DEADLINE_S = 60.0
 
 ENGINE = """
 import asyncio
+import time
+from pathlib import Path
 from producers.engines.scripted import ScriptedEngine
 
 class Hung(ScriptedEngine):
     async def generate(self, *args, **kwargs):
         self._active += 1
         await asyncio.Event().wait()
+
+class Loads(ScriptedEngine):
+    async def start(self):
+        # In a thread, as real engines do: nothing can take it back.
+        await asyncio.to_thread(self._boot)
+
+    def _boot(self):
+        Path("loading").touch()
+        time.sleep(600)
 """
+
+
+def write_config(folder: Path, engine: str, url: str) -> Path:
+    (folder / "hung.py").write_text(ENGINE)
+    config = {
+        "run": {"name": "hung", "folder": str(folder / "run")},
+        "model": {"path": str(make_tiny_model(folder / "model")), "dtype": "float32", "max_length": 512},
+        "train": {"name": "arithmetic"},
+        "reward": {"terms": [{"name": "exact"}]},
+        "generator": {"engine": f"hung.py:{engine}", "stall_s": 0.5},
+        "broker": {"url": url},
+    }
+    file = folder / "config.yaml"
+    file.write_text(yaml.safe_dump(config))
+    return file
 
 
 def test_a_generator_ends_when_its_engine_hangs_and_leaves_its_work_to_others(
@@ -36,19 +65,29 @@ def test_a_generator_ends_when_its_engine_hangs_and_leaves_its_work_to_others(
     training = take_over(broker)
     publish_weights(broker, training.leader_term, 1, tmp_path)
     assert broker.ledger.admit(make_task(0)).answer == "ok"
-    (tmp_path / "hung.py").write_text(ENGINE)
-    config = {
-        "run": {"name": "hung", "folder": str(tmp_path / "run")},
-        "model": {"path": str(make_tiny_model(tmp_path / "model")), "dtype": "float32", "max_length": 512},
-        "train": {"name": "arithmetic"},
-        "reward": {"terms": [{"name": "exact"}]},
-        "generator": {"engine": "hung.py:Hung", "stall_s": 0.5},
-        "broker": {"url": broker.connection.url},
-    }
-    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
-    command = [sys.executable, "-m", "deploy.cli", "generator", str(tmp_path / "config.yaml"), "--name", "generator-0"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    file = write_config(tmp_path, "Hung", broker.connection.url)
+    argv = command("generator", str(file), "--name", "generator-0")
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 1, done.stdout + done.stderr
     assert "the engine hangs" in done.stdout + done.stderr
     (delivery,) = broker.task_queue("generator-0").read(10, 10)
     assert (delivery.message.task_id, delivery.redelivered) == (0, True)
+
+
+def test_a_generator_that_is_asked_to_end_while_its_engine_loads_ends_at_once(
+    make_broker: Callable[..., Broker], tmp_path: Path
+) -> None:
+    broker = make_broker("hung")
+    argv = command("generator", str(write_config(tmp_path, "Loads", broker.connection.url)), "--name", "loads")
+    with subprocess.Popen(argv, cwd=tmp_path) as process:
+        try:
+            deadline = time.monotonic() + DEADLINE_S
+            while not (tmp_path / "loading").exists():
+                assert time.monotonic() < deadline, "the engine does not load"
+                time.sleep(0.02)
+            process.terminate()
+            # Less than supervisor.grace_s, after which it would be killed.
+            assert process.wait(15) == OK_EXIT
+        finally:
+            process.kill()
+    assert "loads" not in {beat.service for beat in broker.heartbeats.list()}

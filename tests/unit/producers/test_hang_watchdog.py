@@ -12,14 +12,14 @@ from producers.generator.hang_watchdog import LOOK_S, Stall
 
 HUNG = """
 import multiprocessing, os, signal, time
-from producers.generator.hang_watchdog import end_process
+from producers.generator.hang_watchdog import end_hung_process
 
 if __name__ == "__main__":
     child = multiprocessing.get_context("spawn").Process(target=time.sleep, args=(300,))
     child.start()
     os.kill(child.pid, signal.SIGSTOP)  # so deep asleep that it can't notice anything
     print(child.pid, flush=True)
-    end_process("the engine hangs")
+    end_hung_process("the engine hangs")
 """
 
 
