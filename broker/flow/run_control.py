@@ -22,8 +22,9 @@ class ControlState:
 
     pause: freeze stops every token and step at once, drain admits nothing new. pause_id: number of the last pause or
     resume; checkpoint, stop: numbers of the last such order, 0 for none. by, since: who paused or resumed, and when
-    (Unix seconds). replicas: wanted, by role. concurrency: samples in flight in one generator, None for its own.
-    run_id: identity of the run that is ordered about (schemas/run_record.py), empty while it is not known.
+    (Unix seconds). replicas: wanted, by role; scaled: number of the last such order, by role. concurrency: samples in
+    flight in one generator, None for its own. run_id: identity of the run that is ordered about
+    (schemas/run_record.py), empty while it is not known.
     """
 
     pause: PauseMode = "none"
@@ -33,6 +34,7 @@ class ControlState:
     checkpoint: int = 0
     stop: int = 0
     replicas: Mapping[str, int] = field(default_factory=dict)
+    scaled: Mapping[str, int] = field(default_factory=dict)
     concurrency: int | None = None
     run_id: str = ""
 
@@ -48,14 +50,15 @@ class ControlState:
             since=float(fields.get("since", 0)),
             checkpoint=int(fields.get("checkpoint", 0)),
             stop=int(fields.get("stop", 0)),
-            replicas={
-                name.removeprefix("replicas:"): int(value)
-                for name, value in fields.items()
-                if name.startswith("replicas:")
-            },
+            replicas=_by_role(fields, "replicas:"),
+            scaled=_by_role(fields, "scaled:"),
             concurrency=int(concurrency) if concurrency.isdigit() else None,
             run_id=fields.get("run_id", ""),
         )
+
+
+def _by_role(fields: Mapping[str, str], prefix: str) -> dict[str, int]:
+    return {name.removeprefix(prefix): int(value) for name, value in fields.items() if name.startswith(prefix)}
 
 
 class RunControl:

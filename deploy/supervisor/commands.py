@@ -37,11 +37,11 @@ class CommandFollower:
 
     def begin(self, replicas: Mapping[str, int]) -> None:
         """Write how many replicas there are to be at first, and remember which commands are old."""
-        orders = self._broker.run_control.read() or ControlState()
-        self._stop_seen = orders.stop
-        self._done = dict(replicas)
         for role, count in replicas.items():
             self._broker.run_control.scale(role, count, BY)
+        orders = self._broker.run_control.read() or ControlState()
+        self._stop_seen = orders.stop
+        self._done = dict(orders.scaled)
 
     def describe(self) -> tuple[str, int, dict[str, float]]:
         """State, weight version (none) and figures (none) of the supervisor's heartbeat."""
@@ -56,13 +56,16 @@ class CommandFollower:
             self._supervisor.end()
             return
         for role, replicas in orders.replicas.items():
-            if self._done.get(role) == replicas:
+            number = orders.scaled.get(role, 0)
+            if self._done.get(role) == number:
                 continue
             try:
                 self._supervisor.scale(role, replicas)
             except ConfigError as error:
                 log.warning("cannot scale", role=role, replicas=replicas, error=str(error))
-            self._done[role] = replicas
+            self._done[role] = number
+        # A broker that was wiped counts anew.
+        self._done = {role: number for role, number in self._done.items() if role in orders.replicas}
 
     def record(self, outcome: RunOutcome) -> None:
         """Write into the broker how the run ended, unless the trainer has written that it is finished."""

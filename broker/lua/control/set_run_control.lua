@@ -2,7 +2,8 @@
 -- KEYS: CTL RUN_CONTROL CHANGES ORDERS
 -- ARGV: pause, checkpoint, stop or replicas:ROLE; its value; who asks. Each order gets the next number, and whoever
 -- waits for a change wakes up. Admission looks at `paused` alone. Answers 'same' when nothing changes,
--- and the number of a checkpoint or a stop.
+-- and the number of a checkpoint or a stop. The same number of replicas again is an order, too: one that failed may
+-- be missing.
 local order, value = ARGV[1], ARGV[2]
 if order == 'pause' then
   if (redis.call('HGET', RUN_CONTROL, 'pause') or 'none') == value then return 'same' end
@@ -14,8 +15,13 @@ elseif order == 'checkpoint' or order == 'stop' then
   ordered('run_control')
   return number
 else
-  if redis.call('HGET', RUN_CONTROL, order) == value then return 'same' end
+  local same = redis.call('HGET', RUN_CONTROL, order) == value
   redis.call('HSET', RUN_CONTROL, order, value)
+  redis.call('HINCRBY', RUN_CONTROL, string.gsub(order, '^replicas:', 'scaled:'), 1)
+  if same then
+    changed('run_control')
+    return 'same'
+  end
 end
 ordered('run_control')
 return 'ok'

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,11 +15,14 @@ from broker.connection.connection import Connection
 from broker.connection.embedded import EmbeddedServer
 from broker.connection.keys import Keys
 from deploy.run.up import _Run, latest
+from deploy.supervisor.commands import CommandFollower
 from deploy.supervisor.events import KEPT, TimelineWriter
 from deploy.supervisor.process import Processes
-from deploy.supervisor.services import Change
+from deploy.supervisor.restart_policy import State
+from deploy.supervisor.services import Change, ServiceSpec
+from deploy.supervisor.supervisor import Supervisor
 from deploy.terminal.live import Picture, plain_line
-from schemas.config import BrokerConfig, parse_config
+from schemas.config import BrokerConfig, SupervisorConfig, parse_config
 from schemas.errors import InfraError
 from schemas.messages import Event
 
@@ -118,3 +122,31 @@ def test_while_the_broker_is_down_the_last_look_is_shown_as_such_and_nothing_wai
             wait("the broker to be back", lambda: shown(watch).endswith("starting"))
     finally:
         server.stop()
+
+
+def test_a_replica_that_failed_for_good_is_started_anew_when_the_same_number_is_ordered_again(
+    broker: Broker, tmp_path: Path
+) -> None:
+    life = tmp_path / "second life"
+    once = f"import pathlib, sys, time; time.sleep(600) if pathlib.Path({str(life)!r}).exists() else sys.exit(1)"
+    codes = {"generator-0": "import time; time.sleep(600)", "generator-1": once}
+
+    def replica(index: int) -> ServiceSpec:
+        name = f"generator-{index}"
+        return ServiceSpec(name, [sys.executable, "-c", codes[name]], role="generator", essential=False)
+
+    def states() -> list[State]:
+        assert supervisor.poll() is None
+        return [service.state for service in supervisor.services]
+
+    with Supervisor(SupervisorConfig(max_restarts=0), tmp_path / "logs") as supervisor:
+        commands = CommandFollower(supervisor, broker)
+        commands.begin({"generator": 2})
+        supervisor.add_role("generator", replica, 2)
+        wait("a failure", lambda: states() == [State.RUNNING, State.FAILED])
+        commands.follow(broker.run_control.read())
+        assert states() == [State.RUNNING, State.FAILED]
+        life.touch()
+        broker.run_control.scale("generator", 2, "somebody")
+        commands.follow(broker.run_control.read())
+        assert states() == [State.RUNNING, State.RUNNING]
