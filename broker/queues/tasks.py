@@ -18,6 +18,7 @@ from broker.connection.keys import GENERATORS
 from broker.queues.consumer_group import ConsumerGroup, Delivery, Entry, number
 from broker.queues.dead_letters import letter_bytes
 from schemas.codec import BadMessage, decode, encode
+from schemas.errors import printable
 from schemas.messages import DeadLetter, Score, Task, Trajectory
 
 EVAL_BASE = 1 << 32
@@ -121,12 +122,15 @@ class TaskQueue(ConsumerGroup):
             for (task_id, trajectories), answer in zip(results, words, strict=True)
         ]
 
-    def fail_sample(self, task_id: int, sample: int, reason: str, payload: bytes = b"") -> None:
-        """Report a sample that can't be made: dead letter, and its group goes on without it."""
+    def fail_sample(self, task_id: int, sample: int, reason: str, broken_version: int = -1) -> None:
+        """Report a sample that can't be made: dead letter, and its group goes on without it.
+
+        broken_version: the weights' version when its log-probabilities are not finite.
+        """
         letter = DeadLetter(
-            source="generator", reason=reason, deliveries=1, payload=payload, task_id=task_id, sample=sample
+            source="generator", reason=reason, deliveries=1, payload=b"", task_id=task_id, sample=sample
         )
-        score = Score(status="error", reason=reason, scorer="generator")
+        score = Score(status="error", reason=printable(reason), scorer="generator", broken_version=broken_version)
         self._connection.run_script(
             "fail_sample", task_id, sample, letter_bytes(letter, self._max_bytes), encode(score)
         )

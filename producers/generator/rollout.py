@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 import msgspec
+import numpy as np
 import structlog
 
 from broker.client import Broker
@@ -23,8 +25,8 @@ from producers.workflows.base import RolloutContext, Workflow, find_workflow
 from producers.workflows.trajectory_builder import SampledCompletion
 from schemas.codec import Array
 from schemas.config import TidemillConfig
-from schemas.errors import DataError
-from schemas.messages import Partial, Span, Task
+from schemas.errors import ConfigError, DataError, InfraError, describe_error, printable
+from schemas.messages import Partial, Span, Task, Trajectory
 
 log = structlog.get_logger()
 
@@ -72,7 +74,7 @@ class Rollout:
         self,
         context: GeneratorContext,
         delivery: Delivery[Task],
-        published: Callable[[SampledCompletion], Awaitable[None]],
+        published: Callable[[Trajectory], Awaitable[None]],
     ) -> None:
         self._context = context
         self._delivery = delivery
@@ -93,39 +95,107 @@ class Rollout:
         rollout = RolloutContext(context.engine, context.tokenizer, task, missing, self._save)
         try:
             async with asyncio.TaskGroup() as leaving:
-                try:
-                    async for sample in context.workflow.run(rollout):
-                        self._ended.add(sample.index)
-                        leaving.create_task(self._deliver(sample, time.monotonic() - self._begun))
-                except (DataError, ValueError) as error:
-                    await self._fail(missing, str(error))
+                reason = await self._run_workflow(rollout, leaving)
+                await self._fail([sample for sample in missing if sample not in self._ended], reason)
         finally:
             context.saver.forget(task)
         if self._unfinished:
             partial = msgspec.structs.replace(self._task, partials=self._unfinished)
             await asyncio.to_thread(context.queue.return_task, self._delivery, partial)
 
+    async def _run_workflow(self, rollout: RolloutContext, leaving: asyncio.TaskGroup) -> str:
+        """Deliver what the workflow yields; returns, when it has ended, why there are no more samples."""
+        try:
+            async for sample in self._context.workflow.run(rollout):
+                if type(sample.index) is not int or sample.index not in rollout.indices:
+                    asked = ", ".join(map(str, rollout.indices))
+                    raise DataError(f"yielded sample {sample.index!r}, and was asked for the samples {asked}")
+                self._ended.add(sample.index)
+                leaving.create_task(self._deliver(sample, time.monotonic() - self._begun))
+        except asyncio.CancelledError as error:
+            this = asyncio.current_task()
+            if this is None or this.cancelling():
+                raise
+            return self._describe(error)
+        except Exception as error:  # user code: whatever it raises is the fate of this one task
+            if is_service_error(error):
+                raise
+            return self._describe(error)
+        return self._describe(DataError("ended without this sample"))
+
+    def _describe(self, error: BaseException) -> str:
+        """Say why samples failed; what the workflow did not mean to raise is logged where it was raised."""
+        if not isinstance(error, DataError):
+            log.warning("workflow failed", task_id=self._task.task_id, exc_info=error)
+        text = printable(str(error)) if isinstance(error, DataError) else describe_error(error)
+        return f"workflow {self._context.config.generator.workflow.name}: {text}"
+
     async def _deliver(self, sample: SampledCompletion, seconds: float) -> None:
-        """Weights that came in under the sample must have passed their probe before any token of theirs leaves."""
+        """Publish a sample, or keep what is good of it for another generator; one that can't be sent fails alone."""
+        try:
+            trajectory = await self._prepare(sample, seconds)
+        except NotFinite as error:
+            await self._context.updates.report_not_finite(error.version)
+            await self._fail([sample.index], str(error), error.version)
+        except Exception as error:  # noqa: BLE001 - user code: a sample's parts are whatever the workflow put there
+            await self._fail([sample.index], self._describe(error))
+        else:
+            if trajectory is not None:
+                await self._context.outbox.publish(trajectory)
+                await self._published(trajectory)
+
+    async def _prepare(self, sample: SampledCompletion, seconds: float) -> Trajectory | None:
+        """The sample's message; None when it is unfinished, and noted as such.
+
+        Weights that came in under the sample must have passed their probe before any token of theirs leaves.
+        """
         context = self._context
         good = await context.updates.wait_trusted(sample.spans, len(sample.tokens))
+        check_finite(sample, good)
         if sample.finish == "abort" or good < len(sample.tokens):
             self._unfinished.append(sample.to_partial(good))
-            return
-        await context.outbox.publish(sample.to_trajectory(self._task, context.config.run.name, context.name, seconds))
-        await self._published(sample)
+            return None
+        return sample.to_trajectory(self._task, context.config.run.name, context.name, seconds)
 
     def _save(self, partial: Partial) -> None:
         good = self._context.updates.trusted_length(partial.spans, len(partial.tokens))
         if good:
             self._context.saver.save_soon(self._delivery, head(partial, good))
 
-    async def _fail(self, missing: Sequence[int], reason: str) -> None:
-        """A prompt that can't be generated for: each sample that is not there becomes a dead letter."""
-        log.warning("samples failed", task_id=self._task.task_id, reason=reason)
-        for sample in missing:
-            if sample not in self._ended:
-                await asyncio.to_thread(self._context.queue.fail_sample, self._task.task_id, sample, reason)
+    async def _fail(self, samples: Sequence[int], reason: str, broken_version: int = -1) -> None:
+        """Make each of the samples a dead letter; their group goes on without them."""
+        if not samples:
+            return
+        log.warning("samples failed", task_id=self._task.task_id, samples=len(samples), reason=reason)
+        fail = functools.partial(self._context.queue.fail_sample, reason=reason, broken_version=broken_version)
+        for sample in samples:
+            await asyncio.to_thread(fail, self._task.task_id, sample)
+
+
+class NotFinite(DataError):
+    """Error for a sample with a log-probability that is NaN or infinite. version: of the weights that gave it."""
+
+    def __init__(self, version: int) -> None:
+        super().__init__(
+            f"its log-probabilities are not finite (NaN or infinity), of weights version {version};"
+            " the weights or the machine may be broken"
+        )
+        self.version = version
+
+
+def check_finite(sample: SampledCompletion, length: int) -> None:
+    """Raise NotFinite if one of the first ``length`` log-probabilities is no number."""
+    finite = np.isfinite(np.asarray(sample.logprobs[:length], dtype=np.float32))
+    if not finite.all():
+        at = int(np.argmin(finite))
+        raise NotFinite(max((span.version for span in sample.spans if span.start <= at), default=-1))
+
+
+def is_service_error(error: Exception) -> bool:
+    """Whether an error, or one in its group, says that the same work can succeed elsewhere, or that nothing can."""
+    if isinstance(error, ExceptionGroup):
+        return error.subgroup((ConfigError, InfraError)) is not None
+    return isinstance(error, ConfigError | InfraError)
 
 
 def longest(partials: Sequence[Partial]) -> list[Partial]:

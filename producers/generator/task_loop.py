@@ -10,9 +10,8 @@ from broker.queues.consumer_group import Delivery
 from producers.engines.base import KvCacheUsage
 from producers.generator.eval_versions import still_at
 from producers.generator.rollout import GeneratorContext, Rollout
-from producers.workflows.trajectory_builder import SampledCompletion
 from schemas.lifecycle import StopFlag, until_stopped
-from schemas.messages import Task
+from schemas.messages import Task, Trajectory
 
 ABORT_AGAIN_S = 0.2
 """A rollout may come to the engine after everything in it was aborted: then it is aborted again."""
@@ -35,10 +34,11 @@ class MeanSampleSize:
         self.tokens += (tokens - self.tokens) / self._seen
 
 
-def cache_need(sample: SampledCompletion, n: int) -> int:
+def cache_need(loss_mask: bytes, n: int) -> int:
     """Return the tokens that a sample held in the cache, with its share of a prompt that ``n`` samples have."""
-    prompt = sample.loss_mask.index(1) if 1 in sample.loss_mask else len(sample.tokens)
-    return len(sample.tokens) - prompt + prompt // n
+    first = loss_mask.find(1)
+    prompt = len(loss_mask) if first < 0 else first
+    return len(loss_mask) - prompt + prompt // n
 
 
 def groups_to_take(limit: int, in_flight: int, cache: KvCacheUsage | None, mean: float, n: int) -> int:
@@ -149,11 +149,11 @@ class TaskLoop:
         task = delivery.message
         left = task.n
 
-        async def published(sample: SampledCompletion) -> None:
+        async def published(sample: Trajectory) -> None:
             nonlocal left
             left -= 1
-            self.tokens += sum(sample.loss_mask)
-            self._sample_size.add(cache_need(sample, task.n))
+            self.tokens += sample.loss_mask.data.count(1)
+            self._sample_size.add(cache_need(sample.loss_mask.data, task.n))
             await self._free(1)
 
         try:

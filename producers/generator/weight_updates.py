@@ -103,6 +103,8 @@ class WeightUpdater:
         self._verified = False
         self._manifest: Manifest | None = None
         self._refused: set[int] = set()
+        self._not_finite: set[int] = set()
+        self._newest_loaded = -1
         self._restoring = False
         self._refusal: tuple[float, str] | None = None
         self._closed = False
@@ -187,7 +189,13 @@ class WeightUpdater:
                 self._changed.notify_all()
 
     async def wait_trusted(self, spans: Sequence[Span], length: int) -> int:
-        """Wait until the weights of all spans are checked, or will not be any more; return ``trusted_length`` then."""
+        """Wait until the weights of all spans are checked, or will not be any more; return ``trusted_length`` then.
+
+        DataError for a version that was never in use here, which would be waited for without end.
+        """
+        newest = max((span.version for span in spans), default=-1)
+        if newest > self._newest_loaded:
+            raise DataError(f"its spans name weights version {newest}, which was never in use here")
 
         def checked() -> bool:
             return self._closed or all(self._is_trusted(span) or span.version in self._refused for span in spans)
@@ -278,6 +286,7 @@ class WeightUpdater:
     async def _load(self, manifest: Manifest, source: WeightSource) -> None:
         async with self._changed:
             self._verified = False
+        self._newest_loaded = max(self._newest_loaded, manifest.version)
         started = time.monotonic()
         try:
             await self._engine.load(source, manifest.version)
@@ -331,6 +340,8 @@ class WeightUpdater:
         if manifest.probe is None:
             return None
         ours = await self._engine.logprobs(manifest.probe.tokens.numpy().tolist())
+        if not np.isfinite(ours).all():
+            return f"weights version {manifest.version} fails its probe: its log-probabilities here are not finite"
         difference = float(np.abs(ours - manifest.probe.logprobs.numpy()).max())
         log.debug("probe", version=manifest.version, difference=difference)
         if difference <= self._tolerance:
@@ -340,6 +351,13 @@ class WeightUpdater:
             f" {difference:.2g} nats from the trainer's, {self._tolerance:.2g} is allowed"
         )
 
-    async def _report(self, text: str) -> None:
-        event = Event(name="weights_refused", service=self._name, level="error", text=text)
+    async def report_not_finite(self, version: int) -> None:
+        """Tell people, once for each version, that its weights gave log-probabilities that are no numbers."""
+        if version not in self._not_finite:
+            self._not_finite.add(version)
+            text = f"weights version {version} gave log-probabilities that are not finite"
+            await self._report(text, "weights_not_finite")
+
+    async def _report(self, text: str, name: str = "weights_refused") -> None:
+        event = Event(name=name, service=self._name, level="error", text=text)
         await asyncio.to_thread(self._broker.events.emit, event)

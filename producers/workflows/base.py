@@ -83,7 +83,8 @@ class Workflow(Protocol):
     def run(self, rollout: RolloutContext) -> AsyncIterator[SampledCompletion]:
         """Yield one SampledCompletion for each of ``rollout.indices``, in any order, each as soon as it is finished.
 
-        DataError and ValueError say that the task can't be done: samples that are missing become dead letters.
+        Whatever it raises fails this task alone: samples that are missing become dead letters with the reason. Only
+        InfraError and ConfigError end the generator, because the task may succeed elsewhere, or never.
         """
         ...
 

@@ -142,7 +142,10 @@ class Trajectory(Message, kw_only=True, tag="trajectory"):
 
 
 class Score(Message, kw_only=True, tag="score"):
-    """The reward of a sample, which counts only when ``status`` is ``ok``. seconds: time that the reward took."""
+    """The reward of a sample, which counts only when ``status`` is ``ok``. seconds: time that the reward took.
+
+    broken_version: version of the weights that gave the sample log-probabilities that are not finite, -1: none did.
+    """
 
     reward: float = 0.0
     status: ScoreStatus = "ok"
@@ -150,6 +153,7 @@ class Score(Message, kw_only=True, tag="score"):
     reason: str = ""
     scorer: str = ""
     seconds: float = 0.0
+    broken_version: int = -1
 
     def __post_init__(self) -> None:
         if not math.isfinite(self.reward):

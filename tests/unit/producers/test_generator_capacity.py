@@ -7,7 +7,6 @@ import pytest
 from producers.engines.base import KvCacheUsage
 from producers.engines.vllm.boot import check_parallel
 from producers.generator.task_loop import MeanSampleSize, cache_need, groups_to_take
-from producers.workflows.trajectory_builder import SampledCompletion
 from schemas.errors import ConfigError
 
 
@@ -66,13 +65,9 @@ def test_the_mean_is_that_of_the_longest_until_samples_tell() -> None:
 
 
 def test_a_sample_needs_its_own_tokens_and_its_share_of_the_prompt() -> None:
-    def sample(mask: list[int]) -> SampledCompletion:
-        size = len(mask)
-        return SampledCompletion(0, [7] * size, mask, [0.0] * size, [], [], "stop", "", "")
-
-    assert cache_need(sample([0] * 80 + [1] * 5), n=8) == 15
-    assert cache_need(sample([0] * 80 + [1] * 5 + [0] * 3 + [1] * 2), n=8) == 20
-    assert cache_need(sample([0] * 80), n=8) == 10
+    assert cache_need(bytes([0] * 80 + [1] * 5), n=8) == 15
+    assert cache_need(bytes([0] * 80 + [1] * 5 + [0] * 3 + [1] * 2), n=8) == 20
+    assert cache_need(bytes([0] * 80), n=8) == 10
 
 
 def test_parallel_settings_that_this_machine_cannot_have_are_one_line() -> None:
