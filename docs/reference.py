@@ -23,10 +23,7 @@ from pydantic.fields import FieldInfo
 from broker.connection.keys import Keys
 from broker.connection.scripts import body, names, script_files, source
 from consumers.reward.rewards import REWARDS
-from consumers.trainer.algorithms.advantages import ADVANTAGES
-from consumers.trainer.algorithms.aggregation import AGGREGATIONS
-from consumers.trainer.algorithms.kl import KL_ESTIMATORS
-from consumers.trainer.algorithms.losses import LOSSES
+from consumers.trainer.algorithms import ADVANTAGES, AGGREGATIONS, KL_ESTIMATORS, LOSSES
 from deploy.launchers import LAUNCHERS
 from producers.datasets import DATASETS
 from producers.engines import ENGINES

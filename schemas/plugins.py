@@ -34,15 +34,18 @@ class Registry:
 
     def get(self, name: str, base: Path | None = None) -> Any:
         """Return the object called ``name``; ConfigError names the choices. base: folder of plugin files."""
-        path = self._paths.get(name)
-        if path is None and ":" not in name:
+        self.check(name)
+        return load(self._paths.get(name, name), self.kind, base)
+
+    def check(self, name: str) -> None:
+        """ConfigError for a name that is neither built in nor a path. Imports nothing."""
+        if name not in self._paths and ":" not in name:
             close = difflib.get_close_matches(name, self.names, n=1)
             hint = f" (did you mean {close[0]!r}?)" if close else ""
             raise ConfigError(
                 f"unknown {self.kind} {name!r}{hint}: one of {', '.join(self.names)},"
                 " or your own as package.module:name or file.py:name"
             )
-        return load(path or name, self.kind, base)
 
 
 def load(path: str, kind: str, base: Path | None = None) -> Any:

@@ -3,8 +3,10 @@ supervisor read it."""
 
 from __future__ import annotations
 
+import ipaddress
 import json
 import os
+import socket
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -63,3 +65,42 @@ def read_token(file: Path | None, environment: Mapping[str, str]) -> str | None:
             " make one with `openssl rand -hex 24`"
         )
     return token
+
+
+def listen(host: str, port: int, token: str | None) -> socket.socket:
+    """A listening socket; ConfigError when the address can't be used, or is not safe without a token.
+
+    On loopback a port that is taken is replaced by a free one.
+    """
+    if token is None and not is_loopback(host):
+        raise ConfigError(
+            f"control.host {host} is reachable from other machines, so a token is needed: set {TOKEN},"
+            f" {TOKEN}_FILE or control.token_file, or listen on 127.0.0.1"
+        )
+    try:
+        return _bind(host, port)
+    except OSError as error:
+        if port and is_loopback(host):
+            return _bind(host, 0)
+        raise ConfigError(f"the control plane cannot listen on {host}:{port}: {error.strerror}") from error
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+        listener.listen(256)
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach the address."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

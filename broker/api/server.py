@@ -6,17 +6,15 @@ It refuses to listen beyond this machine without a token. On loopback a port tha
 from __future__ import annotations
 
 import contextlib
-import ipaddress
 import os
 import signal
-import socket
 from collections.abc import Iterator
 from types import FrameType
 
 import structlog
 import uvicorn
 
-from broker.api.address import TOKEN, announce, read_token, withdraw
+from broker.api.address import announce, listen, read_token, withdraw
 from broker.api.app import LOOPBACK_NAMES, make_app
 from broker.api.routes.context import Context
 from broker.api.status.kubernetes import Deployments
@@ -25,7 +23,6 @@ from broker.api.web.sse import Hub
 from broker.client import Broker
 from broker.heartbeat import HeartbeatThread
 from schemas.config import TidemillConfig
-from schemas.errors import ConfigError
 
 log = structlog.get_logger()
 
@@ -40,6 +37,8 @@ def run_control(config: TidemillConfig, name: str) -> None:
     token = read_token(config.control.token_file, os.environ)
     listener = listen(config.control.host, config.control.port, token)
     host, port = listener.getsockname()[:2]
+    if config.control.port not in (0, port):
+        log.warning("the port is taken, a free one is used", port=config.control.port)
     broker = Broker.connect(config)
     broker.connection.deadline_s = min(broker.connection.deadline_s, ANSWER_S)
     hub = Hub()
@@ -86,43 +85,6 @@ class _Server(uvicorn.Server):
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         self._hub.close()
         super().handle_exit(sig, frame)
-
-
-def listen(host: str, port: int, token: str | None) -> socket.socket:
-    """A listening socket; ConfigError when the address can't be used, or is not safe without a token."""
-    if token is None and not is_loopback(host):
-        raise ConfigError(
-            f"control.host {host} is reachable from other machines, so a token is needed: set {TOKEN},"
-            f" {TOKEN}_FILE or control.token_file, or listen on 127.0.0.1"
-        )
-    try:
-        return _bind(host, port)
-    except OSError as error:
-        if port and is_loopback(host):
-            log.warning("the port is taken, a free one is used", port=port)
-            return _bind(host, 0)
-        raise ConfigError(f"the control plane cannot listen on {host}:{port}: {error.strerror}") from error
-
-
-def _bind(host: str, port: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((host, port))
-        listener.listen(256)
-    except OSError:
-        listener.close()
-        raise
-    return listener
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach the address."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def _printable(host: str) -> str:

@@ -6,6 +6,7 @@ imported by the command that needs it, so that ``tidemill --help`` answers at on
 
 from __future__ import annotations
 
+import errno
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -17,7 +18,7 @@ from deploy.cli.control import app as control_commands
 from deploy.cli.inspect import app as inspect_commands
 from deploy.cli.launch import app as launch_commands
 from deploy.cli.offline import app as offline_commands
-from deploy.cli.options import ConfigFile, Name, Overrides, Stay, in_ranks, load
+from deploy.cli.options import ConfigFile, Json, Name, Overrides, Stay, in_ranks, load
 from deploy.cli.runs import app as run_commands
 from schemas.errors import (
     CONFIG_EXIT,
@@ -27,11 +28,16 @@ from schemas.errors import (
     REFUSED_EXIT,
     RUN_FAILED_EXIT,
     ConfigError,
+    DiskError,
     FencedError,
     RefusedError,
     RunFailed,
     TidemillError,
 )
+
+SERVICES = (["feeder"], ["generator"], ["reward"], ["trainer"], ["control"])
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
+"""Errors of a disk, for which the user has named nothing wrong."""
 
 app = typer.Typer(
     name="tidemill",
@@ -142,13 +148,14 @@ def ready(
 def doctor(
     config: Annotated[Path | None, typer.Argument(metavar="[CONFIG]", help="The YAML configuration.")] = None,
     overrides: Overrides = None,
+    as_json: Json = False,
 ) -> None:
-    """Check this machine, and the configuration if one is given."""
-    from deploy.machine.doctor import examine, print_findings
+    """Check this machine, and the configuration if one is given; exit code 2 when something is wrong."""
+    from deploy.machine.doctor import look_at, print_findings
 
-    findings = examine(config, overrides or [])
-    print_findings(findings)
-    raise typer.Exit(ERROR_EXIT if any(finding.level == "fail" for finding in findings) else OK_EXIT)
+    findings = look_at(config, overrides or [])
+    print_findings(findings, as_json)
+    raise typer.Exit(CONFIG_EXIT if any(finding.level == "fail" for finding in findings) else OK_EXIT)
 
 
 def _serve(role: str, file: Path, overrides: list[str] | None, name: str | None, stay: bool) -> None:
@@ -165,6 +172,12 @@ def main() -> None:
         app()
     except TidemillError as error:
         sys.exit(_complain(error))
+    except OSError as error:
+        # A service keeps its traceback, which goes to its log, and is started again.
+        if error.filename is None or sys.argv[1:2] in SERVICES:
+            raise
+        text = f"{error.filename}: {error.strerror}"
+        sys.exit(_complain(DiskError(text) if error.errno in FULL else ConfigError(text)))
     except ExceptionGroup as group:
         # What went wrong in a task group; anything that is not ours is a bug and keeps its traceback.
         ours, others = group.split(TidemillError)

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import importlib.metadata
+import json
 import os
 import platform
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from pathlib import Path
-from typing import Literal
 
 from rich.console import Console
 from rich.table import Table
@@ -19,30 +20,28 @@ from rich.text import Text
 
 from broker.connection.connection import check_server_now, find_url
 from broker.connection.embedded import find_server
-from schemas.config import TidemillConfig, load_config
-from schemas.errors import ConfigError, TidemillError
+from deploy.launchers.factory import build_launcher
+from deploy.run.findings import Finding, examine
+from deploy.run.preflight import inspect
+from schemas.config import load_config
+from schemas.errors import ConfigError
 from schemas.urls import hide_password
 
-Level = Literal["ok", "warn", "fail"]
 GB = 1024**3
 PROBE_DEADLINE_S = 120.0
 """Importing torch or vLLM for the first time can take long on a slow disk."""
 
 
-@dataclass(frozen=True)
-class Finding:
-    """The result of a check. advice: what to do, when something is to be done."""
-
-    name: str
-    level: Level
-    text: str
-    advice: str = ""
+def look_at(file: Path | None, overrides: Sequence[str]) -> list[Finding]:
+    """Look at everything; a check that can't be made is a finding too. What ``tidemill up`` checks is the same."""
+    with ThreadPoolExecutor() as pool:
+        libraries = pool.submit(check_libraries)
+        about_run = _look_at_run(file, overrides)
+        return [check_python(), *libraries.result(), check_memory(), *about_run]
 
 
-def examine(file: Path | None, overrides: Sequence[str]) -> list[Finding]:
-    """Look at everything; a check that can't be made is a finding too."""
-    findings = [check_python(), *check_libraries(), check_memory()]
-    config = None
+def _look_at_run(file: Path | None, overrides: Sequence[str]) -> list[Finding]:
+    findings, config = [], None
     if file is not None:
         try:
             config = load_config(file, overrides)
@@ -55,9 +54,8 @@ def examine(file: Path | None, overrides: Sequence[str]) -> list[Finding]:
     findings += check_disks(config.folder if config else Path.cwd())
     if config is not None:
         checked = config
-        findings.append(_guarded("dataset", lambda: check_datasets(checked)))
-        findings.append(_guarded("model", lambda: check_model(checked)))
-        findings.append(_guarded("reward", lambda: check_rewards(checked)))
+        findings.append(examine("launcher", lambda: type(build_launcher(checked)).__name__))
+        findings += inspect(config, thorough=True)
     return findings
 
 
@@ -146,75 +144,11 @@ def check_disks(folder: Path) -> list[Finding]:
     return findings
 
 
-def check_datasets(config: TidemillConfig) -> Finding:
-    """Prompts to train on, and held-out ones."""
-    from producers.datasets.loading import build_dataset
-
-    text = f"{config.train.name}: {len(build_dataset(config.train, config.base)):,} prompts"
-    if config.eval is not None:
-        text += f", {len(build_dataset(config.eval.dataset, config.base)):,} held-out"
-    return Finding("dataset", "ok", text)
-
-
-def check_model(config: TidemillConfig) -> Finding:
-    """The policy and its tokenizer load."""
-    if config.warm_start is not None and not (Path(config.model.path) / "config.json").is_file():
-        return Finding("model", "ok", f"{config.model.path} is not there yet, warm_start makes it")
-    from transformers import AutoTokenizer
-
-    from consumers.trainer.model.lora import targets
-    from consumers.trainer.model.policy import load_model
-
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(config.model.path, trust_remote_code=config.model.trust_remote_code)
-        model = load_model(config.model.path, config.model.dtype, config.model.trust_remote_code)
-    except (OSError, ValueError) as error:
-        text = " ".join(str(error).split())
-        return Finding("model", "fail", text, "set model.path to a folder of a Hugging Face model, or a hub id")
-    size = sum(parameter.numel() for parameter in model.parameters()) / 1e6
-    text = f"{config.model.path}: {size:,.1f}M parameters, {len(tokenizer):,} tokens"
-    if config.trainer.lora is not None:
-        text += f", an adapter of {', '.join(targets(model, config.trainer.lora.targets))}"
-    return Finding("model", "ok", text)
-
-
-def check_rewards(config: TidemillConfig) -> Finding:
-    """The reward function on a first example, answered with its own reference answer where it has one."""
-    import numpy as np
-
-    from consumers.reward.scorer import check_reward
-    from producers.datasets.loading import build_dataset
-    from schemas.codec import Array
-    from schemas.messages import Span, Trajectory, Turn
-
-    example = build_dataset(config.train, config.base)[0]
-    prompt = example.text if example.text is not None else "\n".join(m.content for m in example.messages or [])
-    answer = str(example.data.get("answer", ""))
-    trajectory = Trajectory(
-        run=config.run.name,
-        task_id=0,
-        sample=0,
-        kind="train",
-        tokens=Array.of(np.zeros(2), "i4"),
-        loss_mask=Array.of([0, 1], "u1"),
-        logprobs=Array.of(np.zeros(2), "f4"),
-        spans=[Span(0, 1, 2)],
-        turns=[Turn("assistant", 1, 2)],
-        finish="stop",
-        prompt=prompt,
-        completion=answer,
-        generator="doctor",
-        data=example.data,
-    )
-    score = check_reward(config.reward.terms, config.base, trajectory, config.reward.timeout_s, config.reward.env)
-    if score is None or score.status != "ok":
-        reason = score.reason if score else "no score"
-        return Finding("reward", "fail", reason, "mend the reward function: failed samples are excluded from training")
-    return Finding("reward", "ok", f"{score.reward:g} for the reference answer of the first prompt")
-
-
-def print_findings(findings: Sequence[Finding]) -> None:
-    """A table, and what to do."""
+def print_findings(findings: Sequence[Finding], as_json: bool = False) -> None:
+    """A table, and what to do; or a JSON list."""
+    if as_json:
+        print(json.dumps([asdict(finding) for finding in findings]))
+        return
     styles = {"ok": "green", "warn": "yellow", "fail": "bold red"}
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
     table.add_column(no_wrap=True)
@@ -226,13 +160,6 @@ def print_findings(findings: Sequence[Finding]) -> None:
             text.append(f"\n{finding.advice}", "dim")
         table.add_row(Text(finding.level, styles[finding.level]), finding.name, text)
     Console().print(table)
-
-
-def _guarded(name: str, check: Callable[[], Finding]) -> Finding:
-    try:
-        return check()
-    except TidemillError as error:
-        return Finding(name, "fail", str(error))
 
 
 def _room(name: str, folder: Path, wanted_gb: float, advice: str) -> Finding:

@@ -1,46 +1,197 @@
-"""Checks of a configuration that are cheap, made before any process or model is started."""
+"""The check of a configuration before anything starts, the same for ``tidemill up`` and ``tidemill doctor``.
+
+Cheap things come first, so that a wrong name is told at once: names, folders, the address of the control plane, the
+model's files. What opens data, runs the user's code or needs PyTorch is looked at in a child process (trial.py): this
+one stays small, and code that hangs or crashes costs one line. No weights are loaded, no service is started.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 
-from consumers.reward.scorer import check_reward
+from broker.api.address import listen, read_token
+from consumers.reward.rewards import REWARDS
+from consumers.trainer.algorithms import ADVANTAGES, AGGREGATIONS, KL_ESTIMATORS, LOSSES
 from consumers.trainer.metrics.trackers import check_trackers
+from deploy.run.findings import Finding, examine, one_line
+from deploy.run.model_files import check_hub_or_folder, check_tokenizer
 from producers.datasets import DATASETS
 from producers.engines import ENGINES
-from producers.engines.factory import engine_name, find_engine
+from producers.engines.factory import engine_name
 from producers.engines.sampling import check_sampling
+from producers.engines.vllm.arguments import check_names
 from producers.tasks import make_sampling
-from producers.workflows.base import find_workflow
-from schemas.config import TidemillConfig
+from producers.workflows import WORKFLOWS
+from schemas.config import TidemillConfig, dump_config
 from schemas.errors import ConfigError
+
+TRIAL_DEADLINE_S = 600.0
+"""A dataset of the hub may have to be downloaded first."""
 
 
 def check(config: TidemillConfig) -> None:
-    """ConfigError for the first thing that cannot work. Loads neither a model nor a model library."""
-    check_model(config)
+    """ConfigError, one line, for the first thing that cannot work; what is only strange is told on stderr."""
+    for finding in inspect(config):
+        if finding.level == "fail":
+            raise ConfigError(finding.text)
+        if finding.level == "warn":
+            print(f"tidemill: warning: {finding.text}", file=sys.stderr)
+
+
+def inspect(config: TidemillConfig, thorough: bool = False) -> Iterator[Finding]:
+    """Everything that can be told before the run, one by one.
+
+    thorough: also build the model without its weights, and score a first example, which takes longer.
+    """
+    yield examine("names", lambda: check_choices(config))
+    yield examine("folders", lambda: check_folders(config))
+    yield examine("control plane", lambda: check_control(config))
+    yield examine("model", lambda: check_models(config))
+    yield from _trial(config, thorough)
+
+
+def check_choices(config: TidemillConfig) -> str:
+    """ConfigError for a name that is not known, or what it names is not installed. Imports nothing of it."""
+    trainer = config.trainer
     check_sampling(make_sampling(config.sampling), config.generator.allow_truncated, config.generator.args)
-    DATASETS.get(config.train.name, config.base)
-    check_reward(config.reward.terms, config.base)
-    if config.eval is not None:
-        DATASETS.get(config.eval.dataset.name, config.base)
-        check_reward(config.eval.terms or config.reward.terms, config.base)
-    check_trackers(config.trainer.trackers)
-    if config.trainer.lora is not None and importlib.util.find_spec("peft") is None:
+    held_out = [config.eval.dataset] if config.eval else []
+    warm = [config.warm_start.dataset, config.warm_start.eval] if config.warm_start else []
+    for dataset in (config.train, *held_out, *warm):
+        DATASETS.check(dataset.name)
+    for term in (*config.reward.terms, *((config.eval.terms if config.eval else None) or [])):
+        REWARDS.check(term.name)
+    WORKFLOWS.check(config.generator.workflow.name)
+    LOSSES.check(trainer.loss.name)
+    ADVANTAGES.check(trainer.advantage.name)
+    AGGREGATIONS.check(trainer.aggregation)
+    KL_ESTIMATORS.check(trainer.kl.estimator)
+    for rule in trainer.rejection:
+        if rule.measure != "ratio":
+            KL_ESTIMATORS.check(rule.measure)
+    check_trackers(trainer.trackers)
+    engine = engine_name(config.generator.engine)
+    ENGINES.check(engine)
+    if engine == "vllm":
+        check_names(config.generator.args)
+    if engine == "transformers" and importlib.util.find_spec("transformers") is None:
+        raise ConfigError("generator.engine transformers: it is not installed: pip install 'tidemill[train]'")
+    if trainer.lora is not None and importlib.util.find_spec("peft") is None:
         raise ConfigError("trainer.lora needs the package peft: pip install peft")
-    find_workflow(config.generator.workflow.name, config.generator.workflow.args, config.base)
-    if engine_name(config.generator.engine) not in ENGINES.names:
-        find_engine(config.generator.engine, config.base)
+    return f"loss {trainer.loss.name}, advantage {trainer.advantage.name}, engine {engine}"
+
+
+def check_folders(config: TidemillConfig) -> str:
+    """ConfigError for a folder that can't be made or written."""
+    _check_writable("run.folder", config.folder)
+    publish = config.trainer.publish
+    if publish.transport == "file" and publish.folder is not None:
+        _check_writable("trainer.publish.folder", publish.folder.resolve())
+    if config.warm_start is not None:
+        _check_writable("model.path", Path(config.model.path).resolve())
+    return f"{config.folder} can be written"
+
+
+def _check_writable(setting: str, folder: Path) -> None:
+    existing = next(place for place in (folder, *folder.parents) if os.path.lexists(place))
+    try:
+        # Also as root, and on file systems that refuse whatever their modes say, trying is what tells.
+        with tempfile.TemporaryFile(dir=existing):
+            pass
+    except OSError as error:
+        reason = "it is a file" if existing.is_file() else str(error.strerror)
+        where = "" if existing == folder else f" in {existing}"
+        raise ConfigError(f"{setting} {folder} cannot be written{where}: {reason}") from error
+
+
+def check_control(config: TidemillConfig) -> Finding | str:
+    """ConfigError when the control plane could not listen, or not safely; a warning for a port that is taken."""
+    settings = config.control
+    if not settings.enabled:
+        return "not wanted"
+    with contextlib.closing(
+        listen(settings.host, settings.port, read_token(settings.token_file, os.environ))
+    ) as listener:
+        port = listener.getsockname()[1]
+    if settings.port not in (0, port):
+        text = f"control.port {settings.port} is taken on {settings.host}: the control plane will take a free one"
+        return Finding("control plane", "warn", text, "set control.port to a free one, or to 0 for any")
+    return f"{settings.host}:{settings.port or 'any port'}"
+
+
+def check_models(config: TidemillConfig) -> str:
+    """ConfigError when a model that is named can be none, judged by its files, or by one question to the hub."""
+    trainer = config.trainer
+    found = "warm_start makes it" if config.warm_start else _check_policy(config.model.path)
+    if trainer.kl.coef and trainer.kl.model is not None:
+        check_hub_or_folder(trainer.kl.model, "trainer.kl.model")
+    if trainer.critic is not None and trainer.critic.model is not None:
+        check_hub_or_folder(trainer.critic.model, "trainer.critic.model")
+    for term in config.reward.terms:
+        if term.name == "model" and "path" in term.args:
+            check_hub_or_folder(str(term.args["path"]), "path of the reward term 'model'")
+    return f"{config.model.path}: {found}"
+
+
+def _check_policy(path: str) -> str:
+    folder = check_hub_or_folder(path, "model.path")
+    if folder is None:
+        return "a model of the hub"
+    check_tokenizer(folder)
+    return f"in {folder}"
 
 
 def check_model(config: TidemillConfig) -> None:
     """ConfigError when model.path can be no model, and no warm_start makes one."""
-    if config.warm_start is not None:
-        return
-    folder = Path(config.model.path)
-    if folder.is_dir():
-        if not (folder / "config.json").is_file():
-            raise ConfigError(f"model.path {config.model.path} has no config.json: it is no Hugging Face model folder")
-    elif config.model.path.startswith((".", "/", "~")) or config.model.path.count("/") > 1:
-        raise ConfigError(f"model.path {config.model.path} does not exist: name a model folder, or a hub id")
+    if config.warm_start is None:
+        _check_policy(config.model.path)
+
+
+def _trial(config: TidemillConfig, thorough: bool) -> Iterator[Finding]:
+    """The findings of the child process, as they come; that it crashes, or never ends, is a finding, too."""
+    environment = {**os.environ, "TQDM_DISABLE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+    with (
+        tempfile.TemporaryFile("w+", encoding="utf-8") as given,
+        tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as said,
+    ):
+        json.dump({"config": dump_config(config), "thorough": thorough}, given)
+        given.seek(0)
+        command = [sys.executable, "-P", "-m", "deploy.run.trial"]
+        child = subprocess.Popen(
+            command, stdin=given, stdout=subprocess.PIPE, stderr=said, encoding="utf-8", env=environment
+        )
+        late = threading.Event()
+
+        def give_up() -> None:
+            late.set()
+            child.kill()
+
+        timer = threading.Timer(TRIAL_DEADLINE_S, give_up)
+        timer.start()
+        looking_at = "trial"
+        try:
+            for line in child.stdout or ():
+                answer = json.loads(line)
+                if "begins" in answer:
+                    looking_at = answer["begins"]
+                else:
+                    yield Finding(**answer)
+        finally:
+            timer.cancel()
+            child.kill()
+            child.communicate()
+        if looking_at == "end":
+            return
+        said.seek(0)
+        lines = said.read().strip().splitlines()
+        reason = lines[-1] if lines else f"exit code {child.returncode}"
+        text = f"no answer within {TRIAL_DEADLINE_S:.0f} s" if late.is_set() else f"its check ended: {reason}"
+        yield Finding(looking_at, "fail", one_line(f"{looking_at}: {text}"))

@@ -8,7 +8,7 @@ from schemas.config.algorithm import AdvantageConfig, KlConfig, LossConfig, Reje
 from schemas.config.data import DatasetConfig, EvalConfig, RewardConfig, RewardTerm
 from schemas.config.deploy import ControlConfig, DeploymentsConfig, LauncherConfig, ProbesConfig, SupervisorConfig
 from schemas.config.generator import GeneratorConfig, SamplingConfig, WorkflowConfig
-from schemas.config.loading import load_config, parse_config, save_config
+from schemas.config.loading import dump_config, load_config, parse_config, save_config
 from schemas.config.offline import DpoConfig, PreferenceConfig, RewardModelConfig, WarmStartConfig
 from schemas.config.root import TidemillConfig
 from schemas.config.run import BrokerConfig, FlowConfig, LogConfig, ModelConfig, RunConfig
@@ -54,6 +54,7 @@ __all__ = [
     "TrainerConfig",
     "WarmStartConfig",
     "WorkflowConfig",
+    "dump_config",
     "load_config",
     "parse_config",
     "save_config",

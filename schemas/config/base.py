@@ -7,6 +7,8 @@ from typing import Annotated
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
+from schemas.urls import hide_password
+
 Seconds = Annotated[float, Field(gt=0)]
 
 
@@ -21,7 +23,7 @@ def matching(pattern: str, setting: str, allowed: str) -> AfterValidator:
 
     def check(text: str) -> str:
         if not re.fullmatch(pattern, text):
-            raise ValueError(f"{setting}: {text!r} is not allowed, must be {allowed}")
+            raise ValueError(f"{setting}: {hide_password(repr(text))} is not allowed, must be {allowed}")
         return text
 
     return AfterValidator(check)

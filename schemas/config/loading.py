@@ -87,10 +87,15 @@ def parse_config(data: Mapping[str, Any], base: Path | None = None) -> TidemillC
 
 def save_config(config: TidemillConfig, file: Path) -> None:
     """Write the configuration as it is in effect, so that later edits of its sources change nothing."""
+    # It may hold the broker's password.
+    atomic_write(file, yaml.safe_dump(dump_config(config), sort_keys=False), private=True)
+
+
+def dump_config(config: TidemillConfig) -> dict[str, Any]:
+    """The configuration in effect as a mapping that ``parse_config`` reads, in this process or another."""
     data = config.model_dump(mode="json", exclude_unset=True)
     data.setdefault("run", {})["base"] = str(config.base)
-    # It may hold the broker's password.
-    atomic_write(file, yaml.safe_dump(data, sort_keys=False), private=True)
+    return data
 
 
 def _refuse_single_underscores(variable: str) -> None:

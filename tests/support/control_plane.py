@@ -12,9 +12,9 @@ from urllib.request import Request, urlopen
 
 import uvicorn
 
+from broker.api.address import listen
 from broker.api.app import make_app
 from broker.api.routes.context import Context
-from broker.api.server import listen
 from broker.api.status.kubernetes import Deployments
 from broker.api.status.poller import StatusPoller
 from broker.api.web.sse import Hub

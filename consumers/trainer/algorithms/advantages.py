@@ -23,23 +23,10 @@ from torch import Tensor
 from consumers.trainer.algorithms.losses import AllReduceSum
 from consumers.trainer.algorithms.segments import Segments
 from schemas.errors import ConfigError
-from schemas.plugins import Registry
 
 Floats: TypeAlias = npt.NDArray[np.float64]
 Groups: TypeAlias = npt.NDArray[np.int64]
 Advantage: TypeAlias = Callable[[Floats, Groups], Floats]
-
-ADVANTAGES = Registry(
-    "trainer.advantage.name",
-    {
-        **{
-            name: f"consumers.trainer.algorithms.advantages:{name}"
-            for name in ("centered", "grpo", "rloo", "lite_ppo", "max_rl", "raw")
-        },
-        "reinforce_pp": "consumers.trainer.algorithms.advantages:ReinforcePp",
-        "gae": "consumers.trainer.algorithms.advantages:Gae",
-    },
-)
 
 
 def has_signal(rewards: Sequence[float], least_std: float = 0.0) -> bool:

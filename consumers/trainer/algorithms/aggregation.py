@@ -14,16 +14,6 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from schemas.plugins import Registry
-
-AGGREGATIONS = Registry(
-    "trainer.aggregation",
-    {
-        name: f"consumers.trainer.algorithms.aggregation:{name}"
-        for name in ("token_mean", "sequence_mean", "prompt_mean", "constant")
-    },
-)
-
 
 @dataclass(frozen=True)
 class Totals:

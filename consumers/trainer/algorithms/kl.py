@@ -14,13 +14,8 @@ import torch
 from torch import Tensor
 
 from consumers.trainer.algorithms.losses import LOG_RATIO_LIMIT
-from schemas.plugins import Registry
 
 Estimator: TypeAlias = Callable[[Tensor], Tensor]
-
-KL_ESTIMATORS = Registry(
-    "trainer.kl.estimator", {name: f"consumers.trainer.algorithms.kl:{name}" for name in ("k1", "k2", "k3")}
-)
 
 
 def k1(difference: Tensor) -> Tensor:

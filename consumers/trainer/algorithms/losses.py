@@ -19,9 +19,10 @@ from typing import Any, ClassVar, Literal, Protocol, TypeAlias
 import torch
 from torch import Tensor
 
+from consumers.trainer.algorithms import LOSSES
 from consumers.trainer.algorithms.segments import Segments
 from schemas.errors import ConfigError
-from schemas.plugins import Registry, bind
+from schemas.plugins import bind
 
 LOG_RATIO_LIMIT = 20.0
 """|log r| is clamped to this before exp: e^20 still squares within float32."""
@@ -119,20 +120,6 @@ class BoundLoss:
 
     def __call__(self, inputs: LossInputs) -> LossOutput:
         return self.function(inputs)
-
-
-LOSSES = Registry(
-    "trainer.loss.name",
-    {
-        **{
-            name: f"consumers.trainer.algorithms.losses:{name}"
-            for name in ("reinforce", "ppo", "dapo", "dr_grpo", "cispo", "dppo", "sapo")
-        },
-        "decoupled_ppo": "consumers.trainer.algorithms.losses:DecoupledPpo",
-        "gspo": "consumers.trainer.algorithms.losses:gspo",
-        "m2po": "consumers.trainer.algorithms.losses:M2po",
-    },
-)
 
 
 def log_ratio(inputs: LossInputs) -> Tensor:

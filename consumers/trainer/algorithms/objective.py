@@ -17,7 +17,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from consumers.trainer.algorithms.kl import KL_ESTIMATORS, Estimator, difference, kl_loss
+from consumers.trainer.algorithms import KL_ESTIMATORS
+from consumers.trainer.algorithms.kl import Estimator, difference, kl_loss
 from consumers.trainer.algorithms.losses import (
     BoundLoss,
     LossFunction,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from consumers.trainer.algorithms.advantages import ADVANTAGES, raw
-from consumers.trainer.algorithms.aggregation import AGGREGATIONS
+from consumers.trainer.algorithms import ADVANTAGES, AGGREGATIONS
+from consumers.trainer.algorithms.advantages import raw
 from consumers.trainer.algorithms.objective import Objective
 from consumers.trainer.data.microbatches import StepPlanner
 from consumers.trainer.distributed.ranks import Ranks

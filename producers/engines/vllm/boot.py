@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 import os
 from dataclasses import fields
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from producers.engines.base import EngineSettings
+from producers.engines.vllm.arguments import checked_args
 from producers.engines.vllm.lora import lora_arguments
 from producers.engines.vllm.plugin import BACKEND, OWNER_VARIABLE
 from schemas.errors import ConfigError, InfraError
@@ -19,19 +19,6 @@ if TYPE_CHECKING:
 
 _GIB = 2**30
 _PARALLEL = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
-_OURS = {
-    "model": "it is model.path",
-    "dtype": "it is model.dtype",
-    "max_model_len": "it is model.max_length",
-    "max_num_seqs": "it is generator.max_samples",
-    "trust_remote_code": "it is model.trust_remote_code",
-    "logprobs_mode": "training needs the log-probabilities of the distribution that was sampled from",
-    "override_generation_config": "how samples are drawn is set in sampling, and nothing else reaches them",
-    "weight_transfer_config": "weights come from the trainer",
-    "enable_lora": "trainer.lora says so",
-    "max_loras": "one version is in use at a time",
-    "max_lora_rank": "it follows from trainer.lora.rank",
-}
 
 
 def boot(folder: Path, settings: EngineSettings) -> AsyncLLM:
@@ -149,18 +136,6 @@ def kv_cache_bytes(folder: Path, settings: EngineSettings) -> int:
     token = 2 * layers * heads * head * (4 if settings.dtype == "float32" else 2)
     blocks = settings.max_samples * (settings.max_length // 128 + 1) + 8
     return int(min(_GIB, max(blocks * 128 * token, 16 * 2**20)))
-
-
-def checked_args(args: dict[str, Any], known: list[str]) -> dict[str, Any]:
-    """The user's arguments; ConfigError names one that vLLM does not know or that is ours to set."""
-    for name in args:
-        if name in _OURS:
-            raise ConfigError(f"generator.args.{name} can't be set: {_OURS[name]}")
-        if name not in known:
-            close = difflib.get_close_matches(name, known, n=1)
-            hint = f", did you mean {close[0]}?" if close else ""
-            raise ConfigError(f"generator.args.{name} is not an argument of vLLM's AsyncEngineArgs{hint}")
-    return args
 
 
 def _line(error: Exception) -> str:

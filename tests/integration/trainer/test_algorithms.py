@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from consumers.trainer.algorithms.advantages import ADVANTAGES
-from consumers.trainer.algorithms.losses import LOSSES
+from consumers.trainer.algorithms import ADVANTAGES, LOSSES
 from consumers.trainer.data.microbatches import Group
 from consumers.trainer.distributed.ranks import Ranks
 from consumers.trainer.model.policy import Policy, load_model

@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from broker.api.address import read_token
+from broker.api.address import is_loopback, listen, read_token
 from broker.api.app import LOOPBACK_NAMES, is_public
-from broker.api.server import is_loopback, listen
 from broker.api.web import security
 from broker.api.web.security import Buckets, RequestGuard
 from schemas.errors import ConfigError

@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 
 from tests.support.command_line import run_tidemill
+from tests.support.model_folders import write_model_files
 
 CONFIG = """
 run: {name: clitest}
-model: {path: nowhere}
+model: {path: model}
 train: {name: arithmetic}
 reward: {terms: [{name: exact}]}
 """
@@ -20,6 +21,7 @@ reward: {terms: [{name: exact}]}
 
 @pytest.fixture
 def config(tmp_path: Path) -> str:
+    write_model_files(tmp_path / "model")
     file = tmp_path / "config.yaml"
     file.write_text(CONFIG)
     return str(file)

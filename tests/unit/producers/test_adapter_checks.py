@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from producers.engines.vllm.boot import checked_args
+from producers.engines.vllm.arguments import checked_args
 from producers.engines.weight_files import Shapes, adapted_layers, read_shapes, write_adapter_folder
 from schemas.config import LoraConfig, parse_config
 from schemas.digests import SAMPLE, base_digest

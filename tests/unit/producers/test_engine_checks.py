@@ -106,7 +106,7 @@ def test_room_is_bounded_by_max_tokens_and_by_the_model():
 
 
 def test_vllm_arguments_are_checked_before_anything_starts():
-    from producers.engines.vllm.boot import checked_args
+    from producers.engines.vllm.arguments import checked_args
 
     known = ["block_size", "logprobs_mode"]
     assert checked_args({"block_size": 16}, known) == {"block_size": 16}

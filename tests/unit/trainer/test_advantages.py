@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from consumers.trainer.algorithms.advantages import ADVANTAGES, has_signal, within
+from consumers.trainer.algorithms import ADVANTAGES
+from consumers.trainer.algorithms.advantages import has_signal, within
 from schemas.errors import ConfigError
 
 RAGGED = ([1.0, 0.0, 1.0, 0.5, 0.25, 0.0, 1.0, 0.7], [0, 0, 0, 1, 2, 2, 2, 2])

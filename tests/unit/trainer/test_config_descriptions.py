@@ -7,10 +7,7 @@ import re
 import pytest
 from pydantic import BaseModel
 
-from consumers.trainer.algorithms.advantages import ADVANTAGES
-from consumers.trainer.algorithms.aggregation import AGGREGATIONS
-from consumers.trainer.algorithms.kl import KL_ESTIMATORS
-from consumers.trainer.algorithms.losses import LOSSES
+from consumers.trainer.algorithms import ADVANTAGES, AGGREGATIONS, KL_ESTIMATORS, LOSSES
 from schemas.config import AdvantageConfig, KlConfig, LossConfig, TrainerConfig, parse_config
 from schemas.config.algorithm import RECIPES
 from schemas.config.trainer import AGGREGATION_NAMES

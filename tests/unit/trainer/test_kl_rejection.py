@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from consumers.trainer.algorithms.kl import KL_ESTIMATORS, kl_loss, kl_reward
+from consumers.trainer.algorithms import KL_ESTIMATORS
+from consumers.trainer.algorithms.kl import kl_loss, kl_reward
 from consumers.trainer.algorithms.objective import Rule, reject
 from consumers.trainer.algorithms.segments import Segments
 from schemas.config import RejectionConfig

@@ -10,7 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from consumers.trainer.algorithms.losses import LOSSES, LossInputs, LossOutput
+from consumers.trainer.algorithms import LOSSES
+from consumers.trainer.algorithms.losses import LossInputs, LossOutput
 
 LIMIT = 20.0
 

@@ -8,8 +8,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from consumers.trainer.algorithms import AGGREGATIONS
 from consumers.trainer.algorithms.advantages import centered
-from consumers.trainer.algorithms.aggregation import AGGREGATIONS, Totals
+from consumers.trainer.algorithms.aggregation import Totals
 from consumers.trainer.data.microbatches import Group, MicroBatch, StepPlan, StepPlanner, collate
 from schemas.codec import Array
 from schemas.errors import DataError

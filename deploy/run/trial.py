@@ -1,0 +1,181 @@
+"""The part of the check before a run that opens data and runs the user's code: ``python -P -m deploy.run.trial``.
+
+Reads ``{"config": ..., "thorough": ...}`` from stdin and writes a JSON line for each check that begins, for each
+finding, and for the end. What the code prints goes to stderr. Data come first and PyTorch last, which takes seconds to
+import, and only where a loss, an advantage or an estimator is the user's own or has arguments.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from consumers.reward.scorer import check_reward
+from consumers.trainer.algorithms import ADVANTAGES, AGGREGATIONS, KL_ESTIMATORS
+from deploy.run.findings import Finding, examine
+from deploy.run.model_files import chat_template
+from producers.datasets.base import Example
+from producers.datasets.loading import build_dataset
+from producers.engines import ENGINES
+from producers.engines.factory import engine_name, find_engine
+from producers.workflows.base import find_workflow
+from schemas.config import TidemillConfig, parse_config
+from schemas.errors import ConfigError
+from schemas.plugins import bind, check_arguments, load
+
+END = "end"
+"""The name of a check that begins when all have been made."""
+Check = tuple[str, Callable[[], Finding | str | None]]
+
+
+def checks(config: TidemillConfig, thorough: bool = False) -> Iterator[Check]:
+    """The checks, in the order in which they are made."""
+    yield "dataset", partial(check_data, config)
+    yield "reward", partial(check_rewards, config)
+    yield "workflow", partial(check_generator, config)
+    yield "trackers", partial(check_own_trackers, config)
+    yield "algorithm", partial(check_algorithm, config)
+    if thorough:
+        from deploy.run import thorough as more
+
+        yield "reward trial", partial(more.score_first_example, config)
+        yield "model size", partial(more.measure_model, config)
+
+
+def check_data(config: TidemillConfig) -> Finding | str:
+    """Open every dataset, which reads a first example; a warning when a batch needs more prompts than there are."""
+    train = build_dataset(config.train, config.base)
+    text = f"{config.train.name}: {len(train):,} prompts"
+    if config.eval is not None:
+        held_out = build_dataset(config.eval.dataset, config.base)
+        text += f", {len(held_out):,} held-out"
+        check_chat(config, held_out[0])
+    if config.warm_start is not None and not (Path(config.model.path) / "config.json").is_file():
+        for dataset in (config.warm_start.dataset, config.warm_start.eval):
+            build_dataset(dataset, config.base)
+    check_chat(config, train[0])
+    batch = config.trainer.batch_groups
+    if batch > len(train):
+        return Finding(
+            "dataset",
+            "warn",
+            f"trainer.batch_groups {batch} is more than the {len(train):,} prompts of {config.train.name}: prompts"
+            " repeat within a batch",
+            "use smaller batches, or more prompts",
+        )
+    return text
+
+
+def check_chat(config: TidemillConfig, example: Example) -> None:
+    """ConfigError when an example has messages and the model's tokenizer no chat template, or a broken one."""
+    from huggingface_hub import try_to_load_from_cache
+
+    folder = Path(config.model.path).expanduser()
+    if example.messages is None:
+        return
+    if not folder.is_dir():
+        cached = None if config.warm_start else try_to_load_from_cache(config.model.path, "config.json")
+        if not isinstance(cached, str):
+            # Of a model that is not here yet nothing can be told.
+            return
+        folder = Path(cached).parent
+    template = chat_template(folder)
+    if template is None:
+        raise ConfigError(
+            f"the dataset gives chat messages, but the tokenizer in {folder} has no chat template: use a chat model, or"
+            " a dataset of plain text"
+        )
+    from jinja2 import TemplateSyntaxError
+    from jinja2.ext import loopcontrols
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Generation(loopcontrols):
+        """Templates mark what the model says with this block, which transformers knows."""
+
+        tags = loopcontrols.tags | {"generation"}
+
+        def parse(self, parser: Any) -> Any:
+            if parser.stream.current.value != "generation":
+                return super().parse(parser)
+            next(parser.stream)
+            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+    try:
+        ImmutableSandboxedEnvironment(extensions=[Generation]).parse(template)
+    except TemplateSyntaxError as error:
+        raise ConfigError(f"the chat template in {folder} is broken, line {error.lineno}: {error.message}") from error
+
+
+def check_rewards(config: TidemillConfig) -> str:
+    """Import every term and look at its arguments."""
+    check_reward(config.reward.terms, config.base)
+    if config.eval is not None and config.eval.terms:
+        check_reward(config.eval.terms, config.base)
+    return ", ".join(term.name for term in config.reward.terms)
+
+
+def check_generator(config: TidemillConfig) -> str:
+    """Import workflow and engine where they are the user's own, and look at their arguments."""
+    generator = config.generator
+    find_workflow(generator.workflow.name, generator.workflow.args, config.base)
+    engine = engine_name(generator.engine)
+    if engine not in ENGINES.names:
+        find_engine(generator.engine, config.base)
+    if engine == "scripted":
+        from producers.engines.scripted import Script
+
+        bind("generator", Script, generator.args)
+    return f"{generator.workflow.name} on {engine}"
+
+
+def check_own_trackers(config: TidemillConfig) -> str:
+    """Import trackers that are the user's own."""
+    names = config.trainer.trackers
+    for name in names:
+        if ":" in name:
+            load(name, "trainer.trackers", config.base)
+    return ", ".join(names) or "none"
+
+
+def check_algorithm(config: TidemillConfig) -> str:
+    """Build loss, advantage, aggregation and KL as the trainer does, where there is anything that could be wrong."""
+    trainer = config.trainer
+    names = [trainer.loss.name, trainer.advantage.name, trainer.aggregation, trainer.kl.estimator]
+    names += [rule.measure for rule in trainer.rejection]
+    text = ", ".join(names[:3])
+    if not (trainer.loss.args or trainer.advantage.args or any(":" in name for name in names)):
+        return text
+    from consumers.trainer.algorithms.objective import Objective
+
+    Objective.from_config(trainer, config.base)
+    bind("trainer.advantage", ADVANTAGES.get(trainer.advantage.name, config.base), trainer.advantage.args)
+    check_arguments("trainer.aggregation", AGGREGATIONS.get(trainer.aggregation, config.base), {})
+    KL_ESTIMATORS.get(trainer.kl.estimator, config.base)
+    return text
+
+
+def main() -> None:
+    """Answer on what was stdout, and give the user's code stderr to print to."""
+    request = json.loads(sys.stdin.read())
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    config = parse_config(request["config"])
+
+    def answer(line: dict[str, Any]) -> None:
+        answers.write(json.dumps(line) + "\n")
+        answers.flush()
+
+    for name, look in checks(config, request["thorough"]):
+        answer({"begins": name})
+        answer(asdict(examine(name, look)))
+    answer({"begins": END})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,63 @@
+"""Which arguments of vLLM a configuration may give, known without importing vLLM, which takes seconds."""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+from schemas.errors import ConfigError
+
+_OURS = {
+    "model": "it is model.path",
+    "dtype": "it is model.dtype",
+    "max_model_len": "it is model.max_length",
+    "max_num_seqs": "it is generator.max_samples",
+    "trust_remote_code": "it is model.trust_remote_code",
+    "logprobs_mode": "training needs the log-probabilities of the distribution that was sampled from",
+    "override_generation_config": "how samples are drawn is set in sampling, and nothing else reaches them",
+    "weight_transfer_config": "weights come from the trainer",
+    "enable_lora": "trainer.lora says so",
+    "max_loras": "one version is in use at a time",
+    "max_lora_rank": "it follows from trainer.lora.rank",
+}
+
+
+def check_names(args: dict[str, Any]) -> None:
+    """ConfigError names an argument that vLLM does not know or that is ours to set, or says that vLLM is not there."""
+    spec = importlib.util.find_spec("vllm")
+    if spec is None or not spec.submodule_search_locations:
+        raise ConfigError("generator.engine vllm: vLLM is not installed: install it, or set it to transformers")
+    known = read_names(Path(spec.submodule_search_locations[0]) / "engine" / "arg_utils.py") if args else []
+    # Where another release keeps them elsewhere, vLLM itself tells at its start.
+    if known:
+        checked_args(args, known)
+
+
+def read_names(source: Path) -> list[str]:
+    """The fields of AsyncEngineArgs as the source of its module declares them; empty where it does not."""
+    try:
+        tree = ast.parse(source.read_text(encoding="utf-8"))
+    except (OSError, SyntaxError):
+        return []
+    classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
+    return [
+        statement.target.id
+        for name in ("EngineArgs", "AsyncEngineArgs")
+        for statement in (classes[name].body if name in classes else [])
+        if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name)
+    ]
+
+
+def checked_args(args: dict[str, Any], known: list[str]) -> dict[str, Any]:
+    """The user's arguments; ConfigError names one that vLLM does not know or that is ours to set."""
+    for name in args:
+        if name in _OURS:
+            raise ConfigError(f"generator.args.{name} can't be set: {_OURS[name]}")
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
+            hint = f", did you mean {close[0]}?" if close else ""
+            raise ConfigError(f"generator.args.{name} is not an argument of vLLM's AsyncEngineArgs{hint}")
+    return args
