@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Literal
 
 from fastapi import APIRouter, Header, Path, Query
 from fastapi.responses import Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
 
 from broker.api.routes import views
 from broker.api.routes.context import InContext
 from broker.api.routes.views import Search
 from broker.api.status.collector import evaluation
+from broker.api.web.sse import Hub, Page
 from broker.telemetry.streams import KEEP_LINES, StoredEvent
 from schemas.control_api import (
     Evaluations,
@@ -30,6 +33,21 @@ MAX_TASK = 2**53
 
 router = APIRouter(prefix="/v1", tags=["reading"])
 Count = Annotated[int, Query(ge=1, le=1000, description="At most so many.")]
+
+
+class PageResponse(StreamingResponse):
+    """A page's stream, which has left the hub when it ends, also where not even its first byte could be sent."""
+
+    def __init__(self, hub: Hub, page: Page, missed: Sequence[StoredEvent], headers: Mapping[str, str]) -> None:
+        super().__init__(hub.stream(page, missed), headers=headers, media_type="text/event-stream")
+        self._hub = hub
+        self._page = page
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._hub.leave(self._page)
 
 
 @router.get("/status", response_model=RunStatus)
@@ -97,7 +115,7 @@ async def events(
         context.hub.leave(page)
         raise
     headers = {"X-Accel-Buffering": "no", "Cache-Control": "no-store"}
-    return StreamingResponse(context.hub.stream(page, missed), media_type="text/event-stream", headers=headers)
+    return PageResponse(context.hub, page, missed, headers)
 
 
 @router.get("/trajectories")

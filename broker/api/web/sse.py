@@ -130,28 +130,25 @@ class Hub:
 
     async def stream(self, page: Page, missed: Sequence[StoredEvent]) -> AsyncIterator[bytes]:
         """Yield the bytes for a page; ``missed`` are the events since its Last-Event-ID."""
-        try:
-            yield f"retry: {RETRY_MS}\n\n".encode()
-            last = (0, 0)
-            for noted in missed:
-                last = order(noted.id)
-                yield event_frame(noted)
-            while not (self._closed or page.overrun):
-                page.wake.clear()
-                if page.status_seen != self._status_number:
-                    page.status_seen = self._status_number
-                    yield self._status
-                while page.frames:
-                    id, data = page.frames.popleft()
-                    if not id or order(id) > last:
-                        yield data
-                try:
-                    async with asyncio.timeout(KEEP_ALIVE_S):
-                        await page.wake.wait()
-                except TimeoutError:
-                    yield b": still here\n\n"
-        finally:
-            self.leave(page)
+        yield f"retry: {RETRY_MS}\n\n".encode()
+        last = (0, 0)
+        for noted in missed:
+            last = order(noted.id)
+            yield event_frame(noted)
+        while not (self._closed or page.overrun):
+            page.wake.clear()
+            if page.status_seen != self._status_number:
+                page.status_seen = self._status_number
+                yield self._status
+            while page.frames:
+                id, data = page.frames.popleft()
+                if not id or order(id) > last:
+                    yield data
+            try:
+                async with asyncio.timeout(KEEP_ALIVE_S):
+                    await page.wake.wait()
+            except TimeoutError:
+                yield b": still here\n\n"
 
 
 def event_frame(noted: StoredEvent) -> bytes:
