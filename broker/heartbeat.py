@@ -1,4 +1,7 @@
-"""A service's heartbeat and the renewal of its leases, from a thread that a busy main loop can't block."""
+"""A service's heartbeat and the renewal of its leases, from a thread that a busy main loop can't block.
+
+By its heartbeat a service that is alive keeps its name: what the broker hands out, it hands out to a name.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import redis
 import structlog
@@ -18,8 +22,57 @@ from schemas.errors import InfraError, TidemillError
 from schemas.messages import Heartbeat
 
 BEAT_S = 1.0
+FRESH_S = 15.0
+"""A service that was silent for so long has no name to keep."""
+WATCH_S = 3 * BEAT_S
 
 log = structlog.get_logger()
+
+
+def check_name(broker: Broker, service: str) -> None:
+    """Return if no other process has this name; InfraError when one that is alive has.
+
+    A heartbeat may be left of a process that was killed. It is known to be dead where its process ids are ours;
+    elsewhere it is alive if it beats again within WATCH_S.
+    """
+    first = broker.heartbeats.read(service)
+    if first is None or _is_gone(first) or broker.heartbeats.read_clock() - first.time > FRESH_S:
+        return
+    end = time.monotonic() + WATCH_S
+    while time.monotonic() < end:
+        threading.Event().wait(BEAT_S / 10)
+        beat = broker.heartbeats.read(service)
+        if beat is not None and beat.time > first.time:
+            raise InfraError(
+                f"{service} runs already, with process id {beat.pid} on {beat.host}, and two services of one name would"
+                f" take each other's work: end it, or give this one another name: --name {service}-b"
+            )
+
+
+def _is_gone(beat: Heartbeat) -> bool:
+    """Whether a heartbeat is surely of no other living process."""
+    if not beat.place or beat.place != find_place():
+        return False
+    return beat.pid == os.getpid() or not _is_running(beat.pid)
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True
+
+
+def find_place() -> str:
+    """Return what tells in which system and process namespace a process id counts; "" where nothing does."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        return f"{boot}:{os.stat('/proc/self/ns/pid').st_ino}"
+    except OSError:
+        return ""
 
 
 class HeartbeatThread:
@@ -48,6 +101,7 @@ class HeartbeatThread:
         self._renew_s = renew_s
         self._acknowledged = acknowledged
         self._probes = probes
+        self._place = find_place()
         self._server: ProbeServer | None = None
         self._pulse = Pulse(time.monotonic())
         self._stop = threading.Event()
@@ -106,5 +160,6 @@ class HeartbeatThread:
                 version=version,
                 figures=figures,
                 acknowledged=dict(self._acknowledged()),
+                place=self._place,
             )
         )

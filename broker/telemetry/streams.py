@@ -74,14 +74,17 @@ class Heartbeats:
         """Remove a service that ended on purpose. Tried once: an end waits for nothing."""
         self._connection.run_once("leaving", lambda client: client.hdel(self._connection.keys.services, service))
 
-    def read_age_s(self, service: str) -> float | None:
-        """Seconds since the last heartbeat of a service, by the broker's clock; None if there is none."""
+    def read(self, service: str) -> Heartbeat | None:
+        """The last heartbeat of a service; None if there is none, or one of another version of Tidemill."""
         body: Any = self._connection.run(
             "reading a heartbeat", lambda c: c.hget(self._connection.keys.services, service)
         )
-        if body is None:
-            return None
-        return max(0.0, self._connection.run("reading the broker's clock", _stamp) - decode(body, Heartbeat).time)
+        return None if body is None else _heartbeat(body)
+
+    def read_age_s(self, service: str) -> float | None:
+        """Seconds since the last heartbeat of a service, by the broker's clock; None if there is none."""
+        beat = self.read(service)
+        return None if beat is None else max(0.0, self.read_clock() - beat.time)
 
     def list_names(self) -> list[str]:
         """List the names of all services that have sent one, of whatever version of Tidemill."""

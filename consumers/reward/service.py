@@ -14,7 +14,7 @@ import structlog
 
 from broker.client import Broker
 from broker.connection.connection import BLOCK_MS
-from broker.heartbeat import HeartbeatThread
+from broker.heartbeat import HeartbeatThread, check_name
 from broker.queues.consumer_group import Delivery
 from broker.queues.scores import ScoreQueue
 from consumers.reward.scorer import Scorer
@@ -40,6 +40,7 @@ def run_reward(config: TidemillConfig, name: str) -> None:
     """Score until the process is asked to end."""
     stop = StopFlag().install()
     broker = Broker.connect(config)
+    check_name(broker, name)
     scorer = _scorer(config, config.reward.terms, name)
     eval_terms = config.eval.terms if config.eval else None
     eval_scorer = _scorer(config, eval_terms, name) if eval_terms else scorer

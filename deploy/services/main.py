@@ -84,4 +84,4 @@ def service_name(role: str, name: str | None = None) -> str:
     """
     if role not in ROLES:
         raise ConfigError(f"unknown role {role!r}: one of {', '.join(sorted(ROLES))}")
-    return name or (role if role in SINGLE else f"{role}-{socket.gethostname().split('.')[0]}")
+    return name or (role if role in SINGLE else f"{role}-{socket.gethostname()}")

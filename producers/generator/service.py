@@ -8,7 +8,7 @@ import time
 import structlog
 
 from broker.client import Broker
-from broker.heartbeat import HeartbeatThread
+from broker.heartbeat import HeartbeatThread, check_name
 from producers.engines.base import Engine, EngineSettings
 from producers.engines.factory import make_engine
 from producers.engines.sampling import check_sampling
@@ -31,6 +31,7 @@ def run_generator(config: TidemillConfig, name: str) -> None:
     stop = StopFlag().install()
     check_sampling(make_sampling(config.sampling), config.generator.allow_truncated, config.generator.args)
     broker = Broker.connect(config)
+    check_name(broker, name)
     settings = EngineSettings(
         model_path=config.model.path,
         dtype=config.model.dtype,

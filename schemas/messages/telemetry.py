@@ -11,6 +11,7 @@ class Heartbeat(Message, kw_only=True, tag="heartbeat"):
     """Heartbeat of a service, sent each second. time: Unix seconds by the broker's clock. figures: for people.
 
     acknowledged: number of the newest order that the service followed, by kind of order (broker/flow/run_control.py).
+    place: the running system and the process namespace, in which ``pid`` counts; "" where that is not known.
     """
 
     service: str
@@ -22,6 +23,7 @@ class Heartbeat(Message, kw_only=True, tag="heartbeat"):
     time: float = 0.0
     figures: dict[str, float] = {}
     acknowledged: dict[str, int] = {}
+    place: str = ""
 
 
 class Event(Message, kw_only=True, tag="event"):

@@ -1,13 +1,22 @@
-"""Signs of life never stand in the way of leases."""
+"""Signs of life never stand in the way of leases, and keep a service's name."""
 
 from __future__ import annotations
 
+import os
+import subprocess
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
+from broker import heartbeat
 from broker.client import Broker
-from broker.heartbeat import HeartbeatThread
+from broker.heartbeat import HeartbeatThread, check_name, find_place
+from schemas.errors import InfraError
+from schemas.messages import Heartbeat
+from tests.support.command_line import run_tidemill
 
 pytestmark = pytest.mark.integration
 
@@ -39,3 +48,72 @@ def test_a_service_ends_though_it_cannot_sign_off(broker: Broker) -> None:
     thread = threading.Thread(target=live, daemon=True)
     thread.start()
     assert ended.wait(20), "it waits for a key that only a trainer mends"
+
+
+@contextmanager
+def another_process(broker: Broker, pid: int, place: str) -> Iterator[None]:
+    """A service named reward-a that beats ten times a second."""
+    ended = threading.Event()
+
+    def beat() -> None:
+        while not ended.wait(0.1):
+            broker.heartbeats.send(
+                Heartbeat(service="reward-a", role="reward", host="h", pid=pid, state="running", place=place)
+            )
+
+    thread = threading.Thread(target=beat)
+    broker.heartbeats.send(
+        Heartbeat(service="reward-a", role="reward", host="h", pid=pid, state="running", place=place)
+    )
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join(10)
+
+
+@pytest.mark.parametrize("place", ["", "another system", find_place()], ids=["unknown", "elsewhere", "here"])
+def test_a_name_that_a_living_process_has_is_refused(broker: Broker, place: str) -> None:
+    with another_process(broker, os.getppid(), place):
+        with pytest.raises(InfraError, match=r"reward-a runs already, with process id .* --name reward-a-b"):
+            check_name(broker, "reward-a")
+        check_name(broker, "reward-b")
+
+
+def test_a_second_reward_service_of_one_name_ends_with_one_line(broker: Broker, tmp_path: Path) -> None:
+    config = f"""
+run: {{name: {broker.connection.keys.run}}}
+broker: {{url: "{broker.connection.url}"}}
+model: {{path: m}}
+train: {{name: arithmetic}}
+reward: {{terms: [{{name: exact}}]}}
+"""
+    (tmp_path / "config.yaml").write_text(config)
+    with another_process(broker, os.getppid(), find_place()):
+        done = run_tidemill("reward", "config.yaml", "--name", "reward-a", cwd=tmp_path)
+    assert done.returncode == 1
+    assert "reward-a runs already" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_name_is_free_at_once_when_the_process_that_had_it_is_dead(
+    broker: Broker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(heartbeat, "WATCH_S", 3600.0)
+    dead = subprocess.Popen(["true"])
+    dead.wait(10)
+    beat = Heartbeat(service="g", role="generator", host="h", pid=dead.pid, state="running", place=find_place())
+    broker.heartbeats.send(beat)
+    check_name(broker, "g")
+    beat.pid = os.getpid()
+    broker.heartbeats.send(beat)
+    check_name(broker, "g")
+
+
+def test_a_name_is_free_when_the_process_that_had_it_elsewhere_beats_no_more(
+    broker: Broker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(heartbeat, "WATCH_S", 0.3)
+    broker.heartbeats.send(Heartbeat(service="g", role="generator", host="h", pid=1, state="running", place="x"))
+    check_name(broker, "g")
