@@ -21,7 +21,15 @@ from schemas.files import atomic_write
 from schemas.urls import hide_password
 
 ENV_PREFIX = "TIDEMILL_"
-OTHER_VARIABLES = frozenset({"TIDEMILL_CONTROL_TOKEN", "TIDEMILL_CONTROL_TOKEN_FILE", "TIDEMILL_CONTROL_URL"})
+OTHER_VARIABLES = frozenset(
+    {
+        "TIDEMILL_CONTROL_TOKEN",
+        "TIDEMILL_CONTROL_TOKEN_FILE",
+        "TIDEMILL_CONTROL_URL",
+        "TIDEMILL_SUPERVISOR",
+        "TIDEMILL_VLLM_OWNER",
+    }
+)
 """Variables that are no settings, and look like some."""
 
 

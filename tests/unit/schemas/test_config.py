@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
+from deploy.supervisor.process import MARK
 from schemas.config import load_config, parse_config, save_config
 from schemas.errors import ConfigError
 
@@ -131,6 +132,7 @@ def test_variables_that_are_no_settings_are_left_alone(tmp_path: Path) -> None:
         "TIDEMILL_CONTROL_TOKEN_FILE": "token",
         "TIDEMILL_CONTROL_TOKEN": "x",
         "TIDEMILL_CONTROL_URL": "http://a",
+        MARK: "what `tidemill up` gives its services",
         "TIDEMILL_HOME": "x",
         "TIDEMILL_CONTROL_PORT": "tcp://10.0.0.7:8642",
     }
