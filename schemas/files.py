@@ -1,4 +1,4 @@
-"""Atomic writes: files and folders are written under another name beside, then renamed.
+"""Atomic writes: files and folders are written under another name beside, then renamed; and files of whole lines.
 
 A durable write survives a loss of power once the call has returned: the file is flushed to the disk before it is
 renamed, and its folder after.
@@ -20,7 +20,7 @@ def atomic_write(file: Path, content: str | bytes, *, durable: bool = False, pri
     durable: whether to wait until the disk has it. private: only the owner may read it, also while it is written.
     OSError when the disk is full or may not be written; the old file then stays.
     """
-    file.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(file.parent)
     aside = file.with_name(f".{file.name}.writing")
     aside.unlink(missing_ok=True)
     with open(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600 if private else 0o666), "wb") as stream:
@@ -42,7 +42,7 @@ def atomic_folder(folder: Path) -> Iterator[Path]:
     """
     if folder.exists():
         raise FileExistsError(f"{folder} exists already")
-    folder.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(folder.parent)
     aside = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
     try:
         yield aside
@@ -69,6 +69,74 @@ def commit_folder(aside: Path, folder: Path) -> None:
     else:
         aside.rename(folder)
     fsync(folder.parent)
+
+
+class LineFile:
+    """A file that grows by whole lines, whatever is cut off in between; it is opened by the first ``append``.
+
+    A line that a crash has cut off is ended there, so that it swallows no later one. What a full disk has cut off is
+    taken back, unless another process has written behind it.
+    """
+
+    def __init__(self, path: Path, *, durable: bool = False) -> None:
+        """durable: whether each line is on the disk, also after a loss of power, when ``append`` returns."""
+        self.path = path
+        self._durable = durable
+        self._handle: int | None = None
+        self._cut = False
+
+    def append(self, line: str) -> None:
+        """Write a line, without its end. OSError when the disk is full: nothing of it is there then."""
+        if self._handle is None:
+            self._handle = self._open()
+        data = (b"\n" if self._cut else b"") + line.encode() + b"\n"
+        written = 0
+        try:
+            while written < len(data):
+                written += os.write(self._handle, data[written:])
+            if self._durable:
+                os.fsync(self._handle)
+        except OSError:
+            self._take_back(self._handle, written)
+            raise
+        self._cut = False
+
+    def close(self) -> None:
+        if self._handle is not None:
+            os.close(self._handle)
+            self._handle = None
+
+    def _open(self) -> int:
+        make_folder(self.path.parent)
+        new = not self.path.exists()
+        handle = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+        end = os.fstat(handle).st_size
+        self._cut = end > 0 and os.pread(handle, 1, end - 1) != b"\n"
+        if new and self._durable:
+            fsync(self.path.parent)
+        return handle
+
+    def _take_back(self, handle: int, written: int) -> None:
+        """Cut off the last ``written`` bytes, which end where this process wrote last, or at least end their line."""
+        if not written:
+            return
+        end = os.lseek(handle, 0, os.SEEK_CUR)
+        try:
+            if os.fstat(handle).st_size == end:
+                os.ftruncate(handle, end - written)
+                return
+        except OSError:
+            # The line is ended with the next one.
+            pass
+        self._cut = True
+
+
+def make_folder(folder: Path) -> None:
+    """Make a folder, with those above it, and flush the names of the new ones to the disk."""
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in reversed(missing):
+        fsync(path.parent)
 
 
 def fsync_tree(folder: Path) -> None:

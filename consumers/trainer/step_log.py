@@ -18,11 +18,12 @@ from consumers.trainer.data.microbatches import Batch
 from consumers.trainer.metrics.evaluation_log import EvaluationLog
 from consumers.trainer.metrics.trackers import Trackers
 from consumers.trainer.step.train_step import StepResult
-from schemas.errors import InfraError
+from schemas.errors import DiskError
+from schemas.files import LineFile
 
 
 class StepLog:
-    """The log of one trainer: a line a step in each file, flushed at once. InfraError if a file can't be written.
+    """The log of one trainer: a line a step in each file, flushed at once. It waits for room when the disk is full.
 
     tokens_per_s: of the last step, without the time in pauses. evaluations: all that are complete.
     """
@@ -34,12 +35,11 @@ class StepLog:
         self._timer = context.timer
         self._config = context.config
         folder = context.config.folder
-        folder.mkdir(parents=True, exist_ok=True)
-        self._metrics = (folder / "metrics.jsonl").open("a", encoding="utf-8")
-        self._trained = (folder / "trained.jsonl").open("a", encoding="utf-8")
+        self._metrics = LineFile(folder / "metrics.jsonl")
+        self._trained = LineFile(folder / "trained.jsonl")
         self.evaluations = EvaluationLog(folder)
         self._retry = context.retry
-        self._trackers = Trackers(context.config, context.rank_group.ranks.accelerator)
+        self._trackers = Trackers(context.config, context.rank_group.ranks.accelerator, context.notify)
         self.tokens_per_s = 0.0
 
     def profile_folder(self, step: int) -> Path | None:
@@ -49,7 +49,7 @@ class StepLog:
 
     def write_resumed(self) -> None:
         """Log that this trainer goes on from the weights as they are."""
-        _append(self._trained, {"resumed": self._progress.step, "leader_term": self._session.leader_term})
+        self._append(self._trained, {"resumed": self._progress.step, "leader_term": self._session.leader_term})
 
     def write_trained(self, batch: Batch) -> None:
         """Log which samples are in the weights now; called before anything that may find the broker lost."""
@@ -60,14 +60,14 @@ class StepLog:
             if member.trajectory_id
         ]
         line = {"step": batch.record.step, "leader_term": self._session.leader_term}
-        _append(self._trained, line | {"samples": samples, "excluded": batch.excluded})
+        self._append(self._trained, line | {"samples": samples, "excluded": batch.excluded})
 
     def write(self, batch: Batch, result: StepResult) -> dict[str, Any]:
         """End the step's time, and write its figures to metrics.jsonl and the trackers; returns them for ``show``."""
         times = self._timer.lap()
         self.tokens_per_s = result.metrics["tokens"] / (times["total"] - times.get("paused", 0.0))
         figures = self._figures(batch, result) | {f"time/{name}_s": seconds for name, seconds in times.items()}
-        _append(self._metrics, figures)
+        self._append(self._metrics, figures)
         self._trackers.log(figures)
         return figures
 
@@ -102,6 +102,15 @@ class StepLog:
         self._metrics.close()
         self._trained.close()
 
+    def _append(self, file: LineFile, line: dict[str, Any]) -> None:
+        def write() -> None:
+            try:
+                file.append(json.dumps(line))
+            except OSError as error:
+                raise DiskError(f"cannot write {file.path}: {error}") from error
+
+        self._retry("log", write)
+
     def _figures(self, batch: Batch, result: StepResult) -> dict[str, Any]:
         """The step's figures under the field's usual sections."""
         figures: dict[str, Any] = {
@@ -116,11 +125,3 @@ class StepLog:
             known = section in ("reward", "staleness")
             figures[f"{section}/{rest}" if known else f"train/{name}"] = value
         return figures
-
-
-def _append(file: Any, line: dict[str, Any]) -> None:
-    try:
-        file.write(json.dumps(line) + "\n")
-        file.flush()
-    except OSError as error:
-        raise InfraError(f"cannot write {file.name}: {error}") from error

@@ -7,13 +7,12 @@ scored never changes, and trainers that go on with a run read first what is ther
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from schemas.errors import DiskError
-from schemas.files import fsync
+from schemas.files import LineFile
 
 
 class EvaluationLog:
@@ -26,31 +25,17 @@ class EvaluationLog:
     def __init__(self, folder: Path) -> None:
         self.file = folder / "evaluations.jsonl"
         self.lines = read_evaluations(self.file)
+        self._lines = LineFile(self.file, durable=True)
 
     def add(self, line: Mapping[str, Any]) -> None:
         """Write the line of a version, durably, unless it has one. DiskError when the disk is full."""
         if line["version"] in self.lines:
             return
         try:
-            self._append((json.dumps(dict(line)) + "\n").encode())
+            self._lines.append(json.dumps(dict(line)))
         except OSError as error:
             raise DiskError(f"cannot write {self.file}: {error}") from error
         self.lines[line["version"]] = dict(line)
-
-    def _append(self, text: bytes) -> None:
-        new = not self.file.exists()
-        with self.file.open("ab+") as stream:
-            end = stream.seek(0, os.SEEK_END)
-            if end:
-                # What was cut off by a crash or a full disk gets a line of its own, and swallows nothing.
-                stream.seek(end - 1)
-                if stream.read(1) != b"\n":
-                    text = b"\n" + text
-            stream.write(text)
-            stream.flush()
-            os.fsync(stream.fileno())
-        if new:
-            fsync(self.file.parent)
 
 
 def read_evaluations(file: Path) -> dict[int, dict[str, Any]]:

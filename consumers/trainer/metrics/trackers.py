@@ -1,7 +1,7 @@
 """Metrics to TensorBoard, Weights & Biases and whatever else accelerate can log to, beside metrics.jsonl.
 
 Each step is sent once: one that is trained again after a crash is not, so no step has two values. A tracker that fails
-while the run goes on is given up with a warning; the file has everything.
+while the run goes on, whatever it raises, is given up with a warning; the file has everything.
 """
 
 from __future__ import annotations
@@ -9,18 +9,19 @@ from __future__ import annotations
 import difflib
 import json
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import structlog
 
-from schemas.errors import ConfigError
+from schemas.errors import ConfigError, describe_error
 from schemas.plugins import load
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
+    from accelerate.tracking import GeneralTracker
 
     from schemas.config import TidemillConfig
 
@@ -39,6 +40,8 @@ MODULES = {
 
 SETTING = "trainer.trackers"
 FOLDER = "trackers"
+
+Notify: TypeAlias = Callable[[str, Literal["info", "warning", "error"], str], None]
 
 log = structlog.get_logger()
 
@@ -61,17 +64,29 @@ def check_trackers(names: Sequence[str]) -> None:
 class Trackers:
     """The trackers of a run, started anew by every trainer process that goes on with it. Rank 0 has them."""
 
-    def __init__(self, config: TidemillConfig, accelerator: Accelerator) -> None:
-        """Start the trackers; ConfigError if a tracker cannot start."""
-        self._accelerator = accelerator
+    def __init__(self, config: TidemillConfig, accelerator: Accelerator, notify: Notify) -> None:
+        """Start the trackers. notify: tells people of one that failed.
+
+        ConfigError if a tracker of a new run cannot start: its settings are wrong. Later the same is an outage of its
+        server, and costs the run that tracker only.
+        """
+        self._notify = notify
         self._sent = 0
-        if not config.trainer.trackers:
-            accelerator.trackers = []
+        self._trackers: list[GeneralTracker] = []
+        names = list(dict.fromkeys(config.trainer.trackers))
+        if not names:
             return
-        folder = config.folder / FOLDER
-        folder.mkdir(parents=True, exist_ok=True)
+        check_trackers(names)
+        own = {name: load(name, SETTING, config.base) for name in names if ":" in name}
         self._sent = _last_step(config.folder / "metrics.jsonl")
-        self._start(config, folder)
+        for name in names:
+            try:
+                self._trackers += _start(config, accelerator, name, own.get(name), resumed=self._sent > 0)
+            except Exception as error:  # theirs may raise anything
+                reason = describe_error(error)
+                if not self._sent:
+                    raise ConfigError(f"{SETTING} cannot start: {reason}") from error
+                self._give_up(name, "did not start", reason)
 
     def log(self, line: Mapping[str, Any]) -> None:
         """The figures of a finished step, a line of metrics.jsonl; those that are no numbers are left out."""
@@ -80,34 +95,42 @@ class Trackers:
             return
         self._sent = step
         figures = {name: value for name, value in line.items() if isinstance(value, int | float)}
-        for tracker in [*self._accelerator.trackers]:
+        for tracker in [*self._trackers]:
             try:
                 tracker.log(figures, step=step)
-            except (OSError, RuntimeError, ValueError) as error:
-                log.warning("a tracker failed and gets nothing more", tracker=tracker.name, error=str(error))
-                self._accelerator.trackers.remove(tracker)
+            except Exception as error:  # noqa: BLE001 - user code: it costs the run this tracker
+                self._trackers.remove(tracker)
+                self._give_up(tracker.name, "failed", describe_error(error))
 
     def close(self) -> None:
         """Send what is left, but not by accelerate's own call, which also takes the ranks apart."""
-        for tracker in self._accelerator.trackers:
-            tracker.finish()
+        for tracker in self._trackers:
+            try:
+                tracker.finish()
+            except Exception as error:  # noqa: BLE001 - user code: it costs the run this tracker
+                self._give_up(tracker.name, "did not send its last figures", describe_error(error))
 
-    def _start(self, config: TidemillConfig, folder: Path) -> None:
-        names = config.trainer.trackers
-        check_trackers(names)
-        own = {name: load(name, SETTING, config.base) for name in names if ":" in name}
-        self._accelerator.project_configuration.set_directories(str(folder))
-        try:
-            self._accelerator.log_with = [
-                own[name](config.run.name, str(folder)) if name in own else name for name in dict.fromkeys(names)
-            ]
-            self._accelerator.init_trackers(
-                config.run.name,
-                config=None if self._sent else _flat(config.model_dump(mode="json")),
-                init_kwargs={"wandb": {"id": _identity(folder), "resume": "allow", "dir": str(folder)}},
-            )
-        except Exception as error:  # theirs may raise anything, and it is their settings that are wrong
-            raise ConfigError(f"{SETTING} cannot start: {type(error).__name__}: {error}") from error
+    def _give_up(self, name: str, what: str, reason: str) -> None:
+        log.warning("a tracker is given up", tracker=name, what=what, error=reason)
+        self._notify("tracker", "warning", f"tracker {name} {what} and gets nothing more: {reason}")
+
+
+def _start(
+    config: TidemillConfig, accelerator: Accelerator, name: str, own: Any, *, resumed: bool
+) -> list[GeneralTracker]:
+    """Start one tracker through accelerate, which keeps none. own: class of a user's tracker, None for a known one."""
+    folder = config.folder / FOLDER
+    folder.mkdir(parents=True, exist_ok=True)
+    accelerator.project_configuration.set_directories(str(folder))
+    accelerator.trackers = []
+    accelerator.log_with = [own(config.run.name, str(folder)) if own is not None else name]
+    accelerator.init_trackers(
+        config.run.name,
+        config=None if resumed else _flat(config.model_dump(mode="json")),
+        init_kwargs={"wandb": {"id": _identity(folder), "resume": "allow", "dir": str(folder)}},
+    )
+    started, accelerator.trackers = accelerator.trackers, []
+    return list(started)
 
 
 def _last_step(file: Path) -> int:

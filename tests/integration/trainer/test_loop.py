@@ -26,6 +26,7 @@ from consumers.trainer.step.build import build_train_step
 from deploy.run.summary import read_lines, surviving_lines
 from schemas.config import DatasetConfig, EvalConfig, TidemillConfig, parse_config
 from schemas.errors import ConfigError, DiskError, FencedError
+from schemas.files import LineFile
 from schemas.lifecycle import StopFlag
 from schemas.messages import Sampling, Score, Task
 from tests.support.tiny_model import make_tiny_model
@@ -445,6 +446,43 @@ def test_training_waits_while_weights_find_no_room(
     assert newest.version == 3
     assert broker.weights.holds(newest)
     assert any(event.name == "weights" and "No space" in event.text for event in broker.events.tail(10))
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "trained.jsonl"])
+def test_training_waits_while_its_log_finds_no_room(
+    trainer: Callable[..., Trainer], broker: Broker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    failures: list[int] = []
+    real = LineFile.append
+
+    def full(self: LineFile, line: str) -> None:
+        if self.path.name == name and len(failures) < 2:
+            failures.append(1)
+            raise OSError(errno.ENOSPC, "No space left on device")
+        real(self, line)
+
+    monkeypatch.setattr(LineFile, "append", full)
+    monkeypatch.setattr(context, "FIRST_WAIT_S", 0.01)
+    one = trainer(steps=3)
+    with Rest(broker):
+        run(one)
+    assert one.progress.step == 3
+    assert [line["step"] for line in read_lines(tmp_path / "run" / "metrics.jsonl")] == [1, 2, 3]
+    assert len(surviving_lines(read_lines(tmp_path / "run" / "trained.jsonl"))) == 3
+    assert any(event.name == "log" and "No space" in event.text for event in broker.events.tail(10))
+
+
+def test_a_marker_behind_a_line_that_was_cut_off_is_not_swallowed(
+    trainer: Callable[..., Trainer], broker: Broker, tmp_path: Path
+) -> None:
+    with Rest(broker):
+        run(trainer(steps=2))
+        with (tmp_path / "run" / "trained.jsonl").open("a") as file:
+            file.write('{"step": 2, "sam')
+        run(trainer(steps=3))
+    lines = read_lines(tmp_path / "run" / "trained.jsonl")
+    assert [line["resumed"] for line in lines if "resumed" in line] == [0, 2]
+    assert len(surviving_lines(lines)) == 3
 
 
 def test_a_trainer_that_waits_for_room_for_weights_ends_when_asked(

@@ -53,10 +53,19 @@ class Lines(GeneralTracker):
         self._write(end=True)
 
 
-class Full(Lines):
+class ServerError(Exception):
+    pass
+
+
+class Failing(Lines):
     def log(self, values, step=None, **_):
         super().log(values, step)
-        raise OSError("no space left")
+        raise ServerError("503")
+
+
+class FailingAtTheEnd(Lines):
+    def finish(self):
+        raise ServerError("503")
 
 
 class Closed(Lines):
@@ -114,19 +123,37 @@ def test_a_step_that_is_trained_again_is_not_sent_again(
         assert {"reward/mean", "train/loss", "staleness/max", "time/total_s"} <= set(numbers)
 
 
-def test_a_tracker_that_fails_on_the_way_stops_nothing(
-    make: Callable[..., Trainer], broker: Broker, tmp_path: Path
+@pytest.mark.parametrize(("kind", "lines"), [("Failing", [1]), ("FailingAtTheEnd", [1, 2, 3, 4, 5])])
+def test_a_tracker_that_fails_with_whatever_error_costs_the_run_nothing(
+    make: Callable[..., Trainer], broker: Broker, tmp_path: Path, kind: str, lines: list[int]
 ) -> None:
-    trainer = make("own.py:Full")
+    trainer = make(f"own.py:{kind}")
     with Pipeline(broker):
         trainer.run(StopFlag())
     assert trainer.progress.step == STEPS
-    assert [entry["step"] for entry in sent(tmp_path) if "step" in entry] == [1]
+    assert [entry["step"] for entry in sent(tmp_path) if "step" in entry] == lines
+    assert any(event.name == "tracker" and "ServerError: 503" in event.text for event in broker.events.tail(10))
+
+
+def test_one_that_fails_takes_no_other_with_it(make: Callable[..., Trainer], broker: Broker, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "metrics.jsonl").write_text('{"step": 1}\n')
+    make("own.py:Closed", "own.py:Lines").step_log.close()
+    assert sent(tmp_path) == [{"end": True}]
 
 
 def test_one_that_cannot_start_is_an_error_of_the_configuration(make: Callable[..., Trainer]) -> None:
     with pytest.raises(ConfigError, match=r"trainer.trackers cannot start: KeyError: 'token'"):
         make("own.py:Closed")
+
+
+def test_one_that_cannot_start_again_is_a_warning_on_a_run_that_goes_on(
+    make: Callable[..., Trainer], broker: Broker, tmp_path: Path
+) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "metrics.jsonl").write_text('{"step": 3}\n')
+    make("own.py:Closed")
+    assert any("did not start" in event.text and "token" in event.text for event in broker.events.tail(10))
 
 
 def test_what_is_not_installed_or_unknown_is_one_line_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,11 +1,16 @@
-"""Files and folders appear whole or not at all."""
+"""Files and folders appear whole or not at all, and lines too."""
 
+import errno
 import os
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from schemas.files import atomic_folder, atomic_write, commit_folder
+from schemas import files
+from schemas.files import LineFile, atomic_folder, atomic_write, commit_folder
 
 
 @pytest.mark.parametrize("durable", [False, True])
@@ -69,3 +74,64 @@ def test_a_committed_folder_takes_the_place_of_the_one_before(tmp_path: Path) ->
         commit_folder(aside, tmp_path / "step-1")
     assert (tmp_path / "step-1" / "file").read_text() == "new"
     assert os.listdir(tmp_path) == ["step-1"]
+
+
+@contextmanager
+def room_for(size: int) -> Iterator[None]:
+    """Files cannot grow beyond ``size`` bytes in the block, as on a disk that is full: a write is cut off there."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_line_that_finds_no_room_leaves_nothing_and_can_be_written_again(tmp_path: Path) -> None:
+    lines = LineFile(tmp_path / "new" / "lines.jsonl")
+    lines.append("first")
+    with room_for(9), pytest.raises(OSError, match="File too large"):
+        lines.append("second")
+    assert lines.path.read_text() == "first\n"
+    lines.append("second")
+    lines.close()
+    assert lines.path.read_text() == "first\nsecond\n"
+
+
+def test_a_line_that_was_cut_off_swallows_none(tmp_path: Path) -> None:
+    file = tmp_path / "lines.jsonl"
+    file.write_text('{"step": 35, "sam')
+    lines = LineFile(file)
+    lines.append("resumed")
+    lines.append("more")
+    assert file.read_text() == '{"step": 35, "sam\nresumed\nmore\n'
+
+
+def test_what_another_process_wrote_behind_a_cut_line_is_not_taken_back(tmp_path: Path) -> None:
+    ours, theirs = LineFile(tmp_path / "lines.jsonl"), LineFile(tmp_path / "lines.jsonl")
+    ours.append("ours")
+    theirs.append("theirs")
+    real = os.write
+
+    def write(handle: int, data: bytes) -> int:
+        if data.startswith(b"second"):
+            return real(handle, data[:3])
+        os.write = real
+        theirs.append("theirs")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    os.write = write  # type: ignore[assignment]
+    try:
+        with pytest.raises(OSError, match="No space"):
+            ours.append("second")
+    finally:
+        os.write = real
+    ours.append("second")
+    assert ours.path.read_text() == "ours\ntheirs\nsectheirs\n\nsecond\n"
+
+
+def test_a_durable_write_flushes_the_names_of_new_folders_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    flushed: list[Path] = []
+    monkeypatch.setattr(files, "fsync", flushed.append)
+    atomic_write(tmp_path / "a" / "b" / "file", "content", durable=True)
+    assert flushed == [tmp_path, tmp_path / "a", tmp_path / "a" / "b"]
