@@ -10,8 +10,13 @@ mended.
 
 from __future__ import annotations
 
+import fcntl
 import json
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 import structlog
 
@@ -21,8 +26,11 @@ from broker.flow.progress import TakeoverRequest
 from consumers.trainer.context import TrainerContext
 from consumers.trainer.metrics.evaluation_log import EvaluationLog
 from schemas.errors import BrokerDamaged, BrokerLost, ConfigError, DiskError, FencedError
-from schemas.files import atomic_write
+from schemas.files import atomic_write, make_folder
 from schemas.run_record import claim_folder, record_file
+
+LOCK_S = 5.0
+"""Seconds that a trainer waits for another one that is writing the file; it takes milliseconds."""
 
 log = structlog.get_logger()
 
@@ -123,7 +131,7 @@ class Leadership:
 
         FencedError, and nothing is written, if another trainer has used the folder since this one took over.
         """
-        self._write(version, durable=False)
+        self._write(version)
 
     def read(self) -> LeaderRecord | None:
         """Read the file; None if there is none, or none that can be read."""
@@ -152,7 +160,7 @@ class Leadership:
 
     def _begin(self, leader_term: str) -> None:
         self.leader_term = leader_term
-        self._write(self._context.progress.version, durable=True)
+        self._write(self._context.progress.version)
 
     def _check(self) -> None:
         """Raise FencedError if another trainer has used the folder since this one took over."""
@@ -160,11 +168,37 @@ class Leadership:
         if found is not None and found.leader_term != self.leader_term and found.number >= self.number:
             raise FencedError(f"trainer {self.leader_term} was replaced by {found.leader_term} and stops")
 
-    def _write(self, version: int, durable: bool) -> None:
-        self._check()
-        self.published = max(self.published, version)
-        content = json.dumps(asdict(LeaderRecord(self.leader_term, self.published)))
+    def _write(self, version: int) -> None:
+        """Write the file, also through a loss of power: what generators have seen outlives it."""
         try:
-            atomic_write(self._file, content, durable=durable)
+            with _alone(self._file):
+                self._check()
+                self.published = max(self.published, version)
+                content = json.dumps(asdict(LeaderRecord(self.leader_term, self.published)))
+                atomic_write(self._file, content, durable=True)
         except OSError as error:
             raise DiskError(f"cannot write {self._file}: {error}") from error
+
+
+@contextmanager
+def _alone(file: Path) -> Iterator[None]:
+    """Keep other trainers from looking at ``file`` and then writing it, for the block; OSError when the disk is full.
+
+    One that was frozen in the middle is not waited for: the broker refuses it anyway. A file system without locks has
+    none.
+    """
+    make_folder(file.parent)
+    with file.with_name(f".{file.name}.lock").open("w") as lock:
+        deadline = time.monotonic() + LOCK_S
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    log.warning("another trainer does not let go of its file", file=str(file))
+                    break
+            except OSError:
+                break
+            time.sleep(0.01)
+        yield

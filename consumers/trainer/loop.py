@@ -7,6 +7,7 @@ the trainer knows, in the same process.
 
 from __future__ import annotations
 
+import shutil
 import time
 
 import structlog
@@ -24,6 +25,7 @@ from consumers.trainer.step.train_step import TrainStep
 from consumers.trainer.step_log import StepLog
 from schemas.config import TidemillConfig
 from schemas.errors import BrokerLost, DiskError
+from schemas.files import commit_folder
 from schemas.lifecycle import StopFlag
 from schemas.messages import BatchRecord
 
@@ -140,12 +142,25 @@ class Trainer:
             if self.config.eval is not None:
                 self.wait_for_evaluation(stop)
             if not stop:
-                self.rank_group.export(self.config.folder / "model")
-                copy_tokenizer(self.config.model, self.config.folder / "model")
+                self.context.retry("model", self.export_model)
                 self.session.finish_run()
         self.publisher.close()
         self.rank_group.dismiss()
         self.step_log.close()
+
+    def export_model(self) -> None:
+        """Write the trained model with its tokenizer, whole or not at all; DiskError when there is no room."""
+        folder = self.config.folder / "model"
+        aside = folder.with_name(".model.writing")
+        shutil.rmtree(aside, ignore_errors=True)
+        try:
+            self.rank_group.export(aside)
+            copy_tokenizer(self.config.model, aside)
+            commit_folder(aside, folder)
+        except OSError as error:
+            raise DiskError(f"cannot write the model {folder}: {error}") from error
+        finally:
+            shutil.rmtree(aside, ignore_errors=True)
 
     def wait_for_evaluation(self, stop: StopFlag) -> None:
         """Wait until the evaluation of these weights is complete, or the deadline, of which people are told."""

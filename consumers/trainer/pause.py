@@ -16,7 +16,7 @@ import structlog
 from broker.connection.connection import BLOCK_MS
 from broker.flow.run_control import ControlState
 from consumers.trainer.context import TrainerContext
-from schemas.errors import BrokerLost, InfraError
+from schemas.errors import BrokerLost, DiskError
 from schemas.files import atomic_write
 from schemas.lifecycle import PauseReasons, StopFlag
 
@@ -36,6 +36,7 @@ class PauseFollower:
         self._file = context.rank_group.checkpoint_store.folder / FILE
         self._broker = context.broker
         self._progress = context.progress
+        self._retry = context.retry
         self._save = save
         self._written: ControlState | None = None
         self._drained = -1
@@ -109,8 +110,12 @@ class PauseFollower:
         if seen == self._written:
             return
         fields = {"pause": seen.pause, "pause_id": seen.pause_id, "by": seen.by, "since": seen.since}
-        try:
-            atomic_write(self._file, json.dumps(fields), durable=True)
-        except OSError as error:
-            raise InfraError(f"cannot write {self._file}: {error}") from error
+
+        def write() -> None:
+            try:
+                atomic_write(self._file, json.dumps(fields), durable=True)
+            except OSError as error:
+                raise DiskError(f"cannot write {self._file}: {error}") from error
+
+        self._retry("pause", write)
         self._written = seen

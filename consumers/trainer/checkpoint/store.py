@@ -33,6 +33,7 @@ from consumers.trainer.model.lora import check_same, describe
 from consumers.trainer.step.loss_scale import LossScale
 from consumers.trainer.step.train_step import TrainStep
 from schemas.errors import ConfigError, InfraError
+from schemas.files import make_folder
 
 _STATE = "state.json"
 _FORMAT = 1
@@ -120,7 +121,7 @@ class CheckpointStore:
         with part():
             if ranks.is_main:
                 shutil.rmtree(aside, ignore_errors=True)
-                aside.mkdir(parents=True)
+                make_folder(aside)
         with part():
             with _quiet():
                 state_dict_saver.save(

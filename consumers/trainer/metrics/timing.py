@@ -11,8 +11,11 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
+import structlog
 import torch
 from torch.profiler import ProfilerActivity, profile
+
+log = structlog.get_logger()
 
 
 class StepTimer:
@@ -49,12 +52,16 @@ class StepTimer:
 
 @contextmanager
 def traced(file: Path | None) -> Iterator[None]:
-    """Profile the block and write a Chrome trace to ``file``; without a file do nothing."""
+    """Profile the block and write a Chrome trace to ``file``, if there is room; without a file do nothing."""
     if file is None:
         yield
         return
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
     with profile(activities=activities, record_shapes=True) as profiler:
         yield
-    file.parent.mkdir(parents=True, exist_ok=True)
-    profiler.export_chrome_trace(str(file))
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        profiler.export_chrome_trace(str(file))
+    except (OSError, RuntimeError) as error:
+        # Not worth a step, which cannot be profiled again.
+        log.warning("a profile was not written", file=str(file), error=str(error))

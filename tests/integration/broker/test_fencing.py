@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fcntl
+import threading
 from pathlib import Path
 
 import pytest
@@ -9,7 +11,9 @@ import pytest
 from broker.client import Broker
 from broker.flow.fencing import term_number
 from broker.weights.transports import make_transport
+from consumers.trainer import leadership
 from consumers.trainer.leadership import LeaderRecord
+from schemas import files
 from schemas.errors import BrokerLost, FencedError
 from tests.support.leadership import leadership_in
 from tests.support.one_group import fetch_weights, publish_weights
@@ -97,3 +101,44 @@ def test_a_replaced_trainer_leaves_the_term_file_as_its_successor_wrote_it(broke
     new.reserve_version(6)
     assert new.read() == LeaderRecord(new.leader_term, 6)
     assert new.next_version() == 7
+
+
+def test_a_trainer_that_looked_before_another_took_over_does_not_overwrite_its_term(
+    broker: Broker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old, new = leadership_in(tmp_path, broker), leadership_in(tmp_path, broker)
+    old.leader_term, new.leader_term = "1-old", "2-new"
+    replacing = threading.Thread(target=new.reserve_version, args=(5,))
+    check = old._check
+
+    def look() -> None:
+        check()
+        # Here the old one stalls, and the new one takes over as far as it can.
+        replacing.start()
+        replacing.join(0.2)
+
+    monkeypatch.setattr(old, "_check", look)
+    old.reserve_version(3)
+    replacing.join(10)
+    assert old.read() == LeaderRecord("2-new", 5)
+
+
+def test_a_trainer_that_is_frozen_while_it_writes_its_term_holds_nobody_up(
+    broker: Broker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(leadership, "LOCK_S", 0.05)
+    new = leadership_in(tmp_path, broker)
+    new.leader_term = "2-new"
+    with (tmp_path / ".LEADER_TERM.lock").open("w") as frozen:
+        fcntl.flock(frozen, fcntl.LOCK_EX)
+        new.reserve_version(5)
+    assert new.read() == LeaderRecord("2-new", 5)
+
+
+def test_a_version_that_may_be_published_is_on_the_disk_before(
+    broker: Broker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flushed: list[Path] = []
+    monkeypatch.setattr(files, "fsync", flushed.append)
+    leadership_in(tmp_path, broker).reserve_version(5)
+    assert flushed[-1] == tmp_path, "the rename"

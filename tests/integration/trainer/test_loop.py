@@ -17,14 +17,16 @@ from broker.client import Broker
 from broker.weights.transports import FileTransport
 from consumers.trainer import batch_source as source_module
 from consumers.trainer import context
+from consumers.trainer import loop as loop_module
 from consumers.trainer.checkpoint import store as checkpoints_module
 from consumers.trainer.checkpoint.store import CheckpointStore, Taken
 from consumers.trainer.loop import Trainer
+from consumers.trainer.model.hf_weights import copy_tokenizer
 from consumers.trainer.model.policy import Policy, load_model
 from consumers.trainer.model.snapshot import Snapshot
 from consumers.trainer.step.build import build_train_step
 from deploy.run.summary import read_lines, surviving_lines
-from schemas.config import DatasetConfig, EvalConfig, TidemillConfig, parse_config
+from schemas.config import DatasetConfig, EvalConfig, ModelConfig, TidemillConfig, parse_config
 from schemas.errors import ConfigError, DiskError, FencedError
 from schemas.files import LineFile
 from schemas.lifecycle import StopFlag
@@ -470,6 +472,27 @@ def test_training_waits_while_its_log_finds_no_room(
     assert [line["step"] for line in read_lines(tmp_path / "run" / "metrics.jsonl")] == [1, 2, 3]
     assert len(surviving_lines(read_lines(tmp_path / "run" / "trained.jsonl"))) == 3
     assert any(event.name == "log" and "No space" in event.text for event in broker.events.tail(10))
+
+
+def test_the_model_of_a_finished_run_appears_whole_also_on_a_full_disk(
+    trainer: Callable[..., Trainer], broker: Broker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, failures = tmp_path / "run" / "model", []
+
+    def full(model: ModelConfig, aside: Path) -> None:
+        assert not folder.exists()
+        assert (aside / "model.safetensors").exists()
+        if len(failures) < 2:
+            failures.append(1)
+            raise OSError(errno.ENOSPC, "No space left on device")
+        copy_tokenizer(model, aside)
+
+    monkeypatch.setattr(loop_module, "copy_tokenizer", full)
+    monkeypatch.setattr(context, "FIRST_WAIT_S", 0.01)
+    with Rest(broker):
+        run(trainer(steps=1))
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= {file.name for file in folder.iterdir()}
+    assert not [path for path in folder.parent.iterdir() if path.name.startswith(".model")]
 
 
 def test_a_marker_behind_a_line_that_was_cut_off_is_not_swallowed(

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
 
+import pytest
+
 from broker.flow.progress import Progress
 from broker.flow.run_control import ControlState
-from consumers.trainer.context import TrainerContext
+from consumers.trainer import context as context_module
+from consumers.trainer import pause as pause_module
+from consumers.trainer.context import DiskRetry, TrainerContext
 from consumers.trainer.pause import PauseFollower
+from schemas.files import atomic_write
 
 
 class Follower(PauseFollower):
@@ -19,7 +25,9 @@ class Follower(PauseFollower):
         store = SimpleNamespace(checkpoint_store=SimpleNamespace(folder=folder))
         self.progress = Progress()
         self.saves = 0
-        context = SimpleNamespace(broker=None, progress=self.progress, rank_group=store)
+        self.told: list[str] = []
+        retry = DiskRetry(30.0, lambda *event: self.told.append(event[2]))
+        context = SimpleNamespace(broker=None, progress=self.progress, rank_group=store, retry=retry)
         super().__init__(cast(TrainerContext, context), self.count_save)
 
     def count_save(self) -> None:
@@ -60,3 +68,21 @@ def test_a_checkpoint_order_is_followed_once(tmp_path: Path) -> None:
     for _ in range(2):
         pause.follow(ControlState(checkpoint=3))
     assert (pause.saves, pause.acknowledged["checkpoint"]) == (1, 3)
+
+
+def test_a_pause_that_finds_no_room_on_the_disk_waits_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    failures: list[int] = []
+
+    def full(file: Path, content: str, *, durable: bool) -> None:
+        if len(failures) < 2:
+            failures.append(1)
+            raise OSError(errno.ENOSPC, "No space left on device")
+        atomic_write(file, content, durable=durable)
+
+    monkeypatch.setattr(pause_module, "atomic_write", full)
+    monkeypatch.setattr(context_module, "FIRST_WAIT_S", 0.01)
+    pause = Follower(tmp_path)
+    assert pause.follow(ControlState("freeze", 7))
+    assert pause.acknowledged == {"pause": 7}
+    assert ["No space" in text for text in pause.told] == [True, True]
+    assert (tmp_path / "PAUSE").exists()
