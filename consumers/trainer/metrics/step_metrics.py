@@ -91,12 +91,14 @@ class StepMeter:
             "ess": s["ratio"] ** 2 / (tokens * s["ratio_square"]) if s["ratio_square"] else 0.0,
             "clip_fraction": 0.0,
             "masked_fraction": 0.0,
-            "logprob_gap_mean": s["gap"] / max(s["gap_tokens"], 1.0),
-            "logprob_gap_max": self.largest["gap"],
             "logprob_gap_tokens": s["gap_tokens"],
             "staleness_mean": sum(age * n for age, n in self.staleness.items()) / tokens,
             "staleness_max": float(max(self.staleness, default=0)),
         }
+        if s["gap_tokens"]:
+            # Without a token that the same weights sampled nothing was measured, and 0 would say that all is well.
+            figures["logprob_gap_mean"] = s["gap"] / s["gap_tokens"]
+            figures["logprob_gap_max"] = self.largest["gap"]
         for key, value in s.items():
             if key.startswith("metric_"):
                 name = key.removeprefix("metric_")

@@ -127,6 +127,14 @@ def test_gap_counts_only_samples_that_are_wholly_current(model: PreTrainedModel)
     assert result.metrics["staleness_mean"] == pytest.approx(2 / 8)
 
 
+def test_a_gap_that_was_not_measured_is_left_out(model: PreTrainedModel) -> None:
+    """Samples of older weights alone: 0 would look like perfect agreement."""
+    step = make_step(model)
+    metrics = step.run(step.planner.plan(make_groups([2], seed=1)).batch(), version=9).metrics
+    assert metrics["logprob_gap_tokens"] == 0
+    assert not {"logprob_gap_mean", "logprob_gap_max"} & set(metrics)
+
+
 def test_temperature_divides_logits_as_in_generation(model: PreTrainedModel) -> None:
     ids = torch.tensor([[5, 9, 14, 3]])
     scores = Policy(model)(ids, ids[:, 1:], torch.ones(1, 3, dtype=torch.bool), temperature=0.5)
