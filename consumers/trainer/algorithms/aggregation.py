@@ -19,13 +19,21 @@ import numpy.typing as npt
 class Totals:
     """Counts over the whole step, all micro-batches and ranks: loss tokens, sequences, prompt groups.
 
-    max_tokens: longest completion that sampling allows, the constant of ``constant``.
+    Sequences without a loss token, and groups of such ones, are not counted: a mean is over what there is, and a
+    sample of which nothing was generated must not shrink the others' part. max_tokens: longest completion that
+    sampling allows, the constant of ``constant``.
     """
 
     tokens: int
     sequences: int
     groups: int
     max_tokens: int
+
+    @classmethod
+    def of(cls, lengths: npt.NDArray[np.int64], groups: npt.NDArray[np.int64], max_tokens: int) -> Totals:
+        """Count a step. lengths: loss tokens of each sequence; groups: index of its group; int64 [S]."""
+        there = lengths > 0
+        return cls(int(lengths.sum()), int(there.sum()), len(np.unique(groups[there])), max_tokens)
 
 
 Weights: TypeAlias = npt.NDArray[np.float64]

@@ -154,9 +154,7 @@ class StepPlanner:
         rewards = np.array([reward for _, _, reward in samples], dtype=np.float64)
         index = np.unique(task_ids, return_inverse=True)[1].astype(np.int64)
         lengths = np.array([_loss_tokens(t) for t in trajectories], dtype=np.int64)
-        totals = Totals(
-            tokens=int(lengths.sum()), sequences=len(lengths), groups=len(groups), max_tokens=self.max_tokens
-        )
+        totals = Totals.of(lengths, index, self.max_tokens)
         advantages = _one_each("advantages", self.advantage(rewards, index), len(samples))
         weights = _one_each("weights of the aggregation", self.aggregation(lengths, index, totals), len(samples))
         tokens = [len(t.tokens) for t in trajectories]

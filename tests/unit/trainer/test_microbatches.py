@@ -157,3 +157,21 @@ def test_an_advantage_function_that_breaks_its_promise_is_named() -> None:
 
     with np.errstate(all="ignore"), pytest.raises(DataError, match="finite"):
         StepPlanner(broken, AGGREGATIONS.get("token_mean"), micro_batch_tokens=64, max_tokens=7).plan(make_groups([2]))
+
+
+@pytest.mark.parametrize("name", ["token_mean", "sequence_mean", "prompt_mean", "constant"])
+def test_a_sample_without_a_loss_token_costs_the_others_no_weight(name: str) -> None:
+    """Nor does a group of such samples alone: there is nothing of theirs to take a mean over."""
+    full = [Group(1, [(make_trajectory(1, s), float(s)) for s in range(2)])]
+    empty = [(make_trajectory(1, s, completion=0), 0.0) for s in range(2, 4)]
+    groups = [Group(1, [*full[0].samples, *empty]), Group(2, [(make_trajectory(2, 0, completion=0), 1.0)])]
+    weights = [[sample.weight for sample in planned(each, aggregation=name).samples] for each in (full, groups)]
+    assert weights[1][:2] == weights[0]
+
+
+def test_two_groups_of_one_prompt_are_one() -> None:
+    """Their rewards are compared with each other, so their tokens share one mean too."""
+    samples = [(make_trajectory(1, s), float(s)) for s in range(4)]
+    apart = planned([Group(1, samples[:2]), Group(1, samples[2:])], aggregation="prompt_mean")
+    together = planned([Group(1, samples)], aggregation="prompt_mean")
+    assert [sample.weight for sample in apart.samples] == [sample.weight for sample in together.samples]
