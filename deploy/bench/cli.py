@@ -88,6 +88,9 @@ def scale(
     median: Annotated[float, typer.Option(min=8, help="Median length of a sample, generated tokens.")] = 400.0,
     sigma: Annotated[float, typer.Option(min=0, help="Spread of the log-normal lengths; 0.8 is a heavy tail.")] = 0.8,
     rate: Annotated[float, typer.Option(min=1, help="Tokens a second that one sample is generated with.")] = 200.0,
+    drops: Annotated[
+        float, typer.Option(min=0, help="Groups a second that the trainer drops, as those without variance.")
+    ] = 0.0,
     aof: Annotated[
         str, typer.Option(help="Append-only file of the embedded server: off, everysec, always.")
     ] = "everysec",
@@ -104,7 +107,7 @@ def scale(
         for count in counts:
             bar = progress.add_task(f"{count} generators, seconds", total=seconds)
             lengths = Lengths(median=median, sigma=sigma, rate=rate)
-            rows.append(measure(count, seconds, mode, lengths, url, partial(_show, progress, bar)))
+            rows.append(measure(count, seconds, mode, lengths, url, partial(_show, progress, bar), drops))
     if as_json:
         report.print_json("scale", rows)
     else:

@@ -1,8 +1,9 @@
 """``tidemill bench scale``: from ten to a thousand generators on one server.
 
-Each simulated generator is a consumer of its own with a connection of its own; instead of computing it sleeps as
-long as its longest sample would take. Lengths are log-normal, so a few groups take many times longer than most.
-A feeder, a no-op reward and an assembler are beside them, as in a real run.
+Each simulated generator is a consumer of its own with a connection of its own, and waits for orders in a thread of its
+own; instead of computing it sleeps as long as its longest sample would take. Lengths are log-normal, so a few groups
+take many times longer than most. A feeder, a no-op reward and an assembler, which may drop groups, are beside them, as
+in a real run.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +27,7 @@ from deploy.bench.workload import PipelineShape, TrajectoryPool, begin, open_bro
 from schemas.errors import InfraError
 from schemas.messages import BatchRecord
 
+T = TypeVar("T")
 PROCESSES = 4
 """Processes that the generators are spread over."""
 DEADLINE_S = 120.0
@@ -57,7 +59,9 @@ class Generators:
     """Some of the generators, a thread each, in one process."""
 
     def __init__(self, url: str, run: str, first: int, count: int, lengths: Lengths) -> None:
-        self._queues = [open_broker(url, run).task_queue(f"generator-{first + index}") for index in range(count)]
+        brokers = [open_broker(url, run) for _ in range(count)]
+        self._queues = [broker.task_queue(f"generator-{first + index}") for index, broker in enumerate(brokers)]
+        self._orders = [broker.run_control for broker in brokers]
         self._lengths = lengths
         sizes = np.unique(np.geomspace(16, lengths.longest * 4 / 3, BUCKETS).astype(int))
         self._pools = {int(size): TrajectoryPool(int(size)) for size in sizes}
@@ -68,8 +72,11 @@ class Generators:
         end = time.monotonic() + seconds
         results: list[dict[str, Any]] = []
         errors: list[str] = []
+        generating = partial(self._guarded, self._generate, end, results, errors)
+        following = partial(self._guarded, self._follow, end, [], errors)
         threads = [
-            threading.Thread(target=self._guarded, args=(index, end, results, errors))
+            threading.Thread(target=work, args=(index,))
+            for work in (generating, following)
             for index in range(len(self._queues))
         ]
         for thread in threads:
@@ -85,11 +92,23 @@ class Generators:
             "busy_s": sum(result["busy_s"] for result in results),
         }
 
-    def _guarded(self, index: int, end: float, results: list[dict[str, Any]], errors: list[str]) -> None:
+    def _guarded(
+        self, work: Callable[[int, float], T], end: float, results: list[T], errors: list[str], index: int
+    ) -> None:
         try:
-            results.append(self._generate(index, end))
+            results.append(work(index, end))
         except InfraError as error:
             errors.append(str(error))
+
+    def _follow(self, index: int, end: float) -> None:
+        """Wait for orders, as a generator's pause does."""
+        orders = self._orders[index]
+        position = b""
+        while time.monotonic() < end:
+            if position:
+                orders.wait_order(position)
+            position = orders.order_position()
+            orders.read()
 
     def _generate(self, index: int, end: float) -> dict[str, Any]:
         queue, rng = self._queues[index], np.random.default_rng(self._first + index)
@@ -168,9 +187,12 @@ class Rewarder:
 
 
 class Assembler:
-    """A trainer that does not compute: whole steps in admission order. It remembers when each step freed its slots."""
+    """A trainer that does not compute: whole steps in admission order. It remembers when each slot was freed.
 
-    def __init__(self, url: str, run: str, flow: PipelineShape) -> None:
+    drops: groups a second that it drops instead, as a trainer drops those whose rewards are all equal.
+    """
+
+    def __init__(self, url: str, run: str, flow: PipelineShape, drops: float) -> None:
         self._training = open_broker(url, run).trainer_session()
         begin(self._training, flow)
         self._buffer = GroupBuffer(window=1)
@@ -178,10 +200,15 @@ class Assembler:
         self._records: list[BatchRecord] = []
         self._groups: list[list[ScoredSample]] = []
         self._freed: list[float] = []
+        self._drops = drops
+        self._dropped = 0
+        self._steps = 0
+        self._last_task = -1
         self._tokens = 0
 
     def run(self, job: str, seconds: float) -> dict[str, Any]:
-        end = time.monotonic() + seconds + 1.5
+        self._began = time.monotonic()
+        end = self._began + seconds + 1.5
         while time.monotonic() < end:
             outcomes = self._training.claim_scores(CLAIM)
             completed = sum(self._buffer.add(outcome) for outcome in outcomes)
@@ -190,20 +217,37 @@ class Assembler:
             if not outcomes:
                 self._training.wait_for_scores(200)
         self._training.commit_steps(self._records)
-        return {"freed": self._freed, "trained": len(self._freed) * self._flow.per_step, "tokens": self._tokens}
+        return {
+            "freed": self._freed,
+            "steps": self._steps,
+            "dropped": self._dropped,
+            "trained": self._steps * self._flow.per_step,
+            "tokens": self._tokens,
+        }
 
     def _train_all(self) -> None:
         active = self._training.read_pipeline().slots
         ready = 0
         while ready < len(active) and self._buffer.is_complete(active[ready].task_id):
             ready += 1
-        for start in range(0, ready - self._flow.batch + 1, self._flow.batch):
+        due = int(self._drops * (time.monotonic() - self._began)) - self._dropped
+        dropped = min(ready, due)
+        for slot in active[:dropped]:
+            self._drop(self._buffer.take(slot.task_id))
+        for start in range(dropped, ready - self._flow.batch + 1, self._flow.batch):
             self._train([self._buffer.take(slot.task_id) for slot in active[start : start + self._flow.batch]])
 
+    def _drop(self, group: list[ScoredSample]) -> None:
+        self._training.drop_group(group[0].task_id, "zero_variance", [outcome.scored_id for outcome in group])
+        self._freed.append(time.monotonic())
+        self._dropped += 1
+
     def _train(self, groups: list[list[ScoredSample]]) -> None:
-        step = len(self._freed)
-        if [group[0].task_id for group in groups] != list(range(step * len(groups), (step + 1) * len(groups))):
+        step = self._steps
+        tasks = [self._last_task, *(group[0].task_id for group in groups)]
+        if tasks != sorted(set(tasks)):
             raise InfraError(f"step {step} is out of admission order")
+        self._last_task = tasks[-1]
         bodies = self._training.fetch_trajectories(
             [outcome.trajectory_id or b"" for group in groups for outcome in group]
         )
@@ -216,7 +260,8 @@ class Assembler:
         )
         self._training.journal_batch(record)
         self._training.complete_step(record)
-        self._freed.append(time.monotonic())
+        self._steps += 1
+        self._freed += [time.monotonic()] * len(groups)
         self._records.append(record)
         if len(self._records) == self._flow.commit_every:
             self._training.commit_steps(self._records)
@@ -224,11 +269,17 @@ class Assembler:
 
 
 def measure(
-    generators: int, seconds: float, aof: str, lengths: Lengths, url: str | None, tick: Callable[[float], None]
+    generators: int,
+    seconds: float,
+    aof: str,
+    lengths: Lengths,
+    url: str | None,
+    tick: Callable[[float], None],
+    drops: float = 0.0,
 ) -> dict[str, Any]:
-    """Measure one row: so many generators for so many seconds.
+    """Measure one row: so many generators for so many seconds, with so many groups a second that are dropped.
 
-    InfraError when a published sample is neither trained nor waiting to be.
+    InfraError when a published sample is neither trained, dropped, nor waiting to be.
     """
     flow = flow_for(generators)
     run = f"bench-{secrets.token_hex(4)}"
@@ -236,7 +287,7 @@ def measure(
         broker = open_broker(address, run)
         # The assembler makes the run; the others find it.
         makers: dict[str, Callable[[], Role]] = {
-            "assembler": partial(Assembler, address, run, flow),
+            "assembler": partial(Assembler, address, run, flow, drops),
             "feeder": partial(Feeder, address, run, flow),
             "reward": partial(Rewarder, address, run),
         }
@@ -260,9 +311,11 @@ def measure(
     figures = {name: share.figures for name, share in shares.items()}
     workers = [figure for name, figure in figures.items() if name.startswith("generators-")]
     published = sum(worker["published"] for worker in workers)
-    trained = figures["assembler"]["trained"]
-    if not state.balanced or published != trained + waiting:
-        raise InfraError(f"{published} samples were published, {trained} trained, {waiting} are left: {state}")
+    trained, dropped = figures["assembler"]["trained"], figures["assembler"]["dropped"] * flow.samples
+    if not state.balanced or published != trained + dropped + waiting:
+        raise InfraError(
+            f"{published} samples were published, {trained} trained, {dropped} dropped, {waiting} are left: {state}"
+        )
     admitted = figures["feeder"]["admitted"]
     # From when a task was there and its generator wanted one, to when it had it.
     handed = [
@@ -289,19 +342,18 @@ def measure(
         "admission_ms_p99": _percentile(frees, 99),
         "generators_busy": round(sum(worker["busy_s"] for worker in workers) / (generators * seconds), 3),
         "slots": flow.slots,
-        "steps": len(figures["assembler"]["freed"]),
+        "steps": figures["assembler"]["steps"],
+        "drops_per_s": round(figures["assembler"]["dropped"] / wall, 1),
         "published": published,
         "trained": trained,
+        "dropped": dropped,
         "left": waiting,
     }
 
 
 def _admission_delays(admitted: list[float], freed: list[float], flow: PipelineShape) -> list[float]:
-    """Seconds from the step that freed a slot to the admission into it. The first ``slots`` tasks needed none."""
-    delays = []
-    for index, moment in enumerate(admitted[flow.slots :]):
-        delays.append(max(0.0, moment - freed[index // flow.batch]))
-    return delays
+    """Seconds from when a slot was freed to the admission into it. The first ``slots`` tasks needed none."""
+    return [max(0.0, moment - free) for free, moment in zip(freed, admitted[flow.slots :], strict=False)]
 
 
 def _percentile(seconds: list[float], percent: float) -> float | None:

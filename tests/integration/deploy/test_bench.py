@@ -71,6 +71,13 @@ def test_every_generator_of_the_scale_run_is_a_consumer() -> None:
     assert row["task_ms_p99"] is not None
 
 
+def test_groups_that_are_dropped_in_the_scale_run_give_their_slots_back() -> None:
+    lengths = Lengths(median=20, rate=400)
+    row = measure_scale(6, 1.5, "off", lengths, url=None, tick=lambda _: None, drops=3.0)
+    assert row["published"] == row["trained"] + row["dropped"] + row["left"] > row["dropped"] > 0
+    assert row["drops_per_s"] <= 3.0
+
+
 def test_the_command_prints_one_json_object() -> None:
     options = ["--tokens", "32", "--aof", "off", "--trajectories", "1", "--rounds", "1", "--json"]
     done = CliRunner().invoke(app, ["transport", *options])
