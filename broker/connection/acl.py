@@ -120,23 +120,43 @@ def _commands(script: str) -> set[str]:
 
 
 def user(role: str, keys: Keys) -> str:
-    """``tidemill-arithmetic-trainer``: a user is of one run."""
-    return f"{keys.base.strip('{}').replace(':', '-')}-{role}"
+    """``tidemill~arithmetic~trainer``: a user is of one run. No prefix, no run and no role has a ``~``."""
+    return f"{keys.base.strip('{}').replace(':', '~')}~{role}"
+
+
+def new_password() -> str:
+    """Return a password of 192 random bits, safe in a URL."""
+    return secrets.token_urlsafe(24)
 
 
 def new_passwords() -> dict[str, str]:
-    """Return a password for every role, 192 random bits each, safe in a URL."""
-    return {role: secrets.token_urlsafe(24) for role in ROLES}
+    """Return a new password for every role."""
+    return {role: new_password() for role in ROLES}
 
 
 def acl_lines(keys: Keys, passwords: Mapping[str, str]) -> list[str]:
     """``ACL SETUSER`` lines for redis-cli, one for every role in ``passwords``; they hold only the passwords' SHA-256.
 
-    With ``user`` in the place of ``ACL SETUSER`` they are lines of an aclfile.
+    ``acl_file_lines`` are the same for the server's configuration.
     """
+    return [f"ACL SETUSER {line}" for line in _users(keys, passwords)]
+
+
+def acl_file_lines(keys: Keys, passwords: Mapping[str, str], administrator: str) -> list[str]:
+    """Return ``user`` lines for a server's configuration or its aclfile: a user for every role in ``passwords``.
+
+    administrator: password of ``default``, which may do everything.
+    """
+    everything = f"default on ~* &* +@all #{_sha256(administrator)}"
+    return [f"user {line}" for line in (everything, *_users(keys, passwords))]
+
+
+def _users(keys: Keys, passwords: Mapping[str, str]) -> list[str]:
     return [
-        " ".join(
-            ["ACL SETUSER", user(role, keys), *rules(role, keys), f"#{hashlib.sha256(password.encode()).hexdigest()}"]
-        )
+        " ".join([user(role, keys), *rules(role, keys), f"#{_sha256(password)}"])
         for role, password in passwords.items()
     ]
+
+
+def _sha256(password: str) -> str:
+    return hashlib.sha256(password.encode()).hexdigest()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -37,8 +38,14 @@ def purge(
 def acl(
     config: ConfigFile,
     overrides: Overrides = None,
+    files: Annotated[Path | None, typer.Option(help="Folder to write: URLs of the roles, users of the server.")] = None,
+    url: Annotated[str, typer.Option(help="With --files: the server as services reach it.")] = "redis://redis:6379/0",
 ) -> None:
-    """Make users for the server, one a role: ACL lines on stdout, their passwords on stderr."""
-    from deploy.client.find import print_users
+    """Make users for the server, one a role: ACL lines on stdout, their passwords on stderr; or all in files."""
+    from deploy.client.users import print_users, write_users
 
-    print_users(load(config, overrides))
+    loaded = load(config, overrides)
+    if files is None:
+        print_users(loaded)
+    else:
+        write_users(loaded, files, url)

@@ -1,9 +1,8 @@
-"""Runs on a broker: finding one, listing and purging them, and users for the server."""
+"""Runs on a broker: finding one, listing and purging them."""
 
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ from rich.table import Table
 
 from broker.api.status.run_state import LIVE_S
 from broker.client import Broker
-from broker.connection import acl
 from broker.connection.connection import Connection, check_server_now, find_url, open_client
 from broker.connection.keys import Keys
 from broker.connection.runs import RunInfo, check_schema, list_runs
@@ -135,13 +133,3 @@ def purge(broker: Broker, run: str, yes: bool, force: bool = False) -> None:
             print("nothing was deleted")
             return
     print(f"deleted {broker.purge()} keys")
-
-
-def print_users(config: TidemillConfig) -> None:
-    """ACL lines for the server on stdout, user names with new passwords on stderr."""
-    keys = Keys(config.broker.prefix, config.run.name)
-    passwords = acl.new_passwords()
-    for line in acl.acl_lines(keys, passwords):
-        print(line)
-    for role, password in passwords.items():
-        print(acl.user(role, keys), password, file=sys.stderr)

@@ -289,15 +289,20 @@ def test_lines_for_the_server_hold_no_password() -> None:
     assert not any(password in text for password in passwords.values())
 
 
+def test_users_of_two_runs_never_have_one_name() -> None:
+    pairs = [("x", "a-b"), ("x-a", "b"), ("x", "a_b"), ("x.a", "b"), ("x", "a")]
+    assert len({acl.user(role, Keys(*pair)) for pair in pairs for role in acl.ROLES}) == len(pairs) * len(acl.ROLES)
+
+
 def test_the_lines_are_an_aclfile_too(tmp_path: Path) -> None:
-    lines = acl.acl_lines(KEYS, {"trainer": "t", "operator": "o"})
+    lines = acl.acl_file_lines(KEYS, {"trainer": "t", "operator": "o"}, "a")
     file = tmp_path / "users.acl"
-    file.write_text("".join(line.replace("ACL SETUSER", "user") + "\n" for line in lines))
+    file.write_text("".join(f"{line}\n" for line in lines))
     server = EmbeddedServer(tmp_path)
     command = [*server.command(), "--aclfile", str(file)]
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
     try:
-        wait_ready(server.url, 30)
+        wait_ready(f"unix://default:a@{server.socket}", 30)
         take_over(connect(f"unix://{acl.user('trainer', KEYS)}:t@{server.socket}"))
         assert connect(f"unix://{acl.user('operator', KEYS)}:o@{server.socket}").purge() > 0
     finally:

@@ -12,6 +12,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
+from broker.connection import acl
 from broker.connection.keys import GENERATORS, REWARD, Keys
 from deploy.cli.app import app
 from schemas.config import load_config
@@ -124,6 +125,18 @@ def test_the_trainers_job_agrees_with_itself_on_its_size() -> None:
     assert any(
         document["kind"] == "Service" and document["metadata"]["name"] == service for document in documents("run")
     )
+
+
+def test_a_pod_has_the_broker_user_of_its_role_and_no_other() -> None:
+    users = {name: name for name in acl.ROLES} | {"control": "operator", "redis": "server"}
+    for name, pod in pods():
+        secrets = [volume["secret"] for volume in pod["volumes"] if "secret" in volume]
+        others = [secret["secretName"] for secret in secrets if secret["secretName"] != "tidemill-control"]
+        assert others == [f"tidemill-broker-{users[name]}"], name
+        assert len(secrets) == 1 + (name == "control"), name
+        for container in pod["containers"]:
+            for variable in container.get("env", []):
+                assert "secretKeyRef" not in variable.get("valueFrom", {}), name
 
 
 def test_secrets_are_files_and_in_no_manifest() -> None:
