@@ -59,7 +59,7 @@ def load_config(
     except UnicodeDecodeError as error:
         raise ConfigError(f"the configuration {file} is not UTF-8: {error.reason} at byte {error.start}") from error
     try:
-        data = yaml.load(text, _Loader)
+        data = _Loader(text).get_single_data()
     except ConfigError as error:
         raise ConfigError(f"{file}: {error}") from None
     except yaml.YAMLError as error:
@@ -129,7 +129,7 @@ def _paths(section: type[BaseModel]) -> Iterator[tuple[str, ...]]:
 
 def _value(text: str, name: str) -> Any:
     try:
-        return yaml.load(text, _Loader)
+        return _Loader(text).get_single_data()
     except ConfigError as error:
         raise ConfigError(f"{name}: {error}") from None
     except yaml.YAMLError as error:
