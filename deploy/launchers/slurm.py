@@ -15,9 +15,11 @@ from importlib.resources import files
 from pathlib import Path
 from string import Template
 
+from deploy.run.folder import settle_configuration
 from deploy.run_files import CONFIG
-from schemas.config import TidemillConfig, save_config
+from schemas.config import TidemillConfig
 from schemas.errors import OK_EXIT, ConfigError
+from schemas.run_record import check_record
 
 SCRIPTS = ("job.sh", "services.sbatch", "trainer.sbatch", "generators.sbatch", "submit.sh")
 PREPARE = "prepare.sbatch"
@@ -59,16 +61,20 @@ class Slurm:
         return OK_EXIT
 
     def write(self, config: TidemillConfig) -> list[Path]:
-        """Write the configuration in effect and the scripts; returns the scripts, submit.sh last. Overwrites."""
+        """Write the configuration in effect and the scripts; returns the scripts, submit.sh last. Overwrites.
+
+        ConfigError, and nothing is written, when the run in the folder began with other settings that it cannot change.
+        """
         generators = config.generator.replicas if self.generators is None else self.generators
         if generators < 1 or self.trainer_nodes < 1:
             raise ConfigError(
                 f"Slurm needs 1 or more generators and trainer nodes, not {generators} and {self.trainer_nodes}"
             )
+        check_record(config)
         folder = Path(self.folder or config.folder / "slurm").resolve()
         (folder / "logs").mkdir(parents=True, exist_ok=True)
         config.folder.mkdir(parents=True, exist_ok=True)
-        save_config(config, config.folder / CONFIG)
+        settle_configuration(config)
         values = self._values(config, folder, generators)
         written = []
         for name in ([PREPARE] if config.warm_start else []) + [*SCRIPTS]:

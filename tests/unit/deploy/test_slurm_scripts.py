@@ -11,6 +11,7 @@ import pytest
 from deploy.launchers.slurm import Slurm
 from schemas.config import load_config, parse_config
 from schemas.errors import ConfigError
+from schemas.run_record import claim_folder
 
 CONFIG: dict[str, Any] = {
     "model": {"path": "m"},
@@ -58,6 +59,18 @@ def test_a_model_that_has_to_be_made_is_made_first(tmp_path: Path) -> None:
 def test_jobs_run_the_configuration_as_it_was_then(tmp_path: Path) -> None:
     assert f"tidemill feeder '{tmp_path}/a run/config.yaml'" in written(tmp_path)["services.sbatch"]
     assert load_config(tmp_path / "a run" / "config.yaml", environment={}).reward.replicas == 2
+
+
+def test_the_scripts_of_a_run_that_has_begun_are_not_written_for_another_model(tmp_path: Path) -> None:
+    written(tmp_path)
+    configuration = tmp_path / "a run" / "config.yaml"
+    before = configuration.read_bytes()
+    claim_folder(load_config(configuration, environment={}))
+    with pytest.raises(ConfigError, match=r"model\.path m, which cannot become other"):
+        written(tmp_path, CONFIG | {"model": {"path": "other"}})
+    assert configuration.read_bytes() == before
+    written(tmp_path, CONFIG | {"trainer": {"steps": 7}})
+    assert configuration.with_name("config.yaml.1").read_bytes() == before
 
 
 def test_services_run_in_the_image_of_their_role(tmp_path: Path) -> None:
