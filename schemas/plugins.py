@@ -111,3 +111,17 @@ def check_method(kind: str, owner: Any, method: str, parameters: Sequence[str]) 
         raise ConfigError(
             f"{kind} {name}: {method}{signature} must be {wanted} ({error}): see docs/bring-your-own.md"
         ) from error
+
+
+def check_call(kind: str, function: Any, parameters: Sequence[str]) -> None:
+    """ConfigError unless ``function``, with its arguments bound, can be called with these, by position."""
+    wanted = f"({', '.join(parameters)})"
+    if not callable(function):
+        raise ConfigError(f"{kind} must be callable with {wanted}, is {type(function).__name__}")
+    try:
+        inspect.signature(function).bind(*parameters)
+    except TypeError as error:
+        raise ConfigError(f"{kind} must be callable with {wanted}, and its arguments in args: {error}") from error
+    except ValueError:
+        # Functions of C may have no signature that can be read.
+        return

@@ -15,7 +15,7 @@ TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.*", "*.tiktoken", "spi
 
 
 def check_hub_or_folder(path: str, setting: str) -> Path | None:
-    """The folder of a model with its configuration and weights, None for one of the hub that is not here yet.
+    """The folder of a model with its configuration and weights, None for one of the hub.
 
     ConfigError when it is neither; a hub that does not answer within HUB_DEADLINE_S counts as not reached.
     """
@@ -27,6 +27,17 @@ def check_hub_or_folder(path: str, setting: str) -> Path | None:
         return folder
     if path.startswith((".", "/", "~")) or path.count("/") > 1:
         raise ConfigError(f"{setting} {path} does not exist: name a model folder, or a hub id")
+    cached = cached_folder(path, setting)
+    if cached is None:
+        _ask_hub(path, setting)
+    else:
+        # Of its other files some may be missing still: services download them.
+        _check_config(cached, setting)
+    return None
+
+
+def cached_folder(path: str, setting: str = "model.path") -> Path | None:
+    """Where the configuration of a model of the hub lies on this machine, None when it does not; ConfigError: no id."""
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
@@ -34,12 +45,7 @@ def check_hub_or_folder(path: str, setting: str) -> Path | None:
         cached = try_to_load_from_cache(path, "config.json")
     except HFValidationError:
         raise ConfigError(f"{setting} {path} does not exist, and is no hub id either") from None
-    if isinstance(cached, str):
-        folder = Path(cached).parent
-        _check_config(folder, setting)
-        return folder
-    _ask_hub(path, setting)
-    return None
+    return Path(cached).parent if isinstance(cached, str) else None
 
 
 def check_tokenizer(folder: Path) -> None:

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from consumers.reward.scorer import check_reward
-from consumers.trainer.algorithms import ADVANTAGES, AGGREGATIONS, KL_ESTIMATORS
+from consumers.trainer.algorithms import ADVANTAGES, AGGREGATIONS
 from deploy.run.findings import Finding, examine
-from deploy.run.model_files import chat_template
+from deploy.run.model_files import cached_folder, chat_template
 from producers.datasets.base import Example
 from producers.datasets.loading import build_dataset
 from producers.engines import ENGINES
@@ -27,7 +27,7 @@ from producers.engines.factory import engine_name, find_engine
 from producers.workflows.base import find_workflow
 from schemas.config import TidemillConfig, parse_config
 from schemas.errors import ConfigError
-from schemas.plugins import bind, check_arguments, load
+from schemas.plugins import bind, check_call, load
 
 END = "end"
 """The name of a check that begins when all have been made."""
@@ -74,17 +74,15 @@ def check_data(config: TidemillConfig) -> Finding | str:
 
 def check_chat(config: TidemillConfig, example: Example) -> None:
     """ConfigError when an example has messages and the model's tokenizer no chat template, or a broken one."""
-    from huggingface_hub import try_to_load_from_cache
-
-    folder = Path(config.model.path).expanduser()
-    if example.messages is None:
+    if example.messages is None or (config.warm_start is not None and not Path(config.model.path).is_dir()):
         return
+    folder = Path(config.model.path).expanduser()
     if not folder.is_dir():
-        cached = None if config.warm_start else try_to_load_from_cache(config.model.path, "config.json")
-        if not isinstance(cached, str):
-            # Of a model that is not here yet nothing can be told.
+        cached = cached_folder(config.model.path)
+        if cached is None or not (cached / "tokenizer_config.json").is_file():
+            # Of a tokenizer that is not here yet nothing can be told.
             return
-        folder = Path(cached).parent
+        folder = cached
     template = chat_template(folder)
     if template is None:
         raise ConfigError(
@@ -153,10 +151,16 @@ def check_algorithm(config: TidemillConfig) -> str:
         return text
     from consumers.trainer.algorithms.objective import Objective
 
-    Objective.from_config(trainer, config.base)
-    bind("trainer.advantage", ADVANTAGES.get(trainer.advantage.name, config.base), trainer.advantage.args)
-    check_arguments("trainer.aggregation", AGGREGATIONS.get(trainer.aggregation, config.base), {})
-    KL_ESTIMATORS.get(trainer.kl.estimator, config.base)
+    objective = Objective.from_config(trainer, config.base)
+    advantage = bind("trainer.advantage", ADVANTAGES.get(trainer.advantage.name, config.base), trainer.advantage.args)
+    per_token = getattr(advantage, "per_token", False)
+    check_call("trainer.loss", getattr(objective.loss, "function", objective.loss), ("inputs",))
+    check_call("trainer.advantage", advantage, ("batch", "all_reduce_sum") if per_token else ("rewards", "groups"))
+    aggregation = AGGREGATIONS.get(trainer.aggregation, config.base)
+    check_call("trainer.aggregation", aggregation, ("lengths", "groups", "totals"))
+    for estimator in (objective.estimator, *(rule.estimator for rule in objective.rules)):
+        if estimator is not None:
+            check_call("trainer.kl.estimator", estimator, ("difference",))
     return text
 
 

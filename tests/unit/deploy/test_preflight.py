@@ -193,6 +193,34 @@ def test_arguments_are_bound_as_the_services_will_bind_them(
     assert message in found.text
 
 
+@pytest.mark.parametrize(
+    ("setting", "code", "message"),
+    [
+        ({"loss": {"name": "mine.py:f"}}, "def f(inputs, *, beta): ...", "missing a required argument: 'beta'"),
+        ({"loss": {"name": "mine.py:f"}}, "f = 3", "trainer.loss"),
+        ({"advantage": {"name": "mine.py:f"}}, "def f(rewards): ...", "callable with (rewards, groups)"),
+        ({"aggregation": "mine.py:f"}, "def f(lengths): ...", "callable with (lengths, groups, totals)"),
+        ({"kl": {"estimator": "mine.py:f"}}, "def f(): ...", "trainer.kl.estimator must be callable with (difference)"),
+    ],
+)
+def test_algorithms_of_a_user_must_be_callable_as_the_trainer_calls_them(
+    folder: Path, setting: dict[str, Any], code: str, message: str
+) -> None:
+    (folder / "mine.py").write_text(code)
+    found = trial_of(folder, trainer={"batch_groups": 8, **setting})[-1]
+    assert (found.name, found.level) == ("algorithm", "fail")
+    assert message in found.text
+
+
+def test_examples_of_algorithms_pass_the_check(folder: Path) -> None:
+    code = "def loss(inputs, *, beta=1.0): ...\ndef advantage(rewards, groups): ...\ndef kl(difference): ...\n"
+    (folder / "mine.py").write_text(code)
+    for own in ("mine.py:advantage", "reinforce_pp", "grpo"):
+        trainer = {"loss": {"name": "mine.py:loss", "args": {"beta": 2}}, "advantage": {"name": own}, "batch_groups": 8}
+        found = trial_of(folder, trainer=trainer | {"kl": {"estimator": "mine.py:kl"}, "aggregation": "prompt_mean"})
+        assert found[-1].level == "ok", found[-1]
+
+
 def test_built_in_algorithms_without_arguments_need_no_pytorch(folder: Path) -> None:
     """So that a start pays seconds only for what can be wrong."""
     import subprocess
