@@ -7,7 +7,7 @@ is claimed by another after the lease.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -22,6 +22,8 @@ M = TypeVar("M", bound=Message)
 T = TypeVar("T")
 AT_ONCE = 64
 """Samples in one call of a script: the server does nothing else meanwhile."""
+BYTES_AT_ONCE = 16 << 20
+"""Bytes in one call of a script, where one sample has fewer."""
 LOOK_AT = 1000
 """Pending entries whose leases one call looks at for a clock that was set back."""
 Entry = tuple[bytes, dict[bytes, bytes]]
@@ -230,6 +232,20 @@ def _place(entry_id: bytes) -> tuple[int, int]:
     """Where an entry is in its stream; b"" is before all."""
     moment, _, number = entry_id.partition(b"-")
     return (int(moment), int(number)) if entry_id else (-1, -1)
+
+
+def split_calls(parts: Sequence[tuple[bytes | str | int, ...]]) -> list[list[bytes | str | int]]:
+    """Arguments of a script for each sample, joined into calls of at most AT_ONCE samples and BYTES_AT_ONCE bytes."""
+    calls: list[list[bytes | str | int]] = []
+    count = size = 0
+    for part in parts:
+        length = sum(len(item) for item in part if isinstance(item, bytes))
+        if not calls or count == AT_ONCE or size + length > BYTES_AT_ONCE:
+            calls.append([])
+            count = size = 0
+        calls[-1] += part
+        count, size = count + 1, size + length
+    return calls
 
 
 def number(text: bytes | None) -> int:

@@ -12,7 +12,7 @@ from typing import Any
 from broker.connection.connection import BLOCK_MS, Connection
 from broker.connection.counters import DUPLICATE, add_counts
 from broker.connection.keys import REWARD
-from broker.queues.consumer_group import AT_ONCE, ConsumerGroup, Delivery, Entry, number
+from broker.queues.consumer_group import ConsumerGroup, Delivery, Entry, number, split_calls
 from broker.queues.dead_letters import LIMIT, letter_bytes
 from schemas.codec import BadMessage, decode, encode
 from schemas.messages import DeadLetter, Score, Trajectory
@@ -38,15 +38,13 @@ class ScoreQueue(ConsumerGroup):
     def publish(self, results: Sequence[tuple[Delivery[Trajectory], Score]]) -> list[str]:
         """Hand over scores; a failed one excludes its sample and leaves a dead letter, never a reward of 0."""
         keys: list[bytes] = []
-        calls: list[list[Any]] = []
-        for index, (delivery, score) in enumerate(results):
-            if index % AT_ONCE == 0:
-                calls.append([])
+        parts: list[tuple[bytes | str | int, ...]] = []
+        for delivery, score in results:
             keys.append(delivery.entry_id)
             sent = self._fitting(score)
-            calls[-1] += _scored(delivery.entry_id, delivery.message.task_id, delivery.message.sample, sent)
-            calls[-1].append(self._dead_score(delivery.message, sent))
-        answers = self._connection.run_scripts("publish_scores", calls) if calls else []
+            scored = _scored(delivery.entry_id, delivery.message.task_id, delivery.message.sample, sent)
+            parts.append((*scored, self._dead_score(delivery.message, sent)))
+        answers = self._connection.run_scripts("publish_scores", split_calls(parts)) if parts else []
         self._held[self._connection.keys.trajectories].difference_update(keys)
         said = [word.decode() for words in answers for word in words]
         add_counts(self._connection, {f"{DUPLICATE}:score": said.count("dup")})

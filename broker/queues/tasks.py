@@ -15,7 +15,7 @@ import structlog
 from broker.connection.connection import BLOCK_MS, Connection
 from broker.connection.counters import CLOSED, DUPLICATE, add_counts
 from broker.connection.keys import GENERATORS
-from broker.queues.consumer_group import ConsumerGroup, Delivery, Entry, number
+from broker.queues.consumer_group import ConsumerGroup, Delivery, Entry, number, split_calls
 from broker.queues.dead_letters import letter_bytes
 from schemas.codec import BadMessage, decode, encode
 from schemas.errors import printable
@@ -99,11 +99,11 @@ class TaskQueue(ConsumerGroup):
 
     def publish_all(self, results: Sequence[tuple[int, Sequence[Trajectory]]]) -> list[list[str]]:
         """``publish`` for several tasks in one round trip."""
-        calls: list[list[int | bytes | str]] = []
+        calls: list[tuple[int, list[int | bytes | str]]] = []
         refused: set[tuple[int, int]] = set()
-        for task_id, trajectories in results:
+        for place, (task_id, trajectories) in enumerate(results):
             off = [item.sample for item in trajectories if off_version(item)]
-            args: list[int | bytes | str] = [task_id, f",{','.join(map(str, off))}," if off else ""]
+            parts: list[tuple[int | bytes | str, ...]] = []
             for trajectory in trajectories:
                 try:
                     body = encode(trajectory, self._max_bytes)
@@ -111,15 +111,19 @@ class TaskQueue(ConsumerGroup):
                     self.fail_sample(task_id, trajectory.sample, str(error))
                     refused.add((task_id, trajectory.sample))
                     continue
-                args += [trajectory.sample, trajectory.loss_mask.data.count(1), body]
-            calls.append(args)
-        answers = self._connection.run_scripts("publish_samples", calls)
-        said = [answer for words in answers for answer in words]
+                parts.append((trajectory.sample, trajectory.loss_mask.data.count(1), body))
+            begin: list[int | bytes | str] = [task_id, f",{','.join(map(str, off))}," if off else ""]
+            calls += [(place, [*begin, *call]) for call in split_calls(parts)]
+        answers = self._connection.run_scripts("publish_samples", [call for _, call in calls])
+        words: list[list[bytes]] = [[] for _ in results]
+        for (place, _), answer in zip(calls, answers, strict=True):
+            words[place] += answer
+        said = [word for of_task in words for word in of_task]
         add_counts(self._connection, {f"{DUPLICATE}:publish": said.count(b"dup"), CLOSED: said.count(b"closed")})
-        words = [iter(answer) for answer in answers]
+        following = [iter(of_task) for of_task in words]
         return [
             ["failed" if (task_id, item.sample) in refused else next(answer).decode() for item in trajectories]
-            for (task_id, trajectories), answer in zip(results, words, strict=True)
+            for (task_id, trajectories), answer in zip(results, following, strict=True)
         ]
 
     def fail_sample(self, task_id: int, sample: int, reason: str, broken_version: int = -1) -> None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import pytest
 
 from broker.client import Broker
 from broker.flow.trainer_session import _runs
 from broker.queues.consumer_group import AT_ONCE
 from deploy.bench.workload import PipelineShape, TrajectoryPool, begin
+from schemas.codec import encode
 from schemas.messages import Score
 
 pytestmark = pytest.mark.integration
@@ -58,6 +62,26 @@ def test_more_scores_than_fit_one_call_are_each_published_once(broker: Broker) -
     assert queue.publish(results) == ["dup"] * count
     assert broker.connection.client.xlen(broker.connection.keys.scored) == count
     assert broker.connection.client.xpending(broker.connection.keys.trajectories, "reward")["pending"] == 0
+
+
+def test_no_call_of_a_script_holds_more_bytes_than_it_may(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
+    most = 3 * len(encode(POOL.trajectory(POOL.task(0, SAMPLES), 0, 0)))
+    monkeypatch.setattr("broker.queues.consumer_group.BYTES_AT_ONCE", most)
+    real, sent = broker.connection.run_scripts, dict[str, list[list[int]]]()
+
+    def run_scripts(name: str, calls: Sequence[Sequence[Any]]) -> list[Any]:
+        sent[name] = [[len(item) for item in call if isinstance(item, bytes)] for call in calls]
+        return real(name, calls)
+
+    monkeypatch.setattr(broker.connection, "run_scripts", run_scripts)
+    fill(broker)
+    failed = Score(status="error", reason="no")
+    queue = broker.score_queue("r")
+    assert queue.publish([(item, failed) for item in queue.read(GROUPS * SAMPLES)]) == ["ok"] * GROUPS * SAMPLES
+    for name in ("publish_samples", "publish_scores"):
+        assert len(sent[name]) > GROUPS
+        assert max(map(sum, sent[name])) <= most
+    assert broker.ledger.read_state().dead_letters == GROUPS * SAMPLES
 
 
 def test_trajectories_are_fetched_in_the_order_asked_for(broker: Broker) -> None:
