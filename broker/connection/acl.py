@@ -65,8 +65,8 @@ ROLES: Mapping[str, Role] = {
     ),
     "trainer": Role(
         "take_over read_pipeline claim_scores reclaim_scores discard_scores diagnose_group close_group journal_batch"
-        " complete_step commit_step finish_run add_version put_chunk keep_samples drop_dead_letters heartbeat"
-        " append_telemetry add_counts",
+        " complete_step commit_step forget_consumers finish_run add_version put_chunk keep_samples drop_dead_letters"
+        " heartbeat append_telemetry add_counts",
         f"{_SERVICE} {_LEDGER} hgetall xgroup|create xinfo|groups xrange xdel",
     ),
     "observer": Role("read_pipeline measure_streams", _LOOKER, "*", ""),

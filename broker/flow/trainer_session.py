@@ -30,6 +30,9 @@ from schemas.codec import SCHEMA_VERSION, BadMessage, decode, encode
 from schemas.errors import BrokerDamaged, BrokerLost, ConfigError, FencedError
 from schemas.messages import BatchRecord, DeadLetter, Score, Trajectory
 
+SILENT_CONSUMER_S = 3600.0
+"""How long a consumer that holds nothing is silent before the server forgets it."""
+
 
 class TrainerSession:
     """The pipeline operations of one trainer process.
@@ -201,7 +204,10 @@ class TrainerSession:
         )
 
     def commit_steps(self, records: Sequence[BatchRecord]) -> None:
-        """A durable checkpoint covers these steps: acknowledge and delete what they were trained on."""
+        """A durable checkpoint covers these steps: acknowledge and delete what they were trained on.
+
+        What the server keeps of workers that are long gone is deleted, too.
+        """
         began = time.monotonic()
         for record in records:
             tasks = [group.task_id for group in record.groups]
@@ -215,6 +221,10 @@ class TrainerSession:
                 )
             )
             self._seen.difference_update(scored)
+        if records:
+            self._fenced(
+                self._connection.run_script("forget_consumers", self._leader_term, int(SILENT_CONSUMER_S * 1000))
+            )
         add_counts(
             self._connection, {COMMITS: len(records), COMMIT_SECONDS: time.monotonic() - began if records else 0}
         )

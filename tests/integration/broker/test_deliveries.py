@@ -10,7 +10,8 @@ import pytest
 import redis
 
 from broker.client import Broker
-from tests.support.prompt_groups import make_task, make_trajectory
+from schemas.messages import Score
+from tests.support.prompt_groups import claim_batch, make_task, make_trajectory
 from tests.support.trainer_sessions import take_over
 
 pytestmark = pytest.mark.integration
@@ -159,3 +160,34 @@ def test_leases_of_the_future_are_found_behind_many_others(broker: Broker, monke
         found = [item.message.task_id for item in following.claim_stale(0.2, 1)]
         time.sleep(0.02)
     assert found == [35]
+
+
+def consumers(broker: Broker, stream: str, group: str) -> set[str]:
+    key = getattr(broker.connection.keys, stream)
+    return {item["name"].decode() for item in broker.connection.client.xinfo_consumers(key, group)}
+
+
+def test_workers_that_are_long_gone_are_forgotten_with_a_commit_but_not_what_they_hold(
+    broker: Broker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    take_over(broker).claim_scores(1)
+    training = take_over(broker, fresh=False)
+    broker.ledger.admit_all([make_task(task_id) for task_id in range(2)])
+    gone, holding = broker.task_queue("gone"), broker.task_queue("holding")
+    gone.read(1, 10)
+    gone.publish(0, [make_trajectory(0, 0), make_trajectory(0, 1)])
+    assert holding.read(1, 10)
+    rewards = broker.score_queue("gone")
+    rewards.publish([(item, Score(reward=1.0)) for item in rewards.read(2, 10)])
+    record = claim_batch(training)
+    training.journal_batch(record)
+    training.complete_step(record)
+    training.commit_steps([record])
+    assert consumers(broker, "tasks", "generators") == {"gone", "holding"}
+    monkeypatch.setattr("broker.flow.trainer_session.SILENT_CONSUMER_S", 0.0)
+    training.commit_steps([record])
+    assert consumers(broker, "tasks", "generators") == {"holding"}
+    assert consumers(broker, "trajectories", "reward") == consumers(broker, "scored", "trainer") == set()
+    assert [item.message.task_id for item in broker.task_queue("next").claim_stale(0.0, 10)] == [1]
+    assert broker.ledger.admit(make_task(2)).answer == "ok"
+    assert [item.message.task_id for item in gone.read(1, 10)] == [2], "it was only slow, and is there again"

@@ -1,0 +1,19 @@
+#!lua flags=allow-oom
+-- KEYS: LEADER_TERM TASKS EVAL_TASKS TRAJECTORIES SCORED
+-- ARGV: term, milliseconds. Deletes what the server keeps of workers that hold nothing and were silent for so long: each
+-- name that ever read is kept otherwise. A worker that reads again is there again. Returns how many there were.
+local no = refused(ARGV[1])
+if no then return no end
+local count = 0
+for _, pair in ipairs({{TASKS, GENERATORS}, {EVAL_TASKS, GENERATORS}, {TRAJECTORIES, REWARD}, {SCORED, TRAINER}}) do
+  local found = redis.pcall('XINFO', 'CONSUMERS', pair[1], pair[2])
+  for _, consumer in ipairs(found.err and {} or found) do
+    local named = {}
+    for i = 1, #consumer, 2 do named[consumer[i]] = consumer[i + 1] end
+    if named['pending'] == 0 and named['idle'] >= tonumber(ARGV[2]) then
+      redis.call('XGROUP', 'DELCONSUMER', pair[1], pair[2], named['name'])
+      count = count + 1
+    end
+  end
+end
+return count
