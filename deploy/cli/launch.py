@@ -3,13 +3,35 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
 from deploy.cli.options import ConfigFile, Fresh, Overrides, load
 
 app = typer.Typer()
+
+Gpus = Annotated[str, typer.Option(metavar="N|auto", help="GPUs of one generator; auto: what its engine needs.")]
+TrainerGpus = Annotated[
+    str, typer.Option(metavar="N|auto", help="GPUs of the trainer, on each node, a rank each; auto: trainer.processes.")
+]
+
+
+def _number(gpus: str) -> float | Literal["auto"]:
+    """The number in an option; typer.BadParameter if it is none."""
+    if gpus == "auto":
+        return "auto"
+    try:
+        return float(gpus)
+    except ValueError:
+        raise typer.BadParameter(f"{gpus!r} is neither auto nor a number of GPUs") from None
+
+
+def _whole(gpus: str) -> int | Literal["auto"]:
+    number = _number(gpus)
+    if number == "auto" or number == int(number):
+        return "auto" if number == "auto" else int(number)
+    raise typer.BadParameter(f"{gpus} is not a whole number of GPUs")
 
 
 @app.command()
@@ -27,9 +49,9 @@ def slurm(
     overrides: Overrides = None,
     folder: Annotated[Path | None, typer.Option(help="Where the scripts go; slurm/ in the run's folder.")] = None,
     generators: Annotated[int | None, typer.Option(help="Size of the array; generator.replicas.")] = None,
-    generator_gpus: Annotated[int, typer.Option(help="GPUs of one generator.")] = 0,
+    generator_gpus: Gpus = "auto",
     trainer_nodes: Annotated[int, typer.Option(help="Nodes of the trainer.")] = 1,
-    trainer_gpus: Annotated[int, typer.Option(help="GPUs of one trainer node, a rank each.")] = 0,
+    trainer_gpus: TrainerGpus = "auto",
     time: Annotated[str, typer.Option(help="Time limit of each job; what needs longer is requeued.")] = "24:00:00",
     partition: Annotated[str | None, typer.Option(help="Partition of all jobs.")] = None,
     account: Annotated[str | None, typer.Option(help="Account of all jobs.")] = None,
@@ -48,9 +70,9 @@ def slurm(
 
     launcher = Slurm(
         generators=generators,
-        generator_gpus=generator_gpus,
+        generator_gpus=_whole(generator_gpus),
         trainer_nodes=trainer_nodes,
-        trainer_gpus=trainer_gpus,
+        trainer_gpus=_whole(trainer_gpus),
         time=time,
         partition=partition,
         account=account,
@@ -70,8 +92,8 @@ def ray(
     address: Annotated[str, typer.Option(help="The cluster; auto finds it, local starts one here.")] = "auto",
     generators: Annotated[int | None, typer.Option(help="Fewest generators; generator.replicas.")] = None,
     max_generators: Annotated[int | None, typer.Option(help="Most generators; as many as the fewest.")] = None,
-    generator_gpus: Annotated[float, typer.Option(help="GPUs of one generator.")] = 0.0,
-    trainer_gpus: Annotated[float, typer.Option(help="GPUs of the trainer.")] = 0.0,
+    generator_gpus: Gpus = "auto",
+    trainer_gpus: TrainerGpus = "auto",
     generator_cpus: Annotated[float, typer.Option(help="CPUs of one generator.")] = 1.0,
     trainer_cpus: Annotated[float, typer.Option(help="CPUs of the trainer.")] = 1.0,
     fresh: Fresh = False,
@@ -80,7 +102,15 @@ def ray(
     loaded = load(config, overrides)
     from deploy.launchers.ray import Ray
 
-    launcher = Ray(address, trainer_cpus, trainer_gpus, generator_cpus, generator_gpus, generators, max_generators)
+    launcher = Ray(
+        address,
+        trainer_cpus,
+        _number(trainer_gpus),
+        generator_cpus,
+        _number(generator_gpus),
+        generators,
+        max_generators,
+    )
     raise typer.Exit(launcher.launch(loaded, fresh))
 
 

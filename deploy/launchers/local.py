@@ -6,26 +6,39 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from deploy.launchers.gpus import VISIBLE, Auto, Gpu, GpuPlan, check_count, find_gpus, plan_gpus
 from deploy.run.up import run_up
 from deploy.supervisor.process import Process, Processes
 from schemas.config import TidemillConfig
 from schemas.errors import ConfigError
 
-VISIBLE = "CUDA_VISIBLE_DEVICES"
-
 
 class Local(Processes):
-    """GPUs are dealt out when a number is given: the first ones to the trainer, the next to each generator in turn.
+    """GPUs are dealt out: the first ones to the trainer, the next to each generator in turn.
 
-    trainer_gpus: of the trainer. generator_gpus: of one generator. With 0 a service sees what this process sees.
+    trainer_gpus: of the trainer. generator_gpus: of one generator. ``auto`` is what each needs
+    (deploy/launchers/gpus.py); with 0 a service sees what this process sees.
     """
 
-    def __init__(self, trainer_gpus: int = 0, generator_gpus: int = 0) -> None:
-        self._trainer_gpus = trainer_gpus
-        self._generator_gpus = generator_gpus
+    def __init__(self, trainer_gpus: int | Auto = "auto", generator_gpus: int | Auto = "auto") -> None:
+        check_count("trainer_gpus", trainer_gpus)
+        check_count("generator_gpus", generator_gpus)
+        self._wanted: tuple[int | Auto, int | Auto] = (trainer_gpus, generator_gpus)
+        self._trainer_gpus = 0 if trainer_gpus == "auto" else trainer_gpus
+        self._generator_gpus = 0 if generator_gpus == "auto" else generator_gpus
+        self._there: list[Gpu] = []
+
+    def plan(self, config: TidemillConfig) -> GpuPlan:
+        """What this run's services would get of this machine's GPUs; ConfigError when they can't have it."""
+        self._there = find_gpus()
+        return plan_gpus(config, self._there, *self._wanted)
 
     def launch(self, config: TidemillConfig, fresh: bool = False) -> int:
-        return run_up(config, self, fresh)
+        plan = self.plan(config)
+        self._trainer_gpus, self._generator_gpus = int(plan.trainer), int(plan.generator)
+        if plan.text:
+            print(plan.text)
+        return run_up(plan.apply(config), self, fresh)
 
     def start(
         self, argv: Sequence[str], name: str, role: str, log: Path | None, environment: Mapping[str, str], mark: str
@@ -44,10 +57,10 @@ class Local(Processes):
             wanted = range(first, first + self._generator_gpus)
         else:
             return []
-        given = [device for device in os.environ.get(VISIBLE, "").split(",") if device]
+        given = [gpu.name for gpu in self._there] or [name for name in os.environ.get(VISIBLE, "").split(",") if name]
         if given and wanted and wanted[-1] >= len(given):
             raise ConfigError(
-                f"{name} would have GPU {wanted[-1] + 1} of the {len(given)} in {VISIBLE}: fewer generators, or smaller"
-                " launcher.args.trainer_gpus and generator_gpus"
+                f"{name} would have GPU {wanted[-1] + 1} of the {len(given)} that there are: fewer generators, or"
+                " smaller launcher.args.trainer_gpus and generator_gpus"
             )
         return [given[index] if given else str(index) for index in wanted]

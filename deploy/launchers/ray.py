@@ -10,6 +10,7 @@ autoscaler brings, and more of them are asked for while tasks wait.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import signal
 import sys
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from broker.connection.connection import find_url
+from deploy.launchers.gpus import Auto, GpuPlan, check_count, engine_width, shared_utilization
 from deploy.run.up import run_up
 from deploy.supervisor.process import Process, Processes
 from deploy.supervisor.services import Exit, Running, Scaler
@@ -110,8 +112,8 @@ class Host:
 class RayCluster:
     """A starter that attaches to the cluster at once; ConfigError if there is none or it can never have room."""
 
-    def __init__(self, options: Ray, least: int, most: int, broker_url: str | None) -> None:
-        """least, most: generators. broker_url: broker.url of the configuration."""
+    def __init__(self, options: Ray, config: TidemillConfig, least: int, most: int) -> None:
+        """least, most: generators."""
         try:
             import ray
         except ImportError as error:
@@ -127,8 +129,9 @@ class RayCluster:
                 )
         except (ConnectionError, RuntimeError, ValueError) as error:
             raise ConfigError(f"no Ray cluster at {options.address!r}: {' '.join(str(error).split())}") from error
-        if find_url(broker_url) is None and sum(bool(node["Alive"]) for node in self._ray.nodes()) > 1:
+        if find_url(config.broker.url) is None and sum(bool(node["Alive"]) for node in self._ray.nodes()) > 1:
             raise ConfigError("the embedded broker serves one machine: set REDIS_URL to a server that all nodes reach")
+        self.gpus = options.plan(config, float(self._ray.cluster_resources().get("GPU", 0)), least, most)
         self._group = self._reserve()
 
     def __enter__(self) -> Self:
@@ -169,18 +172,18 @@ class RayCluster:
         options = self._options
         where: Any = "SPREAD"
         if role == "generator":
-            cpus, gpus = options.generator_cpus, options.generator_gpus
+            cpus, gpus = options.generator_cpus, self.gpus.generator
         else:
             trainer = role == "trainer"
             where = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=0 if trainer else 1)
             # The small services share a bundle: what it has is theirs together.
-            cpus, gpus = (options.trainer_cpus, options.trainer_gpus) if trainer else (0.0, 0.0)
+            cpus, gpus = (options.trainer_cpus, self.gpus.trainer) if trainer else (0.0, 0.0)
         return self._ray.remote(Host).options(
             num_cpus=cpus, num_gpus=gpus, scheduling_strategy=where, max_restarts=0, max_concurrency=8
         )
 
     def _reserve(self) -> Any:
-        bundles = [{"CPU": self._options.trainer_cpus, "GPU": self._options.trainer_gpus}, {"CPU": 1.0}]
+        bundles = [{"CPU": self._options.trainer_cpus, "GPU": self.gpus.trainer}, {"CPU": 1.0}]
         wanted = [{kind: amount for kind, amount in bundle.items() if amount} for bundle in bundles]
         group = self._ray.util.placement_group(wanted, strategy="PACK")
         if not group.wait(PLACE_S):
@@ -235,16 +238,17 @@ class RayService:
 class Ray:
     """The launcher ``ray``, with the resources that Ray is asked for, of each service.
 
-    address: of the cluster; ``auto`` finds it, ``local`` starts one here.
+    address: of the cluster; ``auto`` finds it, ``local`` starts one here. gpus: ``auto`` is what each needs where the
+    cluster has any; of a single one each has a part.
 
     generators, max_generators: fewest and most; by default generator.replicas, and as many as the fewest.
     """
 
     address: str = "auto"
     trainer_cpus: float = 1.0
-    trainer_gpus: float = 0.0
+    trainer_gpus: float | Auto = "auto"
     generator_cpus: float = 1.0
-    generator_gpus: float = 0.0
+    generator_gpus: float | Auto = "auto"
     generators: int | None = None
     max_generators: int | None = None
 
@@ -253,6 +257,27 @@ class Ray:
         most = least if self.max_generators is None else self.max_generators
         if not 1 <= least <= most:
             raise ConfigError(f"Ray needs 1 or more generators and a maximum not below it, not {least} to {most}")
-        generator = config.generator.model_copy(update={"replicas": least})
-        with RayCluster(self, least, most, config.broker.url) as cluster:
-            return run_up(config.model_copy(update={"generator": generator}), cluster, fresh)
+        check_count("trainer_gpus", self.trainer_gpus, whole=False)
+        check_count("generator_gpus", self.generator_gpus, whole=False)
+        with RayCluster(self, config, least, most) as cluster:
+            if cluster.gpus.text:
+                print(cluster.gpus.text)
+            return run_up(cluster.gpus.apply(config), cluster, fresh)
+
+    def plan(self, config: TidemillConfig, there: float, least: int, most: int) -> GpuPlan:
+        """Return the GPUs to ask a cluster for that has so many."""
+        asked = "auto" not in (self.trainer_gpus, self.generator_gpus)
+        width = engine_width(config)
+        if asked or not there:
+            trainer = 0.0 if self.trainer_gpus == "auto" else self.trainer_gpus
+            generator = 0.0 if self.generator_gpus == "auto" else self.generator_gpus
+            text = "" if asked else "no GPUs: Ray has none now; --trainer-gpus and --generator-gpus ask for some"
+            return GpuPlan(trainer, generator, least, text=text)
+        trainer = float(config.trainer.processes) if self.trainer_gpus == "auto" else self.trainer_gpus
+        generator = float(width) if self.generator_gpus == "auto" else self.generator_gpus
+        if there == 1 and (self.trainer_gpus, self.generator_gpus, trainer, width) == ("auto", "auto", 1, 1):
+            utilization = shared_utilization(config, most)
+            text = f"GPUs: 1 that all share, vLLM takes {utilization:g} of its memory" if utilization else ""
+            return GpuPlan(0.5, math.floor(500 / most) / 1000, least, utilization, text or "GPUs: 1 that all share")
+        text = f"GPUs: {trainer:g} for the trainer, {generator:g} for each generator, of {there:g}"
+        return GpuPlan(trainer, generator, least, text=text)

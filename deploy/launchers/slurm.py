@@ -10,11 +10,12 @@ import os
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.resources import files
 from pathlib import Path
 from string import Template
 
+from deploy.launchers.gpus import Auto, ask, check_count, engine_width
 from deploy.run.folder import settle_configuration
 from deploy.run_files import CONFIG
 from schemas.config import TidemillConfig
@@ -23,13 +24,15 @@ from schemas.run_record import check_record
 
 SCRIPTS = ("job.sh", "services.sbatch", "trainer.sbatch", "generators.sbatch", "submit.sh")
 PREPARE = "prepare.sbatch"
+NO_GPUS = "no GPUs: Slurm knows of none here; --trainer-gpus and --generator-gpus ask for some"
 
 
 @dataclass(frozen=True)
 class Slurm:
     """The launcher ``slurm``, with what Slurm is asked for: it writes scripts, and a user runs the last of them.
 
-    generators: size of the array, generator.replicas by default. gpus: of one generator and of one trainer node.
+    generators: size of the array, generator.replicas by default. gpus: of one generator and of one trainer node;
+    ``auto`` is what each needs where Slurm says that there are any.
     time: of every job, as Slurm writes it; jobs that need longer are requeued. sbatch: more options, for all jobs.
     setup: shell line that makes ``tidemill`` known, by default the activation of this very environment.
     container: command that runs another one in an image, with ``{role}`` for the image's role.
@@ -38,9 +41,9 @@ class Slurm:
     """
 
     generators: int | None = None
-    generator_gpus: int = 0
+    generator_gpus: int | Auto = "auto"
     trainer_nodes: int = 1
-    trainer_gpus: int = 0
+    trainer_gpus: int | Auto = "auto"
     time: str = "24:00:00"
     partition: str | None = None
     account: str | None = None
@@ -51,14 +54,34 @@ class Slurm:
     folder: Path | str | None = None
 
     def launch(self, config: TidemillConfig, fresh: bool = False) -> int:
-        """Write the scripts and print their paths, that of submit.sh last."""
+        """Write the scripts and print their paths, that of submit.sh last; on stderr the GPUs that jobs ask for."""
         if fresh:
             raise ConfigError(
                 f"Slurm jobs go on with what there is: for a new run, tidemill purge, and rm -r {config.folder}"
             )
-        for path in self.write(config):
+        dealt = self.deal(config)
+        if dealt is not self:
+            text = f"GPUs: {dealt.trainer_gpus} for each trainer node, {dealt.generator_gpus} for each generator"
+            print(text if dealt.trainer_gpus or dealt.generator_gpus else NO_GPUS, file=sys.stderr)
+        for path in dealt.write(config):
             print(path)
         return OK_EXIT
+
+    def deal(self, config: TidemillConfig) -> Slurm:
+        """Return the same with numbers for ``auto``; ConfigError for what can be none."""
+        check_count("trainer_gpus", self.trainer_gpus)
+        check_count("generator_gpus", self.generator_gpus)
+        if "auto" not in (self.trainer_gpus, self.generator_gpus):
+            return self
+        command = ["sinfo", "--noheader", "--format=%G", *([f"--partition={self.partition}"] if self.partition else [])]
+        there = "gpu" in ask(command)
+        trainer = config.trainer.processes if self.trainer_gpus == "auto" and there else self.trainer_gpus
+        generator = engine_width(config) if self.generator_gpus == "auto" and there else self.generator_gpus
+        return replace(
+            self,
+            trainer_gpus=0 if trainer == "auto" else trainer,
+            generator_gpus=0 if generator == "auto" else generator,
+        )
 
     def write(self, config: TidemillConfig) -> list[Path]:
         """Write the configuration in effect and the scripts; returns the scripts, submit.sh last. Overwrites.
@@ -117,7 +140,7 @@ class Slurm:
 
     def _trainer(self, config: str) -> str:
         """Command of the trainer: a single process needs no torchrun; ranks meet at the first node of the job."""
-        ranks = max(1, self.trainer_gpus)
+        ranks = max(1, _number(self.trainer_gpus))
         if self.trainer_nodes * ranks == 1:
             return f"keep forward {self._command('trainer')} trainer {config}"
         return (
@@ -133,7 +156,12 @@ def _queue_prepare(folder: Path) -> str:
     return f"after=--dependency=afterok:$(sbatch --parsable {shlex.quote(str(folder / PREPARE))})"
 
 
-def _gpus(count: int) -> str:
+def _number(gpus: int | Auto) -> int:
+    return 0 if gpus == "auto" else gpus
+
+
+def _gpus(gpus: int | Auto) -> str:
+    count = _number(gpus)
     return f"#SBATCH --gpus-per-node={count}" if count else "# No GPU was asked for."
 
 

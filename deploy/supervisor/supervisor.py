@@ -141,8 +141,9 @@ class Supervisor:
         life = Life(self._policy, finishes=spec.finishes, may_leave=not spec.essential)
         self._started += 1
         service = _Service(spec, life, self._logs / f"{spec.name}.log", self._started)
-        self._services[spec.name] = service
+        # One that can't be started at all was never there.
         self._start(service, time.monotonic())
+        self._services[spec.name] = service
 
     def add_role(self, role: str, factory: Callable[[int], ServiceSpec], count: int) -> None:
         """Start ``count`` replicas; ``factory`` makes the spec of replica 0, 1, ... ``scale`` changes the count."""

@@ -10,9 +10,11 @@ import textwrap
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from deploy.supervisor.process import Process, Processes
 from deploy.supervisor.restart_policy import State
 from deploy.supervisor.services import Change, ServiceSpec
 from deploy.supervisor.supervisor import RunOutcome, Supervisor
@@ -379,3 +381,23 @@ def test_a_second_interrupt_kills_at_once(tmp_path: Path, token: str) -> None:
     process.send_signal(signal.SIGINT)
     process.communicate(timeout=DEADLINE_S)
     assert not marked(token)
+
+
+def test_a_replica_for_which_there_is_no_room_is_refused_and_the_run_goes_on(tmp_path: Path, token: str) -> None:
+    class Full(Processes):
+        def start(self, argv: Any, name: str, *rest: Any) -> Process:
+            if name == "generator-1":
+                raise ConfigError("no GPU is left")
+            return super().start(argv, name, *rest)
+
+    supervisor = Supervisor(SupervisorConfig(), tmp_path / "logs", starter=Full())
+    with supervisor:
+        supervisor.add_role(
+            "generator",
+            lambda i: ServiceSpec(f"generator-{i}", script("import time; time.sleep(1000)"), role="generator"),
+            1,
+        )
+        with pytest.raises(ConfigError, match="no GPU is left"):
+            supervisor.scale("generator", 2)
+        assert supervisor.poll() is None
+        assert [s.name for s in supervisor.services] == ["generator-0"]

@@ -44,5 +44,5 @@ def test_they_are_dealt_from_those_that_this_process_sees(tmp_path: Path, monkey
     monkeypatch.setenv(VISIBLE, "GPU-a,GPU-b,GPU-c")
     launcher = Local(trainer_gpus=1, generator_gpus=2)
     assert seen(launcher, "generator", "generator-0", tmp_path) == "GPU-b,GPU-c"
-    with pytest.raises(ConfigError, match="generator-1 would have GPU 5 of the 3 in CUDA_VISIBLE_DEVICES"):
+    with pytest.raises(ConfigError, match="generator-1 would have GPU 5 of the 3 that there are"):
         launcher.start(["true"], "generator-1", "generator", None, {}, "")

@@ -1,0 +1,160 @@
+"""Deals GPUs out to the trainer and the generators of a run, by default so that the run fits.
+
+Two or more: ``trainer.processes`` to the trainer, and to each generator as many as its engine is spread over. One:
+both have it, and vLLM takes what the trainer leaves. None: everything runs on the CPU.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from producers.engines.factory import engine_name
+from schemas.config import TidemillConfig
+from schemas.errors import ConfigError
+
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+SHARED = 0.4
+"""Share of a GPU's memory that vLLM takes of one that the trainer has as well."""
+UTILIZATION = "gpu_memory_utilization"
+ASK_S = 20.0
+"""How long nvidia-smi or Slurm may take to answer."""
+
+Auto = Literal["auto"]
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One device. name: as CUDA_VISIBLE_DEVICES calls it. memory_gb: None if unknown."""
+
+    name: str
+    memory_gb: float | None = None
+
+
+@dataclass(frozen=True)
+class GpuPlan:
+    """The GPUs of the trainer, those of one generator, and how many generators there are.
+
+    0 GPUs: the service sees all that there are. utilization: of vLLM, on a GPU that is shared; None leaves it as it is.
+    text: what was dealt out, in a line; empty when nothing was.
+    """
+
+    trainer: float
+    generator: float
+    replicas: int
+    utilization: float | None = None
+    text: str = ""
+
+    def apply(self, config: TidemillConfig) -> TidemillConfig:
+        """Return the configuration as it fits."""
+        args = config.generator.args
+        if self.utilization is not None:
+            args = {**args, UTILIZATION: self.utilization}
+        generator = config.generator.model_copy(update={"replicas": self.replicas, "args": args})
+        return config.model_copy(update={"generator": generator})
+
+
+def check_count(name: str, value: object, whole: bool = True) -> None:
+    """ConfigError unless ``value`` can be a number of GPUs, or ``auto``."""
+    kinds = int if whole else (int, float)
+    if value != "auto" and (not isinstance(value, kinds) or isinstance(value, bool) or value < 0):
+        raise ConfigError(f"launcher.args.{name} is {value!r}: it must be auto, or a number of GPUs, 0 or more")
+
+
+def find_gpus() -> list[Gpu]:
+    """The GPUs that this process may use, as the driver's own program and CUDA_VISIBLE_DEVICES tell them."""
+    listed: dict[str, float] = {}
+    numbers: list[str] = []
+    query = ["nvidia-smi", "--query-gpu=index,uuid,memory.total", "--format=csv,noheader,nounits"]
+    for line in ask(query).splitlines():
+        index, uuid, memory = (part.strip() for part in line.split(","))
+        numbers.append(index)
+        listed[index] = listed[uuid] = float(memory) / 1024
+    given = os.environ.get(VISIBLE)
+    names = numbers if given is None else [name.strip() for name in given.split(",")]
+    return [Gpu(name, listed.get(name)) for name in names if name and name != "-1"]
+
+
+def ask(command: Sequence[str]) -> str:
+    """What a program of the machine prints; "" where it is missing, fails or does not answer."""
+    if shutil.which(command[0]) is None:
+        return ""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=ASK_S, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout if done.returncode == 0 else ""
+
+
+def engine_width(config: TidemillConfig) -> int:
+    """GPUs over which one generator's engine spreads its model."""
+    args = config.generator.args
+    sizes = [args.get(name, 1) for name in ("tensor_parallel_size", "pipeline_parallel_size")]
+    return int(sizes[0]) * int(sizes[1])
+
+
+def shared_utilization(config: TidemillConfig, replicas: int) -> float | None:
+    """The share of a GPU's memory for each generator that has it together with the trainer; None if it is set."""
+    is_set = engine_name(config.generator.engine) != "vllm" or UTILIZATION in config.generator.args
+    return None if is_set or not replicas else round(SHARED / replicas, 3)
+
+
+def plan_gpus(
+    config: TidemillConfig, gpus: Sequence[Gpu], trainer: int | Auto = "auto", generator: int | Auto = "auto"
+) -> GpuPlan:
+    """Deal out this machine's GPUs; ConfigError when trainer and generators can't have what they need.
+
+    trainer, generator: GPUs of the trainer and of one generator, where they are given.
+    """
+    check_count("trainer_gpus", trainer)
+    check_count("generator_gpus", generator)
+    replicas = config.generator.replicas
+    if not gpus or (trainer != "auto" and generator != "auto"):
+        return GpuPlan(0 if trainer == "auto" else trainer, 0 if generator == "auto" else generator, replicas)
+    ranks, width, there = config.trainer.processes, engine_width(config), len(gpus)
+    if there == 1:
+        return _share(config, gpus[0], ranks, width)
+    ranks = ranks if trainer == "auto" else trainer
+    width = width if generator == "auto" else generator
+    left = there - ranks
+    if left < 0 or (replicas and left < width):
+        raise ConfigError(
+            f"of {there} GPUs the trainer has {ranks} (trainer.processes) and a generator needs {width}"
+            " (generator.args.tensor_parallel_size): lower one of them, or let them share all GPUs with"
+            " launcher.args.trainer_gpus=0 launcher.args.generator_gpus=0"
+        )
+    fitting = min(replicas, left // width) if width else replicas
+    return GpuPlan(ranks, width, fitting, text=_dealt(gpus, ranks, width, fitting, replicas))
+
+
+def _share(config: TidemillConfig, gpu: Gpu, ranks: int, width: int) -> GpuPlan:
+    if ranks > 1 or width > 1:
+        raise ConfigError(
+            f"there is 1 GPU: trainer.processes {ranks} and generator.args.tensor_parallel_size {width} must be 1"
+        )
+    replicas = config.generator.replicas
+    utilization = shared_utilization(config, replicas)
+    text = f"GPU {gpu.name}: trainer and generators share it" if replicas else f"GPU {gpu.name}: trainer"
+    if utilization is not None:
+        text += f", vLLM takes {utilization:g} of its memory (generator.args.{UTILIZATION})"
+    return GpuPlan(0, 0, replicas, utilization, text)
+
+
+def _dealt(gpus: Sequence[Gpu], ranks: int, width: int, replicas: int, wanted: int) -> str:
+    names = [gpu.name for gpu in gpus]
+    parts = [f"{','.join(names[:ranks])} trainer"] if ranks else []
+    at = ranks
+    for index in range(replicas if width else 0):
+        parts.append(f"{','.join(names[at : at + width])} generator-{index}")
+        at += width
+    if replicas < wanted:
+        parts.append(f"no room for more than {replicas} of {wanted} generators")
+    elif width and at < len(names):
+        more = (len(names) - at) // width
+        hint = f", generator.replicas could be {replicas + more}" if more else ""
+        parts.append(f"{','.join(names[at:])} unused{hint}")
+    return f"GPUs: {'; '.join(parts)}"

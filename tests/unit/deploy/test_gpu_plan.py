@@ -1,0 +1,151 @@
+"""How GPUs are dealt out when nobody says how, with an imitation of the programs that know which there are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deploy.launchers.gpus import SHARED, UTILIZATION, VISIBLE, Gpu, GpuPlan, find_gpus, plan_gpus
+from deploy.launchers.local import Local
+from deploy.launchers.ray import Ray
+from deploy.launchers.slurm import Slurm
+from schemas.config import TidemillConfig, parse_config
+from schemas.errors import ConfigError
+
+
+def config(processes: int = 1, replicas: int = 1, engine: str = "vllm", **args: Any) -> TidemillConfig:
+    return parse_config(
+        {
+            "model": {"path": "m"},
+            "train": {"name": "arithmetic"},
+            "reward": {"terms": [{"name": "exact"}]},
+            "trainer": {"processes": processes},
+            "generator": {"engine": engine, "replicas": replicas, "args": args},
+        }
+    )
+
+
+def gpus(count: int) -> list[Gpu]:
+    return [Gpu(str(index), 80.0) for index in range(count)]
+
+
+def install(program: str, folder: Path, monkeypatch: pytest.MonkeyPatch, output: str) -> None:
+    """Put a program on the path that prints this."""
+    file = folder / program
+    file.write_text(f"#!/bin/sh\ncat <<'END'\n{output}\nEND\n")
+    file.chmod(0o755)
+    monkeypatch.setenv("PATH", str(folder), prepend=":")
+
+
+@pytest.fixture
+def four(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine with four GPUs."""
+    monkeypatch.delenv(VISIBLE, raising=False)
+    install("nvidia-smi", tmp_path, monkeypatch, "\n".join(f"{i}, GPU-{i}aa, 81920" for i in range(4)))
+
+
+def test_the_drivers_program_and_the_environment_say_which_gpus_there_are(
+    four: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert find_gpus() == gpus(4)
+    monkeypatch.setenv(VISIBLE, "3,GPU-1aa")
+    assert find_gpus() == [Gpu("3", 80.0), Gpu("GPU-1aa", 80.0)]
+    monkeypatch.setenv(VISIBLE, "")
+    assert find_gpus() == []
+
+
+def test_a_machine_without_the_program_has_no_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(VISIBLE, raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert find_gpus() == []
+    assert plan_gpus(config(), []) == GpuPlan(0, 0, 1)
+
+
+def test_one_gpu_is_shared_and_vllm_leaves_the_trainer_its_part() -> None:
+    plan = plan_gpus(config(), gpus(1))
+    assert (plan.trainer, plan.generator, plan.utilization) == (0, 0, SHARED)
+    assert plan.text == (
+        "GPU 0: trainer and generators share it, vLLM takes 0.4 of its memory (generator.args.gpu_memory_utilization)"
+    )
+    assert plan.apply(config()).generator.args[UTILIZATION] == SHARED
+    assert plan_gpus(config(replicas=2), gpus(1)).utilization == SHARED / 2
+    assert plan_gpus(config(gpu_memory_utilization=0.7), gpus(1)).utilization is None
+    assert plan_gpus(config(engine="transformers"), gpus(1)).utilization is None
+
+
+def test_of_several_the_trainer_has_its_processes_and_each_generator_what_its_engine_needs() -> None:
+    plan = plan_gpus(config(processes=2, replicas=2, tensor_parallel_size=3), gpus(8))
+    assert (plan.trainer, plan.generator, plan.replicas, plan.utilization) == (2, 3, 2, None)
+    assert plan.text == "GPUs: 0,1 trainer; 2,3,4 generator-0; 5,6,7 generator-1"
+
+
+@pytest.mark.parametrize(
+    ("there", "replicas", "fitting", "text"),
+    [
+        (2, 1, 1, "GPUs: 0 trainer; 1 generator-0"),
+        (4, 1, 1, "GPUs: 0 trainer; 1 generator-0; 2,3 unused, generator.replicas could be 3"),
+        (2, 3, 1, "GPUs: 0 trainer; 1 generator-0; no room for more than 1 of 3 generators"),
+        (2, 0, 0, "GPUs: 0 trainer; 1 unused, generator.replicas could be 1"),
+    ],
+)
+def test_generators_are_as_many_as_there_is_room_for(there: int, replicas: int, fitting: int, text: str) -> None:
+    plan = plan_gpus(config(replicas=replicas), gpus(there))
+    assert (plan.replicas, plan.text) == (fitting, text)
+    assert plan.apply(config(replicas=replicas)).generator.replicas == fitting
+
+
+@pytest.mark.parametrize(
+    ("there", "settings", "message"),
+    [
+        (2, {"processes": 2}, r"of 2 GPUs the trainer has 2 \(trainer.processes\) and a generator needs 1"),
+        (4, {"processes": 8}, "of 4 GPUs the trainer has 8"),
+        (1, {"tensor_parallel_size": 2}, "there is 1 GPU: trainer.processes 1 and .*tensor_parallel_size 2 must be 1"),
+    ],
+)
+def test_what_cannot_fit_is_refused_in_one_line(there: int, settings: dict[str, int], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        plan_gpus(config(**settings), gpus(there))
+
+
+def test_numbers_that_are_given_stand() -> None:
+    assert plan_gpus(config(processes=2), gpus(2), 0, 0) == GpuPlan(0, 0, 1)
+    assert plan_gpus(config(replicas=3), gpus(8), 2, "auto").text.startswith("GPUs: 0,1 trainer; 2 generator-0")
+    for wrong in ("all", -1, 1.5, True):
+        with pytest.raises(ConfigError, match="it must be auto, or a number of GPUs, 0 or more"):
+            Local(trainer_gpus=wrong)  # type: ignore[arg-type]
+
+
+def test_tidemill_up_deals_out_what_the_machine_has(
+    four: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen: list[TidemillConfig] = []
+    monkeypatch.setattr("deploy.launchers.local.run_up", lambda config, starter, fresh: seen.append(config))
+    local = Local()
+    local.launch(config(replicas=9))
+    assert capsys.readouterr().out.startswith("GPUs: 0 trainer; 1 generator-0; 2 generator-1; 3 generator-2; no room")
+    assert seen[0].generator.replicas == 3
+    assert (local._gpus("trainer", "trainer"), local._gpus("generator", "generator-2")) == (["0"], ["3"])
+    with pytest.raises(ConfigError, match="generator-3 would have GPU 5 of the 4 that there are"):
+        local._gpus("generator", "generator-3")
+
+
+@pytest.mark.parametrize(("resources", "asked"), [("gpu:8(S:0-1)\n(null)", (2, 4)), ("(null)", (0, 0))])
+def test_slurm_jobs_ask_for_gpus_where_the_cluster_has_some(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, resources: str, asked: tuple[int, int]
+) -> None:
+    install("sinfo", tmp_path, monkeypatch, resources)
+    slurm = Slurm().deal(config(processes=2, tensor_parallel_size=4))
+    assert (slurm.trainer_gpus, slurm.generator_gpus) == asked
+    assert Slurm(trainer_gpus=1, generator_gpus=0).deal(config()) == Slurm(trainer_gpus=1, generator_gpus=0)
+
+
+def test_ray_is_asked_for_gpus_where_the_cluster_has_some_and_for_parts_of_a_single_one() -> None:
+    plan = Ray().plan(config(processes=2, tensor_parallel_size=4), 16.0, 1, 2)
+    assert (plan.trainer, plan.generator, plan.text) == (2, 4, "GPUs: 2 for the trainer, 4 for each generator, of 16")
+    shared = Ray().plan(config(), 1.0, 1, 2)
+    assert (shared.trainer, shared.generator, shared.utilization) == (0.5, 0.25, SHARED / 2)
+    none = Ray().plan(config(), 0.0, 1, 2)
+    assert (none.trainer, none.generator) == (0, 0)
+    assert Ray(trainer_gpus=1, generator_gpus=0.5).plan(config(), 8.0, 1, 2) == GpuPlan(1, 0.5, 1)
