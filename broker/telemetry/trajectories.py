@@ -19,6 +19,11 @@ KEEP_BYTES = 128 * 1024
 """A longer trajectory is not kept: KEEP * KEEP_BYTES bounds the memory, 32 MiB."""
 PER_STEP = 4
 PAGE = 50
+"""Most entries of a stream in one reply."""
+PAGE_BYTES = 4 << 20
+"""Bytes of a reply that are aimed at, by the sizes of the entries before."""
+SEARCH_BYTES = 64 << 20
+"""Bytes of trajectories after which a search ends: what it asks of the broker for one look of one person."""
 SCORES = 5000
 """Scores that a search looks through."""
 
@@ -36,11 +41,27 @@ class StoredTrajectory:
 
 @dataclass(frozen=True)
 class SearchResult:
-    """Result of a search, newest first. examined: trajectories read; complete: whether those were all that are kept."""
+    """Result of a search, newest first. examined: trajectories read; complete: whether there were no more."""
 
     items: list[StoredTrajectory]
     examined: int
     complete: bool
+
+
+@dataclass
+class _Reading:
+    """Entries and bytes that one search has read so far."""
+
+    entries: int = 0
+    size: int = 0
+
+    def add(self, fields: dict[bytes, bytes]) -> None:
+        self.entries += 1
+        self.size += sum(map(len, fields.values()))
+
+    def next_page(self) -> int:
+        """How many entries to ask for: few at first, and few where they are large."""
+        return max(1, min(PAGE, self.entries * PAGE_BYTES // max(self.size, 1))) if self.entries else 4
 
 
 class TrajectoryStore:
@@ -65,12 +86,15 @@ class TrajectoryStore:
     ) -> SearchResult:
         """Return up to ``limit`` trajectories that are ``wanted``, newest first, from the newest ``examine``.
 
+        It ends early after SEARCH_BYTES.
+
         only_trained: look among the trained ones that are kept; the pipeline may hold more than ``examine`` others.
         """
         items: list[StoredTrajectory] = []
         examined = 0
-        for seen in self._kept() if only_trained else self._all(self._scores()):
-            if examined >= examine:
+        reading = _Reading()
+        for seen in self._kept(reading) if only_trained else self._all(self._scores(), reading):
+            if examined >= examine or reading.size > SEARCH_BYTES:
                 return SearchResult(items, examined, False)
             examined += 1
             if wanted(seen):
@@ -81,7 +105,7 @@ class TrajectoryStore:
 
     def get(self, task_id: int, sample: int) -> StoredTrajectory | None:
         """Return a sample; None when it is neither in the pipeline nor kept. A trained one is in both for a while."""
-        for seen in self._kept():
+        for seen in self._kept(_Reading()):
             if (seen.trajectory.task_id, seen.trajectory.sample) == (task_id, sample):
                 return seen
         keys = self._connection.keys
@@ -99,26 +123,32 @@ class TrajectoryStore:
                     return live
         return None
 
-    def _all(self, scores: dict[tuple[int, int], Score]) -> Iterator[StoredTrajectory]:
+    def _all(self, scores: dict[tuple[int, int], Score], reading: _Reading) -> Iterator[StoredTrajectory]:
         known: set[tuple[int, int]] = set()
-        for entry_id, fields in self._pages(self._connection.keys.trajectories):
+        for entry_id, fields in self._pages(self._connection.keys.trajectories, reading):
             live = self._live(entry_id, fields, scores)
             if live is not None:
                 known.add((live.trajectory.task_id, live.trajectory.sample))
                 yield live
-        for seen in self._kept():
+        for seen in self._kept(reading):
             if (seen.trajectory.task_id, seen.trajectory.sample) not in known:
                 yield seen
 
-    def _pages(self, stream: str) -> Iterator[tuple[bytes, dict[bytes, bytes]]]:
+    def _pages(self, stream: str, reading: _Reading) -> Iterator[tuple[bytes, dict[bytes, bytes]]]:
         """A stream from its newest entry backwards, a few at a time: bodies are large."""
         last = "+"
         while True:
+            count = reading.next_page()
             page: Any = self._connection.run(
-                "reading trajectories", lambda client, last: client.xrevrange(stream, last, "-", PAGE), last
+                "reading trajectories",
+                lambda client, last, count: client.xrevrange(stream, last, "-", count),
+                last,
+                count,
             )
-            yield from page
-            if len(page) < PAGE:
+            for entry in page:
+                reading.add(entry[1])
+                yield entry
+            if len(page) < count:
                 return
             last = f"({page[-1][0].decode()}"
 
@@ -142,8 +172,8 @@ class TrajectoryStore:
         score = scores.get((trajectory.task_id, trajectory.sample))
         return StoredTrajectory(trajectory, score, "scored" if score else "generated", _time(id))
 
-    def _kept(self) -> Iterator[StoredTrajectory]:
-        for id, fields in self._pages(self._connection.keys.recent):
+    def _kept(self, reading: _Reading) -> Iterator[StoredTrajectory]:
+        for id, fields in self._pages(self._connection.keys.recent, reading):
             trajectory = self._body(fields.get(b"b", b""))
             if trajectory is not None:
                 yield StoredTrajectory(

@@ -12,6 +12,7 @@ import pytest
 from broker.connection.connection import Connection
 from broker.connection.keys import Keys
 from broker.queues.dead_letters import DeadLetters
+from broker.telemetry import trajectories
 from broker.telemetry.streams import Evals, Events, Heartbeats, Metrics
 from broker.telemetry.trajectories import PAGE, TrajectoryStore
 from schemas.codec import encode
@@ -112,3 +113,26 @@ def test_a_search_goes_over_pages_newest_first_and_says_whether_it_saw_all(conne
     assert (one.trajectory.task_id, one.state, one.score and one.score.reward) == (7, "scored", 0.5)
     few = samples.search(lambda seen: seen.trajectory.task_id == 0, limit=1, examine=PAGE)
     assert (few.items, few.examined, few.complete) == ([], PAGE, False)
+
+
+def test_a_search_ends_after_so_many_bytes_and_no_reply_is_large(
+    connection: Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    count, replies = 60, []
+    for task in range(count):
+        connection.client.xadd(connection.keys.trajectories, {"b": encode(make_trajectory(task, completion=1000))})
+    body = len(encode(make_trajectory(0, completion=1000)))
+    monkeypatch.setattr(trajectories, "SEARCH_BYTES", 30 * body)
+    monkeypatch.setattr(trajectories, "PAGE_BYTES", 3 * body)
+    original = connection.client.xrevrange
+
+    def read(*args: object, **options: object) -> object:
+        found = original(*args, **options)
+        replies.append(len(found))
+        return found
+
+    monkeypatch.setattr(connection.client, "xrevrange", read)
+    found = TrajectoryStore(connection, 1 << 20).search(lambda seen: False, limit=1, examine=1000)
+    assert not found.complete
+    assert 29 <= found.examined <= 32
+    assert max(replies) <= 4
