@@ -10,6 +10,7 @@ import os
 import signal
 from collections.abc import Iterator
 from types import FrameType
+from typing import Any
 
 import structlog
 import uvicorn
@@ -22,7 +23,7 @@ from broker.api.status.poller import StatusPoller
 from broker.api.web.sse import Hub
 from broker.client import Broker
 from broker.heartbeat import HeartbeatThread
-from schemas.config import TidemillConfig
+from schemas.config import ControlConfig, TidemillConfig
 
 log = structlog.get_logger()
 
@@ -45,18 +46,7 @@ def run_control(config: TidemillConfig, name: str) -> None:
     deployments = Deployments.here(config.control.deployments.model_dump())
     context = Context(config, name, broker, StatusPoller(broker, config, deployments), hub, deployments)
     hosts = LOOPBACK_NAMES | {config.control.host.lower()}
-    server = _Server(
-        uvicorn.Config(
-            make_app(context, token, hosts),
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            proxy_headers=False,
-            timeout_graceful_shutdown=GRACE_S,
-            lifespan="on",
-        ),
-        hub,
-    )
+    server = _Server(server_settings(make_app(context, token, hosts), config.control), hub)
     url = f"http://{_printable(host)}:{port}/"
     announce(config.folder, url)
     log.info("the control plane listens", url=url, token="required" if token else "not needed on this machine")
@@ -66,6 +56,20 @@ def run_control(config: TidemillConfig, name: str) -> None:
     finally:
         withdraw(config.folder, url)
         listener.close()
+
+
+def server_settings(app: Any, control: ControlConfig) -> uvicorn.Config:
+    """Return how the application is served. Who comes through a trusted proxy is known by the proxy's word."""
+    return uvicorn.Config(
+        app,
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        proxy_headers=bool(control.trusted_proxies),
+        forwarded_allow_ips=[str(network) for network in control.trusted_proxies],
+        timeout_graceful_shutdown=GRACE_S,
+        lifespan="on",
+    )
 
 
 class _Server(uvicorn.Server):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from pydantic import Field
+from pydantic import Field, IPvAnyNetwork
 
 from schemas.config.base import Seconds, Section
 
@@ -47,6 +47,11 @@ class ControlConfig(Section):
     )
     token_file: Path | None = Field(
         None, description="File with the token; TIDEMILL_CONTROL_TOKEN_FILE or TIDEMILL_CONTROL_TOKEN by default."
+    )
+    trusted_proxies: list[IPvAnyNetwork] = Field(
+        default_factory=list,
+        description="Addresses or networks of proxies that are believed about their clients (X-Forwarded-For), who then"
+        " have a rate limit each.",
     )
     deployments: DeploymentsConfig = Field(default_factory=DeploymentsConfig)
     scale_hint: str | None = Field(

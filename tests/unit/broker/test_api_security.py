@@ -11,8 +11,10 @@ import pytest
 
 from broker.api.address import is_loopback, listen, read_token
 from broker.api.app import LOOPBACK_NAMES, is_public
+from broker.api.server import server_settings
 from broker.api.web import security
 from broker.api.web.security import Buckets, RequestGuard
+from schemas.config import ControlConfig, parse_config
 from schemas.errors import ConfigError
 
 TOKEN = "correct-horse-battery-staple"
@@ -168,3 +170,40 @@ def test_where_the_token_comes_from(tmp_path: Path) -> None:
         read_token(None, {"TIDEMILL_CONTROL_TOKEN": "short"})
     with pytest.raises(ConfigError, match="cannot read"):
         read_token(tmp_path / "none", {})
+
+
+def client_of(config: ControlConfig, peer: str, forwarded: str) -> str:
+    """The client that the application sees of a request from ``peer`` with this X-Forwarded-For."""
+    seen: list[str] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        seen.append(scope["client"][0])
+
+    served = server_settings(app, config)
+    served.load()
+    scope = {"type": "http", "client": (peer, 1), "headers": [(b"x-forwarded-for", forwarded.encode())]}
+    asyncio.run(served.loaded_app(scope, None, None))
+    return seen[0]
+
+
+def test_a_proxy_is_believed_about_its_clients_only_where_it_is_trusted() -> None:
+    trusting = ControlConfig.model_validate({"trusted_proxies": ["10.1.0.0/16", "192.168.0.7"]})
+    assert client_of(ControlConfig(), "10.1.2.3", "8.8.8.8") == "10.1.2.3"
+    assert client_of(ControlConfig(), "127.0.0.1", "8.8.8.8") == "127.0.0.1"
+    assert client_of(trusting, "10.1.2.3", "8.8.8.8") == "8.8.8.8"
+    assert client_of(trusting, "10.1.2.3", "1.1.1.1, 8.8.8.8, 192.168.0.7") == "8.8.8.8", (
+        "what a client said counts not"
+    )
+    assert client_of(trusting, "8.8.4.4", "8.8.8.8") == "8.8.4.4"
+
+
+def test_a_trusted_proxy_must_be_an_address_or_a_network() -> None:
+    with pytest.raises(ConfigError, match=r"control.trusted_proxies.0: 'nginx' is not allowed"):
+        parse_config(
+            {
+                "model": {"path": "m"},
+                "train": {"name": "arithmetic"},
+                "reward": {"terms": [{"name": "exact"}]},
+                "control": {"trusted_proxies": ["nginx"]},
+            }
+        )
