@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,11 +18,13 @@ def greedy(
     eos: int,
     batch_size: int = 512,
     all_ended: Callable[[bool], bool] = bool,
+    predict: Callable[..., Any] | None = None,
 ) -> list[list[int]]:
     """Most likely continuation of each prompt, at most ``max_tokens`` ids, without the end-of-sequence token.
 
     all_ended: for a sharded model, a function that takes whether this rank has ended and returns whether all have. All
-    ranks must have equally many prompts, since each takes part in every forward pass.
+    ranks must have equally many prompts, since each takes part in every forward pass. predict: is called in place of
+    the model, for a model that is a part of what was sharded.
     """
     out: list[list[int]] = [[] for _ in prompts]
     # By length, so that few prompts need padding.
@@ -30,7 +33,8 @@ def greedy(
     model.eval()
     for start in range(0, len(order), batch_size):
         rows = order[start : start + batch_size]
-        for row, ids in zip(rows, _decode(model, [prompts[r] for r in rows], max_tokens, eos, all_ended), strict=True):
+        found = _decode(model, [prompts[r] for r in rows], max_tokens, eos, all_ended, predict or model)
+        for row, ids in zip(rows, found, strict=True):
             out[row] = ids[: ids.index(eos)] if eos in ids else ids
     model.train(was_training)
     return out
@@ -42,6 +46,7 @@ def _decode(
     max_tokens: int,
     eos: int,
     all_ended: Callable[[bool], bool],
+    predict: Callable[..., Any],
 ) -> list[list[int]]:
     """Ids of the continuations, up to ``max_tokens`` each; those after an end of sequence mean nothing."""
     device = next(model.parameters()).device
@@ -57,7 +62,7 @@ def _decode(
     ended = torch.zeros(len(prompts), dtype=torch.bool, device=device)
     generated: list[Tensor] = []
     for _ in range(max_tokens):
-        logits = model(
+        logits = predict(
             input_ids=step,
             attention_mask=attention,
             position_ids=positions,

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias, TypeVar
+from typing import TypeAlias, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from schemas.errors import DataError
+from consumers.offline.encoding import PolicyTokenizer, Prompt, check_length, encode_answer, encode_prompt
 
 T = TypeVar("T")
 PairIds: TypeAlias = tuple[list[int], list[int], list[int]]
@@ -22,39 +22,22 @@ PairIds: TypeAlias = tuple[list[int], list[int], list[int]]
 
 @dataclass(frozen=True)
 class Preference:
-    """A prompt with the better (chosen) and the worse (rejected) answer, as texts."""
+    """A prompt with the texts of the better (chosen) and of the worse (rejected) answer."""
 
-    prompt: str
+    prompt: Prompt
     chosen: str
     rejected: str
 
 
-def encode(tokenizer: Any, pair: Preference, max_length: int) -> PairIds:
+def encode(tokenizer: PolicyTokenizer, pair: Preference, max_length: int) -> PairIds:
     """Token ids of a pair, both answers with the end of sequence.
 
     DataError if the prompt is empty, or prompt and answer have more than ``max_length`` tokens.
     """
-    prompt, chosen, rejected = (
-        list(tokenizer(text, add_special_tokens=False).input_ids) for text in (pair.prompt, pair.chosen, pair.rejected)
-    )
-    if not prompt:
-        raise DataError(f"preference {pair!r} has an empty prompt")
-    answers = [*chosen, tokenizer.eos_token_id], [*rejected, tokenizer.eos_token_id]
-    longest = len(prompt) + max(map(len, answers))
-    if longest > max_length:
-        raise DataError(
-            f"the preference of prompt {pair.prompt[:40]!r} has {longest} tokens, model.max_length {max_length}"
-        )
-    return prompt, *answers
-
-
-def padded(rows: Sequence[list[int]], pad: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Pad rows of token ids on the right with ``pad``: ids int64 [R, T], and lengths int64 [R]."""
-    lengths = torch.tensor([len(row) for row in rows])
-    tokens = torch.full((len(rows), int(lengths.max())), pad, dtype=torch.int64)
-    for number, row in enumerate(rows):
-        tokens[number, : len(row)] = torch.tensor(row)
-    return tokens.to(device), lengths.to(device)
+    prompt = encode_prompt(tokenizer, pair.prompt)
+    chosen, rejected = (encode_answer(tokenizer, answer) for answer in (pair.chosen, pair.rejected))
+    check_length(pair.prompt, len(prompt) + max(len(chosen), len(rejected)), max_length)
+    return prompt, chosen, rejected
 
 
 def batches(rows: Sequence[T], size: int, seed: int) -> Iterator[list[T]]:

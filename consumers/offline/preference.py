@@ -1,7 +1,7 @@
 """Training on pairs of answers, without generators: DPO and IPO of a policy, and a Bradley-Terry reward model.
 
-Every rank has all pairs, and computes its share of each batch. The model that comes out appears in its folder whole or
-not at all, beside what it was measured at.
+Every rank has all pairs, and computes its share of each batch, in micro-batches of whole pairs. The model that comes
+out appears in its folder whole or not at all, beside what it was measured at.
 """
 
 from __future__ import annotations
@@ -10,13 +10,14 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel
+from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
+from consumers.offline.encoding import LoadTokenizer, PolicyTokenizer, pad
 from consumers.offline.pairs import (
     PairIds,
     Preference,
@@ -25,9 +26,9 @@ from consumers.offline.pairs import (
     dpo_loss,
     encode,
     ipo_loss,
-    padded,
     preference_margin,
 )
+from consumers.offline.step import DEFAULT_LIMITS, MemoryLimits, MicroBatches, OfflineStep, answer_logprobs
 from consumers.trainer.checkpoint.files import whole_folder
 from consumers.trainer.distributed.ranks import Ranks
 from consumers.trainer.model.dropout import train_without_dropout
@@ -62,31 +63,37 @@ def train_dpo(
     heldout: Sequence[Preference],
     settings: DpoConfig,
     *,
+    load_tokenizer: LoadTokenizer,
+    limits: MemoryLimits = DEFAULT_LIMITS,
     seed: int = 0,
     progress: Progress | None = None,
     ranks: Ranks | None = None,
 ) -> PairwiseProgress:
     """Train ``model.path`` with itself as the reference and write it to ``settings.out``; returns the last evaluation.
 
-    ranks: all of them call this; rank 0 writes, and reports to ``progress``.
+    load_tokenizer: loads the generators' tokenizer. ranks: all of them call this; rank 0 writes, and reports to
+    ``progress``.
     """
     ranks = ranks or Ranks()
     with whole_folder(settings.out, "dpo.out", main=ranks.is_main) as aside:
-        tokenizer = AutoTokenizer.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
+        tokenizer = load_tokenizer(model.path)
         policy = Policy(load_model(model.path, "float32", model.trust_remote_code))
         reference = Policy(load_model(model.path, model.dtype, model.trust_remote_code))
+        limits.apply(policy.causal_lm)
         policy = ranks.prepare(policy, DTYPES[model.dtype])
         reference = ranks.prepare(reference.requires_grad_(False), DTYPES[model.dtype])
 
         def margins(batch: Sequence[PairIds]) -> Tensor:
             with torch.no_grad():
-                known = _answer_logprobs(reference, batch)
-            return preference_margin(*_answer_logprobs(policy, batch), *known)
+                known = _pair_logprobs(reference, batch)
+            return preference_margin(*_pair_logprobs(policy, batch), *known)
 
         def loss(margin: Tensor) -> Tensor:
             return (dpo_loss if settings.loss == "sigmoid" else ipo_loss)(margin, settings.beta)
 
-        fit = _Fit(policy, tokenizer, pairs, heldout, settings, seed, model.max_length, ranks)
+        own, other = ([encode(tokenizer, pair, model.max_length) for pair in part] for part in (pairs, heldout))
+        cut = MicroBatches(ranks, _packed_tokens if policy.packed else _padded_tokens, limits, policy.packed)
+        fit = _Fit(policy, own, other, settings, seed, cut, ranks, DTYPES[model.dtype])
         result = fit.run(margins, loss, progress)
         _save(policy.causal_lm, policy, model.dtype, tokenizer, aside, result, ranks.is_main)
     return result
@@ -98,6 +105,8 @@ def train_reward_model(
     heldout: Sequence[Preference],
     settings: RewardModelConfig,
     *,
+    load_tokenizer: LoadTokenizer,
+    limits: MemoryLimits = DEFAULT_LIMITS,
     seed: int = 0,
     progress: Progress | None = None,
     ranks: Ranks | None = None,
@@ -109,20 +118,24 @@ def train_reward_model(
     """
     ranks = ranks or Ranks()
     with whole_folder(settings.out, "reward_model.out", main=ranks.is_main) as aside:
-        tokenizer = AutoTokenizer.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
+        tokenizer = load_tokenizer(model.path)
         # Its head is new, and must be the same on every rank.
         torch.manual_seed(seed)
-        scorer = ranks.prepare(_scorer(model, tokenizer), DTYPES[model.dtype])
+        scorer = _scorer(model, tokenizer)
+        limits.apply(scorer)
+        scorer = ranks.prepare(scorer, DTYPES[model.dtype])
 
         def margins(batch: Sequence[PairIds]) -> Tensor:
             rows = [prompt + answer for prompt, *answers in batch for answer in answers]
-            chosen, rejected = _scores(scorer, rows).view(-1, 2).unbind(1)
+            chosen, rejected = _scores(scorer, rows).view(-1, 2).unbind(-1)
             return chosen - rejected
 
         def loss(margin: Tensor) -> Tensor:
             return bradley_terry_loss(margin, torch.zeros_like(margin))
 
-        fit = _Fit(scorer, tokenizer, pairs, heldout, settings, seed, model.max_length, ranks)
+        own, other = ([encode(tokenizer, pair, model.max_length) for pair in part] for part in (pairs, heldout))
+        cut = MicroBatches(ranks, _padded_tokens, limits, packed=False)
+        fit = _Fit(scorer, own, other, settings, seed, cut, ranks, DTYPES[model.dtype])
         result = fit.run(margins, loss, progress)
         _save(scorer, scorer, model.dtype, tokenizer, aside, result, ranks.is_main)
     return result
@@ -134,23 +147,24 @@ class _Fit:
     def __init__(
         self,
         model: nn.Module,
-        tokenizer: Any,
-        pairs: Sequence[Preference],
-        heldout: Sequence[Preference],
+        pairs: Sequence[PairIds],
+        heldout: Sequence[PairIds],
         settings: PreferenceConfig,
         seed: int,
-        max_length: int,
+        micro_batches: MicroBatches[PairIds],
         ranks: Ranks,
+        dtype: torch.dtype,
     ) -> None:
         if not pairs or not heldout:
             raise ConfigError(f"preferences are needed in both sets, there are {len(pairs)} and {len(heldout)}")
-        self.model = model
         self.settings = settings
         self.ranks = ranks
-        self.heldout = [encode(tokenizer, pair, max_length) for pair in heldout]
-        self.batches = batches([encode(tokenizer, pair, max_length) for pair in pairs], settings.batch_size, seed)
-        self.optimizer = build_optimizer(model.parameters(), settings.optimizer)
-        self.schedule = Schedule(self.optimizer, settings.optimizer, settings.steps)
+        self.heldout = heldout
+        self.batches = batches(pairs, settings.batch_size, seed)
+        self.micro_batches = micro_batches
+        optimizer = build_optimizer(model.parameters(), settings.optimizer)
+        self.schedule = Schedule(optimizer, settings.optimizer, settings.steps)
+        self.step = OfflineStep(model, optimizer, micro_batches, ranks, dtype, settings.optimizer.max_grad_norm)
 
     def run(self, margins: _Margins, loss: Callable[[Tensor], Tensor], progress: Progress | None) -> PairwiseProgress:
         """Train, and return the last evaluation.
@@ -159,15 +173,9 @@ class _Fit:
         """
         started = time.perf_counter()
         for step in range(1, self.settings.steps + 1):
-            batch = next(self.batches)
-            own, weights = self.ranks.local_share(batch)
-            losses = loss(margins(own))
-            self.ranks.backward((losses * losses.new_tensor(weights)).sum() / len(batch))
-            norm = self.ranks.clip_grad_norm(self.model.parameters(), self.settings.optimizer.max_grad_norm)
             self.schedule.apply()
-            if norm < float("inf"):
-                self.optimizer.step()
-            self.optimizer.zero_grad(set_to_none=True)
+            batch = next(self.batches)
+            self.step.run(batch, partial(_mean_part, margins, loss, len(batch)))
             self.schedule.advance()
             if step % self.settings.eval_every == 0 and step < self.settings.steps:
                 self._report(self._look(step, margins, loss, started), progress)
@@ -181,39 +189,49 @@ class _Fit:
 
     @torch.no_grad()
     def _look(self, step: int, margins: _Margins, loss: Callable[[Tensor], Tensor], started: float) -> PairwiseProgress:
-        size, count = self.settings.batch_size, len(self.heldout)
         sums = torch.zeros(3, dtype=torch.float64)
-        for start in range(0, count, size):
-            own, weights = self.ranks.local_share(self.heldout[start : start + size])
-            found = margins(own)
-            figures = torch.stack([loss(found), (found > 0).to(found.dtype), found]).double().cpu()
-            sums += (figures * torch.tensor(weights, dtype=torch.float64)).sum(-1)
-        mean_loss, accuracy, margin = (total / count for total in self.ranks.all_reduce_sum(sums.tolist()))
+        for pairs in self.micro_batches.of(self.heldout):
+            found = margins(pairs)
+            sums += torch.stack([loss(found), (found > 0).to(found.dtype), found]).double().cpu().sum(-1)
+        totals = self.ranks.all_reduce_sum(sums.tolist())
+        mean_loss, accuracy, margin = (total / len(self.heldout) for total in totals)
         return PairwiseProgress(step, mean_loss, accuracy, margin, round(time.perf_counter() - started, 2))
 
 
-def _answer_logprobs(policy: Policy, batch: Sequence[PairIds]) -> tuple[Tensor, Tensor]:
+def _mean_part(margins: _Margins, loss: Callable[[Tensor], Tensor], count: int, pairs: Sequence[PairIds]) -> Tensor:
+    """These pairs' part of the mean loss of ``count`` pairs."""
+    return loss(margins(pairs)).sum() / count
+
+
+def _pair_logprobs(policy: Policy, batch: Sequence[PairIds]) -> tuple[Tensor, Tensor]:
     """Log-probabilities of the chosen and of the rejected answers, summed over their tokens: float32 [P] each."""
-    rows = [(prompt, answer) for prompt, *answers in batch for answer in answers]
-    tokens, lengths = padded([prompt + answer for prompt, answer in rows], 0, policy.device)
-    starts = torch.tensor([len(prompt) for prompt, _ in rows], device=policy.device)
-    positions = torch.arange(1, tokens.shape[1], device=policy.device)
-    mask = (positions >= starts[:, None]) & (positions < lengths[:, None])
-    sums = policy(tokens, tokens[:, 1:].contiguous(), mask).logprobs.sum(-1).view(-1, 2)
+    sums = answer_logprobs(policy, [(prompt, answer) for prompt, *answers in batch for answer in answers]).view(-1, 2)
     return sums[:, 0], sums[:, 1]
+
+
+def _packed_tokens(pair: PairIds) -> int:
+    """Tokens of a pair's two rows."""
+    prompt, chosen, rejected = pair
+    return 2 * len(prompt) + len(chosen) + len(rejected)
+
+
+def _padded_tokens(pair: PairIds) -> int:
+    """Tokens of a pair's two rows when both are as long as the longer one."""
+    prompt, chosen, rejected = pair
+    return 2 * (len(prompt) + max(len(chosen), len(rejected)))
 
 
 def _scores(scorer: PreTrainedModel, rows: Sequence[list[int]]) -> Tensor:
     """The score of each row of token ids, float32 [R]."""
-    tokens, lengths = padded(rows, scorer.config.get_text_config().pad_token_id, scorer.device)
+    tokens, lengths = pad(rows, scorer.config.get_text_config().pad_token_id, scorer.device)
     attention = torch.arange(tokens.shape[1], device=tokens.device) < lengths[:, None]
     scores: Tensor = scorer(input_ids=tokens, attention_mask=attention.long(), use_cache=False).logits[:, 0].float()
-    return scores
+    return scores[: len(rows)]
 
 
-def _scorer(model: ModelConfig, tokenizer: Any) -> PreTrainedModel:
+def _scorer(model: ModelConfig, tokenizer: PolicyTokenizer) -> PreTrainedModel:
     """Load the body of ``model.path`` with a new head for one score; ConfigError says what is wrong."""
-    if tokenizer.pad_token_id is None or tokenizer.pad_token_id == tokenizer.eos_token_id:
+    if tokenizer.pad_id is None or tokenizer.pad_id == tokenizer.eos_id:
         raise ConfigError(
             f"the tokenizer of model.path {model.path!r} needs a padding token of its own: a reward model reads its"
             " score at the last token that is not padding"
@@ -224,7 +242,7 @@ def _scorer(model: ModelConfig, tokenizer: Any) -> PreTrainedModel:
         )
     except (OSError, ValueError) as error:
         raise ConfigError(f"model.path {model.path!r} cannot be loaded: {str(error).splitlines()[0]}") from error
-    scorer.config.get_text_config().pad_token_id = tokenizer.pad_token_id
+    scorer.config.get_text_config().pad_token_id = tokenizer.pad_id
     trained: PreTrainedModel = train_without_dropout(scorer, model.path)
     return trained
 
@@ -233,7 +251,7 @@ def _save(
     model: PreTrainedModel,
     trained: nn.Module,
     dtype: str,
-    tokenizer: Any,
+    tokenizer: PolicyTokenizer,
     folder: Path,
     result: PairwiseProgress,
     main: bool,
@@ -244,5 +262,5 @@ def _save(
     """
     save_weights(model, named_weights(trained), folder, dtype, main=main)
     if main:
-        tokenizer.save_pretrained(folder)
+        tokenizer.save(folder)
         (folder / DETAILS).write_text(json.dumps(asdict(result), indent=2) + "\n", encoding="utf-8")

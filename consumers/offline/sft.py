@@ -1,7 +1,8 @@
 """Supervised training on prompt and completion pairs, stopped by held-out accuracy.
 
 Any Hugging Face causal language model can be trained; the result is what a run starts from (``warm_start``). Only
-completion tokens and the end of sequence are learned. The model appears in its folder whole or not at all.
+completion tokens and the end of sequence are learned, after prompts as generators encode them. The model appears in its
+folder whole or not at all.
 """
 
 from __future__ import annotations
@@ -14,21 +15,30 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from transformers import AutoTokenizer, PreTrainedModel
+from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 
+from consumers.offline.encoding import (
+    Encoded,
+    LoadTokenizer,
+    PolicyTokenizer,
+    Prompt,
+    check_length,
+    encode_answer,
+    encode_prompt,
+)
 from consumers.offline.greedy import greedy
 from consumers.offline.pairs import batches
 from consumers.offline.provenance import DETAILS, settings_digest
+from consumers.offline.step import DEFAULT_LIMITS, MemoryLimits, MicroBatches, OfflineStep, answer_logprobs
 from consumers.trainer.checkpoint.files import whole_folder
 from consumers.trainer.distributed.ranks import Ranks
 from consumers.trainer.model.hf_weights import named_weights, save_weights
-from consumers.trainer.model.policy import DTYPES, load_model
+from consumers.trainer.model.policy import DTYPES, Policy, load_model
 from schemas.config import WarmStartConfig
 from schemas.errors import ConfigError, DataError
 
-Pair: TypeAlias = tuple[str, str]
+Pair: TypeAlias = tuple[Prompt, str]
 Source: TypeAlias = str | Path | Callable[[Path, int], None]
 WARMUP_STEPS = 20
 FINISH_FACTOR = 0.1
@@ -66,6 +76,9 @@ def train_sft(
     heldout: Sequence[Pair],
     settings: WarmStartConfig,
     *,
+    load_tokenizer: LoadTokenizer,
+    max_length: int,
+    limits: MemoryLimits = DEFAULT_LIMITS,
     seed: int = 0,
     dtype: str = "float32",
     progress: Callable[[SftProgress], None] | None = None,
@@ -75,7 +88,8 @@ def train_sft(
     """Train until the greedy accuracy on ``heldout`` reaches ``settings.stop_accuracy`` and write the model to ``out``.
 
     source: a model folder or hub id, or a function (folder, seed) that writes an untrained model.
-    examples, heldout: (prompt, completion) texts; a completion counts when it is reproduced exactly.
+    examples, heldout: prompts with the text of the completion, which counts when it is reproduced exactly.
+    load_tokenizer: loads the generators' tokenizer. max_length: most tokens of prompt and completion.
     dtype: of computing, and of the written model; what is trained is float32.
     ``out`` holds the model, its tokenizer and ``sft.json`` afterwards; it must not exist before.
     ranks: all of them call this, and have the folder of ``out``; rank 0 writes, and reports to ``progress``.
@@ -89,20 +103,42 @@ def train_sft(
             source(aside, seed)
         # The others read what rank 0 has written.
         start = ranks.broadcast_text(str(aside if callable(source) else source))
-        tokenizer = AutoTokenizer.from_pretrained(start, trust_remote_code=trust_remote_code)
-        model = ranks.prepare(load_model(start, "float32", trust_remote_code), DTYPES[dtype])
-        trainer = _Trainer(model, tokenizer, examples, heldout, settings, ranks)
+        tokenizer = load_tokenizer(start)
+        own, other = ([_encode(tokenizer, pair, max_length) for pair in part] for part in (examples, heldout))
+        model = _Model(load_model(start, "float32", trust_remote_code))
+        limits.apply(model.causal_lm)
+        model = ranks.prepare(model, DTYPES[dtype])
+        if isinstance(model, FSDPModule):
+            register_fsdp_forward_method(model, "predict")
+        trainer = _Trainer(model, tokenizer.eos_id, own, other, settings, limits, ranks, DTYPES[dtype])
         result = trainer.train(progress if ranks.is_main else None, seed, settings_digest(settings, seed, dtype))
         if not result.reached:
             raise ConfigError(
                 f"warm start reached accuracy {result.accuracy:.2f} of {settings.stop_accuracy} within"
                 f" warm_start.max_steps {settings.max_steps}: raise that or lower warm_start.stop_accuracy"
             )
-        save_weights(model, named_weights(model), aside, dtype, main=ranks.is_main)
+        save_weights(model.causal_lm, named_weights(model), aside, dtype, main=ranks.is_main)
         if ranks.is_main:
-            tokenizer.save_pretrained(aside)
+            tokenizer.save(aside)
             (aside / DETAILS).write_text(json.dumps(asdict(result), indent=2) + "\n", encoding="utf-8")
     return result
+
+
+def _encode(tokenizer: PolicyTokenizer, pair: Pair, max_length: int) -> Encoded:
+    """Prompt ids, and completion ids with the end of sequence; DataError if one is empty or both are too long."""
+    prompt, completion = encode_prompt(tokenizer, pair[0]), encode_answer(tokenizer, pair[1])
+    if len(completion) < 2:
+        raise DataError(f"example {pair!r} has an empty completion")
+    check_length(pair[0], len(prompt) + len(completion), max_length)
+    return prompt, completion
+
+
+class _Model(Policy):
+    """The model in training, which answers, too."""
+
+    def predict(self, **arguments: Any) -> Any:
+        """Run the causal language model as it is, with a cache of what it has read."""
+        return self.causal_lm(**arguments)
 
 
 class _Trainer:
@@ -110,36 +146,42 @@ class _Trainer:
 
     def __init__(
         self,
-        model: PreTrainedModel,
-        tokenizer: Any,
-        examples: Sequence[Pair],
-        heldout: Sequence[Pair],
+        model: _Model,
+        eos: int,
+        examples: Sequence[Encoded],
+        heldout: Sequence[Encoded],
         settings: WarmStartConfig,
+        limits: MemoryLimits,
         ranks: Ranks,
+        dtype: torch.dtype,
     ) -> None:
         self.model = model
-        self.tokenizer = tokenizer
+        self.eos = eos
         self.settings = settings
         self.ranks = ranks
-        self.examples = [self._ids(pair) for pair in examples]
-        self.heldout = [self._ids(pair) for pair in heldout]
+        self.examples = examples
+        self.heldout = heldout
+        self.limits = limits
         self.optimizer = torch.optim.AdamW(
             model.parameters(), lr=settings.lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True
         )
+        micro_batches = MicroBatches(ranks, _tokens, limits, model.packed)
+        self.step = OfflineStep(model, self.optimizer, micro_batches, ranks, dtype, max_grad_norm=1.0)
 
     def train(self, progress: Callable[[SftProgress], None] | None, seed: int, digest: str) -> SftResult:
         settings, started = self.settings, time.perf_counter()
         mark = settings.stop_accuracy
-        accuracy, step, losses = 0.0, 0, list[Tensor]()
+        accuracy, step, losses = 0.0, 0, list[float]()
         next_look = settings.eval_every
         for batch in batches(self.examples, settings.batch_size, seed):
             step += 1
-            losses.append(self._step(batch, self._lr(step, accuracy)))
+            loss = self._step(batch, self._lr(step, accuracy))
+            losses += [] if loss is None else [loss]
             if step < next_look and step < settings.max_steps:
                 continue
             accuracy = self._accuracy()
-            mean = self.ranks.all_reduce_sum([float(torch.stack(losses).sum())])[0] / len(losses)
             if progress:
+                mean = sum(losses) / len(losses) if losses else float("nan")
                 progress(SftProgress(step, mean, accuracy, time.perf_counter() - started))
             losses.clear()
             if accuracy >= mark or step >= settings.max_steps:
@@ -150,50 +192,46 @@ class _Trainer:
         seconds = time.perf_counter() - started
         return SftResult(accuracy, step, round(seconds, 2), accuracy >= mark, digest)
 
-    def _ids(self, pair: Pair) -> tuple[list[int], list[int]]:
-        """Prompt ids and completion ids, the latter with the end of sequence."""
-        prompt, completion = (self.tokenizer(text, add_special_tokens=False).input_ids for text in pair)
-        if not prompt or not completion:
-            raise DataError(f"example {pair!r} has an empty prompt or completion")
-        return prompt, [*completion, self.tokenizer.eos_token_id]
-
     def _lr(self, step: int, accuracy: float) -> float:
         """Warm-up, then falling as the accuracy nears its mark, so that it isn't overshot."""
         left = max(0.0, 1.0 - accuracy / self.settings.stop_accuracy)
         return self.settings.lr * min(1.0, step / WARMUP_STEPS) * max(FINISH_FACTOR, min(1.0, 1.5 * left))
 
-    def _step(self, batch: list[tuple[list[int], list[int]]], lr: float) -> Tensor:
-        """Update the weights; returns this rank's share of the mean loss of the batch's completion tokens."""
-        device, count = self.model.device, sum(len(completion) for _, completion in batch)
-        own, weights = self.ranks.local_share(batch)
-        longest = max(len(p) + len(c) for p, c in own)
-        tokens = torch.zeros(len(own), longest, dtype=torch.int64)
-        labels = torch.full((len(own), longest), -100)
-        for row, ((prompt, completion), weight) in enumerate(zip(own, weights, strict=True)):
-            end = len(prompt) + len(completion)
-            tokens[row, :end] = torch.tensor(prompt + completion)
-            if weight:
-                labels[row, len(prompt) : end] = torch.tensor(completion)
-        logits = self.model(input_ids=tokens[:, :-1].to(device), use_cache=False).logits
-        targets = labels[:, 1:].flatten().to(device)
-        loss = F.cross_entropy(logits.flatten(0, 1).float(), targets, reduction="sum") / count
-        self.ranks.backward(loss)
-        self.ranks.clip_grad_norm(self.model.parameters(), 1.0)
+    def _step(self, batch: Sequence[Encoded], lr: float) -> float | None:
+        """Update the weights; returns the mean loss of the batch's completion tokens, None if it was not finite."""
+        count = sum(len(completion) for _, completion in batch)
+
+        def loss(rows: Sequence[Encoded]) -> Tensor:
+            return -answer_logprobs(self.model, rows).sum() / count
+
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        return loss.detach()
+        return self.step.run(batch, loss)
 
     def _accuracy(self) -> float:
         """Accuracy on all held-out prompts, of which each rank answers its share."""
         longest = max(len(completion) for _, completion in self.heldout)
         own, weights = self.ranks.local_share(self.heldout)
         prompts = [prompt for prompt, _ in own]
-        answers = greedy(self.model, prompts, longest, self.tokenizer.eos_token_id, all_ended=self._all)
+        # Of all ranks' prompts: each needs as many forward passes as the others.
+        rows = self.limits.micro_batch_tokens // (longest + max(len(prompt) for prompt, _ in self.heldout))
+        answers = greedy(
+            self.model.causal_lm,
+            prompts,
+            longest,
+            self.eos,
+            batch_size=min(512, max(1, rows)),
+            all_ended=self._all,
+            predict=self.model.predict,
+        )
         right = sum(w for a, (_, c), w in zip(answers, own, weights, strict=True) if a == c[:-1])
         return self.ranks.all_reduce_sum([right])[0] / len(self.heldout)
 
     def _all(self, this: bool) -> bool:
         """True if ``this`` is true on every rank."""
         return not self.ranks.all_reduce_max([float(not this)])[0]
+
+
+def _tokens(row: Encoded) -> int:
+    prompt, completion = row
+    return len(prompt) + len(completion)

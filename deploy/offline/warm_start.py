@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,7 @@ from schemas.errors import ConfigError
 from schemas.plugins import load
 
 if TYPE_CHECKING:
+    from consumers.offline.encoding import Prompt
     from consumers.trainer.distributed.ranks import Ranks
 
 
@@ -52,6 +54,8 @@ def up_to_date(config: TidemillConfig, settings: WarmStartConfig) -> bool:
 
 def _train(config: TidemillConfig, settings: WarmStartConfig, ranks: Ranks) -> None:
     from consumers.offline.sft import SftProgress, train_sft
+    from consumers.offline.step import MemoryLimits
+    from producers.rendering.tokenizer import HfTokenizer
 
     folder = Path(config.model.path)
     source = load(settings.model, "warm_start.model", config.base)
@@ -72,6 +76,9 @@ def _train(config: TidemillConfig, settings: WarmStartConfig, ranks: Ranks) -> N
             examples,
             heldout,
             settings,
+            load_tokenizer=partial(HfTokenizer, trust_remote_code=config.model.trust_remote_code),
+            max_length=config.model.max_length,
+            limits=MemoryLimits(config.trainer.micro_batch_tokens, config.trainer.activation_checkpointing),
             seed=config.run.seed,
             dtype=config.model.dtype,
             progress=show,
@@ -91,18 +98,19 @@ def is_current(config: TidemillConfig, settings: WarmStartConfig) -> bool:
     return (folder / "config.json").is_file() and details.get("settings") == digest
 
 
-def pairs(dataset: DatasetConfig, base: Path) -> list[tuple[str, str]]:
-    """Prompt and answer of every example; ConfigError when an example has no plain prompt or no answer."""
+def pairs(dataset: DatasetConfig, base: Path) -> list[tuple[Prompt, str]]:
+    """Prompt and answer of every example; ConfigError when an example has no prompt or no answer."""
     examples = build_dataset(dataset, base)
-    found: list[tuple[str, str]] = []
+    found: list[tuple[Prompt, str]] = []
     for index in range(len(examples)):
         example = examples[index]
         answer = example.data.get("answer")
-        if example.text is None or answer is None:
+        prompt = example.messages if example.text is None else example.text
+        if prompt is None or answer is None:
             raise ConfigError(
-                f"warm_start: example {index} of dataset {dataset.name!r} needs a text prompt and data['answer']"
+                f"warm_start: example {index} of dataset {dataset.name!r} needs a prompt and data['answer']"
             )
-        found.append((example.text, str(answer)))
+        found.append((prompt, str(answer)))
     return found
 
 

@@ -43,6 +43,22 @@ class HfTokenizer:
         self._path = path
         self._tokenizer = _load(resolve_folder(path), trust_remote_code)
 
+    @property
+    def eos_id(self) -> int:
+        """Id of the end of sequence. ConfigError where there is none."""
+        if self._tokenizer.eos_token_id is None:
+            raise ConfigError(f"the tokenizer in {self._path} has no end-of-sequence token")
+        return int(self._tokenizer.eos_token_id)
+
+    @property
+    def pad_id(self) -> int | None:
+        """Id of padding, None where there is none."""
+        return None if self._tokenizer.pad_token_id is None else int(self._tokenizer.pad_token_id)
+
+    def save(self, folder: Path) -> None:
+        """Write its files beside a model's."""
+        self._tokenizer.save_pretrained(folder)
+
     def prompt_ids(self, task: Task) -> list[int]:
         """Token ids of the prompt. Text is encoded as it is, plus what the tokenizer itself adds (such as <bos>)."""
         if task.token_ids is not None:

@@ -31,7 +31,7 @@ class PreferenceConfig(Section):
     """Learning from pairs of answers, of which one is preferred."""
 
     out: Path = Field(description="Folder of the model that is made, relative to where tidemill is started.")
-    dataset: DatasetConfig = Field(description="Text prompts with the fields chosen and rejected.")
+    dataset: DatasetConfig = Field(description="Prompts with the texts chosen and rejected.")
     eval: DatasetConfig = Field(description="Held-out pairs, for the accuracy.")
     steps: int = Field(500, ge=1, description="Optimizer steps.")
     batch_size: int = Field(32, ge=1, description="Pairs in one step.")

@@ -17,6 +17,7 @@ from consumers.offline.sft import SftProgress, train_sft
 from consumers.trainer.distributed.ranks import Ranks
 from consumers.trainer.model.policy import Policy, load_model
 from consumers.trainer.step.build import build_train_step
+from producers.rendering.tokenizer import HfTokenizer
 from schemas.config import DpoConfig, ModelConfig, RewardModelConfig, WarmStartConfig, parse_config
 from tests.support.trajectories import make_groups
 
@@ -86,12 +87,24 @@ def without_generators(ranks: Ranks, path: str, folder: Path) -> dict[str, Any]:
 
     for name, loss in (("dpo", "sigmoid"), ("ipo", "ipo")):
         dpo = DpoConfig.model_validate({**common, **rate, "loss": loss, "out": folder / name})
-        train_dpo(model, PAIRS[:14], PAIRS[14:], dpo, progress=note(name), ranks=ranks)
+        train_dpo(model, PAIRS[:14], PAIRS[14:], dpo, progress=note(name), ranks=ranks, load_tokenizer=HfTokenizer)
     scoring = RewardModelConfig.model_validate({**common, **rate, "out": folder / "reward-model"})
-    train_reward_model(model, PAIRS[:14], PAIRS[14:], scoring, progress=note("reward model"), ranks=ranks)
+    train_reward_model(
+        model, PAIRS[:14], PAIRS[14:], scoring, progress=note("reward model"), ranks=ranks, load_tokenizer=HfTokenizer
+    )
     warm = WarmStartConfig.model_validate(
         {"model": "m:f", "dataset": data, "eval": data, "batch_size": 5, "lr": 3e-3, "eval_every": 10}
         | {"stop_accuracy": 0.5, "max_steps": 200}
     )
-    train_sft(folder / "sft", path, EXAMPLES, EXAMPLES, warm, progress=note("sft"), ranks=ranks)
+    train_sft(
+        folder / "sft",
+        path,
+        EXAMPLES,
+        EXAMPLES,
+        warm,
+        progress=note("sft"),
+        ranks=ranks,
+        load_tokenizer=HfTokenizer,
+        max_length=64,
+    )
     return {name: {"looks": looks} for name, looks in found.items()}

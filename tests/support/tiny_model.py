@@ -40,6 +40,18 @@ def make_tiny_model(
     return folder
 
 
+def add_bos(folder: Path) -> Path:
+    """Have the tokenizer in ``folder`` begin every text with <bos>, as those of Llama and Gemma do; returns it."""
+    from tokenizers.processors import TemplateProcessing
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+    template = TemplateProcessing(single="<bos> $A", pair="<bos> $A $B", special_tokens=[("<bos>", BOS)])
+    tokenizer.backend_tokenizer.post_processor = template
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
 def make_tokenizer() -> Any:
     """A ``PreTrainedTokenizerFast`` with one token per byte and a chat template; <pad>, <bos>, <eos> are 0, 1, 2."""
     from deploy.offline.tiny_model import byte_tokenizer

@@ -170,8 +170,9 @@ def reasoning_gym(
 def model(
     prompt: str, completion: str, prompt_ids: list[int], completion_ids: list[int], *, path: str, **data: Any
 ) -> float:
-    """The score of a reward model in the folder ``path``, a sequence classifier with one label.
+    """The score of a reward model in the folder ``path``: a sequence classifier with one label.
 
-    `tidemill reward-model` trains one. Each worker loads it at its first call, which ``reward.timeout_s`` has to allow.
+    `tidemill reward-model` trains one. It gets the policy's token ids, so it needs the policy's tokenizer. Each worker
+    loads it at its first call, which ``reward.timeout_s`` has to allow.
     """
-    return reward_model.score(path, prompt, completion)
+    return reward_model.score(path, prompt, completion, prompt_ids, completion_ids)

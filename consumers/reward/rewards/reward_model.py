@@ -6,18 +6,25 @@ from functools import lru_cache
 from typing import Any
 
 
-def score(path: str, prompt: str, completion: str) -> float:
-    """The logit of a sequence classifier with one label, for prompt and completion and the end of sequence.
+def score(path: str, prompt: str, completion: str, prompt_ids: list[int], completion_ids: list[int]) -> float:
+    """The logit of a sequence classifier with one label, for what the policy read and sampled, and the end of sequence.
 
-    path: its folder or hub id. ValueError if it has more labels than one.
+    It gets the ids themselves, as in its training: a prompt's text has lost its special tokens, and with them the turns
+    of a chat. path: its folder or hub id. ValueError if it has more labels than one, or another tokenizer.
     """
     import torch
 
     model, tokenizer = _load(path)
-    # Apart, as in training: together, a token could span the end of the prompt.
-    parts = [tokenizer(text, add_special_tokens=False).input_ids for text in (prompt, completion)]
+    if not any(
+        tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False) == text
+        for ids, text in ((prompt_ids, prompt), (completion_ids, completion))
+    ):
+        raise ValueError(f"the reward model {path} has another tokenizer than the policy, whose token ids it is given")
+    if completion_ids[-1:] == [tokenizer.eos_token_id]:
+        completion_ids = completion_ids[:-1]
     with torch.no_grad():
-        return float(model(torch.tensor([[*parts[0], *parts[1], tokenizer.eos_token_id]])).logits[0, 0])
+        ids = torch.tensor([[*prompt_ids, *completion_ids, tokenizer.eos_token_id]])
+        return float(model(ids).logits[0, 0])
 
 
 @lru_cache(maxsize=2)

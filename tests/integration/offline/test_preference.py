@@ -13,13 +13,12 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from consumers.offline.pairs import Preference
 from consumers.offline.preference import train_dpo, train_reward_model
-from consumers.reward.scorer import Scorer
 from consumers.trainer.model.policy import Policy, load_model
 from deploy.cli.app import app
-from schemas.config import DpoConfig, ModelConfig, RewardModelConfig, RewardTerm
+from producers.rendering.tokenizer import HfTokenizer
+from schemas.config import DpoConfig, ModelConfig, RewardModelConfig
 from schemas.errors import ConfigError, DataError
 from tests.support.tiny_model import make_tiny_model
-from tests.support.trajectories import make_trajectory
 
 pytestmark = pytest.mark.integration
 
@@ -63,7 +62,9 @@ def margin(model: str, reference: str, pair: Preference) -> float:
 def test_dpo_prefers_the_chosen_answers(model: ModelConfig, tmp_path: Path, loss: str) -> None:
     settings = DpoConfig.model_validate(section(tmp_path / "out", loss=loss))
     looks: list[float] = []
-    result = train_dpo(model, PAIRS[:16], PAIRS[16:], settings, progress=lambda p: looks.append(p.loss))
+    result = train_dpo(
+        model, PAIRS[:16], PAIRS[16:], settings, load_tokenizer=HfTokenizer, progress=lambda p: looks.append(p.loss)
+    )
     assert result.accuracy == 1.0
     assert looks[-1] == result.loss
     by_hand = [margin(str(settings.out), model.path, pair) for pair in PAIRS[16:]]
@@ -74,12 +75,14 @@ def test_dpo_prefers_the_chosen_answers(model: ModelConfig, tmp_path: Path, loss
 def test_ipo_stops_at_its_margin(model: ModelConfig, tmp_path: Path) -> None:
     """1/(2 beta) = 1: with certain preferences DPO would go on without end."""
     settings = DpoConfig.model_validate(section(tmp_path / "out", loss="ipo", beta=0.5, steps=120))
-    assert train_dpo(model, PAIRS[:16], PAIRS[:16], settings).margin == pytest.approx(1.0, abs=0.2)
+    assert train_dpo(model, PAIRS[:16], PAIRS[:16], settings, load_tokenizer=HfTokenizer).margin == pytest.approx(
+        1.0, abs=0.2
+    )
 
 
 def test_a_reward_model_ranks_pairs_and_is_an_ordinary_classifier(model: ModelConfig, tmp_path: Path) -> None:
     settings = RewardModelConfig.model_validate(section(tmp_path / "out"))
-    result = train_reward_model(model, PAIRS[:16], PAIRS[16:], settings)
+    result = train_reward_model(model, PAIRS[:16], PAIRS[16:], settings, load_tokenizer=HfTokenizer)
     assert result.accuracy == 1.0
     scorer = AutoModelForSequenceClassification.from_pretrained(settings.out)
     tokenizer = AutoTokenizer.from_pretrained(settings.out)
@@ -93,27 +96,9 @@ def test_a_reward_model_ranks_pairs_and_is_an_ordinary_classifier(model: ModelCo
     assert result.margin == pytest.approx(sum(gaps) / len(gaps), rel=1e-3)
 
 
-def test_the_reward_service_gives_the_trained_scores(model: ModelConfig, tmp_path: Path) -> None:
-    settings = RewardModelConfig.model_validate(section(tmp_path / "out"))
-    result = train_reward_model(model, PAIRS[:16], PAIRS[16:18], settings)
-    terms = [RewardTerm(name="model", args={"path": str(settings.out)})]
-    made = make_trajectory()
-    fields = {name: getattr(made, name) for name in made.__struct_fields__ if name != "schema"}
-    answers = [(pair.prompt, text) for pair in PAIRS[16:18] for text in (pair.chosen, pair.rejected)]
-    scorer = Scorer(terms, tmp_path, workers=1, timeout_s=120.0)
-    try:
-        scores = scorer.score([type(made)(**{**fields, "prompt": p, "completion": text}) for p, text in answers])
-    finally:
-        scorer.close()
-    assert all(score.status == "ok" for score in scores), [score.reason for score in scores]
-    rewards = [score.reward for score in scores]
-    margins = [rewards[0] - rewards[1], rewards[2] - rewards[3]]
-    assert result.margin == pytest.approx(sum(margins) / 2, rel=1e-3)
-
-
 def test_the_first_step_of_dpo_starts_at_the_reference(model: ModelConfig, tmp_path: Path) -> None:
     settings = DpoConfig.model_validate(section(tmp_path / "out", steps=1, optimizer={"lr": 1e-12}))
-    result = train_dpo(model, PAIRS[:8], PAIRS[8:16], settings)
+    result = train_dpo(model, PAIRS[:8], PAIRS[8:16], settings, load_tokenizer=HfTokenizer)
     assert result.loss == pytest.approx(0.6931, abs=1e-3)
     assert result.margin == pytest.approx(0.0, abs=1e-3)
 
@@ -121,13 +106,13 @@ def test_the_first_step_of_dpo_starts_at_the_reference(model: ModelConfig, tmp_p
 def test_nothing_is_left_when_it_fails(model: ModelConfig, tmp_path: Path) -> None:
     settings = DpoConfig.model_validate(section(tmp_path / "out"))
     with pytest.raises(DataError, match=r"model\.max_length 64"):
-        train_dpo(model, [Preference("1>", "x" * 100, "y")], PAIRS, settings)
+        train_dpo(model, [Preference("1>", "x" * 100, "y")], PAIRS, settings, load_tokenizer=HfTokenizer)
     with pytest.raises(ConfigError, match="both sets"):
-        train_dpo(model, PAIRS, [], settings)
+        train_dpo(model, PAIRS, [], settings, load_tokenizer=HfTokenizer)
     assert list(tmp_path.iterdir()) == []
     settings.out.mkdir()
     with pytest.raises(ConfigError, match=r"exists already.*dpo\.out"):
-        train_dpo(model, PAIRS, PAIRS, settings)
+        train_dpo(model, PAIRS, PAIRS, settings, load_tokenizer=HfTokenizer)
 
 
 @pytest.mark.parametrize("command", ["dpo", "reward-model"])

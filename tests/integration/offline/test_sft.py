@@ -13,12 +13,14 @@ from consumers.offline.greedy import greedy
 from consumers.offline.provenance import settings_digest
 from consumers.offline.sft import SftProgress, train_sft
 from consumers.trainer.model.policy import load_model
+from producers.rendering.tokenizer import HfTokenizer
 from schemas.config import WarmStartConfig
 from schemas.errors import ConfigError
 from tests.support.tiny_model import make_tiny_model
 
 pytestmark = pytest.mark.integration
 
+COMMON = {"load_tokenizer": HfTokenizer, "max_length": 64}
 PAIRS = [(f"{a}>", "xyz"[a % 3] * (1 + a % 2)) for a in range(12)]
 
 
@@ -36,7 +38,7 @@ def build(folder: Path, seed: int) -> None:
 def test_trains_to_the_mark_and_writes_an_ordinary_model(tmp_path: Path) -> None:
     seen: list[SftProgress] = []
     wanted = settings(stop_accuracy=0.9, max_steps=300)
-    result = train_sft(tmp_path / "out", build, PAIRS, PAIRS, wanted, progress=seen.append)
+    result = train_sft(tmp_path / "out", build, PAIRS, PAIRS, wanted, progress=seen.append, **COMMON)
     assert result.reached
     assert result.accuracy >= 0.9
     assert seen[-1].step == result.steps
@@ -55,21 +57,21 @@ def test_trains_to_the_mark_and_writes_an_ordinary_model(tmp_path: Path) -> None
 
 def test_trains_on_from_a_model_folder(tmp_path: Path) -> None:
     start = make_tiny_model(tmp_path / "start")
-    result = train_sft(tmp_path / "out", start, PAIRS, PAIRS, settings(stop_accuracy=0.5, max_steps=300))
+    result = train_sft(tmp_path / "out", start, PAIRS, PAIRS, settings(stop_accuracy=0.5, max_steps=300), **COMMON)
     assert result.reached
     assert (start / "config.json").exists()
 
 
 def test_a_mark_that_is_not_reached_is_said_and_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="max_steps 2"):
-        train_sft(tmp_path / "out", build, PAIRS, PAIRS, settings(stop_accuracy=1.0, max_steps=2))
+        train_sft(tmp_path / "out", build, PAIRS, PAIRS, settings(stop_accuracy=1.0, max_steps=2), **COMMON)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_the_same_seed_gives_the_same_weights(tmp_path: Path) -> None:
     weights = []
     for name in ("a", "b"):
-        train_sft(tmp_path / name, build, PAIRS, PAIRS, settings(stop_accuracy=0.4, max_steps=300), seed=3)
+        train_sft(tmp_path / name, build, PAIRS, PAIRS, settings(stop_accuracy=0.4, max_steps=300), seed=3, **COMMON)
         weights.append(torch.cat([p.flatten() for p in load_model(tmp_path / name, "float32").parameters()]))
     assert torch.equal(weights[0], weights[1])
 
@@ -77,7 +79,7 @@ def test_the_same_seed_gives_the_same_weights(tmp_path: Path) -> None:
 def test_an_existing_folder_is_not_overwritten(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     with pytest.raises(ConfigError, match="exists already"):
-        train_sft(tmp_path / "out", build, PAIRS, PAIRS, settings())
+        train_sft(tmp_path / "out", build, PAIRS, PAIRS, settings(), **COMMON)
 
 
 def test_batched_greedy_decoding_is_what_hugging_face_generates(tmp_path: Path) -> None:
@@ -89,3 +91,14 @@ def test_batched_greedy_decoding_is_what_hugging_face_generates(tmp_path: Path) 
         )
         want = out[0, len(prompt) :].tolist()
         assert got == (want[: want.index(2)] if 2 in want else want)
+
+
+def test_a_loss_that_is_not_finite_breaks_no_weight_and_ends_the_training(tmp_path: Path) -> None:
+    def build_broken(folder: Path, seed: int) -> None:
+        model = load_model(make_tiny_model(folder, seed=seed), "float32")
+        with torch.no_grad():
+            model.get_input_embeddings().weight[HfTokenizer(str(folder)).encode("x")] = float("nan")
+        model.save_pretrained(folder)
+
+    with pytest.raises(ConfigError, match="loss or a gradient that is not finite"):
+        train_sft(tmp_path / "out", build_broken, PAIRS, PAIRS, settings(max_steps=300), **COMMON)

@@ -1,0 +1,89 @@
+"""Prompts and answers as token ids, exactly as generators encode them.
+
+What is trained here is sampled from there: a <bos> or a chat template that only one of the two adds makes prompts that
+the other has never seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Protocol, TypeAlias
+
+import torch
+from torch import Tensor
+
+from schemas.errors import DataError
+from schemas.messages import ChatMessage, Sampling, Task
+
+Prompt: TypeAlias = str | Sequence[ChatMessage]
+"""Plain text, or the messages of a chat."""
+Encoded: TypeAlias = tuple[list[int], list[int]]
+"""Token ids of a prompt, and of an answer with the end of sequence."""
+
+
+class PolicyTokenizer(Protocol):
+    """The generators' tokenizer, producers/rendering/tokenizer.py, as far as it is used here."""
+
+    @property
+    def eos_id(self) -> int:
+        """Id of the end of sequence."""
+        ...
+
+    @property
+    def pad_id(self) -> int | None:
+        """Id of padding, None where there is none."""
+        ...
+
+    def prompt_ids(self, task: Task) -> list[int]:
+        """Token ids of a task's prompt; messages go through the chat template."""
+        ...
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a piece of text, nothing added."""
+        ...
+
+    def save(self, folder: Path) -> None:
+        """Write its files beside a model's."""
+        ...
+
+
+LoadTokenizer: TypeAlias = Callable[[str], PolicyTokenizer]
+"""Loads the tokenizer of a model folder or hub id."""
+
+
+def encode_prompt(tokenizer: PolicyTokenizer, prompt: Prompt) -> list[int]:
+    """Token ids of a prompt; DataError if it is empty."""
+    if isinstance(prompt, str):
+        task = Task(task_id=0, kind="train", n=1, sampling=Sampling(), text=prompt)
+    else:
+        task = Task(task_id=0, kind="train", n=1, sampling=Sampling(), messages=list(prompt))
+    try:
+        return tokenizer.prompt_ids(task)
+    except DataError as error:
+        raise DataError(f"prompt {prompt!r:.80} cannot be encoded: {error}") from error
+
+
+def encode_answer(tokenizer: PolicyTokenizer, answer: str) -> list[int]:
+    """Token ids of an answer, nothing added but the end of sequence."""
+    return [*tokenizer.encode(answer), tokenizer.eos_id]
+
+
+def check_length(prompt: Prompt, tokens: int, max_length: int) -> None:
+    """DataError if an example has more tokens than ``max_length``, prompt and answer together."""
+    if tokens > max_length:
+        raise DataError(
+            f"the example of prompt {prompt!r:.80} has {tokens} tokens, more than model.max_length {max_length}"
+        )
+
+
+def pad(rows: Sequence[Sequence[int]], filler: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Pad rows of token ids on the right: int64 [R, T], and their lengths, int64 [R].
+
+    Without rows it is a short one of fillers: a rank that has nothing to do takes part in what the others do.
+    """
+    lengths = torch.tensor([len(row) for row in rows] or [2])
+    tokens = torch.full((len(lengths), int(lengths.max())), filler, dtype=torch.int64)
+    for number, row in enumerate(rows):
+        tokens[number, : len(row)] = torch.tensor(row)
+    return tokens.to(device), lengths.to(device)
