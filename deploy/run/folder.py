@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import fcntl
 import json
+import os
 import shutil
+import socket
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -36,9 +39,14 @@ def sole_user(folder: Path) -> Iterator[None]:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
+            lock.seek(0)
+            holder = lock.read().strip() or "since just now"
             raise ConfigError(
-                f"another `tidemill up` uses the folder {folder}: stop it, or give this run another run.name"
+                f"another `tidemill up` uses the folder {folder} ({holder}): stop it, or give this run another run.name"
             ) from None
+        lock.truncate(0)
+        lock.write(f"process {os.getpid()} on {socket.gethostname()} since {time.strftime('%Y-%m-%d %H:%M')}\n")
+        lock.flush()
         yield
 
 
@@ -133,6 +141,10 @@ def forget_run(config: TidemillConfig) -> None:
                 f" heard of {', '.join(alive)} in the last {LIVE_S:.0f} s; stop it, or give this run another run.name"
             )
         broker.purge()
+    elif _server_runs(config.folder / "broker"):
+        raise ConfigError(
+            f"--fresh deletes nothing: a `tidemill broker` uses {config.folder / 'broker'}, stop it first"
+        )
     # A broker that was started for the run has its data and password here.
     kept = {LOCK, "broker", "redis_url"} if shared else {LOCK}
     for path in config.folder.iterdir():
@@ -142,6 +154,18 @@ def forget_run(config: TidemillConfig) -> None:
             shutil.rmtree(path)
         else:
             path.unlink()
+
+
+def _server_runs(folder: Path) -> bool:
+    """Whether a server that was started by itself has its data here."""
+    if not (folder / "lock").is_file():
+        return False
+    with (folder / "lock").open("a") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
 
 
 def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -8,6 +8,7 @@ restart it. Services end by themselves when they can't go on.
 from __future__ import annotations
 
 import importlib
+import os
 import socket
 import sys
 from collections.abc import Callable
@@ -62,8 +63,8 @@ def run_role(role: str, config: TidemillConfig, name: str | None, stay: bool = T
     """Run until it ends; the errors of schemas/errors.py say why when it fails. stay: also when its run is finished."""
     name = service_name(role, name)
     configure_logging(config, role, name)
-    if role == "trainer":
-        # Before a model is loaded, which is refused or takes long.
+    if role == "trainer" and os.environ.get("RANK", "0") == "0":
+        # Before the model is loaded, which takes long. One rank alone writes.
         claim_folder(config)
     if not stay:
         watch = FinishedRunWatch(config)

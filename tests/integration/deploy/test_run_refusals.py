@@ -10,9 +10,10 @@ import yaml
 
 from broker.client import Broker
 from broker.flow.owner import Owner
+from deploy.services.main import ROLES, run_role
 from schemas.config import load_config
 from schemas.messages import Heartbeat
-from schemas.run_record import claim_folder
+from schemas.run_record import claim_folder, read_record
 from tests.support.command_line import Finished, run_tidemill
 from tests.support.tiny_model import make_tiny_model
 
@@ -43,6 +44,7 @@ def write_config(folder: Path, model: Path, run: str) -> Path:
         "sampling": {"max_tokens": 16},
         "generator": {"engine": "transformers"},
         "launcher": {"name": "local"},
+        "control": {"enabled": False},
     }
     file.write_text(yaml.safe_dump(data))
     return file
@@ -128,3 +130,16 @@ def test_a_run_whose_services_fell_silent_is_purged(
     beat(broker)
     monkeypatch.setattr("deploy.client.find.LIVE_S", 0.0)
     assert run_tidemill("purge", broker.connection.keys.run, "--url", broker.connection.url, "--yes").returncode == 0
+
+
+def test_of_several_ranks_the_first_alone_records_the_run(
+    models: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(ROLES, "trainer", "builtins:print")
+    config = load_config(write_config(tmp_path / "mine", models[0], "ranks"))
+    monkeypatch.setenv("RANK", "1")
+    run_role("trainer", config, None)
+    assert read_record(config.folder) is None
+    monkeypatch.setenv("RANK", "0")
+    run_role("trainer", config, None)
+    assert read_record(config.folder) is not None

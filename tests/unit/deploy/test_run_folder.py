@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from deploy.run.folder import forget_run, is_finished, keep_aside, refuse_foreign, settle_configuration
+from deploy.run.folder import forget_run, is_finished, keep_aside, refuse_foreign, settle_configuration, sole_user
 from deploy.run_files import FILES
 from schemas.config import TidemillConfig, parse_config
 from schemas.errors import ConfigError
@@ -68,6 +70,28 @@ def test_fresh_deletes_what_is_a_runs_and_nothing_else(tmp_path: Path) -> None:
     forget_run(config)
     assert {path.name for path in run.iterdir()} == {"up.lock", "src", ".git", "rewards.py"}
     assert (run / "src" / "file").is_file()
+
+
+def test_a_folder_in_use_is_refused_with_who_uses_it(tmp_path: Path) -> None:
+    in_use = (
+        rf"another `tidemill up` uses the folder {tmp_path} \(process {os.getpid()} on .* since 20.*\): stop it, or"
+    )
+    with sole_user(tmp_path), pytest.raises(ConfigError, match=in_use), sole_user(tmp_path):
+        pass
+    with sole_user(tmp_path):
+        assert (tmp_path / "up.lock").read_text().count("process") == 1
+
+
+def test_fresh_spares_the_data_of_a_server_that_runs(tmp_path: Path) -> None:
+    (tmp_path / "broker").mkdir()
+    (tmp_path / "metrics.jsonl").touch()
+    with (tmp_path / "broker" / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(ConfigError, match="a `tidemill broker` uses"):
+            forget_run(configuration(tmp_path))
+        assert (tmp_path / "metrics.jsonl").exists()
+    forget_run(configuration(tmp_path))
+    assert not list(tmp_path.iterdir())
 
 
 def test_fresh_unlinks_a_link_and_leaves_what_it_leads_to(tmp_path: Path) -> None:
