@@ -10,11 +10,11 @@ import structlog
 
 from broker.flow.pipeline import PipelineSnapshot, ScoredSample, Slot
 from consumers.trainer.algorithms.advantages import has_signal, within
-from consumers.trainer.context import TrainerContext
+from consumers.trainer.context import TrainerContext, describe_broken
 from consumers.trainer.data.microbatches import Batch, Group
-from consumers.trainer.group_buffer import GroupBuffer
+from consumers.trainer.group_buffer import FailureStreak, GroupBuffer
 from consumers.trainer.pause import PauseFollower
-from schemas.errors import BrokerDamaged, InfraError
+from schemas.errors import BrokerDamaged, InfraError, RunFailed
 from schemas.lifecycle import StopFlag
 from schemas.messages import BatchRecord, GroupRef, Member
 
@@ -41,7 +41,9 @@ class BatchSource:
         self._progress = context.progress
         self._pause = pause
         self._on_idle = on_idle
+        self._notify = context.notify
         self._buffer = GroupBuffer(context.config.flow.window)
+        self._failures = FailureStreak(context.config.trainer.failed_groups_limit)
         self._claimed: dict[bytes, ScoredSample] = {}
         self._taken: list[tuple[Group, list[ScoredSample]]] = []
         self._ended: Counter[str] = Counter()
@@ -49,7 +51,9 @@ class BatchSource:
         self.last_outcome_at = time.monotonic()
 
     def next(self, new_version: int, stop: StopFlag) -> Batch | None:
-        """The next step's batch, in the journal; None when asked to stop. InfraError after the deadline.
+        """The next step's batch, in the journal; None when asked to stop.
+
+        InfraError after the deadline, RunFailed when trainer.max_failed_groups in a row have failed.
 
         new_version: the version that the step will make.
         """
@@ -71,6 +75,7 @@ class BatchSource:
             self._claim()
             pipeline = self._pipeline = self._session.read_pipeline()
             self._progress.update(pipeline)
+            self._check_failures(pipeline)
             if self._pause.follow(pipeline.control):
                 return False
             self._discard_ended({slot.task_id for slot in pipeline.slots} | self._taken_ids())
@@ -80,6 +85,13 @@ class BatchSource:
                 return True
             if not chosen:
                 return False
+
+    def _check_failures(self, pipeline: PipelineSnapshot) -> None:
+        """Raise RunFailed when so many groups failed one after another that the next ones will, too."""
+        text = self._failures.find(slot.task_id for slot in pipeline.slots)
+        if text is not None:
+            self._notify("run_failed", "error", text)
+            raise RunFailed(text)
 
     def _choose(self, pipeline: PipelineSnapshot) -> list[int]:
         """Task ids of complete groups, for the places that are left in the step."""
@@ -193,12 +205,25 @@ class BatchSource:
         """End a complete group that would teach nothing: its slot returns at once, out of turn."""
         outcomes = self._buffer.take(task_id)
         rewards = [outcome.score.reward for outcome in outcomes if outcome.trajectory_id]
+        broken = {outcome.sample: outcome.score.broken_version for outcome in outcomes}
+        versions = [version for version in broken.values() if version >= 0]
         settings = self._config.trainer.advantage
-        if not rewards:
+        if 2 * len(versions) > outcomes[0].group_size:
+            self._failures.failed(task_id, describe_broken(max(versions)))
+            self._end_group(task_id, outcomes, "not_finite", "failed")
+        elif not rewards:
+            self._failures.failed(task_id, _why_failed(outcomes))
             self._end_group(task_id, outcomes, "no_reward", "failed")
         elif settings.partial_groups == "drop" and len(rewards) < outcomes[0].group_size:
+            self._failures.failed(task_id, _why_failed(outcomes))
             self._end_group(task_id, outcomes, "partial")
-        elif settings.drops_zero_variance and not has_signal(rewards, settings.least_std):
+        else:
+            self._failures.succeeded(task_id)
+            self._drop_without_signal(task_id, outcomes, rewards)
+
+    def _drop_without_signal(self, task_id: int, outcomes: list[ScoredSample], rewards: list[float]) -> None:
+        settings = self._config.trainer.advantage
+        if settings.drops_zero_variance and not has_signal(rewards, settings.least_std):
             self._end_group(task_id, outcomes, "zero_variance")
         elif not within(rewards, settings.mean_between):
             self._end_group(task_id, outcomes, "mean_reward")
@@ -220,7 +245,12 @@ class BatchSource:
                 # Perhaps it only went back in time since the last look, which is mended with less.
                 self._session.read_pipeline()
                 raise BrokerDamaged(f"the broker has lost samples of prompt group {task_id}")
-            oldest = min(body.oldest_version for body, _ in samples)
+            # A sample may have no token of its own, because its environment failed at once: it has no age.
+            oldest = min((body.oldest_version for body, _ in samples if body.oldest_version >= 0), default=None)
+            if oldest is None:
+                self._failures.failed(task_id, "no sample has a token that the policy sampled")
+                self._end_group(task_id, outcomes, "no_tokens")
+                continue
             if version - oldest > staleness:
                 log.warning("group is too old", task_id=task_id, oldest=oldest, version=version)
                 self._end_group(task_id, outcomes, "stale")
@@ -240,6 +270,13 @@ class BatchSource:
             self._progress.unfinished.discard(task_id)
         for outcome in outcomes:
             self._claimed.pop(outcome.scored_id, None)
+
+
+def _why_failed(outcomes: Sequence[ScoredSample]) -> str:
+    """Return the reason of a group's first sample that has no reward."""
+    first = next(outcome for outcome in outcomes if not outcome.trajectory_id)
+    reason = first.score.reason or "no reason is known"
+    return f"reward {reason}" if first.excluded else reason
 
 
 def _reference(outcomes: Sequence[ScoredSample]) -> GroupRef:

@@ -59,6 +59,11 @@ class DiskRetry:
         self._notify(what, "error", str(error))
 
 
+def describe_broken(version: int) -> str:
+    """Say that weights of this version can't be used, by anybody."""
+    return f"weights version {version} are numerically broken: they give log-probabilities that are not finite"
+
+
 @dataclass(frozen=True)
 class TrainerContext:
     """The configuration and the objects of which a trainer has one each.

@@ -1,4 +1,4 @@
-"""The choice of prompt groups for the next step: a state machine over scored samples and slots, without I/O.
+"""The choice of prompt groups for the next step, and whether all of them fail: state machines without I/O.
 
 With a look-ahead window W a finished group may overtake the oldest one that is not taken yet if it was admitted less
 than W admissions after it; W = 1 is strict order. A window over the list of waiting groups instead would let a slow
@@ -7,7 +7,7 @@ group be overtaken without end.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import msgspec
 
@@ -64,3 +64,44 @@ class GroupBuffer:
         size = next(iter(group.values())).group_size if group else None
         have = f"{len(group)} of {size} samples scored" if size else "no sample scored yet"
         return f"the oldest prompt group, {active[0].task_id}, has {have}; are generators and reward services running?"
+
+
+class FailureStreak:
+    """Prompt groups that failed one after another, in admission order: ``limit`` of them are the end of a run.
+
+    A group that succeeded or is still under way ends a streak, so that there is none where some groups fail at once
+    and others take long and succeed. A group whose end nobody saw is left out.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._reasons: dict[int, str] = {}
+        """Why a group failed, by task id; "" for one that succeeded."""
+        self._news = False
+
+    def __len__(self) -> int:
+        return len(self._reasons)
+
+    def succeeded(self, task_id: int) -> None:
+        """Note a group whose samples have their rewards, whether it will be trained or not."""
+        self._reasons[task_id] = ""
+
+    def failed(self, task_id: int, reason: str) -> None:
+        """Note a group that nothing could be trained on; it may have been noted as a success before."""
+        self._reasons[task_id] = reason
+        self._news = True
+
+    def find(self, active: Iterable[int]) -> str | None:
+        """Say, when groups failed since the last call, which streak is too long; active: task ids that hold a slot."""
+        if not self._news:
+            return None
+        self._news = False
+        streak = 0
+        for task_id in sorted({*self._reasons, *active}):
+            reason = self._reasons.get(task_id, "")
+            streak = streak + 1 if reason else 0
+            if streak >= self._limit:
+                return f"{streak} prompt groups in a row failed, the last: {reason}"
+        for task_id in sorted(self._reasons)[: -4 * self._limit]:
+            del self._reasons[task_id]
+        return None

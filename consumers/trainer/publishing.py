@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from concurrent.futures import Future, ThreadPoolExecutor
 
+import numpy as np
 import structlog
 import torch
 
 from broker.flow.fencing import term_number
 from broker.weights.delta_writer import DeltaWriter
 from broker.weights.transports import make_transport
-from consumers.trainer.context import TrainerContext
+from consumers.trainer.context import TrainerContext, describe_broken
 from consumers.trainer.leadership import Leadership
 from schemas.codec import Array
-from schemas.errors import DiskError, InfraError
+from schemas.errors import DiskError, InfraError, RunFailed
 from schemas.messages import Probe
 
 log = structlog.get_logger()
@@ -86,6 +87,8 @@ class WeightPublisher:
             raise DiskError(f"cannot write weights version {version} to {file}: {error}") from error
         rank_group = self._context.rank_group
         snapshot, logprobs = rank_group.gather(self._probe)
+        if not np.isfinite(logprobs).all():
+            raise RunFailed(describe_broken(version))
         probe = Probe(tokens=Array.of(self._probe, "i4"), logprobs=Array.of(logprobs, "f4"))
         adapter = rank_group.step.policy.adapter
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from broker.flow.pipeline import ScoredSample, Slot
-from consumers.trainer.group_buffer import GroupBuffer
+from consumers.trainer.group_buffer import FailureStreak, GroupBuffer
 from schemas.messages import Score
 
 
@@ -86,3 +86,50 @@ def test_the_bound_holds_whatever_order_groups_finish_in(batch: int, staleness: 
         if taken == batch:
             version, taken = version + 1, 0
     assert version > 0
+
+
+def test_groups_that_fail_one_after_another_are_a_streak() -> None:
+    streak = FailureStreak(limit=3)
+    for task_id in range(3):
+        assert streak.find([task_id]) is None
+        streak.failed(task_id, f"reason {task_id}")
+    assert streak.find([3, 4]) == "3 prompt groups in a row failed, the last: reason 2"
+
+
+def test_a_group_that_succeeded_ends_a_streak_in_whatever_order_groups_end() -> None:
+    streak = FailureStreak(limit=3)
+    for task_id in (5, 0, 1, 3, 4):
+        streak.failed(task_id, "no")
+    streak.succeeded(2)
+    assert streak.find([]) == "3 prompt groups in a row failed, the last: no"
+    again = FailureStreak(limit=4)
+    for task_id in (5, 0, 1, 3, 4):
+        again.failed(task_id, "no")
+    again.succeeded(2)
+    assert again.find([]) is None
+
+
+def test_groups_that_fail_at_once_between_slow_ones_are_no_streak() -> None:
+    streak = FailureStreak(limit=3)
+    for task_id in range(0, 1000, 2):
+        streak.failed(task_id, "no")
+        assert streak.find(range(1, task_id + 2, 2)) is None
+
+
+def test_what_failed_last_of_a_group_counts_and_what_nobody_saw_does_not() -> None:
+    streak = FailureStreak(limit=3)
+    for task_id in (0, 7, 9):
+        streak.succeeded(task_id)
+        assert streak.find([]) is None
+        streak.failed(task_id, "no tokens")
+    assert streak.find([8]) is None
+    streak.failed(9, "no tokens")
+    assert streak.find([10]) == "3 prompt groups in a row failed, the last: no tokens"
+
+
+def test_a_long_run_keeps_few_ends_in_mind() -> None:
+    streak = FailureStreak(limit=3)
+    for task_id in range(10_000):
+        streak.failed(task_id, "no") if task_id % 3 else streak.succeeded(task_id)
+        assert streak.find([task_id + 1]) is None
+    assert len(streak) < 20
