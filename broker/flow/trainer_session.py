@@ -59,7 +59,7 @@ class TrainerSession:
         self._connections = self._connection.connections
         reply = self._connection.run_script("take_over", json.dumps(told))
         if reply[0] == b"foreign" and len(reply) > 1:
-            raise name_taken(self._connection, Owner.parse(reply[1:]))
+            raise name_taken(self._connection, request.owner, Owner.parse(reply[1:]))
         if reply[0] == b"foreign":
             raise ConfigError(
                 "the broker holds a run of this name whose checkpoints are not in this run's folder:"

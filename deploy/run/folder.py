@@ -69,7 +69,9 @@ def refuse_foreign(config: TidemillConfig, fresh: bool) -> None:
     url = find_url(config.broker.url)
     if url is not None:
         check_server_now(url)
-        Broker.connect(config, any_schema=fresh).owner.refuse_other(record.id if record else "")
+        Broker.connect(config, any_schema=fresh).owner.refuse_other(
+            Owner.of(record.id if record else "", folder), forget=fresh
+        )
     if not fresh:
         return
     if not is_run_folder(folder):

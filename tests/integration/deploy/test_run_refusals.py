@@ -10,6 +10,7 @@ import yaml
 
 from broker.client import Broker
 from broker.flow.owner import Owner
+from deploy.run.folder import forget_run, refuse_foreign, sole_user
 from deploy.services.main import ROLES, run_role
 from schemas.config import load_config
 from schemas.messages import Heartbeat
@@ -93,6 +94,21 @@ def test_a_run_goes_on_with_its_own_model_only_and_its_record_stays(
     assert files(folder) == before
     assert refused(run_tidemill("trainer", str(file), "run.seed=8")).count("run.seed 0, which cannot become 8") == 1
     assert files(folder) == before
+    assert shared.owner.read() is None
+
+
+def test_a_run_whose_checkpoints_were_deleted_is_begun_anew_only_with_fresh(
+    shared: Broker, models: tuple[Path, Path], tmp_path: Path
+) -> None:
+    file = write_config(tmp_path / "mine", models[0], shared.connection.keys.run)
+    config = load_config(file)
+    shared.owner.claim(Owner.of("the one before", config.folder))
+    line = refused(run_tidemill("up", str(file)))
+    assert "checkpoints/RUN.json is gone" in line
+    assert "--fresh" in line
+    refuse_foreign(config, fresh=True)
+    with sole_user(config.folder):
+        forget_run(config)
     assert shared.owner.read() is None
 
 
