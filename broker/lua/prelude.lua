@@ -34,17 +34,18 @@ local function task_stream(kind)
 end
 
 -- Renew the leases of those entries (ARGV from the third on) that are pending for the worker (the second), and return
--- the others: they are done, or another worker has claimed them and keeps them.
+-- those that another worker has claimed, who keeps them.
 local function renew_leases(stream, group)
-  local others = {}
+  local taken = {}
   for i = 3, #ARGV do
-    if #redis.call('XPENDING', stream, group, ARGV[i], ARGV[i], 1, ARGV[2]) == 0 then
-      others[#others + 1] = ARGV[i]
-    else
+    local pending = redis.call('XPENDING', stream, group, ARGV[i], ARGV[i], 1)
+    if #pending > 0 and pending[1][2] == ARGV[2] then
       redis.call('XCLAIM', stream, group, ARGV[2], 0, ARGV[i], 'JUSTID')
+    elseif #pending > 0 then
+      taken[#taken + 1] = ARGV[i]
     end
   end
-  return others
+  return taken
 end
 
 local function term_number(leader_term)

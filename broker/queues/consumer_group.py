@@ -112,8 +112,8 @@ class ConsumerGroup:
         held = self._held[stream].copy()
         times = {item["message_id"]: item["times_delivered"] for item in pending if item["message_id"] not in held}
         # Renewed first: from here on nobody else may claim them.
-        others = set(self._renew(stream, list(times)))
-        return self._claim(stream, {entry: count + died for entry, count in times.items() if entry not in others}, 0)
+        taken = set(self._renew(stream, list(times)))
+        return self._claim(stream, {entry: count + died for entry, count in times.items() if entry not in taken}, 0)
 
     def _release(self, stream: str, entry_id: bytes) -> None:
         self._held[stream].discard(entry_id)
@@ -121,17 +121,17 @@ class ConsumerGroup:
     def renew_leases(self) -> list[bytes]:
         """Renew the leases of all entries that this worker holds. Call from a thread of its own.
 
-        Returns those that are no longer its own: they are done, or another worker has taken them over.
+        Returns those that another worker has taken over, which this one holds no longer.
         """
-        gone: list[bytes] = []
+        lost: list[bytes] = []
         for stream, held in self._held.items():
-            others = self._renew(stream, list(held.copy()))
-            held.difference_update(others)
-            gone += others
-        return gone
+            taken = self._renew(stream, list(held.copy()))
+            held.difference_update(taken)
+            lost += taken
+        return lost
 
     def _renew(self, stream: str, ids: list[bytes]) -> list[bytes]:
-        """Renew the leases of these entries, and return those of them that are not this worker's."""
+        """Renew the leases of these entries, and return those of them that another worker has."""
         if not ids:
             return []
         name = stream.rpartition(":")[2]

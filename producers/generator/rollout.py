@@ -83,6 +83,14 @@ class Rollout:
         self._begun = time.monotonic()
         self._ended: set[int] = set()
         self._unfinished: list[Partial] = []
+        self._sampling: asyncio.Task[str] | None = None
+        self._stopped = False
+
+    def stop(self) -> None:
+        """Sample no more, because another generator has the task now; what is sampled already still leaves."""
+        self._stopped = True
+        if self._sampling is not None:
+            self._sampling.cancel()
 
     async def run(self) -> None:
         """Return when every sample is published, failed or handed back."""
@@ -95,13 +103,27 @@ class Rollout:
         rollout = RolloutContext(context.engine, context.tokenizer, task, missing, self._save)
         try:
             async with asyncio.TaskGroup() as leaving:
-                reason = await self._run_workflow(rollout, leaving)
-                await self._fail([sample for sample in missing if sample not in self._ended], reason)
+                self._sampling = asyncio.create_task(self._run_workflow(rollout, leaving))
+                if self._stopped:
+                    self._sampling.cancel()
+                reason = await self._reason_of_end(self._sampling)
+                if not self._stopped:
+                    await self._fail([sample for sample in missing if sample not in self._ended], reason)
         finally:
             context.saver.forget(task)
         if self._unfinished:
             partial = msgspec.structs.replace(self._task, partials=self._unfinished)
             await asyncio.to_thread(context.queue.return_task, self._delivery, partial)
+
+    async def _reason_of_end(self, sampling: asyncio.Task[str]) -> str:
+        """Why there are no more samples; nothing to say of a rollout that was stopped."""
+        try:
+            return await sampling
+        except asyncio.CancelledError:
+            this = asyncio.current_task()
+            if not self._stopped or this is None or this.cancelling():
+                raise
+            return ""
 
     async def _run_workflow(self, rollout: RolloutContext, leaving: asyncio.TaskGroup) -> str:
         """Deliver what the workflow yields; returns, when it has ended, why there are no more samples."""

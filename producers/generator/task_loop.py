@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 import math
 import time
+from collections.abc import Sequence
+
+import structlog
 
 from broker.queues.consumer_group import Delivery
 from producers.engines.base import KvCacheUsage
@@ -19,6 +22,8 @@ FULL = 0.95
 """Share of the cache that is given out; the rest is for samples that grow longer than those before."""
 MEMORY = 50
 """The mean is of about this many samples, the newest."""
+
+log = structlog.get_logger()
 
 
 class MeanSampleSize:
@@ -76,6 +81,8 @@ class TaskLoop:
         self._sample_size = MeanSampleSize(min(self._config.sampling.max_tokens, self._config.model.max_length))
         self._freed = asyncio.Condition()
         self._rollouts: set[asyncio.Task[None]] = set()
+        self._by_entry: dict[bytes, Rollout] = {}
+        self._loop: asyncio.AbstractEventLoop | None = None
         self.in_flight = 0
         self.tokens = 0
 
@@ -85,11 +92,23 @@ class TaskLoop:
         return self._context.pause.control.concurrency or self._config.generator.max_samples
 
     def renew(self) -> None:
-        """Keep the leases of what is in progress; called from the heartbeat thread."""
-        self._queue.renew_leases()
+        """Keep the leases of what is in progress, and stop what another generator has taken over meanwhile.
+
+        Called from the heartbeat thread.
+        """
+        taken = self._queue.renew_leases()
+        if taken and self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._stop_taken, taken)
+
+    def _stop_taken(self, entries: Sequence[bytes]) -> None:
+        for entry in entries:
+            if rollout := self._by_entry.get(entry):
+                log.warning("a task was silent for its lease, another generator has it now", entry=entry.decode())
+                rollout.stop()
 
     async def run(self, stop: StopFlag) -> None:
         """Work until stop; then everything unfinished is handed back, while the last read may still be waiting."""
+        self._loop = asyncio.get_running_loop()
         async with asyncio.TaskGroup() as group:
             taking = group.create_task(self._take_tasks(group, stop))
             await until_stopped(stop, asyncio.wait({taking}))
@@ -156,14 +175,17 @@ class TaskLoop:
             self._sample_size.add(cache_need(sample.loss_mask.data, task.n))
             await self._free(1)
 
+        rollout = self._by_entry[delivery.entry_id] = Rollout(self._context, delivery, published)
         try:
             async with self._updates.using(delivery.version, task.kind == "eval") as ready:
                 if ready and not stop:
-                    await Rollout(self._context, delivery, published).run()
+                    await rollout.run()
                 else:
                     await asyncio.to_thread(self._queue.return_task, delivery, task)
         finally:
-            self._queue.release(delivery)
+            if self._by_entry.get(delivery.entry_id) is rollout:
+                del self._by_entry[delivery.entry_id]
+                self._queue.release(delivery)
             await self._free(left)
 
     async def _free(self, samples: int) -> None:

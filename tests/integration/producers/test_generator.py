@@ -28,6 +28,7 @@ from tests.support.generator_service import (
     wait_until,
 )
 from tests.support.light_service import start_service
+from tests.support.prompt_groups import make_trajectory
 from tests.support.tiny_model import make_tiny_model
 from tests.support.trainer_sessions import take_over
 
@@ -142,6 +143,28 @@ def test_a_refused_version_that_no_newer_one_follows_ends_the_process(
         run_generator_during(config, broker, engine, scene)
     assert caught.group_contains(InfraError, match="version 2 fails its probe")
     assert engine.loaded == [1, 2, 1]
+
+
+def test_a_generator_stops_sampling_what_another_has_taken_over(model: Path, broker: Broker, tmp_path: Path) -> None:
+    training = take_over(broker)
+    publish_version(broker, training, tmp_path, 1)
+    broker.ledger.admit(make_task(0))
+    config = make_config(model, tmp_path, lease_s=1.5)
+    engine = make_engine(config, min_length=900, max_length=900, token_s=0.1)
+
+    async def scene() -> None:
+        await engine.generating.wait()
+        other = broker.task_queue("other")
+        assert await asyncio.to_thread(other.claim_stale, 0.0, 10)
+        await wait_until(lambda: engine.growth() is None)
+        assert await asyncio.to_thread(other.renew_leases) == [], "it is the other's, and stays so"
+        broker.ledger.admit(make_task(1))
+        await wait_until(lambda: engine.growth() is not None)
+        assert other.publish(0, [make_trajectory(0, 0), make_trajectory(0, 1)]) == ["ok", "ok"]
+
+    run_generator_during(config, broker, engine, scene)
+    assert broker.ledger.read_state().dead_letters == 0
+    assert [item.message.task_id for item in broker.task_queue("next").read(10, 10)] == [1], "only its own went back"
 
 
 def test_who_is_asked_to_end_hands_every_token_to_the_next(model: Path, broker: Broker, tmp_path: Path) -> None:
