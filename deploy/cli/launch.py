@@ -38,6 +38,10 @@ def _whole(gpus: str) -> int | Literal["auto"]:
 def up(config: ConfigFile, overrides: Overrides = None, fresh: Fresh = False) -> None:
     """Run everything until the training is done, here or on what launcher.name says; goes on with a stopped run."""
     loaded = load(config, overrides)
+    from deploy.run.names import check_names
+
+    # Before what takes a second to import.
+    check_names(loaded)
     from deploy.launchers.factory import build_launcher
 
     raise typer.Exit(build_launcher(loaded).launch(loaded, fresh))

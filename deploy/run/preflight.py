@@ -19,18 +19,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from broker.api.address import listen, read_token
-from consumers.reward.rewards import REWARDS
-from consumers.trainer.algorithms import ADVANTAGES, AGGREGATIONS, KL_ESTIMATORS, LOSSES
 from consumers.trainer.metrics.trackers import check_trackers
 from deploy.run.findings import Finding, examine, one_line
 from deploy.run.model_files import check_hub_or_folder, check_tokenizer
-from producers.datasets import DATASETS
-from producers.engines import ENGINES
+from deploy.run.names import check_names
 from producers.engines.factory import engine_name
 from producers.engines.sampling import check_sampling
-from producers.engines.vllm.arguments import check_names
+from producers.engines.vllm.arguments import check_names_of_arguments
 from producers.tasks import make_sampling
-from producers.workflows import WORKFLOWS
 from schemas.config import TidemillConfig, dump_config
 from schemas.errors import ConfigError
 
@@ -38,55 +34,51 @@ TRIAL_DEADLINE_S = 600.0
 """A dataset of the hub may have to be downloaded first."""
 
 
-def check(config: TidemillConfig) -> None:
-    """ConfigError, one line, for the first thing that cannot work; what is only strange is told on stderr."""
-    for finding in inspect(config):
+def check(config: TidemillConfig, here: bool = True) -> None:
+    """ConfigError, one line, for the first thing that cannot work; what is only strange is told on stderr.
+
+    here: services run on this machine, with the packages that are installed on it.
+    """
+    for finding in inspect(config, here=here):
         if finding.level == "fail":
             raise ConfigError(finding.text)
         if finding.level == "warn":
             print(f"tidemill: warning: {finding.text}", file=sys.stderr)
 
 
-def inspect(config: TidemillConfig, thorough: bool = False) -> Iterator[Finding]:
+def inspect(config: TidemillConfig, thorough: bool = False, here: bool = True) -> Iterator[Finding]:
     """Everything that can be told before the run, one by one.
 
-    thorough: also build the model without its weights, and score a first example, which takes longer.
+    here: as in ``check``. thorough: also build the model without its weights, and score a first example, which takes
+    longer.
     """
-    yield examine("names", lambda: check_choices(config))
+    yield examine("names", lambda: check_names(config))
+    yield examine("packages", lambda: check_packages(config, here))
     yield examine("folders", lambda: check_folders(config))
     yield examine("control plane", lambda: check_control(config))
     yield examine("model", lambda: check_models(config))
     yield from _trial(config, thorough)
 
 
-def check_choices(config: TidemillConfig) -> str:
-    """ConfigError for a name that is not known, or what it names is not installed. Imports nothing of it."""
-    trainer = config.trainer
+def check_packages(config: TidemillConfig, here: bool = True) -> str:
+    """ConfigError for what needs a package that is not there, or does not take what it is given. Imports none."""
     check_sampling(make_sampling(config.sampling), config.generator.allow_truncated, config.generator.args)
-    held_out = [config.eval.dataset] if config.eval else []
-    warm = [config.warm_start.dataset, config.warm_start.eval] if config.warm_start else []
-    for dataset in (config.train, *held_out, *warm):
-        DATASETS.check(dataset.name)
-    for term in (*config.reward.terms, *((config.eval.terms if config.eval else None) or [])):
-        REWARDS.check(term.name)
-    WORKFLOWS.check(config.generator.workflow.name)
-    LOSSES.check(trainer.loss.name)
-    ADVANTAGES.check(trainer.advantage.name)
-    AGGREGATIONS.check(trainer.aggregation)
-    KL_ESTIMATORS.check(trainer.kl.estimator)
-    for rule in trainer.rejection:
-        if rule.measure != "ratio":
-            KL_ESTIMATORS.check(rule.measure)
-    check_trackers(trainer.trackers)
+    check_trackers(config.trainer.trackers)
     engine = engine_name(config.generator.engine)
-    ENGINES.check(engine)
+    if here:
+        _need("torch", "the trainer", "train")
+        if engine in ("vllm", "transformers"):
+            _need(engine, f"generator.engine {engine}", "vllm" if engine == "vllm" else "train")
+        if config.trainer.lora is not None:
+            _need("peft", "trainer.lora", "train")
     if engine == "vllm":
-        check_names(config.generator.args)
-    if engine == "transformers" and importlib.util.find_spec("transformers") is None:
-        raise ConfigError("generator.engine transformers: it is not installed: pip install 'tidemill[train]'")
-    if trainer.lora is not None and importlib.util.find_spec("peft") is None:
-        raise ConfigError("trainer.lora needs the package peft: pip install peft")
-    return f"loss {trainer.loss.name}, advantage {trainer.advantage.name}, engine {engine}"
+        check_names_of_arguments(config.generator.args)
+    return f"engine {engine}"
+
+
+def _need(package: str, what: str, extra: str) -> None:
+    if importlib.util.find_spec(package) is None:
+        raise ConfigError(f"{what} needs the package {package}: pip install 'tidemill[{extra}]'")
 
 
 def check_folders(config: TidemillConfig) -> str:

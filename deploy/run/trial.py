@@ -7,6 +7,7 @@ import, and only where a loss, an advantage or an estimator is the user's own or
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import sys
@@ -149,6 +150,8 @@ def check_algorithm(config: TidemillConfig) -> str:
     text = ", ".join(names[:3])
     if not (trainer.loss.args or trainer.advantage.args or any(":" in name for name in names)):
         return text
+    if importlib.util.find_spec("torch") is None:
+        return f"{text}, not looked at without PyTorch"
     from consumers.trainer.algorithms.objective import Objective
 
     objective = Objective.from_config(trainer, config.base)

@@ -37,6 +37,7 @@ from deploy.run_files import CONFIG
 from deploy.services.main import command
 from deploy.supervisor.commands import CommandFollower
 from deploy.supervisor.events import NAME, TimelineWriter
+from deploy.supervisor.process import Processes
 from deploy.supervisor.restart_policy import State
 from deploy.supervisor.services import Change, ServiceSpec, Starter
 from deploy.supervisor.supervisor import RunOutcome, ServiceView, Supervisor
@@ -72,7 +73,7 @@ def run_up(config: TidemillConfig, starter: Starter, fresh: bool = False) -> int
     starter: where services run. fresh: first delete the files of an earlier run of this name, and what it left in
     the broker.
     """
-    check(config)
+    check(config, here=isinstance(starter, Processes))
     folder = config.folder
     refuse_foreign(config, fresh)
     with ExitStack() as stack:

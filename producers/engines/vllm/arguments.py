@@ -25,12 +25,12 @@ _OURS = {
 }
 
 
-def check_names(args: dict[str, Any]) -> None:
-    """ConfigError names an argument that vLLM does not know or that is ours to set, or says that vLLM is not there."""
-    spec = importlib.util.find_spec("vllm")
+def check_names_of_arguments(args: dict[str, Any]) -> None:
+    """ConfigError names an argument that the vLLM that is installed here does not know, or that is ours to set."""
+    spec = importlib.util.find_spec("vllm") if args else None
     if spec is None or not spec.submodule_search_locations:
-        raise ConfigError("generator.engine vllm: vLLM is not installed: install it, or set it to transformers")
-    known = read_names(Path(spec.submodule_search_locations[0]) / "engine" / "arg_utils.py") if args else []
+        return
+    known = read_names(Path(spec.submodule_search_locations[0]) / "engine" / "arg_utils.py")
     # Where another release keeps them elsewhere, vLLM itself tells at its start.
     if known:
         checked_args(args, known)

@@ -11,13 +11,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from producers.engines.base import Completion, EngineSettings
+from producers.engines.vllm.arguments import read_names
 from producers.engines.vllm.boot import engine_arguments
 from producers.engines.vllm.engine import VllmEngine
 from producers.rendering.tokenizer import HfTokenizer
@@ -53,6 +54,14 @@ def test_engine_arguments_reach_vllm_as_they_are(folders: dict[int, Path]):
     wrong = replace(settings, args={"tensor_paralel_size": 2})
     with pytest.raises(ConfigError, match="did you mean tensor_parallel_size"):
         engine_arguments(folders[0], wrong, on_cpu=False, devices=8)
+
+
+def test_the_names_of_arguments_that_are_read_from_vllms_source_are_all_there_are():
+    import vllm
+    from vllm import AsyncEngineArgs
+
+    source = Path(vllm.__path__[0]) / "engine" / "arg_utils.py"
+    assert sorted(read_names(source)) == sorted(field.name for field in fields(AsyncEngineArgs))
 
 
 def test_logprobs_are_those_of_the_model_after_temperature(

@@ -117,6 +117,17 @@ def test_a_hub_id_is_one_question_and_one_line_without_a_network(folder: Path, m
     )
 
 
+def test_a_package_that_is_missing_is_told_where_services_run_here(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On other machines, as Ray starts them, packages are theirs."""
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    config = parse_config(yaml.safe_load((folder / "config.yaml").read_text()) | {"generator": {"engine": "vllm"}})
+    with pytest.raises(ConfigError, match=r"^the trainer needs the package torch: pip install 'tidemill\[train\]'$"):
+        preflight.check_packages(config)
+    assert preflight.check_packages(config, here=False) == "engine vllm"
+
+
 def trial_of(folder: Path, **sections: Any) -> list[Finding]:
     """The findings of the part that runs in a child process, made in this one, up to the first that fails."""
     data = yaml.safe_load((folder / "config.yaml").read_text()) | sections

@@ -12,6 +12,7 @@ import pytest
 from producers.engines.base import EngineSettings
 from producers.engines.factory import engine_name
 from producers.engines.sampling import check_sampling, max_new_tokens
+from producers.engines.vllm.arguments import read_names
 from producers.engines.weight_files import check_fits, read_shapes
 from producers.model_folder import resolve_folder
 from schemas.errors import ConfigError, DataError
@@ -141,3 +142,15 @@ def test_the_cpu_key_value_cache_is_no_larger_than_the_samples_in_flight_need(tm
     small, large = (EngineSettings(str(folder), "float32", 512, n) for n in (64, 100_000))
     assert 16 * 2**20 <= kv_cache_bytes(folder, small) < 2**26
     assert kv_cache_bytes(folder, large) == 2**30
+
+
+def test_names_of_arguments_come_from_the_source_of_vllm_and_none_from_a_source_of_another_kind(tmp_path: Path):
+    source = tmp_path / "arg_utils.py"
+    assert read_names(source) == []
+    source.write_text(
+        "class EngineArgs:\n    model: str = 'm'\n    seed: int | None = None\n    other = 3\n"
+        "class AsyncEngineArgs(EngineArgs):\n    enable_log_requests: bool = False\n"
+    )
+    assert read_names(source) == ["model", "seed", "enable_log_requests"]
+    source.write_text("class EngineArgs(:")
+    assert read_names(source) == []
