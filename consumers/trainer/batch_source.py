@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
 import structlog
@@ -13,6 +12,7 @@ from consumers.trainer.algorithms.advantages import has_signal, within
 from consumers.trainer.context import TrainerContext, describe_broken
 from consumers.trainer.data.microbatches import Batch, Group
 from consumers.trainer.group_buffer import FailureStreak, GroupBuffer
+from consumers.trainer.metrics.group_metrics import GroupMeter, term_metrics
 from consumers.trainer.pause import PauseFollower
 from schemas.errors import BrokerDamaged, InfraError, RunFailed
 from schemas.lifecycle import StopFlag
@@ -46,7 +46,7 @@ class BatchSource:
         self._failures = FailureStreak(context.config.trainer.failed_groups_limit)
         self._claimed: dict[bytes, ScoredSample] = {}
         self._taken: list[tuple[Group, list[ScoredSample]]] = []
-        self._ended: Counter[str] = Counter()
+        self._meter = GroupMeter()
         self._deadline = 0.0
         self.last_outcome_at = time.monotonic()
 
@@ -58,7 +58,6 @@ class BatchSource:
         new_version: the version that the step will make.
         """
         self._taken = []
-        self._ended.clear()
         self._extend_deadline()
         while not self._try_assemble():
             if not self._wait_for_outcomes(stop):
@@ -119,7 +118,7 @@ class BatchSource:
             raise InfraError(
                 f"step {self._progress.step} waited {self._config.trainer.batch_timeout_s:.0f} s for"
                 f" {pipeline.batch} prompt groups and has {len(self._taken)}:"
-                f" {self._buffer.describe_missing(active)}{self._describe_ended()}"
+                f" {self._buffer.describe_missing(active)}{self._meter.describe()}"
             )
         if active and time.monotonic() - self.last_outcome_at > QUIET_S:
             self._examine(active[0].task_id)
@@ -162,8 +161,10 @@ class BatchSource:
 
     def _make_batch(self, record: BatchRecord, groups: list[Group]) -> Batch:
         members = [member.scored_id for group in record.groups for member in group.members]
-        excluded = sum(self._claimed[entry].excluded for entry in members if entry in self._claimed)
-        return Batch(record, groups, excluded)
+        outcomes = [self._claimed[entry] for entry in members if entry in self._claimed]
+        components = [outcome.score.components for outcome in outcomes if outcome.trajectory_id]
+        figures = self._meter.take() | term_metrics(components)
+        return Batch(record, groups, sum(outcome.excluded for outcome in outcomes), figures)
 
     def forget_covered(self, records: Sequence[BatchRecord]) -> None:
         """Forget the outcomes of steps that a checkpoint covers."""
@@ -208,6 +209,8 @@ class BatchSource:
         broken = {outcome.sample: outcome.score.broken_version for outcome in outcomes}
         versions = [version for version in broken.values() if version >= 0]
         settings = self._config.trainer.advantage
+        if rewards:
+            self._meter.add(rewards, has_signal(rewards, settings.least_std))
         if 2 * len(versions) > outcomes[0].group_size:
             self._failures.failed(task_id, describe_broken(max(versions)))
             self._end_group(task_id, outcomes, "not_finite", "failed")
@@ -257,15 +260,9 @@ class BatchSource:
                 continue
             yield Group(task_id, samples), outcomes
 
-    def _describe_ended(self) -> str:
-        """Say, as the end of a sentence for people, which groups were given up since the last step."""
-        if not self._ended:
-            return ""
-        return "; given up meanwhile: " + ", ".join(f"{count} {reason}" for reason, count in self._ended.items())
-
     def _end_group(self, task_id: int, outcomes: Sequence[ScoredSample], reason: str, how: str = "dropped") -> None:
         """End a group without training it; its slot returns."""
-        self._ended[reason] += 1
+        self._meter.drop(reason)
         if self._session.drop_group(task_id, reason, [outcome.scored_id for outcome in outcomes], how):
             self._progress.unfinished.discard(task_id)
         for outcome in outcomes:

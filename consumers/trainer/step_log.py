@@ -119,6 +119,9 @@ class StepLog:
             "wall_s": time.time() - float(self._progress.started or 0),
             "trajectories": sum(len(group.samples) for group in batch.groups),
             "staleness/histogram": {str(age): tokens for age, tokens in result.staleness.items()},
+            "samples/excluded": batch.excluded,
+            "perf/tokens_per_s": self.tokens_per_s,
+            **batch.figures,
         }
         for name, value in result.metrics.items():
             section, _, rest = name.partition("_")

@@ -7,7 +7,7 @@ small; the model sees them without padding (see packing.py).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,11 +34,15 @@ class Group:
 
 @dataclass(frozen=True)
 class Batch:
-    """The groups of a step and its journal record. excluded: their published samples that have no reward."""
+    """The groups of a step and its journal record. excluded: their published samples that have no reward.
+
+    figures: metrics of how the groups came together, which their samples alone do not show.
+    """
 
     record: BatchRecord
     groups: list[Group]
     excluded: int
+    figures: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

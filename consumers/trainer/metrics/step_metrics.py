@@ -7,10 +7,12 @@ effective sample size (sum r)^2 / (N * sum r^2), 1 when both policies agree.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -34,7 +36,7 @@ class StepMeter:
 
     version: int
     sums: dict[str, float] = field(default_factory=lambda: dict.fromkeys(_BASE_SUMS, 0.0))
-    largest: dict[str, float] = field(default_factory=lambda: dict.fromkeys(("ratio", "gap"), 0.0))
+    largest: dict[str, float] = field(default_factory=lambda: {"ratio": 0.0, "gap": 0.0, "less_ratio": -math.inf})
     staleness: Counter[int] = field(default_factory=Counter)
 
     @torch.no_grad()
@@ -57,6 +59,8 @@ class StepMeter:
         sums["ratio_square"] += float(ratio.square().sum())
         sums["kl"] += float((ratio - 1 - log_r).sum())
         self.largest["ratio"] = max(self.largest["ratio"], float(ratio.max()))
+        # The smallest ratio, in the form in which ranks can combine it with the others.
+        self.largest["less_ratio"] = max(self.largest["less_ratio"], -float(ratio.min()))
         for name, values in output.metrics.items():
             sums["metric_" + name] += float(values[mask].double().sum())
         ages = self.version - batch.versions[mask]
@@ -95,6 +99,8 @@ class StepMeter:
             "staleness_mean": sum(age * n for age, n in self.staleness.items()) / tokens,
             "staleness_max": float(max(self.staleness, default=0)),
         }
+        if s["tokens"]:
+            figures["ratio_min"] = -self.largest["less_ratio"]
         if s["gap_tokens"]:
             # Without a token that the same weights sampled nothing was measured, and 0 would say that all is well.
             figures["logprob_gap_mean"] = s["gap"] / s["gap_tokens"]
@@ -121,6 +127,9 @@ def sample_metrics(plan: StepPlan) -> dict[str, float]:
         "samples": float(len(plan.rewards)),
         "length_mean": float(plan.lengths.mean()),
         "length_max": float(plan.lengths.max()),
+        "length_min": float(plan.lengths.min()),
+        "length_median": float(np.median(plan.lengths)),
+        "length_p95": float(np.quantile(plan.lengths, 0.95)),
         "truncated_fraction": float(plan.truncated.mean()),
         "micro_batches": float(len(plan.shares[0])),
         "imbalance": float(max(loads) * len(loads) / max(sum(loads), 1e-9) - 1.0),

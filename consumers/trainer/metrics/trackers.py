@@ -89,12 +89,15 @@ class Trackers:
                 self._give_up(name, "did not start", reason)
 
     def log(self, line: Mapping[str, Any]) -> None:
-        """The figures of a finished step, a line of metrics.jsonl; those that are no numbers are left out."""
+        """The figures of a finished step, a line of metrics.jsonl; a histogram becomes a figure for each entry."""
         step = int(line["step"])
         if step <= self._sent:
             return
         self._sent = step
         figures = {name: value for name, value in line.items() if isinstance(value, int | float)}
+        for name, entries in line.items():
+            if isinstance(entries, Mapping):
+                figures |= {f"{name}/{entry}": value for entry, value in entries.items()}
         for tracker in [*self._trackers]:
             try:
                 tracker.log(figures, step=step)

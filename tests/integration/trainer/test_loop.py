@@ -30,7 +30,7 @@ from schemas.config import DatasetConfig, EvalConfig, ModelConfig, TidemillConfi
 from schemas.errors import ConfigError, DiskError, FencedError
 from schemas.files import LineFile
 from schemas.lifecycle import StopFlag
-from schemas.messages import Sampling, Score, Task
+from schemas.messages import Sampling, Score, Task, Trajectory
 from tests.support.tiny_model import make_tiny_model
 from tests.support.trajectories import make_trajectory
 
@@ -66,7 +66,18 @@ class Rest:
                 made = [make_trajectory(delivery.message.task_id, i, version=max(0, version - 1)) for i in range(2)]
                 tasks.publish(delivery.message.task_id, made)
                 tasks.release(delivery)
-            rewards.publish([(item, Score(reward=float(item.message.sample))) for item in rewards.read(64, 5)])
+            rewards.publish([(item, self.score(item.message)) for item in rewards.read(64, 5)])
+
+    def score(self, trajectory: Trajectory) -> Score:
+        return Score(reward=float(trajectory.sample))
+
+
+class EveryOther(Rest):
+    """Every other prompt is always solved, so that its group has no spread of rewards."""
+
+    def score(self, trajectory: Trajectory) -> Score:
+        right = 1.0 if trajectory.task_id % 2 else float(trajectory.sample)
+        return Score(reward=right - 0.5, components={"exact": right, "length": -0.5})
 
 
 @pytest.fixture(scope="module")
@@ -133,6 +144,29 @@ def in_thread(trainer: Trainer, stop: StopFlag) -> tuple[threading.Thread, list[
     thread = threading.Thread(target=work, daemon=True)
     thread.start()
     return thread, errors
+
+
+def test_a_line_says_what_came_back_beside_what_was_trained(
+    trainer: Callable[..., Trainer], broker: Broker, tmp_path: Path
+) -> None:
+    with EveryOther(broker):
+        run(trainer(steps=4, advantage={"name": "centered"}))
+    lines = read_lines(tmp_path / "run" / "metrics.jsonl")
+    complete = sum(line["groups/complete"] for line in lines)
+    dropped = sum(line.get("groups/dropped_zero_variance", 0) for line in lines)
+    solved = sum(line["groups/zero_variance_fraction"] * line["groups/complete"] for line in lines)
+    assert dropped == solved == sum(line["groups/dropped"] for line in lines)
+    assert 0 < dropped < complete
+    for line in lines:
+        assert line["reward/mean"] == 0.0, "of what was trained"
+        share = line["groups/zero_variance_fraction"]
+        assert line["reward/unfiltered_mean"] == pytest.approx(0.5 * share)
+        assert (line["reward/exact/mean"], line["reward/exact/std"]) == (0.5, 0.5)
+        assert (line["reward/length/mean"], line["reward/length/std"]) == (-0.5, 0.0)
+        assert line["samples/excluded"] == 0
+        assert line["perf/tokens_per_s"] > 0
+        assert line["train/length_min"] <= line["train/length_median"] <= line["train/length_p95"]
+        assert 0 < line["train/ratio_min"] <= line["train/ratio_mean"]
 
 
 def test_a_profile_and_where_the_time_went(trainer: Callable[..., Trainer], broker: Broker, tmp_path: Path) -> None:

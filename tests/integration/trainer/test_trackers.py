@@ -119,7 +119,9 @@ def test_a_step_that_is_trained_again_is_not_sent_again(
     by_step = {line["step"]: line for line in reversed(metrics)}
     for entry in steps:
         numbers = {name: value for name, value in by_step[entry["step"]].items() if not isinstance(value, dict)}
-        assert entry["values"] == numbers
+        ages = by_step[entry["step"]]["staleness/histogram"]
+        assert entry["values"] == numbers | {f"staleness/histogram/{age}": tokens for age, tokens in ages.items()}
+        assert ages
         assert {"reward/mean", "train/loss", "staleness/max", "time/total_s"} <= set(numbers)
 
 

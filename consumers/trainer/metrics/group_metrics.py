@@ -1,0 +1,59 @@
+"""Figures of prompt groups and samples before the filter: what a step's batch alone does not show.
+
+A step trains the groups that teach something. How many were solved always or never, and what the policy really earns,
+is seen in all that came back, so that is counted from one step to the next.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+
+class GroupMeter:
+    """Counts prompt groups as they come back complete, and those that are given up; ``take`` ends a step."""
+
+    def __init__(self) -> None:
+        self._clear()
+
+    def _clear(self) -> None:
+        self._groups = self._without_signal = 0
+        self._rewards: list[float] = []
+        self._dropped: Counter[str] = Counter()
+
+    def add(self, rewards: Sequence[float], signal: bool) -> None:
+        """Count a complete group by the rewards of its scored samples; signal: whether these differ."""
+        self._groups += 1
+        self._without_signal += not signal
+        self._rewards += rewards
+
+    def drop(self, reason: str) -> None:
+        """Count a group that ends without being trained."""
+        self._dropped[reason] += 1
+
+    def describe(self) -> str:
+        """Say, as the end of a sentence for people, which groups were given up since the last step."""
+        counts = ", ".join(f"{count} {reason}" for reason, count in self._dropped.items())
+        return f"; given up meanwhile: {counts}" if counts else ""
+
+    def take(self) -> dict[str, float]:
+        """The figures since the last call. What no complete group could tell is left out."""
+        figures = {f"groups/dropped_{reason}": float(count) for reason, count in sorted(self._dropped.items())}
+        figures |= {"groups/complete": float(self._groups), "groups/dropped": float(self._dropped.total())}
+        if self._groups:
+            figures["groups/zero_variance_fraction"] = self._without_signal / self._groups
+            figures["reward/unfiltered_mean"] = float(np.mean(self._rewards))
+        self._clear()
+        return figures
+
+
+def term_metrics(components: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Mean and standard deviation of each term of the reward, over the samples that have it."""
+    figures = {}
+    for name in sorted({name for terms in components for name in terms}):
+        values = [terms[name] for terms in components if name in terms]
+        figures[f"reward/{name}/mean"] = float(np.mean(values))
+        figures[f"reward/{name}/std"] = float(np.std(values))
+    return figures
