@@ -168,11 +168,12 @@ local function off_version(task)
 end
 
 -- Count the outcome of a sample of an evaluation: scored with `reward`, or failed without.
-local function eval_outcome(task, reward)
+local function eval_outcome(task, reward, tokens)
   local version = string.format('%.0f', math.floor(tonumber(task) / 4294967296) - 1)
   if reward then
     redis.call('HINCRBY', EVALS, version .. ':scored', 1)
     redis.call('HINCRBYFLOAT', EVALS, version .. ':sum', reward)
+    redis.call('HINCRBY', EVALS, version .. ':tokens', tokens)
   else
     redis.call('HINCRBY', EVALS, version .. ':failed', 1)
   end

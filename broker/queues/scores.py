@@ -42,7 +42,8 @@ class ScoreQueue(ConsumerGroup):
         for delivery, score in results:
             keys.append(delivery.entry_id)
             sent = self._fitting(score)
-            scored = _scored(delivery.entry_id, delivery.message.task_id, delivery.message.sample, sent)
+            tokens = int(delivery.message.loss_mask.numpy().sum())
+            scored = _scored(delivery.entry_id, delivery.message.task_id, delivery.message.sample, sent, tokens)
             parts.append((*scored, self._dead_score(delivery.message, sent)))
         answers = self._connection.run_scripts("publish_scores", split_calls(parts)) if parts else []
         self._held[self._connection.keys.trajectories].difference_update(keys)
@@ -110,7 +111,7 @@ class ScoreQueue(ConsumerGroup):
                 filed = letter_bytes(letter, self._max_bytes)
                 if task_id >= 0 and sample >= 0:
                     score = Score(status="error", reason=str(error), scorer="reward")
-                    self._connection.run_script("publish_scores", *_scored(entry_id, task_id, sample, score), filed)
+                    self._connection.run_script("publish_scores", *_scored(entry_id, task_id, sample, score, 0), filed)
                     self._release(stream, entry_id)
                 else:
                     self._connection.run_script("dead_letter", entry_id, filed)
@@ -120,6 +121,6 @@ class ScoreQueue(ConsumerGroup):
         return deliveries
 
 
-def _scored(entry_id: bytes, task_id: int, sample: int, score: Score) -> tuple[bytes | int | str, ...]:
-    """A result as the script takes it, but for the dead letter."""
-    return entry_id, task_id, sample, encode(score), repr(score.reward) if score.status == "ok" else ""
+def _scored(entry_id: bytes, task_id: int, sample: int, score: Score, tokens: int) -> tuple[bytes | int | str, ...]:
+    """A result as the script takes it, but for the dead letter. tokens: that were sampled, of which people are told."""
+    return entry_id, task_id, sample, encode(score), repr(score.reward) if score.status == "ok" else "", tokens

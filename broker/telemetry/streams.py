@@ -26,6 +26,7 @@ FORGOTTEN_S = 600
 class EvalResult:
     """Counts of an evaluation. mean: of the scored samples' rewards; time: of the last score, Unix seconds.
 
+    length: mean loss tokens of the scored samples; None where that is not known.
     off_version: samples with tokens of another weight version: no generator had the evaluated one any more.
     """
 
@@ -36,6 +37,7 @@ class EvalResult:
     mean: float
     time: float
     off_version: int = 0
+    length: float | None = None
 
     @property
     def complete(self) -> bool:
@@ -256,6 +258,7 @@ class Evals:
                 mean=fields.get("sum", 0.0) / max(fields.get("scored", 0.0), 1.0),
                 time=fields.get("time", 0.0),
                 off_version=int(fields.get("off_version", 0)),
+                length=fields["tokens"] / fields["scored"] if "tokens" in fields and fields.get("scored") else None,
             )
             for version, fields in sorted(versions.items())
             if "n" in fields

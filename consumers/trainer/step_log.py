@@ -20,6 +20,7 @@ from consumers.trainer.metrics.trackers import Trackers
 from consumers.trainer.step.train_step import StepResult
 from schemas.errors import DiskError
 from schemas.files import LineFile
+from schemas.messages import Trajectory
 
 
 class StepLog:
@@ -40,6 +41,10 @@ class StepLog:
         self.evaluations = EvaluationLog(folder)
         self._retry = context.retry
         self._trackers = Trackers(context.config, context.rank_group.ranks.accelerator, context.notify)
+        self._last: dict[str, Any] = {}
+        self._evaluated: dict[str, Any] = {}
+        """Figures of the newest evaluation that no line has yet."""
+        self._samples: list[tuple[Trajectory, float]] = []
         self.tokens_per_s = 0.0
 
     def profile_folder(self, step: int) -> Path | None:
@@ -67,8 +72,12 @@ class StepLog:
         times = self._timer.lap()
         self.tokens_per_s = result.metrics["tokens"] / (times["total"] - times.get("paused", 0.0))
         figures = self._figures(batch, result) | {f"time/{name}_s": seconds for name, seconds in times.items()}
-        self._append(self._metrics, figures)
+        self._append(self._metrics, figures | self._evaluated)
+        self._last, self._evaluated = figures, {}
         self._trackers.log(figures)
+        self._samples = [sample for group in batch.groups for sample in group.samples]
+        if self._config.eval is None and self._progress.step % self._config.trainer.checkpoint.every == 0:
+            self._log_completions()
         return figures
 
     def show(self, figures: dict[str, Any], batch: Batch) -> None:
@@ -79,7 +88,10 @@ class StepLog:
         )
 
     def write_evaluations(self) -> None:
-        """Write the evaluations that have become complete. Waits for room when the disk is full."""
+        """Write the evaluations that have become complete. Waits for room when the disk is full.
+
+        Trackers get them at once, metrics.jsonl with the line of the next step.
+        """
         if self._config.eval is None:
             return
         for result in self._broker.evals.read_results():
@@ -92,12 +104,30 @@ class StepLog:
                 "failed": result.failed,
                 "off_version": result.off_version,
                 "mean": result.mean if result.scored else None,
+                "length": result.length,
                 "time": result.time,
                 "wall_s": max(0.0, result.time - float(self._progress.started or 0)),
             }
             self._retry("evaluations", partial(self.evaluations.add, line))
+            known = {"reward": line["mean"], "length": line["length"], "version": line["version"]}
+            self._evaluated = {f"eval/{name}": value for name, value in known.items() if value is not None}
+            self._trackers.log_evaluation(self._progress.step, self._evaluated)
+            self._log_completions()
+
+    def _log_completions(self) -> None:
+        """Show trackers some samples of the last batch, from the worst to the best."""
+        samples = sorted(self._samples, key=lambda pair: pair[1])
+        count = min(self._config.trainer.log_completions, len(samples))
+        if count:
+            rows = [samples[round(i * (len(samples) - 1) / max(1, count - 1))] for i in range(count)]
+            self._trackers.log_completions(self._progress.step, rows)
 
     def close(self) -> None:
+        """Close all; an evaluation that came after the last step goes into that step's line, which is written again."""
+        if self._evaluated and self._last:
+            # Without times, which would count twice.
+            figures = {name: value for name, value in self._last.items() if not name.startswith("time/")}
+            self._append(self._metrics, figures | self._evaluated)
         self._trackers.close()
         self._metrics.close()
         self._trained.close()

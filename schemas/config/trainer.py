@@ -177,6 +177,12 @@ class TrainerConfig(Section):
         description="Where metrics go beside metrics.jsonl: tensorboard, wandb, mlflow, aim, clearml, comet_ml,"
         " dvclive, swanlab, trackio, or your own GeneralTracker of accelerate as module:name or file.py:name.",
     )
+    log_completions: int = Field(
+        0,
+        ge=0,
+        description="Samples of the batch, from the worst to the best, that trackers with tables (wandb, clearml) are"
+        " shown with each evaluation; without `eval`, every trainer.checkpoint.every steps.",
+    )
     record: bool = Field(
         False,
         description="Keep the samples of every step in batches/ of the run's folder, as long as the checkpoint before"

@@ -83,7 +83,7 @@ if rebuild then
     if version then
       local v = redis.call('HMGET', EVALS, version .. ':n', version .. ':scored', version .. ':failed')
       if tonumber(v[2] or 0) + tonumber(v[3] or 0) < tonumber(v[1]) then
-        redis.call('HDEL', EVALS, version .. ':n', version .. ':scored', version .. ':failed', version .. ':sum', version .. ':time', version .. ':off_version')
+        redis.call('HDEL', EVALS, version .. ':n', version .. ':scored', version .. ':failed', version .. ':sum', version .. ':tokens', version .. ':time', version .. ':off_version')
       end
     end
   end
@@ -163,6 +163,9 @@ for _, seen in ipairs(own.evaluations) do
     redis.call('HSET', EVALS, version .. ':scored', string.format('%d', seen.scored), version .. ':sum', string.format('%.17g', mean * seen.scored))
     redis.call('HSET', EVALS, version .. ':failed', string.format('%d', seen.failed), version .. ':time', string.format('%.17g', seen.time))
     redis.call('HSET', EVALS, version .. ':off_version', string.format('%d', seen.off_version))
+    if seen.length and seen.length ~= cjson.null then
+      redis.call('HSET', EVALS, version .. ':tokens', string.format('%.0f', seen.length * seen.scored))
+    end
   end
 end
 redis.call('HSET', CTL, 'paused', (redis.call('HGET', RUN_CONTROL, 'pause') or 'none') == 'none' and '0' or '1')

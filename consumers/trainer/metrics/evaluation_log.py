@@ -19,7 +19,8 @@ class EvaluationLog:
     """evaluations.jsonl in a run's folder. lines: what it holds, by version.
 
     A line has version, n (samples), scored, failed, off_version, mean (reward of the scored samples, null without any),
-    time (of the last score, Unix seconds) and wall_s (time since the run began).
+    length (mean of their loss tokens, null where it is not known), time (of the last score, Unix seconds) and wall_s
+    (time since the run began).
     """
 
     def __init__(self, folder: Path) -> None:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 import structlog
 
 from schemas.errors import ConfigError, describe_error
+from schemas.messages import Trajectory
 from schemas.plugins import load
 
 if TYPE_CHECKING:
@@ -38,6 +39,8 @@ MODULES = {
 }
 """accelerate's trackers, and what each can be imported from; the first is also what pip calls it."""
 
+COLUMNS = ["step", "prompt", "completion", "reward", "tokens", "finish"]
+"""Of the table of completions."""
 SETTING = "trainer.trackers"
 FOLDER = "trackers"
 
@@ -98,9 +101,29 @@ class Trackers:
         for name, entries in line.items():
             if isinstance(entries, Mapping):
                 figures |= {f"{name}/{entry}": value for entry, value in entries.items()}
+        self._each(lambda tracker: tracker.log(figures, step=step))
+
+    def log_evaluation(self, step: int, figures: Mapping[str, Any]) -> None:
+        """The figures of an evaluation that became complete after ``step``; each is given here once."""
+        self._each(lambda tracker: tracker.log(dict(figures), step=max(step, self._sent)))
+
+    def log_completions(self, step: int, samples: Sequence[tuple[Trajectory, float]]) -> None:
+        """Show samples with their rewards as a table, in trackers that have tables."""
+        rows = [
+            [step, sample.prompt, sample.completion, reward, int(sample.loss_mask.numpy().sum()), sample.finish]
+            for sample, reward in samples
+        ]
+
+        def show(tracker: Any) -> None:
+            if callable(getattr(tracker, "log_table", None)):
+                tracker.log_table("completions", columns=COLUMNS, data=rows, step=max(step, self._sent))
+
+        self._each(show)
+
+    def _each(self, send: Callable[[GeneralTracker], None]) -> None:
         for tracker in [*self._trackers]:
             try:
-                tracker.log(figures, step=step)
+                send(tracker)
             except Exception as error:  # noqa: BLE001 - user code: it costs the run this tracker
                 self._trackers.remove(tracker)
                 self._give_up(tracker.name, "failed", describe_error(error))

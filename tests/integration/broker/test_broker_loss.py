@@ -216,12 +216,13 @@ def test_live_changes_and_pause_outlive_a_wiped_broker(broker: Broker) -> None:
 def test_complete_evaluations_outlive_a_wiped_broker(broker: Broker) -> None:
     training = take_over(broker)
     line = {"version": 0, "n": 4, "scored": 3, "failed": 1, "off_version": 2, "mean": 0.1 + 0.2, "time": 1.7e9 + 0.25}
-    saved = change_request(checkpoint(training), evaluations=[line, line | {"version": 4, "scored": 0, "mean": None}])
+    lines = [line | {"length": 12 + 1 / 3}, line | {"version": 4, "scored": 0, "mean": None}]
+    saved = change_request(checkpoint(training), evaluations=lines)
     wipe(broker)
     take_over_as(broker, saved)
     first, second = broker.evals.read_results()
-    assert first == EvalResult(0, 4, 3, 1, pytest.approx(0.3), 1.7e9 + 0.25, 2)
-    assert (second.version, second.scored, second.mean) == (4, 0, 0.0)
+    assert first == EvalResult(0, 4, 3, 1, pytest.approx(0.3), 1.7e9 + 0.25, 2, pytest.approx(12 + 1 / 3))
+    assert (second.version, second.scored, second.mean, second.length) == (4, 0, 0.0, None)
     assert not broker.evals.open(0, [make_task(eval_task_id(0, 0), kind="eval")]), "it is not made again"
 
 

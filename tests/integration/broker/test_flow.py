@@ -179,6 +179,7 @@ def test_evaluations_count_each_sample_once_and_leave_nothing_behind(broker: Bro
     (result,) = broker.evals.read_results()
     assert (result.n, result.scored, result.failed, result.complete) == (4, 3, 1, True)
     assert result.mean == pytest.approx(1 / 3)
+    assert result.length == 1.0, "loss tokens of the scored samples"
     training.drop_group(0, "test", [])
     assert set(count_entries(broker).values()) == {0}
 

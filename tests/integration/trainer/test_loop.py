@@ -209,7 +209,7 @@ def test_evaluations_are_kept_in_the_runs_folder_once_each_when_the_broker_forge
 ) -> None:
     def complete(version: int, total: float) -> None:
         """What the broker holds of an evaluation of 4 samples, all scored."""
-        fields = {"n": 4, "scored": 4, "sum": total, "time": time.time()}
+        fields = {"n": 4, "scored": 4, "sum": total, "tokens": 40, "time": time.time()}
         values = {f"{version}:{name}": value for name, value in fields.items()}
         broker.connection.client.hset(broker.connection.keys.evals, mapping=values)
 
@@ -228,6 +228,9 @@ def test_evaluations_are_kept_in_the_runs_folder_once_each_when_the_broker_forge
         assert [(line["version"], line["mean"]) for line in read_lines(file)] == [
             (version, 0.75 if version else 0.25) for version in versions
         ]
+        lines = {line["step"]: line for line in read_lines(tmp_path / "run" / "metrics.jsonl")}
+        assert (lines[last]["eval/reward"], lines[last]["eval/length"], lines[last]["eval/version"]) == (0.75, 10, last)
+        assert "train/loss" in lines[last], "the step's own figures"
         broker.purge()
 
 

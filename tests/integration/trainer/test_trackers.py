@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,7 @@ from consumers.trainer.metrics.trackers import MODULES, check_trackers
 from consumers.trainer.model.policy import Policy, load_model
 from consumers.trainer.step.build import build_train_step
 from deploy.run.summary import read_lines
-from schemas.config import parse_config
+from schemas.config import DatasetConfig, EvalConfig, parse_config
 from schemas.errors import ConfigError
 from schemas.lifecycle import StopFlag
 from tests.support.deterministic_run import STEPS, Pipeline, make_config
@@ -68,6 +70,11 @@ class FailingAtTheEnd(Lines):
         raise ServerError("503")
 
 
+class Tables(Lines):
+    def log_table(self, table_name, columns=None, data=None, step=None, **_):
+        self._write(table=table_name, columns=columns, rows=data, at=step)
+
+
 class Closed(Lines):
     def start(self):
         raise KeyError("token")
@@ -79,8 +86,8 @@ def make(tmp_path: Path, broker: Broker) -> Callable[..., Trainer]:
     (tmp_path / "own.py").write_text(OWN)
     model = make_tiny_model(tmp_path / "model", hidden=32, layers=1)
 
-    def trainer(*names: str) -> Trainer:
-        data = make_config(tmp_path / "run", model, broker, trackers=list(names))
+    def trainer(*names: str, **settings: Any) -> Trainer:
+        data = make_config(tmp_path / "run", model, broker, trackers=list(names), **settings)
         config = parse_config(data, base=tmp_path)
         policy = Policy(load_model(config.model.path, "float32"))
         return Trainer(config, "trainer", broker, build_train_step(config, policy=policy))
@@ -135,6 +142,39 @@ def test_a_tracker_that_fails_with_whatever_error_costs_the_run_nothing(
     assert trainer.progress.step == STEPS
     assert [entry["step"] for entry in sent(tmp_path) if "step" in entry] == lines
     assert any(event.name == "tracker" and "ServerError: 503" in event.text for event in broker.events.tail(10))
+
+
+def test_an_evaluation_is_sent_once_it_is_complete_with_some_completions(
+    make: Callable[..., Trainer], broker: Broker, tmp_path: Path
+) -> None:
+    trainer = make("own.py:Tables", log_completions=3)
+    trainer.config.eval = EvalConfig(dataset=DatasetConfig(name="arithmetic"))
+    fields = {"n": 4, "scored": 4, "sum": 3.0, "tokens": 40, "time": 7.0}
+    with Pipeline(broker):
+        thread = threading.Thread(target=trainer.run, args=(StopFlag(),))
+        thread.start()
+        while trainer.progress.step < STEPS and thread.is_alive():
+            time.sleep(0.01)
+        broker.connection.client.hset(
+            broker.connection.keys.evals, mapping={f"{STEPS}:{name}": value for name, value in fields.items()}
+        )
+        thread.join(60)
+    (evaluation,) = [entry for entry in sent(tmp_path) if "eval/reward" in entry.get("values", {})]
+    assert evaluation == {
+        "step": STEPS,
+        "values": {"eval/reward": 0.75, "eval/length": 10.0, "eval/version": STEPS},
+    }
+    (table,) = [entry for entry in sent(tmp_path) if "table" in entry]
+    assert (table["table"], table["columns"], table["at"]) == ("completions", trackers.COLUMNS, STEPS)
+    assert [row[3] for row in table["rows"]] == [0.0, 1.0, 1.0], "from the worst to the best"
+
+
+def test_completions_of_a_run_without_evaluations_come_with_checkpoints(
+    make: Callable[..., Trainer], broker: Broker, tmp_path: Path
+) -> None:
+    with Pipeline(broker):
+        make("own.py:Tables", log_completions=1).run(StopFlag())
+    assert [entry["at"] for entry in sent(tmp_path) if "table" in entry] == [2, 4]
 
 
 def test_one_that_fails_takes_no_other_with_it(make: Callable[..., Trainer], broker: Broker, tmp_path: Path) -> None:
