@@ -91,10 +91,14 @@ def ask(command: Sequence[str]) -> str:
 
 
 def engine_width(config: TidemillConfig) -> int:
-    """GPUs over which one generator's engine spreads its model."""
-    args = config.generator.args
-    sizes = [args.get(name, 1) for name in ("tensor_parallel_size", "pipeline_parallel_size")]
-    return int(sizes[0]) * int(sizes[1])
+    """GPUs over which one generator's engine spreads its model; ConfigError when its arguments make no number."""
+    width = 1
+    for name in ("tensor_parallel_size", "pipeline_parallel_size"):
+        size = config.generator.args.get(name, 1)
+        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+            raise ConfigError(f"generator.args.{name} is {size!r}: it must be a whole number, 1 or more")
+        width *= size
+    return width
 
 
 def shared_utilization(config: TidemillConfig, replicas: int) -> float | None:

@@ -21,13 +21,22 @@ from rich.text import Text
 from broker.connection.connection import check_server_now, find_url
 from broker.connection.embedded import find_server
 from deploy.launchers.factory import build_launcher
-from deploy.run.findings import Finding, examine
+from deploy.launchers.gpus import GpuPlan, find_gpus
+from deploy.launchers.local import Local
+from deploy.machine.memory import ModelSize, look_at_memory, model_size
+from deploy.run.findings import Finding, examine, one_line
+from deploy.run.model_files import cached_folder, read_json
 from deploy.run.preflight import inspect
-from schemas.config import load_config
+from schemas.config import TidemillConfig, load_config
 from schemas.errors import ConfigError
 from schemas.urls import hide_password
 
 GB = 1024**3
+SAVING = {
+    "trainer memory": "more trainer.processes, trainer.activation_checkpointing, trainer.lora, or a lower"
+    " trainer.micro_batch_tokens",
+    "generator memory": "a larger gpu_memory_utilization or tensor_parallel_size in generator.args",
+}
 PROBE_DEADLINE_S = 120.0
 """Importing torch or vLLM for the first time can take long on a slow disk."""
 
@@ -55,8 +64,37 @@ def _look_at_run(file: Path | None, overrides: Sequence[str]) -> list[Finding]:
     if config is not None:
         checked = config
         findings.append(examine("launcher", lambda: type(build_launcher(checked)).__name__))
+        findings += check_gpus(config)
         findings += inspect(config, thorough=True)
     return findings
+
+
+def check_gpus(config: TidemillConfig) -> list[Finding]:
+    """How this machine's GPUs would be dealt out, and whether what each side holds fits, by the model's config.json."""
+    gpus, plan, findings = find_gpus(), GpuPlan(0, 0, config.generator.replicas), []
+    try:
+        launcher = build_launcher(config)
+        if isinstance(launcher, Local):
+            plan = launcher.plan(config)
+            text = plan.text or ("every service sees all GPUs" if gpus else "none: everything runs on the CPU")
+            findings.append(Finding("GPUs", "ok", text))
+        size = _model_size(config.model.path)
+    except ConfigError as error:
+        return [Finding("GPUs", "fail", one_line(str(error)))]
+    for name, fits, text in look_at_memory(config, size, gpus, plan) if size else ():
+        findings.append(Finding(name, "ok" if fits else "warn", text, "" if fits else SAVING[name]))
+    return findings
+
+
+def _model_size(path: str) -> ModelSize | None:
+    """The sizes of a model that is on this machine; None for another, of which the other checks speak."""
+    folder: Path | None = Path(path).expanduser()
+    if not (Path(path).expanduser() / "config.json").is_file():
+        try:
+            folder = cached_folder(path)
+        except (ConfigError, ImportError):
+            folder = None
+    return None if folder is None else model_size(read_json(folder / "config.json"))
 
 
 def check_python() -> Finding:

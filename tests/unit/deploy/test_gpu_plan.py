@@ -101,10 +101,11 @@ def test_generators_are_as_many_as_there_is_room_for(there: int, replicas: int, 
     [
         (2, {"processes": 2}, r"of 2 GPUs the trainer has 2 \(trainer.processes\) and a generator needs 1"),
         (4, {"processes": 8}, "of 4 GPUs the trainer has 8"),
+        (2, {"tensor_parallel_size": "two"}, "tensor_parallel_size is 'two': it must be a whole number, 1 or more"),
         (1, {"tensor_parallel_size": 2}, "there is 1 GPU: trainer.processes 1 and .*tensor_parallel_size 2 must be 1"),
     ],
 )
-def test_what_cannot_fit_is_refused_in_one_line(there: int, settings: dict[str, int], message: str) -> None:
+def test_what_cannot_fit_is_refused_in_one_line(there: int, settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         plan_gpus(config(**settings), gpus(there))
 

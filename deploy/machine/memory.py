@@ -1,0 +1,144 @@
+"""An estimate of the GPU memory that a run needs, from the model's config.json alone: nothing is loaded.
+
+Weights, gradients and optimizer are counted; activations are rough, of the usual transformer with a flash attention
+(after Korthikanti et al., Reducing Activation Recomputation in Large Transformer Models, 2022); what the libraries
+themselves take is left out, but for RESERVE_GB.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from deploy.launchers.gpus import UTILIZATION, Gpu, GpuPlan, engine_width
+from producers.engines.factory import engine_name
+from schemas.config import TidemillConfig
+
+GB = 1024**3
+BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+ACTIVATIONS = 17
+"""Numbers of the size of the hidden state that a layer keeps of each token for its backward pass."""
+VLLM_SHARE = 0.9
+"""Share of a GPU's memory that vLLM takes when nobody says."""
+RESERVE_GB = 1.5
+"""What vLLM needs beside weights and cache: activations, CUDA graphs, libraries."""
+UNGATED = frozenset({"gpt2", "gpt_neox", "gptj", "gpt_neo", "opt", "bloom", "phi", "falcon", "gpt_bigcode"})
+"""Kinds of models whose feed-forward has two matrices instead of three."""
+
+
+@dataclass(frozen=True)
+class ModelSize:
+    """Sizes of a transformer. linear: inputs plus outputs of all its linear layers, for adapters. cache: numbers that
+    the cache holds of each token."""
+
+    parameters: int
+    hidden: int
+    layers: int
+    linear: int
+    cache: int
+
+
+def model_size(config: Mapping[str, Any]) -> ModelSize | None:
+    """The sizes that a config.json gives; None for one of an unknown kind."""
+    config = config.get("text_config") or config
+
+    def first(*names: str, default: int = 0) -> int:
+        return next((int(config[name]) for name in names if isinstance(config.get(name), int)), default)
+
+    hidden = first("hidden_size", "n_embd", "d_model")
+    layers = first("num_hidden_layers", "n_layer", "num_layers")
+    vocabulary = first("vocab_size")
+    heads = first("num_attention_heads", "n_head")
+    if not (hidden and layers and vocabulary and heads):
+        return None
+    kv_heads = first("num_key_value_heads", default=heads)
+    width = first("head_dim", default=hidden // heads)
+    experts = first("num_local_experts", "num_experts", "n_routed_experts")
+    inner = first("intermediate_size", "n_inner", "ffn_dim", default=4 * hidden)
+    if experts:
+        inner = first("moe_intermediate_size", default=inner)
+    matrices = 2 if config.get("model_type") in UNGATED else 3
+    attention = 2 * hidden * width * (heads + kv_heads)
+    feed_forward = max(1, experts) * matrices * hidden * inner
+    embeddings = vocabulary * hidden * (1 if config.get("tie_word_embeddings", True) else 2)
+    return ModelSize(
+        parameters=embeddings + layers * (attention + feed_forward + 2 * hidden) + hidden,
+        hidden=hidden,
+        layers=layers,
+        linear=layers * (4 * hidden + 2 * width * (heads + kv_heads) + max(1, experts) * matrices * (hidden + inner)),
+        cache=2 * layers * kv_heads * width,
+    )
+
+
+@dataclass(frozen=True)
+class Need:
+    """What one GPU holds of a side of the run, GB by name. capacity: what it has for this, None if unknown."""
+
+    parts: Mapping[str, float]
+    capacity: float | None
+
+    @property
+    def total(self) -> float:
+        return sum(self.parts.values())
+
+    @property
+    def fits(self) -> bool:
+        return self.capacity is None or self.total <= self.capacity
+
+    def __str__(self) -> str:
+        parts = " + ".join(f"{size:.1f} {name}" for name, size in self.parts.items())
+        room = "" if self.capacity is None else f" of {self.capacity:.0f}"
+        return f"{parts} = {self.total:.1f}{room} GB on each GPU"
+
+
+def trainer_need(config: TidemillConfig, size: ModelSize, memory_gb: float | None) -> Need:
+    """What each GPU of the trainer holds. memory_gb: of one GPU, as far as the trainer has it."""
+    trainer, ranks, small = config.trainer, config.trainer.processes, BYTES[config.model.dtype]
+    trained, frozen = size.parameters, 0.0
+    if trainer.lora is not None:
+        trained, frozen = trainer.lora.rank * size.linear, float(size.parameters * small)
+    kept = size.layers + ACTIVATIONS if trainer.activation_checkpointing else size.layers * ACTIVATIONS
+    parts = {
+        "weights": (4 * trained + frozen) / ranks,
+        "gradients": 4 * trained / ranks,
+        "optimizer": 8 * trained / ranks,
+        "activations, roughly": float(trainer.micro_batch_tokens * size.hidden * kept * small),
+    }
+    if trainer.kl.coef and not trainer.lora_off and trainer.kl.device != "cpu":
+        parts["reference"] = size.parameters * small / ranks
+    if trainer.critic is not None:
+        parts["critic"] = 16 * size.parameters / ranks
+    return Need({name: size / GB for name, size in parts.items()}, memory_gb)
+
+
+def describe_cache(config: TidemillConfig, size: ModelSize, memory_gb: float, share: float) -> tuple[bool, str]:
+    """Whether the model fits what a generator's engine takes of each of its GPUs, and what is left for its cache."""
+    small, width = BYTES[config.model.dtype], engine_width(config)
+    weights = size.parameters * small / width / GB
+    left = share * memory_gb - weights - RESERVE_GB
+    tokens = left * GB * width / (size.cache * small)
+    text = f"{weights:.1f} weights, of {share:g} of {memory_gb:.0f} GB on each GPU"
+    if tokens < config.model.max_length:
+        return False, f"{text}: the cache has no room for one sample of model.max_length {config.model.max_length}"
+    return True, f"{text}: {left:.1f} GB of KV cache, {tokens:,.0f} tokens"
+
+
+def look_at_memory(
+    config: TidemillConfig, size: ModelSize, gpus: list[Gpu], plan: GpuPlan
+) -> list[tuple[str, bool, str]]:
+    """Trainer and generator: name, whether it fits, and why. Without GPUs only what would be needed."""
+    memory = gpus[0].memory_gb if gpus else None
+    vllm = engine_name(config.generator.engine) == "vllm"
+    args = plan.apply(config).generator.args
+    share = float(args.get(UTILIZATION, VLLM_SHARE))
+    shared = len(gpus) == 1 or (bool(gpus) and not plan.trainer)
+    for_trainer = memory
+    if memory is not None and shared and vllm:
+        for_trainer = memory * max(0.0, 1 - share * plan.replicas)
+    need = trainer_need(config, size, for_trainer)
+    found = [("trainer memory", need.fits, f"{size.parameters / 1e6:,.0f}M parameters: {need}")]
+    if memory is not None and vllm and plan.replicas:
+        fits, text = describe_cache(config, size, memory, share)
+        found.append(("generator memory", fits, text))
+    return found
