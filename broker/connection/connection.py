@@ -29,6 +29,9 @@ T = TypeVar("T")
 SOCKET_TIMEOUT_S = 10.0
 """No single command may take longer; blocking reads wait at most BLOCK_MS."""
 BLOCK_MS = 1000
+CONNECTIONS = 8
+"""Most connections of a process: three that wait for news, one for heartbeats, and some for work. A thousand
+generators that end at once, each in many threads, stay below the 10,000 clients that a server takes by default."""
 MIN_VERSION = (7, 0)
 
 log = structlog.get_logger()
@@ -63,8 +66,10 @@ def open_client(url: str, connected: Callable[[], None] | None = None) -> redis.
             connected()
 
     try:
-        return redis.Redis.from_url(
+        pool = redis.BlockingConnectionPool.from_url(
             url,
+            max_connections=CONNECTIONS,
+            timeout=SOCKET_TIMEOUT_S,
             redis_connect_func=on_connect,
             socket_timeout=SOCKET_TIMEOUT_S,
             socket_connect_timeout=5.0,
@@ -75,6 +80,7 @@ def open_client(url: str, connected: Callable[[], None] | None = None) -> redis.
         # Of a password with a slash in it a part is taken for the port, and named.
         why = "a / ? # in its password must be %2F %3F %23" if "@" in url and "Port" in str(error) else error
         raise ConfigError(f"broker.url {hide_password(url)!r} is wrong: {why}") from error
+    return redis.Redis.from_pool(pool)
 
 
 def check_server(client: redis.Redis, url: str) -> list[str]:

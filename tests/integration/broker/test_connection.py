@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import redis
 
 from broker.client import Broker
-from broker.connection.connection import open_client
+from broker.connection.connection import CONNECTIONS, open_client
 from broker.connection.embedded import EmbeddedServer
 
 pytestmark = pytest.mark.integration
@@ -61,3 +63,28 @@ def test_a_server_that_is_busy_with_a_script_is_waited_for(broker: Broker, serve
         assert not holder.is_alive()
     finally:
         other.config_set("lua-time-limit", limit)
+
+
+def test_however_many_threads_ask_at_once_a_process_has_few_connections(broker: Broker) -> None:
+    keys, threads = broker.connection.keys, 4 * CONNECTIONS
+    barrier = threading.Barrier(threads)
+
+    def ask(number: int) -> int:
+        barrier.wait(20)
+        broker.connection.run("waiting", lambda client: client.xread({keys.tasks: "0"}, 1, 50))
+        return number
+
+    with ThreadPoolExecutor(threads) as executor:
+        assert sorted(executor.map(ask, range(threads))) == list(range(threads))
+    assert 1 < broker.connection.connections <= CONNECTIONS
+
+
+def test_connections_are_closed_with_their_client(server: EmbeddedServer) -> None:
+    client = open_client(server.url)
+    name = str(client.client_id())
+    del client
+    gc.collect()
+    other = open_client(server.url)
+    deadline = time.monotonic() + 10
+    while any(found["id"] == name for found in other.client_list()):
+        assert time.monotonic() < deadline
