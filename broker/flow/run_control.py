@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, get_args
 
+import redis
+
 from broker.connection.connection import BLOCK_MS, Connection
 from schemas.control_api import PauseMode
 
@@ -79,6 +81,16 @@ class RunControl:
         key = self._connection.keys.run_control
         found: Any = self._connection.run("looking whether the run is finished", lambda c: c.hget(key, "finished"))
         return None if found is None else int(found)
+
+    def read_run_id(self) -> str:
+        """Read the identity of the run that has the name, empty where none can be read."""
+        key = self._connection.keys.run_control
+        try:
+            found: Any = self._connection.run("looking for the run", lambda client: client.hget(key, "run_id"))
+        except redis.ResponseError:
+            # A key of another type is mended by the trainer.
+            return ""
+        return bytes(found).decode() if found else ""
 
     def order_position(self) -> bytes:
         """Return the present position in the stream of orders: read it before the orders, for ``wait_order``."""

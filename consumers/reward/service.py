@@ -7,7 +7,7 @@ it gives back what no worker has begun.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 
 import structlog
@@ -21,6 +21,7 @@ from consumers.reward.scorer import Scorer
 from schemas.config import RewardTerm, TidemillConfig
 from schemas.lifecycle import StopFlag
 from schemas.messages import Score, Trajectory
+from schemas.run_record import JoinedRun
 
 BATCH = 256
 """Most trajectories that are taken and not scored."""
@@ -30,6 +31,8 @@ RECENT = 0.1
 """Share of the newest sample in the mean time of a sample."""
 READ = 64
 """Most trajectories of a read: with more, the process asks the system for memory each time."""
+CHECK_S = 1.0
+"""Seconds between looks at whose run it is."""
 BUSY_MS = 20
 """Milliseconds that a read waits while scores are due."""
 
@@ -44,7 +47,14 @@ def run_reward(config: TidemillConfig, name: str) -> None:
     scorer = _scorer(config, config.reward.terms, name)
     eval_terms = config.eval.terms if config.eval else None
     eval_scorer = _scorer(config, eval_terms, name) if eval_terms else scorer
-    service = RewardService(broker.score_queue(name), scorer, eval_scorer, lease_s=2 * config.reward.timeout_s + 10)
+    joined = JoinedRun(config.folder)
+    service = RewardService(
+        broker.score_queue(name),
+        scorer,
+        eval_scorer,
+        lease_s=2 * config.reward.timeout_s + 10,
+        check=lambda: joined.check(broker.run_control.read_run_id()),
+    )
     try:
         renew_s = config.reward.timeout_s / 2
         with HeartbeatThread(broker, name, "reward", service.describe, service.renew, renew_s, probes=config.probes):
@@ -62,8 +72,17 @@ def _scorer(config: TidemillConfig, terms: list[RewardTerm], name: str) -> Score
 class RewardService:
     """Reads trajectories, scores them side by side, publishes each score with its acknowledgement."""
 
-    def __init__(self, queue: ScoreQueue, scorer: Scorer, eval_scorer: Scorer, lease_s: float) -> None:
+    def __init__(
+        self,
+        queue: ScoreQueue,
+        scorer: Scorer,
+        eval_scorer: Scorer,
+        lease_s: float,
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
+        """check: raises the error of JoinedRun once the trajectories are another run's."""
         self._queue = queue
+        self._check = check
         self._scorers = {"train": scorer, "eval": eval_scorer}
         self._lease_s = lease_s
         self._counts = {"ok": 0, "error": 0, "timeout": 0}
@@ -80,8 +99,11 @@ class RewardService:
 
     def run(self, stop: StopFlag) -> None:
         """Score until ``stop`` is set; then give back what has not begun, and score the rest."""
-        next_claim = 0.0
+        next_claim = next_check = 0.0
         while not stop:
+            if time.monotonic() >= next_check:
+                self._check()
+                next_check = time.monotonic() + CHECK_S
             if self._room() and time.monotonic() >= next_claim:
                 self._submit(self._queue.claim_stale(self._lease_s, self._room()))
                 next_claim = time.monotonic() + self._lease_s / 2

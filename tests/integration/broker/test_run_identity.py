@@ -11,16 +11,20 @@ import pytest
 
 from broker.client import Broker
 from broker.flow.owner import Owner
+from broker.telemetry.stream_lag import read_stream_lags
+from consumers.reward.scorer import Scorer
+from consumers.reward.service import RewardService
 from producers.datasets.arithmetic import Arithmetic
 from producers.engines.base import Engine
 from producers.feeder import Feeder
 from producers.generator.pause import PauseFollower
+from schemas.config import RewardTerm
 from schemas.errors import ConfigError, InfraError
 from schemas.lifecycle import StopFlag
 from schemas.messages import Score
 from schemas.run_record import JoinedRun, claim_folder
 from tests.support.leadership import configuration_in, leadership_in
-from tests.support.prompt_groups import claim_batch, generate_and_score, make_task
+from tests.support.prompt_groups import claim_batch, generate_and_score, make_task, make_trajectory
 from tests.support.trainer_sessions import FIRST, change_request, take_over_as
 
 pytestmark = pytest.mark.integration
@@ -133,3 +137,20 @@ def test_a_generator_in_another_runs_folder_is_refused(broker: Broker, tmp_path:
     follower = PauseFollower(broker, cast(Engine, SimpleNamespace()), run=JoinedRun(tmp_path))
     with pytest.raises(ConfigError, match=r"RUN\.json"):
         asyncio.run(follower.follow(broker.run_control.read()))
+
+
+def test_a_reward_service_scores_nothing_of_another_run(broker: Broker, tmp_path: Path) -> None:
+    claim_folder(configuration_in(tmp_path))
+    take_over_as(broker, change_request(FIRST, owner=OURS))
+    broker.ledger.admit(make_task(0))
+    broker.task_queue("g").read(1, 10)
+    broker.task_queue("g").publish(0, [make_trajectory(0, 0)])
+    scorer = Scorer([RewardTerm(name="exact")], tmp_path, workers=1, timeout_s=5, name="r")
+    joined = JoinedRun(tmp_path)
+    service = RewardService(
+        broker.score_queue("r"), scorer, scorer, 30, check=lambda: joined.check(broker.run_control.read_run_id())
+    )
+    with pytest.raises(ConfigError, match="another run of this name"):
+        service.run(StopFlag())
+    scorer.close()
+    assert [entry.waiting for entry in read_stream_lags(broker.connection) if entry.name == "trajectories"] == [1]
