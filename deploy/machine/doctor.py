@@ -20,11 +20,11 @@ from rich.text import Text
 
 from broker.connection.connection import check_server_now, find_url
 from broker.connection.embedded import find_server
-from deploy.launchers.factory import build_launcher
+from deploy.launchers.factory import Launcher, build_launcher
 from deploy.launchers.gpus import GpuPlan, find_gpus
 from deploy.launchers.local import Local
 from deploy.machine.memory import ModelSize, look_at_memory, model_size
-from deploy.run.findings import Finding, examine, one_line
+from deploy.run.findings import Finding, one_line
 from deploy.run.model_files import cached_folder, read_json
 from deploy.run.preflight import inspect
 from schemas.config import TidemillConfig, load_config
@@ -62,18 +62,24 @@ def _look_at_run(file: Path | None, overrides: Sequence[str]) -> list[Finding]:
     findings.append(check_broker(config.broker.url if config else None))
     findings += check_disks(config.folder if config else Path.cwd())
     if config is not None:
-        checked = config
-        findings.append(examine("launcher", lambda: type(build_launcher(checked)).__name__))
-        findings += check_gpus(config)
+        findings += check_launcher(config)
         findings += inspect(config, thorough=True)
     return findings
 
 
-def check_gpus(config: TidemillConfig) -> list[Finding]:
+def check_launcher(config: TidemillConfig) -> list[Finding]:
+    """The launcher, and how it would deal this machine's GPUs out."""
+    try:
+        launcher = build_launcher(config)
+    except ConfigError as error:
+        return [Finding("launcher", "fail", one_line(str(error)))]
+    return [Finding("launcher", "ok", type(launcher).__name__), *check_gpus(config, launcher)]
+
+
+def check_gpus(config: TidemillConfig, launcher: Launcher) -> list[Finding]:
     """How this machine's GPUs would be dealt out, and whether what each side holds fits, by the model's config.json."""
     gpus, plan, findings = find_gpus(), GpuPlan(0, 0, config.generator.replicas), []
     try:
-        launcher = build_launcher(config)
         if isinstance(launcher, Local):
             plan = launcher.plan(config)
             text = plan.text or ("every service sees all GPUs" if gpus else "none: everything runs on the CPU")

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from deploy.launchers.gpus import Gpu, plan_gpus
+from deploy.launchers.local import Local
 from deploy.machine.doctor import check_gpus
 from deploy.machine.memory import look_at_memory, model_size, trainer_need
 from producers.engines.weight_files import read_shapes
@@ -130,11 +131,11 @@ def test_doctor_tells_how_gpus_are_dealt_out_and_what_each_side_holds(
     run = config().model_copy(update={"model": config().model.model_copy(update={"path": str(tmp_path)})})
     for module in ("deploy.machine.doctor", "deploy.launchers.local"):
         monkeypatch.setattr(f"{module}.find_gpus", lambda: [Gpu("0", 24.0), Gpu("1", 24.0)])
-    found = {finding.name: finding for finding in check_gpus(run)}
+    found = {finding.name: finding for finding in check_gpus(run, Local())}
     assert (found["GPUs"].level, found["GPUs"].text) == ("ok", "GPUs: 0 trainer; 1 generator-0")
     assert found["trainer memory"].level == "warn"
     assert "trainer.processes" in found["trainer memory"].advice
     assert found["generator memory"].level == "ok"
     monkeypatch.setattr("deploy.launchers.local.find_gpus", lambda: [Gpu("0", 24.0)])
     wide = run.model_copy(update={"trainer": run.trainer.model_copy(update={"processes": 2})})
-    assert [finding.level for finding in check_gpus(wide)] == ["fail"]
+    assert [finding.level for finding in check_gpus(wide, Local())] == ["fail"]
