@@ -19,7 +19,7 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from broker.connection import failures
-from broker.connection.failures import DEMOTED, MOVING, redirect_url
+from broker.connection.failures import MOVING, is_demotion, redirect_url
 from broker.connection.keys import Keys
 from broker.connection.scripts import Script
 from schemas.errors import BrokerLost, ConfigError, InfraError
@@ -200,7 +200,7 @@ class Connection:
         if isinstance(error, redis.exceptions.MovedError):
             self._use_nodes([redirect_url(self.url, error), self.url])
             return
-        if isinstance(error, DEMOTED):
+        if is_demotion(error):
             self._use_nodes(self._nodes, reconnect=True)
             return
         if isinstance(error, MOVING):

@@ -22,6 +22,11 @@ DEMOTED = (redis.exceptions.ReadOnlyError, redis.exceptions.MasterDownError)
 a connection that is open leads to the old one for ever."""
 
 
+def is_demotion(error: redis.RedisError) -> bool:
+    """Whether a server refuses because it is no primary any more; readers that waited there are told UNBLOCKED."""
+    return isinstance(error, DEMOTED) or "instance state changed" in str(error)
+
+
 def redirect_url(url: str, moved: redis.exceptions.MovedError) -> str:
     """The URL of the node that a refusal names, with all else as in ``url``. An empty host is the one we asked."""
     parts = urlsplit(url)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -74,6 +75,24 @@ def test_a_service_goes_on_with_the_new_primary_behind_the_same_name(
     there = open_client(name.servers[1].url)
     assert there.hlen(broker.connection.keys.services) == 1
     assert there.xlen(broker.connection.keys.tasks) == 1
+
+
+def test_who_waits_at_a_primary_that_becomes_a_replica_waits_on_at_the_new_one(
+    name: Name, connect: Callable[[], Broker]
+) -> None:
+    broker = connect()
+    take_over(broker)
+    position = broker.ledger.change_position()
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(broker.ledger.wait_change, position, 3000)
+        old = open_client(name.servers[0].url)
+        while not int(old.info("clients")["blocked_clients"]):
+            assert not waiting.done()
+        name.lead_to(1)
+        name.demote(0)
+        waiting.result(timeout=20)
+    take_over(broker)
+    assert open_client(name.servers[1].url).exists(broker.connection.keys.ctl)
 
 
 def test_a_server_that_stays_read_only_is_given_up_after_the_deadline(
