@@ -26,11 +26,11 @@ class Evidence:
     def __init__(self, folder: Path, name: str) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         file = folder / f"{name}.{os.getpid()}.jsonl"
-        self._descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        self.descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
 
     def write(self, kind: str, **data: Any) -> None:
         line = {"at": round(time.monotonic(), 4), "k": kind, **data}
-        os.write(self._descriptor, json.dumps(line, separators=(",", ":")).encode() + b"\n")
+        os.write(self.descriptor, json.dumps(line, separators=(",", ":")).encode() + b"\n")
 
 
 @dataclass(frozen=True, slots=True)

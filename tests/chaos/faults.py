@@ -176,7 +176,7 @@ class JoinFeeder(_Join):
 
 @kind
 class FullDisk(Fault):
-    """The disk is full half-way through a checkpoint. Injected at the trainer's fsync calls, see service.py."""
+    """The disk is full at what the trainer writes next: a line of its log, a checkpoint, weights. See service.py."""
 
     kind, weight = "full disk", 2.0
 
@@ -184,7 +184,7 @@ class FullDisk(Fault):
         flag = world.folder / FULL_DISK
         if flag.exists():
             return None
-        call = rng.randint(1, 4)
+        call = rng.choice((1, 1, 2, 3, 5, 8))
         flag.write_text(str(call))
         return Strike("trainer", lambda: flag.unlink(missing_ok=True), rng.uniform(2.0, 6.0), detail={"call": call})
 

@@ -12,6 +12,8 @@ import redis
 from tests.chaos.world import Fault, Strike, World, kind
 
 HOUR_MS = 3_600_000
+NOBODY = 1
+"""A port that nobody serves."""
 
 
 @kind
@@ -38,6 +40,23 @@ class StopServer(Fault):
             return None
         world.server.freeze()
         return Strike("redis", world.server.thaw, rng.uniform(1.0, 5.0))
+
+
+@kind
+class Demote(Fault):
+    """A failover away from this server: it becomes a replica (of nobody, so it loses nothing), refuses writes, and is
+    the primary again a little later."""
+
+    kind, weight = "primary becomes replica", 3.0
+
+    def strike(self, world: World, rng: random.Random) -> Strike | None:
+        def promote() -> bool:
+            return _command(world, "redis", lambda client: client.replicaof("NO", "ONE")) is not None
+
+        def demote(client: redis.Redis) -> bool:
+            return bool(client.replicaof("127.0.0.1", NOBODY))
+
+        return _command(world, "redis", demote, promote, rng.uniform(0.5, 5.0))
 
 
 @kind
@@ -210,3 +229,7 @@ def _command(
     except redis.RedisError:
         return None
     return Strike(target, undo, seconds, back_to) if done else None
+
+
+FORGETFUL = (KillServer, CutAof, FlushAll, DeleteKey, WrongType)
+"""Faults after which the server may not know any more which run it served."""

@@ -148,6 +148,8 @@ def _trained(steps: Sequence[Step], facts: Facts, rules: Rules, judgement: Judge
             if age > rules.staleness:
                 judgement.broken("staleness", f"{here} was {age} versions old, {rules.staleness} is the bound")
             trained[task, sample], where[task, sample] = digest, step
+        for task, sample in step.wrong:
+            judgement.broken("wrong reward", f"sample {task}:{sample} in step {step.step} of {step.process}")
     judgement.counts["trained"] = len(trained)
     return trained
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from deploy.supervisor.process import Process
-from schemas.errors import FENCED_EXIT, OK_EXIT
+from schemas.errors import CONFIG_EXIT, FENCED_EXIT, OK_EXIT
 
 STOP_GRACE_S = 30.0
 RESTART_PAUSE_S = 0.2
@@ -43,12 +43,15 @@ class Exit:
             return self.code == -signal.SIGKILL
         if self.asked == "zombie":
             return self.code == FENCED_EXIT
+        if self.asked == "intruder":
+            return self.code == CONFIG_EXIT
         return self.asked == "term" and self.code == OK_EXIT
 
 
 @dataclass
 class Member:
-    """One service process. stopped: it has been sent SIGSTOP. asked: kill, term or zombie, once that was done to it."""
+    """One service process. stopped: it has been sent SIGSTOP. asked: kill, term, zombie or intruder
+    (of a second run), once that was done to it."""
 
     name: str
     role: str
@@ -95,9 +98,9 @@ class Fleet:
         self.members[name] = self._launch(role, name)
         return self.members[name]
 
-    def invite(self, role: str, name: str) -> Member:
+    def invite(self, role: str, name: str, overrides: Sequence[str] = ()) -> Member:
         """Start a replica that will leave again."""
-        guest = self._launch(role, name)
+        guest = self._launch(role, name, overrides)
         self.guests.append(guest)
         return guest
 
@@ -109,7 +112,7 @@ class Fleet:
         self.start(old.role, name)
         return old
 
-    def _launch(self, role: str, name: str) -> Member:
+    def _launch(self, role: str, name: str, overrides: Sequence[str] = ()) -> Member:
         if name not in self.urls:
             self.urls[name] = f"redis://127.0.0.1:{self.open_port(name)}/0"
         log = self.folder / "logs" / f"{name}.log"
@@ -118,7 +121,7 @@ class Fleet:
         process = Process(
             [
                 *(sys.executable, "-m", "tests.chaos.service", role, str(self.config), *own),
-                *(f"broker.url={self.urls[name]}", *self.overrides),
+                *(f"broker.url={self.urls[name]}", *self.overrides, *overrides),
             ],
             name,
             log=log,

@@ -38,13 +38,16 @@ def examine(chaos: Chaos) -> dict[str, Any]:
             "memory",
             f"{watched.own:.1f} groups in a stream at {watched.worst.at}, {bound} is the bound: {watched.worst.data}",
         )
-    for problem in chaos.problems:
+    for problem in (*chaos.problems, *chaos.world.problems):
         judgement.broken("run", problem)
     _compare_trained_log(chaos, logs, judgement)
     zombies = [exit_ for exit_ in chaos.fleet.exits if exit_.asked == "zombie"]
     for exit_ in zombies:
         if not exit_.expected:
             judgement.broken("zombie", f"{exit_.name} {exit_.pid} ended with {exit_.code}, not 3: {exit_.error}")
+    for exit_ in chaos.fleet.exits:
+        if exit_.asked == "intruder" and not exit_.expected:
+            judgement.broken("second run", f"{exit_.name} {exit_.pid} ended with {exit_.code}, not 2: {exit_.error}")
     unexpected = [exit_ for exit_ in chaos.fleet.exits if not exit_.expected]
     for exit_ in unexpected:
         if exit_.crashed:

@@ -12,7 +12,7 @@ from pathlib import Path
 from rich.console import Console
 
 from broker.connection.keys import Keys
-from tests.chaos import faults, faults_broker, faults_network, faults_poison, settings
+from tests.chaos import faults, faults_broker, faults_network, faults_poison, faults_user, settings
 from tests.chaos.evidence import Evidence, Log, read_logs
 from tests.chaos.oracle import Loss, cursor, gather
 from tests.chaos.processes import Fleet
@@ -24,7 +24,7 @@ from tests.chaos.surviving_steps import surviving_steps
 from tests.chaos.watch import Tail, Watch
 from tests.chaos.world import KINDS, Fault, Strike, World
 
-MODULES = (faults, faults_broker, faults_network, faults_poison)
+MODULES = (faults, faults_broker, faults_network, faults_poison, faults_user)
 """Importing them fills KINDS."""
 TICK_S = 0.02
 LOOK_S = 0.2
@@ -33,6 +33,7 @@ UNDO_AGAIN_S = 0.2
 WARM_UP_DEADLINE_S = 120.0
 REST_DEADLINE_S = 120.0
 REST_LOOK_S = 3.0
+MISBEHAVE = tuple(f"misbehave-{what}" for what in ("dataset", "workflow", "reward", "tracker"))
 
 
 @dataclass(frozen=True)
@@ -140,10 +141,18 @@ class Chaos:
             fault = self._rng.choices(kinds, [kind.weight for kind in kinds])[0]
             kinds.remove(fault)
             at = time.monotonic()
+            self._spare_second_run(fault)
             strike = fault.strike(self.world, self._rng)
             if strike is not None:
                 self._note(fault, strike, at)
                 return
+
+    def _spare_second_run(self, fault: Fault) -> None:
+        """A server that is made to forget can't know which of two runs was the first: the second one ends before."""
+        for guest in self.fleet.guests if isinstance(fault, faults_broker.FORGETFUL) else ():
+            if guest.asked == "intruder":
+                guest.asked = "kill"
+                guest.process.kill()
 
     def _note(self, fault: Fault, strike: Strike, at: float) -> None:
         hit = Hit(fault.kind, strike.target, at, at + strike.seconds)
@@ -186,7 +195,8 @@ class Chaos:
 
     def _undo_leftovers(self) -> None:
         self.proxy.heal(list(self.fleet.urls))
-        (self.plan.folder / FULL_DISK).unlink(missing_ok=True)
+        for flag in (FULL_DISK, *MISBEHAVE):
+            (self.plan.folder / flag).unlink(missing_ok=True)
 
     def _unfinished(self) -> list[int]:
         self._tail.read()

@@ -14,7 +14,7 @@ Lines of evidence, by kind (x: one list for each sample or group):
   score?: x=[t, s], score: x=[t, s, status, answer] · end?: t, how, reason (and s, for one sample
   alone) before, end: the same and a after
   loaded: step, term · saving (its state is copied): step, term · begin: term, step, lost
-  step: step, term, version, x=[t, s, digest, oldest version]
+  step: step, term, version, x=[t, s, digest, oldest version], wrong=[t, s] with the reward of another sample
 """
 
 from __future__ import annotations
@@ -22,21 +22,26 @@ from __future__ import annotations
 import errno
 import os
 import signal
+import stat
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from typing_extensions import Buffer
+
 from broker.connection.connection import Connection
 from broker.flow.ledger import Ledger
 from broker.flow.progress import TakeoverRequest
 from broker.flow.trainer_session import TrainerSession
+from broker.queues.dead_letters import UnusableTask
 from broker.queues.scores import ScoreQueue
 from broker.queues.tasks import TaskQueue
 from deploy.cli import app
 from schemas import guard
-from schemas.messages import Task
+from schemas.messages import Task, Trajectory
 from tests.chaos.evidence import Evidence, digest
+from tests.chaos.user_code import SMALLEST, expected
 
 FULL_DISK = "full-disk"
 
@@ -104,8 +109,14 @@ def _feeder(evidence: Evidence, folder: Path) -> None:
     _once(evidence, Ledger, "admit_all", "answered")
 
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
-        def admit_all(self: Ledger, tasks: Sequence[Task]) -> Any:
+        def admit_all(self: Ledger, tasks: Sequence[Task | UnusableTask]) -> Any:
+            unusable = [task for task in tasks if isinstance(task, UnusableTask)]
+            for task in unusable:
+                evidence.write("end?", t=task.task_id, how="failed", reason="bad example")
             admission = original(self, tasks)
+            for task in unusable:
+                answer = "ok" if task.task_id in admission.unusable else "no"
+                evidence.write("end", t=task.task_id, how="failed", reason="bad example", a=answer)
             for task in tasks[: admission.admitted]:
                 evidence.write("admit", t=task.task_id, a="ok", c=admission.next)
             if admission.admitted < len(tasks):
@@ -182,7 +193,7 @@ def _trainer(evidence: Evidence, folder: Path) -> None:
     from consumers.trainer.step_log import StepLog
 
     _once(evidence, service, "build_train_step", "ready")
-    last: dict[str, Any] = {"x": [], "version": -1}
+    last: dict[str, Any] = {"x": [], "wrong": [], "version": -1}
 
     def saving(original: Callable[..., Any]) -> Callable[..., Any]:
         def take(self: CheckpointStore, *args: Any, **kwargs: Any) -> Any:
@@ -210,8 +221,9 @@ def _trainer(evidence: Evidence, folder: Path) -> None:
 
     def planning(original: Callable[..., Any]) -> Callable[..., Any]:
         def plan(self: StepPlanner, groups: Any) -> Any:
-            bodies = [body for group in groups for body, _ in group.samples]
-            last["x"] = [[body.task_id, body.sample, digest(body), body.oldest_version] for body in bodies]
+            samples = [sample for group in groups for sample in group.samples]
+            last["x"] = [[body.task_id, body.sample, digest(body), body.oldest_version] for body, _ in samples]
+            last["wrong"] = [[body.task_id, body.sample] for body, score in samples if not _is_own(body, score)]
             return original(self, groups)
 
         return plan
@@ -236,24 +248,42 @@ def _trainer(evidence: Evidence, folder: Path) -> None:
     _replace(StepPlanner, "plan", planning)
     _replace(TrainStep, "run", running)
     _replace(StepLog, "write_trained", logging)
-    _fill_disk(folder / FULL_DISK)
+    _fill_disk(folder / FULL_DISK, evidence)
 
 
-def _fill_disk(flag: Path) -> None:
+def _fill_disk(flag: Path, evidence: Evidence) -> None:
+    """While the flag is there, the disk is full from its n-th call on; the write that meets the end is cut in half."""
     calls = 0
-    fsync = os.fsync
+    fsync, write = os.fsync, os.write
+    full = OSError(errno.ENOSPC, "No space left on device (injected by the chaos suite)")
 
-    def full(descriptor: int) -> None:
+    def is_full() -> bool:
         nonlocal calls
-        if flag.exists():
-            calls += 1
-            if calls >= int(flag.read_text() or 1):
-                raise OSError(errno.ENOSPC, "No space left on device (injected by the chaos suite)")
-        else:
-            calls = 0
+        calls = calls + 1 if flag.exists() else 0
+        return calls > 0 and calls >= int(flag.read_text() or 1)
+
+    def full_fsync(descriptor: int) -> None:
+        if is_full():
+            raise full
         fsync(descriptor)
 
-    os.fsync = full  # type: ignore[assignment]
+    def full_write(descriptor: int, data: Buffer) -> int:
+        if descriptor == evidence.descriptor or not stat.S_ISREG(os.fstat(descriptor).st_mode) or not is_full():
+            return write(descriptor, data)
+        half = memoryview(data)[: memoryview(data).nbytes // 2] if calls % 2 else b""
+        if not half:
+            raise full
+        return write(descriptor, half)
+
+    os.fsync = full_fsync  # type: ignore[assignment]
+    os.write = full_write  # type: ignore[assignment]
+
+
+def _is_own(body: Trajectory, score: float) -> bool:
+    """Whether a sample has the reward that its own completion gets."""
+    tokens = body.tokens.numpy().tolist()
+    start = body.loss_mask.numpy().tolist().index(1) if body.loss_mask.numpy().any() else len(tokens)
+    return abs(expected(tokens[start:]) - score) < SMALLEST
 
 
 class ByteTokenizer:

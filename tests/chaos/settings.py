@@ -12,7 +12,9 @@ import yaml
 RUN = "chaos"
 LEASE_S = 3.0
 GROUPS, SAMPLES, STALENESS, CHECKPOINT_EVERY = 8, 8, 4, 5
-REWARD = Path(__file__).with_name("reward.py")
+WINDOW = 4
+"""Some combinations of settings leave no room for a batch."""
+USER_CODE, USER_TRACKER = Path(__file__).with_name("user_code.py"), Path(__file__).with_name("user_tracker.py")
 SERVICES = {
     "feeder": "feeder",
     "generator-0": "generator",
@@ -31,12 +33,20 @@ def configuration(folder: Path, seed: int) -> dict[str, Any]:
     return {
         "run": {"name": RUN, "folder": str(folder / "run"), "seed": seed},
         "model": {"path": str(folder / "model"), "dtype": "float32", "max_length": 64},
-        "train": {"name": "arithmetic"},
+        "train": {"name": f"{USER_CODE}:Examples", "args": {"folder": str(folder)}},
         "sampling": {"n": SAMPLES, "max_tokens": 30},
-        "reward": {"terms": [{"name": f"{REWARD}:checksum"}], "timeout_s": 2, "workers": 1},
-        "flow": {"staleness": STALENESS},
+        "reward": {
+            "terms": [
+                {"name": f"{USER_CODE}:inline"},
+                {"name": f"{USER_CODE}:pooled", "args": {"folder": str(folder)}},
+            ],
+            "timeout_s": 2,
+            "workers": 1,
+        },
+        "flow": {"staleness": STALENESS, "window": WINDOW},
         "generator": {
             "engine": "scripted",
+            "workflow": {"name": f"{USER_CODE}:Turn", "args": {"folder": str(folder)}},
             "args": {"tokens": 200, "min_length": 8, "max_length": 30, "token_s": 0.02},
             "max_samples": 256,
             "lease_s": LEASE_S,
@@ -51,6 +61,7 @@ def configuration(folder: Path, seed: int) -> dict[str, Any]:
             "optimizer": {"lr": 1e-4},
             "checkpoint": {"every": CHECKPOINT_EVERY, "keep": 3},
             "batch_timeout_s": 300,
+            "trackers": [f"{USER_TRACKER}:Tracker"],
             "publish": {"transport": "redis" if seed % 2 else "file"},
         },
         "log": {"format": "json", "level": "info"},

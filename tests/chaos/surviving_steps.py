@@ -19,13 +19,17 @@ Sample = tuple[int, int]
 
 @dataclass(frozen=True)
 class Step:
-    """One optimizer step. samples: task id, sample, digest, oldest version; version: of the weights before it."""
+    """One optimizer step. samples: task id, sample, digest, oldest version; version: of the weights before it.
+
+    wrong: samples that were trained with another reward than their own.
+    """
 
     step: int
     leader_term: str
     version: int
     samples: list[tuple[int, int, int, int]]
     process: str
+    wrong: Sequence[Sample] = ()
 
 
 @dataclass(frozen=True)
@@ -82,7 +86,8 @@ def surviving_steps(trainers: Sequence[Log]) -> tuple[list[Step], list[Violation
 def _step(line: Line, process: str) -> Step:
     data = line.data
     samples = [(task, sample, digest, oldest) for task, sample, digest, oldest in data["x"]]
-    return Step(data["step"], data["leader_term"], data["version"], samples, process)
+    wrong = [(task, sample) for task, sample in data.get("wrong", ())]
+    return Step(data["step"], data["leader_term"], data["version"], samples, process, wrong)
 
 
 def _saved(trainers: Sequence[Log], loaded: Line) -> tuple[Log, Sequence[Line]] | None:

@@ -21,7 +21,8 @@ from tests.chaos.server import Server
 
 @dataclass
 class World:
-    """groups, samples: B and n. slots: most groups admitted at once. cursor: next task id, as last seen."""
+    """groups, samples: B and n. slots: most groups admitted at once. cursor: next task id, as last seen.
+    problems: promises that a fault itself saw break."""
 
     folder: Path
     fleet: Fleet
@@ -34,6 +35,7 @@ class World:
     slots: int
     cursor: int = 0
     joined: int = 0
+    problems: list[str] = field(default_factory=list)
 
     def victims(self, role: str) -> list[Member]:
         """Members of a role that are there and not stopped."""

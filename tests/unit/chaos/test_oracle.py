@@ -114,6 +114,22 @@ def test_phantom_changed_contents() -> None:
     assert "phantom" in broken(judge([publications(), changed], RULES))
 
 
+def test_a_sample_with_the_reward_of_another_one() -> None:
+    at, kind, data = step(3.0, 1, [1])
+    wrong = trainer(step(2.0, 0, [0]), (at, kind, data | {"wrong": [[1, 0]]}))
+    judgement = judge([publications(), wrong], RULES)
+    assert broken(judgement) == ["wrong reward"]
+    assert "sample 1:0 in step 1" in judgement.violations[0].text
+
+
+def test_a_bad_example_ends_its_group_when_the_feeder_was_the_one_that_admitted_it() -> None:
+    end = {"t": 1, "how": "failed", "reason": "bad example"}
+    for answer, skipped in (("ok", 0), ("no", 1)):
+        feeder = log("feeder.4", (2.5, "end?", end), (2.6, "end", {**end, "a": answer}))
+        judgement = judge([publications(), feeder, trainer(step(2.0, 0, [0]))], RULES)
+        assert judgement.counts["skipped"] == skipped
+
+
 def test_skipped_prompt() -> None:
     judgement = judge([publications(), trainer(step(2.0, 0, [0]))], RULES)
     assert broken(judgement) == ["skipped"]
