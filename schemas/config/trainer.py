@@ -164,10 +164,13 @@ class TrainerConfig(Section):
         description="How long a rank waits for the others within a step; pauses and waits for batches don't count.",
     )
     activation_checkpointing: bool = Field(
-        False, description="Compute activations again in backward: less memory, about a third more time."
+        False,
+        description="Compute activations again in backward, of the critic too: less memory, about a third more time.",
     )
     compile: bool = Field(
-        False, description="Compile the model's layers (torch.compile); the first steps take longer, the others less."
+        False,
+        description="Compile the layers of the model and the critic (torch.compile); the first steps take longer, the"
+        " others less.",
     )
     profile_steps: list[int] = Field(
         default_factory=list, description="Steps, from 0, of which each rank writes a profile into profiles/."

@@ -55,10 +55,11 @@ def build_train_step(
         packed=policy.packed,
     )
 
-    if trainer.activation_checkpointing:
-        policy.causal_lm.gradient_checkpointing_enable({"use_reentrant": False})
-    if trainer.compile:
-        compile_layers(policy, ranks.accelerator.device.type)
+    for model in (policy, critic):
+        if model is not None and trainer.activation_checkpointing:
+            model.causal_lm.gradient_checkpointing_enable({"use_reentrant": False})
+        if model is not None and trainer.compile:
+            compile_layers(model, ranks.accelerator.device.type)
     policy = ranks.prepare(policy, dtype)
     objective = Objective.from_config(trainer, config.base)
     critic_step = None

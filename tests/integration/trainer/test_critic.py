@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from consumers.trainer.checkpoint.store import CheckpointStore
 from consumers.trainer.data.microbatches import Group
 from consumers.trainer.model.policy import Policy, load_model
+from consumers.trainer.step import build
 from consumers.trainer.step.build import build_critic
 from consumers.trainer.step.critic import Critic, value_loss
 from consumers.trainer.step.train_step import TrainStep
@@ -94,6 +95,21 @@ def test_a_checkpoint_restores_the_critic_to_the_bit(model: PreTrainedModel, tmp
     CheckpointStore(tmp_path).load(path, again)
     assert again.run(again.planner.plan(more).batch(), 1).metrics["critic_loss"] == metrics["critic_loss"]
     assert torch.equal(weights(again), weights(step))
+
+
+def test_activations_of_the_critic_are_computed_again_like_the_policys(
+    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled: list[object] = []
+    monkeypatch.setattr(build, "compile_layers", lambda module, device: compiled.append(module))
+    groups = make_groups([3, 4], seed=2)
+    plain, again = make_step(model), make_step(model, activation_checkpointing=True, compile=True)
+    assert again.critic is not None
+    assert again.critic.critic.causal_lm.is_gradient_checkpointing
+    assert compiled == [again.policy, again.critic.critic]
+    found, wanted = (step.run(step.planner.plan(groups).batch(), 0).metrics for step in (again, plain))
+    for name in ("critic_loss", "critic_grad_norm", "grad_norm"):
+        assert found[name] == pytest.approx(wanted[name], rel=1e-5)
 
 
 def test_gae_and_the_critic_need_each_other(tmp_path: Path) -> None:
