@@ -209,8 +209,12 @@ class BatchSource:
         broken = {outcome.sample: outcome.score.broken_version for outcome in outcomes}
         versions = [version for version in broken.values() if version >= 0]
         settings = self._config.trainer.advantage
+        term = settings.filter_term or ""
+        compared = [
+            outcome.score.components.get(term, outcome.score.reward) for outcome in outcomes if outcome.trajectory_id
+        ]
         if rewards:
-            self._meter.add(rewards, has_signal(rewards, settings.least_std))
+            self._meter.add(rewards, has_signal(compared, settings.least_std))
         if 2 * len(versions) > outcomes[0].group_size:
             self._failures.failed(task_id, describe_broken(max(versions)))
             self._end_group(task_id, outcomes, "not_finite", "failed")
@@ -222,9 +226,10 @@ class BatchSource:
             self._end_group(task_id, outcomes, "partial")
         else:
             self._failures.succeeded(task_id)
-            self._drop_without_signal(task_id, outcomes, rewards)
+            self._drop_without_signal(task_id, outcomes, compared)
 
     def _drop_without_signal(self, task_id: int, outcomes: list[ScoredSample], rewards: list[float]) -> None:
+        """End a group whose rewards, or the term of them that filters, tell nothing; keep any other."""
         settings = self._config.trainer.advantage
         if settings.drops_zero_variance and not has_signal(rewards, settings.least_std):
             self._end_group(task_id, outcomes, "zero_variance")

@@ -113,6 +113,11 @@ class AdvantageConfig(Section):
         description="Drop and refill groups whose mean reward is not above the first and below the second number;"
         " DAPO's filter for rewards of 0 and 1 is [0, 1].",
     )
+    filter_term: str | None = Field(
+        None,
+        description="Label of the term of reward.terms, such as exact, that decides whether a group's rewards are equal"
+        " or between those numbers; by default their sum does, where a penalty on length makes solved groups differ.",
+    )
     partial_groups: Literal["train", "drop"] = Field(
         "train", description="Train or drop a group that lost samples to errors."
     )

@@ -70,6 +70,11 @@ class TidemillConfig(Section):
                     f"{name}.max_tokens {sampling.max_tokens} leaves no room for a prompt in"
                     f" model.max_length {self.model.max_length}"
                 )
+        term, terms = self.trainer.advantage.filter_term, [term.name for term in self.reward.terms]
+        if term is not None and term.partition("#")[0] not in terms:
+            raise ValueError(
+                f"trainer.advantage.filter_term {term!r} is no term of reward.terms, must be one of {', '.join(terms)}"
+            )
         if self.sampling.temperature == 0:
             raise ValueError("sampling.temperature 0 makes every sample of a group equal: set it above 0")
         return self

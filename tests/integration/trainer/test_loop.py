@@ -169,6 +169,23 @@ def test_a_line_says_what_came_back_beside_what_was_trained(
         assert 0 < line["train/ratio_min"] <= line["train/ratio_mean"]
 
 
+class TooLong(Rest):
+    """Every other prompt is always solved, by one answer that is longer than it should be."""
+
+    def score(self, trajectory: Trajectory) -> Score:
+        right, penalty = float(trajectory.task_id % 2 or trajectory.sample), -0.5 * trajectory.sample
+        return Score(reward=right + penalty, components={"exact": right, "length": penalty})
+
+
+@pytest.mark.parametrize(("term", "kept"), [(None, {0, 1}), ("exact", {0})])
+def test_groups_can_be_filtered_by_one_term_of_the_reward(
+    trainer: Callable[..., Trainer], broker: Broker, tmp_path: Path, term: str | None, kept: set[int]
+) -> None:
+    with TooLong(broker):
+        run(trainer(steps=3, advantage={"name": "centered", "filter_term": term}))
+    assert {task % 2 for task in trained(tmp_path)} == kept
+
+
 def test_a_profile_and_where_the_time_went(trainer: Callable[..., Trainer], broker: Broker, tmp_path: Path) -> None:
     with Rest(broker):
         run(trainer(steps=3, profile_steps=[1], checkpoint={"every": 1}))

@@ -171,3 +171,16 @@ def test_a_switch_may_be_written_as_yaml_reads_it(tmp_path: Path, word: str) -> 
     file = tmp_path / "c.yaml"
     file.write_text(yaml.safe_dump(MINIMAL))
     assert load_config(file, [f"trainer.publish.delta={word}"], {}).trainer.publish.delta == word
+
+
+def test_a_filter_by_a_term_that_the_reward_does_not_have_is_refused() -> None:
+    data: dict[str, Any] = {
+        "model": {"path": "m"},
+        "train": {"name": "arithmetic"},
+        "reward": {"terms": [{"name": "exact"}, {"name": "length"}]},
+        "trainer": {"advantage": {"filter_term": "exakt"}},
+    }
+    with pytest.raises(
+        ConfigError, match=r"filter_term 'exakt' is no term of reward.terms, must be one of exact, length"
+    ):
+        parse_config(data)
