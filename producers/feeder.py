@@ -149,7 +149,7 @@ def task_of(
         raise
     except DataError as error:
         reason = str(error)
-    except Exception as error:  # noqa: BLE001 - user code: whatever it raises is the fate of this one example
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - user code: whatever it raises is the fate of this one example
         reason = describe_error(error)
     else:
         return task

@@ -139,7 +139,7 @@ class Rollout:
             if this is None or this.cancelling():
                 raise
             return self._describe(error)
-        except Exception as error:  # user code: whatever it raises is the fate of this one task
+        except (Exception, SystemExit) as error:  # user code: whatever it raises is the fate of this one task
             if is_service_error(error):
                 raise
             return self._describe(error)
@@ -213,7 +213,7 @@ def check_finite(sample: SampledCompletion, length: int) -> None:
         raise NotFinite(max((span.version for span in sample.spans if span.start <= at), default=-1))
 
 
-def is_service_error(error: Exception) -> bool:
+def is_service_error(error: BaseException) -> bool:
     """Whether an error, or one in its group, says that the same work can succeed elsewhere, or that nothing can."""
     if isinstance(error, ExceptionGroup):
         return error.subgroup((ConfigError, InfraError)) is not None

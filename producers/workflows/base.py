@@ -64,7 +64,8 @@ class RolloutContext:
     ) -> AsyncIterator[SampledCompletion]:
         """Run ``sample`` for every index at once, each with an empty builder, and yield results as they come."""
         running = [
-            asyncio.ensure_future(sample(self, TrajectoryBuilder(index, self.tokenizer))) for index in self.indices
+            asyncio.ensure_future(_stay(sample(self, TrajectoryBuilder(index, self.tokenizer))))
+            for index in self.indices
         ]
         try:
             for finished in asyncio.as_completed(running):
@@ -72,6 +73,14 @@ class RolloutContext:
         finally:
             for task in running:
                 task.cancel()
+
+
+async def _stay(sample: Awaitable[SampledCompletion]) -> SampledCompletion:
+    """Await a sample; an event loop would let sys.exit in one of its tasks end the whole process."""
+    try:
+        return await sample
+    except SystemExit as error:
+        raise RuntimeError(f"it called sys.exit({error.code!r})") from error
 
 
 class Workflow(Protocol):

@@ -38,7 +38,7 @@ class Examples:
         return self.bad() if index == 3 or self.only else Example(text=f"{index}+1=", data={"answer": "2"})
 
 
-def refuse(error: Exception) -> Callable[[], Any]:
+def refuse(error: BaseException) -> Callable[[], Any]:
     def make() -> Any:
         raise error
 
@@ -55,6 +55,7 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
     "no list": (lambda: Example(messages=ChatMessage("user", "1")), "messages"),
     "nothing": (lambda: None, "NoneType"),
     "data error": (refuse(DataError("row 3 has no prompt")), "row 3 has no prompt"),
+    "exit": (refuse(SystemExit(3)), "SystemExit: 3"),
     "any error": (refuse(KeyError("prompt")), "KeyError: 'prompt'"),
     "mute": (refuse(ValueError("\ud800")), r"ValueError: \\ud800"),
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from pathlib import Path
@@ -108,8 +109,9 @@ def grouped(rollout: RolloutContext) -> None:
         (lambda rollout: 1 / 0, "ZeroDivisionError: division by zero"),
         (cancelled, "CancelledError"),
         (grouped, "ExceptionGroup: two (2 sub-exceptions)"),
+        (lambda rollout: sys.exit(3), "RuntimeError: it called sys.exit(3)"),
     ],
-    ids=["key", "zero", "cancelled", "group"],
+    ids=["key", "zero", "cancelled", "group", "exit"],
 )
 def test_a_workflow_that_raises_fails_its_task_alone(
     broker: Broker,
@@ -189,6 +191,24 @@ def test_what_is_no_sample_of_the_task_fails_the_task_alone(
     failed = broker.dead_letters.list()
     assert {one.letter.task_id for one in failed} == {BAD_TASK}
     assert reason in failed[0].letter.reason
+
+
+class Leaving(Spoilt):
+    """Ends the process where nothing is between it and the generator."""
+
+    async def run(self, rollout: RolloutContext) -> AsyncIterator[SampledCompletion]:  # type: ignore[override]
+        if rollout.task.task_id == BAD_TASK:
+            sys.exit(3)
+        async for sample in rollout.each(self.sample):
+            yield sample
+
+
+def test_a_workflow_that_wants_to_end_the_process_fails_its_task_alone(
+    broker: Broker, config: TidemillConfig, tmp_path: Path
+) -> None:
+    config.generator.workflow.name = f"{__name__}:Leaving"
+    assert len(generate(broker, config, tmp_path, 6)) == 6
+    assert {one.letter.reason for one in broker.dead_letters.list()} == {f"workflow {__name__}:Leaving: SystemExit: 3"}
 
 
 class Forgetful(Spoilt):

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from deploy.cli import app
+from schemas.errors import RUN_FAILED_EXIT, RunFailed
 from tests.support.command_line import run_tidemill
 from tests.support.model_folders import write_model_files
 
@@ -170,3 +172,20 @@ def test_readiness_of_an_unknown_role_is_one_line(config: str) -> None:
     done = run_tidemill("ready", config, "trayner")
     assert done.returncode == 2
     assert done.stderr == "tidemill: unknown role 'trayner': one of control, feeder, generator, reward, trainer\n"
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [(RunFailed("all fail"), RUN_FAILED_EXIT), (ExceptionGroup("", [RunFailed("all fail")]), RUN_FAILED_EXIT)],
+    ids=["plain", "in a task group"],
+)
+def test_a_run_in_which_everything_fails_ends_with_one_line_and_a_code_of_its_own(
+    error: Exception, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail() -> None:
+        raise error
+
+    monkeypatch.setattr(app, "app", fail)
+    with pytest.raises(SystemExit) as ended:
+        app.main()
+    assert (ended.value.code, capsys.readouterr().err) == (code, "tidemill: all fail\n")

@@ -11,7 +11,7 @@ from deploy.supervisor.failures import Failure, last_error, root_cause
 from deploy.supervisor.restart_policy import MAX_BACKOFF_S, RETURN_S, SETTLED_S, Life, State
 from deploy.supervisor.services import Exit
 from schemas.config import SupervisorConfig
-from schemas.errors import CONFIG_EXIT, FENCED_EXIT
+from schemas.errors import CONFIG_EXIT, FENCED_EXIT, RUN_FAILED_EXIT
 
 
 def policy(**changes: float) -> SupervisorConfig:
@@ -54,7 +54,7 @@ def test_no_restarts_at_all_when_none_are_allowed() -> None:
     assert life.state is State.FAILED
 
 
-@pytest.mark.parametrize("code", [CONFIG_EXIT, FENCED_EXIT])
+@pytest.mark.parametrize("code", [CONFIG_EXIT, FENCED_EXIT, RUN_FAILED_EXIT])
 def test_what_a_restart_cannot_mend_is_not_restarted(code: int) -> None:
     life = Life(policy())
     crash(life, 0, code)
@@ -180,6 +180,7 @@ def test_the_line_that_says_why(tmp_path: Path, text: str, line: str) -> None:
         ("INFO ready\nterminate called after throwing\n  what(): no device\n", -6, "what(): no device"),
         ("sh: vllm: not found\n", 127, "sh: vllm: not found"),
         ("ValueError: x\ntidemill: no file data.jsonl\n", 2, "no file data.jsonl"),
+        ("ValueError: x\ntidemill: 16 prompt groups in a row failed\n", 6, "16 prompt groups in a row failed"),
         ("ValueError: x\ntidemill: the broker is gone\n", 1, "ValueError: x"),
     ],
 )
