@@ -73,9 +73,9 @@ def run_up(config: TidemillConfig, starter: Starter, fresh: bool = False) -> int
     starter: where services run. fresh: first delete the files of an earlier run of this name, and what it left in
     the broker.
     """
-    check(config, here=isinstance(starter, Processes))
     folder = config.folder
     refuse_foreign(config, fresh)
+    check(config, here=isinstance(starter, Processes))
     with ExitStack() as stack:
         stack.enter_context(sole_user(folder))
         if fresh:
