@@ -120,6 +120,9 @@ def _blocks(delta: BinaryIO) -> Iterator[tuple[int, int, int, int, bytes | None,
 
 def _expand(coded: bytes, most: int) -> bytes:
     try:
+        # Looked at first: so much memory is asked for, whatever max_output_size says.
+        if (size := zstandard.frame_content_size(coded)) > most:
+            raise InfraError(f"the delta is damaged: {size} bytes where {most} can be")
         return zstandard.ZstdDecompressor().decompress(coded, max_output_size=max(most, 1), allow_extra_data=False)
     except zstandard.ZstdError as error:
         raise InfraError(f"the delta is damaged: {error}") from error

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from broker.weights import delta
-from broker.weights.delta import Extent, apply_delta, write_delta
+from broker.weights.delta import Extent, _expand, apply_delta, write_delta
 from schemas.errors import InfraError
 
 Bytes = npt.NDArray[np.uint8]
@@ -150,3 +150,9 @@ def test_an_extent_that_is_no_tensor_is_refused() -> None:
     for start, stop, width in ((0, 3, 2), (8, 4, 4), (0, 6, 3), (-2, 2, 2)):
         with pytest.raises(ValueError, match="no tensor"):
             Extent(start, stop, width)
+
+
+def test_a_damaged_size_asks_for_no_memory() -> None:
+    claims_a_terabyte = bytes.fromhex("28b52ffde0") + (1 << 40).to_bytes(8, "little") + b"\x01\x00\x00"
+    with pytest.raises(InfraError, match="1099511627776 bytes where 10 can be"):
+        _expand(claims_a_terabyte, 10)
