@@ -72,6 +72,10 @@ def test_each_role_can_do_its_work_with_the_url_that_was_written_for_it(tmp_path
         assert len(roles["generator"].task_queue("g").read(10, 10)) == 1
         assert roles["reward"].score_queue("r").read(10, 10) == []
         assert roles["observer"].ledger.read_state().active == 1
+        assert roles["operator"].heartbeats.list() == []
+        for role in ("feeder", "generator", "reward", "trainer", "operator"):
+            assert roles[role].heartbeats.read_age_s("x") is None, "what `tidemill ready` asks"
+            roles[role].heartbeats.read_clock()
         with pytest.raises(ConfigError, match="refuses"):
             roles["reward"].weights.newest()
         assert open_client(administrator).dbsize() > 0

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
+from broker.connection.acl import ROLES
 from deploy.cli.app import app
 from tests.support.programs import find_program
 
@@ -59,7 +60,7 @@ def test_docker_compose_accepts_the_file(profile: str) -> None:
 
 def test_without_a_word_it_is_the_cpu_and_each_profile_has_one_trainer_and_generators(compose: dict[str, Any]) -> None:
     (default,) = re.findall(r"^COMPOSE_PROFILES=(\w+)$", (ROOT / ".env").read_text(), re.MULTILINE)
-    common = {"redis", "prepare", "token", "feeder", "reward", "control"}
+    common = {"redis", "acl", "prepare", "token", "feeder", "reward", "control"}
     assert chosen(compose, default) == common | {"generator", "trainer"}
     assert chosen(compose, "gpu") == common | {"generator-gpu", "trainer-gpu"}
     assert chosen(compose, "obs") == chosen(compose, default) | {"prometheus", "grafana"}
@@ -102,10 +103,35 @@ def test_services_have_no_rights_that_they_do_not_need(compose: dict[str, Any]) 
     assert "USER ${UID}" in DOCKERFILE.read_text()
 
 
+def test_a_service_has_the_broker_user_of_its_role_and_no_other(compose: dict[str, Any]) -> None:
+    roles = {"control": "operator", "redis": "server"}
+    for name, service in compose["services"].items():
+        role = roles.get(name, name.removesuffix("-gpu"))
+        volumes = [volume.split(":") for volume in service.get("volumes", [])]
+        mine = [volume for volume in volumes if volume[0].startswith("broker-")]
+        if name == "acl":
+            assert {source: place for source, place in mine} == {
+                source: f"/tidemill/broker/{source.removeprefix('broker-')}"
+                for source in compose["volumes"]
+                if source.startswith("broker-")
+            }
+            assert all(f"{place} " in f"{DOCKERFILE.read_text()} ".replace("\n", " ") for _, place in mine)
+            assert all(f"users/{place.rpartition('/')[2]}/*" in service["entrypoint"][2] for _, place in mine)
+        elif role in ROLES or name in roles:
+            assert [volume[0] for volume in mine] == [f"broker-{role}"], name
+            assert mine[0][2] == "ro", name
+            if name != "redis":
+                assert service["environment"]["REDIS_URL_FILE"] == f"{mine[0][1]}/redis_url"
+                assert not service["environment"]["REDIS_URL"]
+        else:
+            assert mine == [], name
+        assert ("users" in {volume[0] for volume in volumes}) == (name == "acl"), "all URLs"
+
+
 def test_every_service_has_a_health_check_and_time_to_end(compose: dict[str, Any]) -> None:
     for name, service in compose["services"].items():
         assert service["stop_grace_period"], name
-        if name not in ("prepare", "token", "prometheus", "grafana"):
+        if name not in ("acl", "prepare", "token", "prometheus", "grafana"):
             assert service["healthcheck"]["test"][0] == "CMD", name
 
 
