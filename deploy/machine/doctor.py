@@ -24,7 +24,7 @@ from deploy.launchers.factory import Launcher, build_launcher
 from deploy.launchers.gpus import GpuPlan, find_gpus
 from deploy.launchers.local import Local
 from deploy.machine.memory import ModelSize, look_at_memory, model_size
-from deploy.run.findings import Finding, one_line
+from deploy.run.findings import Finding, examine, one_line
 from deploy.run.model_files import cached_folder, read_json
 from deploy.run.preflight import inspect
 from schemas.config import TidemillConfig, load_config
@@ -69,11 +69,8 @@ def _look_at_run(file: Path | None, overrides: Sequence[str]) -> list[Finding]:
 
 def check_launcher(config: TidemillConfig) -> list[Finding]:
     """The launcher, and how it would deal this machine's GPUs out."""
-    try:
-        launcher = build_launcher(config)
-    except ConfigError as error:
-        return [Finding("launcher", "fail", one_line(str(error)))]
-    return [Finding("launcher", "ok", type(launcher).__name__), *check_gpus(config, launcher)]
+    found = examine("launcher", lambda: type(build_launcher(config)).__name__)
+    return [found] if found.level == "fail" else [found, *check_gpus(config, build_launcher(config))]
 
 
 def check_gpus(config: TidemillConfig, launcher: Launcher) -> list[Finding]:
