@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
 from consumers.offline.encoding import LoadTokenizer, PolicyTokenizer, pad
@@ -86,6 +87,9 @@ def train_dpo(
         def margins(batch: Sequence[PairIds]) -> Tensor:
             with torch.no_grad():
                 known = _pair_logprobs(reference, batch)
+            if isinstance(reference, FSDPModule):
+                # A pass without a gradient leaves the gathered embeddings and head behind.
+                reference.reshard()
             return preference_margin(*_pair_logprobs(policy, batch), *known)
 
         def loss(margin: Tensor) -> Tensor:

@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from torch.distributed.tensor import DTensor
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from consumers.offline.pairs import Preference
 from consumers.offline.preference import train_dpo, train_reward_model
+from consumers.trainer.distributed.ranks import Ranks
 from consumers.trainer.model.policy import Policy, load_model
 from deploy.cli.app import app
 from producers.rendering.tokenizer import HfTokenizer
@@ -150,3 +152,20 @@ def test_a_configuration_without_the_section_is_refused(model: ModelConfig, tmp_
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
     with pytest.raises(ConfigError, match="no dpo section"):
         app(["dpo", str(tmp_path / "config.yaml")], standalone_mode=False)
+
+
+class NotingRanks(Ranks):
+    """Ranks that keep what they prepared."""
+
+    def prepare(self, model: Any, dtype: torch.dtype = torch.float32) -> Any:
+        self.prepared = [*getattr(self, "prepared", []), super().prepare(model, dtype)]
+        return self.prepared[-1]
+
+
+def test_the_reference_of_dpo_holds_no_gathered_weights_between_steps(model: ModelConfig, tmp_path: Path) -> None:
+    half = model.model_copy(update={"dtype": "bfloat16"})
+    settings = DpoConfig.model_validate(section(tmp_path / "out", steps=1))
+    ranks = NotingRanks()
+    train_dpo(half, PAIRS[:8], PAIRS[8:16], settings, load_tokenizer=HfTokenizer, ranks=ranks)
+    reference = ranks.prepared[1]
+    assert all(isinstance(parameter, DTensor) for parameter in reference.parameters())
