@@ -24,12 +24,14 @@ from consumers.trainer.publishing import WeightPublisher
 from consumers.trainer.step.train_step import TrainStep
 from consumers.trainer.step_log import StepLog
 from schemas.config import TidemillConfig
-from schemas.errors import BrokerLost, DiskError
+from schemas.errors import BrokerLost, DiskError, RunFailed
 from schemas.files import commit_folder
 from schemas.lifecycle import StopFlag
 from schemas.messages import BatchRecord
 
 EVAL_DEADLINE_S = 300.0
+MOST_SKIPPED = 10
+"""Steps in a row that may be skipped."""
 
 log = structlog.get_logger()
 
@@ -42,6 +44,7 @@ class Trainer:
         self.context = context = TrainerContext.create(config, name, broker, step)
         self.session, self.rank_group = context.session, context.rank_group
         self.progress, self.timer = context.progress, context.timer
+        self.skipped = 0
         self.step_log = StepLog(context)
         self.leadership = Leadership(context, self.step_log.evaluations)
         self.publisher = WeightPublisher(context, self.leadership)
@@ -119,8 +122,11 @@ class Trainer:
         # What is left of the phase: planning, sending, collating.
         parts = {name: seconds for name, seconds in result.seconds.items() if name not in ("other", "total")}
         self.timer.split("assemble", parts)
+        self.skipped = self.skipped + 1 if result.skipped else 0
         if result.skipped:
             log.warning("step skipped: its loss or gradient is not finite", step=self.progress.step)
+        if self.skipped == MOST_SKIPPED:
+            raise RunFailed(f"{MOST_SKIPPED} steps in a row were skipped: their loss or gradient is not finite")
         self.checkpoints.record_batch(batch)
         self.progress.advance(batch.record)
         self.step_log.write_trained(batch)

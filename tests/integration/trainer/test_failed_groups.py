@@ -225,6 +225,20 @@ def test_a_group_most_of_whose_samples_are_not_finite_is_not_trained(
     assert set(broker.ledger.read_state().failed) == {"not_finite"}
 
 
+def test_steps_that_are_all_skipped_end_the_run(
+    trainer: Callable[..., Trainer], broker: Broker, tmp_path: Path
+) -> None:
+    (tmp_path / "mine.py").write_text(
+        "from consumers.trainer.algorithms.losses import LossOutput\n"
+        "def nan(inputs):\n"
+        "    return LossOutput(inputs.logprobs * float('nan'), {})\n"
+    )
+    with the_rest(broker, publish, by_sample), pytest.raises(RunFailed) as caught:
+        trainer(steps=20, loss={"name": f"{tmp_path}/mine.py:nan"}).run(StopFlag())
+    assert str(caught.value) == "10 steps in a row were skipped: their loss or gradient is not finite"
+    assert broker.ledger.read_state().step == 9
+
+
 def test_weights_that_give_no_numbers_are_not_published_and_end_the_run_at_once(
     trainer: Callable[..., Trainer], broker: Broker
 ) -> None:
