@@ -13,7 +13,10 @@ from broker.connection import acl
 from broker.connection.connection import Connection, open_client
 from broker.connection.embedded import EmbeddedServer
 from broker.connection.keys import Keys
+from broker.queues.dead_letters import letter_bytes
+from schemas.codec import encode
 from schemas.config import BrokerConfig
+from schemas.messages import DeadLetter, Score
 from tests.support.prompt_groups import make_task, make_trajectory
 from tests.support.trainer_sessions import take_over
 
@@ -40,10 +43,11 @@ def fail_samples(broker: Broker, count: int, payload: bytes) -> None:
     """Admit a group, and fail each of its samples but the last."""
     take_over(broker)
     broker.ledger.admit(make_task(0, n=count + 1))
-    queue = broker.task_queue("g")
-    queue.read(1, 10)
+    broker.task_queue("g").read(1, 10)
     for sample in range(count):
-        queue.fail_sample(0, sample, f"sample {sample}", payload)
+        letter = DeadLetter(source="x", reason="no", deliveries=1, payload=payload, task_id=0, sample=sample)
+        score = Score(status="error", reason="no", scorer="x")
+        broker.connection.run_script("fail_sample", 0, sample, letter_bytes(letter, len(payload)), encode(score))
 
 
 def test_the_newest_letters_are_kept_up_to_a_number_of_bytes(broker: Broker) -> None:
