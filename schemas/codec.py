@@ -6,6 +6,7 @@ Numeric arrays travel as raw little-endian buffers with dtype and shape, 1 µs f
 
 from __future__ import annotations
 
+import threading
 from typing import Any, TypeVar
 
 import msgspec
@@ -88,6 +89,9 @@ _UNSENDABLE = (msgspec.MsgspecError, TypeError, ValueError, OverflowError, Recur
 _encoder = msgspec.msgpack.Encoder()
 _decoders: dict[type, tuple[msgspec.msgpack.Decoder[Any], bytes]] = {}
 """The decoder of each kind of message, and its bytes of type and schema, which ``encode`` puts after one or three."""
+_learning = threading.Lock()
+"""msgspec is not done with a type when another thread may see it: a decoder that is made meanwhile crashes."""
+_header_decoder = msgspec.msgpack.Decoder(_Header)
 
 
 def encode(message: Message, max_bytes: int = DEFAULT_MAX_BYTES) -> bytes:
@@ -107,7 +111,7 @@ def decode(data: bytes, cls: type[M], max_bytes: int = DEFAULT_MAX_BYTES) -> M:
     try:
         if not data.startswith(head, 1) and not data.startswith(head, 3):
             # Written by somebody else, in another order, or nothing of ours: an empty map would be a whole Score.
-            msgspec.msgpack.decode(data, type=_Header)
+            _header_decoder.decode(data)
         message: M = decoder.decode(data)
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise BadMessage(_explain(data, cls, error)) from error
@@ -118,8 +122,10 @@ def decode(data: bytes, cls: type[M], max_bytes: int = DEFAULT_MAX_BYTES) -> M:
 
 def _learn(cls: type[Message]) -> tuple[msgspec.msgpack.Decoder[Any], bytes]:
     head = _encoder.encode({"type": cls.__struct_config__.tag, "schema": SCHEMA_VERSION})[1:]
-    _decoders[cls] = msgspec.msgpack.Decoder(cls), head
-    return _decoders[cls]
+    with _learning:
+        if cls not in _decoders:
+            _decoders[cls] = msgspec.msgpack.Decoder(cls), head
+        return _decoders[cls]
 
 
 def _find_unsendable(message: Message) -> str:
@@ -151,7 +157,7 @@ def _check_size(data: bytes, max_bytes: int) -> None:
 def _explain(data: bytes, cls: type[Message], error: Exception) -> str:
     # A message of another layout fails on some field first; its version is the better reason.
     try:
-        header = msgspec.msgpack.decode(data, type=_Header)
+        header = _header_decoder.decode(data)
     except (msgspec.DecodeError, ValueError, RecursionError):
         return f"not a {cls.__name__} message: {error}"
     if header.schema != SCHEMA_VERSION:

@@ -36,6 +36,8 @@ from schemas.errors import InfraError
 T = TypeVar("T")
 START_TIMEOUT_S = 60.0
 _CLOSE_TIMEOUT_S = 2 * guard.KILL_DEADLINE_S
+_READY, _ANSWER = msgspec.msgpack.Decoder(Ready), msgspec.msgpack.Decoder(Answer)
+"""Made before there are threads: msgspec crashes when several look at a type for the first time."""
 _MOST_BYTES = 1 << 16
 """More than any answer has."""
 _PROGRAM = [sys.executable, "-P", "-m", "consumers.reward.workers.worker"]
@@ -220,7 +222,7 @@ class Worker:
                 raise InfraError("the reward workers are closed")
             self._start()
         try:
-            error_text = self._exchange(self._setup, self._start_timeout_s, Ready).error
+            error_text = self._exchange(self._setup, self._start_timeout_s, _READY).error
         except TimeoutError:
             self.kill()
             raise InfraError(f"a reward worker did not start within {self._start_timeout_s:g} s") from None
@@ -236,7 +238,7 @@ class Worker:
     def call(self, term: int, sample: RewardInput, timeout_s: float) -> TermResult:
         """Call a term. TimeoutError past the deadline and WrongAnswer: kill the worker then. WorkerEnded: it died."""
         self._calls += 1
-        answer = self._exchange(Call(self._calls, term, sample), timeout_s, Answer)
+        answer = self._exchange(Call(self._calls, term, sample), timeout_s, _ANSWER)
         if answer.number != self._calls:
             raise WrongAnswer
         return answer.result
@@ -282,7 +284,7 @@ class Worker:
         shown = {name: value for name, value in os.environ.items() if PASSED_ON.fullmatch(name) or name in self._env}
         return {**shown, "PYTHONHASHSEED": "0"}
 
-    def _exchange(self, message: Any, timeout_s: float, expected: type[T]) -> T:
+    def _exchange(self, message: Any, timeout_s: float, expected: msgspec.msgpack.Decoder[T]) -> T:
         connection = self._connection
         if connection is None:
             raise WorkerEnded("the worker is not running")
@@ -294,7 +296,7 @@ class Worker:
             (size,) = PREFIX.unpack(_receive(connection, PREFIX.size, deadline))
             if size > _MOST_BYTES:
                 raise WrongAnswer
-            return msgspec.msgpack.decode(_receive(connection, size, deadline), type=expected)
+            return expected.decode(_receive(connection, size, deadline))
         except TimeoutError:
             raise
         except msgspec.MsgspecError:
