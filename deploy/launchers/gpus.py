@@ -7,10 +7,12 @@ both have it, and vLLM takes what the trainer leaves. None: everything runs on t
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Literal
 
 from producers.engines.factory import engine_name
@@ -21,6 +23,10 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 SHARED = 0.4
 """Share of a GPU's memory that vLLM takes of one that the trainer has as well."""
 UTILIZATION = "gpu_memory_utilization"
+ROW = re.compile(r"\s*(\d+)\s*,\s*([^,\s]+)\s*,\s*(.*?)\s*")
+"""A line of nvidia-smi's table: index, UUID, memory in MiB."""
+DEVICE = re.compile(r"\d+|(GPU|MIG)-.+")
+"""A name that CUDA_VISIBLE_DEVICES may have for a device."""
 ASK_S = 20.0
 """How long nvidia-smi or Slurm may take to answer."""
 
@@ -67,16 +73,20 @@ def check_count(name: str, value: object, whole: bool = True) -> None:
 
 def find_gpus() -> list[Gpu]:
     """The GPUs that this process may use, as the driver's own program and CUDA_VISIBLE_DEVICES tell them."""
-    listed: dict[str, float] = {}
+    listed: dict[str, float | None] = {}
     numbers: list[str] = []
     query = ["nvidia-smi", "--query-gpu=index,uuid,memory.total", "--format=csv,noheader,nounits"]
     for line in ask(query).splitlines():
-        index, uuid, memory = (part.strip() for part in line.split(","))
+        if (found := ROW.fullmatch(line)) is None:
+            continue
+        index, uuid, memory = found.groups()
         numbers.append(index)
-        listed[index] = listed[uuid] = float(memory) / 1024
+        # Where GPU and CPU have one memory, the program says [N/A].
+        listed[index] = listed[uuid] = float(memory) / 1024 if memory.isdigit() else None
     given = os.environ.get(VISIBLE)
     names = numbers if given is None else [name.strip() for name in given.split(",")]
-    return [Gpu(name, listed.get(name)) for name in names if name and name != "-1"]
+    # CUDA sees nothing from the first wrong name on; Slurm gives one to a job without GPUs.
+    return [Gpu(name, listed.get(name)) for name in takewhile(DEVICE.fullmatch, names)]
 
 
 def ask(command: Sequence[str]) -> str:

@@ -56,6 +56,29 @@ def test_the_drivers_program_and_the_environment_say_which_gpus_there_are(
     assert find_gpus() == []
 
 
+@pytest.mark.parametrize("memory", ["[N/A]", "[Unknown Error]"])
+def test_a_gpu_whose_memory_the_program_cannot_tell_is_one_all_the_same(
+    memory: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(VISIBLE, raising=False)
+    install("nvidia-smi", tmp_path, monkeypatch, f"0, GPU-0aa, {memory}")
+    assert find_gpus() == [Gpu("0", None)]
+
+
+def test_what_the_program_says_beside_its_table_is_no_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(VISIBLE, raising=False)
+    install("nvidia-smi", tmp_path, monkeypatch, "No devices were found")
+    assert find_gpus() == []
+
+
+def test_what_follows_a_name_of_no_gpu_is_hidden_as_cuda_hides_it(four: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    for given in ("1,-1,2", "1,NoDevFiles", "1,,2"):
+        monkeypatch.setenv(VISIBLE, given)
+        assert find_gpus() == [Gpu("1", 80.0)], given
+    monkeypatch.setenv(VISIBLE, "NoDevFiles")
+    assert find_gpus() == []
+
+
 def test_a_machine_without_the_program_has_no_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(VISIBLE, raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
