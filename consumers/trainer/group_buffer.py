@@ -96,9 +96,11 @@ class FailureStreak:
         if not self._news:
             return None
         self._news = False
+        # A group that people asked for again has failed before, and may succeed now.
+        under_way = set(active)
         streak = 0
-        for task_id in sorted({*self._reasons, *active}):
-            reason = self._reasons.get(task_id, "")
+        for task_id in sorted({*self._reasons, *under_way}):
+            reason = "" if task_id in under_way else self._reasons.get(task_id, "")
             streak = streak + 1 if reason else 0
             if streak >= self._limit:
                 return f"{streak} prompt groups in a row failed, the last: {reason}"

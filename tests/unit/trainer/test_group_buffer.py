@@ -127,6 +127,18 @@ def test_what_failed_last_of_a_group_counts_and_what_nobody_saw_does_not() -> No
     assert streak.find([10]) == "3 prompt groups in a row failed, the last: no tokens"
 
 
+def test_a_failed_group_that_is_made_again_is_in_no_streak_until_it_fails_again() -> None:
+    streak = FailureStreak(limit=3)
+    streak.failed(0, "no")
+    streak.failed(1, "no")
+    assert streak.find([2]) is None
+    streak.failed(2, "no")
+    assert streak.find([0, 1]) is None
+    streak.failed(0, "no")
+    streak.failed(1, "still no")
+    assert streak.find([3]) == "3 prompt groups in a row failed, the last: no"
+
+
 def test_a_long_run_keeps_few_ends_in_mind() -> None:
     streak = FailureStreak(limit=3)
     for task_id in range(10_000):
