@@ -188,7 +188,7 @@ def _alone(file: Path) -> Iterator[None]:
     none.
     """
     make_folder(file.parent)
-    with file.with_name(f".{file.name}.lock").open("w") as lock:
+    with file.with_name(f"{file.name}.lock").open("w") as lock:
         deadline = time.monotonic() + LOCK_S
         while True:
             try:

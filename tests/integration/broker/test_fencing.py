@@ -129,7 +129,7 @@ def test_a_trainer_that_is_frozen_while_it_writes_its_term_holds_nobody_up(
     monkeypatch.setattr(leadership, "LOCK_S", 0.05)
     new = leadership_in(tmp_path, broker)
     new.leader_term = "2-new"
-    with (tmp_path / ".LEADER_TERM.lock").open("w") as frozen:
+    with (tmp_path / "LEADER_TERM.lock").open("w") as frozen:
         fcntl.flock(frozen, fcntl.LOCK_EX)
         new.reserve_version(5)
     assert new.read() == LeaderRecord("2-new", 5)

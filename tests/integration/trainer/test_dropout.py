@@ -14,6 +14,7 @@ from consumers.offline.preference import _scorer
 from consumers.trainer.model.dropout import train_without_dropout
 from consumers.trainer.model.policy import Policy, load_model
 from consumers.trainer.step.critic import Critic
+from producers.rendering.tokenizer import HfTokenizer
 from schemas.config import ModelConfig
 from schemas.errors import ConfigError
 from tests.support.tiny_model import make_tokenizer
@@ -79,8 +80,9 @@ def test_what_the_critic_says_does_not_depend_on_chance(folder: Path) -> None:
 
 @pytest.mark.parametrize("name", ["OPT", "Qwen2"])
 def test_a_reward_model_is_trained_without_dropout_too(name: str, tmp_path: Path) -> None:
-    model = ModelConfig(path=str(write(name, tmp_path)), dtype="float32", max_length=32)
-    assert noise(_scorer(model, make_tokenizer())) == 0.0
+    make_tokenizer().save_pretrained(write(name, tmp_path))
+    model = ModelConfig(path=str(tmp_path), dtype="float32", max_length=32)
+    assert noise(_scorer(model, HfTokenizer(str(tmp_path)))) == 0.0
 
 
 def test_a_model_with_attention_dropout_is_packed_like_one_without(tmp_path: Path) -> None:
