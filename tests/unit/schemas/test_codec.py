@@ -167,7 +167,9 @@ class _Endless(list[object]):
 
 
 @pytest.mark.parametrize(
-    "value", [np.int64(3), 2**64, "\ud800", {"deep": object()}, {2: np.float32(1)}, [_Endless()]], ids=repr
+    "value",
+    [np.int64(3), 2**64, "\ud800", {"deep": object()}, {2: np.float32(1)}, [_Endless()]],
+    ids=["numpy", "64 bits", "half a character", "object", "numpy in a map", "endless"],
 )
 def test_what_messagepack_does_not_have_is_refused_by_the_name_of_its_field(value: object) -> None:
     with pytest.raises(BadMessage, match=r"^trajectory\.data\['wrong'\] can't be sent as MessagePack: "):
