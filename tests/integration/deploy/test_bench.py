@@ -43,8 +43,8 @@ def test_both_pipelines_leave_nothing_on_a_server_of_the_user(server: EmbeddedSe
         streams = [key for key in client.scan_iter(match=f"*{bench.run}*") if client.type(key) == b"stream"]
         assert streams
         left = {key.decode().rpartition(":")[2]: client.xlen(key) for key in streams}
-        # Credits of the last steps, and the bounded list of changes, are all that may stay.
-        assert all(count == 0 for name, count in left.items() if name not in ("raw_credits", "changes")), left
+        # Credits of the last steps, and the bounded lists of changes and orders, are all that may stay.
+        assert all(count == 0 for name, count in left.items() if name not in ("raw_credits", "changes", "orders")), left
     assert not list(client.scan_iter(match=f"*{bench.run}*"))
 
 
