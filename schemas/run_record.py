@@ -2,7 +2,8 @@
 
 ``checkpoints/RUN.json`` is on the disk before anybody else hears of the run. Broker, checkpoints and generators know
 the run by the identity, so two runs of one name are never taken for one another. What the weights depend on from the
-first step to the last (model, tokenizer, data, seed, samples a prompt) must stay as the record has it.
+first step to the last (model, tokenizer, data, seed, samples a prompt) must stay as the record has it. A model folder
+may be moved: it is known by what is in it.
 """
 
 from __future__ import annotations
@@ -32,6 +33,10 @@ TOKENIZER = (
 """Files of a model folder that make its tokenizer and chat template."""
 DIGESTS = {"model": "the config.json in model.path", "tokenizer": "the tokenizer in model.path"}
 """Entries of a record that are digests of files, in words."""
+WEIGHTS = "weights"
+"""Entry of a record by which a model folder is known again that was moved or is mounted elsewhere."""
+ENDS = 1 << 20
+"""Bytes at each end of a file of weights that are looked at: the whole would take minutes."""
 
 
 @dataclass(frozen=True)
@@ -67,9 +72,11 @@ def check_record(config: TidemillConfig) -> RunRecord | None:
     record = read_record(config.folder)
     if record is None:
         return None
-    for name, now in fixed_settings(config).items():
+    present = fixed_settings(config)
+    moved = present[WEIGHTS] is not None and present[WEIGHTS] == record.fixed.get(WEIGHTS)
+    for name, now in present.items():
         before = record.fixed.get(name)
-        if before is None or now is None or before == now:
+        if before is None or now is None or before == now or name == WEIGHTS or (name == "model.path" and moved):
             continue
         if name in DIGESTS:
             problem = f"began with other files: {DIGESTS[name]} {config.model.path} has changed"
@@ -137,6 +144,7 @@ def fixed_settings(config: TidemillConfig) -> dict[str, Any]:
         "model.dtype": config.model.dtype,
         "model": _digest([model / "config.json"]),
         "tokenizer": _digest(model / name for name in TOKENIZER),
+        WEIGHTS: _weights(model),
         "trainer.lora": lora.model_dump(mode="json") if lora else "none",
         "train.name": config.train.name,
         "train.args": config.train.args,
@@ -161,6 +169,23 @@ def _digest(files: Iterable[Path]) -> str | None:
         if file.name in ("config.json", "tokenizer_config.json"):
             content = _values(content)
         digest.update(f"{file.name} {len(content)}\n".encode() + content)
+    return digest.hexdigest()[:32] if known else None
+
+
+def _weights(model: Path) -> str | None:
+    """Digest of the sizes and the ends of the files of weights in a folder, None if there are none to be read."""
+    digest, known = hashlib.sha256(), False
+    for file in sorted(model.glob("*.safetensors")):
+        try:
+            with file.open("rb") as stream:
+                size = file.stat().st_size
+                ends = stream.read(ENDS)
+                stream.seek(max(0, size - ENDS))
+                ends += stream.read(ENDS)
+        except OSError:
+            return None
+        known = True
+        digest.update(f"{file.name} {size}\n".encode() + ends)
     return digest.hexdigest()[:32] if known else None
 
 

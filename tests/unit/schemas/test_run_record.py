@@ -17,6 +17,7 @@ def make_model(folder: Path, **config: Any) -> Path:
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps({"hidden_size": 8, "transformers_version": "5.1", **config}))
     (folder / "tokenizer.json").write_text("{}")
+    (folder / "model.safetensors").write_bytes(b"weights of this model")
     return folder
 
 
@@ -79,6 +80,19 @@ def test_another_model_or_tokenizer_at_the_same_path_is_refused(tmp_path: Path) 
     (tmp_path / "model" / "tokenizer.json").write_text('{"other": 1}')
     with pytest.raises(ConfigError, match=r"the tokenizer in model\.path"):
         check_record(configuration(tmp_path))
+
+
+def test_a_run_and_its_model_may_be_moved_but_no_other_weights_put_in_place(tmp_path: Path) -> None:
+    make_model(tmp_path / "model")
+    record = claim_folder(configuration(tmp_path))
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    for name in ("run", "model"):
+        (tmp_path / name).rename(elsewhere / name)
+    assert claim_folder(configuration(elsewhere)) == record
+    (elsewhere / "model" / "model.safetensors").write_bytes(b"weights of another one")
+    with pytest.raises(ConfigError, match=r"model\.path .*, which cannot become .*elsewhere"):
+        claim_folder(configuration(elsewhere))
 
 
 def test_harmless_settings_may_change(tmp_path: Path) -> None:
