@@ -18,7 +18,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from schemas.errors import ConfigError
+from schemas.errors import ConfigError, describe_error
 
 
 class Registry:
@@ -53,8 +53,8 @@ def load(path: str, kind: str, base: Path | None = None) -> Any:
     source, _, attribute = path.rpartition(":")
     try:
         module = _load_file(source, base) if source.endswith(".py") else importlib.import_module(source)
-    except Exception as error:  # whatever a user's module does at import is their configuration
-        reason = f"{type(error).__name__}: {error}" if not isinstance(error, OSError) else str(error)
+    except (Exception, SystemExit) as error:  # whatever a user's module does at import is their configuration
+        reason = str(error) if isinstance(error, OSError) else describe_error(error)
         raise ConfigError(f"{kind} {path!r} cannot be imported: {reason}") from error
     try:
         return getattr(module, attribute)

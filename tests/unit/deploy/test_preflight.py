@@ -255,7 +255,11 @@ def test_built_in_algorithms_without_arguments_need_no_pytorch(folder: Path) -> 
             "print('hello')\nraise ValueError('no such split')\n",
             "dataset 'mine.py:Data' cannot be imported: ValueError",
         ),
-        ("import sys\nprint('hello')\nsys.exit(0)\n", "dataset: its check ended: hello"),
+        (
+            "import sys\nprint('hello')\nsys.exit(0)\n",
+            "dataset 'mine.py:Data' cannot be imported: SystemExit: 0",
+        ),
+        ("import os\nprint('hello', flush=True)\nos._exit(0)\n", "dataset: its check ended: hello"),
         ("import os\nos._exit(7)\n", "dataset: its check ended: exit code 7"),
     ],
 )
