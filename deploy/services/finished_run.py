@@ -20,6 +20,7 @@ from broker.connection.keys import Keys
 from broker.flow.run_control import RunControl
 from schemas.config import TidemillConfig
 from schemas.errors import TidemillError
+from schemas.run_record import read_record
 
 LOOK_S = 2.0
 SETTLED_S = 10.0
@@ -97,4 +98,10 @@ class FinishedRunWatch:
                 return None
             connection = Connection(url, Keys(settings.prefix, run), DEADLINE_S)
             self._run_control = RunControl(connection)
-        return self._run_control.read_finished_steps()
+        steps = self._run_control.read_finished_steps()
+        return None if steps is None or self._is_another(self._run_control.read_run_id()) else steps
+
+    def _is_another(self, run_id: str) -> bool:
+        """Whether the run that has the name is another one than that in this service's folder."""
+        record = read_record(self._config.folder)
+        return record is not None and run_id not in ("", record.id)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
@@ -10,10 +11,12 @@ from typing import cast
 import pytest
 
 from broker.client import Broker
+from broker.connection.embedded import EmbeddedServer
 from broker.flow.owner import Owner
 from broker.telemetry.stream_lag import read_stream_lags
 from consumers.reward.scorer import Scorer
 from consumers.reward.service import RewardService
+from deploy.services.finished_run import FinishedRunWatch
 from producers.datasets.arithmetic import Arithmetic
 from producers.engines.base import Engine
 from producers.feeder import Feeder
@@ -154,3 +157,24 @@ def test_a_reward_service_scores_nothing_of_another_run(broker: Broker, tmp_path
         service.run(StopFlag())
     scorer.close()
     assert [entry.waiting for entry in read_stream_lags(broker.connection) if entry.name == "trajectories"] == [1]
+
+
+def test_another_run_of_the_name_that_is_finished_sends_no_service_home(
+    make_broker: Callable[..., Broker], server: EmbeddedServer, tmp_path: Path
+) -> None:
+    broker = make_broker("other-finished")
+    plain = configuration_in(tmp_path)
+    config = plain.model_copy(
+        update={
+            "run": plain.run.model_copy(update={"name": "other-finished"}),
+            "broker": plain.broker.model_copy(update={"url": server.url}),
+        }
+    )
+    record = claim_folder(config)
+    steps = config.trainer.steps
+    training, _ = take_over_as(broker, change_request(FIRST, owner=OTHER, steps=steps))
+    training.finish_run()
+    broker.connection.client.hset(broker.connection.keys.run_control, "finished", steps)
+    assert not FinishedRunWatch(config).finished_before()
+    broker.connection.client.hset(broker.connection.keys.run_control, "run_id", record.id)
+    assert FinishedRunWatch(config).finished_before()
