@@ -220,7 +220,11 @@ class Worker:
         with self._lock:
             if self._closed:
                 raise InfraError("the reward workers are closed")
-            self._start()
+            try:
+                self._start()
+            except OSError as error:
+                # A pool whose threads died of it would take work and never do it.
+                raise InfraError(f"a reward worker could not be started: {error}") from error
         try:
             error_text = self._exchange(self._setup, self._start_timeout_s, _READY).error
         except TimeoutError:

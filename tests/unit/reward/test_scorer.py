@@ -256,6 +256,27 @@ def test_a_worker_that_cannot_start_is_an_infrastructure_error(base: Path):
         pool.close()
 
 
+def test_a_system_without_room_for_another_process_is_an_infrastructure_error_and_no_hang(
+    base: Path, monkeypatch: pytest.MonkeyPatch
+):
+    real, refused = subprocess.Popen, threading.Event()
+
+    def popen(*args, **options):
+        if refused.is_set():
+            return real(*args, **options)
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(subprocess, "Popen", popen)
+    pool = WorkerPool(terms("mine.py:later"), base, size=1, timeout_s=30.0)
+    try:
+        with pytest.raises(InfraError, match=r"could not be started: .*Resource temporarily unavailable"):
+            pool.submit([0], lambda: reward_input(trajectory()), list).result(10)
+        refused.set()
+        assert pool.submit([0], lambda: reward_input(trajectory()), list).result(30)[0].status == "ok"
+    finally:
+        pool.close()
+
+
 def test_start_has_a_deadline(base: Path):
     (base / "slow.py").write_text("import time\ntime.sleep(3600)\n")
     pool = WorkerPool(terms("slow.py:f"), base, size=1, timeout_s=5.0, start_timeout_s=0.5)
