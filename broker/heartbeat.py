@@ -25,6 +25,8 @@ BEAT_S = 1.0
 FRESH_S = 15.0
 """A service that was silent for so long has no name to keep."""
 WATCH_S = 3 * BEAT_S
+SETTLE_S = 0.2
+"""So long after its first heartbeat a service looks whether another process took its name at the same moment."""
 
 log = structlog.get_logger()
 
@@ -43,10 +45,14 @@ def check_name(broker: Broker, service: str) -> None:
         threading.Event().wait(BEAT_S / 10)
         beat = broker.heartbeats.read(service)
         if beat is not None and beat.time > first.time:
-            raise InfraError(
-                f"{service} runs already, with process id {beat.pid} on {beat.host}, and two services of one name would"
-                f" take each other's work: end it, or give this one another name: --name {service}-b"
-            )
+            raise _name_taken(beat)
+
+
+def _name_taken(beat: Heartbeat) -> InfraError:
+    return InfraError(
+        f"{beat.service} runs already, with process id {beat.pid} on {beat.host}, and two services of one name would"
+        f" take each other's work: end it, or give this one another name: --name {beat.service}-b"
+    )
 
 
 def _is_gone(beat: Heartbeat) -> bool:
@@ -79,7 +85,8 @@ class HeartbeatThread:
     """Thread that sends a heartbeat each second and renews leases every ``renew_s`` seconds: a context manager.
 
     ``describe`` gives (state, weight version, figures), ``acknowledged`` the numbers of orders that were followed;
-    neither may block. probes: where to answer probes over HTTP, if a port is given.
+    neither may block. probes: where to answer probes over HTTP, if a port is given. sole: whether no other living
+    process may have the name; InfraError at the start when one has.
     """
 
     def __init__(
@@ -92,6 +99,7 @@ class HeartbeatThread:
         renew_s: float = 10.0,
         acknowledged: Callable[[], dict[str, int]] = dict,
         probes: ProbesConfig | None = None,
+        sole: bool = False,
     ) -> None:
         self._broker = broker
         self._service = service
@@ -101,6 +109,7 @@ class HeartbeatThread:
         self._renew_s = renew_s
         self._acknowledged = acknowledged
         self._probes = probes
+        self._sole = sole
         self._place = find_place()
         self._server: ProbeServer | None = None
         self._pulse = Pulse(time.monotonic())
@@ -109,6 +118,8 @@ class HeartbeatThread:
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
 
     def __enter__(self) -> HeartbeatThread:
+        if self._sole:
+            self._take_name()
         if self._probes is not None and self._probes.port is not None:
             self._server = ProbeServer(self._probes.host, self._probes.port, self._describe, self._pulse)
         self._thread.start()
@@ -124,6 +135,19 @@ class HeartbeatThread:
             self._broker.heartbeats.remove(self._service)
         except InfraError as error:
             log.warning("could not sign off", error=str(error))
+
+    def _take_name(self) -> None:
+        """Of several that are started at the same moment one keeps the name: whose heartbeat is the last."""
+        check_name(self._broker, self._service)
+        try:
+            self._beat()
+        except (TidemillError, redis.RedisError) as error:
+            log.warning("no sign of life could be sent", error=str(error))
+            return
+        time.sleep(SETTLE_S)
+        last = self._broker.heartbeats.read(self._service)
+        if last is not None and (last.place, last.host, last.pid) != (self._place, socket.gethostname(), os.getpid()):
+            raise _name_taken(last)
 
     def soon(self) -> None:
         """Beat at once, because an order was acknowledged."""

@@ -57,7 +57,9 @@ def run_reward(config: TidemillConfig, name: str) -> None:
     )
     try:
         renew_s = config.reward.timeout_s / 2
-        with HeartbeatThread(broker, name, "reward", service.describe, service.renew, renew_s, probes=config.probes):
+        with HeartbeatThread(
+            broker, name, "reward", service.describe, service.renew, renew_s, probes=config.probes, sole=True
+        ):
             service.run(stop)
     finally:
         scorer.close()

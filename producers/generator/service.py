@@ -86,6 +86,7 @@ class Generator:
             renew_s,
             acknowledged=lambda: self._pause.acknowledged,
             probes=config.probes,
+            sole=True,
         )
         self._state = "loading"
         self.engine_started = False

@@ -117,3 +117,27 @@ def test_a_name_is_free_when_the_process_that_had_it_elsewhere_beats_no_more(
     monkeypatch.setattr(heartbeat, "WATCH_S", 0.3)
     broker.heartbeats.send(Heartbeat(service="g", role="generator", host="h", pid=1, state="running", place="x"))
     check_name(broker, "g")
+
+
+def test_of_two_that_are_started_at_the_same_moment_one_keeps_the_name(broker: Broker) -> None:
+    """Both have looked for the name before either has it."""
+    other = Heartbeat(service="g", role="generator", host="h", pid=1, state="running", place="another system")
+    ended = threading.Event()
+
+    def follow() -> None:
+        while not ended.wait(0.005):
+            if broker.heartbeats.read("g") is not None:
+                broker.heartbeats.send(other)
+                return
+
+    thread = threading.Thread(target=follow)
+    thread.start()
+    begun = HeartbeatThread(broker, "g", "generator", lambda: ("loading", 0, {}), sole=True)
+    try:
+        with pytest.raises(InfraError, match="g runs already, with process id 1 on h"), begun:
+            pytest.fail("both have the name")
+    finally:
+        ended.set()
+        thread.join(10)
+    with HeartbeatThread(broker, "alone", "generator", lambda: ("loading", 0, {}), sole=True):
+        assert broker.heartbeats.read("alone") is not None
