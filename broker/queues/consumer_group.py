@@ -33,6 +33,7 @@ class Delivery(msgspec.Struct, Generic[M], frozen=True, gc=False):
     """A message handed to a worker, with its entry in the stream.
 
     version: the least weight version to work with (tasks). redelivered: another worker may have done a part.
+    fruitless: how often it was given back without a new token, by generators that went on (tasks).
     """
 
     entry_id: bytes
@@ -40,6 +41,7 @@ class Delivery(msgspec.Struct, Generic[M], frozen=True, gc=False):
     message: M
     version: int = 0
     redelivered: bool = False
+    fruitless: int = 0
 
 
 class ConsumerGroup:

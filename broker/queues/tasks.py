@@ -139,18 +139,21 @@ class TaskQueue(ConsumerGroup):
             "fail_sample", task_id, sample, letter_bytes(letter, self._max_bytes), encode(score)
         )
 
-    def return_task(self, delivery: Delivery[Task], task: Task) -> bool:
+    def return_task(self, delivery: Delivery[Task], task: Task, fruitless: bool = False) -> bool:
         """Give an unfinished task to another generator at once; ``task`` carries the partial samples.
 
-        It goes as it was delivered when the partial samples would make it too large. False when it is done, or has
-        another generator already.
+        It goes as it was delivered when the partial samples would make it too large. fruitless: whether that counts in
+        ``Delivery.fruitless``. False when it is done, or has another generator already.
         """
         try:
             body = encode(task, self._max_bytes)
         except BadMessage as error:
             log.warning("partial samples are lost", task_id=task.task_id, reason=str(error))
             body = encode(delivery.message, self._max_bytes)
-        answer = self._connection.run_script("return_task", task.task_id, delivery.entry_id, body, self._consumer)
+        times = delivery.fruitless + fruitless
+        answer = self._connection.run_script(
+            "return_task", task.task_id, delivery.entry_id, body, self._consumer, times
+        )
         self._release(delivery.stream, delivery.entry_id)
         return bool(answer == b"ok")
 
@@ -175,7 +178,8 @@ class TaskQueue(ConsumerGroup):
                 self._fail_task(stream, entry_id, fields, times, str(error))
                 continue
             again = times != 1 or bool(task.partials)
-            deliveries.append(Delivery(entry_id, stream, task, version, again))
+            fruitless = max(0, number(fields.get(b"r")))
+            deliveries.append(Delivery(entry_id, stream, task, version, again, fruitless))
         return deliveries
 
     def _fail_task(self, stream: str, entry_id: bytes, fields: dict[bytes, bytes], times: int, reason: str) -> None:

@@ -26,6 +26,7 @@ from producers.workflows.trajectory_builder import SampledCompletion
 from schemas.codec import Array
 from schemas.config import TidemillConfig
 from schemas.errors import ConfigError, DataError, InfraError, describe_error, printable
+from schemas.lifecycle import StopFlag
 from schemas.messages import Partial, Span, Task, Trajectory
 
 log = structlog.get_logger()
@@ -68,21 +69,28 @@ class GeneratorContext:
 
 
 class Rollout:
-    """Runs one delivery of a task once. ``published`` is called with each sample that the broker has."""
+    """Runs one delivery of a task once.
+
+    ``published`` is called with each sample that the broker has. ``ending``: whether the generator ends, so that
+    samples are cut short.
+    """
 
     def __init__(
         self,
         context: GeneratorContext,
         delivery: Delivery[Task],
         published: Callable[[Trajectory], Awaitable[None]],
+        ending: StopFlag,
     ) -> None:
         self._context = context
         self._delivery = delivery
         self._published = published
+        self._ending = ending
         self._task = delivery.message
         self._begun = time.monotonic()
         self._ended: set[int] = set()
         self._unfinished: list[Partial] = []
+        self._fruitless = False
         self._sampling: asyncio.Task[str] | None = None
         self._stopped = False
 
@@ -99,7 +107,7 @@ class Rollout:
         if self._delivery.redelivered:
             missing = await asyncio.to_thread(context.queue.find_missing, task)
             saved = await asyncio.to_thread(context.partials.load_partials, task.task_id, missing)
-            task = msgspec.structs.replace(task, partials=longest([*task.partials, *saved]))
+            task = self._task = msgspec.structs.replace(task, partials=longest([*task.partials, *saved]))
         rollout = RolloutContext(context.engine, context.tokenizer, task, missing, self._save)
         try:
             async with asyncio.TaskGroup() as leaving:
@@ -113,7 +121,7 @@ class Rollout:
             context.saver.forget(task)
         if self._unfinished:
             partial = msgspec.structs.replace(self._task, partials=self._unfinished)
-            await asyncio.to_thread(context.queue.return_task, self._delivery, partial)
+            await asyncio.to_thread(context.queue.return_task, self._delivery, partial, self._fruitless)
 
     async def _reason_of_end(self, sampling: asyncio.Task[str]) -> str:
         """Why there are no more samples; nothing to say of a rollout that was stopped."""
@@ -169,15 +177,30 @@ class Rollout:
     async def _prepare(self, sample: SampledCompletion, seconds: float) -> Trajectory | None:
         """The sample's message; None when it is unfinished, and noted as such.
 
-        Weights that came in under the sample must have passed their probe before any token of theirs leaves.
+        Weights that came in under the sample must have passed their probe before any token of theirs leaves. DataError
+        for one that is given back without a new token again and again, though no generator ended.
         """
         context = self._context
         good = await context.updates.wait_trusted(sample.spans, len(sample.tokens))
         check_finite(sample, good)
         if sample.finish == "abort" or good < len(sample.tokens):
-            self._unfinished.append(sample.to_partial(good))
+            partial = sample.to_partial(good)
+            if good == len(sample.tokens) and not self._ending and not self._has_grown(partial):
+                bound = context.config.broker.max_deliveries
+                if self._delivery.fruitless >= bound:
+                    raise DataError(
+                        "its finish is 'abort' without a new token, though the generator goes on; given back"
+                        f" {bound} times for that"
+                    )
+                self._fruitless = True
+            self._unfinished.append(partial)
             return None
         return sample.to_trajectory(self._task, context.config.run.name, context.name, seconds)
+
+    def _has_grown(self, partial: Partial) -> bool:
+        """Whether it has more tokens than the sample had when this rollout began."""
+        before = [len(saved.tokens) for saved in self._task.partials if saved.sample == partial.sample]
+        return len(partial.tokens) > max(before, default=0)
 
     def _save(self, partial: Partial) -> None:
         good = self._context.updates.trusted_length(partial.spans, len(partial.tokens))

@@ -175,7 +175,7 @@ class TaskLoop:
             self._sample_size.add(cache_need(sample.loss_mask.data, task.n))
             await self._free(1)
 
-        rollout = self._by_entry[delivery.entry_id] = Rollout(self._context, delivery, published)
+        rollout = self._by_entry[delivery.entry_id] = Rollout(self._context, delivery, published, stop)
         try:
             async with self._updates.using(delivery.version, task.kind == "eval") as ready:
                 if ready and not stop:

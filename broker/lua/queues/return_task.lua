@@ -1,7 +1,7 @@
 #!lua flags=allow-oom
 -- KEYS: GROUPS TASKS EVAL_TASKS
--- ARGV: task id, its entry, its body with partial samples, the generator. Gives the task of a generator that ends to another one at once.
--- Only while the task is its own.
+-- ARGV: task id, its entry, its body with partial samples, the generator, how often the task came back without a new
+-- token. Gives the task of a generator that ends to another one at once. Only while the task is its own.
 local task, entry = ARGV[1], ARGV[2]
 if redis.call('HGET', GROUPS, task .. ':entry') ~= entry then return 'closed' end
 local stream = task_stream(redis.call('HGET', GROUPS, task .. ':kind'))
@@ -13,7 +13,7 @@ local version = '0'
 for i = 1, #old[1][2], 2 do
   if old[1][2][i] == 'v' then version = old[1][2][i + 1] end
 end
-local fresh = redis.call('XADD', stream, '*', 't', task, 'v', version, 'b', ARGV[3])
+local fresh = redis.call('XADD', stream, '*', 't', task, 'v', version, 'b', ARGV[3], 'r', ARGV[5])
 redis.call('HSET', GROUPS, task .. ':entry', fresh)
 redis.call('XACK', stream, GENERATORS, entry)
 redis.call('XDEL', stream, entry)

@@ -161,6 +161,19 @@ def test_a_sample_that_can_not_be_published_fails_alone(
     assert events == (["weights version 1 gave log-probabilities that are not finite"] if "finite" in reason else [])
 
 
+def test_a_sample_that_is_always_yielded_unfinished_though_nothing_ends_it_fails_alone(
+    broker: Broker, config: TidemillConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Spoilt, "after", staticmethod(lambda sample: replace(sample, finish="abort")))
+    expected = [(task_id, sample) for task_id in range(4) for sample in range(2) if (task_id, sample) != (BAD_TASK, 0)]
+    assert generate(broker, config, tmp_path, 7) == expected
+    assert letters(broker) == [("generator", BAD_TASK, 0)]
+    assert broker.dead_letters.list()[0].letter.reason == (
+        f"workflow {WORKFLOW}: its finish is 'abort' without a new token, though the generator goes on; given back"
+        f" {config.broker.max_deliveries} times for that"
+    )
+
+
 @pytest.mark.parametrize(
     ("after", "reason"),
     [

@@ -85,3 +85,22 @@ def test_a_task_that_waits_for_newer_weights_is_handed_back(model: Path, broker:
     assert not engine.generating.is_set()
     (delivery,) = broker.task_queue("reader").read(1, 10)
     assert (delivery.message.task_id, delivery.version) == (0, 2)
+
+
+def test_a_task_that_comes_back_without_a_token_because_its_generators_end_is_never_given_up(
+    model: Path, broker: Broker, tmp_path: Path
+) -> None:
+    training = take_over(broker)
+    publish_version(broker, training, tmp_path, 1)
+    broker.ledger.admit(make_task(0))
+    config = make_config(model, tmp_path)
+    config.broker.max_deliveries = 1
+    for _ in range(3):
+        engine = make_engine(config, token_s=0.3)
+        run_generator_during(
+            config, broker, engine, lambda engine=engine: wait_until(lambda: engine.growth() is not None)
+        )
+    (delivery,) = broker.task_queue("reader").read(1, 10)
+    assert (delivery.message.task_id, delivery.fruitless) == (0, 0)
+    assert [len(part.tokens) for part in delivery.message.partials] == [0, 0]
+    assert broker.ledger.read_state().dead_letters == 0
