@@ -28,6 +28,7 @@ from broker.telemetry.trajectories import TrajectoryStore
 from broker.weights.store import WeightStore
 from schemas.config import BrokerConfig, TidemillConfig
 from schemas.errors import ConfigError
+from schemas.run_record import JoinedRun
 
 log = structlog.get_logger()
 
@@ -66,9 +67,9 @@ class Broker:
             connection.run("looking at the run", check_schema, connection.keys)
         return cls(connection, config.broker)
 
-    def task_queue(self, consumer: str) -> TaskQueue:
-        """Return the queue of tasks for one generator."""
-        return TaskQueue(self.connection, consumer, self._config.max_deliveries, self._config.max_message_bytes)
+    def task_queue(self, consumer: str, run: JoinedRun | None = None) -> TaskQueue:
+        """Return the queue of tasks for one generator, which works for this run alone."""
+        return TaskQueue(self.connection, consumer, self._config.max_deliveries, self._config.max_message_bytes, run)
 
     def partials(self, generator: str) -> Partials:
         """Return the store of unfinished samples, which this generator saves or goes on with."""

@@ -92,7 +92,7 @@ class Feeder:
         while not stop:
             count = min(max(room, 1), AT_ONCE)
             tasks = [self._task(position) for position in range(self._cursor, self._cursor + count)]
-            admission = self._broker.ledger.admit_all(tasks)
+            admission = self._broker.ledger.admit_all(tasks, self._run)
             self._cursor = admission.next
             room -= count
             for task in tasks[: admission.admitted]:
@@ -132,7 +132,7 @@ class Feeder:
             task_of(self._held_out, name, index, eval_task_id(version, index), "eval", sampling, limit)
             for index in range(len(self._held_out))
         ]
-        if self._broker.evals.open(version, tasks):
+        if self._broker.evals.open(version, tasks, self._run):
             log.info("evaluation opened", version=version, prompts=len(tasks))
         self._evaluated = version
 

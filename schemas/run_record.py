@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from schemas.config import TidemillConfig
-from schemas.errors import ConfigError, DiskError, InfraError
+from schemas.errors import ConfigError, DiskError, InfraError, TidemillError
 from schemas.files import atomic_write
 
 FILE = "RUN.json"
@@ -110,8 +110,9 @@ def claim_folder(config: TidemillConfig) -> RunRecord:
 class JoinedRun:
     """The run that a service works for: the one in its folder, or else the first one that it meets at the broker."""
 
-    def __init__(self, folder: Path) -> None:
-        record = read_record(folder)
+    def __init__(self, folder: Path | None = None) -> None:
+        """folder: of the service's run; None where none is known."""
+        record = read_record(folder) if folder else None
         self._folder = folder
         self._own = record is not None
         self.id = record.id if record else ""
@@ -124,14 +125,18 @@ class JoinedRun:
         """
         if not found or found == self.id:
             return
-        if self._own:
-            raise ConfigError(
+        if self.id:
+            raise self.replaced()
+        self.id = found
+
+    def replaced(self) -> TidemillError:
+        """The error of ``check`` for a service that the broker refused, because the name is another run's now."""
+        if self._own and self._folder:
+            return ConfigError(
                 f"the broker now has another run of this name than {record_file(self._folder)} says: give this run"
                 " another run.name, or delete the other one with `tidemill purge`"
             )
-        if self.id:
-            raise InfraError("another run of this name has begun at the broker: this service has to start anew")
-        self.id = found
+        return InfraError("another run of this name has begun at the broker: this service has to start anew")
 
 
 def fixed_settings(config: TidemillConfig) -> dict[str, Any]:

@@ -15,6 +15,8 @@ from broker.connection.keys import Keys
 
 DECLARES = "-- KEYS: "
 PRELUDE = "prelude"
+OTHER_RUN = b"other_run"
+"""Answer to a caller whose run does not have the name (any more): nothing was done."""
 
 
 @dataclass(frozen=True)

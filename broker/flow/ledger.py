@@ -12,11 +12,13 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
 from broker.connection.connection import BLOCK_MS, Connection
+from broker.connection.scripts import OTHER_RUN
 from broker.flow.run_control import ControlState
 from broker.queues.dead_letters import UnusableTask, check_sendable, letter_of
 from schemas.config.run import slots_problem
 from schemas.errors import RefusedError
 from schemas.messages import Task
+from schemas.run_record import JoinedRun
 
 AdmissionAnswer = Literal["ok", "full", "paused", "done", "moved", "starting"]
 Setting = Literal["staleness", "batch", "concurrency"]
@@ -116,15 +118,21 @@ class Ledger:
         """
         return self.admit_all([task])
 
-    def admit_all(self, tasks: Sequence[Task | UnusableTask]) -> Admission:
-        """``admit`` for tasks that follow one another, in one round trip: the first answer but ok, or the last."""
+    def admit_all(self, tasks: Sequence[Task | UnusableTask], run: JoinedRun | None = None) -> Admission:
+        """``admit`` for tasks that follow one another, in one round trip: the first answer but ok, or the last.
+
+        run: whose tasks these are; the error of JoinedRun when the broker has another one.
+        """
+        run = run or JoinedRun()
         calls, unusable = [], []
         for task in tasks:
             body, wrong = check_sendable(task, self._max_bytes)
-            calls.append((task.task_id, body, task.n, letter_of(wrong, self._max_bytes)))
+            calls.append((task.task_id, body, task.n, letter_of(wrong, self._max_bytes), run.id))
             unusable.append(wrong)
         admitted, following, answer = 0, tasks[0].task_id, "ok"
         for word, cursor in self._connection.run_scripts("admit_task", calls):
+            if word == OTHER_RUN:
+                raise run.replaced()
             answer, following = word.decode(), int(cursor)
             if answer != "ok":
                 break

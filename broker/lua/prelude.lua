@@ -61,10 +61,14 @@ local function refused(leader_term)
   return 'lost'
 end
 
--- Whether the name is another run's than the one with this identity; not all callers have one.
-local function other_run(id)
-  local known = redis.call('HGET', CTL, 'run_id')
+-- Whether the run whose identity is known is another one than the caller's; not all callers have one.
+local function differs(known, id)
   return known and id ~= '' and known ~= id
+end
+
+-- Whether the name is another run's than the one with this identity.
+local function other_run(id)
+  return differs(redis.call('HGET', CTL, 'run_id'), id)
 end
 
 -- Identity, folder and host of the run that has the name, and when it began.

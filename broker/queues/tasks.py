@@ -15,11 +15,13 @@ import structlog
 from broker.connection.connection import BLOCK_MS, Connection
 from broker.connection.counters import CLOSED, DUPLICATE, add_counts
 from broker.connection.keys import GENERATORS
+from broker.connection.scripts import OTHER_RUN
 from broker.queues.consumer_group import ConsumerGroup, Delivery, Entry, number, split_calls
 from broker.queues.dead_letters import letter_bytes
 from schemas.codec import BadMessage, decode, encode
 from schemas.errors import printable
 from schemas.messages import DeadLetter, Score, Task, Trajectory
+from schemas.run_record import JoinedRun
 
 EVAL_BASE = 1 << 32
 """Evaluation tasks are numbered (version + 1) * EVAL_BASE + index: never like a training task."""
@@ -54,10 +56,14 @@ class TaskQueue(ConsumerGroup):
 
     renewal = "renew_tasks"
 
-    def __init__(self, connection: Connection, consumer: str, max_deliveries: int, max_bytes: int) -> None:
+    def __init__(
+        self, connection: Connection, consumer: str, max_deliveries: int, max_bytes: int, run: JoinedRun | None = None
+    ) -> None:
+        """run: the generator's; its samples are refused, with the error of JoinedRun, once the broker has another."""
         keys = connection.keys
         super().__init__(connection, [keys.eval_tasks, keys.tasks], GENERATORS, consumer, max_deliveries)
         self._max_bytes = max_bytes
+        self._run = run or JoinedRun()
 
     def read(self, count: int, block_ms: int = BLOCK_MS, evaluations: bool = True) -> list[Delivery[Task]]:
         """Read up to ``count`` tasks of each kind; empty after ``block_ms`` without any.
@@ -112,13 +118,15 @@ class TaskQueue(ConsumerGroup):
                     refused.add((task_id, trajectory.sample))
                     continue
                 parts.append((trajectory.sample, trajectory.loss_mask.data.count(1), body))
-            begin: list[int | bytes | str] = [task_id, f",{','.join(map(str, off))}," if off else ""]
+            begin: list[int | bytes | str] = [task_id, self._run.id, f",{','.join(map(str, off))}," if off else ""]
             calls += [(place, [*begin, *call]) for call in split_calls(parts)]
         answers = self._connection.run_scripts("publish_samples", [call for _, call in calls])
         words: list[list[bytes]] = [[] for _ in results]
         for (place, _), answer in zip(calls, answers, strict=True):
             words[place] += answer
         said = [word for of_task in words for word in of_task]
+        if OTHER_RUN in said:
+            raise self._run.replaced()
         add_counts(self._connection, {f"{DUPLICATE}:publish": said.count(b"dup"), CLOSED: said.count(b"closed")})
         following = [iter(of_task) for of_task in words]
         return [
@@ -135,9 +143,10 @@ class TaskQueue(ConsumerGroup):
             source="generator", reason=reason, deliveries=1, payload=b"", task_id=task_id, sample=sample
         )
         score = Score(status="error", reason=printable(reason), scorer="generator", broken_version=broken_version)
-        self._connection.run_script(
-            "fail_sample", task_id, sample, letter_bytes(letter, self._max_bytes), encode(score)
-        )
+        filed = letter_bytes(letter, self._max_bytes)
+        answer = self._connection.run_script("fail_sample", task_id, sample, filed, encode(score), self._run.id)
+        if answer == OTHER_RUN:
+            raise self._run.replaced()
 
     def return_task(self, delivery: Delivery[Task], task: Task, fruitless: bool = False) -> bool:
         """Give an unfinished task to another generator at once; ``task`` carries the partial samples.

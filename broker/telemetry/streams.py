@@ -13,9 +13,11 @@ from typing import Any
 import redis
 
 from broker.connection.connection import Connection
+from broker.connection.scripts import OTHER_RUN
 from broker.queues.dead_letters import UnusableTask, check_sendable, letter_of
 from schemas.codec import BadMessage, decode, encode
 from schemas.messages import Event, Heartbeat, Task
+from schemas.run_record import JoinedRun
 
 KEEP_LINES = 10_000
 FORGOTTEN_S = 600
@@ -226,16 +228,21 @@ class Evals:
         self._connection = connection
         self._max_bytes = max_bytes
 
-    def open(self, version: int, tasks: Sequence[Task | UnusableTask]) -> bool:
+    def open(self, version: int, tasks: Sequence[Task | UnusableTask], run: JoinedRun | None = None) -> bool:
         """Queue the tasks of one evaluation; False if this version's was opened before.
 
-        Samples of a task that can't be sent count as failed, with a dead letter.
+        Samples of a task that can't be sent count as failed, with a dead letter. run: whose tasks these are; the error
+        of JoinedRun when the broker has another one.
         """
-        args: list[int | bytes] = [version, tasks[0].n]
+        run = run or JoinedRun()
+        args: list[int | bytes | str] = [version, tasks[0].n, run.id]
         for task in tasks:
             body, wrong = check_sendable(task, self._max_bytes)
             args += [task.task_id, body, letter_of(wrong, self._max_bytes)]
-        return bool(self._connection.run_script("open_evaluation", *args))
+        answer = self._connection.run_script("open_evaluation", *args)
+        if answer == OTHER_RUN:
+            raise run.replaced()
+        return bool(answer)
 
     def read_results(self) -> list[EvalResult]:
         """All evaluations, by version, also those that are still under way."""

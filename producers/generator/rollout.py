@@ -28,6 +28,7 @@ from schemas.config import TidemillConfig
 from schemas.errors import ConfigError, DataError, InfraError, describe_error, printable
 from schemas.lifecycle import StopFlag
 from schemas.messages import Partial, Span, Task, Trajectory
+from schemas.run_record import JoinedRun
 
 log = structlog.get_logger()
 
@@ -58,12 +59,13 @@ class GeneratorContext:
         engine: Engine,
         pause: PauseFollower,
         updates: WeightUpdater,
+        run: JoinedRun,
     ) -> GeneratorContext:
         """Load the tokenizer and the workflow that the configuration names, and open the queues."""
         chosen = config.generator.workflow
         workflow = find_workflow(chosen.name, chosen.args, config.base)()
         tokenizer = HfTokenizer(config.model.path, config.model.trust_remote_code)
-        queue, partials = broker.task_queue(name), broker.partials(name)
+        queue, partials = broker.task_queue(name, run), broker.partials(name)
         outbox, saver = Outbox(queue), PartialSaver(partials)
         return cls(config, name, broker, engine, tokenizer, workflow, pause, updates, queue, partials, outbox, saver)
 

@@ -73,9 +73,11 @@ class Generator:
         self._name = name
         self._broker = broker
         self._engine = engine
-        self._pause = PauseFollower(broker, engine, self._acknowledge, JoinedRun(config.folder))
+        run = JoinedRun(config.folder)
+        self._pause = PauseFollower(broker, engine, self._acknowledge, run)
         self._updates = WeightUpdater(config, name, broker, engine, config.folder / "cache" / name, self._pause)
-        self._task_loop = TaskLoop(GeneratorContext.create(config, name, broker, engine, self._pause, self._updates))
+        context = GeneratorContext.create(config, name, broker, engine, self._pause, self._updates, run)
+        self._task_loop = TaskLoop(context)
         renew_s = config.generator.lease_s / 3
         self._heartbeat = HeartbeatThread(
             broker,

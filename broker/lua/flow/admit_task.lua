@@ -1,7 +1,9 @@
 -- KEYS: CTL SLOTS COUNTS GROUPS TASKS READMIT FAILED DEAD
--- ARGV: task id, task body, samples, dead letter ('' when there is a body). Charges one slot and queues the task, or says why not; also which task is next.
+-- ARGV: task id, task body, samples, dead letter ('' when there is a body), the feeder's run. Charges one slot and queues
+-- the task, or says why not; also which task is next.
 -- Tasks to be made again come first, then the cursor goes on. Idempotent: a repeat finds that another is next.
-local ctl = redis.call('HMGET', CTL, 'paused', 'slots', 'steps', 'step', 'batch', 'cursor', 'version')
+local ctl = redis.call('HMGET', CTL, 'paused', 'slots', 'steps', 'step', 'batch', 'cursor', 'version', 'run_id')
+if differs(ctl[8], ARGV[5]) then return {'other_run', '0'} end
 if not ctl[6] then return {'starting', '0'} end
 local function next_task()
   return redis.call('ZRANGE', READMIT, 0, 0)[1] or redis.call('HGET', CTL, 'cursor')

@@ -1,7 +1,9 @@
 -- KEYS: COUNTS GROUPS SAMPLES TASKS EVAL_TASKS TRAJECTORIES SCORED DEAD EVALS PARTIALS
--- ARGV: task id, sample, dead letter, failed score. Marks a sample that can't be made as failed: its group goes on without it.
+-- ARGV: task id, sample, dead letter, failed score, the generator's run. Marks a sample that can't be made as failed: its
+-- group goes on without it.
 local task, field = ARGV[1], ARGV[1] .. ':' .. ARGV[2]
-local fields = redis.call('HMGET', GROUPS, task .. ':kind', task .. ':n')
+local fields = redis.call('HMGET', GROUPS, task .. ':kind', task .. ':n', 'run')
+if differs(fields[3], ARGV[5]) then return 'other_run' end
 if not fields[1] then return 'closed' end
 if redis.call('HEXISTS', SAMPLES, field) == 1 then return 'dup' end
 keep_dead_letter(ARGV[3])

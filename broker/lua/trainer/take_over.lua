@@ -61,7 +61,7 @@ if not rebuild then
   local admitted = tonumber(redis.call('HGET', COUNTS, 'admitted') or 0)
   local ended = tonumber(redis.call('HGET', COUNTS, 'trained') or 0) + ended_untrained()
   rebuild = admitted ~= active + ended or admitted ~= tonumber(known[4]) - redis.call('ZCARD', READMIT)
-    or redis.call('HLEN', GROUPS) < 4 * active
+    or redis.call('HLEN', GROUPS) - redis.call('HEXISTS', GROUPS, 'run') < 4 * active
 end
 if rebuild and own.fresh and not damaged and known_step and known_step > 0 then return {'foreign'} end
 local counted = tonumber(redis.call('HGET', COUNTS, 'trained') or 0)
@@ -148,7 +148,11 @@ elseif fresh then
   redis.call('HSET', CTL, 'broker_lifetime', own.broker_lifetime)
 end
 redis.call('HSETNX', CTL, 'started', own.started or redis.call('TIME')[1])
-if own.run_id ~= '' then redis.call('HSET', RUN_CONTROL, 'run_id', own.run_id) end
+if own.run_id ~= '' then
+  redis.call('HSET', RUN_CONTROL, 'run_id', own.run_id)
+  -- Whose samples may come in: generators may not see CTL, and are refused beside their task's fields.
+  redis.call('HSET', GROUPS, 'run', own.run_id)
+end
 -- A pause outlives the loss of the broker.
 if redis.call('HEXISTS', RUN_CONTROL, 'pause_id') == 0 then
   redis.call('HSET', RUN_CONTROL, 'pause', own.pause, 'pause_id', string.format('%d', own.pause_id))

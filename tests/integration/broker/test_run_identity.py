@@ -13,6 +13,7 @@ import pytest
 from broker.client import Broker
 from broker.connection.embedded import EmbeddedServer
 from broker.flow.owner import Owner
+from broker.queues.tasks import eval_task_id
 from broker.telemetry.stream_lag import read_stream_lags
 from consumers.reward.scorer import Scorer
 from consumers.reward.service import RewardService
@@ -178,3 +179,63 @@ def test_another_run_of_the_name_that_is_finished_sends_no_service_home(
     assert not FinishedRunWatch(config).finished_before()
     broker.connection.client.hset(broker.connection.keys.run_control, "run_id", record.id)
     assert FinishedRunWatch(config).finished_before()
+
+
+def joined_run(folder: Path, id: str) -> JoinedRun:
+    """The run of a service that has met it at the broker."""
+    run = JoinedRun(folder / "elsewhere")
+    run.check(id)
+    return run
+
+
+def replace_run(broker: Broker) -> None:
+    """Purge the first run while its services live; the next one of the name begins with the same task ids."""
+    broker.purge()
+    take_over_as(broker, change_request(FIRST, owner=OTHER))
+
+
+def test_samples_of_a_purged_run_do_not_get_into_the_next_one_of_its_name(broker: Broker, tmp_path: Path) -> None:
+    take_over_as(broker, change_request(FIRST, owner=OURS))
+    broker.ledger.admit(make_task(0))
+    old = broker.task_queue("old", joined_run(tmp_path, "ours"))
+    assert old.publish(0, [make_trajectory(0, 0)]) == ["ok"]
+    replace_run(broker)
+    broker.ledger.admit(make_task(0))
+    with pytest.raises(InfraError, match="another run of this name"):
+        old.publish(0, [make_trajectory(0, 1)])
+    with pytest.raises(InfraError, match="another run of this name"):
+        old.fail_sample(0, 1, "too long")
+    assert broker.ledger.read_state().samples_published == 0
+    assert broker.ledger.read_state().dead_letters == 0
+    new = broker.task_queue("new", joined_run(tmp_path, "other"))
+    assert new.publish(0, [make_trajectory(0, 1)]) == ["ok"]
+    new.fail_sample(0, 0, "too long")
+    assert broker.ledger.read_state().dead_letters == 1
+
+
+def test_a_feeder_of_a_purged_run_admits_nothing_into_the_next_one_of_its_name(broker: Broker, tmp_path: Path) -> None:
+    old, new = joined_run(tmp_path, "ours"), joined_run(tmp_path, "other")
+    take_over_as(broker, change_request(FIRST, owner=OURS))
+    replace_run(broker)
+    evaluation = [make_task(eval_task_id(0, 0), kind="eval")]
+    with pytest.raises(InfraError, match="another run of this name"):
+        broker.ledger.admit_all([make_task(0)], old)
+    with pytest.raises(InfraError, match="another run of this name"):
+        broker.evals.open(0, evaluation, old)
+    assert broker.ledger.read_state().admitted == 0
+    assert broker.evals.read_results() == []
+    assert broker.ledger.admit_all([make_task(0)], new).answer == "ok"
+    assert broker.evals.open(0, evaluation, new)
+
+
+def test_scores_of_a_purged_run_do_not_get_into_the_next_one_of_its_name(broker: Broker) -> None:
+    take_over_as(broker, change_request(FIRST, owner=OURS))
+    broker.ledger.admit(make_task(0))
+    broker.task_queue("g").publish(0, [make_trajectory(0, 0)])
+    old = broker.score_queue("r")
+    deliveries = old.read(1, 10)
+    replace_run(broker)
+    broker.ledger.admit(make_task(0))
+    broker.task_queue("g").publish(0, [make_trajectory(0, 0)])
+    assert old.publish([(delivery, Score(reward=1.0)) for delivery in deliveries]) == ["dup"]
+    assert [entry.waiting for entry in read_stream_lags(broker.connection) if entry.name == "trajectories"] == [1]
