@@ -62,17 +62,25 @@ class Trainer:
         self.context.retry.stop = stop
         self.leadership.restore(from_checkpoint=self.checkpoints.load_latest())
         self.pause.restore()
-        while True:
-            try:
-                journaled = self.take_over()
-                self.replay(journaled, stop)
-                self.train(stop)
-                return self.finish(stop)
-            except BrokerLost as error:
-                self.leadership.lost(error)
+        try:
+            while not self.run_term(stop):
                 # What is still under way has the old term; after the take-over that would be another trainer's.
                 self.publisher.abandon()
                 self.checkpoints.abandon()
+        finally:
+            self.step_log.flush()
+
+    def run_term(self, stop: StopFlag) -> bool:
+        """Train as the one trainer until the end; False when the broker has lost what it knew."""
+        try:
+            journaled = self.take_over()
+            self.replay(journaled, stop)
+            self.train(stop)
+            self.finish(stop)
+        except BrokerLost as error:
+            self.leadership.lost(error)
+            return False
+        return True
 
     def take_over(self) -> list[BatchRecord]:
         """Become the one trainer; returns the steps to replay."""

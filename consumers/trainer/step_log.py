@@ -122,6 +122,10 @@ class StepLog:
             rows = [samples[round(i * (len(samples) - 1) / max(1, count - 1))] for i in range(count)]
             self._trackers.log_completions(self._progress.step, rows)
 
+    def flush(self) -> None:
+        """Wait until trackers have what was logged; not for one that hangs."""
+        self._trackers.flush()
+
     def close(self) -> None:
         """Close all; an evaluation that came after the last step goes into that step's line, which is written again."""
         if self._evaluated and self._last:

@@ -1,14 +1,18 @@
 """Metrics to TensorBoard, Weights & Biases and whatever else accelerate can log to, beside metrics.jsonl.
 
 Each step is sent once: one that is trained again after a crash is not, so no step has two values. A tracker that fails
-while the run goes on, whatever it raises, is given up with a warning; the file has everything.
+while the run goes on, whatever it raises, or hangs is given up with a warning; the file has everything. Steps do not
+wait for trackers.
 """
 
 from __future__ import annotations
 
+import copy
 import difflib
+import functools
 import json
 import secrets
+import time
 from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,7 +20,8 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import structlog
 
-from schemas.errors import ConfigError, describe_error
+from consumers.trainer.metrics.tracker_thread import DEADLINE_S, LONG_DEADLINE_S, TrackerThread
+from schemas.errors import ConfigError
 from schemas.messages import Trajectory
 from schemas.plugins import load
 
@@ -75,7 +80,7 @@ class Trackers:
         """
         self._notify = notify
         self._sent = 0
-        self._trackers: list[GeneralTracker] = []
+        self._trackers: list[tuple[GeneralTracker, TrackerThread]] = []
         names = list(dict.fromkeys(config.trainer.trackers))
         if not names:
             return
@@ -83,13 +88,21 @@ class Trackers:
         own = {name: load(name, SETTING, config.base) for name in names if ":" in name}
         self._sent = _last_step(config.folder / "metrics.jsonl")
         for name in names:
-            try:
-                self._trackers += _start(config, accelerator, name, own.get(name), resumed=self._sent > 0)
-            except Exception as error:  # theirs may raise anything
-                reason = describe_error(error)
+            thread = TrackerThread(name)
+            started: list[GeneralTracker] = []
+
+            def start(name: str = name, started: list[GeneralTracker] = started) -> None:
+                started += _start(config, copy.copy(accelerator), name, own.get(name), resumed=self._sent > 0)
+
+            thread.put(start)
+            thread.wait(LONG_DEADLINE_S)
+            if reason := thread.problem:
+                thread.end()
                 if not self._sent:
-                    raise ConfigError(f"{SETTING} cannot start: {reason}") from error
+                    raise ConfigError(f"{SETTING} cannot start: {reason}") from thread.error
                 self._give_up(name, "did not start", reason)
+            else:
+                self._trackers += [(tracker, thread) for tracker in started]
 
     def log(self, line: Mapping[str, Any]) -> None:
         """The figures of a finished step, a line of metrics.jsonl; a histogram becomes a figure for each entry."""
@@ -101,11 +114,12 @@ class Trackers:
         for name, entries in line.items():
             if isinstance(entries, Mapping):
                 figures |= {f"{name}/{entry}": value for entry, value in entries.items()}
-        self._each(lambda tracker: tracker.log(figures, step=step))
+        self._each(lambda tracker: tracker.log(dict(figures), step=step))
 
     def log_evaluation(self, step: int, figures: Mapping[str, Any]) -> None:
         """The figures of an evaluation that became complete after ``step``; each is given here once."""
-        self._each(lambda tracker: tracker.log(dict(figures), step=max(step, self._sent)))
+        given, at = dict(figures), max(step, self._sent)
+        self._each(lambda tracker: tracker.log(dict(given), step=at))
 
     def log_completions(self, step: int, samples: Sequence[tuple[Trajectory, float]]) -> None:
         """Show samples with their rewards as a table, in trackers that have tables."""
@@ -113,28 +127,46 @@ class Trackers:
             [step, sample.prompt, sample.completion, reward, int(sample.loss_mask.numpy().sum()), sample.finish]
             for sample, reward in samples
         ]
+        at = max(step, self._sent)
 
         def show(tracker: Any) -> None:
             if callable(getattr(tracker, "log_table", None)):
-                tracker.log_table("completions", columns=COLUMNS, data=rows, step=max(step, self._sent))
+                tracker.log_table("completions", columns=COLUMNS, data=rows, step=at)
 
         self._each(show)
 
     def _each(self, send: Callable[[GeneralTracker], None]) -> None:
-        for tracker in [*self._trackers]:
-            try:
-                send(tracker)
-            except Exception as error:  # noqa: BLE001 - user code: it costs the run this tracker
-                self._trackers.remove(tracker)
-                self._give_up(tracker.name, "failed", describe_error(error))
+        for tracker, thread in self._trackers:
+            if not thread.problem:
+                thread.put(functools.partial(send, tracker))
+        self._drop_failed("failed")
+
+    def _drop_failed(self, what: str) -> None:
+        for tracker, thread in [*self._trackers]:
+            if reason := thread.problem:
+                thread.end()
+                self._trackers.remove((tracker, thread))
+                self._give_up(tracker.name, what, reason)
+
+    def flush(self) -> None:
+        """Wait until all that was logged is sent, or the deadline: the process may end now."""
+        end = time.monotonic() + DEADLINE_S
+        for _, thread in self._trackers:
+            thread.wait(max(0.0, end - time.monotonic()))
+        self._drop_failed("failed")
 
     def close(self) -> None:
         """Send what is left, but not by accelerate's own call, which also takes the ranks apart."""
-        for tracker in self._trackers:
-            try:
-                tracker.finish()
-            except Exception as error:  # noqa: BLE001 - user code: it costs the run this tracker
-                self._give_up(tracker.name, "did not send its last figures", describe_error(error))
+        self._drop_failed("failed")
+        for tracker, thread in self._trackers:
+            thread.put(tracker.finish)
+        end = time.monotonic() + LONG_DEADLINE_S
+        for _, thread in self._trackers:
+            thread.wait(max(0.0, end - time.monotonic()))
+        self._drop_failed("did not send its last figures")
+        for _, thread in self._trackers:
+            thread.end()
+        self._trackers.clear()
 
     def _give_up(self, name: str, what: str, reason: str) -> None:
         log.warning("a tracker is given up", tracker=name, what=what, error=reason)
@@ -144,7 +176,7 @@ class Trackers:
 def _start(
     config: TidemillConfig, accelerator: Accelerator, name: str, own: Any, *, resumed: bool
 ) -> list[GeneralTracker]:
-    """Start one tracker through accelerate, which keeps none. own: class of a user's tracker, None for a known one."""
+    """Start one tracker through accelerate, a copy of ours. own: class of a user's tracker, None for a known one."""
     folder = config.folder / FOLDER
     folder.mkdir(parents=True, exist_ok=True)
     accelerator.project_configuration.set_directories(str(folder))
@@ -155,8 +187,7 @@ def _start(
         config=None if resumed else _flat(config.model_dump(mode="json")),
         init_kwargs={"wandb": {"id": _identity(folder), "resume": "allow", "dir": str(folder)}},
     )
-    started, accelerator.trackers = accelerator.trackers, []
-    return list(started)
+    return list(accelerator.trackers)
 
 
 def _last_step(file: Path) -> int:

@@ -12,7 +12,7 @@ import pytest
 
 from broker.client import Broker
 from consumers.trainer.loop import Trainer
-from consumers.trainer.metrics import trackers
+from consumers.trainer.metrics import tracker_thread, trackers
 from consumers.trainer.metrics.trackers import MODULES, check_trackers
 from consumers.trainer.model.policy import Policy, load_model
 from consumers.trainer.step.build import build_train_step
@@ -27,6 +27,7 @@ pytestmark = pytest.mark.integration
 
 OWN = """
 import json
+import time
 from pathlib import Path
 
 from accelerate.tracking import GeneralTracker
@@ -63,6 +64,35 @@ class Failing(Lines):
     def log(self, values, step=None, **_):
         super().log(values, step)
         raise ServerError("503")
+
+
+class Hanging(Lines):
+    def _hang(self):
+        end = time.monotonic() + 20
+        while not self.file.with_name("release").exists() and time.monotonic() < end:
+            time.sleep(0.01)
+
+    def log(self, values, step=None, **_):
+        self._hang()
+        super().log(values, step)
+
+
+class HangingAtTheEnd(Hanging):
+    log = Lines.log
+
+    def finish(self):
+        self._hang()
+
+
+class HangingAtTheStart(Hanging):
+    def start(self):
+        self._hang()
+
+
+class Slow(Lines):
+    def log(self, values, step=None, **_):
+        time.sleep(0.3)
+        super().log(values, step)
 
 
 class FailingAtTheEnd(Lines):
@@ -142,6 +172,46 @@ def test_a_tracker_that_fails_with_whatever_error_costs_the_run_nothing(
     assert trainer.progress.step == STEPS
     assert [entry["step"] for entry in sent(tmp_path) if "step" in entry] == lines
     assert any(event.name == "tracker" and "ServerError: 503" in event.text for event in broker.events.tail(10))
+
+
+@pytest.mark.parametrize(
+    ("kind", "what"), [("Hanging", "failed"), ("HangingAtTheEnd", "did not send its last figures")]
+)
+def test_a_tracker_that_hangs_holds_up_neither_a_step_nor_the_end(
+    make: Callable[..., Trainer],
+    broker: Broker,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
+    what: str,
+) -> None:
+    trainer = make(f"own.py:{kind}")
+    monkeypatch.setattr(tracker_thread, "DEADLINE_S", 0.2)
+    monkeypatch.setattr(trackers, "LONG_DEADLINE_S", 0.5)
+    with Pipeline(broker):
+        trainer.run(StopFlag())
+    assert trainer.progress.step == STEPS
+    (told,) = [event.text for event in broker.events.tail(10) if event.name == "tracker"]
+    assert told.startswith(f"tracker lines {what} and gets nothing more: it did not answer within")
+    (tmp_path / "run" / "trackers" / "release").touch()
+
+
+def test_a_tracker_that_hangs_at_its_start_is_an_error_of_the_configuration(
+    make: Callable[..., Trainer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trackers, "LONG_DEADLINE_S", 0.5)
+    with pytest.raises(ConfigError, match=r"trainer.trackers cannot start: it did not answer within 0.5 s"):
+        make("own.py:HangingAtTheStart")
+    (tmp_path / "run" / "trackers" / "release").touch()
+
+
+def test_a_tracker_slower_than_the_steps_has_all_of_them_in_order_at_the_end(
+    make: Callable[..., Trainer], broker: Broker, tmp_path: Path
+) -> None:
+    with Pipeline(broker):
+        make("own.py:Slow").run(StopFlag())
+    assert [entry["step"] for entry in sent(tmp_path)[1:-1]] == [1, 2, 3, 4, 5]
+    assert sent(tmp_path)[-1] == {"end": True}
 
 
 def test_an_evaluation_is_sent_once_it_is_complete_with_some_completions(
