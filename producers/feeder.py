@@ -64,7 +64,7 @@ class Feeder:
         while not stop:
             position = self._broker.ledger.change_position()
             state = self._broker.ledger.read_state()
-            self._run.check(state.run_id)
+            self._run.check(state.run_id, state.run_since)
             self._check(state)
             if state.broker_lifetime != self._broker_lifetime:
                 # The broker was rebuilt: an evaluation under way may be gone.

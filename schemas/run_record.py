@@ -11,14 +11,19 @@ from __future__ import annotations
 import hashlib
 import json
 import secrets
+import time
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import structlog
+
 from schemas.config import TidemillConfig
 from schemas.errors import ConfigError, DiskError, InfraError, TidemillError
 from schemas.files import atomic_write
+
+log = structlog.get_logger()
 
 FILE = "RUN.json"
 TOKENIZER = (
@@ -117,8 +122,8 @@ class JoinedRun:
         self._own = record is not None
         self.id = record.id if record else ""
 
-    def check(self, found: str) -> None:
-        """Compare with the identity at the broker, empty where it has none.
+    def check(self, found: str, since: float = 0.0) -> None:
+        """Compare with the identity at the broker, empty where it has none. since: when that run began, for people.
 
         ConfigError when the run in this service's folder is another one; InfraError when the run that it had joined was
         replaced, which a service that is started again joins.
@@ -128,6 +133,8 @@ class JoinedRun:
         if self.id:
             raise self.replaced()
         self.id = found
+        began = time.strftime("%Y-%m-%d %H:%M", time.localtime(since)) if since else "not known"
+        log.info("this folder is no run's: the service works for the run that has the name", run_id=found, since=began)
 
     def replaced(self) -> TidemillError:
         """The error of ``check`` for a service that the broker refused, because the name is another run's now."""

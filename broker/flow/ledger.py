@@ -43,8 +43,9 @@ class LedgerState:
 
     capacity: slots there are. readmit: groups waiting to be admitted again. uncommitted: steps that no checkpoint
     covers yet, max_uncommitted: how many there may be. broker_lifetime: changes when the broker was rebuilt.
-    cause: why the run has failed. run_id: its identity (schemas/run_record.py). control: what people asked for.
-    settings: those that people changed. counters: of mishaps (broker/connection/counters.py).
+    cause: why the run has failed. run_id, run_since: its identity (schemas/run_record.py), and when its first attempt
+    began. control: what people asked for. settings: those that people changed. counters: of mishaps
+    (broker/connection/counters.py).
     """
 
     state: str
@@ -75,6 +76,7 @@ class LedgerState:
     broker_lifetime: str = ""
     cause: str = ""
     run_id: str = ""
+    run_since: float = 0.0
     control: ControlState = field(default_factory=ControlState)
     settings: dict[str, int] = field(default_factory=dict)
     counters: dict[str, float] = field(default_factory=dict)
@@ -211,6 +213,7 @@ class Ledger:
             broker_lifetime=control.get("broker_lifetime", ""),
             cause=control.get("cause", ""),
             run_id=control.get("run_id", ""),
+            run_since=float(control.get("run_since", 0)),
             started=float(control.get("started", 0)),
             control=ControlState.parse(pairs(raw[6])),
             settings=changed_settings(control),

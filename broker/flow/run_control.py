@@ -25,8 +25,8 @@ class ControlState:
     pause: freeze stops every token and step at once, drain admits nothing new. pause_id: number of the last pause or
     resume; checkpoint, stop: numbers of the last such order, 0 for none. by, since: who paused or resumed, and when
     (Unix seconds). replicas: wanted, by role; scaled: number of the last such order, by role. concurrency: samples in
-    flight in one generator, None for its own. run_id: identity of the run that is ordered about
-    (schemas/run_record.py), empty while it is not known.
+    flight in one generator, None for its own. run_id, run_since: identity of the run that is ordered about
+    (schemas/run_record.py), empty while it is not known, and when its first attempt began (Unix seconds).
     """
 
     pause: PauseMode = "none"
@@ -39,6 +39,7 @@ class ControlState:
     scaled: Mapping[str, int] = field(default_factory=dict)
     concurrency: int | None = None
     run_id: str = ""
+    run_since: float = 0.0
 
     @classmethod
     def parse(cls, fields: Mapping[str, str]) -> ControlState:
@@ -56,6 +57,7 @@ class ControlState:
             scaled=_by_role(fields, "scaled:"),
             concurrency=int(concurrency) if concurrency.isdigit() else None,
             run_id=fields.get("run_id", ""),
+            run_since=float(fields.get("run_since", 0)),
         )
 
 
@@ -82,15 +84,15 @@ class RunControl:
         found: Any = self._connection.run("looking whether the run is finished", lambda c: c.hget(key, "finished"))
         return None if found is None else int(found)
 
-    def read_run_id(self) -> str:
-        """Read the identity of the run that has the name, empty where none can be read."""
+    def read_run(self) -> tuple[str, float]:
+        """Read the identity of the run that has the name, empty where none can be read, and when it began."""
         key = self._connection.keys.run_control
         try:
-            found: Any = self._connection.run("looking for the run", lambda client: client.hget(key, "run_id"))
+            found: Any = self._connection.run("looking for the run", lambda c: c.hmget(key, "run_id", "run_since"))
         except redis.ResponseError:
             # A key of another type is mended by the trainer.
-            return ""
-        return bytes(found).decode() if found else ""
+            return "", 0.0
+        return (found[0] or b"").decode(), float(found[1] or 0)
 
     def order_position(self) -> bytes:
         """Return the present position in the stream of orders: read it before the orders, for ``wait_order``."""

@@ -53,7 +53,7 @@ def run_reward(config: TidemillConfig, name: str) -> None:
         scorer,
         eval_scorer,
         lease_s=2 * config.reward.timeout_s + 10,
-        check=lambda: joined.check(broker.run_control.read_run_id()),
+        check=lambda: joined.check(*broker.run_control.read_run()),
     )
     try:
         renew_s = config.reward.timeout_s / 2

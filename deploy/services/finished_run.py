@@ -99,7 +99,7 @@ class FinishedRunWatch:
             connection = Connection(url, Keys(settings.prefix, run), DEADLINE_S)
             self._run_control = RunControl(connection)
         steps = self._run_control.read_finished_steps()
-        return None if steps is None or self._is_another(self._run_control.read_run_id()) else steps
+        return None if steps is None or self._is_another(self._run_control.read_run()[0]) else steps
 
     def _is_another(self, run_id: str) -> bool:
         """Whether the run that has the name is another one than that in this service's folder."""

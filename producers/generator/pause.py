@@ -85,7 +85,7 @@ class PauseFollower:
     async def follow(self, control: ControlState | None) -> None:
         """Follow these orders; None is a broker that knows none."""
         if self._run is not None and control is not None:
-            self._run.check(control.run_id)
+            self._run.check(control.run_id, control.run_since)
         # A broker that was wiped holds no orders until the trainer has rebuilt it: the last ones stand.
         self.control = control = self.control if control is None else control
         heard = self.reasons.without("starting", "broker silent")

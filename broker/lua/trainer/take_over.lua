@@ -149,7 +149,7 @@ elseif fresh then
 end
 redis.call('HSETNX', CTL, 'started', own.started or redis.call('TIME')[1])
 if own.run_id ~= '' then
-  redis.call('HSET', RUN_CONTROL, 'run_id', own.run_id)
+  redis.call('HSET', RUN_CONTROL, 'run_id', own.run_id, 'run_since', redis.call('HGET', CTL, 'run_since'))
   -- Whose samples may come in: generators may not see CTL, and are refused beside their task's fields.
   redis.call('HSET', GROUPS, 'run', own.run_id)
 end

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import cast
 
 import pytest
+import structlog
 
 from broker.client import Broker
 from broker.connection.embedded import EmbeddedServer
@@ -22,7 +23,7 @@ from producers.datasets.arithmetic import Arithmetic
 from producers.engines.base import Engine
 from producers.feeder import Feeder
 from producers.generator.pause import PauseFollower
-from schemas.config import RewardTerm
+from schemas.config import RewardTerm, TidemillConfig
 from schemas.errors import ConfigError, InfraError
 from schemas.lifecycle import StopFlag
 from schemas.messages import Score
@@ -152,7 +153,7 @@ def test_a_reward_service_scores_nothing_of_another_run(broker: Broker, tmp_path
     scorer = Scorer([RewardTerm(name="exact")], tmp_path, workers=1, timeout_s=5, name="r")
     joined = JoinedRun(tmp_path)
     service = RewardService(
-        broker.score_queue("r"), scorer, scorer, 30, check=lambda: joined.check(broker.run_control.read_run_id())
+        broker.score_queue("r"), scorer, scorer, 30, check=lambda: joined.check(*broker.run_control.read_run())
     )
     with pytest.raises(ConfigError, match="another run of this name"):
         service.run(StopFlag())
@@ -239,3 +240,37 @@ def test_scores_of_a_purged_run_do_not_get_into_the_next_one_of_its_name(broker:
     broker.task_queue("g").publish(0, [make_trajectory(0, 0)])
     assert old.publish([(delivery, Score(reward=1.0)) for delivery in deliveries]) == ["dup"]
     assert [entry.waiting for entry in read_stream_lags(broker.connection) if entry.name == "trajectories"] == [1]
+
+
+def feed_once(broker: Broker, config: TidemillConfig) -> None:
+    class Once(StopFlag):
+        def __bool__(self) -> bool:
+            return broker.ledger.read_state().admitted > 0
+
+    Feeder(config, broker, Arithmetic(), None).run(Once())
+
+
+async def follow_once(broker: Broker, folder: Path) -> None:
+    follower = PauseFollower(broker, cast(Engine, SimpleNamespace()), run=JoinedRun(folder))
+    await follower.follow(broker.run_control.read())
+    await follower.follow(broker.run_control.read())
+
+
+def test_services_in_a_folder_that_is_no_runs_say_once_whose_run_they_work_for(broker: Broker, tmp_path: Path) -> None:
+    take_over_as(broker, change_request(FIRST, owner=OURS))
+    config = configuration_in(tmp_path)
+    joined = JoinedRun(config.folder)
+    for service in (
+        lambda: feed_once(broker, config),
+        lambda: asyncio.run(follow_once(broker, config.folder)),
+        lambda: [joined.check(*broker.run_control.read_run()) for _ in range(2)],
+    ):
+        with structlog.testing.capture_logs() as lines:
+            service()
+        (line,) = (line for line in lines if "works for the run" in line["event"])
+        assert line["run_id"] == "ours"
+        assert line["since"].startswith("20")
+    claim_folder(config)
+    with structlog.testing.capture_logs() as lines:
+        JoinedRun(config.folder).check(claim_folder(config).id)
+    assert lines == []
