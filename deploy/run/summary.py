@@ -274,7 +274,7 @@ class Ending:
 
 def finish(config: TidemillConfig, outcome: RunOutcome, phases: Mapping[str, float]) -> Ending:
     """Sum the run up. The services have stopped, the broker still answers; without it the logs must do."""
-    reason = outcome.reason if outcome.cause is None else f"{outcome.reason}: {outcome.cause}"
+    reason = _reason(outcome)
     try:
         settings = config.broker.model_copy(update={"deadline_s": BROKER_DEADLINE_S})
         broker = Broker.connect(config.model_copy(update={"broker": settings}))
@@ -284,6 +284,15 @@ def finish(config: TidemillConfig, outcome: RunOutcome, phases: Mapping[str, flo
     summary = write_summary(config.folder, final)
     plot = _plot(config, final, summary)
     return Ending(config.run.name, config.folder, summary, plot)
+
+
+def note_failed_start(config: TidemillConfig, outcome: RunOutcome, phases: Mapping[str, float]) -> None:
+    """Write the summary of a start that failed before anything began, of what earlier ones logged and why it failed."""
+    write_summary(config.folder, Final(_reason(outcome), evaluations=_evaluations(config.folder), phases_s=phases))
+
+
+def _reason(outcome: RunOutcome) -> str:
+    return outcome.reason if outcome.cause is None else f"{outcome.reason}: {outcome.cause}"
 
 
 def _counts(config: TidemillConfig, broker: Broker, reason: str, phases: Mapping[str, float]) -> Final:

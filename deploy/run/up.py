@@ -32,7 +32,7 @@ from deploy.logs import configure_logging
 from deploy.offline.warm_start import is_current
 from deploy.run.folder import claim_name, forget_run, is_finished, refuse_foreign, settle_configuration, sole_user
 from deploy.run.preflight import check
-from deploy.run.summary import METRICS, Ending, finish
+from deploy.run.summary import METRICS, Ending, finish, note_failed_start
 from deploy.run_files import CONFIG
 from deploy.services.main import command
 from deploy.supervisor.commands import CommandFollower
@@ -296,9 +296,11 @@ class _Run:
             self.on_change(Change("control", f"listens at {url}"))
 
     def report(self, outcome: RunOutcome, ending: Ending | None) -> int:
-        """Tell how it ended; returns the exit code."""
+        """Tell how it ended; returns the exit code. ending: None for a start that failed before anything began."""
         if ending is not None:
             ending.print(self.console)
+        elif outcome.reason == "failed":
+            note_failed_start(self.config, outcome, self.phases)
         if outcome.cause is not None:
             print(f"tidemill: {outcome.cause}", file=sys.stderr)
             if outcome.cause.exit.code in (CONFIG_EXIT, RUN_FAILED_EXIT):
