@@ -49,6 +49,9 @@ class Checkpointing:
         self._progress.restore(restored.step, restored.version, restored.extra)
         self.step = restored.step
         log.info("resumed from a checkpoint", step=restored.step)
+        if restored.difference:
+            log.warning(restored.difference)
+            self._context.notify("critic", "warning", restored.difference)
         return True
 
     def attach(self, source: BatchSource) -> None:

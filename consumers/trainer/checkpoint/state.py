@@ -25,11 +25,14 @@ from consumers.trainer.model.policy import Policy
 from consumers.trainer.step.train_step import TrainStep
 
 
-def tensors_of(train: TrainStep) -> dict[str, Any]:
-    """State dictionaries of models and optimizers by name: sources of a checkpoint, and targets when it is loaded."""
+def tensors_of(train: TrainStep, critic: bool = True) -> dict[str, Any]:
+    """State dictionaries of models and optimizers by name: sources of a checkpoint, and targets when it is loaded.
+
+    critic: whether that of the critic counts, if there is one.
+    """
     model, optimizer = get_state_dict(train.policy, train.optimizer, options=_options(train.policy))
     tensors = {"model": _trained(train.policy, model), "optimizer": optimizer}
-    if train.critic is not None:
+    if train.critic is not None and critic:
         model, optimizer = get_state_dict(train.critic.critic, train.critic.optimizer)
         tensors |= {"critic": model, "critic_optimizer": optimizer}
     return tensors
@@ -49,7 +52,7 @@ def copy_tensors(tensors: dict[str, Any]) -> dict[str, Any]:
 
 
 def put_tensors(train: TrainStep, tensors: dict[str, Any]) -> None:
-    """Make ``tensors`` the state of training."""
+    """Make ``tensors`` the state of training; a critic of which they have nothing stays as it is."""
     set_state_dict(
         train.policy,
         train.optimizer,
@@ -57,7 +60,7 @@ def put_tensors(train: TrainStep, tensors: dict[str, Any]) -> None:
         optim_state_dict=tensors["optimizer"],
         options=_options(train.policy),
     )
-    if train.critic is not None:
+    if train.critic is not None and "critic" in tensors:
         set_state_dict(
             train.critic.critic,
             train.critic.optimizer,

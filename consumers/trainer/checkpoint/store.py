@@ -55,11 +55,15 @@ class Taken:
 
 @dataclass(frozen=True)
 class Restored:
-    """The part of a checkpoint beside the training state. extra: as given to ``save``."""
+    """The part of a checkpoint beside the training state. extra: as given to ``save``.
+
+    difference: a line on a critic that is in the checkpoint alone, or in the configuration alone; empty for none.
+    """
 
     step: int
     version: int
     extra: dict[str, Any]
+    difference: str = ""
 
 
 @dataclass(frozen=True)
@@ -98,6 +102,7 @@ class CheckpointStore:
             "schedule": train.schedule.done,
             "loss_scale": [scale.state() for scale in _loss_scales(train)],
             "adapter": describe(train.policy.adapter),
+            "critic": train.critic is not None,
             "extra": extra,
         }
         tensors = tensors_of(train)
@@ -197,7 +202,9 @@ class CheckpointStore:
                 raise OSError(problem)
         state = read_state(path)
         check_same(path.name, state.get("adapter"), train.policy.adapter)
-        tensors = tensors_of(train)
+        # Earlier versions did not say.
+        had_critic = state.get("critic", train.critic is not None)
+        tensors = tensors_of(train, critic=had_critic)
         load_tensors(path, tensors)
         put_tensors(train, tensors)
         train.schedule.done = state["schedule"]
@@ -208,7 +215,8 @@ class CheckpointStore:
         # More ranks than there were: the new ones keep the random state they started with.
         if rng.exists():
             set_random_states(json.loads(rng.read_text(encoding="utf-8")))
-        return Restored(state["step"], state["version"], state["extra"])
+        difference = _critic_difference(path.name, had_critic, train.critic is not None)
+        return Restored(state["step"], state["version"], state["extra"], difference)
 
     def _all(self) -> list[Path]:
         """Finished folders, newest first; those being written have another name. ConfigError as refuse_older_names."""
@@ -247,6 +255,15 @@ def load_tensors(path: Path, into: dict[str, Any]) -> None:
         raise ConfigError(
             f"checkpoint {path.name} is not one of model.path, or of a run with another critic: {reason(error)}"
         ) from error
+
+
+def _critic_difference(name: str, had: bool, has: bool) -> str:
+    """A line for people when checkpoint and configuration do not both have a critic, or both none; else empty."""
+    if had == has:
+        return ""
+    if has:
+        return f"checkpoint {name} has no critic: that of trainer.critic begins anew, and its first values say nothing"
+    return f"the critic in checkpoint {name} is left out: the configuration has no trainer.critic"
 
 
 def step_of(path: Path) -> int:

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import copy
+import re
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 from transformers import PreTrainedModel
 
+from broker.flow.progress import Progress
 from consumers.trainer.checkpoint.store import CheckpointStore
+from consumers.trainer.checkpointing import Checkpointing
+from consumers.trainer.context import TrainerContext
 from consumers.trainer.data.microbatches import Group
 from consumers.trainer.model.policy import Policy, load_model
 from consumers.trainer.step import build
@@ -18,6 +24,7 @@ from consumers.trainer.step.critic import Critic, value_loss
 from consumers.trainer.step.train_step import TrainStep
 from schemas.config import parse_config
 from schemas.errors import ConfigError
+from tests.support.leadership import configuration_in
 from tests.support.tiny_model import make_tiny_model
 from tests.support.train_steps import make_train_step
 from tests.support.trajectories import make_groups, make_trajectory
@@ -125,3 +132,50 @@ def test_gae_and_the_critic_need_each_other(tmp_path: Path) -> None:
     critic = build_critic(config)
     assert critic is not None
     assert critic.causal_lm.get_output_embeddings().out_features == 1
+
+
+def test_a_critic_that_only_the_checkpoint_or_only_the_configuration_has_is_told(
+    model: PreTrainedModel, tmp_path: Path
+) -> None:
+    with_critic, without = make_step(model), make_train_step(Policy(copy.deepcopy(model)), {"optimizer": {"lr": 1e-3}})
+    assert without.critic is None
+    batch = with_critic.planner.plan(make_groups([3, 1], seed=1)).batch()
+    store = CheckpointStore(tmp_path)
+    for number, (source, target, told) in enumerate(
+        [
+            (with_critic, make_step(model), ""),
+            (with_critic, without, "the critic in checkpoint .* is left out: .* no trainer.critic"),
+            (without, make_step(model), "checkpoint .* has no critic: that of trainer.critic begins anew"),
+        ]
+    ):
+        source.run(batch, 0)
+        path = store.save(source, step=number, version=0, leader_term=1, extra={})
+        assert re.match(told or "$", store.load(path, target).difference)
+        for ours, theirs in zip(target.policy.parameters(), source.policy.parameters(), strict=True):
+            assert torch.equal(ours, theirs)
+    begun, new = target.critic, make_step(model).critic
+    assert begun is not None
+    assert new is not None
+    for ours, theirs in zip(begun.critic.parameters(), new.critic.parameters(), strict=True):
+        assert torch.equal(ours, theirs), "the critic begins with its first step"
+    assert str(begun.optimizer.state_dict()) == str(new.optimizer.state_dict())
+    target.run(batch, 0)
+
+
+def test_a_trainer_that_leaves_a_critic_out_says_so_as_an_event(model: PreTrainedModel, tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path / "checkpoints")
+    store.save(make_step(model), step=1, version=1, leader_term=1, extra=Progress().to_json())
+    config = configuration_in(tmp_path)
+    step = make_train_step(Policy(copy.deepcopy(model)), {"optimizer": {"lr": 1e-3}})
+    events: list[Any] = []
+    context = SimpleNamespace(
+        config=config,
+        rank_group=SimpleNamespace(checkpoint_store=store, load=lambda path: store.load(path, step)),
+        session=None,
+        progress=Progress(),
+        notify=lambda *event: events.append(event),
+    )
+    assert Checkpointing(cast(TrainerContext, context)).load_latest()
+    ((name, level, text),) = events
+    assert (name, level) == ("critic", "warning")
+    assert "is left out" in text
