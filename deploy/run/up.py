@@ -127,10 +127,7 @@ class _Run:
             early = self._start_broker(supervisor)
         if early is not None:
             return self.report(early, None)
-        broker = Broker.connect(self.config)
-        broker.owner.claim(Owner.of(claim_folder(self.config).id, self.config.folder))
-        if self.changes:
-            self.on_change(Change("up", f"goes on with other settings: {', '.join(self.changes)}"))
+        broker = self.take_name()
         commands = CommandFollower(supervisor, broker)
         commands.begin({"generator": self.config.generator.replicas, "reward": self.config.reward.replicas})
         with (
@@ -164,6 +161,14 @@ class _Run:
         ending = finish(self.config, outcome, self.phases)
         supervisor.stop()
         return self.report(outcome, ending)
+
+    def take_name(self) -> Broker:
+        """Take the run's name at the broker, and tell which settings have changed since the last attempt."""
+        broker = Broker.connect(self.config)
+        broker.owner.claim(Owner.of(claim_folder(self.config).id, self.config.folder))
+        if self.changes:
+            self.on_change(Change("up", f"goes on with other settings: {', '.join(self.changes)}"))
+        return broker
 
     def on_change(self, change: Change) -> None:
         """Show what the supervisor did to a service, and write it into the timeline."""

@@ -14,6 +14,7 @@ from broker.client import Broker
 from broker.connection.connection import Connection
 from broker.connection.embedded import EmbeddedServer
 from broker.connection.keys import Keys
+from deploy.run.folder import settle_configuration
 from deploy.run.up import _Run, latest
 from deploy.supervisor.commands import CommandFollower
 from deploy.supervisor.events import KEPT, TimelineWriter
@@ -80,6 +81,26 @@ def up_run(folder: Path) -> _Run:
         }
     )
     return _Run(config, folder / "config.yaml", Processes())
+
+
+def test_settings_that_changed_since_the_last_attempt_are_in_the_timeline(
+    server: EmbeddedServer, broker: Broker, tmp_path: Path
+) -> None:
+    first = up_run(tmp_path).config
+    name = broker.connection.keys.run
+    first = first.model_copy(
+        update={
+            "run": first.run.model_copy(update={"name": name}),
+            "broker": first.broker.model_copy(update={"url": server.url}),
+        }
+    )
+    second = first.model_copy(update={"trainer": first.trainer.model_copy(update={"steps": 20})})
+    for config, told in ((first, 0), (first, 0), (second, 1)):
+        run = _Run(config, tmp_path / "config.yaml", Processes(), settle_configuration(config))
+        with run.timeline.to(run.take_name()):
+            pass
+        assert len(texts(broker)) == told
+    assert texts(broker) == [f"up: goes on with other settings: trainer.steps {first.trainer.steps} -> 20"]
 
 
 def test_the_live_view_does_not_say_twice_what_the_supervisor_did(broker: Broker, tmp_path: Path) -> None:
