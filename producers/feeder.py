@@ -95,8 +95,8 @@ class Feeder:
             admission = self._broker.ledger.admit_all(tasks, self._run)
             self._cursor = admission.next
             room -= count
-            for task in tasks[: admission.admitted]:
-                self._count_unusable(admission.unusable.get(task.task_id))
+            for task_id in admission.admitted:
+                self._count_unusable(admission.unusable.get(task_id))
             if admission.answer not in ("ok", "moved"):
                 return admission.answer
         return "stopping"

@@ -28,12 +28,13 @@ Setting = Literal["staleness", "batch", "concurrency"]
 class Admission:
     """Answer to an attempt to admit: the first that is not ok. next: the task id to admit next.
 
-    admitted: how many tasks came before that answer. unusable: those of them whose groups failed as they came in.
+    admitted: ids of the tasks that were admitted; where others were to be made again first, also behind one that was
+    not the next. unusable: those of them whose groups failed as they came in.
     """
 
     answer: AdmissionAnswer
     next: int
-    admitted: int
+    admitted: Sequence[int]
     unusable: dict[int, UnusableTask] = field(default_factory=dict)
 
 
@@ -131,16 +132,13 @@ class Ledger:
             body, wrong = check_sendable(task, self._max_bytes)
             calls.append((task.task_id, body, task.n, letter_of(wrong, self._max_bytes), run.id))
             unusable.append(wrong)
-        admitted, following, answer = 0, tasks[0].task_id, "ok"
-        for word, cursor in self._connection.run_scripts("admit_task", calls):
-            if word == OTHER_RUN:
-                raise run.replaced()
-            answer, following = word.decode(), int(cursor)
-            if answer != "ok":
-                break
-            admitted += 1
-        failed = {wrong.task_id: wrong for wrong in unusable[:admitted] if wrong is not None}
-        return Admission(cast(AdmissionAnswer, answer), following, admitted, failed)
+        answers = self._connection.run_scripts("admit_task", calls)
+        if any(word == OTHER_RUN for word, _ in answers):
+            raise run.replaced()
+        refusal = next((word.decode() for word, _ in answers if word != b"ok"), "ok")
+        admitted = [task.task_id for task, (word, _) in zip(tasks, answers, strict=True) if word == b"ok"]
+        failed = {wrong.task_id: wrong for wrong in unusable if wrong is not None and wrong.task_id in admitted}
+        return Admission(cast(AdmissionAnswer, refusal), int(answers[-1][1]), admitted, failed)
 
     def change_position(self) -> bytes:
         """Return the present position in the stream of changes: read it before the ledger, for ``wait_change``."""

@@ -109,18 +109,22 @@ def _feeder(evidence: Evidence, folder: Path) -> None:
     _once(evidence, Ledger, "admit_all", "answered")
 
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
-        def admit_all(self: Ledger, tasks: Sequence[Task | UnusableTask]) -> Any:
+        def admit_all(self: Ledger, tasks: Sequence[Task | UnusableTask], *args: Any) -> Any:
             unusable = [task for task in tasks if isinstance(task, UnusableTask)]
             for task in unusable:
                 evidence.write("end?", t=task.task_id, how="failed", reason="bad example")
-            admission = original(self, tasks)
+            losses = self._connection.losses
+            admission = original(self, tasks, *args)
             for task in unusable:
-                answer = "ok" if task.task_id in admission.unusable else "no"
-                evidence.write("end", t=task.task_id, how="failed", reason="bad example", a=answer)
-            for task in tasks[: admission.admitted]:
-                evidence.write("admit", t=task.task_id, a="ok", c=admission.next)
-            if admission.admitted < len(tasks):
-                evidence.write("admit", t=tasks[admission.admitted].task_id, a=admission.answer, c=admission.next)
+                if task.task_id in admission.unusable:
+                    evidence.write("end", t=task.task_id, how="failed", reason="bad example", a="ok")
+                elif self._connection.losses == losses:
+                    # An attempt whose answer was lost may have admitted it: then it stays without an answer.
+                    evidence.write("end", t=task.task_id, how="failed", reason="bad example", a="no")
+            for task_id in admission.admitted:
+                evidence.write("admit", t=task_id, a="ok", c=admission.next)
+            if len(admission.admitted) < len(tasks):
+                evidence.write("admit", t=tasks[0].task_id, a=admission.answer, c=admission.next)
             return admission
 
         return admit_all

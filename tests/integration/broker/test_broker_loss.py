@@ -18,6 +18,7 @@ from broker.connection.embedded import EmbeddedServer
 from broker.connection.keys import Keys
 from broker.flow.progress import TakeoverRequest
 from broker.flow.trainer_session import TrainerSession
+from broker.queues.dead_letters import UnusableTask
 from broker.queues.tasks import eval_task_id
 from broker.telemetry.streams import EvalResult
 from schemas.codec import encode
@@ -604,7 +605,7 @@ def test_a_server_that_is_replaced_just_after_it_was_given_a_script_gets_it_agai
     monkeypatch.setattr(client, "script_load", load)
     client.script_flush()
     if at_once:
-        assert broker.ledger.admit_all([make_task(0), make_task(1)]).admitted == 2
+        assert broker.ledger.admit_all([make_task(0), make_task(1)]).admitted == [0, 1]
     else:
         assert broker.ledger.read_state().balanced
     assert len(given) == 2
@@ -619,3 +620,18 @@ def test_waiting_for_scores_outlives_a_stream_that_vanishes_between_two_looks(
     training.wait_for_scores(timeout_ms=1)
     with pytest.raises(BrokerLost):  # What a trainer takes over again for, where "no such key" ended it.
         training.claim_scores(1)
+
+
+def test_tasks_behind_a_gap_in_those_that_are_made_again_are_answered_for_too(broker: Broker) -> None:
+    training = take_over(broker)
+    for task_id in range(5):
+        broker.ledger.admit(make_task(task_id))
+    training.drop_group(1, "stale", [])
+    saved = checkpoint(training)
+    wipe(broker)
+    take_over_as(broker, saved)
+    broken = UnusableTask(3, 2, "half a character")
+    admission = broker.ledger.admit_all([make_task(0), make_task(1), make_task(2), broken, make_task(4)])
+    assert (admission.answer, admission.next) == ("moved", 5)
+    assert admission.admitted == [0, 2, 3, 4]
+    assert list(admission.unusable) == [3]
