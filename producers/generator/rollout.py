@@ -201,8 +201,8 @@ class Rollout:
 
     def _has_grown(self, partial: Partial) -> bool:
         """Whether it has more tokens than the sample had when this rollout began."""
-        before = [len(saved.tokens) for saved in self._task.partials if saved.sample == partial.sample]
-        return len(partial.tokens) > max(before, default=0)
+        before = [saved.size for saved in self._task.partials if saved.sample == partial.sample]
+        return partial.size > max(before, default=0)
 
     def _save(self, partial: Partial) -> None:
         good = self._context.updates.trusted_length(partial.spans, len(partial.tokens))
@@ -249,7 +249,7 @@ def longest(partials: Sequence[Partial]) -> list[Partial]:
     """The longest partial of each sample, the first of equals."""
     found: dict[int, Partial] = {}
     for partial in partials:
-        if partial.sample not in found or len(partial.tokens) > len(found[partial.sample].tokens):
+        if partial.sample not in found or partial.size > found[partial.sample].size:
             found[partial.sample] = partial
     return list(found.values())
 

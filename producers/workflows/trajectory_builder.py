@@ -9,7 +9,7 @@ from typing import Any
 from producers.engines.base import Completion
 from producers.rendering.tokenizer import Tokenizer
 from schemas.codec import Array
-from schemas.messages import FinishReason, Partial, Span, Task, Trajectory, Turn
+from schemas.messages import Call, FinishReason, Partial, Segment, Span, Task, Trajectory, Turn
 
 
 @dataclass
@@ -17,7 +17,8 @@ class SampledCompletion:
     """A finished sample of T tokens, prompt and completion together.
 
     loss_mask: 1 where the policy generated the token. logprobs: natural log, 0 elsewhere.
-    spans, turns: over positions of ``tokens``. data: added to the task's data for the reward.
+    spans, turns, segments: over positions of ``tokens``. data: added to the task's data for the reward. reward,
+    metrics: as in Trajectory. calls: the model calls of an agent's episode, in the order of time.
     """
 
     index: int
@@ -30,6 +31,10 @@ class SampledCompletion:
     prompt: str
     completion: str
     data: dict[str, Any] = field(default_factory=dict)
+    segments: list[Segment] = field(default_factory=list)
+    reward: float | None = None
+    metrics: dict[str, float] = field(default_factory=dict)
+    calls: list[Call] = field(default_factory=list)
 
     def to_trajectory(self, task: Task, run: str, generator: str, seconds: float = 0.0) -> Trajectory:
         """The message that this sample of ``task`` travels as; ValueError when its parts do not fit together."""
@@ -49,11 +54,22 @@ class SampledCompletion:
             generator=generator,
             seconds=seconds,
             data={**task.data, **self.data},
+            segments=self.segments,
+            reward=self.reward,
+            metrics=self.metrics,
+            calls=len(self.calls),
         )
 
     def to_partial(self, end: int | None = None) -> Partial:
-        """What was generated before position ``end``, with positions counted from the first generated token."""
-        return _partial(self, end)
+        """What was generated before position ``end``, with positions counted from the first generated token.
+
+        Of an agent's episode the calls without a token of the version at ``end`` or of a newer one.
+        """
+        if not self.calls:
+            return _partial(self, end)
+        limit = next((span.version for span in self.spans if end is not None and span.end > end), None)
+        kept = [c for c in self.calls if limit is None or all(span.version < limit for span in c.spans)]
+        return Partial(sample=self.index, tokens=Array.of([], "i4"), logprobs=Array.of([], "f4"), spans=[], calls=kept)
 
 
 class TrajectoryBuilder:

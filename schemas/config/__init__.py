@@ -4,6 +4,7 @@ Every setting has its type, unit, default and limits in the file of its section;
 ``docs/configuration.md`` is made from these.
 """
 
+from schemas.config.agents import AgentsConfig
 from schemas.config.algorithm import AdvantageConfig, KlConfig, LossConfig, RejectionConfig
 from schemas.config.data import DatasetConfig, EvalConfig, RewardConfig, RewardTerm
 from schemas.config.deploy import ControlConfig, DeploymentsConfig, LauncherConfig, ProbesConfig, SupervisorConfig
@@ -23,6 +24,7 @@ from schemas.config.trainer import (
 
 __all__ = [
     "AdvantageConfig",
+    "AgentsConfig",
     "BrokerConfig",
     "CheckpointConfig",
     "ControlConfig",

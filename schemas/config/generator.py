@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
+from schemas.config.agents import AgentsConfig
 from schemas.config.base import Seconds, Section
 
 REFUSED_SAMPLING = (
@@ -93,3 +94,4 @@ class GeneratorConfig(Section):
         " log-probabilities are not the policy's.",
     )
     workflow: WorkflowConfig = Field(default_factory=WorkflowConfig)
+    agents: AgentsConfig = Field(default_factory=AgentsConfig)

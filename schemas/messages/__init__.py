@@ -5,14 +5,26 @@ log-probabilities) has length T and refers to the same position.
 """
 
 from schemas.messages.batches import BatchRecord, GroupRef, Member, RecordedGroup, StepRecord
+from schemas.messages.partials import Call, Partial, Piece
 from schemas.messages.tasks import ChatMessage, Sampling, Task
 from schemas.messages.telemetry import DeadLetter, Event, Heartbeat
-from schemas.messages.trajectories import FinishReason, Kind, Partial, Piece, Score, ScoreStatus, Span, Trajectory, Turn
+from schemas.messages.trajectories import (
+    FinishReason,
+    Kind,
+    Row,
+    Score,
+    ScoreStatus,
+    Segment,
+    Span,
+    Trajectory,
+    Turn,
+)
 from schemas.messages.weights import Adapter, Delta, FileSource, Manifest, Payload, Probe, TensorSpec, WeightSource
 
 __all__ = [
     "Adapter",
     "BatchRecord",
+    "Call",
     "ChatMessage",
     "DeadLetter",
     "Delta",
@@ -29,9 +41,11 @@ __all__ = [
     "Piece",
     "Probe",
     "RecordedGroup",
+    "Row",
     "Sampling",
     "Score",
     "ScoreStatus",
+    "Segment",
     "Span",
     "StepRecord",
     "Task",

@@ -7,7 +7,8 @@ from typing import Any
 import msgspec
 
 from schemas.codec import Message
-from schemas.messages.trajectories import Kind, Partial
+from schemas.messages.partials import Partial
+from schemas.messages.trajectories import Kind
 
 
 class ChatMessage(msgspec.Struct, frozen=True, gc=False):

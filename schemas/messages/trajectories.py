@@ -1,4 +1,9 @@
-"""Trajectories (finished samples), their scores, and the saved parts of unfinished samples."""
+"""Trajectories (finished samples) and their scores.
+
+An episode, one sample of a task, may need several token sequences: a sub-agent has a conversation of its own, a client
+may rewrite its history. Each is a segment. It is one row in training; the wire holds each token once, since a segment
+may begin with the first tokens of an earlier one's row.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +16,7 @@ import numpy as np
 from schemas.codec import Array, Message
 
 Kind = Literal["train", "eval"]
-FinishReason = Literal["stop", "length", "abort"]
+FinishReason = Literal["stop", "length", "abort", "calls", "deadline"]
 ScoreStatus = Literal["ok", "error", "timeout"]
 _minimum, _maximum = np.minimum.reduce, np.maximum.reduce
 
@@ -25,30 +30,42 @@ class Span(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Turn(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Tokens [start, end) of a trajectory, which are one turn of ``role``."""
+    """Tokens [start, end) of a trajectory, which are one turn of ``role``.
+
+    call: number of the model call that sampled it, in the order of time; -1 where nobody numbers them. reward: the part
+    of the sample's reward that this turn earned, None: nothing is known.
+    """
 
     role: str
     start: int
     end: int
+    call: int = -1
+    reward: float | None = None
 
 
-class Partial(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """An unfinished sample: tokens int32 and logprobs float32, the same length, of generated tokens only."""
+class Segment(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Tokens [start, end) of a trajectory, which are what is new in one row of training.
 
-    sample: int
-    tokens: Array
-    logprobs: Array
-    spans: list[Span]
-
-
-class Piece(Message, kw_only=True, tag="piece"):
-    """Tokens that an unfinished sample has gained since the piece before it, in the form of a partial sample.
-
-    The spans count from the piece's first token, which is the sample's generated token number ``start``.
+    The row begins with the first ``shared`` tokens of the row of segment ``parent`` (an earlier one, -1: none), which
+    are not trained again. name: of the agent whose conversation it is, ``main`` or a sub-agent's.
     """
 
     start: int
-    partial: Partial
+    end: int
+    parent: int = -1
+    shared: int = 0
+    name: str = "main"
+
+
+class Row(msgspec.Struct, frozen=True, gc=False):
+    """A token sequence to train. places: int64 [L], where each token stands in the trajectory's arrays.
+
+    shared: so many of its first tokens are context only, because another row trains them. name: its segment's.
+    """
+
+    places: Any
+    shared: int
+    name: str
 
 
 class Trajectory(Message, kw_only=True, tag="trajectory"):
@@ -58,8 +75,10 @@ class Trajectory(Message, kw_only=True, tag="trajectory"):
     logprobs: float32 [T], natural log of the probability the token was sampled with
     (after temperature), 0 where loss_mask is 0.
     spans: weight versions, in order, covering every loss token.
-    finish: ``length`` means truncated; nothing else says so.
-    seconds: wall time in the generator.
+    segments: rows to train, whose new tokens follow one another in the arrays; empty: the arrays are one row.
+    finish: ``length`` means truncated; ``calls`` and ``deadline``, that an agent reached that limit.
+    reward: what the workflow says that the sample is worth, None: it says nothing. metrics: its numbers, for people.
+    calls: model calls, 0 where nobody counts them. seconds: wall time in the generator.
     """
 
     run: str
@@ -77,6 +96,10 @@ class Trajectory(Message, kw_only=True, tag="trajectory"):
     generator: str
     seconds: float = 0.0
     data: dict[str, Any] = {}
+    segments: list[Segment] = []
+    reward: float | None = None
+    metrics: dict[str, float] = {}
+    calls: int = 0
 
     def __post_init__(self) -> None:
         # Every trajectory is checked where it is made and at each hop, so each check is one pass without a copy.
@@ -102,6 +125,32 @@ class Trajectory(Message, kw_only=True, tag="trajectory"):
             if highest > 1e-4:
                 raise ValueError(f"logprobs must be 0 or less, largest is {highest}")
         self._check_spans(mask.data, tokens.shape)
+        self._check_numbers()
+        if self.segments:
+            self._check_segments()
+
+    def _check_numbers(self) -> None:
+        rewards = [turn.reward for turn in self.turns] + [self.reward]
+        if wrong := [value for value in rewards if value is not None and not math.isfinite(value)]:
+            raise ValueError(f"reward {wrong[0]} is not finite")
+        for name, value in self.metrics.items():
+            if not math.isfinite(value):
+                raise ValueError(f"metrics.{name} {value} is not finite")
+
+    def _check_segments(self) -> None:
+        end, lengths = 0, list[int]()
+        for k, segment in enumerate(self.segments):
+            if segment.start != end or segment.end <= segment.start:
+                raise ValueError(f"segment {k} [{segment.start}, {segment.end}) must begin at {end} and hold a token")
+            if not -1 <= segment.parent < k:
+                raise ValueError(f"segment {k}: parent {segment.parent} must be an earlier segment, or -1")
+            longest = lengths[segment.parent] if segment.parent >= 0 else 0
+            if not 0 <= segment.shared <= longest:
+                raise ValueError(f"segment {k} shares {segment.shared} tokens of a row of {longest}")
+            end = segment.end
+            lengths.append(segment.shared + segment.end - segment.start)
+        if end != self.tokens.shape:
+            raise ValueError(f"segments end at {end}, the trajectory has {self.tokens.shape} tokens")
 
     def _refuse_arrays(self) -> None:
         length = self.tokens.shape
@@ -132,6 +181,17 @@ class Trajectory(Message, kw_only=True, tag="trajectory"):
     def oldest_version(self) -> int:
         """Return the version of the oldest loss token; -1 if there is none."""
         return min((span.version for span in self.spans), default=-1)
+
+    def rows(self) -> list[Row]:
+        """Return the rows to train, one for each segment."""
+        if not self.segments:
+            return [Row(np.arange(len(self.tokens)), 0, "main")]
+        found: list[Row] = []
+        for segment in self.segments:
+            new = np.arange(segment.start, segment.end)
+            before = found[segment.parent].places[: segment.shared] if segment.parent >= 0 else new[:0]
+            found.append(Row(np.concatenate([before, new]), segment.shared, segment.name))
+        return found
 
     def versions(self) -> Any:
         """Return the weight version of each token, int32 [T]; -1 where no span covers it."""

@@ -1,0 +1,51 @@
+"""Unfinished samples: what is kept of them, so that another generator can go on with them."""
+
+from __future__ import annotations
+
+import msgspec
+
+from schemas.codec import Array, Message
+from schemas.messages.trajectories import FinishReason, Span
+
+
+class Call(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """A model call of an unfinished episode, with which the same call of the agent is answered when it starts again.
+
+    key: digest of the token ids of its prompt, and of how often the same was asked before. tokens int32, logprobs
+    float32, the same length: what was sampled; spans count from the first of them. finish: ``abort`` while it grows.
+    """
+
+    key: bytes
+    tokens: Array
+    logprobs: Array
+    spans: list[Span]
+    finish: FinishReason
+
+
+class Partial(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """An unfinished sample: tokens int32 and logprobs float32, the same length, of generated tokens only.
+
+    calls: those of an agent's episode, which has nothing in ``tokens``, in the order in which they were answered.
+    """
+
+    sample: int
+    tokens: Array
+    logprobs: Array
+    spans: list[Span]
+    calls: list[Call] = []
+
+    @property
+    def size(self) -> int:
+        """Number of sampled tokens."""
+        return len(self.tokens) + sum(len(call.tokens) for call in self.calls)
+
+
+class Piece(Message, kw_only=True, tag="piece"):
+    """Tokens that an unfinished sample has gained since the piece before it, in the form of a partial sample.
+
+    The spans count from the piece's first token, which is the sample's generated token number ``start``. Of an agent's
+    episode it has the calls from number ``start`` on.
+    """
+
+    start: int
+    partial: Partial
