@@ -17,6 +17,7 @@ import structlog
 
 from broker.client import Broker
 from broker.health import ProbeServer, Pulse
+from broker.telemetry.streams import parse_heartbeat
 from schemas.config import ProbesConfig
 from schemas.errors import InfraError, TidemillError
 from schemas.messages import Heartbeat
@@ -25,33 +26,34 @@ BEAT_S = 1.0
 FRESH_S = 15.0
 """A service that was silent for so long has no name to keep."""
 WATCH_S = 3 * BEAT_S
-SETTLE_S = 0.2
-"""So long after its first heartbeat a service looks whether another process took its name at the same moment."""
 
 log = structlog.get_logger()
 
 
-def check_name(broker: Broker, service: str) -> None:
+def check_name(broker: Broker, service: str) -> bytes:
     """Return if no other process has this name; InfraError when one that is alive has.
 
     A heartbeat may be left of a process that was killed. It is known to be dead where its process ids are ours;
-    elsewhere it is alive if it beats again within WATCH_S.
+    elsewhere it is alive if it beats again within WATCH_S. Returns that heartbeat's bytes, b"" if there is none.
     """
-    first = broker.heartbeats.read(service)
+    left = broker.heartbeats.read_bytes(service)
+    first = parse_heartbeat(left)
     if first is None or _is_gone(first) or broker.heartbeats.read_clock() - first.time > FRESH_S:
-        return
+        return left
     end = time.monotonic() + WATCH_S
     while time.monotonic() < end:
         threading.Event().wait(BEAT_S / 10)
         beat = broker.heartbeats.read(service)
         if beat is not None and beat.time > first.time:
-            raise _name_taken(beat)
+            raise _name_taken(service, beat)
+    return left
 
 
-def _name_taken(beat: Heartbeat) -> InfraError:
+def _name_taken(service: str, beat: Heartbeat | None) -> InfraError:
+    who = f"with process id {beat.pid} on {beat.host}" if beat else "of another version of Tidemill"
     return InfraError(
-        f"{beat.service} runs already, with process id {beat.pid} on {beat.host}, and two services of one name would"
-        f" take each other's work: end it, or give this one another name: --name {beat.service}-b"
+        f"{service} runs already, {who}, and two services of one name would take each other's work: end it, or give"
+        f" this one another name: --name {service}-b"
     )
 
 
@@ -137,17 +139,14 @@ class HeartbeatThread:
             log.warning("could not sign off", error=str(error))
 
     def _take_name(self) -> None:
-        """Of several that are started at the same moment one keeps the name: whose heartbeat is the last."""
-        check_name(self._broker, self._service)
-        try:
-            self._beat()
-        except (TidemillError, redis.RedisError) as error:
-            log.warning("no sign of life could be sent", error=str(error))
-            return
-        time.sleep(SETTLE_S)
-        last = self._broker.heartbeats.read(self._service)
-        if last is not None and (last.place, last.host, last.pid) != (self._place, socket.gethostname(), os.getpid()):
-            raise _name_taken(last)
+        """Take the name with the first heartbeat, which the broker refuses if anybody took it since it was looked at.
+
+        So of several that are started at the same moment one keeps the name, however long another stands still.
+        """
+        left = check_name(self._broker, self._service)
+        holder = self._broker.heartbeats.claim(self._make_heartbeat(), left)
+        if holder is not None:
+            raise _name_taken(self._service, parse_heartbeat(holder))
 
     def soon(self) -> None:
         """Beat at once, because an order was acknowledged."""
@@ -173,17 +172,18 @@ class HeartbeatThread:
                 return
 
     def _beat(self) -> None:
+        self._broker.heartbeats.send(self._make_heartbeat())
+
+    def _make_heartbeat(self) -> Heartbeat:
         state, version, figures = self._describe()
-        self._broker.heartbeats.send(
-            Heartbeat(
-                service=self._service,
-                role=self._role,
-                host=socket.gethostname(),
-                pid=os.getpid(),
-                state=state,
-                version=version,
-                figures=figures,
-                acknowledged=dict(self._acknowledged()),
-                place=self._place,
-            )
+        return Heartbeat(
+            service=self._service,
+            role=self._role,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            state=state,
+            version=version,
+            figures=figures,
+            acknowledged=dict(self._acknowledged()),
+            place=self._place,
         )

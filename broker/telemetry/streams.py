@@ -65,6 +65,18 @@ class Heartbeats:
         heartbeat.time = self._connection.run_once("reading the broker's clock", _stamp)
         self._connection.run_script_once("heartbeat", heartbeat.service, encode(heartbeat), FORGOTTEN_S)
 
+    def claim(self, heartbeat: Heartbeat, left: bytes) -> bytes | None:
+        """Send the first heartbeat of a process that may be the only one of its name; None when it has the name.
+
+        Otherwise nothing is sent, and the answer is the heartbeat of the process that has it. left: the bytes of the
+        heartbeat that the name's last process is known to have left, b"" for none: any other is of a living process.
+        """
+        heartbeat.time = self.read_clock()
+        answer: bytes = self._connection.run_script(
+            "heartbeat", heartbeat.service, encode(heartbeat), FORGOTTEN_S, left
+        )
+        return None if answer == b"ok" else answer
+
     def send_all(self, heartbeats: Sequence[Heartbeat]) -> None:
         """``send`` for many services in one round trip; who sends it has stamped them."""
         calls = [(beat.service, encode(beat), FORGOTTEN_S) for beat in heartbeats]
@@ -80,10 +92,14 @@ class Heartbeats:
 
     def read(self, service: str) -> Heartbeat | None:
         """The last heartbeat of a service; None if there is none, or one of another version of Tidemill."""
+        return parse_heartbeat(self.read_bytes(service))
+
+    def read_bytes(self, service: str) -> bytes:
+        """The last heartbeat of a service as it was sent, b"" if there is none."""
         body: Any = self._connection.run(
             "reading a heartbeat", lambda c: c.hget(self._connection.keys.services, service)
         )
-        return None if body is None else _heartbeat(body)
+        return body or b""
 
     def read_age_s(self, service: str) -> float | None:
         """Seconds since the last heartbeat of a service, by the broker's clock; None if there is none."""
@@ -117,11 +133,12 @@ class Heartbeats:
         found: Any = self._connection.run(
             "listing services", lambda client: client.hgetall(self._connection.keys.services)
         )
-        beats = [beat for body in found.values() if (beat := _heartbeat(body)) is not None]
+        beats = [beat for body in found.values() if (beat := parse_heartbeat(body)) is not None]
         return sorted(beats, key=lambda beat: beat.service)
 
 
-def _heartbeat(body: bytes) -> Heartbeat | None:
+def parse_heartbeat(body: bytes) -> Heartbeat | None:
+    """Parse a heartbeat as it was sent; None for none, and for one of another version of Tidemill."""
     try:
         return decode(body, Heartbeat)
     except BadMessage:

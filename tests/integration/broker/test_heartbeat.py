@@ -8,8 +8,10 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
+import redis
 
 from broker import heartbeat
 from broker.client import Broker
@@ -119,25 +121,53 @@ def test_a_name_is_free_when_the_process_that_had_it_elsewhere_beats_no_more(
     check_name(broker, "g")
 
 
-def test_of_two_that_are_started_at_the_same_moment_one_keeps_the_name(broker: Broker) -> None:
-    """Both have looked for the name before either has it."""
+def test_of_two_that_look_for_a_name_at_the_same_moment_one_gets_it_however_long_it_stands_still(
+    broker: Broker,
+) -> None:
     other = Heartbeat(service="g", role="generator", host="h", pid=1, state="running", place="another system")
-    ended = threading.Event()
 
-    def follow() -> None:
-        while not ended.wait(0.005):
-            if broker.heartbeats.read("g") is not None:
-                broker.heartbeats.send(other)
-                return
+    def describe() -> tuple[str, int, dict[str, float]]:
+        """Called for the first heartbeat, after the look: in between the other one, too, has found the name free."""
+        broker.heartbeats.send(other)
+        return "loading", 0, {}
 
-    thread = threading.Thread(target=follow)
-    thread.start()
-    begun = HeartbeatThread(broker, "g", "generator", lambda: ("loading", 0, {}), sole=True)
-    try:
-        with pytest.raises(InfraError, match="g runs already, with process id 1 on h"), begun:
-            pytest.fail("both have the name")
-    finally:
-        ended.set()
-        thread.join(10)
-    with HeartbeatThread(broker, "alone", "generator", lambda: ("loading", 0, {}), sole=True):
-        assert broker.heartbeats.read("alone") is not None
+    begun = HeartbeatThread(broker, "g", "generator", describe, sole=True)
+    with pytest.raises(InfraError, match="g runs already, with process id 1 on h"), begun:
+        pytest.fail("both have the name")
+    assert [beat.pid for beat in broker.heartbeats.list()] == [1], "nobody is told of the one that was refused"
+
+
+def test_a_name_is_free_whatever_another_version_of_tidemill_left_under_it(broker: Broker) -> None:
+    broker.connection.client.hset(broker.connection.keys.services, "g", b"of another version")
+    with HeartbeatThread(broker, "g", "generator", lambda: ("loading", 0, {}), sole=True):
+        assert broker.heartbeats.read("g") is not None
+
+
+def test_a_name_is_claimed_by_one_process_and_again_when_the_answer_to_it_is_lost(broker: Broker) -> None:
+    def beat(pid: int) -> Heartbeat:
+        return Heartbeat(service="g", role="generator", host="h", pid=pid, state="loading", place="x")
+
+    assert broker.heartbeats.claim(beat(1), b"") is None
+    left = broker.heartbeats.read_bytes("g")
+    assert broker.heartbeats.claim(beat(2), b"") == left
+    assert broker.heartbeats.claim(beat(2), left) is None, "it is known to be dead"
+    assert broker.heartbeats.claim(beat(3), left) == broker.heartbeats.read_bytes("g")
+    broker.heartbeats.remove("g")
+    assert broker.heartbeats.claim(beat(3), left) is None, "it has ended meanwhile"
+    answers: list[object] = []
+    lose_first_answer(broker, answers)
+    assert broker.heartbeats.claim(beat(4), broker.heartbeats.read_bytes("g")) is None
+    assert answers == [b"ok", b"ok"]
+
+
+def lose_first_answer(broker: Broker, answers: list[object]) -> None:
+    """From now on the answer to the first script that runs gets lost, after it ran."""
+    real = broker.connection._evaluate
+
+    def evaluate(*args: Any) -> Any:
+        answers.append(real(*args))
+        if len(answers) == 1:
+            raise redis.ConnectionError("lost")
+        return answers[-1]
+
+    broker.connection._evaluate = evaluate  # type: ignore[method-assign]
