@@ -50,7 +50,7 @@ ROLES: Mapping[str, Role] = {
     ),
     "generator": Role(
         "publish_samples save_partials take_evaluations fail_sample return_task fail_task renew_tasks drop_dead_letters"
-        " heartbeat append_telemetry add_counts",
+        " note_verdict heartbeat append_telemetry add_counts",
         f"{_SERVICE} hmget hgetall xread xrange xrevrange",
         "WEIGHTS CHUNKS ORDERS RUN_CONTROL",
         only=_WORKER,

@@ -30,6 +30,7 @@ class Keys:
         self.orders = self._key("orders")
         self.weights = self._key("weights")
         self.chunks = self._key("chunks")
+        self.refusals = self._key("refusals")
         self.events = self._key("events")
         self.metrics = self._key("metrics")
         self.services = self._key("services")

@@ -5,6 +5,7 @@ A version number belongs to one set of weights for ever: the stream refuses it a
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,23 @@ from schemas.messages import Adapter, Delta, Manifest, Payload, Probe, TensorSpe
 log = structlog.get_logger()
 _MOST = 1 << 28
 """Bytes of a manifest, which names every tensor and chunk."""
+_MOST_REASON = 400
+"""Characters of a reason to refuse a version."""
+
+
+@dataclass(frozen=True)
+class Refusals:
+    """The verdicts of generators on the newest version that any of them spoke of, -1 before the first.
+
+    count: how often one that has no other weights refused it. generators: which ones. last: the newest reason.
+    usable: whether any has had it in use.
+    """
+
+    version: int
+    count: int
+    generators: frozenset[str]
+    last: str
+    usable: bool
 
 
 class WeightStore:
@@ -198,6 +216,28 @@ class WeightStore:
         # Manifests of large models are large: none is read where nothing came.
         newest = self.newest() if came else None
         return newest if newest is not None and newest.version > version else None
+
+    def note_verdict(self, version: int, generator: str, reason: str = "") -> None:
+        """Note that a generator has a version in use, or its ``reason`` to refuse it and be left without weights.
+
+        Tried once: losing one harms nothing, and a repeated one would count twice.
+        """
+        self._connection.run_script_once("note_verdict", version, generator, reason[:_MOST_REASON])
+
+    def read_refusals(self) -> Refusals:
+        """What the generators of this attempt of the run said of the newest version."""
+        found: Any = self._connection.run(
+            "looking for refusals", lambda client: client.hgetall(self._connection.keys.refusals)
+        )
+        return Refusals(
+            version=int(found.get(b"version", -1)),
+            count=int(found.get(b"count", 0)),
+            generators=frozenset(
+                name.removeprefix(b"by:").decode(errors="replace") for name in found if name.startswith(b"by:")
+            ),
+            last=found.get(b"last", b"").decode(errors="replace"),
+            usable=b"usable" in found,
+        )
 
     def fetch(self, payload: Payload, folder: Path) -> Path:
         """A verified local file, in ``folder`` where it does not lie in a shared one; InfraError: damaged or gone."""

@@ -20,7 +20,7 @@ from consumers.trainer.data.microbatches import Batch
 from consumers.trainer.leadership import Leadership
 from consumers.trainer.model.hf_weights import copy_tokenizer
 from consumers.trainer.pause import PauseFollower
-from consumers.trainer.publishing import WeightPublisher
+from consumers.trainer.publishing import RefusalWatch, WeightPublisher
 from consumers.trainer.step.train_step import TrainStep
 from consumers.trainer.step_log import StepLog
 from schemas.config import TidemillConfig
@@ -48,6 +48,7 @@ class Trainer:
         self.step_log = StepLog(context)
         self.leadership = Leadership(context, self.step_log.evaluations)
         self.publisher = WeightPublisher(context, self.leadership)
+        self.refusal_watch = RefusalWatch(context)
         self.checkpoints = Checkpointing(context)
         self.pause = PauseFollower(context, save=self.checkpoints.save_now)
 
@@ -94,9 +95,13 @@ class Trainer:
         return self.checkpoints.replayable()
 
     def unblock_others(self) -> None:
-        """Provide, while no batch comes, what the others may wait for: room in the broker, weights, or figures."""
+        """Provide, while no batch comes, what the others may wait for: room in the broker, weights, or figures.
+
+        RunFailed when no generator can use the weights.
+        """
         self.checkpoints.poll()
         self.publisher.publish()
+        self.refusal_watch.check()
         self.step_log.write_evaluations()
 
     def replay(self, journaled: list[BatchRecord], stop: StopFlag) -> None:

@@ -1,4 +1,7 @@
-"""New weight versions on their way to the generators, in a thread, so that the next step starts at once."""
+"""New weight versions on their way to the generators, in a thread, so that the next step starts at once.
+
+And the end of a run whose generators can't use what arrives.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ import structlog
 import torch
 
 from broker.flow.fencing import term_number
+from broker.heartbeat import FRESH_S
 from broker.weights.delta_writer import DeltaWriter
 from broker.weights.transports import make_transport
 from consumers.trainer.context import TrainerContext, describe_broken
@@ -16,6 +20,9 @@ from consumers.trainer.leadership import Leadership
 from schemas.codec import Array
 from schemas.errors import DiskError, InfraError, RunFailed
 from schemas.messages import Probe
+
+MOST_REFUSALS = 3
+"""So often a version may be refused by generators without weights, each of which was started anew for it."""
 
 log = structlog.get_logger()
 
@@ -122,3 +129,44 @@ class WeightPublisher:
             sending, self._sending = self._sending, None
             self._full = isinstance(sending.exception(), DiskError)
             sending.result()
+
+
+class RefusalWatch:
+    """Finds out, while no batch comes, that no generator can use the trainer's weights, so that none ever will come.
+
+    A generator that can't use them and has no others ends and is started anew, to no avail where all find the same:
+    numbers too large for float16, say, in an engine that computes in another order than the trainer.
+    """
+
+    def __init__(self, context: TrainerContext) -> None:
+        self._context = context
+        self._first = (-1, 0)
+        """The version that was looked at last, and its refusals then."""
+
+    def check(self) -> None:
+        """RunFailed when generators refuse this version again and again, none could use it, and none has another.
+
+        Refusals that began before this trainer count, but there must be a new one: those may be of generators that
+        were mended since. Whoever is silent for long is no generator that could help; one that has yet to load is.
+        """
+        context = self._context
+        version = context.progress.version
+        found = context.broker.weights.read_refusals()
+        if found.version != version:
+            self._first = (version, 0)
+            return
+        if self._first[0] != version:
+            self._first = (version, found.count)
+        new = found.count > self._first[1]
+        if not new or found.count < MOST_REFUSALS or found.usable or context.progress.pause != "none":
+            return
+        heartbeats = context.broker.heartbeats
+        now = heartbeats.read_clock()
+        generators = [beat for beat in heartbeats.list() if beat.role == "generator" and now - beat.time < FRESH_S]
+        if all(beat.version < 0 and beat.service in found.generators for beat in generators):
+            text = (
+                f"no generator can use weights version {version}: {found.count} refusals by"
+                f" {len(found.generators)} of them, the last: {found.last}"
+            )
+            context.notify("run_failed", "error", text)
+            raise RunFailed(text)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from deploy.supervisor.services import Exit
-from schemas.errors import ERROR_EXIT, HOPELESS
+from schemas.errors import ERROR_EXIT, HOPELESS, RUN_FAILED_EXIT
 
 TAIL_BYTES = 65536
 _EXCEPTION = re.compile(r"^(?:[A-Za-z_][\w.]*\.)?[A-Z]\w*(?:Error|Exception|Interrupt|Exit|Failure|Message)\b.*")
@@ -45,8 +45,15 @@ class Failure:
 
 
 def root_cause(unrecovered: Iterable[Failure]) -> Failure | None:
-    """The earliest of the failures that services have not recovered from; at one moment, the one started first."""
-    return min(unrecovered, key=lambda failure: (failure.time, failure.rank), default=None)
+    """The earliest of the failures that services have not recovered from; at one moment, the one started first.
+
+    But first of all the one that found that everything of the run fails: what fails for that reason may do so earlier.
+    """
+
+    def order(failure: Failure) -> tuple[bool, float, int]:
+        return failure.exit.code != RUN_FAILED_EXIT, failure.time, failure.rank
+
+    return min(unrecovered, key=order, default=None)
 
 
 def last_error(log: Path, start: int = 0, code: int = ERROR_EXIT) -> str:

@@ -76,6 +76,8 @@ REFUSED_DEADLINE_S = 15.0
 """After this time a version that was refused, and that no newer one follows, ends the process."""
 TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.1}
 """Largest probe difference in nats, by dtype."""
+WIDER = {"float16": "bfloat16 or float32", "bfloat16": "float32"}
+"""Dtypes to try where numbers get too large for one."""
 
 log = structlog.get_logger()
 
@@ -99,6 +101,8 @@ class WeightUpdater:
         self._drains = config.generator.update == "drain"
         self._pause = pause
         self._tolerance = config.generator.probe_tolerance or TOLERANCE[config.model.dtype]
+        wider = WIDER.get(config.model.dtype, "")
+        self._remedy = f"try model.dtype {wider}" if wider else "check generator.engine and generator.args"
         self._changed = asyncio.Condition()
         self._verified = False
         self._manifest: Manifest | None = None
@@ -256,6 +260,8 @@ class WeightUpdater:
             # Neither loaded nor probed while the run is frozen.
             if opened:
                 await self._load_and_probe(manifest, source)
+        if self._manifest is manifest:
+            await self._note_verdict(manifest)
 
     @asynccontextmanager
     async def _drained(self) -> AsyncIterator[None]:
@@ -310,15 +316,27 @@ class WeightUpdater:
             self._changed.notify_all()
 
     async def _refuse(self, manifest: Manifest, text: str) -> Manifest:
-        """Never use this version; returns the one to go on with, without any the process ends."""
+        """Never use this version; returns the one to go on with, without any the process ends.
+
+        Then it counts against the version, which every generator may find as bad. Of a generator that has other weights
+        it does not: it may be that only the way from those to this version failed, and started anew it tries the other.
+        """
         await self._report(text)
         async with self._changed:
             self._refused.add(manifest.version)
             self._changed.notify_all()
         if self._manifest is None:
+            await self._note_verdict(manifest, text)
             raise InfraError(text)
         self._refusal = (time.monotonic() + REFUSED_DEADLINE_S, text)
         return self._manifest
+
+    async def _note_verdict(self, manifest: Manifest, reason: str = "") -> None:
+        """Tell the trainer, which ends the run when no generator can use a version."""
+        try:
+            await asyncio.to_thread(self._broker.weights.note_verdict, manifest.version, self._name, reason)
+        except InfraError as error:
+            log.warning("a verdict on weights was not sent", version=manifest.version, error=str(error))
 
     async def _restore(self, old: Manifest) -> None:
         """Go back to the version before; what was sampled meanwhile ends, and its good part is gone on with.
@@ -341,7 +359,10 @@ class WeightUpdater:
             return None
         ours = await self._engine.logprobs(manifest.probe.tokens.numpy().tolist())
         if not np.isfinite(ours).all():
-            return f"weights version {manifest.version} fails its probe: its log-probabilities here are not finite"
+            return (
+                f"weights version {manifest.version} fails its probe: its log-probabilities are not finite here, though"
+                f" the trainer's are; {self._remedy}"
+            )
         difference = float(np.abs(ours - manifest.probe.logprobs.numpy()).max())
         log.debug("probe", version=manifest.version, difference=difference)
         if difference <= self._tolerance:

@@ -1,5 +1,5 @@
 #!lua flags=allow-oom
--- KEYS: CTL LEADER_TERM SLOTS COUNTS GROUPS SAMPLES TASKS EVAL_TASKS TRAJECTORIES SCORED DEAD JOURNAL EVALS CHANGES READMIT FAILED WEIGHTS CHUNKS EVENTS METRICS SERVICES PARTIALS RUN_CONTROL COUNTERS RECENT ORDERS
+-- KEYS: CTL LEADER_TERM SLOTS COUNTS GROUPS SAMPLES TASKS EVAL_TASKS TRAJECTORIES SCORED DEAD JOURNAL EVALS CHANGES READMIT FAILED WEIGHTS CHUNKS EVENTS METRICS SERVICES PARTIALS RUN_CONTROL COUNTERS RECENT ORDERS REFUSALS
 -- ARGV: what the trainer knows, as JSON (broker/flow/progress.py, TakeoverRequest). A trainer takes the run over.
 -- What the broker knows wins as long as it can be true. It cannot when its lifetime is not that of the trainer's
 -- checkpoint, when a step is missing in its journal, when its counts do not add up, or when a key of the pipeline is
@@ -21,6 +21,7 @@ local beside = {
   {WEIGHTS, 'stream'}, {CHUNKS, 'hash'}, {DEAD, 'stream'}, {EVALS, 'hash'}, {CHANGES, 'stream'}, {FAILED, 'zset'},
   {PARTIALS, 'hash'}, {EVENTS, 'stream'}, {METRICS, 'stream'}, {SERVICES, 'hash'},
   {RUN_CONTROL, 'hash'}, {COUNTERS, 'hash'}, {RECENT, 'stream'}, {ORDERS, 'stream'},
+  {REFUSALS, 'hash'},
 }
 local function drop_foreign(types)
   local dropped = false

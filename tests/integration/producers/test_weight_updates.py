@@ -21,6 +21,7 @@ from schemas.digests import base_digest
 from schemas.errors import InfraError
 from schemas.lifecycle import StopFlag
 from schemas.messages import Adapter, Event, WeightSource
+from tests.support.generator_service import wait_until
 from tests.support.one_group import publish_weights
 from tests.support.tiny_model import make_tiny_model
 from tests.support.trainer_sessions import take_over
@@ -224,3 +225,20 @@ def test_a_generator_without_lora_ends_when_there_is_nothing_but_an_adapter(
 
     with pytest.raises(InfraError, match="configured without"):
         play(config, broker, tmp_path, scene, adapter_of(model))
+    found = broker.weights.read_refusals()
+    assert (found.version, found.count, found.generators, found.usable) == (1, 1, {"g"}, False)
+    assert "configured without" in found.last
+
+
+def test_a_refusal_counts_only_when_it_leaves_a_generator_without_weights(
+    config: TidemillConfig, broker: Broker, tmp_path: Path, model: Path
+) -> None:
+    async def scene(updates: WeightUpdater, engine: Loads, training: TrainerSession) -> None:
+        await wait_until(lambda: broker.weights.read_refusals().usable)
+        publish_weights(broker, training.leader_term, 2, tmp_path, keep=2, adapter=adapter_of(model, rank=8))
+        assert "version 2 is not for this generator" in await alarm(broker)
+        assert await updates.wait_ready(1)
+
+    play(with_lora(config, model), broker, tmp_path, scene, adapter_of(model))
+    found = broker.weights.read_refusals()
+    assert (found.version, found.count, found.usable) == (1, 0, True)

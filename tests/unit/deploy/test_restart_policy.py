@@ -110,8 +110,8 @@ def test_failures_in_a_row_have_one_beginning() -> None:
     assert life.failing_since == 5 + SETTLED_S
 
 
-def failure(service: str, time: float, rank: int = 0) -> Failure:
-    return Failure(service, Exit(1), time, rank, "", Path("x.log"))
+def failure(service: str, time: float, rank: int = 0, code: int = 1) -> Failure:
+    return Failure(service, Exit(code), time, rank, "", Path("x.log"))
 
 
 def test_the_first_failure_is_the_root_cause() -> None:
@@ -122,6 +122,11 @@ def test_the_first_failure_is_the_root_cause() -> None:
 def test_of_failures_at_one_moment_the_service_started_first_is_named() -> None:
     first = failure("broker", 1.0, rank=1)
     assert root_cause([failure("feeder", 1.0, rank=4), first]) is first
+
+
+def test_who_finds_that_everything_fails_names_the_cause_though_others_failed_for_it_before() -> None:
+    verdict = failure("trainer", 9.0, code=RUN_FAILED_EXIT)
+    assert root_cause([failure("generator-0", 1.0), verdict, failure("generator-1", 2.0)]) is verdict
 
 
 def test_nothing_failed() -> None:
