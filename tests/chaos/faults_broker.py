@@ -147,7 +147,7 @@ PARTS = (
     "readmit",
 )
 """Keys without which a run can't go on as it was."""
-BESIDE = ("weights", "chunks", "dead", "evals", "services")
+BESIDE = ("weights", "chunks", "dead", "evals", "services", "refusals")
 """Keys whose loss may cost no sample."""
 
 
