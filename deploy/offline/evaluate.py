@@ -21,7 +21,7 @@ from producers.engines.base import Engine, EngineSettings
 from producers.engines.factory import engine_name, make_engine
 from producers.rendering.tokenizer import HfTokenizer
 from producers.tasks import make_task
-from producers.workflows.base import RolloutContext, find_workflow
+from producers.workflows.base import FailedSample, RolloutContext, WorkflowServices, find_workflow, running
 from schemas.config import EvalConfig, TidemillConfig
 from schemas.messages import Task, Trajectory
 
@@ -60,7 +60,10 @@ async def _evaluate(config: TidemillConfig, evaluation: EvalConfig, path: str) -
     reward = config.reward
     scorer = Scorer(terms, config.base, reward.workers, reward.timeout_s, "eval", reward.env)
     try:
-        async with _started(config, path) as engine:
+        async with (
+            _started(config, path) as engine,
+            running(workflow, WorkflowServices(engine, tokenizer, config)),
+        ):
             room = asyncio.Semaphore(max(1, config.generator.max_samples // evaluation.sampling.n))
             with Progress(console=console, disable=not console.is_terminal) as bar:
                 shown = bar.add_task("evaluating", total=len(tasks))
@@ -68,7 +71,11 @@ async def _evaluate(config: TidemillConfig, evaluation: EvalConfig, path: str) -
                 async def answer(task: Task) -> list[Trajectory]:
                     async with room:
                         samples = workflow.run(RolloutContext(engine, tokenizer, task, range(task.n)))
-                        found = [sample.to_trajectory(task, config.run.name, "eval") async for sample in samples]
+                        found = [
+                            sample.to_trajectory(task, config.run.name, "eval")
+                            async for sample in samples
+                            if not isinstance(sample, FailedSample)
+                        ]
                     bar.advance(shown)
                     return found
 
@@ -78,7 +85,8 @@ async def _evaluate(config: TidemillConfig, evaluation: EvalConfig, path: str) -
     finally:
         scorer.close()
     rewards = [score.reward for score in scores if score.status == "ok"]
-    return Evaluated(sum(rewards) / max(1, len(rewards)), len(rewards), len(scores) - len(rewards))
+    asked = sum(task.n for task in tasks)
+    return Evaluated(sum(rewards) / max(1, len(rewards)), len(rewards), asked - len(rewards))
 
 
 @contextlib.asynccontextmanager

@@ -21,13 +21,13 @@ from producers.generator.outbox import Outbox, PartialSaver
 from producers.generator.pause import PauseFollower
 from producers.generator.weight_updates import WeightUpdater
 from producers.rendering.tokenizer import HfTokenizer, Tokenizer
-from producers.workflows.base import RolloutContext, Workflow, find_workflow
+from producers.workflows.base import FailedSample, RolloutContext, Workflow, find_workflow, is_service_error
 from producers.workflows.trajectory_builder import SampledCompletion
 from schemas.codec import Array
 from schemas.config import TidemillConfig
-from schemas.errors import ConfigError, DataError, InfraError, describe_error, printable
+from schemas.errors import DataError, TidemillError, describe_error, printable
 from schemas.lifecycle import StopFlag
-from schemas.messages import Partial, Span, Task, Trajectory
+from schemas.messages import Event, Partial, Span, Task, Trajectory
 from schemas.run_record import JoinedRun
 
 log = structlog.get_logger()
@@ -95,6 +95,24 @@ class Rollout:
         self._fruitless = False
         self._sampling: asyncio.Task[str] | None = None
         self._stopped = False
+        self._interrupted = asyncio.Event()
+        self._reports: set[asyncio.Task[None]] = set()
+
+    def interrupt(self) -> None:
+        """Ask the workflow for what it has, because the generator ends soon."""
+        self._interrupted.set()
+
+    def _report(self, name: str, text: str) -> None:
+        event = Event(name=name, service=self._context.name, level="warning", text=text)
+        telling = asyncio.create_task(self._emit(event))
+        self._reports.add(telling)
+        telling.add_done_callback(self._reports.discard)
+
+    async def _emit(self, event: Event) -> None:
+        try:
+            await asyncio.to_thread(self._context.broker.events.emit, event)
+        except TidemillError as error:
+            log.warning("an event could not be told", text=event.text, reason=str(error))
 
     def stop(self) -> None:
         """Sample no more, because another generator has the task now; what is sampled already still leaves."""
@@ -110,7 +128,9 @@ class Rollout:
             missing = await asyncio.to_thread(context.queue.find_missing, task)
             saved = await asyncio.to_thread(context.partials.load_partials, task.task_id, missing)
             task = self._task = msgspec.structs.replace(task, partials=longest([*task.partials, *saved]))
-        rollout = RolloutContext(context.engine, context.tokenizer, task, missing, self._save)
+        rollout = RolloutContext(
+            context.engine, context.tokenizer, task, missing, self._save, self._report, self._interrupted
+        )
         try:
             async with asyncio.TaskGroup() as leaving:
                 self._sampling = asyncio.create_task(self._run_workflow(rollout, leaving))
@@ -143,7 +163,10 @@ class Rollout:
                     asked = ", ".join(map(str, rollout.indices))
                     raise DataError(f"yielded sample {sample.index!r}, and was asked for the samples {asked}")
                 self._ended.add(sample.index)
-                leaving.create_task(self._deliver(sample, time.monotonic() - self._begun))
+                if isinstance(sample, FailedSample):
+                    leaving.create_task(self._fail([sample.index], self._describe(DataError(sample.reason))))
+                else:
+                    leaving.create_task(self._deliver(sample, time.monotonic() - self._begun))
         except asyncio.CancelledError as error:
             this = asyncio.current_task()
             if this is None or this.cancelling():
@@ -236,13 +259,6 @@ def check_finite(sample: SampledCompletion, length: int) -> None:
     if not finite.all():
         at = int(np.argmin(finite))
         raise NotFinite(max((span.version for span in sample.spans if span.start <= at), default=-1))
-
-
-def is_service_error(error: BaseException) -> bool:
-    """Whether an error, or one in its group, says that the same work can succeed elsewhere, or that nothing can."""
-    if isinstance(error, ExceptionGroup):
-        return error.subgroup((ConfigError, InfraError)) is not None
-    return isinstance(error, ConfigError | InfraError)
 
 
 def longest(partials: Sequence[Partial]) -> list[Partial]:

@@ -18,6 +18,7 @@ from producers.generator.rollout import GeneratorContext
 from producers.generator.task_loop import TaskLoop
 from producers.generator.weight_updates import WeightUpdater
 from producers.tasks import make_sampling
+from producers.workflows.base import WorkflowServices, running
 from schemas.config import TidemillConfig
 from schemas.errors import OK_EXIT
 from schemas.lifecycle import StopFlag, until_stopped
@@ -76,8 +77,8 @@ class Generator:
         run = JoinedRun(config.folder)
         self._pause = PauseFollower(broker, engine, self._acknowledge, run)
         self._updates = WeightUpdater(config, name, broker, engine, config.folder / "cache" / name, self._pause)
-        context = GeneratorContext.create(config, name, broker, engine, self._pause, self._updates, run)
-        self._task_loop = TaskLoop(context)
+        self._context = GeneratorContext.create(config, name, broker, engine, self._pause, self._updates, run)
+        self._task_loop = TaskLoop(self._context)
         renew_s = config.generator.lease_s / 3
         self._heartbeat = HeartbeatThread(
             broker,
@@ -112,7 +113,8 @@ class Generator:
             try:
                 self._state = "running"
                 with HangWatchdog(self._engine.growth, self._config.generator.stall_s, end_hung_process):
-                    await self._work(stop)
+                    async with running(self._context.workflow, self._services()):
+                        await self._work(stop)
             finally:
                 self._state = "stopping"
                 await self._engine.close()
@@ -129,6 +131,9 @@ class Generator:
         await loading
         self.engine_started = True
         return True
+
+    def _services(self) -> WorkflowServices:
+        return WorkflowServices(self._engine, self._context.tokenizer, self._config)
 
     def _acknowledge(self) -> None:
         self._heartbeat.soon()

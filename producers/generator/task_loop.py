@@ -83,13 +83,17 @@ class TaskLoop:
         self._rollouts: set[asyncio.Task[None]] = set()
         self._by_entry: dict[bytes, Rollout] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._is_agent = self._config.generator.workflow.name == "agent"
         self.in_flight = 0
         self.tokens = 0
 
     @property
     def limit(self) -> int:
         """Samples in flight at once, by order or by the configuration."""
-        return self._context.pause.control.concurrency or self._config.generator.max_samples
+        generator = self._config.generator
+        return self._context.pause.control.concurrency or (
+            generator.agents.episodes if self._is_agent else generator.max_samples
+        )
 
     def renew(self) -> None:
         """Keep the leases of what is in progress, and stop what another generator has taken over meanwhile.
@@ -112,6 +116,11 @@ class TaskLoop:
         async with asyncio.TaskGroup() as group:
             taking = group.create_task(self._take_tasks(group, stop))
             await until_stopped(stop, asyncio.wait({taking}))
+            if self._is_agent and self._rollouts:
+                # Episodes that are about to end may; requests of the others go on for so long.
+                await asyncio.wait({*self._rollouts}, timeout=self._config.generator.agents.grace_s)
+            for rollout in self._by_entry.values():
+                rollout.interrupt()
             while self._rollouts or not taking.done():
                 await self._context.engine.abort_all()
                 await asyncio.wait({taking, *self._rollouts}, timeout=ABORT_AGAIN_S)
@@ -149,7 +158,8 @@ class TaskLoop:
         return self._groups_to_take(self._config.sampling.n)
 
     def _groups_to_take(self, n: int) -> int:
-        cache = self._context.engine.cache_usage()
+        # Agents hold places in the engine only while they ask for something: these are counted where they ask.
+        cache = None if self._is_agent else self._context.engine.cache_usage()
         return groups_to_take(self.limit, self.in_flight, cache, self._sample_size.tokens, n)
 
     async def _take_evaluations(self) -> list[Delivery[Task]]:

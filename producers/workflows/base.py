@@ -6,22 +6,40 @@ import asyncio
 import functools
 import inspect
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
+
+import structlog
 
 from producers.engines.base import Completion, Engine
 from producers.rendering.tokenizer import Tokenizer
 from producers.workflows import WORKFLOWS
 from producers.workflows.trajectory_builder import SampledCompletion, TrajectoryBuilder
-from schemas.errors import ConfigError
+from schemas.config import TidemillConfig
+from schemas.errors import ConfigError, DataError, InfraError, describe_error
 from schemas.messages import Partial, Sampling, Task
 from schemas.plugins import check_arguments, check_method
+
+log = structlog.get_logger()
 
 
 def _keep_nothing(partial: Partial) -> None:
     """Nobody could go on with it."""
+
+
+def _tell_nobody(name: str, text: str) -> None:
+    """There is no run whose events it could be."""
+
+
+@dataclass(frozen=True)
+class FailedSample:
+    """A sample that there won't be. reason: for people, one line. The others of its task go on."""
+
+    index: int
+    reason: str
 
 
 @dataclass(frozen=True)
@@ -29,7 +47,9 @@ class RolloutContext:
     """Everything that a workflow has to turn one task into samples.
 
     indices: the samples that are asked for, of ``range(task.n)``. save: keeps what a growing sample has so far,
-    for whoever has to go on with it if this process dies; it is found again in ``saved``.
+    for whoever has to go on with it if this process dies; it is found again in ``saved``. report: tells people of an
+    event, by a word and a sentence. interrupted: set when the process ends soon, and what is unfinished has to be
+    yielded with finish ``abort``; requests in the engine are aborted by themselves.
     """
 
     engine: Engine
@@ -37,6 +57,8 @@ class RolloutContext:
     task: Task
     indices: Sequence[int]
     save: Callable[[Partial], None] = _keep_nothing
+    report: Callable[[str, str], None] = _tell_nobody
+    interrupted: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
     def sampling(self) -> Sampling:
@@ -59,41 +81,73 @@ class RolloutContext:
         trajectory.generated(completion)
         return completion
 
-    async def each(
+    def each(
         self, sample: Callable[[RolloutContext, TrajectoryBuilder], Awaitable[SampledCompletion]]
-    ) -> AsyncIterator[SampledCompletion]:
-        """Run ``sample`` for every index at once, each with an empty builder, and yield results as they come."""
-        running = [
-            asyncio.ensure_future(_stay(sample(self, TrajectoryBuilder(index, self.tokenizer))))
-            for index in self.indices
-        ]
-        try:
-            for finished in asyncio.as_completed(running):
-                yield await finished
-        finally:
-            for task in running:
-                task.cancel()
+    ) -> AsyncIterator[SampledCompletion | FailedSample]:
+        """Run ``sample`` for every index at once, each with an empty builder, and yield results as they come.
+
+        Whatever one of them raises fails this sample alone, except for InfraError and ConfigError.
+        """
+        return play_each(lambda index: sample(self, TrajectoryBuilder(index, self.tokenizer)), self.indices)
 
 
-async def _stay(sample: Awaitable[SampledCompletion]) -> SampledCompletion:
+async def play_each(
+    play: Callable[[int], Awaitable[SampledCompletion | FailedSample]], indices: Sequence[int]
+) -> AsyncIterator[SampledCompletion | FailedSample]:
+    """Play these samples at once, and yield each as soon as it has ended; one that raises has failed."""
+    running = [asyncio.ensure_future(_fate(play(index), index)) for index in indices]
+    try:
+        for finished in asyncio.as_completed(running):
+            yield await finished
+    finally:
+        for task in running:
+            task.cancel()
+
+
+async def _fate(sample: Awaitable[SampledCompletion | FailedSample], index: int) -> SampledCompletion | FailedSample:
     """Await a sample; an event loop would let sys.exit in one of its tasks end the whole process."""
     try:
         return await sample
     except SystemExit as error:
-        raise RuntimeError(f"it called sys.exit({error.code!r})") from error
+        return FailedSample(index, f"RuntimeError: it called sys.exit({error.code!r})")
+    except DataError as error:
+        return FailedSample(index, str(error))
+    except Exception as error:  # user code: whatever it raises is the fate of this one sample
+        if is_service_error(error):
+            raise
+        log.warning("a sample failed", sample=index, exc_info=error)
+        return FailedSample(index, describe_error(error))
+
+
+def is_service_error(error: BaseException) -> bool:
+    """Whether an error, or one in its group, says that the same work can succeed elsewhere, or that nothing can."""
+    if isinstance(error, ExceptionGroup):
+        return error.subgroup((ConfigError, InfraError)) is not None
+    return isinstance(error, ConfigError | InfraError)
+
+
+@dataclass(frozen=True)
+class WorkflowServices:
+    """What a workflow with a method ``start`` gets there, once the engine runs."""
+
+    engine: Engine
+    tokenizer: Tokenizer
+    config: TidemillConfig
 
 
 class Workflow(Protocol):
     """Turns a task into samples. Built once per generator with the arguments of ``generator.workflow.args``.
 
-    ``run`` is an async generator, or returns ``rollout.each(self.sample)`` for samples that are made one by one.
+    ``run`` is an async generator, or returns ``rollout.each(self.sample)`` for samples that are made one by one. There
+    may be ``async def start(self, services: WorkflowServices)`` and ``async def close(self)`` for what lives longer.
     """
 
-    def run(self, rollout: RolloutContext) -> AsyncIterator[SampledCompletion]:
+    def run(self, rollout: RolloutContext) -> AsyncIterator[SampledCompletion | FailedSample]:
         """Yield one SampledCompletion for each of ``rollout.indices``, in any order, each as soon as it is finished.
 
-        Whatever it raises fails this task alone: samples that are missing become dead letters with the reason. Only
-        InfraError and ConfigError end the generator, because the task may succeed elsewhere, or never.
+        A FailedSample says that there won't be one. Whatever it raises fails this task alone: samples that are missing
+        become dead letters with the reason. Only InfraError and ConfigError end the generator, because the task may
+        succeed elsewhere, or never.
         """
         ...
 
@@ -109,3 +163,16 @@ def find_workflow(name: str, args: dict[str, Any], base: Path) -> Callable[[], W
         raise ConfigError(f"generator.workflow {name}: run must yield or return an async iterator, not be a coroutine")
     check_arguments("generator.workflow", found, args)
     return functools.partial(found, **args)
+
+
+@asynccontextmanager
+async def running(workflow: Workflow, services: WorkflowServices) -> AsyncIterator[None]:
+    """Start a workflow that has something to start, and close it at the end."""
+    start, close = getattr(workflow, "start", None), getattr(workflow, "close", None)
+    try:
+        if start is not None:
+            await start(services)
+        yield
+    finally:
+        if close is not None:
+            await close()
