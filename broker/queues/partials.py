@@ -33,16 +33,32 @@ class Partials:
     def save_pieces(self, growth: Sequence[tuple[int, bytes, Sequence[tuple[int, Piece]]]]) -> list[list[bool]]:
         """Save pieces of several tasks: task id, its entry, then number and piece of some of its samples.
 
-        Number 0 begins a sample anew. False for each piece of a task that is no longer this generator's, or of a sample
-        that is finished or that another has begun anew.
+        A piece replaces that of its number and all behind it, so number 0 begins a sample anew. False for each piece of
+        a task that is no longer this generator's, of a sample that is finished or that another has begun anew, and for
+        a piece that can't be sent, over broker.max_message_bytes for one.
         """
         calls: list[list[int | bytes | str]] = []
+        bodies: list[list[bytes | None]] = []
         for task_id, entry, pieces in growth:
             call: list[int | bytes | str] = [task_id, entry, self._generator, self._writer]
-            for number, piece in pieces:
-                call += [piece.partial.sample, number, encode(piece, self._max_bytes)]
+            bodies.append([self._encode(task_id, piece) for _, piece in pieces])
+            for (number, piece), body in zip(pieces, bodies[-1], strict=True):
+                if body is not None:
+                    call += [piece.partial.sample, number, body]
             calls.append(call)
-        return [[word == b"ok" for word in words] for words in self._connection.run_scripts("save_partials", calls)]
+        words = [iter(answer) for answer in self._connection.run_scripts("save_partials", calls)]
+        return [
+            [body is not None and next(of_task) == b"ok" for body in sent]
+            for sent, of_task in zip(bodies, words, strict=True)
+        ]
+
+    def _encode(self, task_id: int, piece: Piece) -> bytes | None:
+        try:
+            return encode(piece, self._max_bytes)
+        except BadMessage as error:
+            sample = piece.partial.sample
+            log.warning("a growing sample could not be saved", task_id=task_id, sample=sample, reason=str(error))
+            return None
 
     def load_partials(self, task_id: int, samples: Sequence[int]) -> list[Partial]:
         """Load what is saved of these samples; of a sample with damaged pieces, the pieces before them."""
@@ -79,8 +95,9 @@ class Partials:
             if piece.start != length or piece.partial.sample != sample:
                 break
             pieces.append(piece)
-            length += len(piece.partial.tokens)
-        return joined(sample, pieces) if length else None
+            length += len(piece.partial.tokens) + len(piece.partial.calls)
+        whole = joined(sample, pieces) if pieces else None
+        return whole if whole is not None and (length or whole.notes) else None
 
 
 def joined(sample: int, pieces: Sequence[Piece]) -> Partial:
@@ -99,11 +116,13 @@ def joined(sample: int, pieces: Sequence[Piece]) -> Partial:
         tokens=Array.of(np.concatenate([piece.partial.tokens.numpy() for piece in pieces]), "i4"),
         logprobs=Array.of(np.concatenate([piece.partial.logprobs.numpy() for piece in pieces]), "f4"),
         spans=spans,
+        calls=[call for piece in pieces for call in piece.partial.calls],
+        notes={name: note for piece in pieces for name, note in piece.partial.notes.items()},
     )
 
 
-def piece_of(partial: Partial, start: int) -> Piece:
-    """Return the piece of ``partial`` from its token number ``start`` on."""
+def piece_of(partial: Partial, start: int, notes: int = 0) -> Piece:
+    """Return the piece of ``partial`` from its token or call number ``start`` on, and from note number ``notes`` on."""
     return Piece(
         start=start,
         partial=Partial(
@@ -115,5 +134,7 @@ def piece_of(partial: Partial, start: int) -> Piece:
                 for span in partial.spans
                 if span.end > start
             ],
+            calls=partial.calls[start:],
+            notes=dict(list(partial.notes.items())[notes:]),
         ),
     )

@@ -151,20 +151,28 @@ class TaskQueue(ConsumerGroup):
     def return_task(self, delivery: Delivery[Task], task: Task, fruitless: bool = False) -> bool:
         """Give an unfinished task to another generator at once; ``task`` carries the partial samples.
 
-        It goes as it was delivered when the partial samples would make it too large. fruitless: whether that counts in
+        The largest partial samples stay here when all would make it too large. fruitless: whether that counts in
         ``Delivery.fruitless``. False when it is done, or has another generator already.
         """
-        try:
-            body = encode(task, self._max_bytes)
-        except BadMessage as error:
-            log.warning("partial samples are lost", task_id=task.task_id, reason=str(error))
-            body = encode(delivery.message, self._max_bytes)
         times = delivery.fruitless + fruitless
         answer = self._connection.run_script(
-            "return_task", task.task_id, delivery.entry_id, body, self._consumer, times
+            "return_task", task.task_id, delivery.entry_id, self._encode_with_most(task), self._consumer, times
         )
         self._release(delivery.stream, delivery.entry_id)
         return bool(answer == b"ok")
+
+    def _encode_with_most(self, task: Task) -> bytes:
+        """The task without those of its partial samples that are too large, the largest first."""
+        while True:
+            try:
+                return encode(task, self._max_bytes)
+            except BadMessage as error:
+                if not task.partials:
+                    raise
+                largest = max(task.partials, key=lambda partial: partial.size)
+                reason, task_id, sample = str(error), task.task_id, largest.sample
+                log.warning("a partial sample could not be handed over", task_id=task_id, sample=sample, reason=reason)
+                task = msgspec.structs.replace(task, partials=[item for item in task.partials if item is not largest])
 
     def release(self, delivery: Delivery[Task]) -> None:
         """Stop renewing the lease of a task that this worker has finished."""
@@ -186,7 +194,7 @@ class TaskQueue(ConsumerGroup):
             except BadMessage as error:
                 self._fail_task(stream, entry_id, fields, times, str(error))
                 continue
-            again = times != 1 or bool(task.partials)
+            again = times != 1 or b"r" in fields
             fruitless = max(0, number(fields.get(b"r")))
             deliveries.append(Delivery(entry_id, stream, task, version, again, fruitless))
         return deliveries

@@ -7,7 +7,10 @@ never stands in the way: what can't be saved is left out and logged.
 from __future__ import annotations
 
 import asyncio
+import operator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import structlog
@@ -15,9 +18,10 @@ import structlog
 from broker.queues.consumer_group import Delivery
 from broker.queues.partials import Partials, piece_of
 from broker.queues.tasks import TaskQueue
-from schemas.codec import BadMessage
 from schemas.errors import TidemillError
-from schemas.messages import Partial, Piece, Task, Trajectory
+from schemas.messages import Call, Partial, Piece, Task, Trajectory
+
+T = TypeVar("T")
 
 log = structlog.get_logger()
 
@@ -69,25 +73,53 @@ def _end(done: asyncio.Future[None], error: TidemillError | None = None) -> None
 
 @dataclass
 class Saved:
-    """The state of a sample that the broker has."""
+    """The state of a sample that the broker has. starts: tokens or calls, and notes, before each of its pieces."""
 
     partial: Partial
-    pieces: int
+    starts: list[tuple[int, int]]
+
+    @classmethod
+    def after(cls, before: Saved | None, partial: Partial, number: int, piece: Piece) -> Saved:
+        """The state when the broker has ``piece`` too."""
+        earlier = before.starts[:number] if before is not None else []
+        return cls(partial, [*earlier, (piece.start, len(partial.notes) - len(piece.partial.notes))])
 
 
 def next_piece(saved: Saved | None, partial: Partial) -> tuple[int, Piece] | None:
     """Return number and content of the piece that brings the broker up to date; None when it is.
 
-    A sample that is not a continuation of what is saved begins anew, with piece 0.
+    It goes on from what is saved. Where a call or a note is another one now, it replaces the piece with the first such.
+    Tokens that are no continuation of those that are saved begin anew, with piece 0.
     """
     if saved is None:
         return 0, piece_of(partial, 0)
-    length = len(saved.partial.tokens)
-    if not np.array_equal(partial.tokens.numpy()[:length], saved.partial.tokens.numpy()):
+    before = saved.partial
+    if bool(len(before.tokens)) != bool(len(partial.tokens)):
         return 0, piece_of(partial, 0)
-    if len(partial.tokens) == length:
-        return None
-    return saved.pieces, piece_of(partial, length)
+    if len(before.tokens):
+        length = size = len(before.tokens)
+        if not np.array_equal(partial.tokens.numpy()[:length], before.tokens.numpy()):
+            length = 0
+        total = len(partial.tokens)
+    else:
+        length, size, total = _in_common(before.calls, partial.calls, _same_call), len(before.calls), len(partial.calls)
+    notes = _in_common(list(before.notes.items()), list(partial.notes.items()), operator.eq)
+    if (length, notes) == (size, len(before.notes)):
+        if (length, notes) == (total, len(partial.notes)):
+            return None
+        return len(saved.starts), piece_of(partial, length, notes)
+    number = max(n for n, (start, noted) in enumerate(saved.starts) if start <= length and noted <= notes)
+    return number, piece_of(partial, *saved.starts[number])
+
+
+def _in_common(first: Sequence[T], second: Sequence[T], same: Callable[[T, T], bool]) -> int:
+    """How many items both begin with."""
+    pairs = zip(first, second, strict=False)
+    return next((n for n, (one, other) in enumerate(pairs) if not same(one, other)), min(len(first), len(second)))
+
+
+def _same_call(first: Call, second: Call) -> bool:
+    return (first.key, first.finish, len(first.tokens)) == (second.key, second.finish, len(second.tokens))
 
 
 class PartialSaver:
@@ -126,11 +158,11 @@ class PartialSaver:
                 piece = next_piece(self._saved.get(key), partial)
                 if piece is not None:
                     by_task.setdefault((key[0], delivery.entry_id), []).append(piece)
-                    state[key] = Saved(partial, piece[0] + 1)
+                    state[key] = Saved.after(self._saved.get(key), partial, *piece)
             growth = [(task_id, entry, pieces) for (task_id, entry), pieces in by_task.items()]
             try:
                 accepted = await asyncio.to_thread(self._partials.save_pieces, growth)
-            except (TidemillError, BadMessage) as error:
+            except TidemillError as error:
                 log.warning("growing samples could not be saved", reason=str(error))
                 continue
             for (task_id, _, pieces), answers in zip(growth, accepted, strict=True):

@@ -7,6 +7,7 @@ import functools
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import msgspec
 import numpy as np
@@ -27,8 +28,10 @@ from schemas.codec import Array
 from schemas.config import TidemillConfig
 from schemas.errors import DataError, TidemillError, describe_error, printable
 from schemas.lifecycle import StopFlag
-from schemas.messages import Event, Partial, Span, Task, Trajectory
+from schemas.messages import Call, Event, Partial, Span, Task, Trajectory
 from schemas.run_record import JoinedRun
+
+P = TypeVar("P", Partial, Call)
 
 log = structlog.get_logger()
 
@@ -218,19 +221,30 @@ class Rollout:
                         f" {bound} times for that"
                     )
                 self._fruitless = True
-            self._unfinished.append(partial)
+            self._unfinished.append(with_earlier(self._trusted(partial), self._earlier(partial.sample)))
             return None
         return sample.to_trajectory(self._task, context.config.run.name, context.name, seconds)
 
+    def _earlier(self, sample: int) -> Partial | None:
+        """What there was of a sample when this rollout began."""
+        return next((saved for saved in self._task.partials if saved.sample == sample), None)
+
     def _has_grown(self, partial: Partial) -> bool:
         """Whether it has more tokens than the sample had when this rollout began."""
-        before = [saved.size for saved in self._task.partials if saved.sample == partial.sample]
-        return partial.size > max(before, default=0)
+        earlier = self._earlier(partial.sample)
+        return partial.size > (earlier.size if earlier is not None else 0)
 
     def _save(self, partial: Partial) -> None:
-        good = self._context.updates.trusted_length(partial.spans, len(partial.tokens))
-        if good:
-            self._context.saver.save_soon(self._delivery, head(partial, good))
+        kept = self._trusted(partial)
+        if kept.size or kept.notes:
+            self._context.saver.save_soon(self._delivery, with_earlier(kept, self._earlier(partial.sample)))
+
+    def _trusted(self, partial: Partial) -> Partial:
+        """The first tokens of a sample, and of each of its calls, that are of weights that passed their probe."""
+        trusted = self._context.updates.trusted_length
+        calls = [head(call, trusted(call.spans, len(call.tokens))) for call in partial.calls]
+        kept = [call for call, whole in zip(calls, partial.calls, strict=True) if call is whole or len(call.tokens)]
+        return msgspec.structs.replace(head(partial, trusted(partial.spans, len(partial.tokens))), calls=kept)
 
     async def _fail(self, samples: Sequence[int], reason: str, broken_version: int = -1) -> None:
         """Make each of the samples a dead letter; their group goes on without them."""
@@ -258,25 +272,40 @@ def check_finite(sample: SampledCompletion, length: int) -> None:
     finite = np.isfinite(np.asarray(sample.logprobs[:length], dtype=np.float32))
     if not finite.all():
         at = int(np.argmin(finite))
-        raise NotFinite(max((span.version for span in sample.spans if span.start <= at), default=-1))
+        raise NotFinite(next((span.version for span in reversed(sample.spans) if span.start <= at), -1))
 
 
 def longest(partials: Sequence[Partial]) -> list[Partial]:
-    """The longest partial of each sample, the first of equals."""
+    """The longest partial of each sample, the first of equals, with the notes of all."""
     found: dict[int, Partial] = {}
     for partial in partials:
-        if partial.sample not in found or partial.size > found[partial.sample].size:
-            found[partial.sample] = partial
+        other = found.get(partial.sample, partial)
+        kept, left = (partial, other) if partial.size > other.size else (other, partial)
+        found[partial.sample] = msgspec.structs.replace(kept, notes={**left.notes, **kept.notes})
     return list(found.values())
 
 
-def head(partial: Partial, length: int) -> Partial:
-    """The first ``length`` tokens of a partial sample."""
-    if length == len(partial.tokens):
+def with_earlier(partial: Partial, earlier: Partial | None) -> Partial:
+    """An episode that was started again, with those of its earlier calls that it has not asked for again yet.
+
+    They are kept until it has as many tokens as it had before. Its earlier notes it has always.
+    """
+    if earlier is None:
         return partial
-    return Partial(
-        sample=partial.sample,
-        tokens=Array.of(partial.tokens.numpy()[:length], "i4"),
-        logprobs=Array.of(partial.logprobs.numpy()[:length], "f4"),
-        spans=[Span(s.version, s.start, min(s.end, length)) for s in partial.spans if s.start < length],
+    asked = {call.key for call in partial.calls}
+    waiting = [call for call in earlier.calls if call.key not in asked] if partial.size < earlier.size else []
+    notes = {**earlier.notes, **partial.notes}
+    return msgspec.structs.replace(partial, calls=[*partial.calls, *waiting], notes=notes)
+
+
+def head(part: P, length: int) -> P:
+    """The first ``length`` tokens of a partial sample, or of one of its calls, which then goes on growing."""
+    if length == len(part.tokens):
+        return part
+    cut = msgspec.structs.replace(
+        part,
+        tokens=Array.of(part.tokens.numpy()[:length], "i4"),
+        logprobs=Array.of(part.logprobs.numpy()[:length], "f4"),
+        spans=[Span(s.version, s.start, min(s.end, length)) for s in part.spans if s.start < length],
     )
+    return msgspec.structs.replace(cut, finish="abort") if isinstance(cut, Call) else cut

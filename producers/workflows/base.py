@@ -73,7 +73,7 @@ class RolloutContext:
     @cached_property
     def saved(self) -> dict[int, Partial]:
         """What there is already of samples that another generator began, by index."""
-        return {partial.sample: partial for partial in self.task.partials if partial.size}
+        return {partial.sample: partial for partial in self.task.partials if partial.size or partial.notes}
 
     async def generate(self, trajectory: TrajectoryBuilder) -> Completion:
         """Sample the policy's next turn after all tokens of ``trajectory``, and add it there."""

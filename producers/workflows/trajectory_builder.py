@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 from producers.engines.base import Completion
 from producers.rendering.tokenizer import Tokenizer
 from schemas.codec import Array
@@ -18,7 +20,7 @@ class SampledCompletion:
 
     loss_mask: 1 where the policy generated the token. logprobs: natural log, 0 elsewhere.
     spans, turns, segments: over positions of ``tokens``. data: added to the task's data for the reward. reward,
-    metrics: as in Trajectory. calls: the model calls of an agent's episode, in the order of time.
+    metrics: as in Trajectory. calls: the model calls of an agent's episode, in the order of time. notes: as in Partial.
     """
 
     index: int
@@ -35,6 +37,7 @@ class SampledCompletion:
     reward: float | None = None
     metrics: dict[str, float] = field(default_factory=dict)
     calls: list[Call] = field(default_factory=list)
+    notes: dict[str, str] = field(default_factory=dict)
 
     def to_trajectory(self, task: Task, run: str, generator: str, seconds: float = 0.0) -> Trajectory:
         """The message that this sample of ``task`` travels as; ValueError when its parts do not fit together."""
@@ -63,13 +66,14 @@ class SampledCompletion:
     def to_partial(self, end: int | None = None) -> Partial:
         """What was generated before position ``end``, with positions counted from the first generated token.
 
-        Of an agent's episode the calls without a token of the version at ``end`` or of a newer one.
+        Of an agent's episode all calls, whose tokens do not stand in the order of time in ``tokens``.
         """
         if not self.calls:
-            return _partial(self, end)
-        limit = next((span.version for span in self.spans if end is not None and span.end > end), None)
-        kept = [c for c in self.calls if limit is None or all(span.version < limit for span in c.spans)]
-        return Partial(sample=self.index, tokens=Array.of([], "i4"), logprobs=Array.of([], "f4"), spans=[], calls=kept)
+            return msgspec.structs.replace(_partial(self, end), notes=self.notes)
+        none, no_logprobs = Array.of([], "i4"), Array.of([], "f4")
+        return Partial(
+            sample=self.index, tokens=none, logprobs=no_logprobs, spans=[], calls=self.calls, notes=self.notes
+        )
 
 
 class TrajectoryBuilder:

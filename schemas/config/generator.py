@@ -86,7 +86,8 @@ class GeneratorConfig(Section):
         None,
         ge=2,
         description="Save unfinished samples each time they gain this many tokens, the most of each that a"
-        " killed replica loses. None: unfinished samples of a killed replica are lost.",
+        " killed replica loses. None: unfinished samples of a killed replica are lost. An agent's finished model calls"
+        " are always saved.",
     )
     allow_truncated: bool = Field(
         False,

@@ -26,6 +26,7 @@ class Partial(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """An unfinished sample: tokens int32 and logprobs float32, the same length, of generated tokens only.
 
     calls: those of an agent's episode, which has nothing in ``tokens``, in the order in which they were answered.
+    notes: results that the agent is not to compute twice, by name, each as JSON.
     """
 
     sample: int
@@ -33,6 +34,7 @@ class Partial(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     logprobs: Array
     spans: list[Span]
     calls: list[Call] = []
+    notes: dict[str, str] = {}
 
     @property
     def size(self) -> int:
@@ -44,7 +46,7 @@ class Piece(Message, kw_only=True, tag="piece"):
     """Tokens that an unfinished sample has gained since the piece before it, in the form of a partial sample.
 
     The spans count from the piece's first token, which is the sample's generated token number ``start``. Of an agent's
-    episode it has the calls from number ``start`` on.
+    episode it has the calls from number ``start`` on, and the notes that the pieces before it do not have.
     """
 
     start: int

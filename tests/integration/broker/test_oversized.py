@@ -89,21 +89,27 @@ def test_a_sample_too_large_to_be_sent_fails_and_those_beside_it_go_on(small: Br
     assert count_entries(small)["tasks"] == 0
 
 
-def test_partial_samples_too_large_to_be_sent_are_left_out_and_the_task_is_handed_back(small: Broker) -> None:
+def test_of_partial_samples_too_large_to_be_sent_the_largest_are_left_out(small: Broker) -> None:
+    take_over(small)
+    small.ledger.admit(make_task(0, n=3))
+    (delivery,) = small.task_queue("leaving").read(10, 10)
+    task = make_task(0, n=3)
+    for sample, length in enumerate((10, LIMIT, 20)):
+        tokens, logprobs = Array.of(range(length), "i4"), Array.of([0.0] * length, "f4")
+        task.partials.append(Partial(sample=sample, tokens=tokens, logprobs=logprobs, spans=[Span(0, 0, length)]))
+    assert small.task_queue("leaving").return_task(delivery, task)
+    (again,) = small.task_queue("other").read(10, 10)
+    assert [partial.sample for partial in again.message.partials] == [0, 2]
+
+
+def test_what_was_given_back_without_a_partial_sample_may_have_samples_that_are_published(small: Broker) -> None:
     take_over(small)
     small.ledger.admit(make_task(0))
     (delivery,) = small.task_queue("leaving").read(10, 10)
-    partial = Partial(
-        sample=0,
-        tokens=Array.of(range(LIMIT), "i4"),
-        logprobs=Array.of([0.0] * LIMIT, "f4"),
-        spans=[Span(0, 0, LIMIT)],
-    )
-    with_partial = make_task(0)
-    with_partial.partials = [partial]
-    assert small.task_queue("leaving").return_task(delivery, with_partial)
+    assert small.task_queue("leaving").return_task(delivery, make_task(0))
     (again,) = small.task_queue("other").read(10, 10)
     assert again.message == delivery.message
+    assert again.redelivered
 
 
 def test_a_score_too_large_to_be_sent_excludes_its_sample(small: Broker) -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 
 from broker.client import Broker
 from broker.queues.partials import joined, piece_of
 from schemas.codec import Array
-from schemas.messages import Partial, Score, Span
+from schemas.messages import Call, Partial, Score, Span
 from tests.support.prompt_groups import claim_batch, count_entries, generate_and_score, make_task, make_trajectory
 from tests.support.trainer_sessions import take_over
 
@@ -24,6 +26,22 @@ def partial(sample: int, *spans: tuple[int, int]) -> Partial:
         logprobs=Array.of(-np.arange(ends[-1], dtype=np.float32), "f4"),
         spans=[Span(v, int(end - n), int(end)) for (v, n), end in zip(spans, ends, strict=True)],
     )
+
+
+def episode(*lengths: int, **notes: str) -> Partial:
+    """An unfinished episode with calls of these lengths."""
+    calls = [
+        Call(
+            key=bytes([number]),
+            tokens=Array.of(np.arange(length), "i4"),
+            logprobs=Array.of(np.zeros(length), "f4"),
+            spans=[Span(1, 0, length)],
+            finish="stop",
+        )
+        for number, length in enumerate(lengths)
+    ]
+    none, no_logprobs = Array.of([], "i4"), Array.of([], "f4")
+    return Partial(sample=0, tokens=none, logprobs=no_logprobs, spans=[], calls=calls, notes=notes)
 
 
 def saved(broker: Broker) -> int:
@@ -60,6 +78,37 @@ def test_another_generator_finds_what_a_dead_one_had_saved(broker: Broker) -> No
     alive = broker.partials("alive")
     assert alive.save_pieces([(0, again.entry_id, [(0, piece_of(partial(0, (3, 2)), 0))])]) == [[True]]
     assert alive.load_partials(0, [0]) == [partial(0, (3, 2))], "piece 0 begins anew"
+
+
+def test_the_calls_and_notes_of_an_episode_are_saved_one_after_the_other(broker: Broker) -> None:
+    take_over(broker)
+    broker.ledger.admit(make_task(0))
+    (delivery,) = broker.task_queue("g").read(1, 10)
+    partials = broker.partials("g")
+
+    def save(number: int, state: Partial, start: int, notes: int = 0) -> Partial:
+        growth = [(number, piece_of(state, start, notes))]
+        assert partials.save_pieces([(0, delivery.entry_id, growth)]) == [[True]]
+        (found,) = partials.load_partials(0, [0])
+        return found
+
+    assert save(0, episode(n="1"), 0) == episode(n="1"), "a note alone is worth keeping"
+    for number, lengths in enumerate([(3,), (3, 4), (3, 4, 5)], 1):
+        assert save(number, episode(*lengths, n="1"), number - 1, 1) == episode(*lengths, n="1")
+    changed = episode(3, 9, n="1", m="2")
+    assert save(2, changed, 1, 1) == changed, "from the second call on it is another one"
+    assert saved(broker) == 4
+
+
+def test_a_piece_too_large_to_be_sent_keeps_no_other_from_being_saved(make_broker: Callable[..., Broker]) -> None:
+    small = make_broker(max_message_bytes=4096)
+    take_over(small)
+    small.ledger.admit(make_task(0))
+    (delivery,) = small.task_queue("g").read(1, 10)
+    partials = small.partials("g")
+    growth = [(0, piece_of(state, 0)) for state in (episode(1000), partial(1, (1, 5)))]
+    assert partials.save_pieces([(0, delivery.entry_id, growth)]) == [[False, True]]
+    assert partials.load_partials(0, [0, 1]) == [partial(1, (1, 5))]
 
 
 def test_pieces_of_two_generators_are_never_joined(broker: Broker) -> None:

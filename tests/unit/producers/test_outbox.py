@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from broker.queues.consumer_group import Delivery
-from broker.queues.partials import Partials
-from producers.generator.outbox import PartialSaver
+from broker.queues.partials import Partials, joined
+from producers.generator.outbox import PartialSaver, Saved, next_piece
 from schemas.codec import Array
-from schemas.messages import Partial, Piece, Span, Task
+from schemas.messages import Call, FinishReason, Partial, Piece, Span, Task
 from tests.support.prompt_groups import make_task
 
 
@@ -60,3 +60,59 @@ def test_a_sample_begins_anew_where_a_piece_of_it_was_refused(
         return partials.sent
 
     assert asyncio.run(asyncio.wait_for(save(), 10)) == sent
+
+
+def call(key: str, length: int = 3, finish: FinishReason = "stop") -> Call:
+    tokens, logprobs = Array.of(np.arange(length), "i4"), Array.of(np.zeros(length), "f4")
+    return Call(key=key.encode(), tokens=tokens, logprobs=logprobs, spans=[Span(0, 0, length)], finish=finish)
+
+
+def episode(*calls: Call, **notes: str) -> Partial:
+    none, no_logprobs = Array.of([], "i4"), Array.of([], "f4")
+    return Partial(sample=0, tokens=none, logprobs=no_logprobs, spans=[], calls=list(calls), notes=notes)
+
+
+def kept_of(*states: Partial) -> tuple[list[tuple[int, int]], Partial]:
+    """Number and first call of the pieces that follow from an episode's states, and what a reader makes of them."""
+    saved: Saved | None = None
+    sent: list[tuple[int, int]] = []
+    broker: list[Piece] = []
+    for state in states:
+        found = next_piece(saved, state)
+        if found is not None:
+            number, piece = found
+            sent.append((number, piece.start))
+            broker[number:] = [piece]
+            saved = Saved.after(saved, state, number, piece)
+    return sent, joined(0, broker)
+
+
+a, b, c = call("a"), call("b"), call("c")
+
+
+b_half, b_cut = call("b", 2, "abort"), call("b", 2)
+
+
+@pytest.mark.parametrize(
+    ("states", "sent"),
+    [
+        ([episode(a), episode(a, b), episode(a, b, c)], [(0, 0), (1, 1), (2, 2)]),
+        ([episode(a), episode(a), episode(a, b)], [(0, 0), (1, 1)]),
+        ([episode(a), episode(a, b_half), episode(a, b), episode(a, b, c)], [(0, 0), (1, 1), (1, 1), (2, 2)]),
+        ([episode(a, b_half), episode(a, b_cut), episode(a, b_cut, c)], [(0, 0), (0, 0), (1, 2)]),
+        ([episode(a), episode(a, b), episode(b, a), episode(b, a, c)], [(0, 0), (1, 1), (0, 0), (1, 2)]),
+        ([episode(a), episode(a, b), episode(a, b, c), episode(a, c)], [(0, 0), (1, 1), (2, 2), (1, 1)]),
+        ([episode(a), episode(a, b), episode(a)], [(0, 0), (1, 1), (1, 1)]),
+        ([episode(), episode(n="1"), episode(a, n="1"), episode(a, n="1", m="2")], [(0, 0), (1, 0), (2, 0), (3, 1)]),
+        ([episode(a, n="1"), episode(a, b, n="1"), episode(a, b, n="2")], [(0, 0), (1, 1), (0, 0)]),
+    ],
+)
+def test_of_an_episode_calls_are_sent_once_and_those_that_changed_again(
+    states: list[Partial], sent: list[tuple[int, int]]
+) -> None:
+    assert kept_of(*states) == (sent, states[-1])
+
+
+def test_an_episode_that_goes_on_in_another_form_begins_anew() -> None:
+    assert kept_of(partial(4), episode(a)) == ([(0, 0), (0, 0)], episode(a))
+    assert kept_of(episode(a), partial(4)) == ([(0, 0), (0, 0)], partial(4))
