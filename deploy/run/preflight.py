@@ -23,6 +23,7 @@ from consumers.trainer.metrics.trackers import check_trackers
 from deploy.run.findings import Finding, examine, one_line
 from deploy.run.model_files import check_hub_or_folder, check_tokenizer
 from deploy.run.names import check_names
+from producers.conversation.parsing.factory import check_parsers
 from producers.engines.factory import engine_name
 from producers.engines.sampling import check_sampling
 from producers.engines.vllm.arguments import check_names_of_arguments
@@ -73,6 +74,8 @@ def check_packages(config: TidemillConfig, here: bool = True) -> str:
             _need("peft", "trainer.lora", "train")
     if engine == "vllm":
         check_names_of_arguments(config.generator.args)
+    agents = config.generator.agents
+    check_parsers(agents.tool_parser, agents.reasoning_parser, engine == "vllm")
     return f"engine {engine}"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
@@ -41,7 +42,8 @@ class HfTokenizer:
 
     def __init__(self, path: str, trust_remote_code: bool = False) -> None:
         self._path = path
-        self._tokenizer = _load(resolve_folder(path), trust_remote_code)
+        self._folder = resolve_folder(path)
+        self._tokenizer = _load(self._folder, trust_remote_code)
 
     @property
     def eos_id(self) -> int:
@@ -49,6 +51,22 @@ class HfTokenizer:
         if self._tokenizer.eos_token_id is None:
             raise ConfigError(f"the tokenizer in {self._path} has no end-of-sequence token")
         return int(self._tokenizer.eos_token_id)
+
+    @cached_property
+    def stop_ids(self) -> frozenset[int]:
+        """Ids that end an answer: the tokenizer's end of sequence, and those that the model's files name."""
+        found = {self._tokenizer.eos_token_id}
+        for name in ("generation_config.json", "config.json"):
+            config = _read_json(self._folder / name)
+            for part in (config, config.get("text_config")):
+                value = part.get("eos_token_id") if isinstance(part, dict) else None
+                found |= set(value) if isinstance(value, list) else {value}
+        return frozenset(int(value) for value in found if isinstance(value, int))
+
+    @property
+    def hf(self) -> PreTrainedTokenizerBase:
+        """The library's own object, for libraries that want one."""
+        return self._tokenizer
 
     @property
     def pad_id(self) -> int | None:
@@ -95,13 +113,18 @@ class HfTokenizer:
         """Text without special tokens, spaces as they are."""
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
+    def decode_all(self, ids: Sequence[int]) -> str:
+        """Text with special tokens, spaces as they are."""
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
 
 def _load(folder: Path, trust_remote_code: bool) -> PreTrainedTokenizerBase:
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     # AutoTokenizer rebuilds some families (all of qwen2) from a class of its own, and with it the
     # splitting rules. A folder that says its tokenizer is generic is described by tokenizer.json alone.
-    generic = (folder / "tokenizer.json").is_file() and _config(folder).get("tokenizer_class") in _GENERIC
+    described = _read_json(folder / "tokenizer_config.json")
+    generic = (folder / "tokenizer.json").is_file() and described.get("tokenizer_class") in _GENERIC
     try:
         if generic:
             return cast("PreTrainedTokenizerBase", PreTrainedTokenizerFast.from_pretrained(folder))
@@ -112,8 +135,7 @@ def _load(folder: Path, trust_remote_code: bool) -> PreTrainedTokenizerBase:
         raise ConfigError(f"no usable tokenizer in {folder}: {reason}") from error
 
 
-def _config(folder: Path) -> dict[str, Any]:
-    file = folder / "tokenizer_config.json"
+def _read_json(file: Path) -> dict[str, Any]:
     try:
         content = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
     except ValueError as error:

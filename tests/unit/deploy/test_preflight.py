@@ -128,6 +128,15 @@ def test_a_package_that_is_missing_is_told_where_services_run_here(
     assert preflight.check_packages(config, here=False) == "engine vllm"
 
 
+def test_a_parser_of_answers_that_there_is_not_is_told_before_anything_starts(folder: Path) -> None:
+    for engine, names in (("vllm", "one of "), ("scripted", "one of hermes, and with generator.engine vllm")):
+        generator = {"engine": engine, "agents": {"tool_parser": "hermse"}}
+        config = parse_config(yaml.safe_load((folder / "config.yaml").read_text()) | {"generator": generator})
+        with pytest.raises(ConfigError, match=r"^unknown generator\.agents\.tool_parser 'hermse'") as error:
+            preflight.check_packages(config, here=engine == "scripted")
+        assert names in str(error.value)
+
+
 def trial_of(folder: Path, **sections: Any) -> list[Finding]:
     """The findings of the part that runs in a child process, made in this one, up to the first that fails."""
     data = yaml.safe_load((folder / "config.yaml").read_text()) | sections

@@ -1,0 +1,1 @@
+"""Parsers: what the policy sampled, as text, reasoning and tool calls."""

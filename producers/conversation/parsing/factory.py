@@ -1,0 +1,114 @@
+"""The parser of a run's answers, made from the names in ``generator.agents``: ours, vLLM's, or one of each."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from producers.conversation.parsing.answers import AnswerParser, ParsedAnswer, ToolCall, call_id
+from producers.conversation.parsing.own import THINK, read_tool_calls, split_reasoning
+from producers.conversation.parsing.vllm_parsers import VllmParsers, vllm_names
+from producers.rendering.tokenizer import HfTokenizer
+from schemas.errors import ConfigError
+
+OWN = {"tool_parser": ["hermes"], "reasoning_parser": ["qwen3"]}
+"""Formats that are read by our own parsers, with every engine, also where vLLM has one of that name."""
+
+
+def check_parsers(tool_parser: str, reasoning_parser: str | None, vllm: bool) -> None:
+    """ConfigError, one line, for a name that there is not. vllm: the engine is vllm. Imports nothing."""
+    for setting, name in (("tool_parser", tool_parser), ("reasoning_parser", reasoning_parser)):
+        if name is not None and name not in OWN[setting]:
+            _check_foreign(setting, name, vllm)
+
+
+def _check_foreign(setting: str, name: str, vllm: bool) -> None:
+    own = ", ".join(OWN[setting])
+    theirs = vllm_names(setting)
+    names = sorted({*OWN[setting], *(theirs or [])})
+    if vllm and (theirs is None or name in names):
+        return
+    if name in names:
+        raise ConfigError(f"generator.agents.{setting} {name} is one of vLLM's and needs generator.engine vllm: {own}")
+    close = difflib.get_close_matches(name, names, n=1)
+    hint = f" (did you mean {close[0]!r}?)" if close else ""
+    allowed = ", ".join(names) if vllm else f"{own}, and with generator.engine vllm those of vLLM"
+    raise ConfigError(f"unknown generator.agents.{setting} {name!r}{hint}: one of {allowed}")
+
+
+def make_parser(tool_parser: str, reasoning_parser: str | None, tokenizer: HfTokenizer, vllm: bool) -> AnswerParser:
+    """The parser for these names. vllm: the engine is vllm, so that its parsers may be loaded, which takes seconds.
+
+    ConfigError names what is allowed, or why vLLM can't use the parser with this tokenizer.
+    """
+    check_parsers(tool_parser, reasoning_parser, vllm)
+    return _Parser(tokenizer, tool_parser, reasoning_parser)
+
+
+class _Parser:
+    """Splits the reasoning off, then the tool calls; each is done by us or by vLLM."""
+
+    def __init__(self, tokenizer: HfTokenizer, tool_parser: str, reasoning_parser: str | None) -> None:
+        self._tokenizer = tokenizer
+        self._own_calls = tool_parser in OWN["tool_parser"]
+        self._own_reasoning = reasoning_parser in OWN["reasoning_parser"]
+        tools = None if self._own_calls else tool_parser
+        reasoning = None if self._own_reasoning else reasoning_parser
+        self._vllm = VllmParsers(tokenizer.hf, tools, reasoning) if tools or reasoning else None
+
+    def parse(
+        self,
+        ids: Sequence[int],
+        tools: Sequence[Mapping[str, Any]] | None,
+        *,
+        prompt_ids: Sequence[int] = (),
+        cut: bool = False,
+        check_names: bool = True,
+        template_args: Mapping[str, Any] | None = None,
+    ) -> ParsedAnswer:
+        """See AnswerParser."""
+        ids = list(ids)
+        text = self._tokenizer.decode_all(ids[:-1] if ids[-1:] and ids[-1] in self._tokenizer.stop_ids else ids)
+        names = {str(tool.get("function", {}).get("name")) for tool in tools or []} if check_names else None
+        reasoning, content = None, text or None
+        if self._own_reasoning:
+            reasoning, content = split_reasoning(text, self._opens_reasoning(prompt_ids))
+        calls: list[ToolCall] = []
+        failures = 0
+        may_call = bool(tools) and not cut
+        if self._vllm is not None and content is not None:
+            found = self._vllm.parse(content, ids, tools or [], prompt_ids, template_args or {}, may_call)
+            reasoning = found.reasoning if reasoning is None else reasoning
+            readable = [call for call in found.calls if _is_readable(call[0], call[1], names)]
+            failures = found.errors + len(found.calls) - len(readable)
+            calls = [
+                ToolCall(_keep_id(own, text) or call_id(prompt_ids, ids, number), name, arguments)
+                for number, (name, arguments, own) in enumerate(readable)
+            ]
+            # There is no telling where in the text a call stood: where none can be made, all of it stays to be seen.
+            if readable or not found.calls:
+                content = found.content
+        if self._own_calls and may_call and content is not None:
+            parts = read_tool_calls(content, names)
+            content, failures = parts.content or None, failures + parts.failures
+            calls = [ToolCall(call_id(prompt_ids, ids, k), *call) for k, call in enumerate(parts.calls)]
+        if calls and content is not None and not content.strip():
+            content = None
+        return ParsedAnswer(content, reasoning, calls, text, failures)
+
+    def _opens_reasoning(self, prompt_ids: Sequence[int]) -> bool:
+        return self._tokenizer.decode_all(prompt_ids[-8:]).rstrip().endswith(THINK)
+
+
+def _is_readable(name: str, arguments: str, names: Collection[str] | None) -> bool:
+    try:
+        return (names is None or name in names) and isinstance(json.loads(arguments), dict)
+    except (ValueError, RecursionError):
+        return False
+
+
+def _keep_id(own: str | None, text: str) -> str | None:
+    """Return an id that the policy wrote itself, as Kimi K2 does; others that vLLM gives are random."""
+    return own if own and own in text else None

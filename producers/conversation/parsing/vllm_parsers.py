@@ -1,0 +1,144 @@
+"""vLLM's parsers of tool calls and reasoning, called as its server calls them: the one place that knows their code.
+
+Importing them takes seconds, so only a generator with the vllm engine does it. Which names there are is read from their
+source, for checks that must be quick.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import json
+import logging
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from schemas.errors import ConfigError, describe_error
+
+log = logging.getLogger(__name__)
+
+_HARMONY = {"openai", "openai_gptoss"}
+_FOLDERS = {"tool_parser": "tool_parsers", "reasoning_parser": "reasoning"}
+
+
+def vllm_names(setting: str) -> list[str] | None:
+    """Names that vLLM has for ``tool_parser`` or ``reasoning_parser``, without importing it; None where nothing tells.
+
+    Where it is not installed, or another release keeps them elsewhere, vLLM itself tells at its start.
+    """
+    spec = importlib.util.find_spec("vllm")
+    if spec is None or not spec.submodule_search_locations:
+        return None
+    return read_parser_names(Path(spec.submodule_search_locations[0]) / _FOLDERS[setting] / "__init__.py")
+
+
+def read_parser_names(source: Path) -> list[str] | None:
+    """The keys of the registry that this file of vLLM's declares; None where it declares none."""
+    try:
+        tree = ast.parse(source.read_text(encoding="utf-8"))
+    except (OSError, SyntaxError):
+        return None
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict):
+            target = node.targets[0]
+            if isinstance(target, ast.Name) and target.id.endswith("_PARSERS_TO_REGISTER"):
+                keys = [key.value for key in node.value.keys if isinstance(key, ast.Constant)]
+                return sorted(str(key) for key in keys)
+    return None
+
+
+@dataclass(frozen=True)
+class VllmAnswer:
+    """calls: (name, arguments, the parser's own id). errors: what the parser wrote to its log instead of raising."""
+
+    reasoning: str | None
+    content: str | None
+    calls: list[tuple[str, str, str | None]]
+    errors: int = 0
+
+
+class VllmParsers:
+    """A tool parser and a reasoning parser of vLLM's, or one of them. ConfigError when they can't be had together.
+
+    tokenizer: transformers' own object, ``HfTokenizer.hf``.
+    A parser object of theirs has state, so each answer gets a new one.
+    """
+
+    def __init__(self, tokenizer: Any, tool_parser: str | None, reasoning_parser: str | None):
+        from vllm.parser import ParserManager
+
+        self._tokenizer = tokenizer
+        names = " and ".join(name for name in (tool_parser, reasoning_parser) if name)
+        try:
+            found = ParserManager.get_parser(
+                tool_parser,
+                reasoning_parser,
+                enable_auto_tools=tool_parser is not None,
+                is_harmony=bool({tool_parser, reasoning_parser} & _HARMONY),
+                tokenizer=tokenizer,
+            )
+        except (TypeError, ValueError, RuntimeError, KeyError, ImportError) as error:
+            raise ConfigError(f"vllm cannot parse with {names}: {describe_error(error.__cause__ or error)}") from error
+        if found is None:
+            raise ConfigError(f"vllm has no parser for {names}")
+        self._parser: Any = found
+        parts = [getattr(found, part, None) for part in ("tool_parser_cls", "reasoning_parser_cls")]
+        for module in {base.__module__ for part in parts if part for base in part.__mro__}:
+            if module.startswith("vllm."):
+                logging.getLogger(module).addFilter(_ERRORS)
+
+    def parse(
+        self,
+        text: str,
+        ids: Sequence[int],
+        tools: Sequence[Mapping[str, Any]],
+        prompt_ids: Sequence[int],
+        template_args: Mapping[str, Any],
+        may_call: bool,
+    ) -> VllmAnswer:
+        """Read one answer, in which nothing is a tool call unless it ``may_call``. What a parser raises is an error."""
+        from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+
+        _ERRORS.heard.count = 0
+        try:
+            request = ChatCompletionRequest.model_validate(
+                {"messages": [], "tools": list(tools) or None, "tool_choice": "auto" if may_call else "none"}
+            )
+            parser = self._parser(self._tokenizer, request.tools, chat_template_kwargs=dict(template_args))
+            parser.set_prompt_token_ids(list(prompt_ids))
+            reasoning, content, calls = parser.parse(
+                text, request, enable_auto_tools=True, model_output_token_ids=list(ids)
+            )
+            found = [(call.name, _plain(call.arguments), call.id) for call in calls or []]
+        except Exception as error:  # noqa: BLE001 - their code: each parser has its own way to fail on odd text
+            log.warning("a parser of vllm's failed: %s", describe_error(error))
+            return VllmAnswer(None, text or None, [], 1)
+        return VllmAnswer(reasoning or None, content or None, found, _ERRORS.heard.count)
+
+
+def _plain(arguments: Any) -> str:
+    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+
+
+class _Heard(threading.local):
+    count = 0
+
+
+class _CountErrors(logging.Filter):
+    """Counts the errors that parsers log, in place of a traceback for each answer that a policy in training spoils."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heard = _Heard()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if record.levelno < logging.ERROR:
+            return True
+        self.heard.count += 1
+        return False
+
+
+_ERRORS = _CountErrors()
