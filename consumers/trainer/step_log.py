@@ -123,7 +123,7 @@ class StepLog:
             self._trackers.log_completions(self._progress.step, rows)
 
     def flush(self) -> None:
-        """Wait until trackers have what was logged; not for one that hangs."""
+        """Wait a moment until trackers have what was logged: the trainer ends by an error, unless it closed the log."""
         self._trackers.flush()
 
     def close(self) -> None:

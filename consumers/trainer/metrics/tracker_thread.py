@@ -65,7 +65,7 @@ class TrackerThread:
         """Wait until all is done or nothing more will be; after the deadline nothing more will."""
         with self._done:
             if not self._done.wait_for(lambda: not self._left or self.error is not None, deadline_s):
-                self._late = self._late or f"it did not answer within {deadline_s:g} s"
+                self._late = self._late or f"it did not answer within {deadline_s:.3g} s"
 
     def end(self) -> None:
         """Let the thread end when its call under way does."""

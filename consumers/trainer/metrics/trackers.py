@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import structlog
 
-from consumers.trainer.metrics.tracker_thread import DEADLINE_S, LONG_DEADLINE_S, TrackerThread
+from consumers.trainer.metrics.tracker_thread import LONG_DEADLINE_S, TrackerThread
 from schemas.errors import ConfigError
 from schemas.messages import Trajectory
 from schemas.plugins import load
@@ -48,6 +48,8 @@ COLUMNS = ["step", "prompt", "completion", "reward", "tokens", "finish"]
 """Of the table of completions."""
 SETTING = "trainer.trackers"
 FOLDER = "trackers"
+ERROR_DEADLINE_S = 5.0
+"""For all that is left where the trainer ends by an error: whoever restarts it waits."""
 
 Notify: TypeAlias = Callable[[str, Literal["info", "warning", "error"], str], None]
 
@@ -149,10 +151,8 @@ class Trackers:
                 self._give_up(tracker.name, what, reason)
 
     def flush(self) -> None:
-        """Wait until all that was logged is sent, or the deadline: the process may end now."""
-        end = time.monotonic() + DEADLINE_S
-        for _, thread in self._trackers:
-            thread.wait(max(0.0, end - time.monotonic()))
+        """Wait a moment until all that was logged is sent, where an error ends the process; nothing after ``close``."""
+        self._wait(ERROR_DEADLINE_S)
         self._drop_failed("failed")
 
     def close(self) -> None:
@@ -160,13 +160,16 @@ class Trackers:
         self._drop_failed("failed")
         for tracker, thread in self._trackers:
             thread.put(tracker.finish)
-        end = time.monotonic() + LONG_DEADLINE_S
-        for _, thread in self._trackers:
-            thread.wait(max(0.0, end - time.monotonic()))
+        self._wait(LONG_DEADLINE_S)
         self._drop_failed("did not send its last figures")
         for _, thread in self._trackers:
             thread.end()
         self._trackers.clear()
+
+    def _wait(self, deadline_s: float) -> None:
+        end = time.monotonic() + deadline_s
+        for _, thread in self._trackers:
+            thread.wait(max(0.0, end - time.monotonic()))
 
     def _give_up(self, name: str, what: str, reason: str) -> None:
         log.warning("a tracker is given up", tracker=name, what=what, error=reason)

@@ -201,6 +201,24 @@ def test_a_tracker_that_hangs_holds_up_neither_a_step_nor_the_end(
     (tmp_path / "run" / "trackers" / "release").touch()
 
 
+def test_a_trainer_that_ends_by_an_error_waits_only_briefly_for_a_tracker_that_hangs(
+    make: Callable[..., Trainer], broker: Broker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert trackers.ERROR_DEADLINE_S <= 5
+    monkeypatch.setattr(trackers, "ERROR_DEADLINE_S", 0.2)
+    trainer = make("own.py:Hanging")
+
+    def dying(**settings: Any) -> Path:
+        raise RuntimeError("killed")
+
+    monkeypatch.setattr(trainer.rank_group, "save", dying)
+    with Pipeline(broker), pytest.raises(RuntimeError, match="killed"):
+        trainer.run(StopFlag())
+    (told,) = [event.text for event in broker.events.tail(10) if event.name == "tracker"]
+    assert told == "tracker lines failed and gets nothing more: it did not answer within 0.2 s"
+    (tmp_path / "run" / "trackers" / "release").touch()
+
+
 def test_a_tracker_that_hangs_at_its_start_is_an_error_of_the_configuration(
     make: Callable[..., Trainer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
