@@ -83,14 +83,15 @@ def check_record(config: TidemillConfig) -> RunRecord | None:
         before = record.fixed.get(name)
         if before is None or now is None or before == now or name == WEIGHTS or (name == "model.path" and moved):
             continue
+        remedy = "give this run another run.name, or --fresh to delete that one and start anew"
         if name in DIGESTS:
             problem = f"began with other files: {DIGESTS[name]} {config.model.path} has changed"
+        elif name == "model.path" and before == config.model.path:
+            problem = f"began with model.path {before} of the hub, which is now the folder {now}"
+            remedy = f"move it away, {remedy}"
         else:
             problem = f"began with {name} {_shown(before)}, which cannot become {_shown(now)}"
-        raise ConfigError(
-            f"run {config.run.name!r} in {config.folder} {problem}: give this run another run.name, or --fresh to"
-            " delete that one and start anew"
-        )
+        raise ConfigError(f"run {config.run.name!r} in {config.folder} {problem}: {remedy}")
     return record
 
 

@@ -95,6 +95,22 @@ def test_a_run_and_its_model_may_be_moved_but_no_other_weights_put_in_place(tmp_
         claim_folder(configuration(elsewhere))
 
 
+def test_a_folder_in_place_of_a_model_of_the_hub_is_named_with_what_can_be_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    hub = {"model": {"path": "org/model"}}
+    claim_folder(configuration(tmp_path, hub))
+    (tmp_path / "org").mkdir()
+    make_model(tmp_path / "org" / "model")
+    with pytest.raises(ConfigError) as refused:
+        check_record(configuration(tmp_path, hub))
+    folder = tmp_path / "org" / "model"
+    assert f"began with model.path org/model of the hub, which is now the folder {folder}: move it" in str(
+        refused.value
+    )
+
+
 def test_harmless_settings_may_change(tmp_path: Path) -> None:
     make_model(tmp_path / "model")
     record = claim_folder(configuration(tmp_path))
