@@ -17,6 +17,7 @@ from string import Template
 
 from deploy.launchers.gpus import Auto, ask, check_count, engine_width
 from deploy.run.folder import settle_configuration
+from deploy.run.preflight import check
 from deploy.run_files import CONFIG
 from schemas.config import TidemillConfig
 from schemas.errors import OK_EXIT, ConfigError
@@ -54,11 +55,15 @@ class Slurm:
     folder: Path | str | None = None
 
     def launch(self, config: TidemillConfig, fresh: bool = False) -> int:
-        """Write the scripts and print their paths, that of submit.sh last; on stderr the GPUs that jobs ask for."""
+        """Check the configuration, write the scripts and print their paths, that of submit.sh last; on stderr the GPUs
+        that jobs ask for. ConfigError for what cannot work, and nothing is written.
+        """
         if fresh:
             raise ConfigError(
                 f"Slurm jobs go on with what there is: for a new run, tidemill purge, and rm -r {config.folder}"
             )
+        check_record(config)
+        self._check(config)
         dealt = self.deal(config)
         if dealt is not self:
             text = f"GPUs: {dealt.trainer_gpus} for each trainer node, {dealt.generator_gpus} for each generator"
@@ -66,6 +71,16 @@ class Slurm:
         for path in dealt.write(config):
             print(path)
         return OK_EXIT
+
+    def _check(self, config: TidemillConfig) -> None:
+        """The check of ``tidemill up``, without what only a job's node can tell; ConfigError for what cannot work."""
+        skip = {"control plane"}
+        if self.setup or self.container:
+            # Data and the user's code are read in an environment that is not this one.
+            skip |= {"trial"}
+        if self.container:
+            skip |= {"model"}
+        check(config, here=not (self.setup or self.container), skip=skip)
 
     def deal(self, config: TidemillConfig) -> Slurm:
         """Return the same with numbers for ``auto``; ConfigError for what can be none."""

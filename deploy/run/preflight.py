@@ -1,4 +1,4 @@
-"""The check of a configuration before anything starts, the same for ``tidemill up`` and ``tidemill doctor``.
+"""The check of a configuration before anything starts, the same for ``tidemill up``, ``slurm`` and ``doctor``.
 
 Cheap things come first, so that a wrong name is told at once: names, folders, the address of the control plane, the
 model's files. What opens data, runs the user's code or needs PyTorch is looked at in a child process (trial.py): this
@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
 from broker.api.address import listen, read_token
@@ -35,30 +35,39 @@ TRIAL_DEADLINE_S = 600.0
 """A dataset of the hub may have to be downloaded first."""
 
 
-def check(config: TidemillConfig, here: bool = True) -> None:
+def check(config: TidemillConfig, here: bool = True, skip: Collection[str] = ()) -> None:
     """ConfigError, one line, for the first thing that cannot work; what is only strange is told on stderr.
 
-    here: services run on this machine, with the packages that are installed on it.
+    here: services run on this machine, with the packages that are installed on it. skip: names of checks that can tell
+    nothing here, ``trial`` for all that are made in the child process.
     """
-    for finding in inspect(config, here=here):
+    for finding in inspect(config, here=here, skip=skip):
         if finding.level == "fail":
             raise ConfigError(finding.text)
         if finding.level == "warn":
             print(f"tidemill: warning: {finding.text}", file=sys.stderr)
 
 
-def inspect(config: TidemillConfig, thorough: bool = False, here: bool = True) -> Iterator[Finding]:
+def inspect(
+    config: TidemillConfig, thorough: bool = False, here: bool = True, skip: Collection[str] = ()
+) -> Iterator[Finding]:
     """Everything that can be told before the run, one by one.
 
-    here: as in ``check``. thorough: also build the model without its weights, and score a first example, which takes
-    longer.
+    here, skip: as in ``check``. thorough: also build the model without its weights, and score a first example, which
+    takes longer.
     """
-    yield examine("names", lambda: check_names(config))
-    yield examine("packages", lambda: check_packages(config, here))
-    yield examine("folders", lambda: check_folders(config))
-    yield examine("control plane", lambda: check_control(config))
-    yield examine("model", lambda: check_models(config))
-    yield from _trial(config, thorough)
+    looks: dict[str, Callable[[], Finding | str | None]] = {
+        "names": lambda: check_names(config),
+        "packages": lambda: check_packages(config, here),
+        "folders": lambda: check_folders(config),
+        "control plane": lambda: check_control(config),
+        "model": lambda: check_models(config),
+    }
+    for name, look in looks.items():
+        if name not in skip:
+            yield examine(name, look)
+    if "trial" not in skip:
+        yield from _trial(config, thorough)
 
 
 def check_packages(config: TidemillConfig, here: bool = True) -> str:

@@ -75,6 +75,38 @@ def test_a_mistake_is_told_without_running_anything_of_the_user(
     assert not (folder / "runs").exists()
 
 
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("trainer.loss.name=pppo", "unknown trainer.loss.name 'pppo' (did you mean 'ppo'?)"),
+        ("model.path=./none", "model.path ./none does not exist"),
+        ("train.args.path=none.jsonl", "none.jsonl"),
+        ("reward.terms=[{name: 'mine.py:f'}]", "mine.py"),
+    ],
+)
+def test_slurm_writes_no_script_of_a_run_that_cannot_work(folder: Path, override: str, message: str) -> None:
+    done = run_tidemill("slurm", "config.yaml", override, cwd=folder)
+    assert (done.returncode, len(done.stderr.splitlines())) == (2, 1), done.stderr
+    assert message in done.stderr
+    assert done.stdout == ""
+    assert not (folder / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["control.host=0.0.0.0"],
+        ["reward.terms=[{name: 'elsewhere:f'}]", "--setup", "module load tidemill"],
+        ["model.path=/models/small", "--container", "run-in {role}.sif"],
+    ],
+    ids=["address", "another environment", "image"],
+)
+def test_slurm_is_not_refused_for_what_only_the_nodes_of_its_jobs_have(folder: Path, words: list[str]) -> None:
+    done = run_tidemill("slurm", "config.yaml", *words, cwd=folder)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1].endswith("submit.sh")
+
+
 def broken_folders(folder: Path) -> dict[str, str]:
     """Model folders that are none, and what is said of them."""
     made = {
