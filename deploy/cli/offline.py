@@ -35,9 +35,9 @@ def dpo(config: ConfigFile, overrides: Overrides = None) -> None:
     if loaded.dpo is None:
         raise ConfigError("the configuration has no dpo section, there is nothing to train on")
     in_ranks(loaded, ["dpo", str(config), *(overrides or [])])
-    from deploy.offline.preference import make_dpo_model
+    from deploy.offline.preference import make_preference_model
 
-    make_dpo_model(loaded, loaded.dpo)
+    make_preference_model(loaded, loaded.dpo)
 
 
 @app.command("reward-model")
@@ -47,9 +47,9 @@ def reward_model(config: ConfigFile, overrides: Overrides = None) -> None:
     if loaded.reward_model is None:
         raise ConfigError("the configuration has no reward_model section, there is nothing to train on")
     in_ranks(loaded, ["reward-model", str(config), *(overrides or [])])
-    from deploy.offline.preference import make_reward_model
+    from deploy.offline.preference import make_preference_model
 
-    make_reward_model(loaded, loaded.reward_model)
+    make_preference_model(loaded, loaded.reward_model)
 
 
 @app.command("eval")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,17 +19,20 @@ if TYPE_CHECKING:
     from consumers.offline.preference import PairwiseProgress
 
 
-def make_dpo_model(config: TidemillConfig, settings: DpoConfig) -> None:
-    """Train model.path on the pairs of the ``dpo`` section and write ``dpo.out``."""
-    from consumers.offline.preference import train_dpo
+def make_preference_model(config: TidemillConfig, settings: DpoConfig | RewardModelConfig) -> None:
+    """Train model.path on the pairs of the ``dpo`` or ``reward_model`` section and write its ``out``."""
+    from consumers.offline.preference import train_dpo, train_reward_model
     from consumers.offline.step import MemoryLimits
     from consumers.trainer.distributed.ranks import Ranks
 
-    configure_logging(config, "dpo", "dpo")
+    dpo = isinstance(settings, DpoConfig)
+    command = "dpo" if dpo else "reward-model"
+    configure_logging(config, command, command)
     pairs, heldout = (preferences(dataset, config.base) for dataset in (settings.dataset, settings.eval))
+    train: Callable[..., PairwiseProgress] = train_dpo if dpo else train_reward_model
     ranks = Ranks()
     with ranks.watchdog():
-        result = train_dpo(
+        result = train(
             config.model,
             pairs,
             heldout,
@@ -40,33 +44,8 @@ def make_dpo_model(config: TidemillConfig, settings: DpoConfig) -> None:
             ranks=ranks,
         )
     if ranks.is_main:
-        preferred = f"prefers the chosen answer in {result.accuracy:.3f} of {len(heldout)} held-out pairs"
-        print(f"model {settings.out}: {preferred}")
-
-
-def make_reward_model(config: TidemillConfig, settings: RewardModelConfig) -> None:
-    """Train a reward model on the pairs of the ``reward_model`` section and write ``reward_model.out``."""
-    from consumers.offline.preference import train_reward_model
-    from consumers.offline.step import MemoryLimits
-    from consumers.trainer.distributed.ranks import Ranks
-
-    configure_logging(config, "reward-model", "reward-model")
-    pairs, heldout = (preferences(dataset, config.base) for dataset in (settings.dataset, settings.eval))
-    ranks = Ranks()
-    with ranks.watchdog():
-        result = train_reward_model(
-            config.model,
-            pairs,
-            heldout,
-            settings,
-            load_tokenizer=partial(HfTokenizer, trust_remote_code=config.model.trust_remote_code),
-            limits=MemoryLimits(config.trainer.micro_batch_tokens, config.trainer.activation_checkpointing),
-            seed=config.run.seed,
-            progress=_show,
-            ranks=ranks,
-        )
-    if ranks.is_main:
-        print(f"model {settings.out}: ranks {result.accuracy:.3f} of {len(heldout)} held-out pairs right")
+        share = f"{result.accuracy:.3f} of {len(heldout)} held-out pairs"
+        print(f"model {settings.out}: {f'prefers the chosen answer in {share}' if dpo else f'ranks {share} right'}")
 
 
 def preferences(dataset: DatasetConfig, base: Path) -> list[Preference]:
