@@ -1,15 +1,17 @@
 """A run whose data does not depend on time: the same prompts give the same samples and rewards in the same order.
 
-So two trainers of it, disturbed or not, must come to the same weights.
+So two trainers of it, disturbed or not, must come to the same weights. Its pipeline can be given other data, too.
 """
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from broker.client import Broker
+from broker.queues.tasks import TaskQueue
 from schemas.messages import Sampling, Score, Task
 from tests.support.trajectories import make_trajectory
 
@@ -38,11 +40,29 @@ def make_config(folder: Path, model: Path, broker: Broker, **trainer: Any) -> di
     }
 
 
+Generate = Callable[[TaskQueue, int, int], None]
+"""Is given the generator's queue, the task and the least version to work with, and hands over or fails its samples."""
+Reward = Callable[[int, int], Score]
+"""The score of a task's sample."""
+
+
+def generate(tasks: TaskQueue, task_id: int, version: int) -> None:
+    """Two samples that depend on nothing but the task."""
+    tasks.publish(task_id, [make_trajectory(task_id, sample, completion=5 + task_id % 3) for sample in range(2)])
+
+
+def by_sample(task_id: int, sample: int) -> Score:
+    """Only the second of two samples is right."""
+    return Score(reward=float(sample))
+
+
 class Pipeline:
     """Feeder, generator and reward service in one thread, for as long as the block lasts."""
 
-    def __init__(self, broker: Broker) -> None:
+    def __init__(self, broker: Broker, generate: Generate = generate, reward: Reward = by_sample) -> None:
         self._broker = broker
+        self._generate = generate
+        self._reward = reward
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
 
@@ -62,9 +82,7 @@ class Pipeline:
             task = Task(task_id=following, kind="train", n=2, sampling=Sampling(), text="?")
             following = self._broker.ledger.admit(task).next
             for delivery in tasks.read(8, 5):
-                task_id = delivery.message.task_id
-                tasks.publish(
-                    task_id, [make_trajectory(task_id, sample, completion=5 + task_id % 3) for sample in range(2)]
-                )
+                self._generate(tasks, delivery.message.task_id, delivery.version)
                 tasks.release(delivery)
-            rewards.publish([(item, Score(reward=float(item.message.sample))) for item in rewards.read(64, 5)])
+            found = rewards.read(64, 5)
+            rewards.publish([(item, self._reward(item.message.task_id, item.message.sample)) for item in found])

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,88 +12,31 @@ import pytest
 import torch
 
 from broker.client import Broker
+from broker.queues.tasks import TaskQueue
 from consumers.trainer.loop import Trainer
-from consumers.trainer.model.policy import Policy, load_model
-from consumers.trainer.step.build import build_train_step
+from consumers.trainer.model.policy import Policy
 from deploy.run.summary import read_lines
-from schemas.config import parse_config
 from schemas.errors import RunFailed
 from schemas.lifecycle import StopFlag
-from schemas.messages import Sampling, Score, Task
-from tests.support.tiny_model import make_tiny_model
+from schemas.messages import Score
+from tests.support.deterministic_run import Generate, Pipeline, Reward, by_sample
 from tests.support.trajectories import make_trajectory
 
 pytestmark = pytest.mark.integration
 
-Generate = Callable[[Broker, int, int], None]
-Reward = Callable[[int, int], Score]
 
-
-@contextmanager
-def the_rest(broker: Broker, generate: Generate, reward: Reward) -> Iterator[None]:
-    """Everything but the trainer, in one thread. generate: is given task id and weight version."""
-    stop = threading.Event()
-
-    def work() -> None:
-        tasks, rewards, following = broker.task_queue("g"), broker.score_queue("r"), 0
-        while not stop.is_set():
-            task = Task(task_id=following, kind="train", n=2, sampling=Sampling(), text="?")
-            following = broker.ledger.admit(task).next
-            for delivery in tasks.read(8, 5):
-                generate(broker, delivery.message.task_id, delivery.version)
-                tasks.release(delivery)
-            found = rewards.read(64, 5)
-            rewards.publish([(one, reward(one.message.task_id, one.message.sample)) for one in found])
-
-    thread = threading.Thread(target=work, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        stop.set()
-        thread.join(20)
-        assert not thread.is_alive()
-
-
-def publish(broker: Broker, task_id: int, version: int, lengths: tuple[int, int] = (1, 1)) -> None:
+def publish(tasks: TaskQueue, task_id: int, version: int, lengths: tuple[int, int] = (1, 1)) -> None:
     """Two samples of one token, or none, of the policy's own, of this version."""
     made = [
         make_trajectory(task_id, sample, completion=length, version=version - 1)
         for sample, length in enumerate(lengths)
     ]
-    broker.task_queue("g").publish(task_id, made)
-
-
-def by_sample(task_id: int, sample: int) -> Score:
-    return Score(reward=float(sample))
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model(tmp_path_factory.mktemp("tiny"), hidden=32, layers=1)
+    tasks.publish(task_id, made)
 
 
 @pytest.fixture
-def trainer(model: Path, tmp_path: Path, broker: Broker, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Trainer]:
-    monkeypatch.chdir(tmp_path)
-
-    def make(staleness: int = 4, spoil: Callable[[Any], None] = lambda policy: None, **settings: Any) -> Trainer:
-        config = parse_config(
-            {
-                "run": {"name": "failed", "folder": str(tmp_path / "run")},
-                "model": {"path": str(model), "dtype": "float32", "max_length": 64},
-                "train": {"name": "arithmetic"},
-                "sampling": {"n": 2, "max_tokens": 16},
-                "reward": {"terms": [{"name": "exact"}]},
-                "flow": {"staleness": staleness},
-                "trainer": {"steps": 8, "batch_groups": 2, "batch_timeout_s": 60, "max_failed_groups": 10, **settings},
-            }
-        )
-        policy = Policy(load_model(config.model.path, "float32"))
-        spoil(policy)
-        return Trainer(config, "trainer", broker, build_train_step(config, policy=policy))
-
-    return make
+def trainer(new_trainer: Callable[..., Trainer]) -> Callable[..., Trainer]:
+    return partial(new_trainer, staleness=4, max_failed_groups=10)
 
 
 def groups_of_steps(folder: Path) -> list[int]:
@@ -109,10 +51,10 @@ def groups_of_steps(folder: Path) -> list[int]:
 def test_a_sample_without_a_token_of_its_own_costs_its_group_nothing(
     trainer: Callable[..., Trainer], broker: Broker, tmp_path: Path
 ) -> None:
-    def generate(broker: Broker, task_id: int, version: int) -> None:
-        publish(broker, task_id, version, (1, 0) if task_id % 2 else (1, 1))
+    def generate(tasks: TaskQueue, task_id: int, version: int) -> None:
+        publish(tasks, task_id, version, (1, 0) if task_id % 2 else (1, 1))
 
-    with the_rest(broker, generate, by_sample):
+    with Pipeline(broker, generate, by_sample):
         trainer(staleness=2).run(StopFlag())
     assert groups_of_steps(tmp_path) == [2] * 8
     state = broker.ledger.read_state()
@@ -124,21 +66,21 @@ def test_a_sample_without_a_token_of_its_own_costs_its_group_nothing(
 def test_a_group_without_any_token_of_its_own_is_dropped_by_that_name(
     trainer: Callable[..., Trainer], broker: Broker, tmp_path: Path
 ) -> None:
-    def generate(broker: Broker, task_id: int, version: int) -> None:
-        publish(broker, task_id, version, (1, 1) if task_id % 3 else (0, 0))
+    def generate(tasks: TaskQueue, task_id: int, version: int) -> None:
+        publish(tasks, task_id, version, (1, 1) if task_id % 3 else (0, 0))
 
-    with the_rest(broker, generate, by_sample):
+    with Pipeline(broker, generate, by_sample):
         trainer().run(StopFlag())
     assert groups_of_steps(tmp_path) == [2] * 8
     assert set(broker.ledger.read_state().dropped) == {"no_tokens"}
 
 
 def fail(reason: str, broken_version: int = -1, samples: tuple[int, ...] = (0, 1)) -> Generate:
-    def generate(broker: Broker, task_id: int, version: int) -> None:
+    def generate(tasks: TaskQueue, task_id: int, version: int) -> None:
         for sample in samples:
-            broker.task_queue("g").fail_sample(task_id, sample, reason, broken_version)
+            tasks.fail_sample(task_id, sample, reason, broken_version)
         if len(samples) < 2:
-            broker.task_queue("g").publish(task_id, [make_trajectory(task_id, 1)])
+            tasks.publish(task_id, [make_trajectory(task_id, 1)])
 
     return generate
 
@@ -157,7 +99,7 @@ BROKEN = "weights version 0 are numerically broken: they give log-probabilities 
         (fail("workflow mine.py:W: KeyError: 'x'"), by_sample, {}, "workflow mine.py:W: KeyError: 'x'"),
         (fail("not finite", 0), by_sample, {}, BROKEN),
         (
-            lambda broker, task_id, version: publish(broker, task_id, version, (0, 0)),
+            lambda tasks, task_id, version: publish(tasks, task_id, version, (0, 0)),
             by_sample,
             {},
             "no sample has a token that the policy sampled",
@@ -174,7 +116,7 @@ def test_when_every_group_fails_the_run_ends_with_the_reason(
     settings: dict[str, Any],
     reason: str,
 ) -> None:
-    with the_rest(broker, generate, reward), pytest.raises(RunFailed) as caught:
+    with Pipeline(broker, generate, reward), pytest.raises(RunFailed) as caught:
         trainer(**settings).run(StopFlag())
     assert str(caught.value) == f"10 prompt groups in a row failed, the last: {reason}"
     state = broker.ledger.read_state()
@@ -190,7 +132,7 @@ def test_a_reward_that_fails_from_some_step_on_ends_the_run_as_well(
     def reward(task_id: int, sample: int) -> Score:
         return by_sample(task_id, sample) if task_id < 6 else raising(task_id, sample)
 
-    with the_rest(broker, publish, reward), pytest.raises(RunFailed, match="10 prompt groups in a row failed"):
+    with Pipeline(broker, publish, reward), pytest.raises(RunFailed, match="10 prompt groups in a row failed"):
         trainer().run(StopFlag())
     assert broker.ledger.read_state().step in (2, 3), "the last good groups may not have had their turn"
 
@@ -199,7 +141,7 @@ def test_groups_without_a_signal_or_too_old_are_no_failure(trainer: Callable[...
     def reward(task_id: int, sample: int) -> Score:
         return Score(reward=0.0 if task_id < 60 else float(sample))
 
-    with the_rest(broker, publish, reward):
+    with Pipeline(broker, publish, reward):
         trainer(steps=2).run(StopFlag())
     assert broker.ledger.read_state().dropped["zero_variance"] >= 60
 
@@ -208,7 +150,7 @@ def test_a_failing_group_here_and_there_is_left_out(trainer: Callable[..., Train
     def reward(task_id: int, sample: int) -> Score:
         return by_sample(task_id, sample) if task_id % 8 == 0 else raising(task_id, sample)
 
-    with the_rest(broker, publish, reward):
+    with Pipeline(broker, publish, reward):
         trainer(steps=4).run(StopFlag())
     assert broker.ledger.read_state().failed["no_reward"] >= 20
 
@@ -216,11 +158,11 @@ def test_a_failing_group_here_and_there_is_left_out(trainer: Callable[..., Train
 def test_a_group_most_of_whose_samples_are_not_finite_is_not_trained(
     trainer: Callable[..., Trainer], broker: Broker
 ) -> None:
-    def generate(broker: Broker, task_id: int, version: int) -> None:
+    def generate(tasks: TaskQueue, task_id: int, version: int) -> None:
         make = fail("not finite", version) if task_id % 2 else publish
-        make(broker, task_id, version)
+        make(tasks, task_id, version)
 
-    with the_rest(broker, generate, by_sample):
+    with Pipeline(broker, generate, by_sample):
         trainer(steps=3).run(StopFlag())
     assert set(broker.ledger.read_state().failed) == {"not_finite"}
 
@@ -233,7 +175,7 @@ def test_steps_that_are_all_skipped_end_the_run(
         "def nan(inputs):\n"
         "    return LossOutput(inputs.logprobs * float('nan'), {})\n"
     )
-    with the_rest(broker, publish, by_sample), pytest.raises(RunFailed) as caught:
+    with Pipeline(broker, publish, by_sample), pytest.raises(RunFailed) as caught:
         trainer(steps=20, loss={"name": f"{tmp_path}/mine.py:nan"}).run(StopFlag())
     assert str(caught.value) == "10 steps in a row were skipped: their loss or gradient is not finite"
     assert broker.ledger.read_state().step == 9

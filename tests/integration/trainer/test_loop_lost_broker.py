@@ -1,0 +1,150 @@
+"""A broker that forgets while the trainer goes on: no prompt is skipped or trained twice, and no version is reused."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from broker.client import Broker
+from consumers.trainer import batch_source as source_module
+from consumers.trainer.checkpoint.store import CheckpointStore, Taken
+from consumers.trainer.loop import Trainer
+from deploy.run.summary import read_lines
+from schemas.config import DatasetConfig, EvalConfig
+from schemas.lifecycle import StopFlag
+from schemas.messages import Sampling, Task
+from tests.support.deterministic_run import Pipeline
+from tests.support.trainer_loop import in_thread, publish_of_version, run, trained, until
+
+pytestmark = pytest.mark.integration
+
+
+def test_a_wiped_broker_is_mended_while_the_trainer_goes_on(
+    trainer: Callable[..., Trainer], broker: Broker, tmp_path: Path
+) -> None:
+    one = trainer(steps=12)
+    with Pipeline(broker, publish_of_version):
+        thread, errors = in_thread(one, StopFlag())
+        for step in (2, 7):
+            until(lambda step=step: one.progress.step >= step, f"step {step}")
+            broker.purge()
+        thread.join(90)
+    assert not thread.is_alive()
+    assert not errors
+    times = trained(tmp_path)
+    assert set(times.values()) == {1}
+    assert set(times) == set(range(24)), "no prompt is skipped"
+    state = broker.ledger.read_state()
+    assert state.balanced
+    assert state.trained == 24
+    versions = [line["version"] for line in read_lines(tmp_path / "run" / "metrics.jsonl")]
+    assert versions == sorted(set(versions))
+
+
+def test_evaluations_are_kept_in_the_runs_folder_once_each_when_the_broker_forgets_them(
+    trainer: Callable[..., Trainer], broker: Broker, tmp_path: Path
+) -> None:
+    def complete(version: int, total: float) -> None:
+        """What the broker holds of an evaluation of 4 samples, all scored."""
+        fields = {"n": 4, "scored": 4, "sum": total, "tokens": 40, "time": time.time()}
+        values = {f"{version}:{name}": value for name, value in fields.items()}
+        broker.connection.client.hset(broker.connection.keys.evals, mapping=values)
+
+    file = tmp_path / "run" / "evaluations.jsonl"
+    for last, versions in ((3, [0, 3]), (6, [0, 3, 6])):
+        one = trainer(steps=last)
+        one.config.eval = EvalConfig(dataset=DatasetConfig(name="arithmetic"))
+        with Pipeline(broker, publish_of_version):
+            thread, errors = in_thread(one, StopFlag())
+            until(lambda one=one, last=last: one.progress.step >= last, f"step {last}")
+            complete(0, 1.0)
+            complete(last, 3.0)
+            thread.join(60)
+        assert not thread.is_alive()
+        assert not errors
+        assert [(line["version"], line["mean"]) for line in read_lines(file)] == [
+            (version, 0.75 if version else 0.25) for version in versions
+        ]
+        lines = {line["step"]: line for line in read_lines(tmp_path / "run" / "metrics.jsonl")}
+        assert (lines[last]["eval/reward"], lines[last]["eval/length"], lines[last]["eval/version"]) == (0.75, 10, last)
+        assert "train/loss" in lines[last], "the step's own figures"
+        broker.purge()
+
+
+def test_a_trainer_that_dies_with_its_broker_gives_its_weights_new_numbers(
+    trainer: Callable[..., Trainer], broker: Broker, tmp_path: Path
+) -> None:
+    first, stop = trainer(steps=5, checkpoint={"every": 3}), StopFlag()
+    with Pipeline(broker, publish_of_version):
+        real = CheckpointStore.take
+        saved: list[int] = []
+
+        def take_once(self: CheckpointStore, *args: Any, **kwargs: Any) -> Taken:
+            if saved:
+                raise RuntimeError("killed")
+            saved.append(kwargs["step"])
+            return real(self, *args, **kwargs)
+
+        CheckpointStore.take = take_once  # type: ignore[method-assign]
+        try:
+            with pytest.raises(RuntimeError, match="killed"):
+                run(first, stop)
+        finally:
+            CheckpointStore.take = real  # type: ignore[method-assign]
+        assert saved == [3]
+        assert first.progress.step == 5
+        published = json.loads((tmp_path / "run" / "checkpoints" / "LEADER_TERM").read_text())["version"]
+        broker.purge()
+        second = trainer(steps=8)
+        run(second)
+    assert second.progress.step == 8
+    after = [line["version"] for line in read_lines(tmp_path / "run" / "metrics.jsonl")][5:]
+    assert min(after) > published, "a number that named lost weights names no others"
+    assert set(trained(tmp_path).values()) == {1}
+    assert set(trained(tmp_path)) == set(range(16))
+
+
+PARTS = ["ctl", "slots", "counts", "groups", "samples", "tasks", "trajectories", "scored", "journal"]
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_a_part_of_the_broker_that_vanishes_stops_nothing_and_skips_nothing(
+    trainer: Callable[..., Trainer], broker: Broker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: str
+) -> None:
+    monkeypatch.setattr(source_module, "QUIET_S", 0.2)
+    one = trainer(steps=10)
+    with Pipeline(broker, publish_of_version):
+        thread, errors = in_thread(one, StopFlag())
+        until(lambda: one.progress.step >= 2, "step 2")
+        broker.connection.client.delete(getattr(broker.connection.keys, part))
+        thread.join(90)
+    assert not thread.is_alive()
+    assert not errors
+    assert set(trained(tmp_path).values()) == {1}
+    assert set(trained(tmp_path)) == set(range(20)), "no prompt is skipped"
+    assert broker.ledger.read_state().balanced
+
+
+@pytest.mark.parametrize("lost", [("weights",), ("chunks",), ("weights", "chunks")])
+def test_weights_that_vanish_while_all_wait_for_them_are_published_again(
+    trainer: Callable[..., Trainer], broker: Broker, monkeypatch: pytest.MonkeyPatch, lost: tuple[str, ...]
+) -> None:
+    monkeypatch.setattr(source_module, "QUIET_S", 0.1)
+    one, stop = trainer(publish={"transport": "redis"}), StopFlag()
+    store, keys = broker.weights, broker.connection.keys
+    thread, errors = in_thread(one, stop)
+    until(lambda: store.newest() is not None, "the first version")
+    # Nobody generates: the trainer waits for the one group that is admitted.
+    broker.ledger.admit(Task(task_id=0, kind="train", n=2, sampling=Sampling(), text="?"))
+    for _ in range(2):
+        broker.connection.client.delete(*(getattr(keys, name) for name in lost))
+        until(lambda: (newest := store.newest()) is not None and store.holds(newest), "the same version again")
+    stop.set()
+    thread.join(30)
+    assert not thread.is_alive()
+    assert not errors
