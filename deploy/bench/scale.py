@@ -1,25 +1,28 @@
 """``tidemill bench scale``: from ten to a thousand generators on one server.
 
-Each simulated generator is a consumer of its own with a connection of its own, and waits for orders in a thread of its
-own; instead of computing it sleeps as long as its longest sample would take. Lengths are log-normal, so a few groups
-take many times longer than most. A feeder, a no-op reward and an assembler, which may drop groups, are beside them, as
-in a real run.
+Each simulated generator is a consumer of its own that waits for tasks and for orders on connections of its own;
+instead of computing it sleeps as long as its longest sample would take. A process's generators share one thread: what
+they ask of the server is what a real one's threads ask. Lengths are log-normal, so a few groups take many times longer
+than most. A feeder, a no-op reward and an assembler, which may drop groups, are beside them, as in a real run.
 """
 
 from __future__ import annotations
 
+import asyncio
 import secrets
-import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
+import redis
 
+from broker.client import Broker
 from broker.flow.pipeline import ScoredSample
+from broker.flow.run_control import RunControl
 from consumers.trainer.group_buffer import GroupBuffer
 from deploy.bench.pipeline_tidemill import CLAIM, GROUPS_AT_ONCE, REWARDS_AT_ONCE, reference
 from deploy.bench.processes import Role, RoleProcesses, ServerUsage, describe, serving
@@ -33,6 +36,8 @@ PROCESSES = 4
 DEADLINE_S = 120.0
 BUCKETS = 24
 """Lengths are rounded up to one of so many, for which arrays are ready."""
+AWAITED = ("XREADGROUP", "XREAD", "XREVRANGE", "HGETALL")
+"""Commands of waiting generators, whose answers are read when they are there."""
 
 
 @dataclass(frozen=True)
@@ -55,11 +60,75 @@ def flow_for(generators: int) -> PipelineShape:
     return PipelineShape(samples=8, batch=max(2, generators // 4), staleness=9, commit_every=4)
 
 
+class AnswerPending(Exception):
+    """Says that a command was sent on ``connection``; the same call again, once that can be read, has its answer."""
+
+    def __init__(self, connection: Any) -> None:
+        super().__init__("the answer is not there yet")
+        self.connection = connection
+
+
+class PendingClient(redis.Redis):
+    """A client whose AWAITED commands raise AnswerPending instead of waiting, one of each name at a time."""
+
+    def __init__(self, pool: redis.ConnectionPool) -> None:
+        super().__init__(connection_pool=pool)
+        self.auto_close_connection_pool = True
+        self.pending: dict[str, Any] = {}
+
+    def execute_command(self, *args: Any, **options: Any) -> Any:
+        """Run a command; the second call of an awaited one reads the answer to the first."""
+        plain: Any = super()
+        pool: Any = self.connection_pool
+        name = args[0]
+        if name not in AWAITED:
+            return plain.execute_command(*args, **options)
+        if name not in self.pending:
+            connection = self.pending[name] = pool.get_connection()
+            connection.send_command(*args)
+            raise AnswerPending(connection)
+        connection = self.pending.pop(name)
+        try:
+            return plain.parse_response(connection, name, **options)
+        finally:
+            pool.release(connection)
+
+
+def open_pending(url: str, run: str) -> Broker:
+    """``open_broker`` for one of many that wait in one thread: its AWAITED commands raise AnswerPending."""
+    broker = open_broker(url, run)
+    broker.connection.client = PendingClient(broker.connection.client.connection_pool)
+    return broker
+
+
+async def answer_of(call: Callable[[], T]) -> T:
+    """Return what the call returns, whose last command is an awaited one; meanwhile others run in this thread."""
+    loop = asyncio.get_running_loop()
+    while True:
+        try:
+            return call()
+        except AnswerPending as sent:
+            readable, socket = asyncio.Event(), sent.connection._get_socket().fileno()
+            loop.add_reader(socket, readable.set)
+            await readable.wait()
+            loop.remove_reader(socket)
+
+
+@dataclass
+class Generated:
+    """Work of generators. received: task id, when it was wanted, when it was there. in_time: samples before the end."""
+
+    received: list[tuple[int, float, float]] = field(default_factory=list)
+    published: int = 0
+    in_time: int = 0
+    busy_s: float = 0.0
+
+
 class Generators:
-    """Some of the generators, a thread each, in one process."""
+    """Some of the generators, in one thread of one process."""
 
     def __init__(self, url: str, run: str, first: int, count: int, lengths: Lengths) -> None:
-        brokers = [open_broker(url, run) for _ in range(count)]
+        brokers = [open_pending(url, run) for _ in range(count)]
         self._queues = [broker.task_queue(f"generator-{first + index}") for index, broker in enumerate(brokers)]
         self._orders = [broker.run_control for broker in brokers]
         self._lengths = lengths
@@ -69,74 +138,46 @@ class Generators:
         self._first = first
 
     def run(self, job: str, seconds: float) -> dict[str, Any]:
-        end = time.monotonic() + seconds
-        results: list[dict[str, Any]] = []
-        errors: list[str] = []
-        generating = partial(self._guarded, self._generate, end, results, errors)
-        following = partial(self._guarded, self._follow, end, [], errors)
-        threads = [
-            threading.Thread(target=work, args=(index,))
-            for work in (generating, following)
-            for index in range(len(self._queues))
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        if errors:
-            raise InfraError(errors[0])
-        return {
-            "received": [item for result in results for item in result["received"]],
-            "published": sum(result["published"] for result in results),
-            "in_time": sum(result["in_time"] for result in results),
-            "busy_s": sum(result["busy_s"] for result in results),
-        }
+        done = Generated()
+        asyncio.run(self._run_all(time.monotonic() + seconds, done))
+        return vars(done)
 
-    def _guarded(
-        self, work: Callable[[int, float], T], end: float, results: list[T], errors: list[str], index: int
-    ) -> None:
-        try:
-            results.append(work(index, end))
-        except InfraError as error:
-            errors.append(str(error))
+    async def _run_all(self, end: float, done: Generated) -> None:
+        generating = [self._generate(index, end, done) for index in range(len(self._queues))]
+        await asyncio.gather(*generating, *(self._follow(orders, end) for orders in self._orders))
 
-    def _follow(self, index: int, end: float) -> None:
+    async def _follow(self, orders: RunControl, end: float) -> None:
         """Wait for orders, as a generator's pause does."""
-        orders = self._orders[index]
         position = b""
         while time.monotonic() < end:
             if position:
-                orders.wait_order(position)
-            position = orders.order_position()
-            orders.read()
+                await answer_of(partial(orders.wait_order, position))
+            position = await answer_of(orders.order_position)
+            await answer_of(orders.read)
 
-    def _generate(self, index: int, end: float) -> dict[str, Any]:
+    async def _generate(self, index: int, end: float, done: Generated) -> None:
         queue, rng = self._queues[index], np.random.default_rng(self._first + index)
-        received: list[tuple[int, float, float]] = []
-        published, in_time, busy = 0, 0, 0.0
         wanted = time.monotonic()
         while time.monotonic() < end:
-            deliveries = queue.read(1)
+            deliveries = await answer_of(partial(queue.read, 1))
             if not deliveries:
                 continue
             (delivery,) = deliveries
             task = delivery.message
-            received.append((task.task_id, wanted, time.monotonic()))
+            done.received.append((task.task_id, wanted, time.monotonic()))
             lengths = self._lengths.draw(rng, task.n)
             started = time.monotonic()
             # The engine computes; at the end of the run what is in progress is cut short, and not counted in time.
             seconds = float(lengths.max()) / self._lengths.rate
-            threading.Event().wait(max(0.0, min(seconds, end - started)))
-            busy += time.monotonic() - started
-            samples = [
-                self._pool(int(length)).trajectory(task, s, delivery.version) for s, length in enumerate(lengths)
-            ]
-            accepted = queue.publish(task.task_id, samples).count("ok")
-            published += accepted
-            in_time += accepted if started + seconds < end else 0
+            await asyncio.sleep(max(0.0, min(seconds, end - started)))
+            done.busy_s += time.monotonic() - started
+            made = enumerate(lengths)
+            samples = [self._pool(int(length)).trajectory(task, s, delivery.version) for s, length in made]
+            accepted = (await asyncio.to_thread(queue.publish, task.task_id, samples)).count("ok")
+            done.published += accepted
+            done.in_time += accepted if started + seconds < end else 0
             queue.release(delivery)
             wanted = time.monotonic()
-        return {"received": received, "published": published, "in_time": in_time, "busy_s": busy}
 
     def _pool(self, generated: int) -> TrajectoryPool:
         size = self._sizes[min(int(np.searchsorted(self._sizes, generated * 4 // 3)), len(self._sizes) - 1)]
@@ -313,9 +354,8 @@ def measure(
     published = sum(worker["published"] for worker in workers)
     trained, dropped = figures["assembler"]["trained"], figures["assembler"]["dropped"] * flow.samples
     if not state.balanced or published != trained + dropped + waiting:
-        raise InfraError(
-            f"{published} samples were published, {trained} trained, {dropped} dropped, {waiting} are left: {state}"
-        )
+        ends = f"{trained} trained, {dropped} dropped, {waiting} left"
+        raise InfraError(f"{published} samples published, {ends}: {state}")
     admitted = figures["feeder"]["admitted"]
     # From when a task was there and its generator wanted one, to when it had it.
     handed = [

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,11 +14,11 @@ from broker.connection.connection import open_client
 from broker.connection.embedded import EmbeddedServer
 from deploy.bench.cli import app
 from deploy.bench.control import measure as measure_control
-from deploy.bench.scale import Lengths
+from deploy.bench.scale import Lengths, answer_of, open_pending
 from deploy.bench.scale import measure as measure_scale
 from deploy.bench.transport import PipelineBench, measure, measure_behind
 from deploy.bench.weights import measure as measure_weights
-from deploy.bench.workload import PipelineShape, open_broker
+from deploy.bench.workload import PipelineShape, TrajectoryPool, begin, open_broker
 from schemas.errors import ConfigError, InfraError
 
 pytestmark = pytest.mark.integration
@@ -69,6 +71,23 @@ def test_every_generator_of_the_scale_run_is_a_consumer() -> None:
     assert row["published"] == row["trained"] + row["left"] > 0
     assert row["broker_cpu"] > 0
     assert row["task_ms_p99"] is not None
+
+
+def test_generators_of_the_scale_run_wait_in_one_thread(server: EmbeddedServer) -> None:
+    feeder = open_broker(server.url, "bench-waits")
+    begin(feeder.trainer_session(), SMALL)
+    pool = TrajectoryPool(32)
+
+    async def wait_all() -> list[int]:
+        queues = [open_pending(server.url, "bench-waits").task_queue(f"generator-{index}") for index in range(4)]
+        waits = [asyncio.create_task(answer_of(partial(queue.read, 1, 10_000))) for queue in queues]
+        await asyncio.sleep(0)
+        assert not any(wait.done() for wait in waits)
+        feeder.ledger.admit_all([pool.task(task_id, 2) for task_id in range(4)])
+        async with asyncio.timeout(5):
+            return [delivery.message.task_id for found in await asyncio.gather(*waits) for delivery in found]
+
+    assert sorted(asyncio.run(wait_all())) == [0, 1, 2, 3]
 
 
 def test_groups_that_are_dropped_in_the_scale_run_give_their_slots_back() -> None:
