@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from collections.abc import Sequence
 from functools import cached_property
@@ -73,6 +74,18 @@ class HfTokenizer:
         """Id of padding, None where there is none."""
         return None if self._tokenizer.pad_token_id is None else int(self._tokenizer.pad_token_id)
 
+    @cached_property
+    def special_ids(self) -> frozenset[int]:
+        """Ids of the special tokens, which text splits at."""
+        added = self._tokenizer.added_tokens_decoder.items()
+        return frozenset(self._tokenizer.all_special_ids) | {id for id, token in added if token.special}
+
+    @property
+    def chat_template(self) -> str:
+        """The source of the chat template, of all of them if there are several, '' without one."""
+        found = self._tokenizer.chat_template or ""
+        return found if isinstance(found, str) else "\n".join(found.values())
+
     def save(self, folder: Path) -> None:
         """Write its files beside a model's."""
         self._tokenizer.save_pretrained(folder)
@@ -90,20 +103,41 @@ class HfTokenizer:
         return ids
 
     def _chat_ids(self, messages: list[dict[str, str]]) -> list[int]:
-        if not self._tokenizer.chat_template:
+        return list(self._apply_template(messages, tokenize=True, add_generation_prompt=True))
+
+    def chat_text(
+        self,
+        messages: Sequence[dict[str, Any]],
+        tools: Sequence[dict[str, Any]] | None = None,
+        *,
+        generation_prompt: bool = True,
+        args: dict[str, Any] | None = None,
+        template: str | None = None,
+    ) -> str:
+        """Text of a conversation. DataError when the template refuses it.
+
+        generation_prompt: whether the header of the next answer stands at its end. args: the template's own. template:
+        another one than the tokenizer's.
+        """
+        taken = inspect.signature(self._tokenizer.apply_chat_template).parameters
+        if wrong := sorted(set(args or {}) & (set(taken) | {"messages"})):
+            raise DataError(f"a chat template has no argument {wrong[0]}")
+        settings = {"add_generation_prompt": generation_prompt, "tools": list(tools) if tools else None}
+        text = self._apply_template(list(messages), tokenize=False, chat_template=template, **settings, **(args or {}))
+        return str(text)
+
+    def _apply_template(self, messages: list[dict[str, Any]], **settings: Any) -> Any:
+        if not (self._tokenizer.chat_template or settings.get("chat_template")):
             raise ConfigError(
-                f"the dataset gives chat messages, but the tokenizer in {self._path} has no chat template:"
+                f"there are chat messages, but the tokenizer in {self._path} has no chat template:"
                 " use a chat model, or a dataset of plain text"
             )
         from jinja2 import TemplateError
 
         try:
-            ids = self._tokenizer.apply_chat_template(
-                messages, add_generation_prompt=True, tokenize=True, return_dict=False
-            )
-        except TemplateError as error:
+            return self._tokenizer.apply_chat_template(messages, return_dict=False, **settings)
+        except (TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
             raise DataError(f"the chat template refuses the messages: {error}") from error
-        return list(ids)
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a piece of text, nothing added."""

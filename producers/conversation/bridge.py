@@ -1,0 +1,146 @@
+"""The join of two turns: what a chat template writes after an answer, so that the answer's own token ids are kept.
+
+The next prompt is then the ids so far and the ids of this text. It is found with a mark in the place of the answer:
+what stands after it is the template's, however the template changes old answers. Where a template does not show the
+mark, it is found as the difference of the conversation with and without the new messages.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from producers.conversation.chat_template import MARK, ChatTemplate
+from producers.conversation.messages import Message, arguments_value, content_text, longest_word
+from schemas.errors import DataError
+
+
+@dataclass(frozen=True)
+class NewTurn:
+    """Messages that follow an answer.
+
+    before: the conversation that was answered. closing: text of the special token with which the policy ended the
+    answer, None if it did not: the answer was cut, or ended at a stop string. tools, args: for the template.
+    """
+
+    before: Sequence[Message]
+    answer: Message
+    new: Sequence[Message]
+    closing: str | None
+    tools: Sequence[dict[str, Any]] | None = None
+    args: dict[str, Any] | None = None
+
+
+def find_suffix(template: ChatTemplate, turn: NewTurn) -> str | None:
+    """Return what follows the answer's last token, up to the header of the next answer; None if it can't be found."""
+    for find in (_by_mark, _by_difference):
+        try:
+            suffix = find(template, turn)
+        except DataError:
+            continue
+        if suffix is not None and all(longest_word(message) in suffix.lower() for message in turn.new):
+            return suffix
+    return None
+
+
+def find_kept_suffix(template: ChatTemplate, turn: NewTurn) -> str | None:
+    """Return the same if the template leaves all before the new messages as it was, so that it sees what is held."""
+    try:
+        whole = template.render([*turn.before, turn.answer], turn.tools, generation_prompt=False, args=turn.args)
+        marked = _render_marked(template, turn, new=False)
+        longer = template.render([*turn.before, turn.answer, *turn.new], turn.tools, args=turn.args)
+    except DataError:
+        return None
+    close = marked.rpartition(MARK)[2] if MARK in marked else ""
+    stem = whole.removesuffix(_from_special(template, close))
+    if not longer.startswith(stem):
+        return None
+    return find_suffix(template, turn)
+
+
+def mark_answer(answer: Message) -> Message:
+    """Return an answer with the mark for its content or, if it calls tools, for the value of its last argument."""
+    if not answer.get("tool_calls"):
+        return {"role": "assistant", "content": MARK}
+    *calls, last = answer["tool_calls"]
+    function = last.get("function", last)
+    arguments = arguments_value(function.get("arguments"))
+    names = list(arguments) if isinstance(arguments, dict) and arguments else ["value"]
+    values = {**arguments, names[-1]: MARK} if isinstance(arguments, dict) else {names[-1]: MARK}
+    marked = {**last, "function": {**function, "arguments": json.dumps(values)}}
+    return {"role": "assistant", "content": answer.get("content"), "tool_calls": [*calls, marked]}
+
+
+def _render_marked(template: ChatTemplate, turn: NewTurn, new: bool) -> str:
+    messages = [*turn.before, mark_answer(turn.answer), *(turn.new if new else ())]
+    return template.render(messages, turn.tools, generation_prompt=new, args=turn.args)
+
+
+def _by_mark(template: ChatTemplate, turn: NewTurn) -> str | None:
+    text = _render_marked(template, turn, new=True)
+    if text.count(MARK) != 1:
+        return None
+    tail = text.partition(MARK)[2]
+    head = tail[: _place_of_new(tail, turn.new)]
+    if turn.closing is not None:
+        if (at := head.find(turn.closing)) >= 0:
+            return tail[at + len(turn.closing) :]
+        if (at := _replaced_closing(template, turn, head)) > 0:
+            return tail[at:]
+    if not turn.answer.get("tool_calls"):
+        return tail
+    # The call's own brackets were sampled, or never came.
+    at = min((at for stop in template.stop_texts if (at := head.find(stop)) >= 0), default=-1)
+    return tail[at:] if at >= 0 else None
+
+
+def _place_of_new(tail: str, new: Sequence[Message]) -> int | None:
+    """Return where the first new message stands in what follows an answer, so that nothing is looked for in it."""
+    text = content_text(new[0].get("content")) if new else None
+    found = tail.rfind(text.strip()) if text and text.strip() else -1
+    return found if found >= 0 else None
+
+
+def _replaced_closing(template: ChatTemplate, turn: NewTurn, head: str) -> int:
+    """Return where the token ends that stands for the sampled one, 0 if there is none.
+
+    A template may close the last answer with the token that the policy samples, and older ones with another.
+    """
+    if turn.closing is None:
+        return 0
+    end = _render_marked(template, turn, new=False).partition(MARK)[2]
+    at = end.find(turn.closing)
+    if at < 0 or not head.startswith(end[:at]) or _special_at(template, end[:at]):
+        return 0
+    other = next((text for text in template.special_texts if head.startswith(text, at)), None)
+    if other is None or not _special_at(template, head[at + len(other) :]):
+        return 0
+    return at + len(other)
+
+
+def _special_at(template: ChatTemplate, text: str) -> bool:
+    return any(special in text for special in template.special_texts)
+
+
+def _from_special(template: ChatTemplate, text: str) -> str:
+    """Return a text from its first special token on, all of it if there is none."""
+    at = min((at for special in template.special_texts if (at := text.find(special)) >= 0), default=0)
+    return text[at:]
+
+
+def _by_difference(template: ChatTemplate, turn: NewTurn) -> str | None:
+    prompt = template.render(turn.before, turn.tools, args=turn.args)
+    whole = template.render([*turn.before, turn.answer], turn.tools, generation_prompt=False, args=turn.args)
+    longer = template.render([*turn.before, turn.answer, *turn.new], turn.tools, args=turn.args)
+    start = next((k for k, pair in enumerate(zip(prompt, whole, strict=False)) if pair[0] != pair[1]), len(prompt))
+    if turn.closing is not None:
+        at = whole.rfind(turn.closing, start)
+        end = at + len(turn.closing)
+    else:
+        at = end = max(whole.rfind(stop, start) for stop in template.stop_texts or [MARK])
+    if at < 0 or not longer.startswith(whole[:end]):
+        return None
+    word = longest_word(turn.answer)
+    return longer[end:] if not word or word not in whole[end:].lower() else None

@@ -1,0 +1,88 @@
+"""Model calls that an agent was answered with, and the keys under which they are found again."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from producers.conversation.messages import Message
+from producers.engines.base import Completion
+from schemas.codec import Array
+from schemas.messages import Call
+
+
+@dataclass
+class AnsweredCall:
+    """A model call and where it stands among the others.
+
+    parent: number of the call whose row it extends, None: a row of its own. suffix: ids of its prompt after the
+    parent's row, all without a parent. length: tokens of its row, answer included. new: messages after the parent's
+    answer, all without a parent. chain: digest of all messages, answer included, None for prompts of ids. asked: the
+    same for all choices of one request. used: a later request contains its answer.
+    """
+
+    number: int
+    name: str
+    parent: int | None
+    suffix: list[int]
+    length: int
+    completion: Completion
+    answer: Message
+    new: list[Message]
+    chain: bytes | None
+    settings: bytes
+    asked: object
+    digest: bytes
+    segment: int
+    used: bool = False
+    removed: bool = False
+    reward: float | None = None
+
+
+def ids_digest(ids: Sequence[int]) -> bytes:
+    """Return the digest of a prompt's token ids, 16 bytes."""
+    return hashlib.blake2b(np.asarray(ids, "<i4").tobytes(), digest_size=16).digest()
+
+
+def call_key(ids: Sequence[int], repeat: int) -> bytes:
+    """Return the key of a call, 16 bytes. repeat: how often the same prompt was asked before in its episode."""
+    return digest_key(ids_digest(ids), repeat)
+
+
+def digest_key(digest: bytes, repeat: int) -> bytes:
+    """Return the key of a call, given the digest of its prompt."""
+    return hashlib.blake2b(digest + repeat.to_bytes(8, "little"), digest_size=16).digest()
+
+
+def call_records(calls: Iterable[AnsweredCall]) -> list[Call]:
+    """Return the calls as they are saved, in the order of time, for an agent that starts again."""
+    before: Counter[bytes] = Counter()
+    records = []
+    for call in calls:
+        completion = call.completion
+        records.append(
+            Call(
+                key=digest_key(call.digest, before[call.digest]),
+                tokens=Array.of(completion.tokens, "i4"),
+                logprobs=Array.of(completion.logprobs, "f4"),
+                spans=list(completion.spans),
+                finish=completion.finish,
+            )
+        )
+        before[call.digest] += 1
+    return records
+
+
+def row_ids(calls: dict[int, AnsweredCall], last: int | None) -> list[int]:
+    """Return the token ids of a call's row, its answer included, from the first token of the first prompt on."""
+    pieces: list[Any] = []
+    while last is not None:
+        call = calls[last]
+        pieces += [call.completion.tokens, call.suffix]
+        last = call.parent
+    return [token for piece in reversed(pieces) for token in piece]

@@ -1,0 +1,166 @@
+"""The policy's chat template: messages of any client to text, text to token ids."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
+
+from producers.conversation.messages import Message, arguments_value, content_text, reasoning_text
+from producers.rendering.tokenizer import HfTokenizer
+from schemas.errors import DataError
+
+MARK = "Qz7MarkOfTheJoin7zQ"
+"""A text that no template changes, and no conversation has."""
+
+_Style = tuple[str | None, bool]
+_STYLES: tuple[_Style, ...] = (("", False), (None, False), ("", True), (None, True))
+"""How templates want an answer with tool calls and no text: its content, and whether its arguments are text."""
+
+
+class ChatTemplate:
+    """A chat template over its tokenizer.
+
+    source: another template than the tokenizer's own. bridge_off: why turns are not joined with it, as the check at
+    start-up found out; None: they are.
+    """
+
+    def __init__(self, tokenizer: HfTokenizer, source: str | None = None) -> None:
+        self._tokenizer = tokenizer
+        self._source = source
+        self.stop_ids = tokenizer.stop_ids
+        self.bridge_off: str | None = None
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[dict[str, Any]] | None = None,
+        *,
+        generation_prompt: bool = True,
+        args: dict[str, Any] | None = None,
+    ) -> str:
+        """Return the text of a conversation. DataError when the template refuses it, ConfigError if there is none.
+
+        generation_prompt: whether the header of the next answer stands at its end. args: the template's own, such as
+        enable_thinking.
+        """
+        style = self._style if any(message.get("tool_calls") for message in messages) else _STYLES[0]
+        return self._render(messages, tools, generation_prompt, args, style)
+
+    def ids(self, text: str, after: int | None = None) -> list[int]:
+        """Return token ids of a text, nothing added; special tokens in it become their ids.
+
+        after: the special token that stands before it, since a tokenizer may read what follows one in its own way.
+        """
+        if after is not None:
+            found = self._tokenizer.encode(self.token_text(after) + text)
+            if found[:1] == [after]:
+                return found[1:]
+        return self._tokenizer.encode(text)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of token ids, without special tokens."""
+        return self._tokenizer.decode(ids)
+
+    def token_text(self, token: int) -> str:
+        """Return the text of one token, special or not."""
+        return self._tokenizer.decode_all([token])
+
+    def is_special(self, token: int) -> bool:
+        """Tell whether a token is one that text splits at, such as the end of a turn."""
+        return token in self.stop_ids or token in self._tokenizer.special_ids
+
+    @cached_property
+    def stop_texts(self) -> list[str]:
+        """Texts of the tokens that end an answer."""
+        return [text for text in map(self.token_text, sorted(self.stop_ids)) if text]
+
+    @cached_property
+    def special_texts(self) -> list[str]:
+        """Texts of all special tokens, the longest first."""
+        ids = self.stop_ids | self._tokenizer.special_ids
+        return sorted(filter(None, map(self.token_text, ids)), key=len, reverse=True)
+
+    @cached_property
+    def _style(self) -> _Style:
+        """The first way to write a tool call that shows in the template's text."""
+        call = {"id": "call00001", "type": "function", "function": {"name": "look", "arguments": {"word": MARK}}}
+        messages: list[Message] = [
+            {"role": "user", "content": "Look"},
+            {"role": "assistant", "content": None, "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": "call00001", "name": "look", "content": "found"},
+        ]
+        for style in _STYLES:
+            try:
+                if MARK in self._render(messages, [_LOOK], True, None, style):
+                    return style
+            except DataError:
+                continue
+        return _STYLES[0]
+
+    @cached_property
+    def _reasoning_keys(self) -> list[str]:
+        source = self._source or self._tokenizer.chat_template
+        keys = ("reasoning_content", "reasoning", "thinking")
+        return [key for key in keys if re.search(rf"\b{key}\b", source)][:1]
+
+    def _render(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[dict[str, Any]] | None,
+        generation_prompt: bool,
+        args: dict[str, Any] | None,
+        style: _Style,
+    ) -> str:
+        fitted = [self._fit(message, style) for message in messages]
+        return self._tokenizer.chat_text(
+            fitted, tools, generation_prompt=generation_prompt, args=args, template=self._source
+        )
+
+    def _fit(self, message: Message, style: _Style) -> Message:
+        """Write a message as templates expect it: content one text, arguments a mapping, reasoning under its key."""
+        fitted = dict(message)
+        text = content_text(message.get("content"))
+        if text is not None:
+            fitted["content"] = text
+        if message.get("role") != "assistant":
+            return fitted
+        reasoning = reasoning_text(message)
+        for key in ("reasoning_content", "reasoning", "thinking"):
+            fitted.pop(key, None)
+        if reasoning is not None:
+            fitted.update(dict.fromkeys(self._reasoning_keys, reasoning))
+        if not message.get("tool_calls"):
+            fitted.pop("tool_calls", None)
+            return fitted
+        if not fitted["content"]:
+            fitted["content"] = style[0]
+        fitted["tool_calls"] = [_fit_call(call, style[1]) for call in message["tool_calls"]]
+        return fitted
+
+
+_LOOK = {
+    "type": "function",
+    "function": {
+        "name": "look",
+        "description": "Looks up.",
+        "parameters": {
+            "type": "object",
+            "properties": {"word": {"type": "string", "description": "What."}},
+            "required": ["word"],
+        },
+    },
+}
+
+
+def _fit_call(call: dict[str, Any], as_text: bool) -> dict[str, Any]:
+    function = call.get("function", call)
+    arguments = function.get("arguments")
+    if not as_text:
+        value = arguments_value(arguments)
+        arguments = value if isinstance(value, dict) else arguments
+    elif not isinstance(arguments, str):
+        arguments = json.dumps(arguments)
+    return {**call, "type": "function", "function": {**function, "arguments": arguments}}

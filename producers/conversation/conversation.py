@@ -1,0 +1,322 @@
+"""The conversations of one episode: which token ids each model call gets, and the sample that its calls become.
+
+Token ids that were sampled are kept and never made again from text. A request whose messages go on with an answer of
+ours gets the ids held so far and those of what is new, and so stays one row of training; any other begins a new row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from producers.conversation.assembly import choose_calls, join_rows
+from producers.conversation.bridge import NewTurn, find_kept_suffix, find_suffix
+from producers.conversation.calls import AnsweredCall, call_records, digest_key, ids_digest, row_ids
+from producers.conversation.chat_template import ChatTemplate
+from producers.conversation.messages import Message, extend_chain, message_key, settings_key
+from producers.engines.base import Completion
+from producers.workflows.trajectory_builder import SampledCompletion
+from schemas.codec import Array
+from schemas.errors import DataError
+from schemas.messages import Call, FinishReason, Partial
+
+History = Literal["held", "template"]
+Why = Literal["joined", "first", "history rewritten", "tools changed", "template", "no bridge", "raw"]
+MAIN = "main"
+
+
+@dataclass(frozen=True)
+class NextPrompt:
+    """The prompt of the next call.
+
+    ids: its token ids. segment: the row that it extends, None: a new one begins. why: how it came about; ``first``
+    begins a conversation, ``template`` and ``no bridge`` say that its turns could not be joined, ``raw`` that the
+    client gave ids. The rest is the conversation's own.
+    """
+
+    ids: list[int]
+    segment: int | None
+    why: Why
+    name: str = MAIN
+    parent: int | None = None
+    held: int = 0
+    new: list[Message] = field(default_factory=list, repr=False)
+    chain: bytes | None = None
+    settings: bytes = b""
+    system: bytes | None = None
+    repeated: tuple[int, ...] = ()
+    asked: object = field(default_factory=object, repr=False)
+
+
+class Conversation:
+    """The model calls of one episode, of all its agents::
+
+        prompt = conversation.prompt(messages, tools)
+        (completion,) = await engine.generate(prompt.ids, sampling)
+        conversation.add(prompt, completion, answer)
+        ...
+        sample = conversation.sample(index, "stop", reward=1.0)
+
+    history: ``held`` keeps all that was sampled in the context; ``template`` begins a new row where the chat template
+    rewrites what was before. Not safe for threads that add at once; no I/O.
+    """
+
+    def __init__(self, template: ChatTemplate, history: History = "held") -> None:
+        self._template = template
+        self._history = history
+        self._calls: dict[int, AnsweredCall] = {}
+        self._ends: dict[bytes, list[int]] = {}
+        self._answers: dict[bytes, int] = {}
+        self._names: dict[bytes, str] = {}
+        self._tails: dict[int, int] = {}
+        """The last call of each segment."""
+
+    @property
+    def calls(self) -> int:
+        """Number of calls that were answered."""
+        return len(self._delivered())
+
+    def prompt(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[dict[str, Any]] | None = None,
+        name: str = MAIN,
+        args: dict[str, Any] | None = None,
+    ) -> NextPrompt:
+        """Return what a request's call is prompted with; records nothing.
+
+        name: of the agent that asks. args: of the chat template. DataError when the template refuses the messages.
+        """
+        settings = settings_key(tools, args)
+        found, chain, repeated = self._match(messages, name, settings)
+        system = _system_key(messages)
+        if not found:
+            asked = any(message.get("role") == "assistant" for message in messages)
+            why: Why = "history rewritten" if asked and self._calls else "first"
+            ids = self._encode(messages, tools, args)
+            return NextPrompt(ids, None, why, name, None, 0, list(messages), chain, settings, system, repeated)
+        restored = list(messages)
+        for place, call in found:
+            restored[place] = call.answer
+        place, parent = found[-1]
+        new = list(messages[place + 1 :])
+        suffix, why = None, "joined"
+        if any(message.get("role") == "assistant" for message in new):
+            why = "history rewritten"
+        elif parent.settings != settings:
+            why = "tools changed"
+        else:
+            suffix, why = self._suffix(NewTurn(restored[:place], parent.answer, new, None, tools, args), parent)
+        if suffix is None:
+            ids = self._encode(restored, tools, args)
+            return NextPrompt(ids, None, why, name, None, 0, list(messages), chain, settings, system, repeated)
+        held = row_ids(self._calls, parent.number)
+        segment = parent.segment if self._tails[parent.segment] == parent.number else None
+        ids = held + suffix
+        return NextPrompt(ids, segment, why, name, parent.number, len(held), new, chain, settings, system, repeated)
+
+    def raw_prompt(self, ids: Sequence[int], name: str = MAIN) -> NextPrompt:
+        """Return the same for a prompt of token ids: it is joined where it begins with all ids held of an answer."""
+        ids = list(ids)
+        best: AnsweredCall | None = None
+        fitting: dict[int, int] = {}
+        for call in self._delivered():
+            start = 0 if call.parent is None else fitting.get(call.parent, -1)
+            more = [*call.suffix, *call.completion.tokens]
+            if start >= 0 and ids[start : start + len(more)] == more:
+                fitting[call.number] = start + len(more)
+                if call.name == name and (best is None or call.length > best.length) and call.length < len(ids):
+                    best = call
+        new = [{"role": "user", "content": self._template.decode(ids[best.length if best else 0 :])}]
+        if best is None:
+            return NextPrompt(ids, None, "raw", name, new=new)
+        segment = best.segment if self._tails[best.segment] == best.number else None
+        return NextPrompt(ids, segment, "raw", name, best.number, best.length, new)
+
+    def key(self, prompt: NextPrompt, ahead: int = 0) -> bytes:
+        """Return the key of a call with this prompt. ahead: calls with the same ids that are not answered yet."""
+        digest = ids_digest(prompt.ids)
+        before = sum(call.digest == digest for call in self._delivered())
+        return digest_key(digest, before + ahead)
+
+    def add(self, prompt: NextPrompt, completion: Completion, answer: Message) -> int:
+        """Record what a call was answered with, and return its number.
+
+        answer: the assistant's message as the client got it. Choices of one request are added with the same prompt.
+        """
+        number = len(self._calls)
+        parent = self._calls[prompt.parent] if prompt.parent is not None else None
+        free = parent is not None and self._tails[parent.segment] == parent.number
+        segment = parent.segment if parent is not None and free else len(self._tails)
+        call = AnsweredCall(
+            number=number,
+            name=parent.name if parent is not None else self._agent(prompt),
+            parent=prompt.parent,
+            suffix=prompt.ids[prompt.held :],
+            length=len(prompt.ids) + len(completion.tokens),
+            completion=completion,
+            answer=answer,
+            new=prompt.new,
+            chain=None,
+            settings=prompt.settings,
+            asked=prompt.asked,
+            digest=ids_digest(prompt.ids),
+            segment=segment,
+        )
+        if prompt.chain is not None:
+            call.chain = extend_chain(prompt.chain, message_key(answer))
+            without = extend_chain(prompt.chain, message_key(answer, reasoning=False))
+            for chain in {call.chain, without}:
+                self._ends.setdefault(chain, []).append(number)
+            self._answers.setdefault(message_key(answer, reasoning=False), number)
+        self._calls[number] = call
+        self._tails[segment] = number
+        for used in {prompt.parent, *prompt.repeated} - {None}:
+            self._calls[used].used = True  # type: ignore[index]
+        return number
+
+    def remove(self, call: int) -> None:
+        """Forget an answer that nobody received."""
+        self._calls[call].removed = True
+
+    def set_reward(self, call: int, reward: float) -> None:
+        """Say what the answer of a call earned."""
+        self._calls[call].reward = reward
+
+    def messages(self) -> list[Message]:
+        """Return the conversation of the main agent, its last answer included, for people."""
+        last = self._last_call(self._delivered())
+        found: list[Message] = []
+        number = last.number if last is not None else None
+        while number is not None:
+            call = self._calls[number]
+            found = [*call.new, call.answer, *found]
+            number = call.parent
+        return found
+
+    def records(self) -> list[Call]:
+        """Return the calls as they are saved for another generator."""
+        return call_records(self._delivered())
+
+    def partial(self, index: int) -> Partial:
+        """Return the episode so far, to be saved as sample ``index``."""
+        nothing = Array.of([], "i4"), Array.of([], "f4")
+        return Partial(sample=index, tokens=nothing[0], logprobs=nothing[1], spans=[], calls=self.records())
+
+    def sample(
+        self,
+        index: int,
+        finish: FinishReason,
+        *,
+        reward: float | None = None,
+        metrics: Mapping[str, float] | None = None,
+        data: dict[str, Any] | None = None,
+        train: Collection[str] | None = None,
+    ) -> SampledCompletion:
+        """Return the episode as sample ``index``, a segment for each row. DataError if there is nothing to train.
+
+        train: names of the agents whose rows are kept; None: all. Prompt and completion are those of the main agent's
+        last answer.
+        """
+        delivered = self._delivered()
+        numbers = {call.number: k for k, call in enumerate(delivered)}
+        kept = choose_calls(delivered)
+        trained = [call for call in kept if train is None or call.name in train]
+        arrays = join_rows(self._calls, trained, numbers)
+        last = self._last_call(kept)
+        if last is None:
+            raise DataError("the episode has no model call that was answered")
+        if not arrays.tokens:
+            names = ", ".join(sorted({call.name for call in kept}))
+            raise DataError(f"the episode has no token to train: its calls are of {names}")
+        prompt = row_ids(self._calls, last.parent) + last.suffix
+        return SampledCompletion(
+            index=index,
+            tokens=arrays.tokens,
+            loss_mask=arrays.loss_mask,
+            logprobs=arrays.logprobs,
+            spans=arrays.spans,
+            turns=arrays.turns,
+            finish=finish,
+            prompt=self._template.decode(prompt),
+            completion=self._template.decode(last.completion.tokens),
+            data=dict(data or {}),
+            segments=arrays.segments,
+            reward=reward,
+            metrics=dict(metrics or {}),
+            calls=call_records(delivered),
+        )
+
+    def _delivered(self) -> list[AnsweredCall]:
+        return [call for call in self._calls.values() if not call.removed or call.used]
+
+    def _last_call(self, calls: Sequence[AnsweredCall]) -> AnsweredCall | None:
+        last = calls[-1] if calls else None
+        return next((call for call in reversed(calls) if call.name == MAIN), last)
+
+    def _match(
+        self, messages: Sequence[Message], name: str, settings: bytes
+    ) -> tuple[list[tuple[int, AnsweredCall]], bytes, tuple[int, ...]]:
+        """Find the answers of ours that a request repeats after the very messages that they answered.
+
+        Returned beside places and calls: the digest of the messages, and calls whose answers stand anywhere in them.
+        """
+        found: list[tuple[int, AnsweredCall]] = []
+        repeated: list[int] = []
+        chain = name.encode()
+        for place, message in enumerate(messages):
+            chain = extend_chain(chain, message_key(message))
+            if message.get("role") != "assistant":
+                continue
+            if (number := self._answers.get(message_key(message, reasoning=False))) is not None:
+                repeated.append(number)
+            calls = [self._calls[number] for number in self._ends.get(chain, ()) if not self._calls[number].removed]
+            if calls:
+                call = next((call for call in calls if call.settings == settings), calls[0])
+                found.append((place, call))
+                chain = call.chain or chain
+        matched = {call.number for _, call in found}
+        return found, chain, tuple(matched.union(repeated if not matched else ()))
+
+    def _suffix(self, turn: NewTurn, parent: AnsweredCall) -> tuple[list[int] | None, Why]:
+        template, tokens = self._template, parent.completion.tokens
+        if template.bridge_off is not None:
+            return None, "no bridge"
+        closed = bool(tokens) and parent.completion.finish == "stop" and template.is_special(tokens[-1])
+        turn = NewTurn(
+            turn.before,
+            turn.answer,
+            turn.new,
+            template.token_text(tokens[-1]) if closed else None,
+            turn.tools,
+            turn.args,
+        )
+        find = find_suffix if self._history == "held" else find_kept_suffix
+        text = find(template, turn)
+        if text is None:
+            return None, "no bridge" if self._history == "held" else "template"
+        return template.ids(text, after=tokens[-1] if closed else None), "joined"
+
+    def _encode(
+        self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] | None, args: dict[str, Any] | None
+    ) -> list[int]:
+        return self._template.ids(self._template.render(messages, tools, args=args))
+
+    def _agent(self, prompt: NextPrompt) -> str:
+        """Name the agent that begins a row: as it was called or, without a name, by its first system prompt."""
+        if prompt.name != MAIN or prompt.system is None:
+            return prompt.name
+        repeated = next((self._calls[number].name for number in prompt.repeated), None)
+        new = MAIN if MAIN not in self._names.values() else f"agent-{prompt.system.hex()[:6]}"
+        return self._names.setdefault(prompt.system, repeated or new)
+
+
+def _system_key(messages: Sequence[Message]) -> bytes:
+    """Return the digest of the messages of the system at the beginning."""
+    chain = b""
+    for message in messages:
+        if message.get("role") not in ("system", "developer"):
+            break
+        chain = extend_chain(chain, message_key(message))
+    return chain or ids_digest([])

@@ -1,0 +1,98 @@
+"""Chat messages in one form, and the digests by which a request is found to go on with an earlier one.
+
+Clients send the history back with small changes that mean nothing: arguments written anew as JSON, reasoning left out,
+spaces stripped, other ids of tool calls. What has the same digest is the same message.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Sequence
+from typing import Any
+
+Message = dict[str, Any]
+"""A message in the form of OpenAI's chat: role, content, and tool_calls, tool_call_id, reasoning_content where any."""
+
+_TEXT_PARTS = ("text", "input_text", "output_text")
+_REASONING = ("reasoning_content", "reasoning", "thinking")
+_SHORTEST = 3
+
+
+def content_text(content: Any) -> str | None:
+    """Return a message's content as one text, '' for none; None if it has parts that are not text, such as images."""
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        return json.dumps(content)
+    texts = []
+    for part in content:
+        if isinstance(part, str):
+            texts.append(part)
+        elif isinstance(part, dict) and part.get("type") in _TEXT_PARTS and isinstance(part.get("text"), str):
+            texts.append(part["text"])
+        else:
+            return None
+    return "".join(texts)
+
+
+def reasoning_text(message: Message) -> str | None:
+    """Return the reasoning of an answer, None if it has none: clients drop it."""
+    found = next((message[key] for key in _REASONING if isinstance(message.get(key), str)), "")
+    return found.strip() or None
+
+
+def tool_calls(message: Message) -> list[dict[str, Any]]:
+    """Return the functions that an answer calls, each with name and arguments."""
+    calls = message.get("tool_calls") or []
+    found = [call.get("function", call) for call in calls if isinstance(call, dict)]
+    return [function for function in found if isinstance(function, dict)]
+
+
+def arguments_value(arguments: Any) -> Any:
+    """Return the arguments of a tool call as a value; text that is no JSON stays text."""
+    if not isinstance(arguments, str):
+        return arguments
+    try:
+        return json.loads(arguments)
+    except (ValueError, RecursionError):
+        return arguments.strip()
+
+
+def message_key(message: Message, reasoning: bool = True) -> bytes:
+    """Return the digest of a message, 16 bytes. reasoning: whether that of an answer counts."""
+    text = content_text(message.get("content"))
+    shown: Any = message.get("content") if text is None else text
+    answer = message.get("role") == "assistant"
+    parts: list[Any] = [message.get("role"), shown.strip() if answer and text is not None else shown]
+    if answer:
+        parts.append([[call.get("name"), arguments_value(call.get("arguments"))] for call in tool_calls(message)])
+        parts.append(reasoning_text(message) if reasoning else None)
+    else:
+        parts.append(message.get("name"))
+    return _digest(b"", json.dumps(parts, sort_keys=True, default=str).encode())
+
+
+def extend_chain(chain: bytes, key: bytes) -> bytes:
+    """Return the digest of a list of messages, given that of all but the last, and the last one's."""
+    return _digest(chain, key)
+
+
+def settings_key(tools: Sequence[Any] | None, args: dict[str, Any] | None) -> bytes:
+    """Return the digest of what a template is given beside the messages."""
+    return _digest(b"", json.dumps([list(tools or []), args or {}], sort_keys=True, default=str).encode())
+
+
+def longest_word(message: Message) -> str:
+    """Return a word of a message that a chat template shows in any notation, lower case; '' if there is none."""
+    text = content_text(message.get("content")) or ""
+    words = re.findall(r"[A-Za-z]+", re.sub(r"\\.", " ", text[:20_000]))
+    longest = max(words, key=len, default="")
+    return longest.lower() if len(longest) >= _SHORTEST else ""
+
+
+def _digest(before: bytes, data: bytes) -> bytes:
+    return hashlib.blake2b(before + data, digest_size=16).digest()
