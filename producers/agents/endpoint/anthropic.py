@@ -1,0 +1,200 @@
+"""Messages in Anthropic's protocol, which command-line agents speak."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from producers.agents.endpoint.chat import check_max_tokens
+from producers.agents.endpoint.errors import bad_request
+from producers.agents.endpoint.protocols import (
+    JSON,
+    Asker,
+    Message,
+    Question,
+    convert,
+    function_tools,
+    ignored_settings,
+    named_events,
+    read_json,
+    stop_strings,
+    text_parts,
+    usage_counts,
+)
+from producers.agents.protocol import Answer, CallRequest
+
+STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+UNREADABLE = "_unreadable"
+"""Field of a tool's input that holds arguments which are no JSON object, since this protocol knows no others."""
+
+
+class MessagesBody(msgspec.Struct):
+    """The fields of a request that are followed."""
+
+    messages: list[JSON]
+    model: str | None = "policy"
+    system: str | list[JSON] | None = None
+    tools: list[JSON] | None = None
+    stop_sequences: list[str] | None = None
+    stream: bool | None = None
+    max_tokens: int | None = None
+
+
+def read_messages(data: JSON, asker: Asker) -> Question:
+    """The model call that a body asks for, and the form of its answer."""
+    body = convert(data, MessagesBody)
+    if not body.messages:
+        raise bad_request("messages must not be empty")
+    messages: list[Message] = []
+    if body.system:
+        messages.append({"role": "system", "content": text_parts(body.system, "system")})
+    for at, message in enumerate(body.messages):
+        messages += _chat_messages(message, f"messages[{at}]")
+    call = CallRequest(
+        messages=messages,
+        tools=function_tools(body.tools, "input_schema"),
+        stop=stop_strings(body.stop_sequences),
+        max_tokens=check_max_tokens(body.max_tokens),
+        name=asker.name,
+        ignored=ignored_settings(data, _constraints(data), asker.settings),
+    )
+    form = _Form(body.model or "policy")
+    return Question(call, bool(body.stream), form.answer, form.events)
+
+
+async def count_tokens(body: bytes, asker: Asker) -> JSON:
+    """Length of the prompt that a request would have."""
+    return {"input_tokens": asker.session.count_tokens(read_messages(read_json(body), asker).call)}
+
+
+def _constraints(data: JSON) -> list[str]:
+    choice = data.get("tool_choice")
+    kind = choice.get("type") if isinstance(choice, dict) else choice
+    found = ["tool_choice"] if kind not in (None, "auto", "none") else []
+    return found + [name for name in ("output_format", "output_config") if _has_format(data.get(name))]
+
+
+def _has_format(value: Any) -> bool:
+    return isinstance(value, dict) and ("schema" in value or value.get("format") is not None)
+
+
+def _chat_messages(message: JSON, where: str) -> list[Message]:
+    """A message as those of chat completions: results of tools are messages of their own there."""
+    role, content = message.get("role"), message.get("content")
+    if role not in ("user", "assistant", "system"):
+        raise bad_request(f"{where}: role {role!r} must be user or assistant")
+    if isinstance(content, str):
+        return [{"role": role, "content": content}]
+    if not isinstance(content, list) or not all(isinstance(block, dict) for block in content):
+        raise bad_request(f"{where}: content must be text or a list of blocks")
+    return [_assistant(content, where)] if role == "assistant" else _user(role, content, where)
+
+
+def _user(role: str, content: list[JSON], where: str) -> list[Message]:
+    messages: list[Message] = []
+    texts: list[JSON] = []
+    for block in content:
+        if block.get("type") != "tool_result":
+            texts.append(block)
+            continue
+        if texts:
+            messages.append({"role": role, "content": text_parts(texts, where)})
+            texts = []
+        result = text_parts(block.get("content") or "", where)
+        messages.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": result})
+    if texts or not messages:
+        messages.append({"role": role, "content": text_parts(texts, where)})
+    return messages
+
+
+def _assistant(content: list[JSON], where: str) -> Message:
+    message: Message = {"role": "assistant", "content": None}
+    texts = [block for block in content if block.get("type") not in ("thinking", "redacted_thinking", "tool_use")]
+    thoughts = [str(block.get("thinking", "")) for block in content if block.get("type") == "thinking"]
+    calls = [block for block in content if block.get("type") == "tool_use"]
+    if texts:
+        message["content"] = text_parts(texts, where)
+    if thoughts:
+        message["reasoning_content"] = "".join(thoughts)
+    if calls:
+        message["tool_calls"] = [_call(block, where) for block in calls]
+    return message
+
+
+def _call(block: JSON, where: str) -> JSON:
+    if not isinstance(block.get("name"), str):
+        raise bad_request(f"{where}: a tool_use must have a name")
+    given = block.get("input") or {}
+    unreadable = isinstance(given, dict) and list(given) == [UNREADABLE]
+    arguments = given[UNREADABLE] if unreadable else json.dumps(given, ensure_ascii=False)
+    return {"id": block.get("id"), "type": "function", "function": {"name": block["name"], "arguments": arguments}}
+
+
+def _input(arguments: str) -> JSON:
+    try:
+        found = json.loads(arguments)
+    except ValueError:
+        found = None
+    return found if isinstance(found, dict) else {UNREADABLE: arguments}
+
+
+class _Form:
+    """The form of one request's answer."""
+
+    def __init__(self, model: str) -> None:
+        self._model = model
+
+    def answer(self, answers: Sequence[Answer], created: int) -> JSON:
+        """The whole answer."""
+        (answer,) = answers
+        prompt, completion = usage_counts(answers)
+        return {
+            "id": "msg_" + answer.id.removeprefix("chatcmpl-"),
+            "type": "message",
+            "role": "assistant",
+            "model": self._model,
+            "content": _blocks(answer),
+            "stop_reason": STOP_REASONS[answer.finish],
+            "stop_sequence": None,
+            "usage": {"input_tokens": prompt, "output_tokens": completion},
+        }
+
+    def events(self, answers: Sequence[Answer], created: int) -> tuple[bytes, bytes]:
+        """The answer as events, a block in one piece; the second part begins with the reason of the end."""
+        whole = self.answer(answers, created)
+        begun = whole | {"content": [], "stop_reason": None, "usage": whole["usage"] | {"output_tokens": 0}}
+        events: list[JSON] = [{"type": "message_start", "message": begun}]
+        for index, block in enumerate(whole["content"]):
+            empty, deltas = _pieces(block)
+            events.append({"type": "content_block_start", "index": index, "content_block": empty})
+            events += [{"type": "content_block_delta", "index": index, "delta": delta} for delta in deltas]
+            events.append({"type": "content_block_stop", "index": index})
+        delta = {"stop_reason": whole["stop_reason"], "stop_sequence": None}
+        end = [{"type": "message_delta", "delta": delta, "usage": whole["usage"]}, {"type": "message_stop"}]
+        return named_events(events), named_events(end)
+
+
+def _blocks(answer: Answer) -> list[JSON]:
+    parsed = answer.parsed
+    blocks: list[JSON] = []
+    if parsed.reasoning is not None:
+        blocks.append({"type": "thinking", "thinking": parsed.reasoning, "signature": ""})
+    if parsed.content or not (blocks or parsed.tool_calls):
+        blocks.append({"type": "text", "text": parsed.content or ""})
+    for call in parsed.tool_calls:
+        blocks.append({"type": "tool_use", "id": call.id, "name": call.name, "input": _input(call.arguments)})
+    return blocks
+
+
+def _pieces(block: JSON) -> tuple[JSON, list[JSON]]:
+    """A block as a stream begins it, and what then comes."""
+    if block["type"] == "text":
+        return block | {"text": ""}, [{"type": "text_delta", "text": block["text"]}]
+    if block["type"] == "tool_use":
+        text = json.dumps(block["input"], ensure_ascii=False)
+        return block | {"input": {}}, [{"type": "input_json_delta", "partial_json": text}]
+    deltas = [{"type": "thinking_delta", "thinking": block["thinking"]}, {"type": "signature_delta", "signature": ""}]
+    return block | {"thinking": ""}, deltas

@@ -1,0 +1,194 @@
+"""The endpoint's application: which route is which protocol, and whose session a request belongs to.
+
+An agent has a base URL, ``/s/TOKEN/v1``, or the same token as its API key at ``/v1``, because some clients take only
+one of the two. ``/s/TOKEN/NAME/v1`` names a sub-agent.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import weakref
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp
+
+from producers.agents.endpoint import control
+from producers.agents.endpoint.anthropic import count_tokens, read_messages
+from producers.agents.endpoint.chat import read_chat
+from producers.agents.endpoint.completions import read_completion
+from producers.agents.endpoint.delivery import KEEP_ALIVE_S, Delivery
+from producers.agents.endpoint.errors import (
+    anthropic_error,
+    anthropic_error_event,
+    as_session_error,
+    openai_error,
+    openai_error_event,
+    responses_error_event,
+)
+from producers.agents.endpoint.protocols import JSON, Asker, Message, Question, read_json, write_json
+from producers.agents.endpoint.responses import read_response
+from producers.agents.endpoint.retries import PATIENCE_S, Generations
+from producers.agents.protocol import OpenSession, OpenSessions, SessionError
+from schemas.config.agents import AgentsConfig
+from schemas.errors import TidemillError
+
+MAX_BODY = 256 * 2**20
+PREFIXES = ("", "/s/{token}", "/s/{token}/{name}")
+
+
+@dataclass(frozen=True)
+class Dialect:
+    """A protocol: how it reads a request, and how it shows an error, in a body and in a stream."""
+
+    read: Callable[[JSON, Asker], Question]
+    error: Callable[[SessionError], JSON] = openai_error
+    error_event: Callable[[SessionError], bytes] = openai_error_event
+
+
+OPENAI = Dialect(read_chat)
+MESSAGES = Dialect(read_messages, anthropic_error, anthropic_error_event)
+DIALECTS = {
+    "/v1/chat/completions": OPENAI,
+    "/v1/completions": Dialect(read_completion),
+    "/v1/responses": Dialect(read_response, error_event=responses_error_event),
+    "/v1/messages": MESSAGES,
+}
+
+
+@dataclass(frozen=True)
+class Held:
+    """What the endpoint keeps of a session, while that exists and without keeping it alive."""
+
+    generations: Generations
+    responses: dict[str, list[Message]] = field(default_factory=dict)
+
+
+class Endpoint:
+    """The handlers of all routes. keep_alive_s, patience_s: see delivery.py and retries.py."""
+
+    def __init__(self, sessions: OpenSessions, settings: AgentsConfig, keep_alive_s: float, patience_s: float) -> None:
+        self._sessions = sessions
+        self._settings = settings
+        self._keep_alive_s = keep_alive_s
+        self._patience_s = patience_s
+        self._held: weakref.WeakKeyDictionary[OpenSession, Held] = weakref.WeakKeyDictionary()
+
+    def app(self) -> Starlette:
+        """The ASGI application."""
+        routes = []
+        for prefix in PREFIXES:
+            for path, dialect in DIALECTS.items():
+                routes.append(Route(prefix + path, self._asking(dialect), methods=["POST"]))
+            counting = self._answering(count_tokens, MESSAGES)
+            routes.append(Route(prefix + "/v1/messages/count_tokens", counting, methods=["POST"]))
+            routes.append(Route(prefix + "/v1/models", self._answering(control.models), methods=["GET"]))
+            routes.append(Route(prefix + "/v1/models/{model:path}", self._answering(control.model), methods=["GET"]))
+        for prefix in PREFIXES[:2]:
+            routes.append(Route(prefix + "/tidemill/v1/reward", self._answering(control.reward), methods=["POST"]))
+            routes.append(Route(prefix + "/tidemill/v1/end", self._answering(control.end), methods=["POST"]))
+        return Starlette(routes=routes, exception_handlers={HTTPException: _http_error, Exception: _bug})
+
+    def close(self) -> None:
+        """Cancel all that is under way."""
+        for held in list(self._held.values()):
+            held.generations.close()
+
+    def _asking(self, dialect: Dialect) -> Callable[[Request], Awaitable[ASGIApp]]:
+        """The handler of a route that makes model calls."""
+
+        async def handle(request: Request) -> Response | Delivery:
+            session = self._session(request)
+            body = await _body(request)
+            held = self._hold(session)
+            asker = self._asker(request, session, held)
+            question = dialect.read(read_json(body), asker)
+            digest = hashlib.blake2b(request.url.path.encode() + b"\0" + body, digest_size=16).digest()
+            retry = request.headers.get("x-stainless-retry-count", "0") not in ("", "0")
+            generation = held.generations.ask(digest, retry, lambda: session.complete(question.call))
+            return Delivery(
+                question, generation, held.generations, dialect.error, dialect.error_event, self._keep_alive_s
+            )
+
+        return _guarded(handle, dialect)
+
+    def _answering(
+        self, answer: Callable[[bytes, Asker], Awaitable[JSON]], dialect: Dialect = OPENAI
+    ) -> Callable[[Request], Awaitable[ASGIApp]]:
+        """The handler of a route that answers at once."""
+
+        async def handle(request: Request) -> Response:
+            session = self._session(request)
+            body = await _body(request)
+            found = await answer(body, self._asker(request, session, self._hold(session)))
+            return _json(200, found)
+
+        return _guarded(handle, dialect)
+
+    def _session(self, request: Request) -> OpenSession:
+        token = request.path_params.get("token")
+        if token is None:
+            kind, _, key = request.headers.get("authorization", "").partition(" ")
+            token = key.strip() if kind.lower() == "bearer" else request.headers.get("x-api-key", "")
+        return self._sessions.find(token)
+
+    def _asker(self, request: Request, session: OpenSession, held: Held) -> Asker:
+        return Asker(session, request.path_params.get("name", "main"), self._settings, held.responses)
+
+    def _hold(self, session: OpenSession) -> Held:
+        held = self._held.get(session)
+        if held is None:
+            held = self._held[session] = Held(Generations(session, self._patience_s))
+        return held
+
+
+def create_app(
+    sessions: OpenSessions, settings: AgentsConfig, keep_alive_s: float = KEEP_ALIVE_S, patience_s: float = PATIENCE_S
+) -> Starlette:
+    """The endpoint over ``sessions``, as an ASGI application."""
+    return Endpoint(sessions, settings, keep_alive_s, patience_s).app()
+
+
+def _guarded(
+    handle: Callable[[Request], Awaitable[ASGIApp]], dialect: Dialect
+) -> Callable[[Request], Awaitable[ASGIApp]]:
+    async def guarded(request: Request) -> ASGIApp:
+        try:
+            return await handle(request)
+        except (SessionError, TidemillError) as error:
+            found = as_session_error(error)
+            return _json(found.status, dialect.error(found))
+        except ClientDisconnect:
+            return Response(status_code=400)
+
+    return guarded
+
+
+async def _body(request: Request) -> bytes:
+    """The whole body; SessionError if it is too long."""
+    chunks, size = [], 0
+    async for chunk in request.stream():
+        size += len(chunk)
+        if size > MAX_BODY:
+            raise SessionError(413, "body_too_long", f"the body has more than {MAX_BODY} bytes")
+        chunks.append(chunk)
+    return b"".join(chunks)
+
+
+def _json(status: int, body: JSON) -> Response:
+    return Response(write_json(body), status, media_type="application/json")
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    status = error.status_code if isinstance(error, HTTPException) else 500
+    message = f"{request.method} {request.url.path}: {getattr(error, 'detail', error)}"
+    return _json(status, openai_error(SessionError(status, "unknown_route", message)))
+
+
+async def _bug(request: Request, error: Exception) -> Response:
+    return _json(500, openai_error(SessionError(500, "internal_error", "the endpoint failed, its log says why")))

@@ -1,0 +1,186 @@
+"""Chat completions in OpenAI's protocol, with vLLM's fields for token ids."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from producers.agents.endpoint.errors import bad_request
+from producers.agents.endpoint.protocols import (
+    JSON,
+    Asker,
+    Message,
+    Question,
+    answer_message,
+    convert,
+    data_events,
+    finite,
+    ignored_settings,
+    stop_strings,
+    text_parts,
+    token_name,
+    usage_counts,
+)
+from producers.agents.protocol import Answer, CallRequest
+
+DONE = b"data: [DONE]\n\n"
+
+
+class ChatBody(msgspec.Struct):
+    """The fields of a request that are followed."""
+
+    messages: list[JSON]
+    model: str | None = "policy"
+    tools: list[JSON] | None = None
+    n: int | None = None
+    stop: str | list[str] | None = None
+    stream: bool | None = None
+    stream_options: JSON | None = None
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    return_token_ids: bool | None = None
+    chat_template_kwargs: JSON | None = None
+
+
+def read_chat(data: JSON, asker: Asker) -> Question:
+    """The model call that a body asks for, and the form of its answer."""
+    body = convert(data, ChatBody)
+    if not body.messages:
+        raise bad_request("messages must not be empty")
+    call = CallRequest(
+        messages=[_message(message, f"messages[{at}]") for at, message in enumerate(body.messages)],
+        tools=_tools(body.tools),
+        n=check_n(body.n),
+        stop=stop_strings(body.stop),
+        max_tokens=check_max_tokens(body.max_completion_tokens or body.max_tokens),
+        name=asker.name,
+        template_args=body.chat_template_kwargs,
+        ignored=ignored_settings(data, _constraints(data), asker.settings),
+    )
+    form = _Form(body)
+    return Question(call, bool(body.stream), form.answer, form.events)
+
+
+def check_n(n: int | None) -> int:
+    """The number of answers asked for."""
+    if n is not None and not 1 <= n <= 128:
+        raise bad_request(f"n {n}: must be in [1, 128]")
+    return n or 1
+
+
+def check_max_tokens(limit: int | None) -> int | None:
+    """The client's limit of an answer."""
+    if limit is not None and limit < 1:
+        raise bad_request(f"max_tokens {limit}: must be 1 or more")
+    return limit
+
+
+class _Form:
+    """What one request wants to have in its answer."""
+
+    def __init__(self, body: ChatBody) -> None:
+        self._model = body.model or "policy"
+        self._logprobs = bool(body.logprobs)
+        self._ids = bool(body.return_token_ids)
+        self._usage = bool((body.stream_options or {}).get("include_usage"))
+
+    def answer(self, answers: Sequence[Answer], created: int) -> JSON:
+        """The whole answer."""
+        choices = []
+        for index, answer in enumerate(answers):
+            choice = {
+                "index": index,
+                "message": answer_message(answer),
+                "logprobs": self._logprobs_of(answer),
+                "finish_reason": answer.finish,
+            }
+            choices.append(choice | self._extra(answer, len(answers)))
+        whole = self._base(answers, created, "chat.completion") | {"choices": choices, "usage": usage(answers)}
+        return whole | ({"prompt_token_ids": answers[0].prompt_ids} if self._ids else {})
+
+    def events(self, answers: Sequence[Answer], created: int) -> tuple[bytes, bytes]:
+        """The answer as chunks; the second part begins with the finish reasons."""
+        base = self._base(answers, created, "chat.completion.chunk")
+        head, tail = [], []
+        for index, answer in enumerate(answers):
+            message = answer_message(answer)
+            calls = [{"index": at, **call} for at, call in enumerate(message.pop("tool_calls", []))]
+            begin: JSON = {"index": index, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
+            first = base | {"choices": [begin]}
+            head.append(first | ({"prompt_token_ids": answer.prompt_ids} if self._ids and not index else {}))
+            deltas = [{key: message[key]} for key in ("reasoning_content", "content") if message.get(key)]
+            deltas += [{"tool_calls": [call]} for call in calls]
+            extra = {"logprobs": self._logprobs_of(answer), **self._extra(answer, len(answers))}
+            for at, delta in enumerate(deltas or [{"content": ""}]):
+                choice = {"index": index, "delta": delta, "finish_reason": None} | (extra if not at else {})
+                head.append(base | {"choices": [choice]})
+            end = {"index": index, "delta": {}, "finish_reason": answer.finish}
+            tail.append(base | {"choices": [end]})
+        if self._usage:
+            tail.append(base | {"choices": [], "usage": usage(answers)})
+        return data_events(head), data_events(tail) + DONE
+
+    def _base(self, answers: Sequence[Answer], created: int, kind: str) -> JSON:
+        return {"id": answers[0].id, "object": kind, "created": created, "model": self._model}
+
+    def _extra(self, answer: Answer, n: int) -> JSON:
+        """Fields beside OpenAI's: the ids that were sampled, and the id to reward one of several choices by."""
+        extra: JSON = {"token_ids": answer.ids} if self._ids else {}
+        return extra | ({"id": answer.id} if n > 1 else {})
+
+    def _logprobs_of(self, answer: Answer) -> JSON | None:
+        if not self._logprobs:
+            return None
+        tokens = zip(answer.ids, answer.logprobs, strict=True)
+        return {
+            "content": [
+                {"token": token_name(token), "logprob": finite(value), "bytes": None, "top_logprobs": []}
+                for token, value in tokens
+            ]
+        }
+
+
+def usage(answers: Sequence[Answer]) -> JSON:
+    """Counts of tokens in OpenAI's form."""
+    prompt, completion = usage_counts(answers)
+    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+
+
+def _message(message: JSON, where: str) -> Message:
+    """A message with the field's present names, and text only."""
+    role = message.get("role")
+    if not isinstance(role, str):
+        raise bad_request(f"{where}: a message must have a role")
+    if isinstance(message.get("content"), list):
+        parts = text_parts(message["content"], where, ("text", "refusal", "thinking"))
+        message = message | {"content": parts}
+    if role == "developer":
+        message = message | {"role": "system"}
+    if role == "assistant" and "reasoning" in message and message.get("reasoning_content") is None:
+        message = message | {"reasoning_content": message["reasoning"]}
+    calls = message.get("tool_calls")
+    if calls is not None and not (isinstance(calls, list) and all(_is_call(call) for call in calls)):
+        raise bad_request(f"{where}: tool_calls must be a list of functions with name and arguments")
+    return message
+
+
+def _is_call(call: Any) -> bool:
+    function = call.get("function") if isinstance(call, dict) else None
+    return isinstance(function, dict) and isinstance(function.get("name"), str)
+
+
+def _tools(tools: list[JSON] | None) -> list[JSON] | None:
+    for at, tool in enumerate(tools or []):
+        if tool.get("type", "function") != "function" or not _is_call(tool):
+            raise bad_request(f"tools[{at}] of type {tool.get('type')!r} is not supported, only functions with a name")
+    return tools or None
+
+
+def _constraints(data: JSON) -> list[str]:
+    found = ["tool_choice"] if data.get("tool_choice") not in (None, "auto", "none") else []
+    response_format = data.get("response_format")
+    kind = response_format.get("type") if isinstance(response_format, dict) else response_format
+    return found + (["response_format"] if kind not in (None, "text") else [])

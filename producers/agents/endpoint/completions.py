@@ -1,0 +1,111 @@
+"""Completions of plain prompts, text or token ids, in OpenAI's protocol: for agents that build prompts themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from producers.agents.endpoint.chat import DONE, check_max_tokens, check_n, usage
+from producers.agents.endpoint.errors import bad_request
+from producers.agents.endpoint.protocols import (
+    JSON,
+    Asker,
+    Question,
+    convert,
+    data_events,
+    finite,
+    ignored_settings,
+    stop_strings,
+    token_name,
+)
+from producers.agents.protocol import Answer, CallRequest
+
+
+class CompletionBody(msgspec.Struct):
+    """The fields of a request that are followed."""
+
+    prompt: Any
+    model: str | None = "policy"
+    n: int | None = None
+    stop: str | list[str] | None = None
+    stream: bool | None = None
+    stream_options: JSON | None = None
+    max_tokens: int | None = None
+    logprobs: int | None = None
+    return_token_ids: bool | None = None
+
+
+def read_completion(data: JSON, asker: Asker) -> Question:
+    """The model call that a body asks for, and the form of its answer."""
+    body = convert(data, CompletionBody)
+    for name in ("echo", "suffix"):
+        if data.get(name):
+            raise bad_request(f"{name} is not supported")
+    text, ids = _prompt(body.prompt)
+    constraints = ["response_format"] if data.get("response_format") else []
+    call = CallRequest(
+        prompt_ids=ids,
+        prompt_text=text,
+        n=check_n(body.n),
+        stop=stop_strings(body.stop),
+        max_tokens=check_max_tokens(body.max_tokens),
+        name=asker.name,
+        ignored=ignored_settings(data, constraints, asker.settings),
+    )
+    form = _Form(body)
+    return Question(call, bool(body.stream), form.answer, form.events)
+
+
+def _prompt(prompt: Any) -> tuple[str | None, list[int] | None]:
+    """A prompt as text, or as ids; a list of one prompt is that prompt."""
+    if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], (str, list)):
+        prompt = prompt[0]
+    if isinstance(prompt, str) and prompt:
+        return prompt, None
+    if isinstance(prompt, list) and prompt and all(type(token) is int and 0 <= token < 2**31 for token in prompt):
+        return None, prompt
+    raise bad_request("prompt must be text or token ids, and not empty; several prompts are several requests")
+
+
+class _Form:
+    """What one request wants to have in its answer."""
+
+    def __init__(self, body: CompletionBody) -> None:
+        self._model = body.model or "policy"
+        self._logprobs = body.logprobs is not None
+        self._ids = bool(body.return_token_ids)
+        self._usage = bool((body.stream_options or {}).get("include_usage"))
+
+    def answer(self, answers: Sequence[Answer], created: int) -> JSON:
+        """The whole answer."""
+        choices = [self._choice(index, answer) for index, answer in enumerate(answers)]
+        return self._base(answers, created) | {"choices": choices, "usage": usage(answers)}
+
+    def events(self, answers: Sequence[Answer], created: int) -> tuple[bytes, bytes]:
+        """The answer as one chunk a choice, then the counts."""
+        base = self._base(answers, created)
+        chunks = [base | {"choices": [self._choice(index, answer)]} for index, answer in enumerate(answers)]
+        end = [base | {"choices": [], "usage": usage(answers)}] if self._usage else []
+        return b"", data_events(chunks + end) + DONE
+
+    def _base(self, answers: Sequence[Answer], created: int) -> JSON:
+        shown = "cmpl-" + answers[0].id.removeprefix("chatcmpl-")
+        return {"id": shown, "object": "text_completion", "created": created, "model": self._model}
+
+    def _choice(self, index: int, answer: Answer) -> JSON:
+        choice: JSON = {
+            "index": index,
+            "text": answer.text,
+            "logprobs": _logprobs(answer) if self._logprobs else None,
+            "finish_reason": "length" if answer.finish == "length" else "stop",
+        }
+        return choice | ({"prompt_token_ids": answer.prompt_ids, "token_ids": answer.ids} if self._ids else {})
+
+
+def _logprobs(answer: Answer) -> JSON:
+    names = [token_name(token) for token in answer.ids]
+    values = [finite(value) for value in answer.logprobs]
+    top = [{name: value} for name, value in zip(names, values, strict=True)]
+    return {"tokens": names, "token_logprobs": values, "top_logprobs": top, "text_offset": [0] * len(names)}

@@ -1,0 +1,68 @@
+"""Routes beside the model calls: which models there are, and what an agent says of its episode."""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+
+from producers.agents.endpoint.errors import bad_request
+from producers.agents.endpoint.protocols import JSON, Asker, convert, read_json
+
+MODEL = "policy"
+STARTED = "2026-01-01T00:00:00Z"
+
+
+class RewardBody(msgspec.Struct):
+    """A reward of the episode, or of the completion with an id; metrics of the episode."""
+
+    reward: float | None = None
+    completion: str | None = None
+    metrics: dict[str, float] = {}
+
+
+async def models(body: bytes, asker: Asker) -> JSON:
+    """The list of models, as OpenAI's and Anthropic's clients both read it."""
+    return {"object": "list", "data": [_model(MODEL)], "has_more": False, "first_id": MODEL, "last_id": MODEL}
+
+
+async def model(body: bytes, asker: Asker) -> JSON:
+    """One model; requests may name it as they like."""
+    return _model(MODEL)
+
+
+async def reward(body: bytes, asker: Asker) -> JSON:
+    """Note a reward, metrics or both."""
+    found = convert(read_json(body), RewardBody)
+    for name, value in {"reward": found.reward or 0.0, **found.metrics}.items():
+        if not math.isfinite(value):
+            raise bad_request(f"{name} {value}: must be a finite number")
+    if found.reward is None and (found.completion is not None or not found.metrics):
+        raise bad_request("reward is missing: must be a number")
+    if found.reward is not None:
+        asker.session.set_reward(found.reward, _completion_id(found.completion))
+    asker.session.add_metrics(found.metrics)
+    return {}
+
+
+async def end(body: bytes, asker: Asker) -> JSON:
+    """The episode is over."""
+    asker.session.finish()
+    return {}
+
+
+def _completion_id(shown: str | None) -> str | None:
+    """The id of an answer by that of it in any protocol."""
+    return None if shown is None else "chatcmpl-" + shown.rpartition("-" if "-" in shown else "_")[2]
+
+
+def _model(name: str) -> JSON:
+    return {
+        "id": name,
+        "object": "model",
+        "type": "model",
+        "display_name": name,
+        "created": 0,
+        "created_at": STARTED,
+        "owned_by": "tidemill",
+    }

@@ -1,0 +1,125 @@
+"""Answers on their way: the wait for a generation, the signs of life meanwhile, and whether the client got it all.
+
+A client that waits for long gets white space before JSON, which is legal there, or comments before events, so that its
+read timeout does not fire. The status 200 is spent then: if the call fails later, the connection breaks, the client's
+library asks again, and gets the true status. A stream, which no library asks for again, ends with an error event.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+from starlette.types import Receive, Scope, Send
+
+from producers.agents.endpoint.errors import as_session_error
+from producers.agents.endpoint.protocols import JSON, Question, write_json
+from producers.agents.endpoint.retries import Generation, Generations
+from producers.agents.protocol import SessionError
+from schemas.errors import TidemillError
+
+KEEP_ALIVE_S = 15.0
+BUFFERED = 32768
+"""Bytes that a connection's buffers take at once, so that there is no half-way between all and nothing."""
+
+
+class Delivery:
+    """The ASGI response to one request: the answer of ``generation``, as ``question`` wants it.
+
+    errors: how the protocol shows an error. error_event: the same within a stream.
+    """
+
+    def __init__(
+        self,
+        question: Question,
+        generation: Generation,
+        generations: Generations,
+        errors: Callable[[SessionError], JSON],
+        error_event: Callable[[SessionError], bytes],
+        keep_alive_s: float,
+    ) -> None:
+        self._question = question
+        self._generation = generation
+        self._generations = generations
+        self._errors = errors
+        self._error_event = error_event
+        self._keep_alive_s = keep_alive_s
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        gone = asyncio.ensure_future(_disconnected(receive))
+        delivered = False
+        try:
+            begun = await self._wait(gone, send)
+            if not gone.done():
+                delivered = await self._send(gone, send, begun)
+        finally:
+            gone.cancel()
+            self._generations.leave(self._generation, delivered)
+
+    async def _wait(self, gone: asyncio.Future[None], send: Send) -> bool:
+        """Wait for the answer or the client's end; whether the response has begun."""
+        begun = False
+        task = self._generation.task
+        while not task.done() and not gone.done():
+            ends: set[asyncio.Future[Any]] = {task, gone}
+            await asyncio.wait(ends, timeout=self._keep_alive_s, return_when=asyncio.FIRST_COMPLETED)
+            if not task.done() and not gone.done():
+                if not begun:
+                    await send(self._start(200))
+                    begun = True
+                await send(_body(b": waiting\n\n" if self._question.stream else b" "))
+        return begun
+
+    async def _send(self, gone: asyncio.Future[None], send: Send, begun: bool) -> bool:
+        """Send the answer; whether the client has it."""
+        try:
+            answers = self._generation.task.result()
+        except asyncio.CancelledError:
+            await self._fail(send, begun, SessionError(410, "session_ended", "the episode has ended"))
+            return False
+        except (SessionError, TidemillError) as error:
+            await self._fail(send, begun, as_session_error(error))
+            return False
+        created = self._generation.created
+        if self._question.stream:
+            head, tail = self._question.events(answers, created)
+        else:
+            whole = write_json(self._question.answer(answers, created))
+            head, tail = whole[:-1], whole[-1:]
+        if not begun:
+            await send(self._start(200, None if self._question.stream else len(head) + len(tail)))
+        if len(head) > BUFFERED:
+            await send(_body(head))
+            await send(_body(b""))  # waits until the connection has taken most of it
+            await asyncio.sleep(0)
+            head = b""
+        if gone.done():
+            return False
+        await send(_body(head + tail, more=False))
+        return True
+
+    async def _fail(self, send: Send, begun: bool, error: SessionError) -> None:
+        body = write_json(self._errors(error))
+        if not begun:
+            await send(self._start(error.status, len(body), "application/json"))
+            await send(_body(body, more=False))
+        elif self._question.stream:
+            await send(_body(self._error_event(error), more=False))
+        # else the response stays without an end, and the server breaks the connection
+
+    def _start(self, status: int, length: int | None = None, kind: str | None = None) -> dict[str, object]:
+        kind = kind or ("text/event-stream; charset=utf-8" if self._question.stream else "application/json")
+        headers = [(b"content-type", kind.encode())]
+        if length is not None:
+            headers.append((b"content-length", str(length).encode()))
+        return {"type": "http.response.start", "status": status, "headers": headers}
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def _body(data: bytes, more: bool = True) -> dict[str, object]:
+    return {"type": "http.response.body", "body": data, "more_body": more}

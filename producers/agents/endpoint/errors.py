@@ -1,0 +1,57 @@
+"""Errors as the clients' protocols show them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from producers.agents.protocol import SessionError
+from schemas.errors import DataError, InfraError, TidemillError
+
+_OPENAI_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
+_ANTHROPIC_TYPES = _OPENAI_TYPES | {413: "request_too_large", 503: "overloaded_error"}
+
+
+def bad_request(message: str, code: str = "invalid_request") -> SessionError:
+    """The error of a request that is not understood, or not supported."""
+    return SessionError(400, code, message)
+
+
+def as_session_error(error: SessionError | TidemillError) -> SessionError:
+    """The error that a client gets for ``error``: 503 where a retry can succeed."""
+    if isinstance(error, SessionError):
+        return error
+    if isinstance(error, InfraError):
+        return SessionError(503, "unavailable", str(error))
+    return SessionError(400 if isinstance(error, DataError) else 500, "invalid_request", str(error))
+
+
+def openai_error(error: SessionError) -> dict[str, Any]:
+    """Body of an error in OpenAI's protocols."""
+    kind = _OPENAI_TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "server_error")
+    return {"error": {"message": error.message, "type": kind, "param": None, "code": error.code}}
+
+
+def anthropic_error(error: SessionError) -> dict[str, Any]:
+    """Body of an error in Anthropic's protocol. A full context is known there by the first words of its message."""
+    kind = _ANTHROPIC_TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
+    full = error.code == "context_length_exceeded" and not error.message.startswith("prompt is too long")
+    message = f"prompt is too long: {error.message}" if full else error.message
+    return {"type": "error", "error": {"type": kind, "message": message}}
+
+
+def openai_error_event(error: SessionError) -> bytes:
+    """An error within a stream of OpenAI's protocols."""
+    return b"data: %b\n\n" % msgspec.json.encode(openai_error(error))
+
+
+def anthropic_error_event(error: SessionError) -> bytes:
+    """An error within a stream of Anthropic's protocol."""
+    return b"event: error\ndata: %b\n\n" % msgspec.json.encode(anthropic_error(error))
+
+
+def responses_error_event(error: SessionError) -> bytes:
+    """An error within a stream of responses. Its first field is what OpenAI's library looks at."""
+    body = openai_error(error) | {"type": "error", "code": error.code, "message": error.message}
+    return b"event: error\ndata: %b\n\n" % msgspec.json.encode(body)

@@ -1,0 +1,162 @@
+"""What the protocols have in common: reading a body, the settings that are not the client's, and writing JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import msgspec
+
+from producers.agents.endpoint.errors import bad_request
+from producers.agents.protocol import Answer, CallRequest, OpenSession
+from schemas.config.agents import AgentsConfig
+
+JSON = dict[str, Any]
+Message = dict[str, Any]
+"""A chat message in OpenAI's form."""
+T = TypeVar("T")
+
+SAMPLING = (
+    "temperature", "top_p", "top_k", "min_p", "typical_p", "presence_penalty", "frequency_penalty",
+    "repetition_penalty", "length_penalty", "seed", "logit_bias", "best_of", "use_beam_search", "min_tokens",
+    "stop_token_ids", "bad_words", "allowed_token_ids", "ignore_eos", "truncate_prompt_tokens", "thinking",
+    "reasoning_effort",
+)  # fmt: skip
+"""What a client does not get: the policy is sampled as the task says, so that its log-probabilities hold."""
+CONSTRAINTS = (
+    "guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs", "grammar", "regex"
+)  # fmt: skip
+"""Further names of what would mask the distribution."""
+
+
+@dataclass(frozen=True)
+class Asker:
+    """Who asks. name: of the agent within the session. responses: messages up to each response, by its id."""
+
+    session: OpenSession
+    name: str
+    settings: AgentsConfig
+    responses: dict[str, list[Message]]
+
+
+@dataclass(frozen=True)
+class Question:
+    """A request as a protocol has understood it.
+
+    answer: the body for these answers of a call of this time. events: the same as a stream, in two parts: a client that
+    has not got the second knows that it has not got all.
+    """
+
+    call: CallRequest
+    stream: bool
+    answer: Callable[[Sequence[Answer], int], JSON]
+    events: Callable[[Sequence[Answer], int], tuple[bytes, bytes]]
+
+
+def read_json(body: bytes) -> JSON:
+    """The object that a request's body is."""
+    try:
+        return msgspec.json.decode(body, type=JSON)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise bad_request(f"the body is not a JSON object: {error}") from error
+
+
+def convert(data: JSON, to: type[T]) -> T:
+    """The fields of a body that are used, with their types checked."""
+    try:
+        return msgspec.convert(data, to)
+    except msgspec.ValidationError as error:
+        raise bad_request(str(error).replace("`$.", "`")) from error
+
+
+def write_json(data: Any) -> bytes:
+    """A body. Half characters, which UTF-8 does not have, are escaped as JSON has them."""
+    try:
+        return msgspec.json.encode(data)
+    except UnicodeEncodeError:
+        return json.dumps(data).encode()
+
+
+def data_events(chunks: Iterable[Any]) -> bytes:
+    """Server-sent events without names."""
+    return b"".join(b"data: %b\n\n" % write_json(chunk) for chunk in chunks)
+
+
+def named_events(events: Iterable[JSON]) -> bytes:
+    """Server-sent events that are named by their type."""
+    return b"".join(b"event: %b\ndata: %b\n\n" % (event["type"].encode(), write_json(event)) for event in events)
+
+
+def ignored_settings(data: Mapping[str, Any], constraints: Sequence[str], settings: AgentsConfig) -> list[str]:
+    """Names of the client's settings that are not followed; SessionError where ``settings`` refuse constraints."""
+    constraints = [*constraints, *(name for name in CONSTRAINTS if data.get(name) is not None)]
+    if constraints and settings.constrained == "refuse":
+        names = " and ".join(constraints)
+        raise bad_request(f"{names} would change the distribution that is sampled from, and is refused in this run")
+    return [name for name in SAMPLING if data.get(name) is not None] + constraints
+
+
+def stop_strings(stop: str | list[str] | None) -> list[str]:
+    """Stop strings as a list, without empty ones."""
+    return [text for text in ([stop] if isinstance(stop, str) else stop or []) if text]
+
+
+def text_parts(content: Any, where: str, kinds: Sequence[str] = ("text",)) -> str | list[Message]:
+    """Content as text, or as several parts of text in OpenAI's form. ``where`` names it in errors."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise bad_request(f"{where}: content must be text or a list of parts")
+    texts = [_text(part, where, kinds) for part in content]
+    return "".join(texts) if len(texts) < 2 else [{"type": "text", "text": text} for text in texts]
+
+
+def _text(part: Any, where: str, kinds: Sequence[str]) -> str:
+    if isinstance(part, str):
+        return part
+    kind = part.get("type") if isinstance(part, dict) else None
+    if kind not in kinds:
+        raise bad_request(f"{where}: content of type {kind!r} is not supported, only {', '.join(kinds)}")
+    text = part.get("refusal" if kind == "refusal" else "text")
+    if not isinstance(text, str):
+        raise bad_request(f"{where}: a part of type {kind!r} must have text")
+    return text
+
+
+def function_tools(tools: Sequence[Any] | None, schema: str) -> list[JSON] | None:
+    """Tools of another protocol in OpenAI's form; ``schema``: the field of their parameters. Only functions."""
+    if not tools:
+        return None
+    found = []
+    for tool in tools:
+        kind = tool.get("type") or "custom" if isinstance(tool, dict) else None
+        if kind not in ("function", "custom") or not isinstance(tool.get("name"), str) or schema not in tool:
+            raise bad_request(f"tools of type {kind!r} are not supported, only functions with a name and {schema}")
+        function = {"name": tool["name"], "description": tool.get("description") or "", "parameters": tool[schema]}
+        found.append({"type": "function", "function": function})
+    return found
+
+
+def usage_counts(answers: Sequence[Answer]) -> tuple[int, int]:
+    """Tokens of the prompt, and of all answers."""
+    return len(answers[0].prompt_ids), sum(len(answer.ids) for answer in answers)
+
+
+def answer_message(answer: Answer) -> Message:
+    """An answer as the message that a client gets and sends back."""
+    message = answer.parsed.message()
+    if message.get("content") is None and not answer.parsed.tool_calls:
+        message["content"] = ""
+    return message
+
+
+def token_name(token: int) -> str:
+    """A token in log-probabilities, as vLLM names it with ``return_tokens_as_token_ids``: text would not be exact."""
+    return f"token_id:{token}"
+
+
+def finite(logprob: float) -> float:
+    """A log-probability as JSON can hold it."""
+    return max(float(logprob), -9999.0)

@@ -1,0 +1,216 @@
+"""Responses in OpenAI's newer protocol: items in, items out.
+
+Stateless, but for ``previous_response_id``, which is followed within a session. Tools are functions; those that OpenAI
+runs itself are refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from producers.agents.endpoint.chat import check_max_tokens
+from producers.agents.endpoint.errors import bad_request
+from producers.agents.endpoint.protocols import (
+    JSON,
+    Asker,
+    Message,
+    Question,
+    answer_message,
+    convert,
+    function_tools,
+    ignored_settings,
+    named_events,
+    text_parts,
+    usage_counts,
+)
+from producers.agents.endpoint.response_events import events_of
+from producers.agents.protocol import Answer, CallRequest
+
+KEPT = 32
+"""So many of a session's last responses can be named as the previous one."""
+TEXTS = ("input_text", "output_text", "text", "refusal", "summary_text", "reasoning_text")
+UNSUPPORTED = ("background", "conversation", "prompt")
+
+
+class ResponseBody(msgspec.Struct):
+    """The fields of a request that are followed."""
+
+    input: str | list[JSON]
+    model: str | None = "policy"
+    instructions: str | None = None
+    tools: list[JSON] | None = None
+    stream: bool | None = None
+    max_output_tokens: int | None = None
+    previous_response_id: str | None = None
+
+
+def read_response(data: JSON, asker: Asker) -> Question:
+    """The model call that a body asks for, and the form of its answer."""
+    body = convert(data, ResponseBody)
+    for name in UNSUPPORTED:
+        if data.get(name):
+            raise bad_request(f"{name} is not supported")
+    earlier: list[Message] = []
+    if body.previous_response_id is not None:
+        if body.previous_response_id not in asker.responses:
+            raise bad_request(
+                f"previous_response_id {body.previous_response_id!r}: no such response in this episode, or an old one",
+                "previous_response_not_found",
+            )
+        earlier = asker.responses[body.previous_response_id]
+    messages = earlier + _chat_messages(body.input)
+    if not messages:
+        raise bad_request("input must not be empty")
+    instructions: list[Message] = [{"role": "system", "content": body.instructions}] if body.instructions else []
+    call = CallRequest(
+        messages=instructions + messages,
+        tools=function_tools(body.tools, "parameters"),
+        max_tokens=check_max_tokens(body.max_output_tokens),
+        name=asker.name,
+        ignored=ignored_settings(data, _constraints(data), asker.settings),
+    )
+    form = _Form(body, messages, asker.responses)
+    return Question(call, bool(body.stream), form.answer, form.events)
+
+
+def _constraints(data: JSON) -> list[str]:
+    found = ["tool_choice"] if data.get("tool_choice") not in (None, "auto", "none") else []
+    text = data.get("text")
+    form = text.get("format") if isinstance(text, dict) else None
+    kind = form.get("type") if isinstance(form, dict) else None
+    return found + (["text.format"] if kind not in (None, "text") else [])
+
+
+def _chat_messages(items: str | list[JSON]) -> list[Message]:
+    """Items as messages of a chat: what the policy said and called in one answer is one message there."""
+    if isinstance(items, str):
+        return [{"role": "user", "content": items}]
+    messages: list[Message] = []
+    answering = False
+    for at, item in enumerate(items):
+        where = f"input[{at}]"
+        part = _part_of_answer(item, where)
+        if part is None:
+            messages.append(_other_message(item, where))
+        elif answering and not _begins_anew(messages[-1], part):
+            _add(messages[-1], part)
+        else:
+            messages.append({"role": "assistant", "content": None} | part)
+        answering = part is not None
+    return messages
+
+
+def _part_of_answer(item: JSON, where: str) -> Message | None:
+    """What an item adds to a message of the policy; None for one that is somebody else's."""
+    kind = item.get("type", "message")
+    if kind == "reasoning":
+        parts = item.get("content") or item.get("summary") or []
+        text = text_parts(parts, where, TEXTS)
+        return {"reasoning_content": text if isinstance(text, str) else "".join(part["text"] for part in text)}
+    if kind == "message" and item.get("role") == "assistant":
+        return {"content": text_parts(item.get("content"), where, TEXTS)}
+    if kind == "function_call":
+        if not isinstance(item.get("name"), str) or not isinstance(item.get("arguments"), str):
+            raise bad_request(f"{where}: a function_call must have name and arguments")
+        function = {"name": item["name"], "arguments": item["arguments"]}
+        return {"tool_calls": [{"id": item.get("call_id"), "type": "function", "function": function}]}
+    return None
+
+
+def _begins_anew(message: Message, part: Message) -> bool:
+    """Whether ``part`` can't belong to ``message``: the policy thinks, then speaks, then calls."""
+    order = ("reasoning_content", "content", "tool_calls")
+    first = order.index(next(iter(part)))
+    return "tool_calls" not in part and any(message.get(key) is not None for key in order[first:])
+
+
+def _add(message: Message, part: Message) -> None:
+    for key, value in part.items():
+        message[key] = message.get(key, []) + value if key == "tool_calls" else value
+
+
+def _other_message(item: JSON, where: str) -> Message:
+    kind = item.get("type", "message")
+    if kind == "function_call_output":
+        content = text_parts(item.get("output"), where, TEXTS)
+        return {"role": "tool", "tool_call_id": item.get("call_id"), "content": content}
+    role = item.get("role")
+    if kind != "message" or role not in ("user", "system", "developer"):
+        raise bad_request(f"{where}: items of type {kind!r} and role {role!r} are not supported")
+    role = "system" if role == "developer" else role
+    return {"role": role, "content": text_parts(item.get("content"), where, TEXTS)}
+
+
+class _Form:
+    """The form of one request's answer. messages: what came before it; responses: where that is kept."""
+
+    def __init__(self, body: ResponseBody, messages: list[Message], responses: dict[str, list[Message]]) -> None:
+        self._body = body
+        self._messages = messages
+        self._responses = responses
+
+    def answer(self, answers: Sequence[Answer], created: int) -> JSON:
+        """The whole answer, which can be the previous one from now on."""
+        (answer,) = answers
+        body, number = self._body, answer.id.removeprefix("chatcmpl-")
+        self._keep("resp_" + number, [*self._messages, answer_message(answer)])
+        cut = answer.finish == "length"
+        prompt, completion = usage_counts(answers)
+        return {
+            "id": "resp_" + number,
+            "object": "response",
+            "created_at": created,
+            "status": "incomplete" if cut else "completed",
+            "error": None,
+            "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
+            "instructions": body.instructions,
+            "max_output_tokens": body.max_output_tokens,
+            "model": body.model or "policy",
+            "output": _items(answer, number, "incomplete" if cut else "completed"),
+            "parallel_tool_calls": True,
+            "previous_response_id": body.previous_response_id,
+            "reasoning": {"effort": None, "summary": None},
+            "temperature": None,
+            "text": {"format": {"type": "text"}},
+            "tool_choice": "auto",
+            "tools": body.tools or [],
+            "top_p": None,
+            "truncation": "disabled",
+            "metadata": {},
+            "usage": {
+                "input_tokens": prompt,
+                "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+                "output_tokens": completion,
+                "output_tokens_details": {"reasoning_tokens": 0},
+                "total_tokens": prompt + completion,
+            },
+        }
+
+    def events(self, answers: Sequence[Answer], created: int) -> tuple[bytes, bytes]:
+        """The answer as events; the second part is the one that ends it."""
+        events = events_of(self.answer(answers, created))
+        return named_events(events[:-1]), named_events(events[-1:])
+
+    def _keep(self, number: str, messages: list[Message]) -> None:
+        self._responses[number] = messages
+        while len(self._responses) > KEPT:
+            del self._responses[next(iter(self._responses))]
+
+
+def _items(answer: Answer, number: str, status: str) -> list[JSON]:
+    parsed = answer.parsed
+    items: list[JSON] = []
+    if parsed.reasoning is not None:
+        content: list[Any] = [{"type": "reasoning_text", "text": parsed.reasoning}]
+        items.append({"type": "reasoning", "id": f"rs_{number}", "summary": [], "content": content, "status": status})
+    if parsed.content or not parsed.tool_calls:
+        content = [{"type": "output_text", "text": parsed.content or "", "annotations": [], "logprobs": []}]
+        message = {"type": "message", "id": f"msg_{number}", "role": "assistant", "content": content}
+        items.append(message | {"status": status})
+    for index, call in enumerate(parsed.tool_calls):
+        function = {"name": call.name, "arguments": call.arguments, "call_id": call.id}
+        items.append({"type": "function_call", "id": f"fc_{number}_{index}", "status": "completed", **function})
+    return items

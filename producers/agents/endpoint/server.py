@@ -1,0 +1,109 @@
+"""The endpoint's HTTP server, in the event loop of the generator."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Iterator
+
+import uvicorn
+
+from producers.agents.endpoint.app import Endpoint
+from producers.agents.endpoint.delivery import KEEP_ALIVE_S
+from producers.agents.endpoint.retries import PATIENCE_S
+from producers.agents.protocol import OpenSessions
+from schemas.config.agents import AgentsConfig
+from schemas.errors import ConfigError, InfraError
+
+IDLE_S = 3600
+"""A connection is kept so long while an agent does something else, so that it never meets one that is being closed."""
+START_S = 10.0
+
+
+class EndpointServer:
+    """Serves agents from ``start`` to ``close``::
+
+    server = EndpointServer(sessions, settings)
+    url = await server.start()                 # http://127.0.0.1:41234
+    base_url = f"{url}/s/{token}/v1"           # of one agent
+    await server.close()                       # within a second, requests that wait are broken off
+    """
+
+    def __init__(
+        self,
+        sessions: OpenSessions,
+        settings: AgentsConfig,
+        keep_alive_s: float = KEEP_ALIVE_S,
+        patience_s: float = PATIENCE_S,
+    ) -> None:
+        self._settings = settings
+        self._endpoint = Endpoint(sessions, settings, keep_alive_s, patience_s)
+        self._server: _Server | None = None
+        self._serving: asyncio.Task[None] | None = None
+
+    async def start(self) -> str:
+        """Listen; returns the URL without a path. ConfigError if the address can't be had."""
+        listener = _listen(self._settings.address)
+        self._server = _Server(
+            uvicorn.Config(
+                self._endpoint.app(),
+                log_config=None,
+                log_level="warning",
+                access_log=False,
+                server_header=False,
+                lifespan="off",
+                ws="none",
+                timeout_keep_alive=IDLE_S,
+                timeout_graceful_shutdown=1,
+            )
+        )
+        host, port = listener.getsockname()[:2]
+        self._serving = asyncio.create_task(self._server.serve(sockets=[listener]), name="agents' endpoint")
+        ready = asyncio.create_task(self._server.ready.wait())
+        await asyncio.wait({self._serving, ready}, timeout=START_S, return_when=asyncio.FIRST_COMPLETED)
+        ready.cancel()
+        if not self._server.ready.is_set():
+            raise InfraError(f"the agents' endpoint at {host}:{port} has not started within {START_S:g} s")
+        if self._settings.public_url:
+            return self._settings.public_url.rstrip("/")
+        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+        return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+    async def close(self) -> None:
+        """End all requests and stop listening."""
+        if self._server is None or self._serving is None:
+            return
+        self._endpoint.close()
+        self._server.should_exit = True
+        for connection in list(self._server.server_state.connections):
+            if connection.transport is not None:
+                connection.transport.abort()
+        await self._serving
+
+
+class _Server(uvicorn.Server):
+    """A server that leaves signals to the process, and says when it listens."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.ready = asyncio.Event()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.ready.set()
+
+
+def _listen(address: str) -> socket.socket:
+    host, _, port = address.rpartition(":")
+    try:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        return socket.create_server((host.strip("[]"), int(port)), family=family, backlog=2048)
+    except (OSError, ValueError, OverflowError) as error:
+        raise ConfigError(
+            f"generator.agents.address {address!r}: must be HOST:PORT of this machine: {error}"
+        ) from error

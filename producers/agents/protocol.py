@@ -1,0 +1,94 @@
+"""What the endpoint asks of a session: the protocols of the wire, OpenAI's and Anthropic's, all become these calls."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+from producers.conversation.parsing.answers import ParsedAnswer
+
+AnswerFinish = Literal["stop", "length", "tool_calls"]
+
+
+class SessionError(Exception):
+    """Error that the agent is told. status: of HTTP. code: a word for programs, that of OpenAI where there is one."""
+
+    def __init__(self, status: int, code: str, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+        self.code = code
+        self.message = message
+
+
+@dataclass(frozen=True)
+class CallRequest:
+    """A request for ``n`` answers to one prompt, which is one of messages (OpenAI's form), token ids and text.
+
+    max_tokens: the client's limit, None: ours alone. name: of the agent that asks, ``main`` or a sub-agent's.
+    ignored: names of settings that the client gave and that are the task's to set.
+    """
+
+    messages: list[dict[str, Any]] | None = None
+    prompt_ids: list[int] | None = None
+    prompt_text: str | None = None
+    tools: list[dict[str, Any]] | None = None
+    n: int = 1
+    stop: list[str] = field(default_factory=list)
+    max_tokens: int | None = None
+    name: str = "main"
+    template_args: dict[str, Any] | None = None
+    ignored: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One sampled answer. call: its number in the episode. id: of the completion, for rewards.
+
+    text: as sampled, without the closing token. prompt_ids, ids: tokens of the prompt and of the answer; logprobs:
+    natural log, of each of ``ids``.
+    """
+
+    call: int
+    id: str
+    parsed: ParsedAnswer
+    text: str
+    finish: AnswerFinish
+    prompt_ids: list[int]
+    ids: list[int]
+    logprobs: list[float]
+
+
+class OpenSession(Protocol):
+    """A running episode, as the endpoint uses it."""
+
+    async def complete(self, request: CallRequest) -> list[Answer]:
+        """Sample and record the answers; SessionError says what is wrong with the request."""
+        ...
+
+    def forget(self, call: int) -> None:
+        """Take an answer out of the record, because nobody received it."""
+        ...
+
+    def set_reward(self, value: float, completion_id: str | None = None) -> None:
+        """Set the reward of the episode, or of one of its answers; SessionError if there is no such answer."""
+        ...
+
+    def add_metrics(self, metrics: dict[str, float]) -> None:
+        """Keep numbers of the agent about its episode."""
+        ...
+
+    def count_tokens(self, request: CallRequest) -> int:
+        """Number of tokens of the prompt that the request would have."""
+        ...
+
+    def finish(self) -> None:
+        """The agent says that its episode is over."""
+        ...
+
+
+class OpenSessions(Protocol):
+    """All running episodes."""
+
+    def find(self, token: str) -> OpenSession:
+        """The session of a token; SessionError 410 for one that has ended, 401 for an unknown token."""
+        ...
