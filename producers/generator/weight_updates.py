@@ -64,8 +64,6 @@ class ServedModel:
             raise DataError(f"it is an adapter of another model than this generator's model.path {self._path}")
 
 
-EVAL_DEADLINE_S = 60.0
-"""How long an evaluation may hold back new weights."""
 OPEN_DEADLINE_S = 2.0
 """How long a version that is to be evaluated stays in use until its evaluation is opened."""
 LOOK_S = 0.05
@@ -118,6 +116,7 @@ class WeightUpdater:
         self._every = config.eval.every if config.eval else None
         self._queue = broker.task_queue(name)
         self._unreachable: set[int] = set()
+        self._hold_s = config.eval.hold_s if config.eval else 0.0
         self._loaded = time.monotonic()
         self._waiting_since: float | None = None
         self.version = -1
@@ -153,10 +152,10 @@ class WeightUpdater:
         chosen = next_version(self.version, versions, known, now - self._loaded < OPEN_DEADLINE_S)
         if chosen is None:
             self._waiting_since = self._waiting_since or now
-            if now - self._waiting_since < EVAL_DEADLINE_S:
+            if now - self._waiting_since < self._hold_s:
                 await asyncio.sleep(LOOK_S)
                 return None
-            log.warning("an evaluation takes long; new weights are loaded under it", waited_s=EVAL_DEADLINE_S)
+            log.warning("an evaluation takes long; new weights are loaded under it", waited_s=self._hold_s)
             chosen = newest.version
         self._waiting_since = None
         return stored.get(chosen, newest)

@@ -21,7 +21,7 @@ class AgentsConfig(Section):
         default_factory=list, description="Names of further environment variables that agents see, such as API keys."
     )
     episodes: int = Field(64, ge=1, description="Episodes in progress at once in one replica.")
-    deadline_s: Seconds = Field(600.0, description="Longest time of an episode; what it has then is its sample.")
+    deadline_s: Seconds = Field(300.0, description="Longest time of an episode; what it has then is its sample.")
     max_calls: int = Field(50, ge=1, description="Most model calls of an episode.")
     attempts: int = Field(
         3, ge=1, description="How often an episode is started, if its worker process dies, before it is given up."

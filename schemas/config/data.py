@@ -59,3 +59,8 @@ class EvalConfig(Section):
         default_factory=lambda: SamplingConfig(n=1, temperature=0.0), description="Greedy by default."
     )
     terms: list[RewardTerm] | None = Field(None, description="Reward terms; those of training by default.")
+    hold_s: Seconds = Field(
+        60.0,
+        description="How long an evaluation may hold back new weights, so that one version answers all; what runs over"
+        " is counted as of another version.",
+    )

@@ -14,6 +14,9 @@ from schemas.config.offline import DpoConfig, RewardModelConfig, WarmStartConfig
 from schemas.config.run import BrokerConfig, FlowConfig, LogConfig, ModelConfig, RunConfig, count_slots, slots_problem
 from schemas.config.trainer import TrainerConfig
 
+DRAIN_S = 60.0
+"""Longest episodes for which new weights may wait."""
+
 
 class TidemillConfig(Section):
     """The whole configuration."""
@@ -75,6 +78,21 @@ class TidemillConfig(Section):
             raise ValueError(
                 f"trainer.advantage.filter_term {term!r} is no term of reward.terms, must be one of {', '.join(terms)}"
             )
+        if self.generator.workflow.name == "agent":
+            self._check_agents()
         if self.sampling.temperature == 0:
             raise ValueError("sampling.temperature 0 makes every sample of a group equal: set it above 0")
         return self
+
+    def _check_agents(self) -> None:
+        deadline_s = self.generator.agents.deadline_s
+        if deadline_s >= self.trainer.batch_timeout_s:
+            raise ValueError(
+                f"generator.agents.deadline_s {deadline_s:g} must be below trainer.batch_timeout_s"
+                f" {self.trainer.batch_timeout_s:g}, or the trainer gives up while an episode may still end in time"
+            )
+        if self.generator.update == "drain" and deadline_s > DRAIN_S:
+            raise ValueError(
+                f"generator.update drain waits for every episode before new weights are loaded: set"
+                f" generator.agents.deadline_s {deadline_s:g} to {DRAIN_S:g} or less, or generator.update to keep"
+            )

@@ -184,3 +184,12 @@ def test_a_filter_by_a_term_that_the_reward_does_not_have_is_refused() -> None:
         ConfigError, match=r"filter_term 'exakt' is no term of reward.terms, must be one of exact, length"
     ):
         parse_config(data)
+
+
+def test_agents_whose_episodes_may_outlast_the_trainers_patience_are_refused() -> None:
+    agents = {"workflow": {"name": "agent", "args": {"run": "mine.py:run"}}}
+    parse_config(merged(generator=agents))
+    with pytest.raises(ConfigError, match=r"generator.agents.deadline_s 700 must be below trainer.batch_timeout_s 600"):
+        parse_config(merged(generator={**agents, "agents": {"deadline_s": 700}}))
+    with pytest.raises(ConfigError, match=r"set generator.agents.deadline_s 300 to 60 or less"):
+        parse_config(merged(generator={**agents, "update": "drain"}))
