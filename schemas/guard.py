@@ -1,7 +1,7 @@
 """The guardian of one process, a service or a worker of one: whatever happens, nothing that it started outlives it.
 
 Started as ``python -I -S guard.py FD NAME`` by deploy/supervisor/process.py, whose words are used here, and by
-consumers/reward/workers/pool.py; with the standard library only, so that it costs milliseconds. FD is one end of a
+schemas/guarded_process.py; with the standard library only, so that it costs milliseconds. FD is one end of a
 socket to the supervisor: the guardian reads a line with the service's command (JSON, and not among the arguments, so
 that whoever looks for the service by its command line doesn't find the guardian too), writes ``pid N`` and
 ``exit CODE`` lines, and reads one-letter commands, ``T`` (ask the service to end) and ``K``

@@ -1,21 +1,14 @@
 """Killable worker processes for reward functions that may block, hang or crash.
 
 A worker whose call is past its deadline is killed with everything it started, and replaced; calls that wait are neither
-failed nor charged for it. On Linux that holds for daemons and sessions of their own, too: a guardian (schemas/guard.py)
-stands between this process and each worker. Workers see a list of environment variables, without the service's secrets.
-Nothing is pickled.
+failed nor charged for it. schemas/guarded_process.py says what a worker takes with it, and what it sees. Nothing is
+pickled.
 """
 
 from __future__ import annotations
 
-import contextlib
-import json
-import os
 import queue
-import re
-import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -29,26 +22,17 @@ import msgspec
 
 from consumers.reward.rewards.terms import RewardInput, TermResult
 from consumers.reward.workers.worker import PREFIX, Answer, Call, Ready, Setup
-from schemas import guard
 from schemas.config import RewardTerm
 from schemas.errors import InfraError
+from schemas.guarded_process import CLOSE_TIMEOUT_S, GuardedProcess, environment
 
 T = TypeVar("T")
 START_TIMEOUT_S = 60.0
-_CLOSE_TIMEOUT_S = 2 * guard.KILL_DEADLINE_S
 _READY, _ANSWER = msgspec.msgpack.Decoder(Ready), msgspec.msgpack.Decoder(Answer)
 """Made before there are threads: msgspec crashes when several look at a type for the first time."""
 _MOST_BYTES = 1 << 16
 """More than any answer has."""
 _PROGRAM = [sys.executable, "-P", "-m", "consumers.reward.workers.worker"]
-PASSED_ON = re.compile(
-    "PATH|HOME|USER|LOGNAME|SHELL|LANG|LANGUAGE|LC_.*|TZ|TMPDIR|TEMP|TMP|XDG_(CACHE_HOME|RUNTIME_DIR)"
-    "|PYTHON(PATH|HOME|UTF8|IOENCODING)|VIRTUAL_ENV|CONDA_PREFIX|LD_LIBRARY_PATH|DYLD_LIBRARY_PATH"
-    "|(CUDA|NVIDIA|ROCR|HIP)_VISIBLE_DEVICES|CUDA_HOME|(OMP|MKL|OPENBLAS|TORCH)_NUM_THREADS|TOKENIZERS_PARALLELISM"
-    "|HF_(HOME|HUB_CACHE|HUB_OFFLINE|DATASETS_CACHE|DATASETS_OFFLINE|ENDPOINT)|TRANSFORMERS_OFFLINE"
-    "|SSL_CERT_(FILE|DIR)|(REQUESTS|CURL)_CA_BUNDLE|TIDEMILL_SUPERVISOR"
-)
-"""Environment variables that workers see; the last is the mark by which a supervisor knows what it started."""
 
 
 class WrongAnswer(Exception):
@@ -134,7 +118,7 @@ class WorkerPool:
         for _ in self._threads:
             self._jobs.put(None)
         for thread in self._threads:
-            thread.join(_CLOSE_TIMEOUT_S)
+            thread.join(CLOSE_TIMEOUT_S)
         while True:
             try:
                 job = self._jobs.get_nowait()
@@ -209,8 +193,7 @@ class Worker:
         self._start_timeout_s = start_timeout_s
         self._lock = threading.Lock()
         self._closed = False
-        self._guard: subprocess.Popen[bytes] | None = None
-        self._control: socket.socket | None = None
+        self._process: GuardedProcess | None = None
         self._connection: socket.socket | None = None
 
     def start(self) -> None:
@@ -250,43 +233,27 @@ class Worker:
     def kill(self) -> str:
         """Kill the process with all that it started; returns how the process ended."""
         with self._lock:
-            process, self._guard = self._guard, None
-            control, self._control = self._control, None
+            process, self._process = self._process, None
             connection, self._connection = self._connection, None
         if connection is not None:
             connection.close()
-        if process is None or control is None:
-            return "it is gone"
-        with control:
-            return _kill(process, control)
+        return "it is gone" if process is None else process.kill()
 
     def close(self) -> None:
         """Kill the process and start no other; from any thread."""
         with self._lock:
             self._closed = True
-            if self._control is not None:
+            if self._process is not None:
                 # The worker's own thread sees the end of the connection and reaps it.
-                _order_kill(self._control)
+                self._process.order_kill()
 
     def _start(self) -> None:
         ours, theirs = socket.socketpair()
-        control, guarded = socket.socketpair()
-        with theirs, guarded:
-            control.sendall(json.dumps(_PROGRAM).encode() + b"\n")
-            # The guardian keeps its copies of the worker's stdin and stdout, so their end means that all are gone.
-            self._guard = subprocess.Popen(
-                [sys.executable, "-I", "-S", guard.__file__, str(guarded.fileno()), "reward-worker"],
-                stdin=theirs.fileno(),
-                stdout=theirs.fileno(),
-                env=self._environment(),
-                pass_fds=(guarded.fileno(),),
-                start_new_session=True,
+        with theirs:
+            self._process = GuardedProcess(
+                _PROGRAM, "reward-worker", environment(self._env), stdin=theirs.fileno(), stdout=theirs.fileno()
             )
-        self._connection, self._control = ours, control
-
-    def _environment(self) -> dict[str, str]:
-        shown = {name: value for name, value in os.environ.items() if PASSED_ON.fullmatch(name) or name in self._env}
-        return {**shown, "PYTHONHASHSEED": "0"}
+        self._connection = ours
 
     def _exchange(self, message: Any, timeout_s: float, expected: msgspec.msgpack.Decoder[T]) -> T:
         connection = self._connection
@@ -321,29 +288,3 @@ def _receive(connection: socket.socket, size: int, deadline: float) -> bytes:
             raise ConnectionResetError
         parts += part
     return bytes(parts)
-
-
-def _kill(process: subprocess.Popen[bytes], control: socket.socket) -> str:
-    """Have the guardian kill the worker and all below it, unless that has ended; returns how the worker ended."""
-    _order_kill(control)
-    try:
-        process.wait(timeout=_CLOSE_TIMEOUT_S)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        return f"guardian {process.pid} does not end"
-    heard = bytearray()
-    # Its last words come before the error that it left an order unread.
-    with contextlib.suppress(ConnectionResetError):
-        while part := control.recv(256):
-            heard += part
-    told = heard.decode().split()
-    if "exit" not in told:
-        return "its guardian was killed"
-    code = int(told[told.index("exit") + 1])
-    return f"exit code {code}" if code >= 0 else signal.Signals(-code).name
-
-
-def _order_kill(control: socket.socket) -> None:
-    # An error means that the guardian has ended, and with it all that it guarded.
-    with contextlib.suppress(OSError):
-        control.send(b"K")
