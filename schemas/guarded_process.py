@@ -40,7 +40,7 @@ def environment(further: Collection[str] = ()) -> dict[str, str]:
 
 
 class GuardedProcess:
-    """A program behind a guardian. ``order_kill`` is for any thread, the rest for one.
+    """A program behind a guardian. Orders are for any thread, the rest for one.
 
     Life cycle::
 
@@ -84,11 +84,18 @@ class GuardedProcess:
                 self._control.close()
                 raise
 
+    def order_end(self) -> None:
+        """Ask the program alone to end, with SIGTERM."""
+        self._order(b"T")
+
     def order_kill(self) -> None:
         """Have the program and everything below it killed, unless they have ended."""
+        self._order(b"K")
+
+    def _order(self, command: bytes) -> None:
         # An error means that the guardian has ended, and with it all that it guarded.
         with contextlib.suppress(OSError):
-            self._control.send(b"K")
+            self._control.send(command)
 
     def kill(self) -> str:
         """Kill the program and everything below it, unless it has ended; returns how the program ended."""

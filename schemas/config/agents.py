@@ -20,6 +20,9 @@ class AgentsConfig(Section):
     env: list[str] = Field(
         default_factory=list, description="Names of further environment variables that agents see, such as API keys."
     )
+    memory_mb: int | None = Field(
+        None, ge=64, description="Most data memory of one worker process, over which an agent's allocation fails."
+    )
     episodes: int = Field(64, ge=1, description="Episodes in progress at once in one replica.")
     deadline_s: Seconds = Field(300.0, description="Longest time of an episode; what it has then is its sample.")
     max_calls: int = Field(50, ge=1, description="Most model calls of an episode.")

@@ -1,0 +1,176 @@
+"""Agents that are programs: each episode is a process group of its own, with the endpoint in its environment.
+
+Exit code 0 ends the episode; with another one it has failed, and the last line on stderr says why. A program that has a
+reward to tell writes it to the file TIDEMILL_RESULT, as what a function returns: a number, or an object of reward,
+turns, metrics and data. What it prints goes to the generator's log, never into a result.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from producers.agents.workers.process import CANCEL_S
+from producers.agents.workers.protocol import AgentJob, AgentResult, Kind
+from producers.agents.workers.runner import RefusedError, read_outcome
+from schemas.config import AgentsConfig
+from schemas.guarded_process import GuardedProcess, environment
+
+_TAIL = 4096
+"""Bytes of stderr that are kept for the reason of a failure."""
+_MOST_BYTES = 1 << 26
+
+
+class CommandRunner:
+    """Runs a program for each episode, in the configuration's folder."""
+
+    def __init__(self, command: Sequence[str], base: Path, settings: AgentsConfig) -> None:
+        self._command = list(command)
+        self._base = base
+        self._env = settings.env
+        self._running: dict[str, asyncio.Event] = {}
+
+    async def run(self, job: AgentJob) -> AgentResult:
+        """Run the program to its end; when this call is cancelled, it is killed with all that it started."""
+        stop = self._running[job.episode_id] = asyncio.Event()
+        folder = Path(await asyncio.to_thread(tempfile.mkdtemp, prefix="tidemill-agent-"))
+        try:
+            return await self._run(job, folder, stop)
+        finally:
+            self._running.pop(job.episode_id, None)
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def cancel(self, episode_id: str) -> None:
+        """End an episode."""
+        if episode_id in self._running:
+            self._running[episode_id].set()
+
+    async def close(self) -> None:
+        """End all."""
+        for stop in self._running.values():
+            stop.set()
+
+    async def _run(self, job: AgentJob, folder: Path, stop: asyncio.Event) -> AgentResult:
+        began = time.monotonic()
+        read_end, write_end = os.pipe()
+        errors = await _open_pipe(read_end)
+        try:
+            process = await asyncio.to_thread(self._start, job, folder, write_end)
+        except OSError as error:
+            return AgentResult("raised", error=f"it cannot be started: {error.strerror}", error_type="OSError")
+        finally:
+            os.close(write_end)
+        copying = asyncio.create_task(_copy(errors))
+        ended = asyncio.create_task(process.wait())
+        stopping = asyncio.create_task(stop.wait())
+        why: Kind = "died"
+        try:
+            await asyncio.wait({ended, stopping}, timeout=job.deadline_s, return_when=asyncio.FIRST_COMPLETED)
+            if not ended.done():
+                why = "cancelled" if stop.is_set() else "deadline"
+                process.order_end()
+                await asyncio.wait({ended}, timeout=CANCEL_S)
+        finally:
+            process.order_kill()
+            stopping.cancel()
+            ended.cancel()
+            await asyncio.wait({ended, stopping})
+            how = await asyncio.shield(asyncio.to_thread(process.kill))
+            # The end of the pipe comes with the end of the last process that had it.
+            await asyncio.wait({copying}, timeout=CANCEL_S)
+            copying.cancel()
+        result = _read_result(folder)
+        last = copying.result() if copying.done() and not copying.cancelled() else ""
+        return _judge(why, how, process.exit_code, last, result, job, time.monotonic() - began)
+
+    def _start(self, job: AgentJob, folder: Path, stderr: int) -> GuardedProcess:
+        task = folder / "task.json"
+        task.write_text(json.dumps(job.task), encoding="utf-8")
+        site = job.base_url.removesuffix("/v1")
+        shown = {
+            **environment(self._env),
+            "OPENAI_BASE_URL": job.base_url,
+            "OPENAI_API_KEY": job.api_key,
+            "ANTHROPIC_BASE_URL": site,
+            "ANTHROPIC_API_KEY": job.api_key,
+            "TIDEMILL_URL": f"{site}/tidemill/v1",
+            "TIDEMILL_TASK": str(task),
+            "TIDEMILL_RESULT": str(folder / "result.json"),
+            "TIDEMILL_EPISODE": job.episode_id,
+            "TIDEMILL_ATTEMPT": str(job.attempt),
+            "TIDEMILL_DEADLINE": f"{time.time() + job.deadline_s:.3f}",
+        }
+        with open(os.devnull, "rb") as nothing:
+            # What it prints is told from our own output by nobody: both are logs.
+            return GuardedProcess(
+                self._command, "agent", shown, stdin=nothing.fileno(), stdout=2, stderr=stderr, folder=self._base
+            )
+
+
+async def _open_pipe(read_end: int) -> asyncio.StreamReader:
+    reader = asyncio.StreamReader()
+    await asyncio.get_running_loop().connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(read_end, "rb", buffering=0)
+    )
+    return reader
+
+
+async def _copy(errors: asyncio.StreamReader) -> str:
+    """Copy stderr to our own as it comes; returns its last line."""
+    tail = b""
+    while data := await errors.read(1 << 16):
+        tail = (tail + data)[-_TAIL:]
+        with contextlib.suppress(OSError):
+            os.write(2, data)
+    lines = tail.decode("utf-8", "replace").split("\n")
+    return next((line.strip() for line in reversed(lines) if line.strip()), "")
+
+
+def _read_result(folder: Path) -> dict[str, Any] | str:
+    """What the program has written to TIDEMILL_RESULT, or why that is none."""
+    try:
+        with open(folder / "result.json", "rb") as file:
+            return read_outcome(json.loads(file.read(_MOST_BYTES)))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, RecursionError) as error:
+        return f"TIDEMILL_RESULT is no JSON: {error}"
+    except RefusedError as error:
+        return f"TIDEMILL_RESULT: {error}"
+
+
+def _judge(
+    why: Kind, how: str, code: int | None, last: str, result: dict[str, Any] | str, job: AgentJob, seconds: float
+) -> AgentResult:
+    kind, error, error_type = why, "", ""
+    if why == "deadline":
+        error = f"it did not end within {job.deadline_s:g} s"
+    elif why == "cancelled":
+        error = "it was cancelled"
+    elif code is None or code < 0:
+        error = f"it ended with {how}"
+    elif code:
+        kind, error, error_type = "raised", f"exit code {code}: {last}".rstrip(": "), f"exit code {code}"
+    elif isinstance(result, str):
+        kind, error, error_type = "raised", result, "TIDEMILL_RESULT"
+    else:
+        kind = "returned"
+    said = result if isinstance(result, dict) else {}
+    return AgentResult(
+        kind,
+        said.get("reward"),
+        said.get("turns", {}),
+        said.get("metrics", {}),
+        said.get("data", {}),
+        error,
+        error_type,
+        seconds,
+    )

@@ -1,0 +1,351 @@
+"""One worker process, from the generator's side.
+
+It runs many episodes at once. One that reaches its deadline is told to end; if that can't be, because it blocks the
+event loop, the process is killed with all that it started, and its other episodes are told that it was not for them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import sys
+import time
+from collections.abc import MutableMapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import structlog
+
+from producers.agents.workers import runner
+from producers.agents.workers.protocol import (
+    SAID,
+    AgentJob,
+    AgentResult,
+    Begin,
+    Blocked,
+    Cancel,
+    Ended,
+    Heard,
+    Kept,
+    Kind,
+    Leaving,
+    Note,
+    Ready,
+    Refused,
+    Report,
+    Setup,
+)
+from schemas.config import AgentsConfig
+from schemas.errors import ConfigError, InfraError
+from schemas.guarded_process import GuardedProcess, environment
+
+log = structlog.get_logger()
+START_TIMEOUT_S = 60.0
+CANCEL_S = 1.0
+"""How long an episode has to end after it was told to."""
+LINGER_S = 10.0
+"""How long what is left of an ended episode may go on before its process gets no new ones, and ends with its last."""
+_MOST_BYTES = 1 << 26
+_OURS = ("PYTHONHOME", "PYTHONPATH", "VIRTUAL_ENV")
+"""What another interpreter must not see of our environment."""
+
+
+@dataclass
+class _Episode:
+    job: AgentJob
+    notes: MutableMapping[str, str]
+    done: asyncio.Future[AgentResult]
+    began: float
+    ending: Kind | None = None
+    heard: bool = False
+    reward: float | None = None
+    turn_rewards: dict[str, float] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)
+    data: dict[str, Any] = field(default_factory=dict)
+
+    def finish(self, kind: Kind, error: str = "", error_type: str = "") -> None:
+        if not self.done.done():
+            seconds = time.monotonic() - self.began
+            self.done.set_result(
+                AgentResult(kind, self.reward, self.turn_rewards, self.metrics, self.data, error, error_type, seconds)
+            )
+
+
+def start_runner(
+    run: str, args: dict[str, Any], base: Path, settings: AgentsConfig, option: str = ""
+) -> tuple[GuardedProcess, socket.socket, bytes]:
+    """Start a process for this agent; returns it, the connection to it, and the first line to send there."""
+    own = settings.python is None
+    shown = environment(settings.env)
+    if not own:
+        shown = {name: value for name, value in shown.items() if name not in _OURS or name in settings.env}
+    python = sys.executable if own else str(base / (settings.python or ""))
+    setup = Setup(
+        run=run,
+        args=args,
+        base=str(base.resolve()),
+        search=list(sys.path) if own else None,
+        memory_mb=settings.memory_mb,
+    )
+    program = [python, runner.__file__, *([option] if option else [])]
+    ours, theirs = socket.socketpair()
+    with theirs:
+        process = GuardedProcess(program, "agent-worker", shown, stdin=theirs.fileno())
+    return process, ours, msgspec.json.encode(setup) + b"\n"
+
+
+class AgentProcess:
+    """A worker process. It is ``usable`` until it ends, or holds the remains of an episode that doesn't end::
+
+    process = await AgentProcess.start(run, args, base, settings)
+    result = await process.play(job, notes)
+    await process.kill("closed")
+    """
+
+    def __init__(self, process: GuardedProcess, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._process = process
+        self._reader = reader
+        self._writer = writer
+        self._episodes: dict[int, _Episode] = {}
+        self._count = 0
+        self._blocked: tuple[float, Blocked] | None = None
+        self._leaving: Leaving | None = None
+        self._lingering: set[int] = set()
+        self._worn = False
+        self._killing: asyncio.Task[str] | None = None
+        self._listening: asyncio.Task[None] | None = None
+
+    @classmethod
+    async def start(cls, run: str, args: dict[str, Any], base: Path, settings: AgentsConfig) -> AgentProcess:
+        """Start it and wait until the agent is loaded. ConfigError if it can't be loaded, InfraError if not started."""
+        try:
+            process, ours, setup = await asyncio.to_thread(start_runner, run, args, base, settings)
+        except OSError as error:
+            raise InfraError(f"an agent's process could not be started: {error}") from error
+        reader, writer = await asyncio.open_connection(sock=ours, limit=_MOST_BYTES)
+        found = cls(process, reader, writer)
+        try:
+            writer.write(setup)
+            line = await asyncio.wait_for(reader.readline(), START_TIMEOUT_S)
+            said = SAID.decode(line) if line else None
+        except TimeoutError:
+            await found.kill("slow")
+            raise InfraError(f"an agent's process was not ready within {START_TIMEOUT_S:g} s") from None
+        except (OSError, ValueError):
+            said = None
+        except asyncio.CancelledError:
+            await found.kill("closed")
+            raise
+        if isinstance(said, Refused):
+            await found.kill("refused")
+            raise ConfigError(f"generator.workflow.args.run: {said.error}")
+        if not isinstance(said, Ready):
+            raise InfraError(f"an agent's process did not start: {await found.kill('wrong')}")
+        found._listening = asyncio.create_task(found._listen())
+        return found
+
+    @property
+    def load(self) -> int:
+        """Episodes in it."""
+        return len(self._episodes)
+
+    @property
+    def usable(self) -> bool:
+        """Whether it takes new episodes."""
+        return self._killing is None and not self._worn
+
+    async def play(self, job: AgentJob, notes: MutableMapping[str, str]) -> AgentResult:
+        """Run an episode to its end. When this call is cancelled, the episode is, too, and the call ends after it."""
+        loop = asyncio.get_running_loop()
+        self._count += 1
+        number = self._count
+        episode = self._episodes[number] = _Episode(job, notes, loop.create_future(), time.monotonic())
+        self._send(
+            Begin(
+                episode=number,
+                id=job.episode_id,
+                attempt=job.attempt,
+                deadline=time.time() + job.deadline_s,
+                task=job.task,
+                base_url=job.base_url,
+                api_key=job.api_key,
+                notes=dict(notes),
+            )
+        )
+        timer = loop.call_later(max(0.0, job.deadline_s), self._end, number, "deadline")
+        try:
+            return await asyncio.shield(episode.done)
+        except asyncio.CancelledError:
+            self._end(number, "cancelled")
+            await asyncio.wait({episode.done})
+            raise
+        finally:
+            timer.cancel()
+
+    def cancel(self, episode_id: str) -> None:
+        """End the episode: its call returns ``cancelled``."""
+        for number, episode in list(self._episodes.items()):
+            if episode.job.episode_id == episode_id:
+                self._end(number, "cancelled")
+
+    async def kill(self, reason: str) -> str:
+        """Kill it with all that it started; its episodes become neighbours of ``reason``. Returns how it ended."""
+        how = await self._kill()
+        for episode in self._take_all():
+            episode.finish(episode.ending or "neighbour", reason)
+        return how
+
+    def _send(self, message: msgspec.Struct) -> None:
+        self._writer.write(msgspec.json.encode(message) + b"\n")
+
+    def _end(self, number: int, why: Kind) -> None:
+        episode = self._episodes.get(number)
+        if episode is None or episode.ending is not None:
+            return
+        episode.ending = why
+        self._send(Cancel(number))
+        asyncio.get_running_loop().call_later(CANCEL_S, self._check_end, number)
+
+    def _check_end(self, number: int) -> None:
+        episode = self._episodes.get(number)
+        if episode is None or self._killing is not None:
+            return
+        blocked = self._blocked_now()
+        if episode.heard and blocked is None:
+            # Its code goes on, in a thread, or because it ignores the end. Nobody waits for it.
+            del self._episodes[number]
+            episode.finish(episode.ending or "cancelled", _late(episode))
+            self._lingering.add(number)
+            asyncio.get_running_loop().call_later(LINGER_S, self._wear, number)
+            return
+        self._keep_task(self._kill_stuck(blocked))
+
+    def _blocked_now(self) -> Blocked | None:
+        if self._blocked is None or time.monotonic() - self._blocked[0] > 2 * runner.BLOCKED_S:
+            return None
+        return self._blocked[1]
+
+    async def _kill_stuck(self, blocked: Blocked | None) -> None:
+        """Kill the process, whose event loop or whole process stands still, and say whose fault it is, if known."""
+        await self._kill()
+        culprit = blocked.episode if blocked else None
+        for number, episode in self._take_numbered():
+            if blocked is not None and number == culprit:
+                error = f"it blocked the event loop of its process for {blocked.seconds:.0f} s, in {blocked.where}"
+                episode.finish(episode.ending or "died", error)
+            elif episode.ending == "cancelled" or (episode.ending and culprit is None):
+                error = "its process stood still" + (f", in {blocked.where}" if blocked else "")
+                episode.finish(episode.ending, f"{_late(episode)}, {error}")
+            else:
+                episode.finish("neighbour", "another episode blocked their process, which was killed")
+
+    def _wear(self, number: int) -> None:
+        if number in self._lingering and not self._worn:
+            self._worn = True
+            log.warning("an agent does not end; its process is replaced", episodes=self.load)
+            self._kill_if_done()
+
+    def _kill_if_done(self) -> None:
+        if self._worn and not self._episodes:
+            self._keep_task(self.kill("worn"))
+
+    def _keep_task(self, work: Any) -> None:
+        # A task that nobody holds may be collected before it ends.
+        self._ending = asyncio.ensure_future(work)
+
+    async def _kill(self) -> str:
+        if self._killing is None:
+            self._killing = asyncio.create_task(asyncio.to_thread(self._process.kill))
+            if self._listening is not None:
+                self._listening.cancel()
+        how = await asyncio.shield(self._killing)
+        self._writer.close()
+        return how
+
+    def _take_numbered(self) -> list[tuple[int, _Episode]]:
+        taken = list(self._episodes.items())
+        self._episodes.clear()
+        return taken
+
+    def _take_all(self) -> list[_Episode]:
+        return [episode for _, episode in self._take_numbered()]
+
+    async def _listen(self) -> None:
+        try:
+            while line := await self._reader.readline():
+                self._obey(SAID.decode(line))
+            wrong = ""
+        except (msgspec.MsgspecError, ValueError):
+            wrong = "it wrote what is no message"
+        except OSError:
+            wrong = ""
+        self._listening = None
+        self._keep_task(self._bury(wrong))
+
+    async def _bury(self, wrong: str) -> None:
+        """The process has ended by itself, or speaks nonsense: say so to its episodes."""
+        how = wrong or await self._kill()
+        await self._kill()
+        episodes = self._take_numbered()
+        culprit = self._leaving.episode if self._leaving is not None else None
+        if self._leaving is not None:
+            how = f"{how}, {self._leaving.how}"
+        for number, episode in episodes:
+            if number == culprit or len(episodes) == 1:
+                episode.finish(episode.ending or "died", f"its process ended: {how}")
+            elif culprit is not None:
+                episode.finish(episode.ending or "neighbour", f"another episode ended their process: {how}")
+            else:
+                episode.finish(episode.ending or "neighbour", f"its process ended, with all in it: {how}")
+
+    def _obey(self, said: Any) -> None:
+        if isinstance(said, Blocked):
+            if said.seconds < 2 * runner.BLOCKED_S:
+                log.warning("an agent blocks the event loop of its process", where=said.where, seconds=said.seconds)
+            self._blocked = (time.monotonic(), said)
+            return
+        if isinstance(said, Leaving):
+            self._leaving = said
+            return
+        episode = self._episodes.get(said.episode)
+        if isinstance(said, Ended):
+            self._lingering.discard(said.episode)
+            if episode is not None:
+                del self._episodes[said.episode]
+                self._finish(episode, said)
+            self._kill_if_done()
+        elif episode is None:
+            return
+        elif isinstance(said, Heard):
+            episode.heard = True
+        elif isinstance(said, Report):
+            episode.reward = episode.reward if said.reward is None else said.reward
+            episode.turn_rewards.update(said.turns)
+            episode.metrics.update(said.metrics)
+            episode.data.update(said.data)
+        elif isinstance(said, Note):
+            episode.notes[said.name] = said.value
+            self._send(Kept(said.note))
+
+    def _finish(self, episode: _Episode, ended: Ended) -> None:
+        if episode.ending is not None:
+            episode.finish(episode.ending, _late(episode))
+        elif ended.kind == "cancelled":
+            episode.finish("raised", "CancelledError: it cancelled itself", "asyncio.CancelledError")
+        else:
+            episode.finish(ended.kind, ended.error, ended.error_type)
+
+
+def _late(episode: _Episode) -> str:
+    if episode.ending == "deadline":
+        return f"it did not end within {episode.job.deadline_s:g} s"
+    return "it was cancelled"
+
+
+async def close_all(processes: list[AgentProcess]) -> None:
+    """Kill them side by side."""
+    with contextlib.suppress(OSError):
+        await asyncio.gather(*(process.kill("the agents' processes were closed") for process in processes))

@@ -1,0 +1,153 @@
+"""What is said between a generator and the processes of its agents: a job, its result, and JSON lines in between.
+
+The other side of the lines is runner.py, which knows nothing but Python's standard library.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import msgspec
+
+Kind = Literal["returned", "raised", "died", "neighbour", "deadline", "cancelled"]
+
+
+@dataclass(frozen=True)
+class AgentJob:
+    """An episode to run. episode_id: the same in each attempt. task: JSON. base_url: of its session, ends with /v1.
+
+    attempt: how many there were before this one.
+    """
+
+    episode_id: str
+    task: dict[str, Any]
+    base_url: str
+    api_key: str
+    deadline_s: float
+    attempt: int = 0
+
+
+@dataclass(frozen=True)
+class AgentResult:
+    """How an episode ended.
+
+    kind: died: its own process died, or it blocked the others of its process; neighbour: its process had to be ended
+    for another episode, so that it should begin anew and pay no attempt for it. reward, turn_rewards (by completion
+    id), metrics and data are what the agent said until then. error: one line; error_type: full name of the exception.
+    seconds: how long it ran.
+    """
+
+    kind: Kind
+    reward: float | None = None
+    turn_rewards: dict[str, float] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)
+    data: dict[str, Any] = field(default_factory=dict)
+    error: str = ""
+    error_type: str = ""
+    seconds: float = 0.0
+
+
+# What a worker process is told.
+
+
+class Setup(msgspec.Struct, tag="setup", tag_field="op", kw_only=True):
+    """The first line: what to load. search: Python's search path; None keeps the interpreter's own."""
+
+    run: str
+    args: dict[str, Any]
+    base: str
+    search: list[str] | None
+    memory_mb: int | None
+
+
+class Begin(msgspec.Struct, tag="begin", tag_field="op", kw_only=True):
+    """Begin an episode. deadline: Unix time, seconds. notes: results of ``episode.once`` in earlier attempts, JSON."""
+
+    episode: int
+    id: str
+    attempt: int
+    deadline: float
+    task: dict[str, Any]
+    base_url: str
+    api_key: str
+    notes: dict[str, str]
+
+
+class Cancel(msgspec.Struct, tag="cancel", tag_field="op"):
+    """End an episode."""
+
+    episode: int
+
+
+class Kept(msgspec.Struct, tag="kept", tag_field="op"):
+    """The note with this number is kept."""
+
+    note: int
+
+
+# What a worker process says.
+
+
+class Ready(msgspec.Struct, tag="ready", tag_field="op"):
+    """The agent is loaded."""
+
+
+class Refused(msgspec.Struct, tag="refused", tag_field="op"):
+    """The agent can't be loaded."""
+
+    error: str
+
+
+class Heard(msgspec.Struct, tag="heard", tag_field="op"):
+    """The process runs, and has the order to end this episode, whether or not its event loop can obey."""
+
+    episode: int
+
+
+class Report(msgspec.Struct, tag="report", tag_field="op"):
+    """Rewards, metrics and data of an episode: what its agent returned, or has said in between."""
+
+    episode: int
+    reward: float | None = None
+    turns: dict[str, float] = {}
+    metrics: dict[str, float] = {}
+    data: dict[str, Any] = {}
+
+
+class Ended(msgspec.Struct, tag="ended", tag_field="op"):
+    """Nothing of the agent's code runs any more for this episode."""
+
+    episode: int
+    kind: Literal["returned", "raised", "cancelled"]
+    error: str = ""
+    error_type: str = ""
+
+
+class Note(msgspec.Struct, tag="note", tag_field="op"):
+    """Keep the result of a side effect, JSON, then answer with the note's number."""
+
+    episode: int
+    note: int
+    name: str
+    value: str
+
+
+class Blocked(msgspec.Struct, tag="blocked", tag_field="op"):
+    """The event loop stands still, for so many seconds by now, in this function. episode: whose it is, if known."""
+
+    episode: int | None
+    where: str
+    seconds: float
+
+
+class Leaving(msgspec.Struct, tag="leaving", tag_field="op"):
+    """This episode is about to end the whole process."""
+
+    episode: int | None
+    how: str
+
+
+Said = Ready | Refused | Heard | Report | Ended | Note | Blocked | Leaving
+SAID = msgspec.json.Decoder(Said)
+"""Made at import: msgspec crashes when several threads look at a type for the first time."""
