@@ -19,6 +19,7 @@ from schemas.config import TidemillConfig, parse_config
 from schemas.errors import DataError
 from schemas.lifecycle import StopFlag
 from schemas.messages import Probe, Sampling, Task, Trajectory, WeightSource
+from tests.support.trainer_sessions import take_over
 
 
 class Engine(ScriptedEngine):
@@ -90,6 +91,15 @@ def publish_version(
 
 def make_task(task_id: int, n: int = 2, max_tokens: int = 1000) -> Task:
     return Task(task_id=task_id, kind="train", n=n, sampling=Sampling(max_tokens=max_tokens), text=f"{task_id}+1=")
+
+
+def begin_run(broker: Broker, folder: Path, *tasks: Task, **known: Any) -> TrainerSession:
+    """A trainer takes over, publishes its first weights, and these tasks are admitted. known: as in ``take_over``."""
+    training = take_over(broker, **known)
+    publish_version(broker, training, folder, 1)
+    for task in tasks:
+        broker.ledger.admit(task)
+    return training
 
 
 Scenario = Callable[[], Awaitable[None]]

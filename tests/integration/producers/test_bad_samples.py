@@ -19,16 +19,14 @@ from schemas.config import TidemillConfig, parse_config
 from schemas.errors import ConfigError, InfraError
 from schemas.messages import Span
 from tests.support.generator_service import (
+    begin_run,
     make_config,
     make_engine,
     make_task,
-    publish_version,
     read_published,
     run_generator_during,
     wait_until,
 )
-from tests.support.tiny_model import make_tiny_model
-from tests.support.trainer_sessions import take_over
 
 pytestmark = pytest.mark.integration
 
@@ -55,11 +53,6 @@ class Spoilt:
         return Spoilt.after(sample) if bad and Spoilt.after is not None and sample.index == 0 else sample
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model(tmp_path_factory.mktemp("model"))
-
-
 @pytest.fixture(autouse=True)
 def harmless(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Spoilt, "before", None)
@@ -75,10 +68,7 @@ def config(model: Path, tmp_path: Path) -> TidemillConfig:
 
 def generate(broker: Broker, config: TidemillConfig, folder: Path, good: int) -> list[tuple[int, int]]:
     """Four tasks of two samples each through a generator, until ``good`` are there and the others failed."""
-    training = take_over(broker)
-    publish_version(broker, training, folder, 1)
-    for task_id in range(4):
-        broker.ledger.admit(make_task(task_id, max_tokens=20))
+    begin_run(broker, folder, *(make_task(task_id, max_tokens=20) for task_id in range(4)))
     found: list[tuple[int, int]] = []
 
     async def scene() -> None:
@@ -197,10 +187,7 @@ def test_what_is_no_sample_of_the_task_fails_the_task_alone(
     reason: str,
 ) -> None:
     monkeypatch.setattr(Spoilt, "after", staticmethod(after))
-    training = take_over(broker)
-    publish_version(broker, training, tmp_path, 1)
-    for task_id in range(4):
-        broker.ledger.admit(make_task(task_id, max_tokens=20))
+    begin_run(broker, tmp_path, *(make_task(task_id, max_tokens=20) for task_id in range(4)))
 
     async def scene() -> None:
         await wait_until(lambda: broker.connection.client.xlen(broker.connection.keys.tasks) == 0)

@@ -18,6 +18,7 @@ from schemas.config import TidemillConfig, parse_config
 from schemas.errors import InfraError
 from schemas.messages import Sampling, Task
 from tests.support.generator_service import (
+    begin_run,
     make_config,
     make_engine,
     make_task,
@@ -29,21 +30,13 @@ from tests.support.generator_service import (
 )
 from tests.support.light_service import start_service
 from tests.support.prompt_groups import make_trajectory
-from tests.support.tiny_model import make_tiny_model
 from tests.support.trainer_sessions import take_over
 
 pytestmark = pytest.mark.integration
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model(tmp_path_factory.mktemp("model"))
-
-
 def test_a_finished_sample_leaves_before_a_slower_one_of_its_group(model: Path, broker: Broker, tmp_path: Path) -> None:
-    training = take_over(broker)
-    publish_version(broker, training, tmp_path, 1)
-    broker.ledger.admit(make_task(0, n=8))
+    begin_run(broker, tmp_path, make_task(0, n=8))
     config = make_config(model, tmp_path)
 
     async def scene() -> None:
@@ -57,10 +50,7 @@ def test_a_finished_sample_leaves_before_a_slower_one_of_its_group(model: Path, 
 def test_weights_that_fail_their_probe_are_taken_back_and_no_token_of_theirs_leaves(
     model: Path, broker: Broker, tmp_path: Path
 ) -> None:
-    training = take_over(broker, staleness=4)
-    publish_version(broker, training, tmp_path, 1)
-    for task_id in range(3):
-        broker.ledger.admit(make_task(task_id))
+    training = begin_run(broker, tmp_path, *(make_task(task_id) for task_id in range(3)), staleness=4)
     config = make_config(model, tmp_path)
     engine = make_engine(config, min_length=300, max_length=600)
     engine.spoilt = {2}
@@ -82,8 +72,7 @@ def test_weights_that_fail_their_probe_are_taken_back_and_no_token_of_theirs_lea
 
 
 def test_weights_that_do_not_fit_leave_the_old_ones_in_use(model: Path, broker: Broker, tmp_path: Path) -> None:
-    training = take_over(broker)
-    publish_version(broker, training, tmp_path, 1)
+    training = begin_run(broker, tmp_path)
     config = make_config(model, tmp_path)
     engine = make_engine(config)
     engine.misfits = {2}
@@ -102,9 +91,7 @@ def test_weights_that_do_not_fit_leave_the_old_ones_in_use(model: Path, broker: 
 def test_a_generator_that_can_not_go_back_publishes_nothing_more_and_ends(
     model: Path, broker: Broker, tmp_path: Path, how: str
 ) -> None:
-    training = take_over(broker)
-    publish_version(broker, training, tmp_path, 1)
-    broker.ledger.admit(make_task(0))
+    training = begin_run(broker, tmp_path, make_task(0))
     config = make_config(model, tmp_path)
     engine = make_engine(config, min_length=900, max_length=900, token_s=0.02)
 
@@ -128,8 +115,7 @@ def test_a_refused_version_that_no_newer_one_follows_ends_the_process(
     model: Path, broker: Broker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(updates_module, "REFUSED_DEADLINE_S", 0.0)
-    training = take_over(broker)
-    publish_version(broker, training, tmp_path, 1)
+    training = begin_run(broker, tmp_path)
     config = make_config(model, tmp_path)
     engine = make_engine(config)
     engine.spoilt = {2}
@@ -146,9 +132,7 @@ def test_a_refused_version_that_no_newer_one_follows_ends_the_process(
 
 
 def test_a_generator_stops_sampling_what_another_has_taken_over(model: Path, broker: Broker, tmp_path: Path) -> None:
-    training = take_over(broker)
-    publish_version(broker, training, tmp_path, 1)
-    broker.ledger.admit(make_task(0))
+    begin_run(broker, tmp_path, make_task(0))
     config = make_config(model, tmp_path, lease_s=1.5)
     engine = make_engine(config, min_length=900, max_length=900, token_s=0.1)
 
@@ -168,9 +152,7 @@ def test_a_generator_stops_sampling_what_another_has_taken_over(model: Path, bro
 
 
 def test_who_is_asked_to_end_hands_every_token_to_the_next(model: Path, broker: Broker, tmp_path: Path) -> None:
-    training = take_over(broker)
-    publish_version(broker, training, tmp_path, 1)
-    broker.ledger.admit(make_task(0, n=4))
+    begin_run(broker, tmp_path, make_task(0, n=4))
     config = make_config(model, tmp_path)
     engine = make_engine(config, min_length=900, max_length=900, token_s=0.02)  # 18 s, many times what noticing takes
     run_generator_during(config, broker, engine, engine.generating.wait)  # ends once it is under way
@@ -213,9 +195,7 @@ def test_a_kill_loses_no_more_than_was_not_saved_and_another_goes_on(
     model: Path, make_broker: Callable[..., Broker], server: EmbeddedServer, tmp_path: Path
 ) -> None:
     broker = make_broker("g")
-    training = take_over(broker)
-    publish_version(broker, training, tmp_path, 1)
-    broker.ledger.admit(make_task(0, n=3))
+    begin_run(broker, tmp_path, make_task(0, n=3))
     (tmp_path / "counting.py").write_text(COUNTING)
     counts, flush = tmp_path / "counts", 50
     args = {"token_s": 0.01, "min_length": 900, "max_length": 900}
@@ -264,10 +244,7 @@ def evaluated(config: TidemillConfig) -> TidemillConfig:
 def test_an_evaluation_is_of_its_version_though_newer_weights_are_there(
     model: Path, broker: Broker, tmp_path: Path
 ) -> None:
-    training = take_over(broker)
-    publish_version(broker, training, tmp_path, 1)
-    for task_id in range(4):
-        broker.ledger.admit(make_task(task_id))
+    training = begin_run(broker, tmp_path, *(make_task(task_id) for task_id in range(4)))
     config = evaluated(make_config(model, tmp_path, max_samples=4))
     engine = make_engine(config, min_length=20, max_length=100)
 

@@ -10,23 +10,21 @@ import pytest
 
 from broker.client import Broker
 from tests.support.generator_service import (
+    begin_run,
     make_config,
     make_engine,
     make_task,
-    publish_version,
     read_published,
     run_generator_while,
 )
 from tests.support.tiny_model import make_tiny_model
-from tests.support.trainer_sessions import take_over
 
 pytestmark = pytest.mark.integration
 TASKS = 60
 
 
 def test_a_slow_and_a_fast_generator_share_the_tasks_by_their_speed(broker: Broker, tmp_path: Path) -> None:
-    training = take_over(broker, staleness=TASKS)
-    publish_version(broker, training, tmp_path, 1)
+    begin_run(broker, tmp_path, staleness=TASKS)
     broker.ledger.admit_all([make_task(task_id) for task_id in range(TASKS)])
     config = make_config(make_tiny_model(tmp_path / "model"), tmp_path, max_samples=4)
     made: Counter[str] = Counter()

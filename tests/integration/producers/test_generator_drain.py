@@ -12,6 +12,7 @@ from broker.client import Broker
 from producers.workflows.base import RolloutContext
 from producers.workflows.trajectory_builder import SampledCompletion, TrajectoryBuilder
 from tests.support.generator_service import (
+    begin_run,
     make_config,
     make_engine,
     make_task,
@@ -22,8 +23,6 @@ from tests.support.generator_service import (
     versions_in,
     wait_until,
 )
-from tests.support.tiny_model import make_tiny_model
-from tests.support.trainer_sessions import take_over
 
 pytestmark = pytest.mark.integration
 
@@ -39,18 +38,10 @@ class TwoTurns:
             yield trajectory.finish()
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model(tmp_path_factory.mktemp("model"))
-
-
 def test_with_drain_every_sample_is_of_one_version_however_many_requests_it_takes(
     model: Path, broker: Broker, tmp_path: Path
 ) -> None:
-    training = take_over(broker)
-    publish_version(broker, training, tmp_path, 1)
-    for task_id in range(8):
-        broker.ledger.admit(make_task(task_id, n=1))
+    training = begin_run(broker, tmp_path, *(make_task(task_id, n=1) for task_id in range(8)))
     workflow = {"name": f"{__name__}:TwoTurns"}
     config = make_config(model, tmp_path, update="drain", max_samples=4, workflow=workflow)
     engine = make_engine(config, min_length=60, max_length=120)
@@ -69,9 +60,7 @@ def test_with_drain_every_sample_is_of_one_version_however_many_requests_it_take
 def test_a_freeze_stops_generation_though_new_weights_are_on_their_way(
     model: Path, broker: Broker, tmp_path: Path, update: str
 ) -> None:
-    training = take_over(broker)
-    publish_version(broker, training, tmp_path, 1)
-    broker.ledger.admit(make_task(0, n=4))
+    training = begin_run(broker, tmp_path, make_task(0, n=4))
     config = make_config(model, tmp_path, update=update)
     engine = make_engine(config, min_length=300, max_length=300, token_s=0.01)
 
@@ -94,9 +83,7 @@ def test_a_freeze_stops_generation_though_new_weights_are_on_their_way(
 def test_who_drains_for_new_weights_hands_back_at_once_when_asked_to_end(
     model: Path, broker: Broker, tmp_path: Path
 ) -> None:
-    training = take_over(broker)
-    publish_version(broker, training, tmp_path, 1)
-    broker.ledger.admit(make_task(0))
+    training = begin_run(broker, tmp_path, make_task(0))
     config = make_config(model, tmp_path, update="drain")
     engine = make_engine(config, min_length=900, max_length=900, token_s=0.05)
 

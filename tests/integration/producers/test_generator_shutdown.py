@@ -13,31 +13,22 @@ from broker.connection.keys import GENERATORS
 from broker.queues.tasks import TaskQueue
 from tests.support.generator_service import (
     Engine,
+    begin_run,
     make_config,
     make_engine,
     make_task,
-    publish_version,
     run_generator_during,
     wait_until,
 )
-from tests.support.tiny_model import make_tiny_model
-from tests.support.trainer_sessions import take_over
 
 pytestmark = pytest.mark.integration
 BLOCK_MS = 4000
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model(tmp_path_factory.mktemp("model"))
-
-
 def test_samples_end_though_a_read_is_still_waiting(
     model: Path, broker: Broker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    training = take_over(broker)
-    publish_version(broker, training, tmp_path, 1)
-    broker.ledger.admit(make_task(0))
+    begin_run(broker, tmp_path, make_task(0))
     order: list[str] = []
     read, abort = TaskQueue.read, Engine.abort_all
 
@@ -70,8 +61,7 @@ def test_samples_end_though_a_read_is_still_waiting(
 
 
 def test_a_task_that_waits_for_newer_weights_is_handed_back(model: Path, broker: Broker, tmp_path: Path) -> None:
-    training = take_over(broker)
-    publish_version(broker, training, tmp_path, 1)
+    begin_run(broker, tmp_path)
     broker.connection.client.hset(
         broker.connection.keys.ctl, "version", 2
     )  # the trainer has made it, but not published it yet
@@ -90,9 +80,7 @@ def test_a_task_that_waits_for_newer_weights_is_handed_back(model: Path, broker:
 def test_a_task_that_comes_back_without_a_token_because_its_generators_end_is_never_given_up(
     model: Path, broker: Broker, tmp_path: Path
 ) -> None:
-    training = take_over(broker)
-    publish_version(broker, training, tmp_path, 1)
-    broker.ledger.admit(make_task(0))
+    begin_run(broker, tmp_path, make_task(0))
     config = make_config(model, tmp_path)
     config.broker.max_deliveries = 1
     for _ in range(3):
