@@ -113,11 +113,25 @@ def _done(score: Score) -> Future[Score]:
 
 
 def reward_input(trajectory: Trajectory) -> RewardInput:
-    """The input of reward functions. The prompt ends at the first token that the policy generated."""
+    """The input of reward functions. The prompt ends at the first token that the policy generated.
+
+    Of a sample of several segments the ids are the new ones of all, one segment after the other.
+    """
     mask = trajectory.loss_mask.numpy()
     start = int(np.argmax(mask)) if mask.any() else len(mask)
     tokens = trajectory.tokens.numpy().tolist()
-    return RewardInput(trajectory.prompt, trajectory.completion, tokens[:start], tokens[start:], trajectory.data)
+    return RewardInput(
+        trajectory.prompt,
+        trajectory.completion,
+        tokens[:start],
+        tokens[start:],
+        trajectory.data,
+        trajectory.reward,
+        trajectory.metrics,
+        trajectory.turns,
+        trajectory.calls,
+        trajectory.finish,
+    )
 
 
 def check_reward(

@@ -10,9 +10,9 @@ from consumers.reward.scorer import check_reward
 from deploy.run.findings import Finding
 from producers.datasets.loading import build_dataset
 from schemas.codec import Array
-from schemas.config import TidemillConfig
+from schemas.config import EPISODE_WORKFLOWS, TidemillConfig
 from schemas.errors import ConfigError
-from schemas.messages import Span, Trajectory, Turn
+from schemas.messages import ChatMessage, Span, Trajectory, Turn
 
 GB = 1024**3
 STATE_BYTES = 16
@@ -50,6 +50,10 @@ def score_first_example(config: TidemillConfig) -> Finding | str:
     """The reward of a first example, answered with its own reference answer where it has one."""
     example = build_dataset(config.train, config.base)[0]
     prompt = example.text if example.text is not None else "\n".join(m.content for m in example.messages or [])
+    answer, data, reward = str(example.data.get("answer", "")), example.data, None
+    if config.generator.workflow.name in EPISODE_WORKFLOWS:
+        asked = [{"role": m.role, "content": m.content} for m in example.messages or [ChatMessage("user", prompt)]]
+        data, reward = data | {"messages": [*asked, {"role": "assistant", "content": answer}]}, 1.0
     trajectory = Trajectory(
         run=config.run.name,
         task_id=0,
@@ -62,13 +66,15 @@ def score_first_example(config: TidemillConfig) -> Finding | str:
         turns=[Turn("assistant", 1, 2)],
         finish="stop",
         prompt=prompt,
-        completion=str(example.data.get("answer", "")),
+        completion=answer,
         generator="doctor",
-        data=example.data,
+        data=data,
+        reward=reward,
     )
     score = check_reward(config.reward.terms, config.base, trajectory, config.reward.timeout_s, config.reward.env)
     if score is None or score.status != "ok":
         reason = score.reason if score else "no score"
         advice = "mend the reward function: failed samples are excluded from training"
         return Finding("reward trial", "fail", reason, advice)
-    return f"{score.reward:g} for the reference answer of the first prompt"
+    given = "" if reward is None else f", if the workflow gives it {reward:g}"
+    return f"{score.reward:g} for the reference answer of the first prompt{given}"

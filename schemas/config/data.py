@@ -25,8 +25,8 @@ class RewardTerm(Section):
     """A term of the reward, which is the sum of weight times value over all terms."""
 
     name: str = Field(
-        description="exact, gsm8k, math, reasoning_gym, length, format, model, or your own as module:name or"
-        " file.py:name."
+        description="exact, gsm8k, math, reasoning_gym, length, format, model, episode (what the workflow gives), or"
+        " your own as module:name or file.py:name."
     )
     weight: float = Field(1.0, description="Weight in the sum.")
     args: dict[str, Any] = Field(default_factory=dict, description="Arguments of the function.")
@@ -35,7 +35,10 @@ class RewardTerm(Section):
 class RewardConfig(Section):
     """The reward service."""
 
-    terms: list[RewardTerm] = Field(min_length=1, description="The terms that are summed.")
+    terms: list[RewardTerm] = Field(
+        min_length=1,
+        description="The terms that are summed. With the workflows agent, environment and tools by default episode.",
+    )
     replicas: int = Field(1, ge=1, description="Reward services that `tidemill up` starts.")
     workers: int = Field(2, ge=1, description="Killable worker processes of one service, for functions that may block.")
     timeout_s: Seconds = Field(

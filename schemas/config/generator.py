@@ -23,6 +23,9 @@ REFUSED_SAMPLING = (
 )
 """Settings of other samplers under which log-probabilities are not the policy's."""
 
+EPISODE_WORKFLOWS = ("agent", "environment", "tools")
+"""Workflows whose samples bring a reward, so that no reward term has to be named."""
+
 
 class SamplingConfig(Section):
     """Sampling of completions."""

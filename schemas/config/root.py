@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from pydantic import Field, PrivateAttr, model_validator
 
 from schemas.config.base import Section
 from schemas.config.data import DatasetConfig, EvalConfig, RewardConfig
 from schemas.config.deploy import ControlConfig, LauncherConfig, ProbesConfig, SupervisorConfig
-from schemas.config.generator import GeneratorConfig, SamplingConfig
+from schemas.config.generator import EPISODE_WORKFLOWS, GeneratorConfig, SamplingConfig
 from schemas.config.offline import DpoConfig, RewardModelConfig, WarmStartConfig
 from schemas.config.run import BrokerConfig, FlowConfig, LogConfig, ModelConfig, RunConfig, count_slots, slots_problem
 from schemas.config.trainer import TrainerConfig
@@ -57,6 +58,20 @@ class TidemillConfig(Section):
         """Most prompt groups in the pipeline at once."""
         return count_slots(self.flow.staleness, self.trainer.batch_groups, self.flow.window)
 
+    @model_validator(mode="before")
+    @classmethod
+    def _take_reward_of_episodes(cls, data: Any) -> Any:
+        """Name the term ``episode`` where there is none, and the workflow gives its samples rewards."""
+        workflow = data
+        for key in ("generator", "workflow", "name"):
+            workflow = workflow.get(key) if isinstance(workflow, dict) else None
+        if workflow not in EPISODE_WORKFLOWS:
+            return data
+        reward = data.get("reward") or {}
+        if not isinstance(reward, dict) or reward.get("terms"):
+            return data
+        return {**data, "reward": {**reward, "terms": [{"name": "episode"}]}}
+
     @model_validator(mode="after")
     def _check_combinations(self) -> TidemillConfig:
         if self.sampling.n == 1 and self.trainer.advantage.compares_groups:
@@ -80,6 +95,13 @@ class TidemillConfig(Section):
             )
         if self.generator.workflow.name == "agent":
             self._check_agents()
+        if self.generator.workflow.name == "single_turn":
+            for where, named in (("reward", self.reward.terms), ("eval", (self.eval and self.eval.terms) or [])):
+                if any(term.name == "episode" for term in named):
+                    raise ValueError(
+                        f"{where}.terms name episode, the reward of the workflow, and the workflow single_turn gives"
+                        " none: name another term, or another workflow"
+                    )
         if self.sampling.temperature == 0:
             raise ValueError("sampling.temperature 0 makes every sample of a group equal: set it above 0")
         return self

@@ -5,6 +5,7 @@ from schemas.plugins import Registry
 REWARDS = Registry(
     "reward",
     {
+        "episode": "consumers.reward.rewards.functions:episode",
         "exact": "consumers.reward.rewards.functions:exact",
         "format": "consumers.reward.rewards.functions:format",
         "gsm8k": "consumers.reward.rewards.functions:gsm8k",

@@ -17,6 +17,16 @@ from consumers.reward.rewards.terms import reward
 
 
 @reward(inline=True)
+def episode(
+    prompt: str, completion: str, prompt_ids: list[int], completion_ids: list[int], *, reward: float | None
+) -> float:
+    """The reward that the workflow gave the sample: an agent's return value, the sum over an environment's steps."""
+    if reward is None:
+        raise ValueError("the workflow gave the sample no reward; let the agent return a number, or name another term")
+    return reward
+
+
+@reward(inline=True)
 def exact(
     prompt: str, completion: str, prompt_ids: list[int], completion_ids: list[int], *, answer: Any, **data: Any
 ) -> float:

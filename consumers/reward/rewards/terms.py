@@ -24,7 +24,7 @@ import msgspec
 from consumers.reward.rewards import REWARDS
 from schemas.config import RewardTerm
 from schemas.errors import ConfigError, describe_error
-from schemas.messages import ScoreStatus
+from schemas.messages import FinishReason, ScoreStatus, Turn
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -53,16 +53,23 @@ def reward(
 
 
 SIGNATURE = ("prompt", "completion", "prompt_ids", "completion_ids")
+FIELDS = frozenset({"reward", "metrics", "turns", "calls", "finish"})
+"""Fields of a sample that a function gets if it names them, unless the task's data has one of this name."""
 
 
 class RewardInput(msgspec.Struct, frozen=True):
-    """The part of a trajectory that reward functions get to see."""
+    """The part of a trajectory that reward functions get to see; turns: their positions are in both ids together."""
 
     prompt: str
     completion: str
     prompt_ids: list[int]
     completion_ids: list[int]
     data: dict[str, Any]
+    reward: float | None = None
+    metrics: dict[str, float] = {}
+    turns: list[Turn] = []
+    calls: int = 0
+    finish: FinishReason = "stop"
 
 
 class TermResult(msgspec.Struct, frozen=True):
@@ -79,7 +86,7 @@ class Term:
     """A term of the reward, ready to call.
 
     label: its key among the components. accepts: data fields that the function takes, None for all. inline: whether it
-    runs in the service's own process.
+    runs in the service's own process. fields: those of FIELDS that it names.
     """
 
     label: str
@@ -88,12 +95,14 @@ class Term:
     args: dict[str, Any]
     accepts: frozenset[str] | None
     inline: bool
+    fields: frozenset[str] = frozenset()
 
     def call(self, sample: RewardInput) -> TermResult:
         """Call the function; never raises, whatever it does short of ending the process."""
         started = time.perf_counter()
         data = sample.data
-        keywords = {
+        keywords = {name: getattr(sample, name) for name in self.fields}
+        keywords |= {
             name: data[name]
             for name in (data if self.accepts is None else self.accepts & data.keys())
             if name not in SIGNATURE
@@ -145,7 +154,8 @@ def _resolve_one(term: RewardTerm, label: str, base: Path) -> Term:
     if "completions" in list(parameters)[: len(SIGNATURE)]:
         raise ConfigError(f"{where}: rename its parameter completions to completion, which is the text of one sample")
     builtin = ":" not in term.name
-    allowed = [name for name in named if name not in (*SIGNATURE, "answer", "reasoning_gym")] if builtin else named
+    given = {*SIGNATURE, *FIELDS, "answer", "reasoning_gym"}
+    allowed = [name for name in named if name not in given] if builtin else named
     for name in term.args:
         # A built-in's **data is for the task's data: an unknown argument there is a misspelt one.
         if name in SIGNATURE or (name not in allowed and (builtin or not takes_any)):
@@ -164,8 +174,9 @@ def _resolve_one(term: RewardTerm, label: str, base: Path) -> Term:
         weight=term.weight,
         function=function,
         args=dict(term.args),
-        accepts=None if takes_any else frozenset(named) - frozenset(SIGNATURE),
+        accepts=None if takes_any else frozenset(named) - {*SIGNATURE, *(FIELDS if builtin else ())},
         inline=bool(inline) and not inspect.iscoroutinefunction(function),
+        fields=FIELDS & frozenset(named),
     )
 
 

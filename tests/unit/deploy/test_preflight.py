@@ -374,3 +374,17 @@ def test_a_model_is_measured_without_its_weights(tmp_path: Path) -> None:
     data["trainer"] = {"lora": {"targets": ["none"]}}
     with pytest.raises(ConfigError, match=r"'none' is no linear layer"):
         measure_model(parse_config(data))
+
+
+def test_doctor_tries_the_reward_of_an_episode_with_one_that_the_workflow_gave(folder: Path) -> None:
+    from deploy.run.thorough import score_first_example
+
+    (folder / "mine.py").write_text(
+        "def said(prompt, completion, prompt_ids, completion_ids, messages):\n"
+        "    return len(messages) + float(messages[-1]['content'] == '1')\n"
+    )
+    data = yaml.safe_load((folder / "config.yaml").read_text())
+    data["generator"]["workflow"] = {"name": "agent"}
+    data["reward"] = {"terms": [{"name": "episode"}, {"name": "mine.py:said"}]}
+    text = score_first_example(parse_config(data, base=folder))
+    assert text == "4 for the reference answer of the first prompt, if the workflow gives it 1"

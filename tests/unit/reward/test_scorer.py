@@ -23,7 +23,7 @@ from consumers.reward.workers.worker import PREFIX, Answer
 from schemas.codec import Array
 from schemas.config import RewardTerm
 from schemas.errors import ConfigError, InfraError
-from schemas.messages import Span, Trajectory
+from schemas.messages import Span, Trajectory, Turn
 
 STALE = msgspec.msgpack.encode(Answer(0, TermResult(value=99.0)))
 USERS_OWN = '''
@@ -83,6 +83,13 @@ def pid(prompt, completion, prompt_ids, completion_ids):
 
 def strict(prompt, completion, prompt_ids, completion_ids, answer, scale=1):
     return scale * float(answer)
+
+def seen(prompt, completion, prompt_ids, completion_ids, *, messages, reward, metrics, turns, calls, finish="none"):
+    earned = sum(turn.reward or 0.0 for turn in turns)
+    return reward + metrics.get("tools", 0.0) + calls + earned + len(messages[0]["content"])
+
+def everything(prompt, completion, prompt_ids, completion_ids, **data):
+    return float(len(data))
 
 def as_in_trl(prompt, completions, prompt_ids, completion_ids, **data):
     return 0.0
@@ -146,6 +153,32 @@ def test_what_a_function_sees_of_a_trajectory():
     sample = reward_input(trajectory("46", mask=(0, 1, 0, 1), answer="46"))
     assert sample == RewardInput("12+34=", "46", [0], [1, 2, 3], {"answer": "46"})
     assert reward_input(trajectory("", mask=(0, 0))).completion_ids == []
+
+
+def test_the_term_episode_hands_on_what_the_workflow_gave(base: Path):
+    given, none = trajectory(reward=7.0), trajectory("46", answer="46", reward=7.0)
+    given.reward = 0.25
+    both = terms("episode", {"name": "exact", "weight": 0.5})
+    (result,) = score(terms("episode"), base, given)
+    assert (result.reward, result.components) == (0.25, {"episode": 0.25})
+    (result,) = score(both, base, none)
+    assert result.status == "error"
+    assert "the workflow gave the sample no reward" in result.reason
+    none.reward = -1.0
+    assert score(both, base, none)[0].components == {"episode": -1.0, "exact": 1.0}
+    with pytest.raises(ConfigError, match="unknown argument 'reward'"):
+        check_reward(terms({"name": "episode", "args": {"reward": 1.0}}), base)
+
+
+def test_a_function_gets_the_fields_of_a_sample_that_it_names(base: Path):
+    whole = trajectory("46", messages=[{"role": "user", "content": "hello"}])
+    whole.reward, whole.metrics, whole.calls, whole.finish = 2.0, {"tools": 0.5}, 3, "deadline"
+    whole.turns = [Turn("prompt", 0, 2), Turn("assistant", 2, 4, 0, 10.0)]
+    assert score(terms("mine.py:seen"), base, whole)[0].reward == 2.0 + 0.5 + 3 + 10.0 + len("hello")
+    assert score(terms("mine.py:everything"), base, whole)[0].reward == 1.0, "data is the task's and nothing else"
+    own = trajectory("46", messages=[{"role": "user", "content": ""}], calls=100)
+    own.reward, own.turns = 0.0, whole.turns
+    assert score(terms("mine.py:seen"), base, own)[0].reward == 110.0, "a field of the data comes before"
 
 
 JSON_LIKE = st.recursive(
@@ -415,7 +448,7 @@ def test_every_built_in_is_there_and_only_bounded_ones_run_inline(base: Path):
 
     args = {"length": {"max_tokens": 8, "overlong_buffer": 4}}
     resolved = resolve(terms(*({"name": n, "args": args.get(n, {})} for n in REWARDS.names)), base)
-    assert {t.label for t in resolved if t.inline} == {"exact", "format", "gsm8k", "length"}
+    assert {t.label for t in resolved if t.inline} == {"episode", "exact", "format", "gsm8k", "length"}
     (backtracking,) = resolve(terms({"name": "format", "args": {"regex": "(a+)+$"}}), base)
     assert not backtracking.inline
 

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from deploy.supervisor.process import MARK
-from schemas.config import load_config, parse_config, save_config
+from schemas.config import dump_config, load_config, parse_config, save_config
 from schemas.errors import ConfigError
 
 MINIMAL: dict[str, Any] = {
@@ -31,6 +31,9 @@ def merged(**sections: Any) -> dict[str, Any]:
         (merged(trainer={"steps": 0}), "trainer.steps: 0 is not allowed, must be greater than or equal to 1"),
         (merged(model={"path": "m", "dtype": "fp8"}), "model.dtype: 'fp8' is not allowed"),
         ({"model": {"path": "m"}}, "train: required and missing; reward: required and missing"),
+        (merged(reward={}), "reward.terms: required and missing"),
+        (merged(reward={"terms": []}), "reward.terms: [] is not allowed, must be"),
+        (merged(reward=None, generator={"workflow": {"name": "mine.py:Own"}}), "reward: None is not allowed"),
         (merged(sampling={"n": 1}), "sampling.n is 1: set sampling.n to 2 or more"),
         (merged(sampling={"min_p": 0.1}), "sampling.min_p is not supported: it changes the distribution"),
         (merged(sampling={"repetition_penalty": 1.1}), "sampling.repetition_penalty is not supported"),
@@ -193,3 +196,26 @@ def test_agents_whose_episodes_may_outlast_the_trainers_patience_are_refused() -
         parse_config(merged(generator={**agents, "agents": {"deadline_s": 700}}))
     with pytest.raises(ConfigError, match=r"set generator.agents.deadline_s 300 to 60 or less"):
         parse_config(merged(generator={**agents, "update": "drain"}))
+
+
+@pytest.mark.parametrize("reward", [{}, {"reward": None}, {"reward": {}}, {"reward": {"terms": []}}])
+def test_without_a_term_an_agents_own_reward_counts(reward: dict[str, Any]) -> None:
+    data = {"model": {"path": "m"}, "train": {"name": "jsonl"}, "generator": {"workflow": {"name": "agent"}}}
+    config = parse_config(data | reward)
+    assert [term.name for term in config.reward.terms] == ["episode"]
+    assert dump_config(config)["reward"]["terms"] == [{"name": "episode"}], "it is written down for other processes"
+
+
+def test_terms_that_are_named_replace_or_join_that_of_the_episode() -> None:
+    for names in (["format"], ["episode", "format"]):
+        terms = [{"name": name} for name in names]
+        config = parse_config(merged(generator={"workflow": {"name": "tools"}}, reward={"terms": terms}))
+        assert [term.name for term in config.reward.terms] == names
+
+
+@pytest.mark.parametrize("where", ["reward", "eval"])
+def test_the_reward_of_a_workflow_that_gives_none_is_refused(where: str) -> None:
+    sections: dict[str, Any] = {"eval": {"dataset": {"name": "jsonl"}}} if where == "eval" else {}
+    sections[where] = {**sections.get(where, {}), "terms": [{"name": "episode"}]}
+    with pytest.raises(ConfigError, match=rf"{where}.terms name episode, .* the workflow single_turn gives none"):
+        parse_config(merged(**sections))
