@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from consumers.trainer.algorithms.losses import AllReduceSum
-from consumers.trainer.algorithms.segments import Segments
+from consumers.trainer.algorithms.sequences import Sequences
 from schemas.errors import ConfigError
 
 Floats: TypeAlias = npt.NDArray[np.float64]
@@ -106,7 +106,7 @@ class TokenRewards:
     """
 
     rewards: Tensor
-    segments: Segments
+    sequences: Sequences
     values: Tensor | None = None
 
 
@@ -142,8 +142,8 @@ class ReinforcePp:
 
     def __call__(self, batch: Sequence[TokenRewards], all_reduce_sum: AllReduceSum) -> list[TokenAdvantages]:
         """Advantages and returns of each micro-batch, [R, T]."""
-        returns = [discounted(part.rewards, part.segments, self.gamma) for part in batch]
-        normalised = whiten(returns, [part.segments for part in batch], all_reduce_sum)
+        returns = [discounted(part.rewards, part.sequences, self.gamma) for part in batch]
+        normalised = whiten(returns, [part.sequences for part in batch], all_reduce_sum)
         return [TokenAdvantages(a, r) for a, r in zip(normalised, returns, strict=True)]
 
 
@@ -165,32 +165,32 @@ class Gae:
         found = [self._advantages(part) for part in batch]
         if not self.normalise:
             return found
-        normalised = whiten([part.advantages for part in found], [part.segments for part in batch], all_reduce_sum)
+        normalised = whiten([part.advantages for part in found], [part.sequences for part in batch], all_reduce_sum)
         return [TokenAdvantages(a, part.returns) for a, part in zip(normalised, found, strict=True)]
 
     def _advantages(self, part: TokenRewards) -> TokenAdvantages:
         if part.values is None:
             raise ConfigError("trainer.advantage.name gae needs the values of a critic: add a trainer.critic section")
-        values = part.segments.rows(part.values)
+        values = part.sequences.rows(part.values)
         following = torch.cat([values[:, 1:], torch.zeros_like(values[:, :1])], dim=1) if values.numel() else values
-        deltas = part.segments.rows(part.rewards) + self.gamma * following - values
-        advantages = part.segments.unrow(_sum_backwards(deltas, self.gamma * self.lam))
-        return TokenAdvantages(advantages, torch.where(part.segments.mask, advantages + part.values, 0.0))
+        deltas = part.sequences.rows(part.rewards) + self.gamma * following - values
+        advantages = part.sequences.unrow(_sum_backwards(deltas, self.gamma * self.lam))
+        return TokenAdvantages(advantages, torch.where(part.sequences.mask, advantages + part.values, 0.0))
 
 
-def discounted(rewards: Tensor, segments: Segments, gamma: float) -> Tensor:
+def discounted(rewards: Tensor, sequences: Sequences, gamma: float) -> Tensor:
     """G_t = r_t + gamma * G_(t+1) along each sequence's loss tokens, [R, T], zero at masked positions."""
-    return segments.unrow(_sum_backwards(segments.rows(rewards), gamma))
+    return sequences.unrow(_sum_backwards(sequences.rows(rewards), gamma))
 
 
 def whiten(
-    values: Sequence[Tensor], segments: Sequence[Segments], all_reduce_sum: AllReduceSum, eps: float = 1e-8
+    values: Sequence[Tensor], sequences: Sequence[Sequences], all_reduce_sum: AllReduceSum, eps: float = 1e-8
 ) -> list[Tensor]:
     """(values - mean) / sqrt(variance + eps) over the loss tokens of all micro-batches and ranks, each [R, T].
 
     The population's variance, in two passes. A step of a single loss token gives zero.
     """
-    masks = [part.mask for part in segments]
+    masks = [part.mask for part in sequences]
     chosen = [value[mask].double() for value, mask in zip(values, masks, strict=True)]
     total, tokens = all_reduce_sum([sum(float(c.sum()) for c in chosen), float(sum(c.numel() for c in chosen))])
     mean = total / max(tokens, 1.0)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from consumers.trainer.algorithms import LOSSES
-from consumers.trainer.algorithms.segments import Segments
+from consumers.trainer.algorithms.sequences import Sequences
 from schemas.errors import ConfigError
 from schemas.plugins import bind
 
@@ -275,8 +275,8 @@ def gspo(inputs: LossInputs, *, clip_low: float = 3e-4, clip_high: float = 4e-4)
     objective. The defaults are the paper's, made for long answers and fresh data: s of a short or stale
     sequence leaves them at once.
     """
-    segments = Segments(inputs.sequence, inputs.mask)
-    mean_log_ratio = segments.mean(log_ratio(inputs))
+    sequences = Sequences(inputs.sequence, inputs.mask)
+    mean_log_ratio = sequences.mean(log_ratio(inputs))
     loss, clipped = clipped_surrogate(mean_log_ratio.exp(), inputs.advantages, clip_low, clip_high, None)
     return LossOutput(loss, {"clipped": clipped})
 

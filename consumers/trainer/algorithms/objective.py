@@ -27,7 +27,7 @@ from consumers.trainer.algorithms.losses import (
     bounded_difference,
     interpolated,
 )
-from consumers.trainer.algorithms.segments import Segments
+from consumers.trainer.algorithms.sequences import Sequences
 from schemas.config import RejectionConfig, TrainerConfig
 
 
@@ -44,7 +44,7 @@ class Rule:
         known = settings.measure == "ratio"
         return cls(settings, None if known else KL_ESTIMATORS.get(settings.measure, base))
 
-    def factor(self, log_ratio: Tensor, segments: Segments) -> Tensor:
+    def factor(self, log_ratio: Tensor, sequences: Sequences) -> Tensor:
         """Factor of each token's loss, float32 [R, T], 1 where the rule has no objection.
 
         log_ratio: log(policy / rollout policy) [R, T] without gradient, zero at masked positions. At level sequence
@@ -54,7 +54,7 @@ class Rule:
         # KL(rollout || policy), since the tokens are the rollout policy's.
         measured = log_ratio if self.estimator is None else self.estimator(-log_ratio)
         if settings.level == "sequence":
-            measured = segments.mean(measured)
+            measured = sequences.mean(measured)
         if self.estimator is None:
             measured = measured.exp()
         bounded = measured.clamp(settings.lower, settings.upper)
@@ -63,12 +63,12 @@ class Rule:
         return (bounded == measured).to(measured.dtype)
 
 
-def reject(rules: Sequence[Rule], log_ratio: Tensor, segments: Segments) -> tuple[Tensor, Tensor]:
+def reject(rules: Sequence[Rule], log_ratio: Tensor, sequences: Sequences) -> tuple[Tensor, Tensor]:
     """Product of all rules' factors, float32 [R, T], and the tokens that a rule masks, bool [R, T]."""
     factor = torch.ones_like(log_ratio)
     for rule in rules:
-        factor = factor * rule.factor(log_ratio, segments)
-    return factor, (factor == 0) & segments.mask
+        factor = factor * rule.factor(log_ratio, sequences)
+    return factor, (factor == 0) & sequences.mask
 
 
 @dataclass(frozen=True)
@@ -117,9 +117,9 @@ class Objective:
         output = self.loss(self.with_proximal(inputs, version))
         loss, metrics = output.loss, dict(output.metrics)
         if self.rules:
-            segments = Segments(inputs.sequence, inputs.mask)
+            sequences = Sequences(inputs.sequence, inputs.mask)
             mismatch = bounded_difference(inputs.logprobs, inputs.rollout_logprobs, inputs.mask).detach()
-            factor, rejected = reject(self.rules, mismatch, segments)
+            factor, rejected = reject(self.rules, mismatch, sequences)
             # A rejected token may hold an infinite loss, which a factor of zero would turn into NaN.
             loss = torch.where(rejected, 0.0, loss * factor)
             metrics["rejected"] = rejected

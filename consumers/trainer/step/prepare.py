@@ -18,7 +18,7 @@ from consumers.trainer.algorithms.advantages import TokenAdvantage, TokenRewards
 from consumers.trainer.algorithms.kl import kl_reward
 from consumers.trainer.algorithms.losses import AllReduceSum, LossInputs
 from consumers.trainer.algorithms.objective import Objective
-from consumers.trainer.algorithms.segments import Segments
+from consumers.trainer.algorithms.sequences import Sequences
 from consumers.trainer.data.microbatches import MicroBatch
 from consumers.trainer.model.lora import adapter_off
 from consumers.trainer.model.policy import Policy
@@ -47,12 +47,12 @@ class Prepared:
             versions=micro.versions,
             proximal_logprobs=self.proximal_logprobs,
             reference_logprobs=self.reference_logprobs,
-            sequence=sequences(micro),
+            sequence=sequence_ids(micro),
             kept=self.kept,
         )
 
 
-def sequences(micro: MicroBatch) -> Tensor:
+def sequence_ids(micro: MicroBatch) -> Tensor:
     """Id of the sequence at each token, int64 [R, T]."""
     return micro.sequence[:, None].expand(micro.mask.shape)
 
@@ -116,7 +116,7 @@ class Preparation:
             replace(
                 part,
                 micro=replace(
-                    part.micro, advantages=part.micro.advantages + discounted(reward.rewards, reward.segments, 1.0)
+                    part.micro, advantages=part.micro.advantages + discounted(reward.rewards, reward.sequences, 1.0)
                 ),
             )
             for part, reward in zip(batch, rewards, strict=True)
@@ -124,14 +124,14 @@ class Preparation:
 
     def _rewards(self, part: Prepared) -> TokenRewards:
         micro = part.micro
-        segments = Segments(sequences(micro), micro.mask)
+        sequences = Sequences(sequence_ids(micro), micro.mask)
         rewards = torch.zeros_like(micro.advantages)
         if self.token_advantage is not None:
-            rewards = torch.where(segments.last(), micro.advantages, 0.0)
+            rewards = torch.where(sequences.last(), micro.advantages, 0.0)
         if self.kl_in_reward and part.reference_logprobs is not None:
             penalty = kl_reward(self.objective.estimator, micro.rollout_logprobs, part.reference_logprobs, micro.mask)
             rewards = rewards - self.kl_in_reward * penalty
-        return TokenRewards(rewards, segments, part.values)
+        return TokenRewards(rewards, sequences, part.values)
 
     @torch.no_grad()
     def _score(self, policy: Policy, micro: MicroBatch) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor
 from consumers.trainer.algorithms import KL_ESTIMATORS
 from consumers.trainer.algorithms.kl import kl_loss, kl_reward
 from consumers.trainer.algorithms.objective import Rule, reject
-from consumers.trainer.algorithms.segments import Segments
+from consumers.trainer.algorithms.sequences import Sequences
 from schemas.config import RejectionConfig
 
 VOCABULARY = 7
@@ -102,7 +102,7 @@ def factors(**rule: object) -> tuple[list[float], list[bool]]:
     mask = torch.tensor([[i < len(row) for i in range(4)] for row in ROWS])
     log_ratio = torch.tensor([[*row, *[0.0] * (4 - len(row))] for row in ROWS], dtype=torch.float64)
     rules = [Rule.of(RejectionConfig.model_validate(rule))]
-    factor, rejected = reject(rules, log_ratio, Segments(None, mask))
+    factor, rejected = reject(rules, log_ratio, Sequences(None, mask))
     return factor[mask].tolist(), rejected[mask].tolist()
 
 
@@ -151,7 +151,7 @@ def test_several_rules_multiply() -> None:
         Rule.of(RejectionConfig(action="clamp", upper=2.0)),
         Rule.of(RejectionConfig(measure="k3", upper=2.0)),
     ]
-    factor, rejected = reject(rules, torch.tensor([[math.log(4.0), math.log(20.0)]]), Segments(None, mask))
+    factor, rejected = reject(rules, torch.tensor([[math.log(4.0), math.log(20.0)]]), Sequences(None, mask))
     assert factor[0].tolist() == pytest.approx([0.5, 0.0])
     assert rejected[0].tolist() == [False, True]
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from consumers.trainer.algorithms.advantages import Gae, ReinforcePp, TokenRewards
-from consumers.trainer.algorithms.segments import Segments
+from consumers.trainer.algorithms.sequences import Sequences
 from schemas.errors import ConfigError
 
 Rows = list[list[tuple[float, float]]]  # reward and value of each loss token
@@ -38,7 +38,7 @@ def packed(rows: Rows) -> TokenRewards:
 
 def layout(rows: Sequence[Sequence[tuple[float, float]]], mask: torch.Tensor, ids: torch.Tensor | None) -> TokenRewards:
     both = torch.tensor(rows, dtype=torch.float64).reshape(*mask.shape, 2)
-    return TokenRewards(torch.where(mask, both[..., 0], 0.0), Segments(ids, mask), both[..., 1])
+    return TokenRewards(torch.where(mask, both[..., 0], 0.0), Sequences(ids, mask), both[..., 1])
 
 
 def normalised(values: list[float]) -> list[float]:
@@ -67,7 +67,7 @@ def gae_by_hand(rows: Rows, gamma: float, lam: float) -> list[float]:
 
 
 def tokens(parts: Sequence[TokenRewards], values: Sequence[torch.Tensor]) -> list[float]:
-    return [v for part, value in zip(parts, values, strict=True) for v in value[part.segments.mask].tolist()]
+    return [v for part, value in zip(parts, values, strict=True) for v in value[part.sequences.mask].tolist()]
 
 
 @settings(deadline=None, max_examples=60)
@@ -118,4 +118,4 @@ def test_whitening_counts_the_tokens_of_all_ranks() -> None:
 def test_gae_without_a_critic_is_refused() -> None:
     part = padded([[(1.0, 0.0)]])
     with pytest.raises(ConfigError, match=r"trainer\.critic"):
-        Gae()([TokenRewards(part.rewards, part.segments)], alone)
+        Gae()([TokenRewards(part.rewards, part.sequences)], alone)

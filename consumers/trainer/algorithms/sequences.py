@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 
-class Segments:
+class Sequences:
     """The sequences of one micro-batch; a sequence lies whole in it::
 
-    segments = Segments(inputs.sequence, inputs.mask)
-    means = segments.mean(values)          # [R, T]: each sequence's mean at each of its tokens
+    sequences = Sequences(inputs.sequence, inputs.mask)
+    means = sequences.mean(values)          # [R, T]: each sequence's mean at each of its tokens
     """
 
     def __init__(self, sequence: Tensor | None, mask: Tensor) -> None:
