@@ -19,7 +19,8 @@ import structlog
 
 from consumers.trainer.checkpoint.compare import Comparison, compare
 from consumers.trainer.checkpoint.store import CheckpointStore, Restored
-from consumers.trainer.data.microbatches import Group, StepBatch, TrainSample
+from consumers.trainer.data.microbatches import Group, StepBatch
+from consumers.trainer.data.rows import TrainRow
 from consumers.trainer.metrics.timing import traced
 from consumers.trainer.model.hf_weights import reference_logprobs, save_model
 from consumers.trainer.model.snapshot import Snapshot, Snapshots
@@ -37,7 +38,7 @@ class Train(msgspec.Struct, tag="train"):
     """Take an optimizer step over this rank's micro-batches; trace: folder for a profile of it, or nothing."""
 
     version: int
-    micro_batches: list[list[TrainSample]]
+    micro_batches: list[list[TrainRow]]
     trace: str
 
 

@@ -156,9 +156,13 @@ def check_algorithm(config: TidemillConfig) -> str:
 
     objective = Objective.from_config(trainer, config.base)
     advantage = bind("trainer.advantage", ADVANTAGES.get(trainer.advantage.name, config.base), trainer.advantage.args)
-    per_token = getattr(advantage, "per_token", False)
+    takes: tuple[str, ...] = ("rewards", "groups")
+    if getattr(advantage, "per_token", False):
+        takes = ("batch", "all_reduce_sum")
+    elif getattr(advantage, "per_turn", False):
+        takes = ("rewards", "samples", "peers")
     check_call("trainer.loss", getattr(objective.loss, "function", objective.loss), ("inputs",))
-    check_call("trainer.advantage", advantage, ("batch", "all_reduce_sum") if per_token else ("rewards", "groups"))
+    check_call("trainer.advantage", advantage, takes)
     aggregation = AGGREGATIONS.get(trainer.aggregation, config.base)
     check_call("trainer.aggregation", aggregation, ("lengths", "groups", "totals"))
     for estimator in (objective.estimator, *(rule.estimator for rule in objective.rules)):

@@ -93,14 +93,19 @@ class AdvantageConfig(Section):
 
     name: str = Field(
         "centered",
-        description="centered, grpo, rloo, lite_ppo, max_rl, raw, reinforce_pp, gae (with trainer.critic), or your own"
-        " as module:name.",
+        description="centered, grpo, rloo, lite_ppo, max_rl, raw, turns, reinforce_pp, gae (with trainer.critic), or"
+        " your own as module:name.",
     )
     args: dict[str, Any] = Field(default_factory=dict, description="Arguments of the advantage.")
+    by_name: bool = Field(
+        False,
+        description="Give a sample an advantage for each name of its rows, its agent's and those of sub-agents: rows"
+        " are compared with those of the same name in the group. For advantages that compare a group's samples.",
+    )
     keep_zero_variance: bool | None = Field(
         None,
         description="Train groups whose rewards are all equal; by default dropped and refilled where advantages"
-        " compare a group's samples, and kept otherwise.",
+        " compare a group's rewards, and kept otherwise, also with turns, which may tell such samples apart.",
     )
     least_std: float = Field(
         0.0,
@@ -128,12 +133,21 @@ class AdvantageConfig(Section):
             raise ValueError("mean_between needs a smaller and a larger number, such as [0, 1]")
         return self
 
+    @model_validator(mode="after")
+    def _names_are_compared(self) -> AdvantageConfig:
+        if self.by_name and self.name in {"raw", "reinforce_pp", "gae"}:
+            raise ValueError(f"by_name needs an advantage that compares a group's samples, which {self.name} does not")
+        return self
+
     @property
     def compares_groups(self) -> bool:
         """Return whether the built-in advantage is relative to the other samples of the group."""
-        return self.name in {"centered", "grpo", "rloo", "lite_ppo", "max_rl"}
+        return self.name in {"centered", "grpo", "rloo", "lite_ppo", "max_rl", "turns"}
 
     @property
     def drops_zero_variance(self) -> bool:
         """Return whether groups whose rewards are all equal are dropped: ``keep_zero_variance``, or its default."""
-        return self.compares_groups if self.keep_zero_variance is None else not self.keep_zero_variance
+        if self.keep_zero_variance is None:
+            # Samples of one reward may have earned it at different turns.
+            return self.compares_groups and self.name != "turns"
+        return not self.keep_zero_variance

@@ -18,6 +18,7 @@ from schemas.messages.trajectories import (
     Span,
     Trajectory,
     Turn,
+    versions_of,
 )
 from schemas.messages.weights import Adapter, Delta, FileSource, Manifest, Payload, Probe, TensorSpec, WeightSource
 
@@ -53,4 +54,5 @@ __all__ = [
     "Trajectory",
     "Turn",
     "WeightSource",
+    "versions_of",
 ]

@@ -8,6 +8,7 @@ may begin with the first tokens of an earlier one's row.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -195,10 +196,15 @@ class Trajectory(Message, kw_only=True, tag="trajectory"):
 
     def versions(self) -> Any:
         """Return the weight version of each token, int32 [T]; -1 where no span covers it."""
-        versions = np.full(len(self.tokens), -1, dtype=np.int32)
-        for span in self.spans:
-            versions[span.start : span.end] = span.version
-        return versions
+        return versions_of(self.spans, len(self.tokens))
+
+
+def versions_of(spans: Sequence[Span], length: int) -> Any:
+    """Return the weight version of each of ``length`` tokens, int32; -1 where no span covers it."""
+    versions = np.full(length, -1, dtype=np.int32)
+    for span in spans:
+        versions[span.start : span.end] = span.version
+    return versions
 
 
 class Score(Message, kw_only=True, tag="score"):

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from itertools import pairwise
+
+import msgspec
 
 from consumers.trainer.data.microbatches import Group
 from schemas.codec import Array
-from schemas.messages import Span, Trajectory
+from schemas.messages import Segment, Span, Trajectory, Turn
 
 
 def make_trajectory(
@@ -61,3 +64,37 @@ def make_groups(sizes: Sequence[int], seed: int = 0, vocabulary: int = 200) -> l
         )
         for task_id, size in enumerate(sizes, start=10)
     ]
+
+
+def random_segments(rng: random.Random, length: int, names: Sequence[str] = ("main", "helper")) -> list[Segment]:
+    """Segments over ``length`` tokens, each of which may share tokens of the row of an earlier one."""
+    edges = sorted({0, length, *(rng.randrange(1, length) for _ in range(rng.randint(0, 4)))}) if length > 1 else [0, 1]
+    found: list[Segment] = []
+    rows: list[int] = []
+    for start, end in pairwise(edges):
+        parent = rng.randrange(-1, len(found))
+        shared = rng.randint(0, rows[parent]) if parent >= 0 else 0
+        found.append(Segment(start, end, parent if shared else -1, shared, rng.choice(names)))
+        rows.append(shared + end - start)
+    return found
+
+
+def make_episode(task_id: int, sample: int, length: int, seed: int = 0, vocabulary: int = 200) -> Trajectory:
+    """A sample of random segments, masks, versions and calls, some of which say what they earned."""
+    rng = random.Random(f"{seed}-{task_id}-{sample}-{length}")
+    mask = [int(rng.random() < 0.6) for _ in range(length)]
+    half = rng.randint(0, length)
+    turns = [
+        Turn("assistant", place, place + 1, rng.randrange(9), rng.choice([None, rng.randint(-2, 2) / 2]))
+        for place in range(length)
+        if mask[place]
+    ]
+    spans = [Span(version, *ends) for version, ends in ((1, (0, half)), (3, (half, length))) if ends[0] < ends[1]]
+    return msgspec.structs.replace(
+        make_trajectory(task_id, sample, 0, length, seed=seed, vocabulary=vocabulary),
+        loss_mask=Array.of(mask, "u1"),
+        logprobs=Array.of([-rng.uniform(0.1, 6.0) * own for own in mask], "f4"),
+        spans=spans,
+        turns=turns,
+        segments=random_segments(rng, length),
+    )

@@ -22,6 +22,7 @@ ADVANTAGES = Registry(
     "trainer.advantage.name",
     {
         **{name: f"{_HERE}.advantages:{name}" for name in ("centered", "grpo", "rloo", "lite_ppo", "max_rl", "raw")},
+        "turns": f"{_HERE}.advantages:Turns",
         "reinforce_pp": f"{_HERE}.advantages:ReinforcePp",
         "gae": f"{_HERE}.advantages:Gae",
     },

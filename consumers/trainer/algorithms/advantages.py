@@ -4,6 +4,7 @@ Most functions give one advantage to each sample: ``(rewards, groups) -> advanta
 with the group of each sample, float64 [S]. Groups may differ in size, a group of one gets zero
 (``raw`` excepted: it compares nothing).
 
+Advantages that differ from one model call to the next are a class with ``per_turn = True``, see TurnAdvantage.
 Advantages that differ from token to token (discounted returns, with KL in the reward or with a critic) are a class with
 ``per_token = True``, see TokenAdvantage. Time runs over loss tokens only: what a tool or a user said between two turns
 is no step of its own.
@@ -85,6 +86,46 @@ def max_rl(rewards: Floats, groups: Groups) -> Floats:
     return np.where(usable, (rewards - mean) / np.where(usable, mean, 1.0), 0.0)
 
 
+class TurnAdvantage(Protocol):
+    """An advantage of model calls, built with its arguments; every loss token has that of its call."""
+
+    per_turn: ClassVar[bool] = True
+    """True for advantages of calls, to tell them from functions over samples."""
+
+    def __call__(self, rewards: Floats, samples: Groups, peers: Groups, /) -> Floats:
+        """Advantages of all C calls of the step, float64 [C], those of a sample together and in the order of time.
+
+        rewards: float64 [C], which a sample's calls earned. samples: int64 [C], index of the sample. peers: int64 [C],
+        the same for calls that are compared: those with the same number in their samples, within a group.
+        """
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Turns:
+    """A_k = G_k - mean of G_k of the group's samples that have a call k; G_k = r_k + turn_gamma * G_(k+1).
+
+    Each call is judged by what came after it. With turn_gamma 1 and nothing earned before the last call it is
+    ``centered``, if all samples have as many calls.
+    """
+
+    turn_gamma: float = 1.0
+    per_turn: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.turn_gamma <= 1:
+            raise ConfigError(f"trainer.advantage turns: turn_gamma {self.turn_gamma} must be from 0 to 1")
+
+    def __call__(self, rewards: Floats, samples: Groups, peers: Groups) -> Floats:
+        """Advantages of all calls, [C]."""
+        returns = rewards.copy()
+        for call in range(len(returns) - 2, -1, -1):
+            if samples[call] == samples[call + 1]:
+                returns[call] += self.turn_gamma * returns[call + 1]
+        mean, _ = _group_mean(returns, peers)
+        return np.asarray(returns - mean)
+
+
 def _group_sum(values: Floats, groups: Groups) -> Floats:
     """Sum over each sample's group, given back at every sample [S]."""
     _, index = np.unique(groups, return_inverse=True)
@@ -101,7 +142,7 @@ def _group_mean(rewards: Floats, groups: Groups) -> tuple[Floats, Floats]:
 class TokenRewards:
     """Rewards of a micro-batch's tokens; float32 [R, T], zero at masked positions.
 
-    rewards: at every token, KL penalty included; the sample's own reward stands at its last loss token.
+    rewards: at every token, KL penalty included; what a call earned stands at its last loss token, see data/credit.py.
     values: the critic's, of the state before the token; None without a critic.
     """
 

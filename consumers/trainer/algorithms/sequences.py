@@ -52,11 +52,6 @@ class Sequences:
         out = torch.zeros(self.mask.shape, dtype=rows.dtype, device=rows.device)
         return out.masked_scatter(self.mask, rows[self.index, self._place()])
 
-    def last(self) -> Tensor:
-        """True at the last loss token of each sequence, bool [R, T]."""
-        final = self._place() == self.lengths[self.index] - 1
-        return torch.zeros_like(self.mask).masked_scatter(self.mask, final)
-
     def _longest(self) -> int:
         return int(self.lengths.max()) if self.count else 0
 

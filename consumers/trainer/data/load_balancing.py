@@ -1,4 +1,4 @@
-"""Load balancing: samples are dealt to ranks and their micro-batches, by pure functions over lengths.
+"""Load balancing: rows are dealt to ranks and their micro-batches, by pure functions over lengths.
 
 Every rank gets as many micro-batches as the others, and those that run at the same time cost about the same:
 sharded ranks wait for each other at every layer. The same input gives the same plan, so a replay is exact.
@@ -18,7 +18,7 @@ REFINEMENTS = 200
 
 @dataclass(frozen=True)
 class Cost:
-    """Work of training one sample of T tokens, L of them loss tokens: token*T + square*T^2 + loss*L."""
+    """Work of training one row of T tokens, L of them loss tokens: token*T + square*T^2 + loss*L."""
 
     token: float = 1.0
     square: float = 0.0
@@ -32,10 +32,10 @@ class Cost:
 def shares(
     costs: Sequence[float], lengths: Sequence[int], dp_size: int, max_tokens: int, *, packed: bool = True
 ) -> list[list[list[int]]]:
-    """Indices of the samples of each rank's micro-batches: ``[rank][micro-batch][...]``, as many for each rank.
+    """Indices of the rows of each rank's micro-batches: ``[rank][micro-batch][...]``, as many for each rank.
 
     lengths: tokens. max_tokens: most tokens of a micro-batch, padding included unless they are ``packed``; a longer
-    sample gets a micro-batch of its own. A micro-batch may be empty when there are few samples.
+    row gets a micro-batch of its own. A micro-batch may be empty when there are few rows.
     """
     bins = (
         _packed(costs, lengths, dp_size, max_tokens)
@@ -58,7 +58,7 @@ def shares(
 
 
 def _packed(costs: Sequence[float], lengths: Sequence[int], dp_size: int, max_tokens: int) -> list[list[int]]:
-    """Pack samples into as few bins as hold all tokens, or a few more where no cut fits."""
+    """Pack rows into as few bins as hold all tokens, or a few more where no cut fits."""
     needed = sum(min(length, max_tokens) for length in lengths)
     micro_batches = max(1, math.ceil(needed / (max_tokens * dp_size)))
     while True:

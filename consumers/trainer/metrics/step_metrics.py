@@ -66,7 +66,8 @@ class StepMeter:
         ages = self.version - batch.versions[mask]
         for age, tokens in zip(*(t.tolist() for t in ages.unique(return_counts=True)), strict=True):
             self.staleness[age] += tokens
-        current = ((batch.versions == self.version) | ~mask).all(-1, keepdim=True) & mask
+        # Context that older weights sampled may have left its keys and values, whichever row trains it.
+        current = ((batch.versions == self.version) | (batch.versions == -1)).all(-1, keepdim=True) & mask
         gap = (scores.logprobs - batch.rollout_logprobs)[current].double().abs()
         sums["gap"] += float(gap.sum())
         sums["gap_tokens"] += gap.numel()
@@ -113,13 +114,15 @@ class StepMeter:
 
 
 def sample_metrics(plan: StepPlan) -> dict[str, float]:
-    """Metrics of the step's samples over all ranks: rewards, lengths in loss tokens, truncation, balance.
+    """Metrics of the step's samples over all ranks: rewards, lengths in loss tokens, rows, truncation, balance.
 
-    ``imbalance`` is the work of the rank that has most over that of the mean, less 1.
+    ``row_tokens`` are those of all rows of a sample, context too, which the model reads. ``imbalance`` is the work of
+    the rank that has most over that of the mean, less 1.
     """
     if not len(plan.rewards):
         return {}
-    loads = [sum(plan.costs[s] for rows in share for s in rows) for share in plan.shares]
+    loads = [sum(plan.costs[r] for rows in share for r in rows) for share in plan.shares]
+    rows = np.bincount(np.array([row.sample for row in plan.rows], dtype=np.int64), minlength=len(plan.rewards))
     return {
         "reward_mean": float(plan.rewards.mean()),
         "reward_std": float(plan.rewards.std()),
@@ -130,6 +133,9 @@ def sample_metrics(plan: StepPlan) -> dict[str, float]:
         "length_min": float(plan.lengths.min()),
         "length_median": float(np.median(plan.lengths)),
         "length_p95": float(np.quantile(plan.lengths, 0.95)),
+        "rows_mean": float(rows.mean()),
+        "rows_max": float(rows.max()),
+        "row_tokens_mean": sum(len(row.tokens) for row in plan.rows) / len(plan.rewards),
         "truncated_fraction": float(plan.truncated.mean()),
         "micro_batches": float(len(plan.shares[0])),
         "imbalance": float(max(loads) * len(loads) / max(sum(loads), 1e-9) - 1.0),

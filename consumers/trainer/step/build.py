@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from consumers.trainer.algorithms import ADVANTAGES, AGGREGATIONS
-from consumers.trainer.algorithms.advantages import raw
 from consumers.trainer.algorithms.objective import Objective
 from consumers.trainer.data.microbatches import StepPlanner
 from consumers.trainer.distributed.ranks import Ranks
@@ -45,7 +44,7 @@ def build_train_step(
     advantage = bind("trainer.advantage", function, trainer.advantage.args)
     per_token = getattr(function, "per_token", False)
     planner = StepPlanner(
-        advantage=raw if per_token else advantage,
+        advantage=advantage,
         aggregation=AGGREGATIONS.get(trainer.aggregation, config.base),
         micro_batch_tokens=trainer.micro_batch_tokens,
         max_tokens=config.sampling.max_tokens,
@@ -53,6 +52,7 @@ def build_train_step(
         # Counted before the policy is sharded: afterwards parameters are parts.
         cost=policy.cost,
         packed=policy.packed,
+        by_name=trainer.advantage.by_name,
     )
 
     for model in (policy, critic):

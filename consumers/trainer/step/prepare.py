@@ -125,9 +125,8 @@ class Preparation:
     def _rewards(self, part: Prepared) -> TokenRewards:
         micro = part.micro
         sequences = Sequences(sequence_ids(micro), micro.mask)
-        rewards = torch.zeros_like(micro.advantages)
-        if self.token_advantage is not None:
-            rewards = torch.where(sequences.last(), micro.advantages, 0.0)
+        # With an advantage of tokens there are the rewards at their tokens so far.
+        rewards = torch.zeros_like(micro.advantages) if self.token_advantage is None else micro.advantages
         if self.kl_in_reward and part.reference_logprobs is not None:
             penalty = kl_reward(self.objective.estimator, micro.rollout_logprobs, part.reference_logprobs, micro.mask)
             rewards = rewards - self.kl_in_reward * penalty

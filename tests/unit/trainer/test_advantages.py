@@ -89,7 +89,7 @@ def test_order_of_samples_does_not_matter(name: str, order: list[int]) -> None:
 
 
 def test_every_built_in_advantage_is_tested_here_or_by_token() -> None:
-    assert set(ADVANTAGES.names) == {*BY_SAMPLE, "reinforce_pp", "gae"}
+    assert set(ADVANTAGES.names) == {*BY_SAMPLE, "turns", "reinforce_pp", "gae"}
 
 
 def test_no_samples_no_advantages() -> None:

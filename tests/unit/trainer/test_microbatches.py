@@ -29,7 +29,7 @@ def planned(groups: list[Group], budget: int = 64, aggregation: str = "token_mea
 
 
 def built(groups: list[Group], budget: int = 64) -> list[MicroBatch]:
-    return [collate(samples) for samples in planned(groups, budget).share(0)]
+    return [collate(rows) for rows in planned(groups, budget).share(0)]
 
 
 def test_everything_per_token_is_about_the_same_token() -> None:
@@ -138,9 +138,9 @@ def test_ranks_share_a_step_whose_numbers_are_those_of_one(sizes: list[int], see
     groups = make_groups(sizes, seed)
     one, many = planned(groups), planned(groups, dp_size=dp_size)
     assert one.advantages.tolist() == many.advantages.tolist()
-    dealt = [sample for rank in range(dp_size) for rows in many.share(rank) for sample in rows]
-    assert sorted((s.sequence, s.advantage, s.weight) for s in dealt) == [
-        (s.sequence, s.advantage, s.weight) for s in one.samples
+    dealt = [row for rank in range(dp_size) for rows in many.share(rank) for row in rows]
+    assert sorted((r.sequence, r.sample, r.advantage, r.weight) for r in dealt) == [
+        (r.sequence, r.sample, r.advantage, r.weight) for r in one.rows
     ]
     assert len({len(many.share(rank)) for rank in range(dp_size)}) == 1
 
@@ -165,7 +165,7 @@ def test_a_sample_without_a_loss_token_costs_the_others_no_weight(name: str) -> 
     full = [Group(1, [(make_trajectory(1, s), float(s)) for s in range(2)])]
     empty = [(make_trajectory(1, s, completion=0), 0.0) for s in range(2, 4)]
     groups = [Group(1, [*full[0].samples, *empty]), Group(2, [(make_trajectory(2, 0, completion=0), 1.0)])]
-    weights = [[sample.weight for sample in planned(each, aggregation=name).samples] for each in (full, groups)]
+    weights = [[row.weight for row in planned(each, aggregation=name).rows] for each in (full, groups)]
     assert weights[1][:2] == weights[0]
 
 
@@ -174,4 +174,4 @@ def test_two_groups_of_one_prompt_are_one() -> None:
     samples = [(make_trajectory(1, s), float(s)) for s in range(4)]
     apart = planned([Group(1, samples[:2]), Group(1, samples[2:])], aggregation="prompt_mean")
     together = planned([Group(1, samples)], aggregation="prompt_mean")
-    assert [sample.weight for sample in apart.samples] == [sample.weight for sample in together.samples]
+    assert [row.weight for row in apart.rows] == [row.weight for row in together.rows]

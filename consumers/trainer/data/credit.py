@@ -1,0 +1,164 @@
+"""Credit: which advantage the loss tokens of each row get, decided over all samples of a step.
+
+An advantage of samples is compared over samples, however many rows these have; with ``by_name`` over the samples that
+have rows of a name. One of calls gives each loss token that of its call. For one of tokens, the ranks compute
+advantages from rewards at the tokens, and here is decided where these stand:
+
+What a call earned stands at its last loss token. Time runs over a sample's loss tokens in the order of their calls. A
+reward that comes after tokens of another row stands there too, at the last of them before it, times gamma for each loss
+token between; so rows that follow one another have the returns of one long row. Where calls of two rows take turns, a
+row's own time does not count the other's tokens, like what a tool says: with gamma below 1 its earlier tokens see
+a reward of the other row less discounted than in the sample's time. A KL penalty counts in its own row alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from consumers.trainer.algorithms.advantages import Advantage
+from consumers.trainer.data.calls import Calls, find_calls
+from consumers.trainer.data.rows import CutRow
+from schemas.codec import Array
+from schemas.errors import DataError
+from schemas.messages import Trajectory
+
+Floats: TypeAlias = npt.NDArray[np.float64]
+Ints: TypeAlias = npt.NDArray[np.int64]
+AnyAdvantage: TypeAlias = Callable[..., Any]
+"""An advantage of samples, a TurnAdvantage or a TokenAdvantage."""
+
+
+@dataclass(frozen=True)
+class Credit:
+    """rows: for each row the advantage of all its loss tokens, or float32 [L] of each. samples: float64 [S], of each.
+
+    The latter is the mean over the sample's loss tokens where these differ, and the reward where the ranks compute it.
+    """
+
+    rows: list[float | Array]
+    samples: Floats
+
+
+@dataclass(frozen=True)
+class Samples:
+    """The S samples of a step with their rewards, float64 [S], index of the group, int64 [S], and rows."""
+
+    trajectories: Sequence[Trajectory]
+    rewards: Floats
+    groups: Ints
+    rows: Sequence[CutRow]
+
+
+def give_credit(advantage: AnyAdvantage, samples: Samples, by_name: bool = False) -> Credit:
+    """Credit of all rows of a step; DataError if the advantage is not one finite number for each that it is given."""
+    if getattr(advantage, "per_token", False):
+        return _of_tokens(getattr(advantage, "gamma", 1.0), samples)
+    if getattr(advantage, "per_turn", False):
+        return _of_calls(advantage, samples, by_name)
+    if by_name:
+        return _of_names(advantage, samples)
+    found = one_each("advantages", advantage(samples.rewards, samples.groups), len(samples.rewards))
+    return Credit([float(found[row.sample]) for row in samples.rows], found)
+
+
+def one_each(what: str, values: npt.ArrayLike, count: int) -> Floats:
+    """Float64 [count]; DataError unless these are as many finite numbers."""
+    found = np.asarray(values, dtype=np.float64)
+    if found.shape != (count,) or not np.isfinite(found).all():
+        raise DataError(f"{what} of shape {found.shape} must be {(count,)} finite numbers")
+    return found
+
+
+def _of_names(advantage: Advantage, samples: Samples) -> Credit:
+    """Compare the samples that have rows of one name, each with its whole reward."""
+    keys = list(dict.fromkeys((row.sample, row.name) for row in samples.rows))
+    owners = np.array([sample for sample, _ in keys], dtype=np.int64)
+    peers = _numbered([(int(samples.groups[sample]), name) for sample, name in keys])
+    found = one_each("advantages", advantage(samples.rewards[owners], peers), len(keys))
+    of_key = dict(zip(keys, found.tolist(), strict=True))
+    credit: list[float | Array] = [of_key[row.sample, row.name] for row in samples.rows]
+    return Credit(credit, _means(samples, credit))
+
+
+def _of_calls(advantage: AnyAdvantage, samples: Samples, by_name: bool) -> Credit:
+    calls = _calls(samples)
+    counts = [len(each.rewards) for each in calls]
+    keys = []
+    for each, group in zip(calls, samples.groups.tolist(), strict=True):
+        seen: dict[str, int] = {}
+        for name in each.names:
+            compared = name if by_name else ""
+            seen[compared] = seen.get(compared, -1) + 1
+            keys.append((group, compared, seen[compared]))
+    rewards = np.concatenate([each.rewards for each in calls]) if calls else np.zeros(0)
+    owners = np.repeat(np.arange(len(calls)), counts)
+    found = one_each("advantages", advantage(rewards, owners, _numbered(keys)), len(keys))
+    first = np.cumsum([0, *counts])
+    credit: list[float | Array] = [
+        Array.of(found[first[row.sample] + calls[row.sample].of_token[row.places]], "f4") for row in samples.rows
+    ]
+    return Credit(credit, _means(samples, credit))
+
+
+def _of_tokens(gamma: float, samples: Samples) -> Credit:
+    calls = _calls(samples)
+    rows_of: list[list[CutRow]] = [[] for _ in calls]
+    for row in samples.rows:
+        rows_of[row.sample].append(row)
+    credit: list[float | Array] = []
+    # Rows stand in the order of their samples.
+    for each, rows in zip(calls, rows_of, strict=True):
+        credit += [Array.of(values, "f4") for values in _placed(each, rows, gamma)]
+    return Credit(credit, samples.rewards.copy())
+
+
+def _placed(calls: Calls, rows: Sequence[CutRow], gamma: float) -> list[Floats]:
+    """Rewards at the tokens of each row of a sample, float64 [L]."""
+    own = [1 + np.flatnonzero(row.loss_mask.numpy()[1:]) for row in rows]
+    call_of = [calls.of_token[row.places][places] for row, places in zip(rows, own, strict=True)]
+    of_call = np.concatenate([np.zeros(0, np.int64), *call_of])
+    order = np.argsort(of_call, kind="stable")
+    time = np.empty_like(order)
+    time[order] = np.arange(len(order))
+    # The last loss token of each call, or the one before it where it has none.
+    moments = np.maximum(np.searchsorted(of_call[order], np.arange(len(calls.rewards)), side="right") - 1, 0)
+    found, begin = [], 0
+    for row, places in zip(rows, own, strict=True):
+        values = np.zeros(len(row.tokens))
+        times = time[begin : begin + len(places)]
+        begin += len(places)
+        in_time = np.argsort(times, kind="stable")
+        for moment, reward in zip(moments.tolist(), calls.rewards.tolist(), strict=True):
+            before = int(np.searchsorted(times[in_time], moment, side="right")) - 1
+            if before >= 0:
+                token = in_time[before]
+                values[places[token]] += reward * gamma ** int(moment - times[token])
+        found.append(values)
+    return found
+
+
+def _calls(samples: Samples) -> list[Calls]:
+    return [find_calls(t, reward) for t, reward in zip(samples.trajectories, samples.rewards.tolist(), strict=True)]
+
+
+def _means(samples: Samples, credit: Sequence[float | Array]) -> Floats:
+    """Mean over the loss tokens of each sample, 0 where it has none."""
+    total, tokens = np.zeros(len(samples.rewards)), np.zeros(len(samples.rewards))
+    for row, value in zip(samples.rows, credit, strict=True):
+        tokens[row.sample] += row.loss_tokens
+        if isinstance(value, float):
+            total[row.sample] += value * row.loss_tokens
+        else:
+            total[row.sample] += float(value.numpy()[1:].sum(where=row.loss_mask.numpy()[1:] == 1, dtype=np.float64))
+    return np.asarray(total / np.maximum(tokens, 1))
+
+
+def _numbered(keys: Sequence[tuple[object, ...]]) -> Ints:
+    """Equal numbers for equal keys."""
+    numbers: dict[tuple[object, ...], int] = {}
+    return np.array([numbers.setdefault(key, len(numbers)) for key in keys], dtype=np.int64)

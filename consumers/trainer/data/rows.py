@@ -1,0 +1,111 @@
+"""Rows: the token sequences that are trained, cut out of samples.
+
+A sample without segments is one row, with its arrays as they are. In a row of a sample with segments the tokens that it
+shares with an earlier row are context: the model reads them, and the other row trains them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, TypeAlias
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from schemas.codec import Array
+from schemas.messages import Span, Trajectory, versions_of
+
+Places: TypeAlias = slice | npt.NDArray[np.int64]
+
+
+class TrainRow(msgspec.Struct, frozen=True, gc=False):
+    """A row with its part in the step, as it goes to the rank that trains it.
+
+    tokens: int32 [L]. loss_mask: uint8 [L], 0 at context. logprobs: float32 [L]. spans: weight versions, of context
+    too. advantage: of each of its loss tokens, or float32 [L] where they differ; see MicroBatch. weight: of each of
+    its loss tokens in the step's loss. sequence, sample, group: its index, and those of its sample and group, in the
+    batch.
+    """
+
+    tokens: Array
+    loss_mask: Array
+    logprobs: Array
+    spans: list[Span]
+    advantage: float | Array
+    weight: float
+    sequence: int
+    sample: int
+    group: int
+
+    def versions(self) -> Any:
+        """Return the weight version of each token, int32 [L]; -1 where no span covers it."""
+        return versions_of(self.spans, len(self.tokens))
+
+
+@dataclass(frozen=True, slots=True)
+class CutRow:
+    """A row before the step decides about it; arrays as in TrainRow.
+
+    places: where its L tokens stand in the sample's arrays. name: its segment's. loss_tokens: those that can be
+    trained, since the first token of a row has no prediction.
+    """
+
+    sample: int
+    tokens: Array
+    loss_mask: Array
+    logprobs: Array
+    spans: list[Span]
+    places: Places
+    name: str
+    loss_tokens: int
+
+
+def cut_rows(trajectory: Trajectory, sample: int) -> list[CutRow]:
+    """Return the rows of a sample, ``sample`` being its index. Of several segments, those that have a loss token."""
+    if len(trajectory.segments) < 2:
+        name = trajectory.segments[0].name if trajectory.segments else "main"
+        mask = trajectory.loss_mask
+        count = mask.data.count(1, 1)
+        return [
+            CutRow(sample, trajectory.tokens, mask, trajectory.logprobs, trajectory.spans, slice(None), name, count)
+        ]
+    tokens, logprobs, versions = trajectory.tokens.numpy(), trajectory.logprobs.numpy(), trajectory.versions()
+    found = []
+    for row in trajectory.rows():
+        mask = trajectory.loss_mask.numpy()[row.places]
+        mask[: row.shared] = 0
+        count = int(np.count_nonzero(mask[1:]))
+        if not count:
+            continue
+        sampled_with = logprobs[row.places]
+        sampled_with[: row.shared] = 0.0
+        found.append(
+            CutRow(
+                sample,
+                Array.of(tokens[row.places], "i4"),
+                Array.of(mask, "u1"),
+                Array.of(sampled_with, "f4"),
+                _spans(versions[row.places]),
+                row.places,
+                row.name,
+                count,
+            )
+        )
+    return found
+
+
+def loss_tokens(rows: Sequence[CutRow], samples: int) -> npt.NDArray[np.int64]:
+    """Loss tokens of each of ``samples`` samples, over all its rows: int64 [S]."""
+    total = np.zeros(samples, dtype=np.int64)
+    for row in rows:
+        total[row.sample] += row.loss_tokens
+    return total
+
+
+def _spans(versions: npt.NDArray[np.int32]) -> list[Span]:
+    """Spans that give these versions [L], which are -1 where there is none."""
+    edges = [0, *(np.flatnonzero(np.diff(versions)) + 1).tolist(), len(versions)]
+    return [Span(int(versions[start]), start, end) for start, end in pairwise(edges) if versions[start] >= 0]
