@@ -21,7 +21,7 @@ from producers.engines.base import Engine
 from producers.generator.outbox import Outbox, PartialSaver
 from producers.generator.pause import PauseFollower
 from producers.generator.weight_updates import WeightUpdater
-from producers.rendering.tokenizer import HfTokenizer, Tokenizer
+from producers.rendering.tokenizer import HfTokenizer
 from producers.workflows.base import FailedSample, RolloutContext, Workflow, find_workflow, is_service_error
 from producers.workflows.trajectory_builder import SampledCompletion
 from schemas.codec import Array
@@ -44,7 +44,7 @@ class GeneratorContext:
     name: str
     broker: Broker
     engine: Engine
-    tokenizer: Tokenizer
+    tokenizer: HfTokenizer
     workflow: Workflow
     pause: PauseFollower
     updates: WeightUpdater

@@ -2,4 +2,10 @@
 
 from schemas.plugins import Registry
 
-WORKFLOWS = Registry("workflow", {"single_turn": "producers.workflows.single_turn:SingleTurn"})
+WORKFLOWS = Registry(
+    "workflow",
+    {
+        "agent": "producers.agents.workflow:AgentWorkflow",
+        "single_turn": "producers.workflows.single_turn:SingleTurn",
+    },
+)

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import structlog
 
 from producers.engines.base import Completion, Engine
-from producers.rendering.tokenizer import Tokenizer
+from producers.rendering.tokenizer import HfTokenizer, Tokenizer
 from producers.workflows import WORKFLOWS
 from producers.workflows.trajectory_builder import SampledCompletion, TrajectoryBuilder
 from schemas.config import TidemillConfig
@@ -131,7 +131,7 @@ class WorkflowServices:
     """What a workflow with a method ``start`` gets there, once the engine runs."""
 
     engine: Engine
-    tokenizer: Tokenizer
+    tokenizer: HfTokenizer
     config: TidemillConfig
 
 

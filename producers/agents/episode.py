@@ -1,0 +1,179 @@
+"""An episode: one sample of a task, played by an agent from its start to its sample, its failure or its handover."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from producers.agents.outcomes import Failure, FailureAlarm, Outcome, judge
+from producers.agents.protocol import SessionError
+from producers.agents.session import Policy, Session
+from producers.agents.sessions import Sessions
+from producers.agents.workers.pool import AgentWorkers
+from producers.agents.workers.protocol import AgentJob, AgentResult
+from producers.conversation.chat_template import ChatTemplate
+from producers.conversation.conversation import Conversation, History
+from producers.workflows.base import FailedSample, RolloutContext
+from producers.workflows.trajectory_builder import SampledCompletion
+from schemas.config import AgentsConfig
+from schemas.messages import Task
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What all episodes of a generator share. base_url: of the endpoint, without a session."""
+
+    settings: AgentsConfig
+    policy: Policy
+    template: ChatTemplate
+    history: History
+    sessions: Sessions
+    workers: AgentWorkers
+    alarm: FailureAlarm
+    base_url: str
+
+
+class Episode:
+    """Plays one sample::
+
+    sample = await Episode(stage, rollout, index).play()
+    """
+
+    def __init__(self, stage: Stage, rollout: RolloutContext, index: int) -> None:
+        self._stage = stage
+        self._rollout = rollout
+        self._index = index
+        self._began = time.monotonic()
+
+    async def play(self) -> SampledCompletion | FailedSample:
+        """Run the agent, again when its process died, until there is an outcome or it has failed for good."""
+        settings, partial = self._stage.settings, self._rollout.saved.get(self._index)
+        attempt = 0
+        while True:
+            session = Session(
+                self._stage.policy,
+                Conversation(self._stage.template, self._stage.history),
+                self._rollout.sampling,
+                partial,
+                self._rollout.save,
+                self._index,
+            )
+            self._stage.sessions.add(session)
+            try:
+                result = await self._run_agent(session, attempt)
+            finally:
+                self._stage.sessions.end(session)
+            if result is None:
+                return self._unfinished(session)
+            found = judge(result, session.limit, settings)
+            if isinstance(found, Failure) and found.again:
+                partial = session.partial()
+                attempt += found.kind != "neighbour"
+                if attempt < settings.attempts:
+                    continue
+            return self._end(session, result, found)
+
+    async def _run_agent(self, session: Session, attempt: int) -> AgentResult | None:
+        """Run the agent to its end; None when the episode has to be handed over."""
+        task = self._rollout.task
+        job = AgentJob(
+            episode_id=f"{task.task_id}-{self._index}-{session.token[:8]}",
+            task=task_for_agent(task),
+            base_url=f"{self._stage.base_url}/s/{session.token}/v1",
+            api_key=session.token,
+            deadline_s=self._stage.settings.deadline_s - (time.monotonic() - self._began),
+            attempt=attempt,
+        )
+        running = asyncio.ensure_future(self._stage.workers.run(job, session.notes))
+        signs = (session.interrupted, self._rollout.interrupted, session.finished)
+        waits = [asyncio.ensure_future(event.wait()) for event in signs]
+        try:
+            await asyncio.wait({running, *waits}, return_when=asyncio.FIRST_COMPLETED)
+            if running.done():
+                return running.result()
+            return AgentResult("returned") if session.finished.is_set() else None
+        finally:
+            running.cancel()
+            for wait in waits:
+                wait.cancel()
+            # Its process must have let go of the session before another begins.
+            await asyncio.wait({running})
+
+    def _unfinished(self, session: Session) -> SampledCompletion:
+        if session.conversation.calls:
+            return session.conversation.sample(self._index, "abort")
+        return SampledCompletion(self._index, [], [], [], [], [], "abort", "", "")
+
+    def _end(self, session: Session, result: AgentResult, found: Outcome | Failure) -> SampledCompletion | FailedSample:
+        alarm = self._stage.alarm.add(found)
+        if alarm is not None:
+            self._rollout.report("agents_failing", alarm)
+        if isinstance(found, Failure):
+            return FailedSample(self._index, f"agent: {found.reason}")
+        for completion_id, value in result.turn_rewards.items():
+            try:
+                session.set_reward(value, completion_id)
+            except SessionError as error:
+                return FailedSample(self._index, f"agent: {error.message}")
+        if not session.conversation.calls:
+            return FailedSample(self._index, "agent: it ended without a model call that was answered")
+        settings = self._stage.settings
+        reward = found.reward if found.reward is not None else session.reward
+        if reward is None and result.turn_rewards:
+            reward = sum(result.turn_rewards.values())
+        return session.conversation.sample(
+            self._index,
+            found.finish or session.finish_of_last,
+            reward=reward,
+            metrics=self._metrics(session, result),
+            data={**result.data, **_shortened(session.conversation.messages(), settings.keep_messages)},
+            train=settings.train,
+        )
+
+    def _metrics(self, session: Session, result: AgentResult) -> dict[str, float]:
+        counts, seconds = session.counts, time.monotonic() - self._began
+        begun = {f"segments_{why.replace(' ', '_')}": float(n) for why, n in counts.begun.items() if why != "joined"}
+        return {
+            "calls": float(counts.requests),
+            "prompt_tokens": float(counts.prompt_tokens),
+            "engine_s": counts.engine_s,
+            "queue_s": counts.queue_s,
+            "agent_s": max(0.0, seconds - session.busy_s),
+            "replayed": float(counts.replayed),
+            "parse_failures": float(counts.parse_failures),
+            "ignored_settings": float(counts.ignored),
+            **begun,
+            **session.metrics,
+            **result.metrics,
+        }
+
+
+def task_for_agent(task: Task) -> dict[str, Any]:
+    """The task as agents see it: id, prompt as messages, text or token ids, and the data of the dataset."""
+    prompt: dict[str, Any] = {"data": task.data, "id": task.task_id}
+    if task.messages is not None:
+        prompt["messages"] = [{"role": message.role, "content": message.content} for message in task.messages]
+    elif task.text is not None:
+        prompt["text"] = task.text
+        prompt["messages"] = [{"role": "user", "content": task.text}]
+    else:
+        prompt["token_ids"] = task.token_ids
+    return prompt
+
+
+def _shortened(messages: list[dict[str, Any]], limit: int) -> dict[str, Any]:
+    """The messages as data of the sample: the first and the newest of them where ``limit`` bytes hold no more."""
+    sizes = [len(json.dumps(message).encode()) for message in messages]
+    if sum(sizes) <= limit:
+        return {"messages": messages} if limit else {}
+    kept, left = list[dict[str, Any]](), limit - sizes[0]
+    for message, size in zip(reversed(messages[1:]), reversed(sizes[1:]), strict=True):
+        if size > left:
+            break
+        kept.insert(0, message)
+        left -= size
+    first = messages[:1] if left >= 0 else []
+    return {"messages": [*first, *kept], "messages_left_out": len(messages) - len(first) - len(kept)}

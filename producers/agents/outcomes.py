@@ -1,0 +1,79 @@
+"""What became of an episode: an outcome, which is scored and trained, or a failure, which is excluded and counted.
+
+An outcome is what the policy did, a failure what happened to it. An agent that returns has an outcome, and so has one
+that reached a limit (deadline, calls, context), whatever it raises then. An agent that raises for another reason has
+failed, and so has one whose process died: that is never a reward of 0.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from dataclasses import dataclass
+
+from producers.agents.workers.protocol import AgentResult
+from schemas.config import AgentsConfig
+from schemas.messages import FinishReason
+
+WINDOW = 100
+"""Episodes over which the share of failures is taken."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """An episode to be scored. finish: how it ended, None: as its last answer did. reward: None: nobody said one."""
+
+    finish: FinishReason | None
+    reward: float | None
+
+
+@dataclass(frozen=True)
+class Failure:
+    """An episode that is excluded. kind: a word for counting. reason: one line. again: another try may succeed."""
+
+    kind: str
+    reason: str
+    again: bool = False
+
+
+def judge(result: AgentResult, limit: FinishReason | None, settings: AgentsConfig) -> Outcome | Failure:
+    """Decide what the end of an agent means. limit: the one that its session has reached, if any."""
+    if result.kind in ("died", "neighbour"):
+        return Failure(result.kind, result.error, again=True)
+    reached = "deadline" if result.kind == "deadline" else limit
+    if reached is not None and settings.late == "exclude":
+        return Failure("late", f"it reached its limit ({reached}), and generator.agents.late is exclude")
+    if result.kind == "deadline":
+        return Outcome("deadline", result.reward)
+    if result.kind == "returned":
+        return Outcome(limit, result.reward)
+    if limit is not None:
+        return Outcome(limit, result.reward)
+    if result.error_type in settings.outcomes:
+        return Outcome(None, settings.outcomes[result.error_type])
+    return Failure("raised", result.error)
+
+
+class FailureAlarm:
+    """Counts failures, and says when too many of the last episodes are such; once, until it is better again."""
+
+    def __init__(self, share: float) -> None:
+        self._share = share
+        self._last: deque[str] = deque(maxlen=WINDOW)
+        self._raised = False
+        self.counts: Counter[str] = Counter()
+
+    def add(self, found: Outcome | Failure) -> str | None:
+        """Count an episode; returns the text of an alarm that begins with it."""
+        kind = found.kind if isinstance(found, Failure) else ""
+        self.counts[kind or "outcome"] += 1
+        self._last.append(kind)
+        failed = Counter(word for word in self._last if word)
+        share = sum(failed.values()) / WINDOW
+        if share <= self._share:
+            self._raised = self._raised and share > self._share / 2
+            return None
+        if self._raised or not isinstance(found, Failure):
+            return None
+        self._raised = True
+        kinds = ", ".join(f"{count} {word}" for word, count in failed.most_common())
+        return f"{sum(failed.values())} of the last {len(self._last)} episodes failed ({kinds}), last: {found.reason}"

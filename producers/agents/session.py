@@ -1,0 +1,317 @@
+"""A session: the running episode of one agent, as the endpoint sees it.
+
+It joins each request to the conversation so far, samples the answer, parses and records it. What another generator had
+recorded of the same episode is answered from that record, as long as the agent asks for the very same tokens. An agent
+never sees an aborted request: the episode is handed over then, and the request waits until its agent is ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+import numpy as np
+
+from producers.agents.places import EnginePlaces
+from producers.agents.protocol import Answer, AnswerFinish, CallRequest, SessionError
+from producers.conversation.calls import digest_key, ids_digest
+from producers.conversation.conversation import Conversation, NextPrompt
+from producers.conversation.parsing.answers import AnswerParser, ParsedAnswer
+from producers.engines.base import Completion, Engine
+from schemas.errors import DataError
+from schemas.messages import Call, FinishReason, Partial, Sampling, Span
+
+ENDED = "the episode is over: its sample is finished, or another process has it"
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What all sessions of a generator share. max_length: tokens of the model, prompt and answer.
+
+    encode: token ids of plain text, for prompts that are no messages.
+    """
+
+    engine: Engine
+    parser: AnswerParser
+    places: EnginePlaces
+    max_length: int
+    max_calls: int
+    encode: Callable[[str], list[int]]
+
+
+@dataclass
+class Counts:
+    """What happened in an episode, for metrics: numbers, and seconds."""
+
+    requests: int = 0
+    replayed: int = 0
+    parse_failures: int = 0
+    ignored: int = 0
+    prompt_tokens: int = 0
+    queue_s: float = 0.0
+    engine_s: float = 0.0
+    begun: Counter[str] = field(default_factory=Counter)
+
+
+class Session:
+    """One running episode. Requests may come at the same time, from agents that work side by side.
+
+    limit: which limit the agent has reached, so that its end is an outcome and no failure; None: none.
+    interrupted: set when a request was aborted; the episode has to be handed over then. finished: set when the agent
+    itself said that it is over. notes: results of its side effects, for its next attempt. busy_s: seconds in which a
+    request was under way.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        conversation: Conversation,
+        sampling: Sampling,
+        saved: Partial | None = None,
+        save: Callable[[Partial], None] = lambda _: None,
+        sample: int = 0,
+    ) -> None:
+        """saved: what another generator had of this sample. save: keeps it for the next one."""
+        self.token = secrets.token_urlsafe(24)
+        self.notes: dict[str, str] = _Notes(lambda: save(self.partial()))
+        self.finish_of_last: FinishReason = "stop"
+        self.conversation = conversation
+        self.counts = Counts()
+        self.limit: FinishReason | None = None
+        self.interrupted = asyncio.Event()
+        self.reward: float | None = None
+        self.metrics: dict[str, float] = {}
+        self.finished = asyncio.Event()
+        self._policy = policy
+        self._sampling = sampling
+        self._sample = sample
+        self._save = save
+        self._saved = {call.key: call for call in saved.calls} if saved else {}
+        if saved:
+            dict.update(self.notes, saved.notes)
+        self._asked: Counter[bytes] = Counter()
+        self._numbers: dict[str, int] = {}
+        self._digests: dict[int, bytes] = {}
+        self._lock = asyncio.Lock()
+        self._ended = False
+        self._open = 0
+        self._busy_since = 0.0
+        self.busy_s = 0.0
+
+    def partial(self) -> Partial:
+        """What there is of the episode, for whoever goes on with it."""
+        found = self.conversation.partial(self._sample)
+        return msgspec.structs.replace(found, notes=dict(self.notes))
+
+    def end(self) -> None:
+        """Refuse every further request. What is still being sampled is not recorded."""
+        self._ended = True
+
+    async def complete(self, request: CallRequest) -> list[Answer]:
+        """Answer a model call with ``request.n`` choices; SessionError tells the agent what is wrong."""
+        self._begin(request)
+        try:
+            async with self._lock:
+                prompt = await asyncio.to_thread(self._prompt, request)
+            room = self._policy.max_length - len(prompt.ids)
+            if room < 1:
+                self.limit = "length"
+                raise SessionError(
+                    400,
+                    "context_length_exceeded",
+                    f"This model's maximum context length is {self._policy.max_length} tokens, the prompt has"
+                    f" {len(prompt.ids)}.",
+                )
+            completions = await self._sample_all(request, prompt, room)
+            async with self._lock:
+                self._check_open()
+                parsed = await asyncio.to_thread(self._parse, request, prompt, completions)
+                return self._record(prompt, completions, parsed)
+        except DataError as error:
+            raise SessionError(400, "invalid_request_error", str(error)) from error
+        finally:
+            self._open -= 1
+            if not self._open:
+                self.busy_s += time.monotonic() - self._busy_since
+
+    def forget(self, call: int) -> None:
+        """Take an answer out of the record, because nobody received it."""
+        self.conversation.remove(call)
+        self._asked[self._digests.pop(call)] -= 1
+
+    def set_reward(self, value: float, completion_id: str | None = None) -> None:
+        """Set the reward of the episode, or that of one answer. SessionError if there is no such answer."""
+        if completion_id is None:
+            self.reward = value
+        elif completion_id not in self._numbers:
+            raise SessionError(404, "not_found", f"no completion {completion_id!r} in this episode")
+        else:
+            self.conversation.set_reward(self._numbers[completion_id], value)
+
+    def add_metrics(self, metrics: dict[str, float]) -> None:
+        """Keep numbers of the agent about its episode."""
+        self.metrics.update(metrics)
+
+    def count_tokens(self, request: CallRequest) -> int:
+        """Number of tokens of the prompt that the request would have."""
+        self._check_open()
+        return len(self._prompt(request).ids)
+
+    def finish(self) -> None:
+        """The agent says that its episode is over."""
+        self.finished.set()
+
+    def _begin(self, request: CallRequest) -> None:
+        self._check_open()
+        if self.counts.requests >= self._policy.max_calls:
+            self.limit = "calls"
+            raise SessionError(
+                400, "max_calls_reached", f"generator.agents.max_calls {self._policy.max_calls} calls are used up"
+            )
+        self.counts.requests += 1
+        self.counts.ignored += len(request.ignored)
+        if not self._open:
+            self._busy_since = time.monotonic()
+        self._open += 1
+
+    def _check_open(self) -> None:
+        if self._ended:
+            raise SessionError(410, "session_ended", ENDED)
+
+    def _prompt(self, request: CallRequest) -> NextPrompt:
+        if request.messages is not None:
+            return self.conversation.prompt(request.messages, request.tools, request.name, request.template_args)
+        if request.prompt_ids is not None:
+            return self.conversation.raw_prompt(request.prompt_ids, request.name)
+        return self.conversation.raw_prompt(self._policy.encode(request.prompt_text or ""), request.name)
+
+    async def _sample_all(self, request: CallRequest, prompt: NextPrompt, room: int) -> list[Completion]:
+        """Sample every choice: from the record where the same tokens were asked before, else by the engine."""
+        keys = [self._next_key(prompt.ids) for _ in range(request.n)]
+        limit = min(self._sampling.max_tokens, room, request.max_tokens or room)
+        sampling = msgspec.structs.replace(
+            self._sampling, max_tokens=limit, stop=[*self._sampling.stop, *request.stop], seed=self._seed()
+        )
+        found = {k: self._saved[key] for k, key in enumerate(keys) if key in self._saved}
+        fresh = [k for k in range(request.n) if k not in found]
+        growing = [k for k, call in found.items() if call.finish == "abort"]
+        waited = time.monotonic()
+        answers = {k: _completion(call) for k, call in found.items() if call.finish != "abort"}
+        self.counts.replayed += len(answers)
+        if fresh or growing:
+            async with self._policy.places.take(len(fresh) + len(growing)):
+                begun = time.monotonic()
+                self.counts.queue_s += begun - waited
+                self._check_open()
+                generate = self._policy.engine.generate
+                jobs = [generate(prompt.ids, sampling, n=len(fresh))] if fresh else []
+                jobs += [generate(prompt.ids, sampling, prefix=found[k].tokens.numpy().tolist()) for k in growing]
+                results = [completion for part in await asyncio.gather(*jobs) for completion in part]
+                self.counts.engine_s += time.monotonic() - begun
+            for k, completion in zip([*fresh, *growing], results, strict=True):
+                answers[k] = _joined(found[k], completion) if k in found else completion
+        completions = [answers[k] for k in range(request.n)]
+        if any(completion.finish == "abort" for completion in completions):
+            await self._hand_over(prompt, completions)
+        return completions
+
+    async def _hand_over(self, prompt: NextPrompt, completions: Sequence[Completion]) -> None:
+        """Keep what there is of aborted answers, have the episode handed over, and never return."""
+        async with self._lock:
+            if not self._ended:
+                for completion in completions:
+                    self.conversation.add(prompt, completion, {"role": "assistant", "content": None})
+        self.interrupted.set()
+        await asyncio.Event().wait()
+
+    def _next_key(self, ids: Sequence[int]) -> bytes:
+        digest = ids_digest(ids)
+        self._asked[digest] += 1
+        return digest_key(digest, self._asked[digest] - 1)
+
+    def _seed(self) -> int | None:
+        """A seed of this call, so that calls of an episode, and episodes of a group, don't draw the same."""
+        if self._sampling.seed is None:
+            return None
+        return self._sampling.seed + (self._sample << 16) + (self.counts.requests << 4)
+
+    def _parse(self, request: CallRequest, prompt: NextPrompt, completions: Sequence[Completion]) -> list[ParsedAnswer]:
+        return [
+            self._policy.parser.parse(
+                completion.tokens,
+                request.tools,
+                prompt_ids=prompt.ids,
+                cut=completion.finish == "length",
+                template_args=request.template_args,
+            )
+            for completion in completions
+        ]
+
+    def _record(
+        self, prompt: NextPrompt, completions: Sequence[Completion], parsed: Sequence[ParsedAnswer]
+    ) -> list[Answer]:
+        self.counts.begun[prompt.why] += 1
+        self.counts.prompt_tokens += len(prompt.ids)
+        answers: list[Answer] = []
+        for completion, answer in zip(completions, parsed, strict=True):
+            self.counts.parse_failures += answer.failures
+            number = self.conversation.add(prompt, completion, answer.message())
+            answers.append(_answer(number, answer, prompt, completion))
+            self._numbers[answers[-1].id] = number
+            self._digests[number] = ids_digest(prompt.ids)
+            self.finish_of_last = completion.finish
+        self._save(self.partial())
+        return answers
+
+
+class _Notes(dict[str, str]):
+    """Notes that are saved with each new one."""
+
+    def __init__(self, save: Callable[[], None]) -> None:
+        super().__init__()
+        self._save = save
+
+    def __setitem__(self, name: str, value: str) -> None:
+        super().__setitem__(name, value)
+        self._save()
+
+
+def _answer(number: int, parsed: ParsedAnswer, prompt: NextPrompt, completion: Completion) -> Answer:
+    finish: AnswerFinish = "tool_calls" if parsed.tool_calls else "length" if completion.finish == "length" else "stop"
+    return Answer(
+        call=number,
+        id=f"chatcmpl-{secrets.token_hex(12)}",
+        parsed=parsed,
+        text=parsed.text,
+        finish=finish,
+        prompt_ids=prompt.ids,
+        ids=completion.tokens,
+        logprobs=completion.logprobs.tolist(),
+    )
+
+
+def _completion(call: Call) -> Completion:
+    return Completion(call.tokens.numpy().tolist(), call.logprobs.numpy(), list(call.spans), call.finish)
+
+
+def _joined(call: Call, more: Completion) -> Completion:
+    """A recorded beginning and what was sampled after it, as one completion."""
+    start = len(call.tokens)
+    spans = list(call.spans)
+    for span in more.spans:
+        last = spans[-1] if spans else None
+        if last is not None and last.version == span.version:
+            spans[-1] = Span(span.version, last.start, span.end + start)
+        else:
+            spans.append(Span(span.version, span.start + start, span.end + start))
+    return Completion(
+        [*call.tokens.numpy().tolist(), *more.tokens],
+        np.concatenate([call.logprobs.numpy(), more.logprobs]),
+        spans,
+        more.finish,
+    )

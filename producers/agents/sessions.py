@@ -1,0 +1,42 @@
+"""The sessions of a generator, found by their unguessable token."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+from producers.agents.protocol import SessionError
+from producers.agents.session import ENDED, Session
+
+REMEMBERED = 10_000
+"""Tokens of ended sessions that are answered with 410 instead of 401; it is what makes clients give up."""
+
+
+class Sessions:
+    """Running sessions by token; of ended ones the token alone is kept."""
+
+    def __init__(self) -> None:
+        self._running: dict[str, Session] = {}
+        self._ended: OrderedDict[str, None] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._running)
+
+    def add(self, session: Session) -> None:
+        self._running[session.token] = session
+
+    def end(self, session: Session) -> None:
+        """End a session: its token finds nothing any more."""
+        session.end()
+        if self._running.pop(session.token, None) is not None:
+            self._ended[session.token] = None
+            while len(self._ended) > REMEMBERED:
+                self._ended.popitem(last=False)
+
+    def find(self, token: str) -> Session:
+        """The running session; SessionError 410 for an ended one, 401 for any other token."""
+        found = self._running.get(token)
+        if found is not None:
+            return found
+        if token in self._ended:
+            raise SessionError(410, "session_ended", ENDED)
+        raise SessionError(401, "invalid_api_key", "unknown session: use the address or key that the agent was given")

@@ -1,0 +1,99 @@
+"""The workflow ``agent``: the user's own program, unmodified, plays the episodes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+import structlog
+
+from producers.agents.endpoint.server import EndpointServer
+from producers.agents.episode import Episode, Stage
+from producers.agents.outcomes import FailureAlarm
+from producers.agents.places import EnginePlaces
+from producers.agents.session import Policy
+from producers.agents.sessions import Sessions
+from producers.agents.workers.pool import AgentWorkers
+from producers.conversation.chat_template import ChatTemplate
+from producers.conversation.parsing.factory import make_parser
+from producers.engines.factory import engine_name
+from producers.workflows.base import FailedSample, RolloutContext, WorkflowServices, play_each
+from producers.workflows.trajectory_builder import SampledCompletion
+from schemas.errors import ConfigError
+
+log = structlog.get_logger()
+
+
+class AgentWorkflow:
+    """Samples are episodes of an agent, which runs in a worker process and asks the policy over HTTP.
+
+    run: the user's function or class, ``file.py:name`` or ``module:name``; args: what a class is built with. command:
+    a program and its arguments instead.
+    """
+
+    def __init__(
+        self, run: str | None = None, command: Sequence[str] | None = None, args: dict[str, Any] | None = None
+    ) -> None:
+        if (run is None) == (command is None):
+            raise ConfigError("generator.workflow.args of workflow agent: give one of run (file.py:name) and command")
+        if isinstance(command, str) or (command is not None and not command):
+            raise ConfigError(
+                f"generator.workflow.args.command {command!r} must be a list: a program and its arguments"
+            )
+        self._run = run
+        self._command = command
+        self._args = args or {}
+        self._stage: Stage | None = None
+        self._server: EndpointServer | None = None
+
+    async def start(self, services: WorkflowServices) -> None:
+        """Start the endpoint and the agents' processes; ConfigError if the agent can't be loaded."""
+        config, tokenizer = services.config, services.tokenizer
+        settings = config.generator.agents
+        template = ChatTemplate(tokenizer)
+        workers = AgentWorkers(self._run, self._command, self._args, config.base, settings)
+        parser = await asyncio.to_thread(
+            make_parser,
+            settings.tool_parser,
+            settings.reasoning_parser,
+            tokenizer,
+            engine_name(config.generator.engine) == "vllm",
+        )
+        policy = Policy(
+            engine=services.engine,
+            parser=parser,
+            places=EnginePlaces(config.generator.max_samples),
+            max_length=config.model.max_length,
+            max_calls=settings.max_calls,
+            encode=tokenizer.encode,
+        )
+        sessions = Sessions()
+        self._server = EndpointServer(sessions, settings)
+        base_url = await self._server.start()
+        await workers.start()
+        log.info("agents may begin", endpoint=base_url, processes=settings.processes)
+        self._stage = Stage(
+            settings=settings,
+            policy=policy,
+            template=template,
+            history=settings.history,
+            sessions=sessions,
+            workers=workers,
+            alarm=FailureAlarm(settings.alarm),
+            base_url=base_url,
+        )
+
+    async def close(self) -> None:
+        """End the agents' processes and the endpoint."""
+        if self._stage is not None:
+            await self._stage.workers.close()
+        if self._server is not None:
+            await self._server.close()
+
+    def run(self, rollout: RolloutContext) -> AsyncIterator[SampledCompletion | FailedSample]:
+        """Play every sample at once; see Workflow."""
+        stage = self._stage
+        if stage is None:
+            raise RuntimeError("the workflow was not started")
+        return play_each(lambda index: Episode(stage, rollout, index).play(), rollout.indices)
