@@ -10,7 +10,7 @@ from consumers.reward.scorer import check_reward
 from deploy.run.findings import Finding
 from producers.datasets.loading import build_dataset
 from schemas.codec import Array
-from schemas.config import EPISODE_WORKFLOWS, TidemillConfig
+from schemas.config import EPISODE_WORKFLOWS, REWARDING_WORKFLOWS, TidemillConfig
 from schemas.errors import ConfigError
 from schemas.messages import ChatMessage, Span, Trajectory, Turn
 
@@ -53,7 +53,9 @@ def score_first_example(config: TidemillConfig) -> Finding | str:
     answer, data, reward = str(example.data.get("answer", "")), example.data, None
     if config.generator.workflow.name in EPISODE_WORKFLOWS:
         asked = [{"role": m.role, "content": m.content} for m in example.messages or [ChatMessage("user", prompt)]]
-        data, reward = data | {"messages": [*asked, {"role": "assistant", "content": answer}]}, 1.0
+        data = data | {"messages": [*asked, {"role": "assistant", "content": answer}]}
+    if config.generator.workflow.name in REWARDING_WORKFLOWS:
+        reward = 1.0
     trajectory = Trajectory(
         run=config.run.name,
         task_id=0,

@@ -139,7 +139,8 @@ class Workflow(Protocol):
     """Turns a task into samples. Built once per generator with the arguments of ``generator.workflow.args``.
 
     ``run`` is an async generator, or returns ``rollout.each(self.sample)`` for samples that are made one by one. There
-    may be ``async def start(self, services: WorkflowServices)`` and ``async def close(self)`` for what lives longer.
+    may be ``async def start(self, services: WorkflowServices)`` and ``async def close(self)`` for what lives longer,
+    and a static ``check(base, **args)`` that raises ConfigError for arguments that can't be, before any model loads.
     """
 
     def run(self, rollout: RolloutContext) -> AsyncIterator[SampledCompletion | FailedSample]:
@@ -162,6 +163,8 @@ def find_workflow(name: str, args: dict[str, Any], base: Path) -> Callable[[], W
     if inspect.iscoroutinefunction(found.run):
         raise ConfigError(f"generator.workflow {name}: run must yield or return an async iterator, not be a coroutine")
     check_arguments("generator.workflow", found, args)
+    if (check := getattr(found, "check", None)) is not None:
+        check(base, **args)
     return functools.partial(found, **args)
 
 

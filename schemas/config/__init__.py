@@ -8,7 +8,13 @@ from schemas.config.agents import AgentsConfig
 from schemas.config.algorithm import AdvantageConfig, KlConfig, LossConfig, RejectionConfig
 from schemas.config.data import DatasetConfig, EvalConfig, RewardConfig, RewardTerm
 from schemas.config.deploy import ControlConfig, DeploymentsConfig, LauncherConfig, ProbesConfig, SupervisorConfig
-from schemas.config.generator import EPISODE_WORKFLOWS, GeneratorConfig, SamplingConfig, WorkflowConfig
+from schemas.config.generator import (
+    EPISODE_WORKFLOWS,
+    REWARDING_WORKFLOWS,
+    GeneratorConfig,
+    SamplingConfig,
+    WorkflowConfig,
+)
 from schemas.config.loading import dump_config, load_config, parse_config, save_config
 from schemas.config.offline import DpoConfig, PreferenceConfig, RewardModelConfig, WarmStartConfig
 from schemas.config.root import TidemillConfig
@@ -24,6 +30,7 @@ from schemas.config.trainer import (
 
 __all__ = [
     "EPISODE_WORKFLOWS",
+    "REWARDING_WORKFLOWS",
     "AdvantageConfig",
     "AgentsConfig",
     "BrokerConfig",

@@ -24,7 +24,9 @@ REFUSED_SAMPLING = (
 """Settings of other samplers under which log-probabilities are not the policy's."""
 
 EPISODE_WORKFLOWS = ("agent", "environment", "tools")
-"""Workflows whose samples bring a reward, so that no reward term has to be named."""
+"""Built-in workflows whose samples are conversations of several model calls."""
+REWARDING_WORKFLOWS = ("agent", "environment")
+"""Those of them whose samples bring a reward, so that no reward term has to be named."""
 
 
 class SamplingConfig(Section):
@@ -57,7 +59,9 @@ class SamplingConfig(Section):
 class WorkflowConfig(Section):
     """The workflow, which makes trajectories of a prompt."""
 
-    name: str = Field("single_turn", description="single_turn, or your own as module:name or file.py:name.")
+    name: str = Field(
+        "single_turn", description="single_turn, tools, environment, agent, or your own as module:name or file.py:name."
+    )
     args: dict[str, Any] = Field(default_factory=dict, description="Arguments of the workflow.")
 
 

@@ -10,7 +10,7 @@ from pydantic import Field, PrivateAttr, model_validator
 from schemas.config.base import Section
 from schemas.config.data import DatasetConfig, EvalConfig, RewardConfig
 from schemas.config.deploy import ControlConfig, LauncherConfig, ProbesConfig, SupervisorConfig
-from schemas.config.generator import EPISODE_WORKFLOWS, GeneratorConfig, SamplingConfig
+from schemas.config.generator import REWARDING_WORKFLOWS, GeneratorConfig, SamplingConfig
 from schemas.config.offline import DpoConfig, RewardModelConfig, WarmStartConfig
 from schemas.config.run import BrokerConfig, FlowConfig, LogConfig, ModelConfig, RunConfig, count_slots, slots_problem
 from schemas.config.trainer import TrainerConfig
@@ -65,7 +65,7 @@ class TidemillConfig(Section):
         workflow = data
         for key in ("generator", "workflow", "name"):
             workflow = workflow.get(key) if isinstance(workflow, dict) else None
-        if workflow not in EPISODE_WORKFLOWS:
+        if workflow not in REWARDING_WORKFLOWS:
             return data
         reward = data.get("reward") or {}
         if not isinstance(reward, dict) or reward.get("terms"):
@@ -95,11 +95,11 @@ class TidemillConfig(Section):
             )
         if self.generator.workflow.name == "agent":
             self._check_agents()
-        if self.generator.workflow.name == "single_turn":
+        if (workflow := self.generator.workflow.name) in ("single_turn", "tools"):
             for where, named in (("reward", self.reward.terms), ("eval", (self.eval and self.eval.terms) or [])):
                 if any(term.name == "episode" for term in named):
                     raise ValueError(
-                        f"{where}.terms name episode, the reward of the workflow, and the workflow single_turn gives"
+                        f"{where}.terms name episode, the reward of the workflow, and the workflow {workflow} gives"
                         " none: name another term, or another workflow"
                     )
         if self.sampling.temperature == 0:

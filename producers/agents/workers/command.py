@@ -62,8 +62,12 @@ class CommandRunner:
         began = time.monotonic()
         read_end, write_end = os.pipe()
         errors = await _open_pipe(read_end)
+        starting = asyncio.ensure_future(asyncio.to_thread(self._start, job, folder, write_end))
         try:
-            process = await asyncio.to_thread(self._start, job, folder, write_end)
+            process = await asyncio.shield(starting)
+        except asyncio.CancelledError:
+            await asyncio.to_thread((await starting).kill)
+            raise
         except OSError as error:
             return AgentResult("raised", error=f"it cannot be started: {error.strerror}", error_type="OSError")
         finally:

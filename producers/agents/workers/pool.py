@@ -10,14 +10,27 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import MutableMapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from producers.agents.workers.command import CommandRunner
-from producers.agents.workers.process import AgentProcess, close_all
+from producers.agents.workers.process import AgentProcess
 from producers.agents.workers.protocol import AgentJob, AgentResult
 from schemas.config import AgentsConfig
 from schemas.errors import ConfigError, InfraError
+
+_MOST_CELLS = 4
+"""Processes at most that a pool has beside its own, for suspects."""
+
+
+@dataclass(eq=False)
+class _Cell:
+    """A process for at most so many suspects."""
+
+    limit: int
+    start: asyncio.Task[AgentProcess]
+    episodes: int = 0
 
 
 class AgentWorkers:
@@ -43,6 +56,9 @@ class AgentWorkers:
         self._settings = settings
         self._commands = CommandRunner(command, base, settings) if command else None
         self._slots: list[asyncio.Task[AgentProcess]] = []
+        self._suspects: dict[str, int] = {}
+        self._cells: list[_Cell] = []
+        self._cell_left = asyncio.Event()
         self._closed = False
 
     async def start(self) -> None:
@@ -65,7 +81,11 @@ class AgentWorkers:
         kept = {} if once is None else once
         if self._commands is not None:
             return await self._commands.run(job)
-        return await (await self._place()).play(job, kept)
+        limit = self._suspects.pop(job.episode_id, None)
+        if limit is not None:
+            return await self._run_isolated(job, kept, limit)
+        process = await self._place()
+        return self._noted(job, process, await process.play(job, kept))
 
     async def cancel(self, episode_id: str) -> None:
         """End an episode: its call returns ``cancelled``."""
@@ -79,18 +99,51 @@ class AgentWorkers:
         self._closed = True
         if self._commands is not None:
             await self._commands.close()
-        for slot in self._slots:
-            slot.cancel()
-        for slot in self._slots:
-            with contextlib.suppress(asyncio.CancelledError, ConfigError, InfraError):
-                await slot
-        await close_all(self._processes())
+        starts = [*self._slots, *(cell.start for cell in self._cells)]
+        await asyncio.gather(*(_end(start, "the agents' processes were closed") for start in starts))
+        self._cell_left.set()
+
+    def _noted(self, job: AgentJob, process: AgentProcess, result: AgentResult) -> AgentResult:
+        if result.kind == "neighbour" and process.suspects:
+            self._suspects[job.episode_id] = max(1, process.suspects // 4)
+            while len(self._suspects) > self._settings.episodes:
+                # The oldest was not begun again.
+                del self._suspects[next(iter(self._suspects))]
+        return result
+
+    async def _run_isolated(self, job: AgentJob, once: MutableMapping[str, str], limit: int) -> AgentResult:
+        """Run a suspect, with less than ``limit`` others, which are suspects too."""
+        cell = await self._enter_cell(limit)
+        try:
+            process = await asyncio.shield(cell.start)
+            return self._noted(job, process, await process.play(job, once))
+        finally:
+            cell.episodes -= 1
+            if cell.episodes == 0:
+                self._cells.remove(cell)
+                await _end(cell.start, "its process is not needed any more")
+            self._cell_left.set()
+
+    async def _enter_cell(self, limit: int) -> _Cell:
+        while not self._closed:
+            for cell in self._cells:
+                ended = cell.start.done() and (cell.start.exception() or not cell.start.result().usable)
+                if cell.limit == limit and cell.episodes < limit and not ended:
+                    cell.episodes += 1
+                    return cell
+            if len(self._cells) < _MOST_CELLS:
+                self._cells.append(_Cell(limit, self._start(), 1))
+                return self._cells[-1]
+            self._cell_left.clear()
+            await self._cell_left.wait()
+        raise InfraError("the agents' processes are closed")
 
     def _start(self) -> asyncio.Task[AgentProcess]:
         return asyncio.create_task(AgentProcess.start(self._run, self._args, self._base, self._settings))
 
     def _processes(self) -> list[AgentProcess]:
-        return [slot.result() for slot in self._slots if slot.done() and not slot.cancelled() and not slot.exception()]
+        starts = [*self._slots, *(cell.start for cell in self._cells)]
+        return [start.result() for start in starts if start.done() and not start.cancelled() and not start.exception()]
 
     async def _place(self) -> AgentProcess:
         """The process for an episode; ends are noticed here, and replaced."""
@@ -99,8 +152,15 @@ class AgentWorkers:
         for number, slot in enumerate(self._slots):
             if slot.done() and (slot.exception() is not None or not slot.result().usable):
                 self._slots[number] = self._start()
-        usable = [process for process in self._processes() if process.usable]
-        if not usable:
+        ready = [slot.result() for slot in self._slots if slot.done()]
+        if not ready:
             done, _ = await asyncio.wait(self._slots, return_when=asyncio.FIRST_COMPLETED)
-            usable = [next(iter(done)).result()]
-        return min(usable, key=lambda process: process.load)
+            ready = [slot.result() for slot in done]
+        return min(ready, key=lambda process: process.load)
+
+
+async def _end(start: asyncio.Task[AgentProcess], reason: str) -> None:
+    """Kill a process, or end its start."""
+    start.cancel()
+    with contextlib.suppress(asyncio.CancelledError, ConfigError, InfraError):
+        await (await start).kill(reason)

@@ -7,7 +7,7 @@ event loop, the process is killed with all that it started, and its other episod
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import os
 import socket
 import sys
 import time
@@ -77,12 +77,17 @@ class _Episode:
 def start_runner(
     run: str, args: dict[str, Any], base: Path, settings: AgentsConfig, option: str = ""
 ) -> tuple[GuardedProcess, socket.socket, bytes]:
-    """Start a process for this agent; returns it, the connection to it, and the first line to send there."""
+    """Start a process for this agent; returns it, the connection to it, and the first line to send there.
+
+    ConfigError if there is no such interpreter, OSError if the system can't start it.
+    """
     own = settings.python is None
     shown = environment(settings.env)
     if not own:
         shown = {name: value for name, value in shown.items() if name not in _OURS or name in settings.env}
     python = sys.executable if own else str(base / (settings.python or ""))
+    if not os.access(python, os.X_OK):
+        raise ConfigError(f"generator.agents.python: there is no program {python} that can be run")
     setup = Setup(
         run=run,
         args=args,
@@ -111,6 +116,8 @@ class AgentProcess:
         self._writer = writer
         self._episodes: dict[int, _Episode] = {}
         self._count = 0
+        self.suspects = 0
+        """With how many episodes it ended by itself, none of which is known to have done it."""
         self._blocked: tuple[float, Blocked] | None = None
         self._leaving: Leaving | None = None
         self._lingering: set[int] = set()
@@ -121,10 +128,14 @@ class AgentProcess:
     @classmethod
     async def start(cls, run: str, args: dict[str, Any], base: Path, settings: AgentsConfig) -> AgentProcess:
         """Start it and wait until the agent is loaded. ConfigError if it can't be loaded, InfraError if not started."""
+        starting = asyncio.ensure_future(asyncio.to_thread(start_runner, run, args, base, settings))
         try:
-            process, ours, setup = await asyncio.to_thread(start_runner, run, args, base, settings)
+            process, ours, setup = await asyncio.shield(starting)
         except OSError as error:
             raise InfraError(f"an agent's process could not be started: {error}") from error
+        except asyncio.CancelledError:
+            await asyncio.to_thread((await starting)[0].kill)
+            raise
         reader, writer = await asyncio.open_connection(sock=ours, limit=_MOST_BYTES)
         found = cls(process, reader, writer)
         try:
@@ -159,6 +170,8 @@ class AgentProcess:
 
     async def play(self, job: AgentJob, notes: MutableMapping[str, str]) -> AgentResult:
         """Run an episode to its end. When this call is cancelled, the episode is, too, and the call ends after it."""
+        if not self.usable:
+            return AgentResult("neighbour", error="its process ended before it began")
         loop = asyncio.get_running_loop()
         self._count += 1
         number = self._count
@@ -194,7 +207,7 @@ class AgentProcess:
     async def kill(self, reason: str) -> str:
         """Kill it with all that it started; its episodes become neighbours of ``reason``. Returns how it ended."""
         how = await self._kill()
-        for episode in self._take_all():
+        for _, episode in self._take_all():
             episode.finish(episode.ending or "neighbour", reason)
         return how
 
@@ -232,7 +245,7 @@ class AgentProcess:
         """Kill the process, whose event loop or whole process stands still, and say whose fault it is, if known."""
         await self._kill()
         culprit = blocked.episode if blocked else None
-        for number, episode in self._take_numbered():
+        for number, episode in self._take_all():
             if blocked is not None and number == culprit:
                 error = f"it blocked the event loop of its process for {blocked.seconds:.0f} s, in {blocked.where}"
                 episode.finish(episode.ending or "died", error)
@@ -265,13 +278,10 @@ class AgentProcess:
         self._writer.close()
         return how
 
-    def _take_numbered(self) -> list[tuple[int, _Episode]]:
+    def _take_all(self) -> list[tuple[int, _Episode]]:
         taken = list(self._episodes.items())
         self._episodes.clear()
         return taken
-
-    def _take_all(self) -> list[_Episode]:
-        return [episode for _, episode in self._take_numbered()]
 
     async def _listen(self) -> None:
         try:
@@ -289,10 +299,12 @@ class AgentProcess:
         """The process has ended by itself, or speaks nonsense: say so to its episodes."""
         how = wrong or await self._kill()
         await self._kill()
-        episodes = self._take_numbered()
+        episodes = self._take_all()
         culprit = self._leaving.episode if self._leaving is not None else None
         if self._leaving is not None:
             how = f"{how}, {self._leaving.how}"
+        if culprit is None and len(episodes) > 1:
+            self.suspects = len(episodes)
         for number, episode in episodes:
             if number == culprit or len(episodes) == 1:
                 episode.finish(episode.ending or "died", f"its process ended: {how}")
@@ -343,9 +355,3 @@ def _late(episode: _Episode) -> str:
     if episode.ending == "deadline":
         return f"it did not end within {episode.job.deadline_s:g} s"
     return "it was cancelled"
-
-
-async def close_all(processes: list[AgentProcess]) -> None:
-    """Kill them side by side."""
-    with contextlib.suppress(OSError):
-        await asyncio.gather(*(process.kill("the agents' processes were closed") for process in processes))

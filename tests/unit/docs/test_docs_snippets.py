@@ -11,13 +11,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+import yaml
 
 from consumers.reward.scorer import check_reward
 from deploy.launchers.factory import build_launcher
 from producers.datasets.loading import build_dataset
 from producers.engines.base import EngineSettings
 from producers.engines.scripted import ScriptedEngine
-from producers.workflows.base import RolloutContext
+from producers.loops.tool_functions import load_tools
+from producers.loops.tools import Tools
+from producers.workflows.base import RolloutContext, find_workflow
 from schemas.codec import Array
 from schemas.config import DatasetConfig, RewardTerm, parse_config
 from schemas.messages import Sampling, Span, Task, Trajectory
@@ -87,6 +90,39 @@ def test_the_workflow_makes_valid_trajectories(snippets: Path) -> None:
         assert [turn.role for turn in trajectory.turns] == ["prompt", "assistant", "user", "assistant"]
         sampled = [turn for turn in trajectory.turns if turn.role == "assistant"]
         assert trajectory.loss_mask.numpy().sum() == sum(turn.end - turn.start for turn in sampled)
+
+
+def test_the_policy_calls_the_tools(snippets: Path) -> None:
+    args = workflow_args("tools")
+    assert args["tools"] == ["tools.py:calculator", "tools.py:look_up"]
+    assert isinstance(find_workflow("tools", args, snippets)(), Tools)
+    tools = load_tools(args["tools"], snippets)
+    result = asyncio.run(tools["calculator"].call('{"left": 6, "right": 7, "sign": "*"}', timeout_s=30.0))
+    assert result == "42.0"
+    assert asyncio.run(tools["look_up"].call('{"word": "tide"}', timeout_s=30.0)).startswith('{"word": "tide"')
+
+
+def test_the_environment_is_one(snippets: Path) -> None:
+    args = workflow_args("environment")
+    assert args["environment"] == "guess.py:Guess"
+    find_workflow("environment", args, snippets)
+    game = load(args["environment"], "environment", snippets)(**args["args"])
+
+    async def play() -> list[tuple[str, float, bool]]:
+        assert "from 1 to 15" in await game.reset({"seed": 7})
+        return [await game.step(str(guess)) for guess in ("none", *range(1, 16))]
+
+    steps = asyncio.run(play())
+    assert steps[0][1] == -0.1
+    assert [reward for _, reward, done in steps if done] == [1.0]
+
+
+def workflow_args(name: str) -> Any:
+    """The arguments of a built-in workflow in the YAML of the page."""
+    text = (ROOT / "docs" / "bring-your-own.md").read_text(encoding="utf-8")
+    blocks = [yaml.safe_load(block) for block in re.findall(r"^```yaml\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)]
+    found = [block.get("generator", {}).get("workflow", {}) for block in blocks]
+    return next(workflow["args"] for workflow in found if workflow.get("name") == name)
 
 
 def test_the_loss_is_clipped(snippets: Path) -> None:

@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from producers.agents.workers import check, process
+from producers.agents.workers.check import check_agent
 from producers.agents.workers.pool import AgentWorkers
 from producers.agents.workers.protocol import AgentJob, AgentResult
 from schemas.config import AgentsConfig
@@ -117,6 +119,10 @@ def plain(task, episode):
         time.sleep(3600)
     if task["do"] == "stop":
         raise StopIteration
+    if task["do"] == "pid":
+        return {"data": {"pid": os.getpid()}}
+    time.sleep(task.get("seconds", 0))
+    episode.metrics(pid=os.getpid())
     return episode.once("n", lambda: threading.active_count() > 0) and task["value"]
 
 class Built:
@@ -348,6 +354,8 @@ def test_an_agent_that_cannot_be_loaded_is_one_line_at_the_start(
 
 PARENT = """
 import asyncio, pathlib
+from producers.agents.workers import check, process
+from producers.agents.workers.check import check_agent
 from producers.agents.workers.pool import AgentWorkers
 from producers.agents.workers.protocol import AgentJob
 from schemas.config import AgentsConfig
@@ -376,3 +384,100 @@ def wait_until(true: Callable[[], bool], otherwise: str) -> None:
     while not true():
         assert time.monotonic() < deadline, otherwise
         time.sleep(0.02)
+
+
+def test_one_episode_that_crashes_its_process_is_found_and_no_other_pays_for_it(base: Path):
+    """Nobody knows which of them it was: they begin anew with fewer others, the last of them alone."""
+    died: list[str] = []
+
+    async def play_on(workers: AgentWorkers, first: AgentJob) -> tuple[str, int]:
+        for beginnings in range(1, 10):
+            result = await workers.run(first)
+            if result.kind != "neighbour":
+                died.extend([first.episode_id] if result.kind == "died" else [])
+                return result.kind, beginnings
+        raise AssertionError(f"{first.episode_id} was begun again and again")
+
+    async def work(workers: AgentWorkers) -> list[tuple[str, int]]:
+        good = [job("wait", name=f"good-{k}", seconds=0.6) for k in range(11)]
+        return await asyncio.gather(*(play_on(workers, one) for one in (job("crashes", after=0.3), *good)))
+
+    ends = with_workers(work, base, processes=2)
+    assert died == ["crashes"]
+    assert ends[0][0] == "died"
+    assert {kind for kind, _ in ends[1:]} == {"returned"}
+
+
+@pytest.mark.parametrize(
+    ("run", "args", "reason"),
+    [
+        ("agent.py:run", {}, ""),
+        ("agent.py:Built", {"factor": 1}, ""),
+        ("agent.py:Exits", {}, ""),
+        (
+            "agent.py:Built",
+            {"factors": 1},
+            "agent.py:Built cannot be built with args {'factors': 1}: missing a required",
+        ),
+        ("other.py:run", {}, "other.py:run cannot be imported: no file"),
+        ("ends.py:run", {}, "ends.py:run cannot be checked: its process ended with exit code 3"),
+        ("hangs.py:run", {}, "hangs.py:run cannot be checked: it is not loaded after 1 s"),
+    ],
+)
+@pytest.mark.parametrize("python", [None, sys.executable])
+def test_an_agent_is_checked_and_not_run_before_anything_else_begins(
+    base: Path, monkeypatch: pytest.MonkeyPatch, run: str, args: dict[str, Any], reason: str, python: str | None
+):
+    (base / "agent.py").write_text(
+        AGENT + "class Exits:\n    def __init__(self): os._exit(1)\n    def run(self): ...\n"
+    )
+    (base / "ends.py").write_text("import os\nos._exit(3)\n")
+    (base / "hangs.py").write_text("import time\ntime.sleep(3600)\n")
+    monkeypatch.setattr(check, "CHECK_TIMEOUT_S", 1.0 if run == "hangs.py:run" else 20.0)
+    settings = AgentsConfig(python=None if python is None else Path(python))
+    if not reason:
+        check_agent(run, None, args, base, settings)
+        return
+    with pytest.raises(ConfigError) as caught:
+        check_agent(run, None, args, base, settings)
+    assert str(caught.value).startswith(f"generator.workflow.args.run: {reason}")
+
+
+def test_a_program_or_an_interpreter_that_is_not_there_is_told_before_anything_else_begins(base: Path):
+    (base / "mine").write_text("#!/bin/sh\n")
+    check_agent(None, ["sh", "-c", "exit 1"], {}, base, AgentsConfig())
+    with pytest.raises(ConfigError, match=r"args\.command: there is no program '\./mine' that can be run"):
+        check_agent(None, ["./mine"], {}, base, AgentsConfig())
+    (base / "mine").chmod(0o755)
+    check_agent(None, ["./mine"], {}, base, AgentsConfig())
+    with pytest.raises(ConfigError, match=r"agents\.python: there is no program .*/env/python that can be run"):
+        check_agent("agent.py:run", None, {}, base, AgentsConfig(python=Path("env/python")))
+
+
+def test_an_episode_that_meets_its_deadline_while_another_blocks_their_process_is_not_late(base: Path):
+    blocked = job("wait", seconds=1.5, deadline_s=2.5)
+    blocking = job("blocks", deadline_s=60)
+    late, culprit = play(base, blocked, blocking)
+    assert (late.kind, late.error) == ("neighbour", "another episode blocked their process, which was killed")
+    assert culprit.kind == "died"
+    assert culprit.error.startswith("it blocked the event loop of its process for")
+    assert "in blocks (" in culprit.error
+
+
+def test_what_is_left_of_an_ended_episode_costs_its_process_only_when_that_is_empty(
+    base: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """A plain function can't be ended; its process takes nothing new, and is ended after its last episode."""
+    monkeypatch.setattr(process, "LINGER_S", 0.1)
+
+    async def work(workers: AgentWorkers) -> list[AgentResult]:
+        going_on = asyncio.create_task(workers.run(job("sleep", value=4, seconds=3.0)))
+        late = await workers.run(job("hang", deadline_s=0.3))
+        await asyncio.sleep(0.2)
+        new = await workers.run(job("pid"))
+        return [late, new, await workers.run(job("pid")), await going_on]
+
+    late, new, again, going_on = with_workers(work, base, run="agent.py:plain")
+    assert (late.kind, late.error) == ("deadline", "it did not end within 0.3 s")
+    assert (going_on.kind, going_on.reward) == ("returned", 4.0)
+    assert new.data["pid"] == again.data["pid"] != going_on.metrics["pid"]

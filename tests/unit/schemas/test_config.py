@@ -209,13 +209,21 @@ def test_without_a_term_an_agents_own_reward_counts(reward: dict[str, Any]) -> N
 def test_terms_that_are_named_replace_or_join_that_of_the_episode() -> None:
     for names in (["format"], ["episode", "format"]):
         terms = [{"name": name} for name in names]
-        config = parse_config(merged(generator={"workflow": {"name": "tools"}}, reward={"terms": terms}))
+        config = parse_config(merged(generator={"workflow": {"name": "environment"}}, reward={"terms": terms}))
         assert [term.name for term in config.reward.terms] == names
 
 
 @pytest.mark.parametrize("where", ["reward", "eval"])
-def test_the_reward_of_a_workflow_that_gives_none_is_refused(where: str) -> None:
+@pytest.mark.parametrize("workflow", ["single_turn", "tools"])
+def test_the_reward_of_a_workflow_that_gives_none_is_refused(where: str, workflow: str) -> None:
     sections: dict[str, Any] = {"eval": {"dataset": {"name": "jsonl"}}} if where == "eval" else {}
     sections[where] = {**sections.get(where, {}), "terms": [{"name": "episode"}]}
-    with pytest.raises(ConfigError, match=rf"{where}.terms name episode, .* the workflow single_turn gives none"):
+    sections["generator"] = {"workflow": {"name": workflow}}
+    with pytest.raises(ConfigError, match=rf"{where}.terms name episode, .* the workflow {workflow} gives none"):
         parse_config(merged(**sections))
+
+
+def test_with_tools_a_reward_term_has_to_be_named() -> None:
+    data = {"model": {"path": "m"}, "train": {"name": "jsonl"}, "generator": {"workflow": {"name": "tools"}}}
+    with pytest.raises(ConfigError, match="reward"):
+        parse_config(data)

@@ -1,0 +1,67 @@
+"""Whether an agent can be loaded and called, asked before a run begins, of the interpreter that will run it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from producers.agents.workers.process import start_runner
+from producers.agents.workers.protocol import SAID, Ready, Refused
+from schemas.config import AgentsConfig
+from schemas.errors import ConfigError
+from schemas.guarded_process import environment
+
+CHECK_TIMEOUT_S = 20.0
+
+
+def check_agent(
+    run: str | None, command: Sequence[str] | None, args: dict[str, Any], base: Path, settings: AgentsConfig
+) -> None:
+    """ConfigError unless the agent can be loaded and takes what it is given. It is imported, in a process of its own,
+    but neither built nor called; of a command, only the program is looked for.
+    """
+    if command:
+        program = str(base / command[0]) if os.sep in command[0] else command[0]
+        if shutil.which(program, path=environment(settings.env).get("PATH")) is None:
+            raise ConfigError(f"generator.workflow.args.command: there is no program {command[0]!r} that can be run")
+        return
+    try:
+        process, connection, setup = start_runner(run or "", args, base, settings, "--check")
+    except OSError as error:
+        raise ConfigError(f"generator.workflow.args.run: {run} cannot be checked: {error}") from error
+    with connection:
+        try:
+            line = _ask(connection, setup)
+        except OSError:
+            line = b""
+        finally:
+            how = process.kill()
+    try:
+        said = SAID.decode(line)
+    except ValueError:
+        said = None
+    if isinstance(said, Refused):
+        raise ConfigError(f"generator.workflow.args.run: {said.error}")
+    if not isinstance(said, Ready):
+        late = f"it is not loaded after {CHECK_TIMEOUT_S:g} s" if how == "SIGKILL" else f"its process ended with {how}"
+        raise ConfigError(f"generator.workflow.args.run: {run} cannot be checked: {late}")
+
+
+def _ask(connection: socket.socket, setup: bytes) -> bytes:
+    """Send the setup, return the line that comes back within the deadline."""
+    deadline = time.monotonic() + CHECK_TIMEOUT_S
+    connection.settimeout(CHECK_TIMEOUT_S)
+    connection.sendall(setup)
+    line = b""
+    while not line.endswith(b"\n"):
+        connection.settimeout(max(0.001, deadline - time.monotonic()))
+        part = connection.recv(65536)
+        if not part:
+            return line
+        line += part
+    return line

@@ -1,0 +1,168 @@
+"""The workflow ``environment``: anything with ``reset`` and ``step`` over text, which rewards each turn."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import structlog
+
+from producers.conversation.messages import Message
+from producers.loops.episode import Episode, EpisodeEnded, LoopParts
+from producers.loops.tools import check_limits
+from producers.loops.user_code import DeadlineExceeded, call_user
+from producers.workflows.base import FailedSample, RolloutContext, WorkflowServices, play_each
+from producers.workflows.trajectory_builder import SampledCompletion
+from schemas.errors import ConfigError, DataError, describe_error, printable
+from schemas.messages import FinishReason, Task
+from schemas.plugins import check_arguments, check_method, load
+
+log = structlog.get_logger()
+
+_WHERE = "generator.workflow.args.environment"
+
+
+class EnvironmentLoop:
+    """Plays each sample in an environment of its own, until that is done.
+
+    environment: a class, as file.py:Name. args: what it is built with. max_turns: most answers of an episode,
+    ``agents.max_calls`` where None; one that reaches it ends with finish ``calls``. timeout_s: longest time of a step.
+
+    An environment that raises or takes too long fails its sample, which is then not trained.
+    """
+
+    def __init__(
+        self,
+        environment: str,
+        args: dict[str, Any] | None = None,
+        max_turns: int | None = None,
+        timeout_s: float = 60.0,
+    ) -> None:
+        self._name = environment
+        self._args = args or {}
+        self._max_turns = max_turns
+        self._timeout_s = timeout_s
+        self._environment: Any = None
+        self._parts: LoopParts | None = None
+
+    @staticmethod
+    def check(base: Path, environment: Any = None, args: Any = None, **limits: Any) -> None:
+        """ConfigError unless the environment has reset and step, and takes its arguments."""
+        _find_environment(environment, args or {}, base)
+        check_limits(limits, whole=("max_turns",))
+
+    async def start(self, services: WorkflowServices) -> None:
+        self._environment = _find_environment(self._name, self._args, services.config.base)
+        self._parts = LoopParts.create(services)
+
+    def run(self, rollout: RolloutContext) -> AsyncIterator[SampledCompletion | FailedSample]:
+        return play_each(lambda index: self._play(rollout, index), rollout.indices)
+
+    async def _play(self, rollout: RolloutContext, index: int) -> SampledCompletion | FailedSample:
+        if self._parts is None:
+            raise ConfigError("the workflow environment was not started")
+        episode = Episode(self._parts, rollout, index, self._max_turns or self._parts.settings.max_calls)
+        finish: FinishReason = "stop"
+        rewards: list[float] = []
+        environment: Any = None
+        try:
+            environment = await self._use(episode, "__init__", self._environment, **self._args)
+            await self._steps(episode, environment, describe_task(rollout.task, index), rewards)
+        except EpisodeEnded as ended:
+            finish = ended.finish
+        finally:
+            await self._close(environment)
+        return episode.finish(finish, math.fsum(rewards) if rewards else None)
+
+    async def _steps(self, episode: Episode, environment: Any, task: dict[str, Any], rewards: list[float]) -> None:
+        messages = begin(episode.first_messages(), await self._use(episode, "reset", environment.reset, task))
+        while True:
+            answer, message = await episode.ask(messages)
+            observed, reward, done = read_step(await self._use(episode, "step", environment.step, answer.content or ""))
+            if reward is not None:
+                episode.conversation.set_reward(episode.last_call, reward)
+                rewards.append(reward)
+            if done:
+                return
+            messages += [message, {"role": "user", "content": observed}]
+
+    async def _use(self, episode: Episode, what: str, method: Any, *args: Any, **keywords: Any) -> Any:
+        try:
+            return await episode.until_interrupted(call_user(method, self._timeout_s, *args, **keywords))
+        except DeadlineExceeded as error:
+            raise DataError(f"{what} of {self._name} {error}") from error
+
+    async def _close(self, environment: Any) -> None:
+        close = getattr(environment, "close", None)
+        if close is None:
+            return
+        try:
+            await call_user(close, self._timeout_s)
+        except Exception as error:  # noqa: BLE001 - user code: the episode is over, whatever this does
+            log.warning("an environment could not be closed", environment=self._name, reason=describe_error(error))
+
+
+def describe_task(task: Task, sample: int) -> dict[str, Any]:
+    """What an environment is told: prompt and data of the task, and a seed, the same for each attempt at the sample."""
+    prompt: dict[str, Any] = {"text": task.text} if task.text is not None else {}
+    if task.messages is not None:
+        prompt = {"messages": [{"role": message.role, "content": message.content} for message in task.messages]}
+    seed = task.task_id * 1000 + sample
+    # A copy: the samples of a task must not share lists that one of them may change.
+    return {**prompt, "data": copy.deepcopy(task.data), "task_id": task.task_id, "sample": sample, "seed": seed}
+
+
+def begin(messages: list[Message], observed: Any) -> list[Message]:
+    """The first prompt: the task's with the first observation, or the messages that ``reset`` returned in its place."""
+    if observed is None:
+        return messages
+    if isinstance(observed, str):
+        text = printable(observed)
+        if messages and messages[-1]["role"] == "user":
+            # Many templates refuse two turns of the user in a row.
+            return [*messages[:-1], {"role": "user", "content": f"{messages[-1]['content']}\n\n{text}"}]
+        return [*messages, {"role": "user", "content": text}]
+    if isinstance(observed, list) and observed and all(_is_message(message) for message in observed):
+        return [{**message, "content": printable(message["content"])} for message in observed]
+    raise DataError(
+        "reset must return text, None, or a list of messages with role and content;"
+        f" it returned {printable(repr(observed))[:200]}"
+    )
+
+
+def read_step(result: Any) -> tuple[str, float | None, bool]:
+    """What ``step`` returned: text, reward (None: it says nothing), and whether that was the end. DataError if not."""
+    text = reward = done = None
+    try:
+        text, reward, done = result
+        reward = None if reward is None else float(reward)
+        done = bool(done)
+    except (TypeError, ValueError):
+        done = None
+    if done is None or not (isinstance(text, str) or done) or (reward is not None and not math.isfinite(reward)):
+        raise DataError(
+            f"step must return (text, reward, done), a finite reward or None; it returned"
+            f" {printable(repr(result))[:200]}"
+        )
+    return printable(text) if isinstance(text, str) else "", reward, done
+
+
+def _is_message(message: Any) -> bool:
+    return (
+        isinstance(message, dict) and isinstance(message.get("role"), str) and isinstance(message.get("content"), str)
+    )
+
+
+def _find_environment(name: Any, args: Any, base: Path) -> Any:
+    if not isinstance(name, str) or ":" not in name:
+        raise ConfigError(f"{_WHERE} {name!r}: name a class as file.py:Name or package.module:Name")
+    if not isinstance(args, dict):
+        raise ConfigError(f"generator.workflow.args.args {args!r} must be a mapping, the arguments of {name}")
+    found = load(name, "environment", base)
+    check_method(_WHERE, found, "reset", ("task",))
+    check_method(_WHERE, found, "step", ("text",))
+    check_arguments(_WHERE, found, args)
+    return found

@@ -1,0 +1,149 @@
+"""The workflow ``tools``: Python functions that the policy may call until it answers without a call."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import structlog
+
+from producers.conversation.messages import Message
+from producers.conversation.parsing.answers import ParsedAnswer, ToolCall
+from producers.loops.episode import Episode, EpisodeEnded, LoopParts
+from producers.loops.tool_functions import FunctionTool, ToolError, load_tools
+from producers.workflows.base import FailedSample, RolloutContext, WorkflowServices, is_service_error, play_each
+from producers.workflows.trajectory_builder import SampledCompletion
+from schemas.errors import ConfigError, describe_error
+from schemas.messages import FinishReason
+
+log = structlog.get_logger()
+
+UNREADABLE = (
+    "error: a tool call could not be read: it must be one JSON object with the name of the tool and its arguments"
+)
+
+
+class Tools:
+    """Plays each sample as a conversation with tools.
+
+    tools: functions, as file.py:name. parallel: calls of one answer at once. timeout_s: longest time of one call.
+    longest_result: characters of a result, which is cut in its middle. max_calls: most model calls of an episode,
+    ``agents.max_calls`` where None; one that reaches it ends with finish ``calls``.
+
+    What goes wrong with a call is told to the policy as its result: a tool that there is not, arguments that can't be
+    read, whatever the function raises.
+    """
+
+    def __init__(
+        self,
+        tools: list[str],
+        parallel: int = 4,
+        timeout_s: float = 30.0,
+        longest_result: int = 4000,
+        max_calls: int | None = None,
+    ) -> None:
+        self._names = tools
+        self._parallel = parallel
+        self._timeout_s = timeout_s
+        self._longest_result = longest_result
+        self._max_calls = max_calls
+        self._tools: dict[str, FunctionTool] = {}
+        self._schemas: list[dict[str, Any]] = []
+        self._parts: LoopParts | None = None
+
+    @staticmethod
+    def check(base: Path, tools: Any = None, **limits: Any) -> None:
+        """ConfigError unless the tools are functions that can be told, and the limits numbers above 0."""
+        load_tools(tools, base)
+        check_limits(limits, whole=("parallel", "longest_result", "max_calls"))
+
+    async def start(self, services: WorkflowServices) -> None:
+        self._tools = load_tools(self._names, services.config.base)
+        self._schemas = [tool.schema for tool in self._tools.values()]
+        self._parts = parts = LoopParts.create(services)
+        hello = [{"role": "user", "content": "Hello"}]
+        if parts.template.render(hello) == parts.template.render(hello, self._schemas):
+            log.warning("the chat template does not show tools: the policy has to know them from its training")
+
+    def run(self, rollout: RolloutContext) -> AsyncIterator[SampledCompletion | FailedSample]:
+        return play_each(lambda index: self._play(rollout, index), rollout.indices)
+
+    async def _play(self, rollout: RolloutContext, index: int) -> SampledCompletion | FailedSample:
+        if self._parts is None:
+            raise ConfigError("the workflow tools was not started")
+        episode = Episode(self._parts, rollout, index, self._max_calls or self._parts.settings.max_calls)
+        finish: FinishReason = "stop"
+        try:
+            await self._talk(episode)
+        except EpisodeEnded as ended:
+            finish = ended.finish
+        return episode.finish(finish)
+
+    async def _talk(self, episode: Episode) -> None:
+        messages = episode.first_messages()
+        while True:
+            answer, message = await episode.ask(messages, self._schemas)
+            episode.count("unreadable_tool_calls", answer.failures)
+            if not answer.tool_calls and not answer.failures:
+                return
+            messages += [message, *await self._results(episode, answer)]
+
+    async def _results(self, episode: Episode, answer: ParsedAnswer) -> list[Message]:
+        """What the answer's calls gave, in their order."""
+        if not answer.tool_calls:
+            # There is no call that this could be the result of, and templates insist on one.
+            return [{"role": "user", "content": UNREADABLE}]
+        places = asyncio.Semaphore(self._parallel)
+
+        async def result(call: ToolCall) -> str:
+            async with places:
+                return await self._call(episode, call)
+
+        texts = await episode.until_interrupted(_all(result(call) for call in answer.tool_calls))
+        if answer.failures:
+            texts[-1] += f"\n{UNREADABLE}"
+        return [
+            {"role": "tool", "tool_call_id": call.id, "name": call.name, "content": text}
+            for call, text in zip(answer.tool_calls, texts, strict=True)
+        ]
+
+    async def _call(self, episode: Episode, call: ToolCall) -> str:
+        episode.count("tool_calls")
+        tool = self._tools.get(call.name)
+        try:
+            if tool is None:
+                raise ToolError(f"there is no tool {call.name}; there are: {', '.join(self._tools)}")
+            return shorten(await tool.call(call.arguments, self._timeout_s), self._longest_result)
+        except ToolError as error:
+            reason = str(error)
+        except Exception as error:  # user code: whatever it raises is the result that the policy sees
+            if is_service_error(error):
+                raise
+            reason = describe_error(error)
+        episode.count("tool_errors")
+        return shorten(f"error: {reason}", self._longest_result)
+
+
+async def _all(calls: Any) -> list[str]:
+    return list(await asyncio.gather(*calls))
+
+
+def shorten(text: str, longest: int) -> str:
+    """The text with its middle left out, where it has more than ``longest`` characters."""
+    if len(text) <= longest:
+        return text
+    head = (longest + 1) // 2
+    return f"{text[:head]}\n[{len(text) - longest} characters left out]\n{text[len(text) - longest // 2 :]}"
+
+
+def check_limits(limits: dict[str, Any], whole: Sequence[str]) -> None:
+    """ConfigError for a limit in the arguments of the workflow that is no number above 0, or not a whole one."""
+    for name, value in limits.items():
+        if value is None and name.startswith("max_"):
+            continue
+        number = isinstance(value, int if name in whole else int | float) and not isinstance(value, bool)
+        if not number or not value > 0:
+            kind = "a whole number" if name in whole else "a number"
+            raise ConfigError(f"generator.workflow.args.{name} {value!r} must be {kind} above 0")

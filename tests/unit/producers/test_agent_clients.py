@@ -1,0 +1,115 @@
+"""The client that agents are given, against a server that answers as the policy's endpoint does."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+
+from producers.agents.workers.pool import AgentWorkers
+from producers.agents.workers.protocol import AgentJob, AgentResult
+from schemas.config import AgentsConfig
+from schemas.errors import ConfigError
+
+pytest.importorskip("openai")
+
+AGENT = """
+import asyncio
+
+async def run(task, client, base_url, api_key):
+    for _ in range(3):
+        answer = await client.chat.completions.create(model="policy", messages=task["messages"])
+        await asyncio.sleep(0.05)
+    await client.close()
+    return {"data": {"said": answer.choices[0].message.content, "key": api_key, "url": base_url}}
+
+def plain(task, client):
+    with client:
+        answer = client.chat.completions.create(model="policy", messages=task["messages"])
+    return {"data": {"said": answer.choices[0].message.content}}
+"""
+
+
+class Policy(BaseHTTPRequestHandler):
+    """Answers with the path and the key that it was asked with."""
+
+    protocol_version = "HTTP/1.1"
+    connections: ClassVar[set[Any]] = set()
+
+    def do_POST(self) -> None:
+        self.connections.add(self.client_address)
+        self.rfile.read(int(self.headers["Content-Length"]))
+        message = {"role": "assistant", "content": f"{self.path} {self.headers['Authorization']}"}
+        body = json.dumps(
+            {
+                "id": "chatcmpl-1",
+                "object": "chat.completion",
+                "created": 1,
+                "model": "policy",
+                "choices": [{"index": 0, "finish_reason": "stop", "message": message}],
+            }
+        ).encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: Any) -> None:
+        """Nothing."""
+
+
+@pytest.fixture
+def address() -> Iterator[str]:
+    Policy.connections.clear()
+    with ThreadingHTTPServer(("127.0.0.1", 0), Policy) as server:
+        server.daemon_threads = True
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+@pytest.mark.parametrize(("run", "calls"), [("agent.py:run", 3), ("agent.py:plain", 1)])
+def test_each_episode_has_a_client_of_its_own_session_and_they_share_connections(
+    tmp_path: Path, address: str, run: str, calls: int
+):
+    (tmp_path / "agent.py").write_text(AGENT)
+
+    async def play() -> list[AgentResult]:
+        workers = AgentWorkers(run, None, {}, tmp_path, AgentsConfig())
+        await workers.start()
+        try:
+            found = []
+            for wave in range(3):
+                jobs = [
+                    AgentJob(f"{wave}-{k}", {"messages": []}, f"{address}/s/t{wave}{k}/v1", f"t{wave}{k}", 30.0)
+                    for k in range(4)
+                ]
+                found += await asyncio.gather(*(workers.run(job) for job in jobs))
+            return found
+        finally:
+            await workers.close()
+
+    results = asyncio.run(play())
+    assert [result.error for result in results] == [""] * 12
+    tokens = [f"t{wave}{k}" for wave in range(3) for k in range(4)]
+    assert [result.data["said"] for result in results] == [
+        f"/s/{token}/v1/chat/completions Bearer {token}" for token in tokens
+    ]
+    assert len(Policy.connections) <= 4
+
+
+def test_an_agent_that_asks_for_a_client_where_there_is_no_openai_is_told_so(tmp_path: Path):
+    (tmp_path / "agent.py").write_text(AGENT)
+    (tmp_path / "openai.py").write_text("raise ImportError('not installed')\n")
+    with pytest.raises(
+        ConfigError, match=r"agent\.py:run asks for client, and .* has no openai: ImportError: not inst"
+    ):
+        asyncio.run(AgentWorkers("agent.py:run", None, {}, tmp_path, AgentsConfig()).start())
