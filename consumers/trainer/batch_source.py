@@ -12,7 +12,7 @@ from consumers.trainer.algorithms.advantages import has_signal, within
 from consumers.trainer.context import TrainerContext, describe_broken
 from consumers.trainer.data.microbatches import Batch, Group
 from consumers.trainer.group_buffer import FailureStreak, GroupBuffer
-from consumers.trainer.metrics.group_metrics import GroupMeter, term_metrics
+from consumers.trainer.metrics.group_metrics import GroupMeter, episode_metrics, term_metrics
 from consumers.trainer.pause import PauseFollower
 from schemas.errors import BrokerDamaged, InfraError, RunFailed
 from schemas.lifecycle import StopFlag
@@ -163,7 +163,8 @@ class BatchSource:
         members = [member.scored_id for group in record.groups for member in group.members]
         outcomes = [self._claimed[entry] for entry in members if entry in self._claimed]
         components = [outcome.score.components for outcome in outcomes if outcome.trajectory_id]
-        figures = self._meter.take() | term_metrics(components)
+        metrics = [trajectory.metrics for group in groups for trajectory, _ in group.samples]
+        figures = self._meter.take() | term_metrics(components) | episode_metrics(metrics)
         return Batch(record, groups, sum(outcome.excluded for outcome in outcomes), figures)
 
     def forget_covered(self, records: Sequence[BatchRecord]) -> None:

@@ -6,10 +6,14 @@ is seen in all that came back, so that is counted from one step to the next.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
 import numpy as np
+
+NAMES, LONGEST_NAME = 64, 64
+"""Most names of workflows' metrics in a step, and the longest: trackers keep every name that they have seen."""
 
 
 class GroupMeter:
@@ -57,3 +61,15 @@ def term_metrics(components: Sequence[Mapping[str, float]]) -> dict[str, float]:
         figures[f"reward/{name}/mean"] = float(np.mean(values))
         figures[f"reward/{name}/std"] = float(np.std(values))
     return figures
+
+
+def episode_metrics(metrics: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Mean of each of the workflow's metrics over the samples that have it; of ``NAMES`` that most samples have."""
+    values: dict[str, list[float]] = {}
+    for of_sample in metrics:
+        for name, value in of_sample.items():
+            if name.isprintable() and 0 < len(name) <= LONGEST_NAME:
+                values.setdefault(name, []).append(value)
+    kept = sorted(values, key=lambda name: (-len(values[name]), name))[:NAMES]
+    means = {f"episode/{name}": sum(value / len(values[name]) for value in values[name]) for name in sorted(kept)}
+    return {name: mean for name, mean in means.items() if math.isfinite(mean)}

@@ -8,14 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from broker.client import Broker
+from broker.queues.tasks import TaskQueue
 from consumers.trainer.loop import Trainer
 from deploy.run.summary import read_lines, surviving_lines
 from schemas.lifecycle import StopFlag
 from schemas.messages import Score
 from tests.support.deterministic_run import Pipeline
 from tests.support.trainer_loop import in_thread, publish_of_version, run, trained, until
+from tests.support.trajectories import make_trajectory
 
 pytestmark = pytest.mark.integration
 
@@ -50,6 +53,20 @@ def test_a_line_says_what_came_back_beside_what_was_trained(
         assert line["reward/unfiltered_mean"] == pytest.approx(0.5 * share)
         assert (line["reward/exact/mean"], line["reward/exact/std"]) == (0.5, 0.5)
         assert (line["reward/length/mean"], line["reward/length/std"]) == (-0.5, 0.0)
+
+
+def test_a_line_has_the_mean_of_what_workflows_say_of_their_samples(
+    trainer: Callable[..., Trainer], broker: Broker, tmp_path: Path
+) -> None:
+    def generate(tasks: TaskQueue, task_id: int, version: int) -> None:
+        samples = [make_trajectory(task_id, sample, version=version) for sample in range(2)]
+        metrics: list[dict[str, float]] = [{"agents/calls": 3.0}, {"agents/calls": 6.0, "retries": 1.0}]
+        tasks.publish(task_id, [replace(item, metrics=of) for item, of in zip(samples, metrics, strict=True)])
+
+    with Pipeline(broker, generate):
+        run(trainer(steps=2))
+    for line in read_lines(tmp_path / "run" / "metrics.jsonl"):
+        assert (line["episode/agents/calls"], line["episode/retries"]) == (4.5, 1.0)
 
 
 def too_long(task_id: int, sample: int) -> Score:

@@ -1,0 +1,25 @@
+"""Figures of a step's samples that their workflows gave: bounded, whatever these give."""
+
+from __future__ import annotations
+
+from consumers.trainer.metrics.group_metrics import LONGEST_NAME, NAMES, episode_metrics
+
+
+def test_a_mean_is_over_the_samples_that_have_it() -> None:
+    assert episode_metrics([{"calls": 2.0, "cut": 1.0}, {"calls": 4.0}, {}]) == {
+        "episode/calls": 3.0,
+        "episode/cut": 1.0,
+    }
+    assert episode_metrics([]) == {}
+
+
+def test_a_workflow_that_makes_up_names_does_not_flood_trackers() -> None:
+    made_up = [{f"prompt {number}/{k}": 1.0 for k in range(10)} | {"zz": 1.0} for number in range(50)]
+    found = episode_metrics(made_up)
+    assert len(found) == NAMES
+    assert "episode/zz" in found, "what most samples have comes first"
+
+
+def test_a_name_that_is_no_name_and_a_mean_that_is_no_number_are_left_out() -> None:
+    assert episode_metrics([{"": 1.0, "a\nb": 1.0, "x" * (LONGEST_NAME + 1): 1.0}]) == {}
+    assert episode_metrics([{"large": 1e308}, {"large": 1e308}]) == {"episode/large": 1e308}
