@@ -64,7 +64,6 @@ class AnswerPending(Exception):
     """Says that a command was sent on ``connection``; the same call again, once that can be read, has its answer."""
 
     def __init__(self, connection: Any) -> None:
-        super().__init__("the answer is not there yet")
         self.connection = connection
 
 
@@ -80,8 +79,7 @@ class PendingClient(redis.Redis):
         """Run a command; the second call of an awaited one reads the answer to the first."""
         plain: Any = super()
         pool: Any = self.connection_pool
-        name = args[0]
-        if name not in AWAITED:
+        if (name := args[0]) not in AWAITED:
             return plain.execute_command(*args, **options)
         if name not in self.pending:
             connection = self.pending[name] = pool.get_connection()
@@ -132,10 +130,15 @@ class Generators:
         self._queues = [broker.task_queue(f"generator-{first + index}") for index, broker in enumerate(brokers)]
         self._orders = [broker.run_control for broker in brokers]
         self._lengths = lengths
-        sizes = np.unique(np.geomspace(16, lengths.longest * 4 / 3, BUCKETS).astype(int))
-        self._pools = {int(size): TrajectoryPool(int(size)) for size in sizes}
-        self._sizes = sizes
+        self._sizes = np.unique(np.geomspace(16, lengths.longest * 4 / 3, BUCKETS).astype(int))
+        self._pools = {int(size): TrajectoryPool(int(size)) for size in self._sizes}
         self._first = first
+        asyncio.run(self._connect())
+
+    async def _connect(self) -> None:
+        """Look once for tasks and orders: what a generator does at its start is not measured."""
+        looks = [answer_of(partial(queue.read, 1, 1)) for queue in self._queues]
+        await asyncio.gather(*looks, *(answer_of(orders.order_position) for orders in self._orders))
 
     def run(self, job: str, seconds: float) -> dict[str, Any]:
         done = Generated()
@@ -364,7 +367,9 @@ def measure(
         for task_id, wanted, got in worker["received"]
         if task_id < len(admitted)
     ]
-    frees = _admission_delays(admitted, figures["assembler"]["freed"], flow)
+    # Seconds from when a slot was freed to the admission into it. The first ``slots`` tasks needed none.
+    freed = zip(figures["assembler"]["freed"], admitted[flow.slots :], strict=False)
+    frees = [max(0.0, moment - free) for free, moment in freed]
     cpu = sum(share.cpu_s for share in shares.values())
     return {
         "generators": generators,
@@ -389,11 +394,6 @@ def measure(
         "dropped": dropped,
         "left": waiting,
     }
-
-
-def _admission_delays(admitted: list[float], freed: list[float], flow: PipelineShape) -> list[float]:
-    """Seconds from when a slot was freed to the admission into it. The first ``slots`` tasks needed none."""
-    return [max(0.0, moment - free) for free, moment in zip(freed, admitted[flow.slots :], strict=False)]
 
 
 def _percentile(seconds: list[float], percent: float) -> float | None:
