@@ -24,7 +24,7 @@ import os
 import signal
 import stat
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -304,6 +304,29 @@ class ByteTokenizer:
 
     def decode(self, ids: Sequence[int]) -> str:
         return bytes(token - 3 for token in ids if 3 <= token < 259).decode(errors="replace")
+
+    # For agents: a chat template of lines without special tokens, so that the template closes every turn.
+
+    chat_template = "lines"
+    stop_ids: frozenset[int] = frozenset()
+    special_ids: frozenset[int] = frozenset()
+
+    decode_all = decode
+
+    def token_text(self, token: int) -> str:
+        return self.decode([token])
+
+    def chat_text(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: object = None,
+        *,
+        generation_prompt: bool = True,
+        args: object = None,
+        template: str | None = None,
+    ) -> str:
+        text = "".join(f"{message['role']}: {message.get('content') or ''}\n" for message in messages)
+        return text + "assistant: " if generation_prompt else text
 
 
 if __name__ == "__main__":
