@@ -123,6 +123,10 @@ def check_generator(config: TidemillConfig) -> str:
     """Import workflow and engine where they are the user's own, and look at their arguments."""
     generator = config.generator
     find_workflow(generator.workflow.name, generator.workflow.args, config.base)
+    if generator.workflow.name == "agent":
+        from producers.agents.workflow import AgentWorkflow
+
+        AgentWorkflow(**generator.workflow.args).check_agent(config.base, generator.agents)
     engine = engine_name(generator.engine)
     if engine not in ENGINES.names:
         find_engine(generator.engine, config.base)

@@ -71,7 +71,11 @@ class Episode:
             found = judge(result, session.limit, settings)
             if isinstance(found, Failure) and found.again:
                 partial = session.partial()
-                attempt += found.kind != "neighbour"
+                if found.kind == "neighbour":
+                    # What another episode has done costs it neither an attempt nor time.
+                    self._began = time.monotonic()
+                else:
+                    attempt += 1
                 if attempt < settings.attempts:
                     continue
             return self._end(session, result, found)
@@ -80,7 +84,7 @@ class Episode:
         """Run the agent to its end; None when the episode has to be handed over."""
         task = self._rollout.task
         job = AgentJob(
-            episode_id=f"{task.task_id}-{self._index}-{session.token[:8]}",
+            episode_id=f"{task.task_id}-{self._index}",
             task=task_for_agent(task),
             base_url=f"{self._stage.base_url}/s/{session.token}/v1",
             api_key=session.token,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import structlog
@@ -14,12 +15,14 @@ from producers.agents.outcomes import FailureAlarm
 from producers.agents.places import EnginePlaces
 from producers.agents.session import Policy
 from producers.agents.sessions import Sessions
+from producers.agents.workers.check import check_agent
 from producers.agents.workers.pool import AgentWorkers
 from producers.conversation.chat_template import ChatTemplate
 from producers.conversation.parsing.factory import make_parser
 from producers.engines.factory import engine_name
 from producers.workflows.base import FailedSample, RolloutContext, WorkflowServices, play_each
 from producers.workflows.trajectory_builder import SampledCompletion
+from schemas.config import AgentsConfig
 from schemas.errors import ConfigError
 
 log = structlog.get_logger()
@@ -46,6 +49,10 @@ class AgentWorkflow:
         self._args = args or {}
         self._stage: Stage | None = None
         self._server: EndpointServer | None = None
+
+    def check_agent(self, base: Path, settings: AgentsConfig) -> None:
+        """ConfigError if the agent can't be loaded or called; it is imported in a process of its own, and not run."""
+        check_agent(self._run, self._command, self._args, base, settings)
 
     async def start(self, services: WorkflowServices) -> None:
         """Start the endpoint and the agents' processes; ConfigError if the agent can't be loaded."""

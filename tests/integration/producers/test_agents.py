@@ -27,7 +27,7 @@ from tests.support.trainer_sessions import take_over
 pytestmark = pytest.mark.integration
 
 AGENT = """
-import json, time, urllib.request
+import json, os, time, urllib.request
 
 def ask(base_url, messages, tools=None):
     body = {"model": "policy", "messages": messages, "tools": tools or []}
@@ -45,9 +45,17 @@ def run(task, base_url, episode):
     return 0.5
 
 def fails_for_sample_one(task, base_url, episode):
-    if "-1-" in episode.id:
+    if episode.id.endswith("-1"):
         raise KeyError("tool")
     return run(task, base_url, episode)
+
+def ends_its_process_for_sample_one(task, base_url, episode):
+    messages = list(task["messages"])
+    messages.append(ask(base_url, messages))
+    if episode.id.endswith("-1"):
+        os._exit(3)
+    time.sleep(0.5)
+    return 1.0
 
 def waits(task, base_url, episode):
     messages = list(task["messages"])
@@ -123,6 +131,24 @@ def test_an_agent_that_raises_fails_its_own_sample_alone(broker: Broker, model: 
     letters = broker.dead_letters.list()
     assert {(one.letter.task_id, one.letter.sample) for one in letters} == {(0, 1), (1, 1)}
     assert all("KeyError: 'tool'" in one.letter.reason for one in letters)
+
+
+def test_an_agent_that_ends_its_process_costs_the_others_there_nothing(
+    broker: Broker, model: Path, tmp_path: Path
+) -> None:
+    config = agent_config(model, tmp_path, "ends_its_process_for_sample_one", attempts=1)
+    prepare(broker, tmp_path, 2)
+    engine = make_engine(config, min_length=4, max_length=12)
+
+    async def scene() -> None:
+        published = await read_published(broker, 2)
+        assert {(item.task_id, item.sample) for item in published} == {(0, 0), (1, 0)}
+        await wait_until(lambda: len(broker.dead_letters.list()) == 2)
+
+    asyncio.run(run_generator_while(config, broker, engine, scene))
+    letters = broker.dead_letters.list()
+    assert {(one.letter.task_id, one.letter.sample) for one in letters} == {(0, 1), (1, 1)}
+    assert all("os._exit(3)" in one.letter.reason for one in letters)
 
 
 def test_an_episode_goes_on_elsewhere_with_the_calls_it_had(broker: Broker, model: Path, tmp_path: Path) -> None:

@@ -181,6 +181,10 @@ def trial_of(folder: Path, **sections: Any) -> list[Finding]:
     return findings
 
 
+def agent(**args: Any) -> dict[str, Any]:
+    return {"generator": {"engine": "scripted", "workflow": {"name": "agent", "args": args}}}
+
+
 def jsonl(folder: Path, text: str, **args: Any) -> dict[str, Any]:
     (folder / "data.jsonl").write_text(text)
     return {"name": "jsonl", "args": {"path": "data.jsonl", **args}}
@@ -230,6 +234,9 @@ def test_a_batch_of_more_prompts_than_there_are_is_a_warning(folder: Path) -> No
         ({"reward": {"terms": [{"name": "exact", "args": {"stripp": True}}]}}, "unknown argument 'stripp'"),
         ({"generator": {"engine": "scripted", "workflow": {"name": "single_turn", "args": {"a": 1}}}}, "workflow.args"),
         ({"generator": {"engine": "scripted", "args": {"token": 1}}}, "unexpected keyword argument 'token'"),
+        (agent(run="none.py:run"), "generator.workflow.args.run: none.py:run cannot be imported: no file"),
+        (agent(command=["./none", "x"]), "generator.workflow.args.command: there is no program './none'"),
+        (agent(), "give one of run (file.py:name) and command"),
         ({"trainer": {"loss": {"args": {"clip_hi": 0.2}}}}, "trainer.loss.args {'clip_hi': 0.2}"),
         ({"trainer": {"advantage": {"name": "grpo", "args": {"ep": 1}}}}, "trainer.advantage.args {'ep': 1}"),
         ({"trainer": {"loss": {"name": "m2po", "args": {"second_moment": 0}}}}, "second_moment 0 must be above 0"),
