@@ -26,6 +26,7 @@ RunState = Literal[
 PauseMode = Literal["none", "freeze", "drain"]
 Limit = Literal["nothing", "prompts", "staleness", "generation", "reward", "training", "weights", "paused", "broker"]
 Level = Literal["info", "warning", "error"]
+Finish = Literal["stop", "length", "abort", "calls", "deadline"]
 
 
 class Answer(BaseModel):
@@ -288,7 +289,7 @@ class TrajectoryHead(Answer):
     score_status: Literal["ok", "error", "timeout"] | None
     oldest_version: int | None
     newest_version: int | None
-    finish: Literal["stop", "length", "abort"]
+    finish: Finish
     tokens: int = Field(description="Tokens that the policy generated.")
     generator: str
     time: float = Field(description="When the sample was published, or trained.")
@@ -310,10 +311,22 @@ class TurnRange(Answer):
     role: str
     start: int
     end: int
+    call: int = Field(description="Number of the model call that sampled it, -1 where nobody counts them.")
+    reward: float | None = Field(description="The part of the sample's reward that it earned; null: nothing is known.")
+
+
+class SegmentRange(Answer):
+    """Tokens [start, end) that are what is new in one row of training."""
+
+    start: int
+    end: int
+    parent: int = Field(description="Index of the segment with whose row this one's begins, -1: with none.")
+    shared: int = Field(description="So many tokens of that row it begins with, which are not trained again.")
+    name: str = Field(description="Of the agent: main, or a sub-agent's.")
 
 
 class TokenTable(Answer):
-    """Columns with an entry for each token, prompt and completion together."""
+    """Columns with an entry for each token, prompt and completion together, one segment after the other."""
 
     id: list[int]
     text: list[str] | None = Field(
@@ -334,6 +347,7 @@ class TrajectoryDetail(TrajectoryHead):
     components: dict[str, float] = Field(description="Terms of the reward by name.")
     score_reason: str
     turns: list[TurnRange]
+    segments: list[SegmentRange] = Field(description="Rows of an agent's episode; empty: the tokens are one row.")
     token_table: TokenTable
     data: dict[str, Any]
 

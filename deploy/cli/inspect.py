@@ -90,7 +90,9 @@ def list_trajectories(
     control: Control = None,
     task: Annotated[int | None, typer.Option(min=0, help="Only of this task.")] = None,
     version: Annotated[int | None, typer.Option(min=0, help="Only with tokens of this weight version.")] = None,
-    finish: Annotated[Literal["stop", "length", "abort"] | None, typer.Option(help="Only with this end.")] = None,
+    finish: Annotated[
+        Literal["stop", "length", "abort", "calls", "deadline"] | None, typer.Option(help="Only with this end.")
+    ] = None,
     state: Annotated[Literal["generated", "scored", "trained"] | None, typer.Option(help="Only in this state.")] = None,
     kind: Annotated[Literal["train", "eval"] | None, typer.Option(help="Only of this kind.")] = None,
     reward_min: Annotated[float | None, typer.Option(help="Only with this reward or more.")] = None,

@@ -18,6 +18,7 @@ from broker.api.web.sse import Hub, Page
 from broker.telemetry.streams import KEEP_LINES, StoredEvent
 from schemas.control_api import (
     Evaluations,
+    Finish,
     MetricsHistory,
     RunStatus,
     Services,
@@ -123,7 +124,7 @@ def trajectories(
     context: InContext,
     task_id: Annotated[int | None, Query(ge=0, le=MAX_TASK)] = None,
     version: Annotated[int | None, Query(ge=0, le=MAX_TASK, description="One that sampled any of its tokens.")] = None,
-    finish: Literal["stop", "length", "abort"] | None = None,
+    finish: Finish | None = None,
     state: Literal["generated", "scored", "trained"] | None = None,
     kind: Literal["train", "eval"] | None = None,
     reward_min: Annotated[float | None, Query(allow_inf_nan=False)] = None,

@@ -29,6 +29,7 @@ from schemas.control_api import (
     LetterDetail,
     LetterHead,
     RunState,
+    SegmentRange,
     SettingsChange,
     Timeline,
     TokenTable,
@@ -254,9 +255,11 @@ def detail(seen: StoredTrajectory, decode: Decode | None) -> TrajectoryDetail:
     body, score = seen.trajectory, seen.score
     ids, mask = body.tokens.numpy().tolist(), body.loss_mask.numpy().tolist()
     versions, logprobs = body.versions().tolist(), body.logprobs.numpy().tolist()
+    # No character begins in one segment and ends in the next.
+    parts = [ids[segment.start : segment.end] for segment in body.segments] or [ids]
     table = TokenTable(
         id=ids,
-        text=None if decode is None else pieces(decode, ids),
+        text=None if decode is None else [text for part in parts for text in pieces(decode, part)],
         logprob=[value if own else None for value, own in zip(logprobs, mask, strict=True)],
         version=[value if own else None for value, own in zip(versions, mask, strict=True)],
         mask=mask,
@@ -269,7 +272,8 @@ def detail(seen: StoredTrajectory, decode: Decode | None) -> TrajectoryDetail:
             "seconds": body.seconds,
             "components": dict(score.components) if score else {},
             "score_reason": score.reason if score else "",
-            "turns": [TurnRange(role=turn.role, start=turn.start, end=turn.end) for turn in body.turns],
+            "turns": [TurnRange(**msgspec.structs.asdict(turn)) for turn in body.turns],
+            "segments": [SegmentRange(**msgspec.structs.asdict(segment)) for segment in body.segments],
             "token_table": table,
             "data": plain(body.data),
         }

@@ -6,12 +6,13 @@ import json
 from collections.abc import Iterator
 from urllib.request import Request, urlopen
 
+import msgspec
 import pytest
 
 from broker.client import Broker
 from broker.heartbeat import HeartbeatThread
 from schemas.control_api import RunStatus
-from schemas.messages import Event, Heartbeat, Score
+from schemas.messages import Event, Heartbeat, Score, Segment, Turn
 from tests.support.control_plane import DEADLINE_S, ControlPlane
 from tests.support.prompt_groups import make_task, make_trajectory
 from tests.support.trainer_sessions import take_over
@@ -104,6 +105,28 @@ def test_trajectories_are_found_by_what_they_are(api: ControlPlane) -> None:
     assert len(table["id"]) == len(table["mask"]) == len(table["logprob"]) == len(table["version"])
     assert api.ask("GET", "/v1/trajectories/7/7")[0] == 404
     assert api.ask("GET", "/v1/trajectories?limit=0")[0] == 422
+
+
+def test_an_agents_episode_is_shown_with_its_end_its_rows_and_what_its_turns_earned(api: ControlPlane) -> None:
+    take_over(api.broker)
+    api.broker.ledger.admit(make_task(0))
+    tasks = api.broker.task_queue("g")
+    tasks.read(1, 10)
+    episode = msgspec.structs.replace(
+        make_trajectory(0, 0),
+        finish="deadline",
+        segments=[Segment(0, 2), Segment(2, 3, 0, 1, "helper")],
+        turns=[Turn("prompt", 0, 2), Turn("assistant", 2, 3, 0, 0.5)],
+    )
+    tasks.publish(0, [episode, make_trajectory(0, 1)])
+    (only,) = api.ask("GET", "/v1/trajectories?finish=deadline")[1]["trajectories"]
+    assert (only["sample"], only["finish"]) == (0, "deadline")
+    whole = api.ask("GET", "/v1/trajectories/0/0")[1]
+    assert whole["segments"] == [
+        {"start": 0, "end": 2, "parent": -1, "shared": 0, "name": "main"},
+        {"start": 2, "end": 3, "parent": 0, "shared": 1, "name": "helper"},
+    ]
+    assert [(turn["call"], turn["reward"]) for turn in whole["turns"]] == [(-1, None), (0, 0.5)]
 
 
 def test_trained_trajectories_are_found_while_the_pipeline_still_holds_them(api: ControlPlane) -> None:

@@ -64,11 +64,18 @@ function tokens(one) {
   return [h("div", { class: "reader-bar" }, modes, keys), box, line];
 }
 
-/** Tokens by turn, each under the name of who spoke. */
+/** Tokens by turn, each under the name of who spoke; of several rows each begins with what it is. */
 function blocks(one, spans) {
-  const turns = one.turns.length ? one.turns : [{ role: "all", start: 0, end: spans.length }];
-  return turns.map((turn) => h("div", { class: "turn" },
-    h("span", { class: "turn-role" }, turn.role), h("div", { class: "turn-text" }, spans.slice(turn.start, turn.end))));
+  const whole = one.segments.length ? one.segments : [{ start: 0, end: spans.length }];
+  const turns = one.turns.length ? one.turns : whole.map(({ start, end }) => ({ role: "all", start, end }));
+  const block = (turn) => h("div", { class: "turn" },
+    h("span", { class: "turn-role" }, turn.role), h("div", { class: "turn-text" }, spans.slice(turn.start, turn.end)));
+  if (one.segments.length < 2) return turns.map(block);
+  return one.segments.flatMap((row, index) => [
+    h("p", { class: "aside" }, `Row ${index + 1}, ${row.name}`
+      + (row.shared ? `, after the first ${plural(row.shared, "token", "tokens")} of row ${row.parent + 1}` : "")),
+    ...turns.filter((turn) => turn.start >= row.start && turn.start < row.end).map(block),
+  ]);
 }
 
 function facts(one) {

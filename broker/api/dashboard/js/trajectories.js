@@ -78,7 +78,7 @@ export function start() {
     input("reward_min", "Reward from", { type: "number", step: "any", placeholder: "any" }),
     input("reward_max", "Reward to", { type: "number", step: "any", placeholder: "any" }),
     input("version", "Version", { type: "number", min: 0, placeholder: "any" }),
-    select("finish", "Finish", ["stop", "length", "abort"]),
+    select("finish", "Finish", ["stop", "length", "abort", "calls", "deadline"]),
     select("state", "State", ["generated", "scored", "trained"]),
     select("kind", "Kind", ["train", "eval"]),
     h("div", { class: "filter-do" },
