@@ -91,9 +91,12 @@ def _by_mark(template: ChatTemplate, turn: NewTurn) -> str | None:
             return tail[at:]
     if not turn.answer.get("tool_calls"):
         return tail
-    # The call's own brackets were sampled, or never came.
+    # The call's own brackets were sampled, or never came: they end at a closing token or, where there is none, at what
+    # stands only there if something follows.
     at = min((at for stop in template.stop_texts if (at := head.find(stop)) >= 0), default=-1)
-    return tail[at:] if at >= 0 else None
+    if at < 0:
+        at = _same_length(_render_marked(template, turn, new=False).partition(MARK)[2], head)
+    return tail[at:]
 
 
 def _place_of_new(tail: str, new: Sequence[Message]) -> int | None:
@@ -120,6 +123,11 @@ def _replaced_closing(template: ChatTemplate, turn: NewTurn, head: str) -> int:
     return at + len(other)
 
 
+def _same_length(one: str, other: str) -> int:
+    """Return how many characters two texts have the same at their beginning."""
+    return next((k for k, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+
+
 def _special_at(template: ChatTemplate, text: str) -> bool:
     return any(special in text for special in template.special_texts)
 
@@ -134,7 +142,7 @@ def _by_difference(template: ChatTemplate, turn: NewTurn) -> str | None:
     prompt = template.render(turn.before, turn.tools, args=turn.args)
     whole = template.render([*turn.before, turn.answer], turn.tools, generation_prompt=False, args=turn.args)
     longer = template.render([*turn.before, turn.answer, *turn.new], turn.tools, args=turn.args)
-    start = next((k for k, pair in enumerate(zip(prompt, whole, strict=False)) if pair[0] != pair[1]), len(prompt))
+    start = _same_length(prompt, whole)
     if turn.closing is not None:
         at = whole.rfind(turn.closing, start)
         end = at + len(turn.closing)

@@ -18,6 +18,7 @@ MARK = "Qz7MarkOfTheJoin7zQ"
 _Style = tuple[str | None, bool]
 _STYLES: tuple[_Style, ...] = (("", False), (None, False), ("", True), (None, True))
 """How templates want an answer with tool calls and no text: its content, and whether its arguments are text."""
+_REASONING = ("reasoning_content", "reasoning", "thinking")
 
 
 class ChatTemplate:
@@ -84,6 +85,19 @@ class ChatTemplate:
         return sorted(filter(None, map(self.token_text, ids)), key=len, reverse=True)
 
     @cached_property
+    def _wants_parts(self) -> bool:
+        """Whether the template shows content only as a list of parts, as those of models with images may."""
+
+        def shows(content: Any) -> bool:
+            messages = [{"role": role, "content": content} for role in ("user", "assistant", "user")]
+            try:
+                return self._tokenizer.chat_text(messages, template=self._source).count(MARK) > 1
+            except DataError:
+                return False
+
+        return not shows(MARK) and shows([{"type": "text", "text": MARK}])
+
+    @cached_property
     def _style(self) -> _Style:
         """The first way to write a tool call that shows in the template's text."""
         call = {"id": "call00001", "type": "function", "function": {"name": "look", "arguments": {"word": MARK}}}
@@ -103,8 +117,7 @@ class ChatTemplate:
     @cached_property
     def _reasoning_keys(self) -> list[str]:
         source = self._source or self._tokenizer.chat_template
-        keys = ("reasoning_content", "reasoning", "thinking")
-        return [key for key in keys if re.search(rf"\b{key}\b", source)][:1]
+        return [key for key in _REASONING if re.search(rf"""[.'"]{key}\b""", source)][:1]
 
     def _render(
         self,
@@ -124,18 +137,18 @@ class ChatTemplate:
         fitted = dict(message)
         text = content_text(message.get("content"))
         if text is not None:
-            fitted["content"] = text
+            fitted["content"] = [{"type": "text", "text": text}] if self._wants_parts else text
         if message.get("role") != "assistant":
             return fitted
         reasoning = reasoning_text(message)
-        for key in ("reasoning_content", "reasoning", "thinking"):
+        for key in _REASONING:
             fitted.pop(key, None)
         if reasoning is not None:
             fitted.update(dict.fromkeys(self._reasoning_keys, reasoning))
         if not message.get("tool_calls"):
             fitted.pop("tool_calls", None)
             return fitted
-        if not fitted["content"]:
+        if not text and not self._wants_parts:
             fitted["content"] = style[0]
         fitted["tool_calls"] = [_fit_call(call, style[1]) for call in message["tool_calls"]]
         return fitted

@@ -89,7 +89,7 @@ def settings_key(tools: Sequence[Any] | None, args: dict[str, Any] | None) -> by
 def longest_word(message: Message) -> str:
     """Return a word of a message that a chat template shows in any notation, lower case; '' if there is none."""
     text = content_text(message.get("content")) or ""
-    words = re.findall(r"[A-Za-z]+", re.sub(r"\\.", " ", text[:20_000]))
+    words = re.findall(r"[A-Za-z]+", text[:20_000])
     longest = max(words, key=len, default="")
     return longest.lower() if len(longest) >= _SHORTEST else ""
 

@@ -139,7 +139,8 @@ class StoppingTemplate(ChatTemplate):
 
     def __init__(self, tokenizer: HfTokenizer, source: str, stops: list[str]) -> None:
         super().__init__(tokenizer, source)
-        self.stop_ids = frozenset(tokenizer.encode("".join(stops)))
+        self.stops = stops
+        self.stop_ids = frozenset(tokenizer.hf.convert_tokens_to_ids(stops))
 
 
 def named_template(tokenizer: HfTokenizer, name: str) -> StoppingTemplate:

@@ -269,3 +269,24 @@ def test_a_template_that_refuses_the_messages_says_so(tokenizer: HfTokenizer, tm
     refusing = StoppingTemplate(tokenizer, "{{ raise_exception('only users') }}", ["<|im_end|>"])
     with pytest.raises(DataError, match="refuses the messages: only users"):
         Conversation(refusing).prompt([USER])
+
+
+def test_where_the_bridge_is_off_each_call_is_a_row_that_shares_what_it_can(tokenizer: HfTokenizer) -> None:
+    template = named_template(tokenizer, "append only")
+    template.bridge_off = "its turns are not joined"
+    conversation = Conversation(template)
+    ask(conversation, [USER], "It is 3")
+    assert ask(conversation, [USER, answer("It is 3"), USER], "Yes")[1] == "no bridge"
+    found = trajectory(conversation)
+    first, second = found.segments
+    assert (second.parent, second.shared) == (0, first.end)
+
+
+def test_one_history_as_the_template_writes_it_begins_a_row_where_reasoning_is_dropped(tokenizer: HfTokenizer) -> None:
+    conversation = Conversation(named_template(tokenizer, "old reasoning dropped"), history="template")
+    ids = conversation._template.ids("<think>\nOne\n</think>\n\nIt is 3<|im_end|>")
+    given = {**answer("It is 3"), "reasoning_content": "One"}
+    conversation.add(conversation.prompt([USER]), sampled(ids), given)
+    following = conversation.prompt([USER, answer("It is 3"), USER])
+    assert following.why == "template"
+    assert "One" not in conversation._template.decode(following.ids)

@@ -1,0 +1,129 @@
+"""The check of the bridge on the model's own chat template, before anything is trained with it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from producers.conversation.bridge import NewTurn, find_suffix
+from producers.conversation.chat_template import ChatTemplate
+from producers.conversation.messages import Message
+from schemas.errors import ConfigError, DataError
+
+_Outcome = Literal["joined", "wrong", "not found", "not closed", "refused"]
+
+_USER: Message = {"role": "user", "content": "Multiply seven by eight"}
+_NEXT: Message = {"role": "user", "content": "Multiply nine by three"}
+_SYSTEM: Message = {"role": "system", "content": "Calculate carefully"}
+_WORD = "Fiftysix"
+_ANSWER: Message = {"role": "assistant", "content": _WORD}
+_TOOL = {
+    "type": "function",
+    "function": {
+        "name": "multiply",
+        "description": "Multiplies.",
+        "parameters": {"type": "object", "properties": {"numbers": {"type": "string"}}, "required": ["numbers"]},
+    },
+}
+
+
+def _calls(*ids: str) -> Message:
+    function = {"name": "multiply", "arguments": json.dumps({"numbers": _WORD})}
+    calls = [{"id": id, "type": "function", "function": function} for id in ids]
+    return {"role": "assistant", "content": None, "tool_calls": calls}
+
+
+def _result(id: str, text: str) -> Message:
+    return {"role": "tool", "tool_call_id": id, "name": "multiply", "content": text}
+
+
+@dataclass(frozen=True)
+class _Case:
+    """A conversation with an answer in the middle."""
+
+    name: str
+    before: tuple[Message, ...]
+    answer: Message
+    new: tuple[Message, ...]
+    tools: tuple[dict[str, Any], ...] = ()
+
+
+_CASES = (
+    _Case("a user's turn", (_USER,), _ANSWER, (_NEXT,)),
+    _Case("a user's turn under a system prompt", (_SYSTEM, _USER), _ANSWER, (_NEXT,)),
+    _Case("a user's second turn", (_USER, _ANSWER, _NEXT), _ANSWER, (_USER,)),
+    _Case("a tool's result", (_USER,), _calls("call00001"), (_result("call00001", "product"),), (_TOOL,)),
+    _Case(
+        "the results of two tool calls",
+        (_SYSTEM, _USER),
+        _calls("call00001", "call00002"),
+        (_result("call00001", "product"), _result("call00002", "quotient")),
+        (_TOOL,),
+    ),
+)
+
+
+def check_bridge(template: ChatTemplate) -> str | None:
+    """Try the bridge on what the template makes of short conversations, and switch it off where it fails.
+
+    Where the template leaves old turns as they are, the join must have the ids of the template's own text. Returned and
+    kept in ``template.bridge_off``: None, or one line that says why each model call becomes a row of its own.
+    """
+    try:
+        outcomes = {case.name: _try(template, case) for case in _CASES}
+    except ConfigError as error:
+        template.bridge_off = str(error)
+        return template.bridge_off
+    template.bridge_off = _explain(template, outcomes)
+    return template.bridge_off
+
+
+def _explain(template: ChatTemplate, outcomes: dict[str, _Outcome]) -> str | None:
+    wrong = [name for name, outcome in outcomes.items() if outcome == "wrong"]
+    if wrong:
+        return f"turns are not joined: before {wrong[0]} the join differs from the chat template's own text"
+    if "joined" in outcomes.values():
+        return None
+    if "not closed" in outcomes.values():
+        stops = ", ".join(template.stop_texts) or "none"
+        return f"turns are not joined: the chat template closes answers with no token that ends generation ({stops})"
+    if "not found" in outcomes.values():
+        return "turns are not joined: what the chat template writes after an answer is not to be found"
+    return "turns are not joined: the chat template refuses a conversation of two turns"
+
+
+def _try(template: ChatTemplate, case: _Case) -> _Outcome:
+    tools = list(case.tools)
+    try:
+        whole = template.render([*case.before, case.answer], tools, generation_prompt=False)
+        longer = template.render([*case.before, case.answer, *case.new], tools)
+    except DataError:
+        return "refused"
+    if _WORD not in whole or _WORD not in longer:
+        return "refused"
+    sampled, closing = _sampled_text(template, whole, longer)
+    if closing is None:
+        return "not closed"
+    suffix = find_suffix(template, NewTurn(case.before, case.answer, case.new, closing, tools))
+    if suffix is None:
+        return "not found"
+    if not longer.startswith(sampled):
+        return "joined"
+    (after,) = template.ids(closing)
+    ids, full = template.ids(suffix, after=after), template.ids(longer)
+    return "joined" if suffix == longer[len(sampled) :] and full[-len(ids) :] == ids else "wrong"
+
+
+def _sampled_text(template: ChatTemplate, whole: str, longer: str) -> tuple[str, str | None]:
+    """Return a conversation up to the token that ends its last answer, and that token's text; None if there is none.
+
+    Where the template closes no turns, it is the header of the next one.
+    """
+    for text in (whole, longer):
+        begin = text.rfind(_WORD) + len(_WORD)
+        found = [(at, stop) for stop in template.stop_texts if (at := text.find(stop, begin)) >= 0]
+        if found:
+            at, stop = min(found)
+            return text[:at] + stop, stop
+    return whole, None

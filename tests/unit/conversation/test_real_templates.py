@@ -1,0 +1,117 @@
+"""Turns are joined on the chat templates of real models, which an installed trl carries as files."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from producers.conversation.self_check import check_bridge
+from producers.rendering.tokenizer import HfTokenizer
+from tests.support.chat_templates import TOOL, StoppingTemplate, tool_call, write_tokenizer
+from tests.support.conversations import Turn, can_show, check_exact, play
+from tests.support.programs import skip_or_fail
+
+STOPS = {
+    "cohere": ["<|END_OF_TURN_TOKEN|>"],
+    "cohere2": ["<|END_RESPONSE|>"],
+    "deepseek": ["<｜end▁of▁sentence｜>"],
+    "diffusion_gemma": ["<turn|>", "<|tool_response>"],
+    "gemma": ["<end_of_turn>"],
+    "gemma4": ["<turn|>", "<|tool_response>"],
+    "glm": ["<|user|>", "<|observation|>"],
+    "gptoss": ["<|return|>", "<|call|>"],
+    "idefics": ["<end_of_utterance>"],
+    "llama": ["<|eot_id|>"],
+    "llava": ["</s>"],
+    "muse": ["<|eot|>"],
+    "phi": ["<|end|>"],
+    "smolvlm": ["<end_of_utterance>"],
+}
+"""Tokens that end an answer, by how the names of a family's templates begin; <|im_end|> for all others."""
+
+SPECIAL = re.compile(
+    r'<\|[^|<>\s]{1,40}\|>|<｜[^｜]{1,40}｜>|</?s>|\[/?[A-Z_]{3,20}\]|<(?:start|end)_of_\w+>|<\|[a-z_"]+>|<[a-z_"]+\|>'
+)
+USER = {"role": "user", "content": "Multiply seven by eight"}
+NEXT = {"role": "user", "content": "Really certain"}
+ANSWERS = [
+    Turn({"role": "assistant", "content": "Fiftysix "}, [NEXT]),
+    Turn({"role": "assistant", "content": "Yes", "reasoning_content": "Seven eights"}, [USER], choices=2),
+    Turn({"role": "assistant", "content": "Fiftysix again"}, [NEXT], "length"),
+    Turn({"role": "assistant", "content": "Yes indeed"}, [USER], "stop string"),
+    Turn({"role": "assistant", "content": "Fiftysix"}, []),
+]
+RESULT = {"role": "tool", "name": "add", "content": "product"}
+CALLS = [
+    Turn({"role": "assistant", "content": None, "tool_calls": [tool_call(a=1, b="second")]},
+         [{**RESULT, "tool_call_id": "call00001"}]),
+    Turn({"role": "assistant", "content": None, "reasoning_content": "Once more",
+          "tool_calls": [tool_call(a=1, b="second"), tool_call("call00002", a=2, b="second")]},
+         [{**RESULT, "tool_call_id": "call00001"}, {**RESULT, "tool_call_id": "call00002", "content": "quotient"}]),
+    Turn({"role": "assistant", "content": "Fiftysix"}, []),
+]  # fmt: skip
+HABITS = frozenset({"reasoning dropped", "spaces stripped", "arguments written anew"})
+
+
+def template_files() -> list[Path]:
+    found = importlib.util.find_spec("trl")
+    folders = [Path(place) / "chat_templates" for place in (found and found.submodule_search_locations) or ()]
+    return sorted(file for folder in folders for file in folder.glob("*.jinja"))
+
+
+FILES = template_files()
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> HfTokenizer:
+    """One tokenizer that has the special tokens of all templates."""
+    sources = [file.read_text(encoding="utf-8") for file in FILES]
+    special = {token for source in sources for token in SPECIAL.findall(source)} | {"</s>"}
+    names = ["<|endoftext|>", "<bos>", *sorted(special - {"<|endoftext|>", "<bos>"})]
+    return HfTokenizer(str(write_tokenizer(tmp_path_factory.mktemp("tokenizer"), names)))
+
+
+def real_template(tokenizer: HfTokenizer, file: Path) -> StoppingTemplate:
+    family = max((name for name in STOPS if file.stem.startswith(name)), key=len, default="")
+    return StoppingTemplate(tokenizer, file.read_text(encoding="utf-8"), STOPS.get(family, ["<|im_end|>"]))
+
+
+def test_trl_is_installed_for_its_templates() -> None:
+    if not FILES:
+        skip_or_fail("trl is not installed: pip install trl")
+    assert len(FILES) > 50
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_a_real_template_proves_itself_and_is_joined_in_every_turn_that_it_can_show(
+    tokenizer: HfTokenizer, file: Path
+) -> None:
+    template = real_template(tokenizer, file)
+    assert check_bridge(template) is None
+    rows = []
+    for plan, tools in ((ANSWERS, None), (CALLS, [TOOL])):
+        plan = shown(template, plan, tools)
+        for habits in (frozenset[str](), HABITS):
+            for history in ("held", "template"):
+                settings: Any = {"habits": habits, "history": history, "tools": tools, "chance": 0.02}
+                played = play(template, [USER], plan, **settings)
+                rows.append((history, len(check_exact(played).segments)))
+                if history == "held":
+                    assert {prompt.why for prompt in played.prompts[1:]} <= {"joined"}
+    assert {number for history, number in rows if history == "held"} == {1}
+
+
+def shown(template: StoppingTemplate, plan: list[Turn], tools: list[Any] | None) -> list[Turn]:
+    """The turns that a template takes and shows; at least the last answer."""
+    messages: list[Any] = [USER]
+    kept = []
+    for turn in plan:
+        words = [m["content"] for m in turn.new] + (["second"] if turn.answer.get("tool_calls") else [])
+        if not turn.new or can_show(template, [*messages, turn.answer, *turn.new], tools, words):
+            kept.append(turn)
+            messages += [turn.answer, *turn.new]
+    return kept
