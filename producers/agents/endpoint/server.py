@@ -44,7 +44,7 @@ class EndpointServer:
 
     async def start(self) -> str:
         """Listen; returns the URL without a path. ConfigError if the address can't be had."""
-        listener = _listen(self._settings.address)
+        listener = listen(self._settings.address)
         self._server = _Server(
             uvicorn.Config(
                 self._endpoint.app(),
@@ -98,12 +98,18 @@ class _Server(uvicorn.Server):
         self.ready.set()
 
 
-def _listen(address: str) -> socket.socket:
+def listen(address: str) -> socket.socket:
+    """A socket bound to HOST:PORT; ConfigError if it can't be had."""
     host, _, port = address.rpartition(":")
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
     try:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        return socket.create_server((host.strip("[]"), int(port)), family=family, backlog=2048)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        # Connections inherit it. An answer leaves in two writes, of which the second else waits 40 ms for the first.
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        listener.bind((host.strip("[]"), int(port)))
     except (OSError, ValueError, OverflowError) as error:
+        listener.close()
         raise ConfigError(
             f"generator.agents.address {address!r}: must be HOST:PORT of this machine: {error}"
         ) from error
+    return listener
