@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import Any
 
 import msgspec
 
@@ -59,7 +58,7 @@ def read_messages(data: JSON, asker: Asker) -> Question:
         stop=stop_strings(body.stop_sequences),
         max_tokens=check_max_tokens(body.max_tokens),
         name=asker.name,
-        ignored=ignored_settings(data, _constraints(data), asker.settings),
+        ignored=ignored_settings(data, _output_format(data), asker.settings),
     )
     form = _Form(body.model or "policy")
     return Question(call, bool(body.stream), form.answer, form.events)
@@ -70,15 +69,10 @@ async def count_tokens(body: bytes, asker: Asker) -> JSON:
     return {"input_tokens": asker.session.count_tokens(read_messages(read_json(body), asker).call)}
 
 
-def _constraints(data: JSON) -> list[str]:
-    choice = data.get("tool_choice")
-    kind = choice.get("type") if isinstance(choice, dict) else choice
-    found = ["tool_choice"] if kind not in (None, "auto", "none") else []
-    return found + [name for name in ("output_format", "output_config") if _has_format(data.get(name))]
-
-
-def _has_format(value: Any) -> bool:
-    return isinstance(value, dict) and ("schema" in value or value.get("format") is not None)
+def _output_format(data: JSON) -> str | None:
+    config = data.get("output_config")
+    asked = isinstance(config, dict) and config.get("format") is not None
+    return "output_config" if asked else "output_format" if data.get("output_format") is not None else None
 
 
 def _chat_messages(message: JSON, where: str) -> list[Message]:

@@ -50,15 +50,16 @@ def read_chat(data: JSON, asker: Asker) -> Question:
     body = convert(data, ChatBody)
     if not body.messages:
         raise bad_request("messages must not be empty")
+    limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     call = CallRequest(
         messages=[_message(message, f"messages[{at}]") for at, message in enumerate(body.messages)],
         tools=_tools(body.tools),
         n=check_n(body.n),
         stop=stop_strings(body.stop),
-        max_tokens=check_max_tokens(body.max_completion_tokens or body.max_tokens),
+        max_tokens=check_max_tokens(limit),
         name=asker.name,
         template_args=body.chat_template_kwargs,
-        ignored=ignored_settings(data, _constraints(data), asker.settings),
+        ignored=ignored_settings(data, _output_format(data), asker.settings),
     )
     form = _Form(body)
     return Question(call, bool(body.stream), form.answer, form.events)
@@ -179,8 +180,7 @@ def _tools(tools: list[JSON] | None) -> list[JSON] | None:
     return tools or None
 
 
-def _constraints(data: JSON) -> list[str]:
-    found = ["tool_choice"] if data.get("tool_choice") not in (None, "auto", "none") else []
+def _output_format(data: JSON) -> str | None:
     response_format = data.get("response_format")
     kind = response_format.get("type") if isinstance(response_format, dict) else response_format
-    return found + (["response_format"] if kind not in (None, "text") else [])
+    return None if kind in (None, "text") else "response_format"

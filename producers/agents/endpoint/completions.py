@@ -44,7 +44,6 @@ def read_completion(data: JSON, asker: Asker) -> Question:
         if data.get(name):
             raise bad_request(f"{name} is not supported")
     text, ids = _prompt(body.prompt)
-    constraints = ["response_format"] if data.get("response_format") else []
     call = CallRequest(
         prompt_ids=ids,
         prompt_text=text,
@@ -52,7 +51,7 @@ def read_completion(data: JSON, asker: Asker) -> Question:
         stop=stop_strings(body.stop),
         max_tokens=check_max_tokens(body.max_tokens),
         name=asker.name,
-        ignored=ignored_settings(data, constraints, asker.settings),
+        ignored=ignored_settings(data, "response_format" if data.get("response_format") else None, asker.settings),
     )
     form = _Form(body)
     return Question(call, bool(body.stream), form.answer, form.events)

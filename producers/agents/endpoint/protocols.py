@@ -89,13 +89,23 @@ def named_events(events: Iterable[JSON]) -> bytes:
     return b"".join(b"event: %b\ndata: %b\n\n" % (event["type"].encode(), write_json(event)) for event in events)
 
 
-def ignored_settings(data: Mapping[str, Any], constraints: Sequence[str], settings: AgentsConfig) -> list[str]:
-    """Names of the client's settings that are not followed; SessionError where ``settings`` refuse constraints."""
-    constraints = [*constraints, *(name for name in CONSTRAINTS if data.get(name) is not None)]
+def ignored_settings(data: Mapping[str, Any], output_format: str | None, settings: AgentsConfig) -> list[str]:
+    """Names of the client's settings that are not followed; SessionError where ``settings`` refuse constraints.
+
+    output_format: name of the setting with which the client wants an answer of a certain form, if it does.
+    """
+    choice = data.get("tool_choice")
+    choice = choice.get("type") if isinstance(choice, dict) else choice
+    constraints = [name for name in CONSTRAINTS if data.get(name) is not None]
+    constraints += [output_format] if output_format else []
+    constraints += ["tool_choice"] if choice not in (None, "auto", "none") else []
     if constraints and settings.constrained == "refuse":
         names = " and ".join(constraints)
         raise bad_request(f"{names} would change the distribution that is sampled from, and is refused in this run")
-    return [name for name in SAMPLING if data.get(name) is not None] + constraints
+    ignored = [name for name in SAMPLING if data.get(name) is not None]
+    ignored += ["tool_choice"] if choice == "none" else []
+    ignored += ["parallel_tool_calls"] if data.get("parallel_tool_calls") is False else []
+    return ignored + constraints
 
 
 def stop_strings(stop: str | list[str] | None) -> list[str]:

@@ -26,7 +26,6 @@ from producers.agents.endpoint.protocols import (
     text_parts,
     usage_counts,
 )
-from producers.agents.endpoint.response_events import events_of
 from producers.agents.protocol import Answer, CallRequest
 
 KEPT = 32
@@ -70,18 +69,17 @@ def read_response(data: JSON, asker: Asker) -> Question:
         tools=function_tools(body.tools, "parameters"),
         max_tokens=check_max_tokens(body.max_output_tokens),
         name=asker.name,
-        ignored=ignored_settings(data, _constraints(data), asker.settings),
+        ignored=ignored_settings(data, _output_format(data), asker.settings),
     )
     form = _Form(body, messages, asker.responses)
     return Question(call, bool(body.stream), form.answer, form.events)
 
 
-def _constraints(data: JSON) -> list[str]:
-    found = ["tool_choice"] if data.get("tool_choice") not in (None, "auto", "none") else []
+def _output_format(data: JSON) -> str | None:
     text = data.get("text")
     form = text.get("format") if isinstance(text, dict) else None
     kind = form.get("type") if isinstance(form, dict) else None
-    return found + (["text.format"] if kind not in (None, "text") else [])
+    return None if kind in (None, "text") else "text.format"
 
 
 def _chat_messages(items: str | list[JSON]) -> list[Message]:
@@ -191,7 +189,7 @@ class _Form:
 
     def events(self, answers: Sequence[Answer], created: int) -> tuple[bytes, bytes]:
         """The answer as events; the second part is the one that ends it."""
-        events = events_of(self.answer(answers, created))
+        events = _events(self.answer(answers, created))
         return named_events(events[:-1]), named_events(events[-1:])
 
     def _keep(self, number: str, messages: list[Message]) -> None:
@@ -214,3 +212,51 @@ def _items(answer: Answer, number: str, status: str) -> list[JSON]:
         function = {"name": call.name, "arguments": call.arguments, "call_id": call.id}
         items.append({"type": "function_call", "id": f"fc_{number}_{index}", "status": "completed", **function})
     return items
+
+
+def _events(response: JSON) -> list[JSON]:
+    """A finished response as the events of a stream, in the protocol's order; a cut one ends as ``incomplete``."""
+    begun = response | {"status": "in_progress", "output": [], "usage": None, "incomplete_details": None}
+    events: list[JSON] = [{"type": f"response.{name}", "response": begun} for name in ("created", "in_progress")]
+    for index, item in enumerate(response["output"]):
+        events += [event | {"output_index": index} for event in _item_events(item)]
+    events.append({"type": f"response.{response['status']}", "response": response})
+    for number, event in enumerate(events):
+        event["sequence_number"] = number
+    return events
+
+
+def _item_events(item: JSON) -> list[JSON]:
+    if item["type"] == "function_call":
+        empty: JSON = {"arguments": "", "status": "in_progress"}
+        inner = _arguments_events(item)
+    else:
+        empty = {"content": [], "status": "in_progress"}
+        inner = [event for at, part in enumerate(item["content"]) for event in _part_events(item["id"], at, part)]
+    return [
+        {"type": "response.output_item.added", "item": item | empty},
+        *inner,
+        {"type": "response.output_item.done", "item": item},
+    ]
+
+
+def _arguments_events(item: JSON) -> list[JSON]:
+    text, base = item["arguments"], {"item_id": item["id"]}
+    name = "response.function_call_arguments"
+    return [
+        {"type": f"{name}.delta", "delta": text, **base},
+        {"type": f"{name}.done", "arguments": text, "name": item["name"], **base},
+    ]
+
+
+def _part_events(item: str, index: int, part: JSON) -> list[JSON]:
+    """The events of one text, of a message or of the reasoning."""
+    base: JSON = {"item_id": item, "content_index": index}
+    extra: JSON = {"logprobs": []} if part["type"] == "output_text" else {}
+    name = f"response.{part['type']}"
+    return [
+        {"type": "response.content_part.added", "part": part | {"text": ""}, **base},
+        {"type": f"{name}.delta", "delta": part["text"], **extra, **base},
+        {"type": f"{name}.done", "text": part["text"], **extra, **base},
+        {"type": "response.content_part.done", "part": part, **base},
+    ]

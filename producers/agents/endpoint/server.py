@@ -103,6 +103,8 @@ def listen(address: str) -> socket.socket:
     host, _, port = address.rpartition(":")
     listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
     try:
+        if not host:
+            raise ValueError("there is no host")
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         # Connections inherit it. An answer leaves in two writes, of which the second else waits 40 ms for the first.
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

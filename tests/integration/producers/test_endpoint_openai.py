@@ -148,3 +148,88 @@ def test_an_agent_says_what_its_episode_and_its_answers_are_worth() -> None:
     session = ScriptedSession(says(ParsedAnswer("hi")))
     ask(session, act)
     assert (session.rewards, session.metrics) == ({"chatcmpl-0000": 0.5, None: 1.0}, {"moves": 3.0})
+
+
+FUNCTIONS: Any = [{"type": "function", "name": "add", "description": "adds", "parameters": {}, "strict": None}]
+
+
+def test_a_response_has_items_and_the_next_one_goes_on_from_it() -> None:
+    async def act(client: Any, url: str) -> Any:
+        first = await client.responses.create(model="m", input="1+2?", tools=FUNCTIONS, max_output_tokens=9)
+        output: Any = [{"type": "function_call_output", "call_id": "call_1", "output": "3"}]
+        again = await client.responses.create(model="m", input=output, previous_response_id=first.id)
+        own: Any = [{"role": "user", "content": "1+2?"}, *(item.model_dump() for item in first.output), *output]
+        await client.responses.create(model="m", input=own)
+        return first, again
+
+    session = ScriptedSession(says(ParsedAnswer("so", "hm", [CALL]), ParsedAnswer("3")))
+    first, again = ask(session, act)
+    assert [item.type for item in first.output] == ["reasoning", "message", "function_call"]
+    assert (first.output_text, first.output[2].arguments, first.usage.total_tokens) == ("so", CALL.arguments, 5)
+    assert (again.output_text, again.previous_response_id) == ("3", first.id)
+    _, by_id, by_items = session.requests
+    assert [message["role"] for message in by_id.messages or []] == ["user", "assistant", "tool"]
+    assert by_id.messages == by_items.messages
+
+
+def test_a_streamed_response_has_its_events_in_order() -> None:
+    async def act(client: Any, url: str) -> Any:
+        async with client.responses.stream(model="m", input="1+2?", tools=FUNCTIONS) as stream:
+            events = [event async for event in stream]
+            return events, await stream.get_final_response()
+
+    events, response = ask(ScriptedSession(says(ParsedAnswer("so", "hm", [CALL]))), act)
+    names = [event.type.removeprefix("response.") for event in events]
+    part = ["output_item.added", "content_part.added", "{0}.delta", "{0}.done", "content_part.done", "output_item.done"]
+    function = [
+        "output_item.added",
+        "function_call_arguments.delta",
+        "function_call_arguments.done",
+        "output_item.done",
+    ]
+    reasoning, text = ([name.format(kind) for name in part] for kind in ("reasoning_text", "output_text"))
+    assert names == ["created", "in_progress", *reasoning, *text, *function, "completed"]
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    assert [item.type for item in response.output] == ["reasoning", "message", "function_call"]
+
+
+def test_plain_prompts_are_completed() -> None:
+    async def act(client: Any, url: str) -> Any:
+        ids = await client.completions.create(
+            model="m", prompt=[5, 6], logprobs=1, stop="x", extra_body={"return_token_ids": True}
+        )
+        stream = await client.completions.create(model="m", prompt="ab", stream=True)
+        return ids, [chunk async for chunk in stream]
+
+    session = ScriptedSession(says(ParsedAnswer("hi")))
+    got, chunks = ask(session, act)
+    assert [(r.prompt_ids, r.prompt_text, r.stop) for r in session.requests] == [
+        ([5, 6], None, ["x"]),
+        (None, "ab", []),
+    ]
+    choice = got.choices[0]
+    assert (choice.text, choice.token_ids, choice.prompt_token_ids) == ("hi", [7, 8], [1, 2, 3])
+    assert choice.logprobs.token_logprobs == [-0.5, -9999.0]
+    assert "".join(chunk.choices[0].text for chunk in chunks) == "hi"
+
+
+def test_a_history_of_many_megabytes_is_read() -> None:
+    async def act(client: Any, url: str) -> Any:
+        return await client.chat.completions.create(model="m", messages=[{"role": "user", "content": "x" * 20_000_000}])
+
+    session = ScriptedSession(says(ParsedAnswer("hi")))
+    ask(session, act)
+    assert len((session.requests[0].messages or [])[0]["content"]) == 20_000_000
+
+
+def test_an_unknown_route_and_a_failure_of_our_own_are_errors_in_the_protocols_form() -> None:
+    def fail(request: object) -> ParsedAnswer:
+        raise ZeroDivisionError
+
+    async def act(client: Any, url: str) -> Any:
+        with pytest.raises(openai.NotFoundError, match="POST /s/tok-1/v1/embeddings: Not Found"):
+            await client.embeddings.create(model="m", input="x")
+        with pytest.raises(openai.InternalServerError, match="the endpoint failed, its log says why"):
+            await client.with_options(max_retries=0).chat.completions.create(model="m", messages=QUESTION)
+
+    ask(ScriptedSession(fail), act)

@@ -167,7 +167,7 @@ def test_the_call_of_a_client_that_vanished_is_cancelled_unless_asked_for_again(
 @pytest.mark.parametrize("stream", [False, True])
 def test_an_answer_that_broke_half_way_is_not_taken_for_received(stream: bool) -> None:
     async def scenario() -> None:
-        session = ScriptedSession(says(ParsedAnswer("x" * 30_000_000)))
+        session = ScriptedSession(says(ParsedAnswer("x" * 8_000_000)))
         body = BODY | {"stream": stream}
         async with serving(session, patience_s=0.3) as url:
             first = await Connection(url, body).ask()
@@ -175,7 +175,7 @@ def test_an_answer_that_broke_half_way_is_not_taken_for_received(stream: bool) -
             first.drop()
             again = await Connection(url, body).ask()
             status, text = await again.whole()
-            assert (status, len(text) > 30_000_000) == (200, True)
+            assert (status, len(text) > 8_000_000) == (200, True)
             assert len(session.requests) == 1
             third = await Connection(url, body).ask()
             await third.reader.readexactly(100_000)
@@ -268,7 +268,7 @@ def test_an_answer_does_not_wait_for_the_acknowledgement_of_its_head() -> None:
 
 
 def test_an_address_that_cannot_be_had_is_named() -> None:
-    for address in ("127.0.0.1:99999", "somewhere", "192.0.2.1:0"):
+    for address in ("127.0.0.1:99999", "somewhere", ":0", "192.0.2.1:0"):
         with pytest.raises(ConfigError, match=r"generator.agents.address .*: must be HOST:PORT of this machine"):
             listen(address)
 
