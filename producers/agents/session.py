@@ -15,16 +15,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
-import numpy as np
 
 from producers.agents.places import EnginePlaces
 from producers.agents.protocol import Answer, AnswerFinish, CallRequest, SessionError
-from producers.conversation.calls import digest_key, ids_digest
+from producers.conversation.calls import continued_completion, digest_key, ids_digest, recorded_completion
 from producers.conversation.conversation import Conversation, NextPrompt
 from producers.conversation.parsing.answers import AnswerParser, ParsedAnswer
 from producers.engines.base import Completion, Engine
 from schemas.errors import DataError
-from schemas.messages import Call, FinishReason, Partial, Sampling, Span
+from schemas.messages import FinishReason, Partial, Sampling
 
 ENDED = "the episode is over: its sample is finished, or another process has it"
 
@@ -201,7 +200,7 @@ class Session:
         fresh = [k for k in range(request.n) if k not in found]
         growing = [k for k, call in found.items() if call.finish == "abort"]
         waited = time.monotonic()
-        answers = {k: _completion(call) for k, call in found.items() if call.finish != "abort"}
+        answers = {k: recorded_completion(call) for k, call in found.items() if call.finish != "abort"}
         self.counts.replayed += len(answers)
         if fresh or growing:
             async with self._policy.places.take(len(fresh) + len(growing)):
@@ -214,7 +213,7 @@ class Session:
                 results = [completion for part in await asyncio.gather(*jobs) for completion in part]
                 self.counts.engine_s += time.monotonic() - begun
             for k, completion in zip([*fresh, *growing], results, strict=True):
-                answers[k] = _joined(found[k], completion) if k in found else completion
+                answers[k] = continued_completion(found[k], completion) if k in found else completion
         completions = [answers[k] for k in range(request.n)]
         if any(completion.finish == "abort" for completion in completions):
             await self._hand_over(prompt, completions)
@@ -292,26 +291,4 @@ def _answer(number: int, parsed: ParsedAnswer, prompt: NextPrompt, completion: C
         prompt_ids=prompt.ids,
         ids=completion.tokens,
         logprobs=completion.logprobs.tolist(),
-    )
-
-
-def _completion(call: Call) -> Completion:
-    return Completion(call.tokens.numpy().tolist(), call.logprobs.numpy(), list(call.spans), call.finish)
-
-
-def _joined(call: Call, more: Completion) -> Completion:
-    """A recorded beginning and what was sampled after it, as one completion."""
-    start = len(call.tokens)
-    spans = list(call.spans)
-    for span in more.spans:
-        last = spans[-1] if spans else None
-        if last is not None and last.version == span.version:
-            spans[-1] = Span(span.version, last.start, span.end + start)
-        else:
-            spans.append(Span(span.version, span.start + start, span.end + start))
-    return Completion(
-        [*call.tokens.numpy().tolist(), *more.tokens],
-        np.concatenate([call.logprobs.numpy(), more.logprobs]),
-        spans,
-        more.finish,
     )

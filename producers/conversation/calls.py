@@ -13,7 +13,7 @@ import numpy as np
 from producers.conversation.messages import Message
 from producers.engines.base import Completion
 from schemas.codec import Array
-from schemas.messages import Call
+from schemas.messages import Call, Span
 
 
 @dataclass
@@ -76,6 +76,29 @@ def call_records(calls: Iterable[AnsweredCall]) -> list[Call]:
         )
         before[call.digest] += 1
     return records
+
+
+def recorded_completion(call: Call) -> Completion:
+    """Return what a recorded call was answered with."""
+    return Completion(call.tokens.numpy().tolist(), call.logprobs.numpy(), list(call.spans), call.finish)
+
+
+def continued_completion(call: Call, more: Completion) -> Completion:
+    """Return a recorded beginning and what was sampled after it as one completion."""
+    start = len(call.tokens)
+    spans = list(call.spans)
+    for span in more.spans:
+        last = spans[-1] if spans else None
+        if last is not None and last.version == span.version:
+            spans[-1] = Span(span.version, last.start, span.end + start)
+        else:
+            spans.append(Span(span.version, span.start + start, span.end + start))
+    return Completion(
+        [*call.tokens.numpy().tolist(), *more.tokens],
+        np.concatenate([call.logprobs.numpy(), more.logprobs]),
+        spans,
+        more.finish,
+    )
 
 
 def row_ids(calls: dict[int, AnsweredCall], last: int | None) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import math
 from collections.abc import AsyncIterator
@@ -56,7 +57,7 @@ class EnvironmentLoop:
 
     async def start(self, services: WorkflowServices) -> None:
         self._environment = _find_environment(self._name, self._args, services.config.base)
-        self._parts = LoopParts.create(services)
+        self._parts = await asyncio.to_thread(LoopParts.create, services)
 
     def run(self, rollout: RolloutContext) -> AsyncIterator[SampledCompletion | FailedSample]:
         return play_each(lambda index: self._play(rollout, index), rollout.indices)

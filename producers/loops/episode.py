@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import msgspec
-import numpy as np
 
+from producers.conversation.calls import continued_completion, recorded_completion
 from producers.conversation.chat_template import ChatTemplate
 from producers.conversation.conversation import Conversation, NextPrompt
 from producers.conversation.messages import Message
@@ -27,7 +27,7 @@ from producers.workflows.base import FailedSample, RolloutContext, WorkflowServi
 from producers.workflows.trajectory_builder import SampledCompletion, TrajectoryBuilder
 from schemas.config import AgentsConfig
 from schemas.errors import ConfigError, DataError
-from schemas.messages import Call, FinishReason, Span
+from schemas.messages import Call, FinishReason
 
 T = TypeVar("T")
 
@@ -43,7 +43,7 @@ class LoopParts:
 
     @classmethod
     def create(cls, services: WorkflowServices) -> LoopParts:
-        """ConfigError when the tokenizer can't chat, or a parser can't be had."""
+        """ConfigError when the tokenizer can't chat, or a parser can't be had. Takes seconds with one of vLLM's."""
         config, tokenizer = services.config, services.tokenizer
         if not isinstance(tokenizer, HfTokenizer):
             raise ConfigError(f"generator.workflow {config.generator.workflow.name} needs a model with a tokenizer")
@@ -124,10 +124,10 @@ class Episode:
         """Sample one answer from the engine, or take it, or its beginning, from the record of an earlier attempt."""
         call = self._recorded.get(self.conversation.key(prompt))
         if call is not None and call.finish != "abort":
-            return _completion(call)
+            return recorded_completion(call)
         prefix = call.tokens.numpy().tolist() if call is not None else []
         (rest,) = await self._rollout.engine.generate(prompt.ids, self._sampling, prefix=prefix)
-        return rest if call is None else _join(_completion(call), rest)
+        return rest if call is None else continued_completion(call, rest)
 
     async def until_interrupted(self, work: Awaitable[T]) -> T:
         """Await what is not the engine's. EpisodeEnded when the generator ends meanwhile."""
@@ -163,20 +163,3 @@ def newest_messages(messages: Sequence[Message], limit: int) -> list[Message]:
             break
         kept.append(message)
     return kept[::-1]
-
-
-def _completion(call: Call) -> Completion:
-    return Completion(call.tokens.numpy().tolist(), call.logprobs.numpy(), list(call.spans), call.finish)
-
-
-def _join(first: Completion, rest: Completion) -> Completion:
-    """One completion from its beginning and what was sampled after that."""
-    length = len(first.tokens)
-    later = [Span(span.version, span.start + length, span.end + length) for span in rest.spans]
-    spans = list(first.spans)
-    if spans and later and spans[-1].version == later[0].version:
-        spans[-1] = Span(later[0].version, spans[-1].start, later[0].end)
-        later = later[1:]
-    return Completion(
-        [*first.tokens, *rest.tokens], np.concatenate([first.logprobs, rest.logprobs]), [*spans, *later], rest.finish
-    )
