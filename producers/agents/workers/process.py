@@ -46,6 +46,7 @@ log = structlog.get_logger()
 START_TIMEOUT_S = 60.0
 CANCEL_S = 1.0
 """How long an episode has to end after it was told to."""
+_READ_S = 0.25
 LINGER_S = 10.0
 """How long what is left of an ended episode may go on before its process gets no new ones, and ends with its last."""
 _MOST_BYTES = 1 << 26
@@ -118,7 +119,7 @@ class AgentProcess:
         self._count = 0
         self.suspects = 0
         """With how many episodes it ended by itself, none of which is known to have done it."""
-        self._blocked: tuple[float, Blocked] | None = None
+        self._blocked: Blocked | None = None
         self._leaving: Leaving | None = None
         self._lingering: set[int] = set()
         self._worn = False
@@ -222,24 +223,21 @@ class AgentProcess:
         self._send(Cancel(number))
         asyncio.get_running_loop().call_later(CANCEL_S, self._check_end, number)
 
-    def _check_end(self, number: int) -> None:
+    def _check_end(self, number: int, again: bool = True) -> None:
         episode = self._episodes.get(number)
         if episode is None or self._killing is not None:
             return
-        blocked = self._blocked_now()
-        if episode.heard and blocked is None:
+        if not episode.heard and again:
+            # Our own event loop may have stood still: what was said to it meanwhile is read first.
+            asyncio.get_running_loop().call_later(_READ_S, self._check_end, number, False)
+        elif episode.heard and self._blocked is None:
             # Its code goes on, in a thread, or because it ignores the end. Nobody waits for it.
             del self._episodes[number]
             episode.finish(episode.ending or "cancelled", _late(episode))
             self._lingering.add(number)
             asyncio.get_running_loop().call_later(LINGER_S, self._wear, number)
-            return
-        self._keep_task(self._kill_stuck(blocked))
-
-    def _blocked_now(self) -> Blocked | None:
-        if self._blocked is None or time.monotonic() - self._blocked[0] > 2 * runner.BLOCKED_S:
-            return None
-        return self._blocked[1]
+        else:
+            self._keep_task(self._kill_stuck(self._blocked))
 
     async def _kill_stuck(self, blocked: Blocked | None) -> None:
         """Kill the process, whose event loop or whole process stands still, and say whose fault it is, if known."""
@@ -315,9 +313,9 @@ class AgentProcess:
 
     def _obey(self, said: Any) -> None:
         if isinstance(said, Blocked):
-            if said.seconds < 2 * runner.BLOCKED_S:
+            if said.first:
                 log.warning("an agent blocks the event loop of its process", where=said.where, seconds=said.seconds)
-            self._blocked = (time.monotonic(), said)
+            self._blocked = said
             return
         if isinstance(said, Leaving):
             self._leaving = said
@@ -333,6 +331,8 @@ class AgentProcess:
             return
         elif isinstance(said, Heard):
             episode.heard = True
+            # If the loop is blocked now, that is said again before the second is over.
+            self._blocked = None
         elif isinstance(said, Report):
             episode.reward = episode.reward if said.reward is None else said.reward
             episode.turn_rewards.update(said.turns)

@@ -134,11 +134,15 @@ class Note(msgspec.Struct, tag="note", tag_field="op"):
 
 
 class Blocked(msgspec.Struct, tag="blocked", tag_field="op"):
-    """The event loop stands still, for so many seconds by now, in this function. episode: whose it is, if known."""
+    """The event loop stands still, for so many seconds by now, in this function. It is said twice a second.
+
+    episode: whose function it is, if known.
+    """
 
     episode: int | None
     where: str
     seconds: float
+    first: bool
 
 
 class Leaving(msgspec.Struct, tag="leaving", tag_field="op"):

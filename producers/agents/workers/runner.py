@@ -30,7 +30,7 @@ from typing import Any
 PARAMETERS = ("task", "client", "base_url", "api_key", "episode")
 BLOCKED_S = 1.0
 """An event loop that stands still for longer is reported."""
-_LOOK_S = 0.25
+_LOOK_S, _TELL_S = 0.25, 0.5
 _EPISODE: contextvars.ContextVar[int | None] = contextvars.ContextVar("tidemill_episode", default=None)
 _OWN = os.getpid()
 
@@ -509,13 +509,13 @@ class Runner:
                 seen = (self._selector.turn, id(task))
                 if since is None or seen != before:
                     begun, told, before = now, 0.0, seen
-                elif now - max(begun, told) >= BLOCKED_S:
-                    told = now
+                elif now - begun >= BLOCKED_S and now - told >= _TELL_S:
+                    first, told = not told, now
                     owner = self._owners.get(task) if task is not None else None
                     where = blocking_line(threading.main_thread().ident)
-                    self._connection.send(
-                        {"op": "blocked", "episode": owner, "where": where, "seconds": round(now - begun, 2)}
-                    )
+                    seconds = round(now - begun, 2)
+                    said = {"op": "blocked", "episode": owner, "where": where, "seconds": seconds, "first": first}
+                    self._connection.send(said)
             except RuntimeError:
                 # A dictionary of the loop has changed while it was looked at.
                 continue

@@ -7,6 +7,7 @@ import re
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ import yaml
 
 from consumers.reward.scorer import check_reward
 from deploy.launchers.factory import build_launcher
+from producers.agents.workers.check import check_agent
 from producers.datasets.loading import build_dataset
 from producers.engines.base import EngineSettings
 from producers.engines.scripted import ScriptedEngine
@@ -22,7 +24,7 @@ from producers.loops.tool_functions import load_tools
 from producers.loops.tools import Tools
 from producers.workflows.base import RolloutContext, find_workflow
 from schemas.codec import Array
-from schemas.config import DatasetConfig, RewardTerm, parse_config
+from schemas.config import AgentsConfig, DatasetConfig, RewardTerm, parse_config
 from schemas.messages import Sampling, Span, Task, Trajectory
 from schemas.plugins import load
 
@@ -115,6 +117,25 @@ def test_the_environment_is_one(snippets: Path) -> None:
     steps = asyncio.run(play())
     assert steps[0][1] == -0.1
     assert [reward for _, reward, done in steps if done] == [1.0]
+
+
+def test_the_agent_asks_until_it_is_right(snippets: Path) -> None:
+    args = workflow_args("agent")
+    assert args["run"] == "solver.py:run"
+    find_workflow("agent", args, snippets)
+    check_agent(args["run"], None, {}, snippets, AgentsConfig())
+    asked: list[list[dict[str, str]]] = []
+
+    async def create(model: str, messages: list[dict[str, str]]) -> Any:
+        asked.append(list(messages))
+        message = SimpleNamespace(content=["6?", None, "It is 7."][len(asked) - 1])
+        return SimpleNamespace(choices=[SimpleNamespace(message=message)])
+
+    client = SimpleNamespace(chat=SimpleNamespace(completions=SimpleNamespace(create=create)))
+    episode = SimpleNamespace(metrics=lambda wrong: None)
+    task = {"messages": [{"role": "user", "content": "3+4"}], "data": {"answer": "7"}}
+    assert asyncio.run(load(args["run"], "agent", snippets)(task, client, episode)) == pytest.approx(0.6)
+    assert [message["content"] for message in asked[2]] == ["3+4", "6?", "No. Once more.", "", "No. Once more."]
 
 
 def workflow_args(name: str) -> Any:
