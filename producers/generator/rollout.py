@@ -72,6 +72,22 @@ class GeneratorContext:
         outbox, saver = Outbox(queue), PartialSaver(partials)
         return cls(config, name, broker, engine, tokenizer, workflow, pause, updates, queue, partials, outbox, saver)
 
+    def report(self, name: str, text: str) -> None:
+        """Tell people of an event, soon; one that can't be told is logged. Call it in the event loop."""
+        telling = asyncio.create_task(self._emit(Event(name=name, service=self.name, level="warning", text=text)))
+        _telling.add(telling)
+        telling.add_done_callback(_telling.discard)
+
+    async def _emit(self, event: Event) -> None:
+        try:
+            await asyncio.to_thread(self.broker.events.emit, event)
+        except TidemillError as error:
+            log.warning("an event could not be told", text=event.text, reason=str(error))
+
+
+_telling: set[asyncio.Task[None]] = set()
+"""Events on their way: an event loop alone does not keep its tasks."""
+
 
 class Rollout:
     """Runs one delivery of a task once.
@@ -99,23 +115,10 @@ class Rollout:
         self._sampling: asyncio.Task[str] | None = None
         self._stopped = False
         self._interrupted = asyncio.Event()
-        self._reports: set[asyncio.Task[None]] = set()
 
     def interrupt(self) -> None:
         """Ask the workflow for what it has, because the generator ends soon."""
         self._interrupted.set()
-
-    def _report(self, name: str, text: str) -> None:
-        event = Event(name=name, service=self._context.name, level="warning", text=text)
-        telling = asyncio.create_task(self._emit(event))
-        self._reports.add(telling)
-        telling.add_done_callback(self._reports.discard)
-
-    async def _emit(self, event: Event) -> None:
-        try:
-            await asyncio.to_thread(self._context.broker.events.emit, event)
-        except TidemillError as error:
-            log.warning("an event could not be told", text=event.text, reason=str(error))
 
     def stop(self) -> None:
         """Sample no more, because another generator has the task now; what is sampled already still leaves."""
@@ -132,7 +135,7 @@ class Rollout:
             saved = await asyncio.to_thread(context.partials.load_partials, task.task_id, missing)
             task = self._task = msgspec.structs.replace(task, partials=longest([*task.partials, *saved]))
         rollout = RolloutContext(
-            context.engine, context.tokenizer, task, missing, self._save, self._report, self._interrupted
+            context.engine, context.tokenizer, task, missing, self._save, context.report, self._interrupted
         )
         try:
             async with asyncio.TaskGroup() as leaving:

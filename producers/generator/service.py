@@ -133,7 +133,7 @@ class Generator:
         return True
 
     def _services(self) -> WorkflowServices:
-        return WorkflowServices(self._engine, self._context.tokenizer, self._config)
+        return WorkflowServices(self._engine, self._context.tokenizer, self._config, self._context.report)
 
     def _acknowledge(self) -> None:
         self._heartbeat.soon()

@@ -128,11 +128,12 @@ def is_service_error(error: BaseException) -> bool:
 
 @dataclass(frozen=True)
 class WorkflowServices:
-    """What a workflow with a method ``start`` gets there, once the engine runs."""
+    """What a workflow with a method ``start`` gets there, once the engine runs. report: see RolloutContext."""
 
     engine: Engine
     tokenizer: HfTokenizer
     config: TidemillConfig
+    report: Callable[[str, str], None] = _tell_nobody
 
 
 class Workflow(Protocol):

@@ -114,7 +114,7 @@ def play(
         }
     )
     save_config(config, folder / "config.yaml")
-    publish_version(broker, take_over(broker, slots=episodes), folder, 1)
+    publish_version(broker, take_over(broker, staleness=max(7, episodes)), folder, 1)
     for task_id in range(episodes // 2):
         broker.ledger.admit(make_task(task_id, max_tokens=40))
     log, started = folder / "requests.log", time.monotonic()
