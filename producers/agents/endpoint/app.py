@@ -108,7 +108,7 @@ class Endpoint:
             held = self._hold(session)
             asker = self._asker(request, session, held)
             question = dialect.read(read_json(body), asker)
-            digest = hashlib.blake2b(request.url.path.encode() + b"\0" + body, digest_size=16).digest()
+            digest = hashlib.blake2b(request.scope["path"].encode() + b"\0" + body, digest_size=16).digest()
             retry = request.headers.get("x-stainless-retry-count", "0") not in ("", "0")
             generation = held.generations.ask(digest, retry, lambda: session.complete(question.call))
             return Delivery(

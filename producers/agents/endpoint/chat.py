@@ -48,6 +48,8 @@ class ChatBody(msgspec.Struct):
 def read_chat(data: JSON, asker: Asker) -> Question:
     """The model call that a body asks for, and the form of its answer."""
     body = convert(data, ChatBody)
+    if data.get("functions"):
+        raise bad_request("functions is not supported, tools are")
     if not body.messages:
         raise bad_request("messages must not be empty")
     limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
@@ -155,9 +157,8 @@ def _message(message: JSON, where: str) -> Message:
     role = message.get("role")
     if not isinstance(role, str):
         raise bad_request(f"{where}: a message must have a role")
-    if isinstance(message.get("content"), list):
-        parts = text_parts(message["content"], where, ("text", "refusal", "thinking"))
-        message = message | {"content": parts}
+    if message.get("content") is not None:
+        message = message | {"content": text_parts(message["content"], where, ("text", "refusal"))}
     if role == "developer":
         message = message | {"role": "system"}
     if role == "assistant" and "reasoning" in message and message.get("reasoning_content") is None:

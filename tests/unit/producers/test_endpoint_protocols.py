@@ -143,7 +143,7 @@ def test_chat_messages_keep_what_the_client_sent_and_get_the_present_names() -> 
         (
             "chat",
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
-            "messages[0]: content of type 'image_url' is not supported, only text, refusal, thinking",
+            "messages[0]: content of type 'image_url' is not supported, only text, refusal",
         ),
         (
             "chat",
@@ -151,6 +151,12 @@ def test_chat_messages_keep_what_the_client_sent_and_get_the_present_names() -> 
             "messages[0]: tool_calls must be a list of functions with name and arguments",
         ),
         ("chat", {"tools": [{"type": "web"}]}, "tools[0] of type 'web' is not supported, only functions with a name"),
+        (
+            "chat",
+            {"messages": [USER, {"role": "user", "content": 5}]},
+            "messages[1]: content must be text or a list of parts",
+        ),
+        ("chat", {"functions": [{"name": "add"}]}, "functions is not supported, tools are"),
         ("chat", {"n": 0}, "n 0: must be in [1, 128]"),
         ("completion", {"echo": True}, "echo is not supported"),
         (
