@@ -17,7 +17,7 @@ from consumers.reward.rewards.terms import RewardInput, TermResult, resolve
 from consumers.reward.workers.pool import WorkerPool
 from schemas.config import RewardTerm
 from schemas.errors import InfraError
-from schemas.messages import Score, Trajectory
+from schemas.messages import Score, Segment, Trajectory
 
 
 class Scorer:
@@ -131,7 +131,21 @@ def reward_input(trajectory: Trajectory) -> RewardInput:
         trajectory.turns,
         trajectory.calls,
         trajectory.finish,
+        _last_row(trajectory) if len(trajectory.segments) > 1 else None,
     )
+
+
+def _last_row(trajectory: Trajectory) -> list[int]:
+    """Tokens of the row with the main agent's last answer; of another agent's where it has none."""
+    segments = list(enumerate(trajectory.segments))
+    own = [(k, segment) for k, segment in segments if segment.name == "main"] or segments
+    newest, _ = max(own, key=lambda one: (_last_call(trajectory, one[1]), one[0]))
+    ids: list[int] = trajectory.tokens.numpy()[trajectory.rows()[newest].places].tolist()
+    return ids
+
+
+def _last_call(trajectory: Trajectory, segment: Segment) -> int:
+    return max((turn.call for turn in trajectory.turns if segment.start <= turn.start < segment.end), default=-1)
 
 
 def check_reward(

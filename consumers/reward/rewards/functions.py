@@ -178,11 +178,19 @@ def reasoning_gym(
 
 @reward(needs=("torch", "train"))
 def model(
-    prompt: str, completion: str, prompt_ids: list[int], completion_ids: list[int], *, path: str, **data: Any
+    prompt: str,
+    completion: str,
+    prompt_ids: list[int],
+    completion_ids: list[int],
+    *,
+    path: str,
+    row_ids: list[int],
+    **data: Any,
 ) -> float:
     """The score of a reward model in the folder ``path``: a sequence classifier with one label.
 
     `tidemill reward-model` trains one. It gets the policy's token ids, so it needs the policy's tokenizer. Each worker
-    loads it at its first call, which ``reward.timeout_s`` has to allow.
+    loads it at its first call, which ``reward.timeout_s`` has to allow. Of a sample of several rows it reads the one
+    with the last answer.
     """
-    return reward_model.score(path, prompt, completion, prompt_ids, completion_ids)
+    return reward_model.score(path, prompt, completion, prompt_ids, completion_ids, row_ids)

@@ -53,12 +53,15 @@ def reward(
 
 
 SIGNATURE = ("prompt", "completion", "prompt_ids", "completion_ids")
-FIELDS = frozenset({"reward", "metrics", "turns", "calls", "finish"})
+FIELDS = frozenset({"reward", "metrics", "turns", "calls", "finish", "row_ids"})
 """Fields of a sample that a function gets if it names them, unless the task's data has one of this name."""
 
 
 class RewardInput(msgspec.Struct, frozen=True):
-    """The part of a trajectory that reward functions get to see; turns: their positions are in both ids together."""
+    """The part of a trajectory that reward functions get to see; turns: their positions are in both ids together.
+
+    row_ids: the row with the last answer, None where the sample is one row and both ids are it.
+    """
 
     prompt: str
     completion: str
@@ -70,6 +73,13 @@ class RewardInput(msgspec.Struct, frozen=True):
     turns: list[Turn] = []
     calls: int = 0
     finish: FinishReason = "stop"
+    row_ids: list[int] | None = None
+
+    def field(self, name: str) -> Any:
+        """Return one of FIELDS as functions get it."""
+        if name == "row_ids" and self.row_ids is None:
+            return self.prompt_ids + self.completion_ids
+        return getattr(self, name)
 
 
 class TermResult(msgspec.Struct, frozen=True):
@@ -101,7 +111,7 @@ class Term:
         """Call the function; never raises, whatever it does short of ending the process."""
         started = time.perf_counter()
         data = sample.data
-        keywords = {name: getattr(sample, name) for name in self.fields}
+        keywords = {name: sample.field(name) for name in self.fields}
         keywords |= {
             name: data[name]
             for name in (data if self.accepts is None else self.accepts & data.keys())

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from torch import nn
@@ -20,9 +21,10 @@ from consumers.reward.scorer import Scorer
 from producers.engines.base import Completion
 from producers.rendering.tokenizer import HfTokenizer
 from producers.workflows.trajectory_builder import TrajectoryBuilder
+from schemas.codec import Array
 from schemas.config import DpoConfig, ModelConfig, RewardModelConfig, RewardTerm, WarmStartConfig
 from schemas.errors import ConfigError, DataError
-from schemas.messages import ChatMessage, Sampling, Span, Task, Trajectory
+from schemas.messages import ChatMessage, Sampling, Segment, Span, Task, Trajectory, Turn
 from tests.support.tiny_model import BOS, add_bos, make_tiny_model
 
 pytestmark = pytest.mark.integration
@@ -129,6 +131,40 @@ def test_the_reward_service_gives_the_trained_scores(model: ModelConfig, tmp_pat
     assert result.margin == pytest.approx((rewards[0] - rewards[1] + rewards[2] - rewards[3]) / 2, rel=1e-3)
 
 
+def test_of_an_episode_of_several_rows_a_reward_model_reads_the_one_with_the_last_answer(
+    model: ModelConfig, tmp_path: Path
+) -> None:
+    """One row after the other is nothing that the policy saw; prompt and completion are those of the last answer."""
+    pairs = preferences(PROMPTS["text"])
+    settings = RewardModelConfig.model_validate(section(tmp_path / "out"))
+    train_reward_model(model, pairs, pairs, settings, load_tokenizer=HfTokenizer)
+    tokenizer = HfTokenizer(model.path)
+    alone = as_sampled(tokenizer, "12+34=", "46")
+    # The same answer as the second row, which begins with the first one's prompt; then a sub-agent's.
+    prompt, answer = alone.loss_mask.data.count(0), alone.loss_mask.data.count(1)
+    first, last = alone.tokens.numpy()[:prompt].tolist(), alone.tokens.numpy()[prompt:].tolist()
+    tokens = [*first, *tokenizer.encode("99"), *last, *tokenizer.encode("7")]
+    ends = [prompt + 2, prompt + 2 + answer, len(tokens)]
+    mask = [0] * prompt + [1] * (len(tokens) - prompt)
+    episode = msgspec.structs.replace(
+        alone,
+        tokens=Array.of(tokens, "i4"),
+        loss_mask=Array.of(mask, "u1"),
+        logprobs=Array.of([0.0] * len(tokens), "f4"),
+        spans=[Span(0, prompt, len(tokens))],
+        segments=[Segment(0, ends[0]), Segment(ends[0], ends[1], 0, prompt), Segment(ends[1], ends[2], name="helper")],
+        turns=[Turn("assistant", prompt, ends[0], 0), Turn("assistant", ends[0], ends[1], 2)],
+        prompt="what was said before",
+    )
+    scorer = Scorer([RewardTerm(name="model", args={"path": str(settings.out)})], tmp_path, workers=1, timeout_s=120.0)
+    try:
+        of_row, of_episode = scorer.score([alone, episode])
+    finally:
+        scorer.close()
+    assert (of_row.status, of_episode.reason) == ("ok", "")
+    assert of_episode.reward == pytest.approx(of_row.reward)
+
+
 def as_sampled(tokenizer: HfTokenizer, prompt: Prompt, text: str) -> Trajectory:
     """What a generator publishes whose model answers with this text and ends."""
     task, completion = make_task(prompt), [*tokenizer.encode(text), tokenizer.eos_id]
@@ -142,7 +178,7 @@ def test_a_reward_model_with_another_tokenizer_is_an_error_and_no_reward(model: 
     pairs = preferences(PROMPTS["text"])
     train_reward_model(model, pairs, pairs, settings, load_tokenizer=HfTokenizer)
     with pytest.raises(ValueError, match="another tokenizer than the policy"):
-        score(str(settings.out), "12+34=", "46", [4, 5, 6], [7, 8])
+        score(str(settings.out), "12+34=", "46", [4, 5, 6], [7, 8], [4, 5, 6, 7, 8])
 
 
 def test_an_example_that_is_longer_than_the_model_reads_is_named(model: ModelConfig, tmp_path: Path) -> None:
