@@ -14,12 +14,13 @@ import torch
 from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
 
+from consumers.trainer.data.microbatches import Group
 from consumers.trainer.distributed.ranks import Ranks
 from consumers.trainer.model.hf_weights import wire_weights
 from consumers.trainer.rank_group import RankGroup
 from consumers.trainer.step.build import build_train_step
 from schemas.config import parse_config
-from tests.support.trajectories import make_groups
+from tests.support.trajectories import make_episode, make_groups
 
 
 def run_steps(
@@ -54,6 +55,11 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).clone()
 
 
+def episodes(seed: int) -> Group:
+    """Samples of several rows, which may be on different ranks."""
+    return Group(99, [(make_episode(99, s, 9, seed), float(s % 2)) for s in range(3)])
+
+
 def lead(rank_group: RankGroup, folder: Path, first: int, last: int, sizes: Sequence[int], dtype: str) -> None:
     newest = rank_group.checkpoint_store.newest().path
     assert (newest is not None) == (first > 0)
@@ -69,7 +75,7 @@ def lead(rank_group: RankGroup, folder: Path, first: int, last: int, sizes: Sequ
         before = {name: local(tensor).to(getattr(torch, dtype)) for name, tensor in weights}
         # As late as can be: when the optimizer is about to change the weights.
         snapshot.wait = snapshot.fill  # type: ignore[method-assign]
-        results.append(rank_group.train(make_groups(sizes, seed=version), version))
+        results.append(rank_group.train([*make_groups(sizes, seed=version), episodes(version)], version))
         snapshot.write(file)
         written = load_file(file)
         late.append(all(torch.equal(tensor, written[name]) for name, tensor in before.items()))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 
 from consumers.trainer.algorithms import AGGREGATIONS
 from consumers.trainer.algorithms.advantages import Gae, Turns, centered
+from consumers.trainer.checkpoint.batch_files import BatchFiles, step_record
 from consumers.trainer.data.credit import AnyAdvantage
 from consumers.trainer.data.microbatches import Group, MicroBatch, StepPlan, StepPlanner, collate
 from consumers.trainer.data.rows import TrainRow, cut_rows
@@ -161,12 +163,24 @@ def test_rows_are_what_has_a_ratio_and_samples_what_has_a_weight() -> None:
     assert figures["length_max"] == 7.0
 
 
-def test_rows_of_a_sample_travel_to_ranks_and_from_the_journal_as_they_are() -> None:
+def test_rows_of_a_sample_travel_to_ranks_as_they_are() -> None:
     plan = planned([Group(0, [(branching(), 1.0), (make_episode(0, 1, 9), 0.0)])], dp_size=2, advantage=Turns())
     for rank in range(2):
         sent = msgspec.msgpack.decode(msgspec.msgpack.encode(plan.share(rank)), type=list[list[TrainRow]])
         for here, there in zip(plan.share(rank), sent, strict=True):
             assert_equal(collate(here), collate(there))
+
+
+def test_a_recorded_step_is_planned_again_as_it_was(tmp_path: Path) -> None:
+    groups = [Group(0, [(branching(), 1.0), (make_episode(0, 1, 9), 0.0)])]
+    files = BatchFiles(tmp_path)
+    files.write(step_record(groups, step=3, version=3, leader_term=1, world=1))
+    (read,) = files.read(3).groups
+    again = [Group(read.task_id, list(zip(read.samples, read.rewards, strict=True)))]
+    for advantage in (Turns(turn_gamma=0.5), Gae()):
+        one, other = (planned(each, advantage=advantage).batch() for each in (groups, again))
+        for a, b in zip(one.micro_batches, other.micro_batches, strict=True):
+            assert_equal(a, b)
 
 
 def assert_equal(one: MicroBatch, other: MicroBatch) -> None:
