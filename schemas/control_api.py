@@ -291,6 +291,8 @@ class TrajectoryHead(Answer):
     newest_version: int | None
     finish: Finish
     tokens: int = Field(description="Tokens that the policy generated.")
+    calls: int = Field(description="Model calls of the sample, 0 where nobody counts them.")
+    rows: int = Field(description="Token sequences that it is trained as.")
     generator: str
     time: float = Field(description="When the sample was published, or trained.")
     prompt: str = Field(description="First 200 characters of the prompt.")
@@ -325,6 +327,23 @@ class SegmentRange(Answer):
     name: str = Field(description="Of the agent: main, or a sub-agent's.")
 
 
+class ToolUse(Answer):
+    """A call of a tool, and what it gave."""
+
+    name: str
+    arguments: str
+    result: str | None = Field(description="null where no message answers this call.")
+
+
+class SpokenMessage(Answer):
+    """A message of an episode's conversation."""
+
+    role: str
+    text: str
+    reasoning: str | None
+    tools: list[ToolUse]
+
+
 class TokenTable(Answer):
     """Columns with an entry for each token, prompt and completion together, one segment after the other."""
 
@@ -348,6 +367,9 @@ class TrajectoryDetail(TrajectoryHead):
     score_reason: str
     turns: list[TurnRange]
     segments: list[SegmentRange] = Field(description="Rows of an agent's episode; empty: the tokens are one row.")
+    messages: list[SpokenMessage] = Field(description="The conversation of an agent's episode, where it was kept.")
+    workflow_reward: float | None = Field(description="What the workflow says that the sample is worth.")
+    metrics: dict[str, float] = Field(description="What the workflow measured.")
     token_table: TokenTable
     data: dict[str, Any]
 

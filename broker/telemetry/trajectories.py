@@ -1,6 +1,6 @@
 """Trajectories for reading: those in the pipeline with their scores, and a few trained ones that are kept.
 
-Looking is read-only and bounded. Keeping is bounded too: KEEP samples of at most KEEP_BYTES, a few of each step.
+Looking is read-only and bounded. Keeping is bounded too, in number and in bytes: a few samples of each step.
 """
 
 from __future__ import annotations
@@ -15,8 +15,10 @@ from schemas.codec import BadMessage, decode, encode
 from schemas.messages import Score, Trajectory
 
 KEEP = 256
-KEEP_BYTES = 128 * 1024
-"""A longer trajectory is not kept: KEEP * KEEP_BYTES bounds the memory, 32 MiB."""
+KEEP_BYTES = 32 << 20
+"""Fewer than KEEP trajectories are kept where they are so long that all together would have more bytes than this."""
+LONGEST_KEPT = 2 << 20
+"""A trajectory of more bytes is not kept."""
 PER_STEP = 4
 PAGE = 50
 """Most entries of a stream in one reply."""
@@ -73,13 +75,14 @@ class TrajectoryStore:
 
     def keep(self, step: int, trained: Sequence[tuple[Trajectory, float]]) -> None:
         """Keep some samples of a step: the best, the worst, the longest and one more, each with its reward."""
-        args: list[str | bytes | int] = [step, KEEP]
-        for trajectory, reward in choose(trained, step):
-            body = encode(trajectory, self._max_bytes)
-            if len(body) <= KEEP_BYTES:
-                args += [trajectory.task_id, trajectory.sample, encode(Score(reward=reward)), body]
-        if len(args) > 2:
-            self._connection.run_script("keep_samples", *args)
+        bodies = [(item, encode(item[0], self._max_bytes)) for item in choose(trained, step)]
+        kept = [(item, body) for item, body in bodies if len(body) <= LONGEST_KEPT]
+        if not kept:
+            return
+        args: list[str | bytes | int] = [step, min(KEEP, KEEP_BYTES // max(len(body) for _, body in kept))]
+        for (trajectory, reward), body in kept:
+            args += [trajectory.task_id, trajectory.sample, encode(Score(reward=reward)), body]
+        self._connection.run_script("keep_samples", *args)
 
     def search(
         self, wanted: Callable[[StoredTrajectory], bool], limit: int, examine: int, only_trained: bool = False

@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import ValidationError
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from deploy.client import find
@@ -21,6 +21,7 @@ from schemas.control_api import (
     RunStatus,
     ServiceStatus,
     SettingsChange,
+    SpokenMessage,
     Trajectories,
     TrajectoryDetail,
 )
@@ -173,11 +174,14 @@ def print_trajectories(answer: Trajectories, as_json: bool) -> None:
     if as_json:
         print(answer.model_dump_json())
         return
-    table = Table("task", "sample", "state", "reward", "versions", "finish", "tokens", "completion", box=None)
+    calls = ("calls/rows",) if any(item.calls for item in answer.trajectories) else ()
+    names = ("task", "sample", "state", "reward", "versions", "finish", "tokens", *calls)
+    table = Table(*(Column(name, no_wrap=True) for name in names), Column("completion", min_width=16), box=None)
     for item in answer.trajectories:
         versions = "-" if item.oldest_version is None else f"{item.oldest_version}-{item.newest_version}"
         reward = "-" if item.reward is None else f"{item.reward:g}"
-        cells = (item.task_id, item.sample, item.state, reward, versions, item.finish, item.tokens)
+        cells = [item.task_id, item.sample, item.state, reward, versions, item.finish, item.tokens]
+        cells += [f"{item.calls}/{item.rows}"] if calls else []
         table.add_row(*(str(cell) for cell in cells), Text(" ".join(item.completion.split())[:60]))
     Console().print(table if answer.trajectories else "no such trajectories")
 
@@ -188,11 +192,23 @@ def print_trajectory(one: TrajectoryDetail, as_json: bool) -> None:
         print(one.model_dump_json())
         return
     reward = "no reward" if one.reward is None else f"reward {one.reward:g}"
-    print(f"task {one.task_id}, sample {one.sample}: {one.state}, {reward}, finish {one.finish}")
-    print(f"\n{one.full_prompt}\n---\n{one.full_completion}\n")
+    calls = f", {one.calls} model calls in {one.rows} rows" if one.calls else ""
+    print(f"task {one.task_id}, sample {one.sample}: {one.state}, {reward}, finish {one.finish}{calls}")
+    if one.messages:
+        print("\n" + "\n".join(_describe_message(message) for message in one.messages) + "\n")
+    else:
+        print(f"\n{one.full_prompt}\n---\n{one.full_completion}\n")
     tokens = one.token_table
     texts = tokens.text or [""] * len(tokens.id)
     for at, own in enumerate(tokens.mask):
         if own:
             figures = f"{tokens.id[at]:>8} {tokens.logprob[at]:>9.4f} {tokens.version[at]!s:>6}"
             print(f"{at:>6} {figures}  {texts[at]!r}")
+
+
+def _describe_message(message: SpokenMessage) -> str:
+    """Return a message as a few lines, each part after what it is."""
+    parts = [("reasoning", message.reasoning or ""), (message.role, message.text)]
+    for tool in message.tools:
+        parts += [("calls", f"{tool.name}({tool.arguments})"), ("result", tool.result or "")]
+    return "\n".join(f"{name}: {text}" for name, text in parts if text) or f"{message.role}:"

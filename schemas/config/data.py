@@ -37,7 +37,7 @@ class RewardConfig(Section):
 
     terms: list[RewardTerm] = Field(
         min_length=1,
-        description="The terms that are summed. With the workflows agent, environment and tools by default episode.",
+        description="The terms that are summed. With the workflows agent and environment by default episode.",
     )
     replicas: int = Field(1, ge=1, description="Reward services that `tidemill up` starts.")
     workers: int = Field(2, ge=1, description="Killable worker processes of one service, for functions that may block.")

@@ -27,11 +27,18 @@ DEADLINE_S = 20.0
 class ControlPlane:
     """A control plane that listens, and what one asks of it."""
 
-    def __init__(self, broker: Broker, run: str, deployments: Deployments | None = None, **control: str) -> None:
+    def __init__(
+        self,
+        broker: Broker,
+        run: str,
+        deployments: Deployments | None = None,
+        model: str = "nowhere",
+        **control: str,
+    ) -> None:
         config = parse_config(
             {
                 "run": {"name": run},
-                "model": {"path": "nowhere"},
+                "model": {"path": model},
                 "train": {"name": "arithmetic"},
                 "reward": {"terms": [{"name": "exact"}]},
                 "control": control,

@@ -16,6 +16,7 @@ from typing import Any, Literal
 import msgspec
 import structlog
 
+from broker.api.routes.conversation import spoken_messages
 from broker.api.web.refusal import Refusal
 from broker.api.web.sse import timeline_event
 from broker.client import Broker
@@ -243,6 +244,8 @@ def _head(seen: StoredTrajectory) -> dict[str, Any]:
         "newest_version": max(versions, default=None),
         "finish": body.finish,
         "tokens": body.loss_mask.data.count(1),
+        "calls": body.calls,
+        "rows": max(1, len(body.segments)),
         "generator": body.generator,
         "time": seen.time,
         "prompt": body.prompt[:HEAD_CHARACTERS],
@@ -274,6 +277,9 @@ def detail(seen: StoredTrajectory, decode: Decode | None) -> TrajectoryDetail:
             "score_reason": score.reason if score else "",
             "turns": [TurnRange(**msgspec.structs.asdict(turn)) for turn in body.turns],
             "segments": [SegmentRange(**msgspec.structs.asdict(segment)) for segment in body.segments],
+            "messages": spoken_messages(body.data.get("messages")),
+            "workflow_reward": body.reward,
+            "metrics": body.metrics,
             "token_table": table,
             "data": plain(body.data),
         }

@@ -11,6 +11,7 @@ import pytest
 
 from broker.client import Broker
 from broker.heartbeat import HeartbeatThread
+from broker.telemetry.trajectories import KEEP_BYTES, LONGEST_KEPT
 from schemas.control_api import RunStatus
 from schemas.messages import Event, Heartbeat, Score, Segment, Turn
 from tests.support.control_plane import DEADLINE_S, ControlPlane
@@ -200,3 +201,20 @@ def test_the_document_names_every_answer(api: ControlPlane) -> None:
     assert "HTTPValidationError" not in json.dumps(document)
     assert api.ask("GET", "/nothing")[0] == 404
     assert api.ask("PUT", "/v1/status")[0] == 405
+
+
+def test_long_episodes_are_kept_for_reading_and_few_of_them(api: ControlPlane) -> None:
+    take_over(api.broker)
+    store, recent = api.broker.trajectory_store, api.broker.connection.keys.recent
+    for step in range(20):
+        episode = make_trajectory(step, 0)
+        episode.data = {"messages": [{"role": "user", "content": "x" * (LONGEST_KEPT - 1000)}]}
+        store.keep(step, [(episode, 1.0)])
+    size = LONGEST_KEPT * api.broker.connection.client.xlen(recent)
+    assert LONGEST_KEPT <= size <= KEEP_BYTES
+    assert api.ask("GET", "/v1/trajectories/19/0")[1]["messages"][0]["role"] == "user"
+    too_long = make_trajectory(99, 0)
+    too_long.prompt = "x" * LONGEST_KEPT
+    store.keep(99, [(too_long, 1.0), (make_trajectory(98, 0), 0.0)])
+    assert api.ask("GET", "/v1/trajectories/98/0")[0] == 200
+    assert api.ask("GET", "/v1/trajectories/99/0")[0] == 404

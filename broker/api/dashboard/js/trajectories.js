@@ -67,7 +67,7 @@ function row(one, all, index) {
       h("span", { class: "trajectory-reward", "data-status": one.score_status ?? "none" }, reward(one)),
       h("span", { class: "trajectory-text" }, h("span", null, one.prompt), h("b", null, one.completion)),
       h("span", { class: "trajectory-facts" },
-        h("span", null, `${plural(one.tokens, "token")} · version ${versions(one)}`),
+        h("span", null, `${plural(one.tokens, "token")}${one.calls ? ` · ${plural(one.calls, "call")}` : ""} · version ${versions(one)}`),
         h("span", null, `${one.finish} · ${one.generator} · ${timeOfDay(one.time)}`))));
 }
 

@@ -1,0 +1,61 @@
+"""The messages of an episode as people read them: each answer with the tools that it called and what these gave.
+
+They are what an agent's client sent and got, in OpenAI's form, of whatever shape: what can't be read is left out.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from schemas.control_api import SpokenMessage, ToolUse
+
+REASONING = ("reasoning_content", "reasoning", "thinking")
+
+
+def spoken_messages(messages: Any) -> list[SpokenMessage]:
+    """Return the messages in order; the result of a tool is in the call that it answers, where that is known."""
+    shown: list[SpokenMessage] = []
+    waiting: dict[str, ToolUse] = {}
+    for message in messages if isinstance(messages, list | tuple) else ():
+        if not isinstance(message, dict):
+            continue
+        text, answered = text_of(message.get("content")), message.get("tool_call_id")
+        if message.get("role") == "tool" and isinstance(answered, str) and answered in waiting:
+            waiting.pop(answered).result = text
+            continue
+        uses = []
+        calls = message.get("tool_calls")
+        for call in calls if isinstance(calls, list | tuple) else ():
+            function = call.get("function", call) if isinstance(call, dict) else None
+            if isinstance(function, dict):
+                use = ToolUse(name=str(function.get("name")), arguments=text_of(function.get("arguments")), result=None)
+                uses.append(use)
+                if isinstance(call.get("id"), str):
+                    waiting[call["id"]] = use
+        reasoning = next((message[key] for key in REASONING if isinstance(message.get(key), str)), "")
+        shown.append(SpokenMessage(role=str(message.get("role")), text=text, reasoning=reasoning or None, tools=uses))
+    return shown
+
+
+def text_of(content: Any) -> str:
+    """Return a message's content as text; a part that is none, such as an image, by its kind in brackets."""
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    if isinstance(content, list | tuple):
+        return "".join(_part(part) for part in content)
+    try:
+        return json.dumps(content, ensure_ascii=False)
+    except (TypeError, ValueError, RecursionError):
+        return "[unreadable]"
+
+
+def _part(part: Any) -> str:
+    if isinstance(part, str):
+        return part
+    if not isinstance(part, dict):
+        return "[unreadable]"
+    text = part.get("text")
+    return text if isinstance(text, str) else f"[{part.get('type')}]"

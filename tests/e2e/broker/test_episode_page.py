@@ -1,0 +1,111 @@
+"""An agent's episode in the reader of the dashboard, in a real browser: its messages, its rows and what they earned."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+from playwright.sync_api import Browser, expect
+
+from broker.client import Broker
+from producers.rendering.tokenizer import HfTokenizer
+from schemas.codec import Array
+from schemas.messages import Segment, Span, Trajectory, Turn
+from tests.support.browser import PHONE, WatchedPage, open_browser
+from tests.support.control_plane import ControlPlane
+from tests.support.prompt_groups import make_task, make_trajectory
+from tests.support.tiny_model import make_tiny_model
+from tests.support.trainer_sessions import take_over
+
+pytestmark = pytest.mark.e2e
+
+MESSAGES = [
+    {"role": "system", "content": "Answer with a number. Use the calculator for what you can't do in your head."},
+    {"role": "user", "content": "37*84="},
+    {
+        "role": "assistant",
+        "content": "",
+        "reasoning_content": "A product of two numbers of two digits: better not in my head.",
+        "tool_calls": [{"id": "c1", "function": {"name": "calculator", "arguments": '{"expression": "37*84"}'}}],
+    },
+    {"role": "tool", "tool_call_id": "c1", "content": "3108"},
+    {"role": "assistant", "content": "3108"},
+]
+PARTS = ["37*84=", "37*84", "=3108+", "3108", "12-3=", "9"]
+"""Two rows: question, call, result and answer; a helper that was asked after the question."""
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with open_browser() as browser:
+        yield browser
+
+
+def episode(model: Path) -> Trajectory:
+    ids = [HfTokenizer(str(model)).encode(text) for text in PARTS]
+    ends = [sum(map(len, ids[: k + 1])) for k in range(len(ids))]
+    starts = [0, *ends]
+    own = [0, 1, 0, 1, 0, 1]
+    mask = [bit for part, bit in zip(ids, own, strict=True) for _ in part]
+    roles = ["prompt", "assistant", "tool", "assistant", "user", "assistant"]
+    rewards = [None, 0.25, None, 0.75, None, None]
+    calls = [-1, 0, -1, 1, -1, 2]
+    return replace(
+        make_trajectory(0, 0),
+        tokens=Array.of([token for part in ids for token in part], "i4"),
+        loss_mask=Array.of(mask, "u1"),
+        logprobs=Array.of([-0.4 * bit for bit in mask], "f4"),
+        spans=[Span(3, starts[1], ends[1]), Span(4, starts[3], ends[3]), Span(4, starts[5], ends[5])],
+        turns=[Turn(*turn) for turn in zip(roles, starts, ends, calls, rewards, strict=False)],
+        segments=[Segment(0, ends[3]), Segment(ends[3], ends[5], 0, ends[0], "helper")],
+        finish="deadline",
+        reward=1.0,
+        metrics={"agents/tool_s": 0.125},
+        calls=3,
+        data={"messages": MESSAGES, "answer": "3108"},
+    )
+
+
+@pytest.mark.parametrize("look", ["light", "dark", "phone"])
+def test_an_episode_is_read_as_its_conversation_and_row_by_row(
+    browser: Browser, broker: Broker, tmp_path: Path, look: str
+) -> None:
+    model = make_tiny_model(tmp_path / "model")
+    take_over(broker)
+    broker.ledger.admit(make_task(0))
+    tasks = broker.task_queue("g")
+    tasks.read(1, 10)
+    assert tasks.publish(0, [episode(model)]) == ["ok"]
+    options = {"viewport": PHONE} if look == "phone" else {"color_scheme": look}
+    with ControlPlane(broker, "episodes", model=str(model)) as api:
+        seen = WatchedPage(browser, api.url, **options)
+        page = seen.page
+        page.locator(".trajectory").first.click()
+        messages = page.locator(".messages > li")
+        expect(messages).to_have_count(4)
+        expect(messages.nth(2)).to_contain_text("calculator")
+        expect(messages.nth(2).locator("pre").last).to_be_hidden()
+        messages.nth(2).locator("summary").last.click()
+        expect(messages.nth(2).locator("pre").last).to_have_text("3108")
+        for fact in ("deadline", "Model calls", "Workflow's reward", "agents/tool_s"):
+            expect(page.locator(".facts")).to_contain_text(fact)
+        expect(page.locator(".facts")).not_to_contain_text("better not in my head")
+        turns = page.locator(".tokens .turn")
+        expect(turns).to_have_count(4)
+        expect(turns.nth(3)).to_contain_text("reward 0.750")
+        page.locator(".rows button").nth(1).click()
+        expect(turns).to_have_count(3)
+        expect(turns.nth(2)).to_contain_text("9")
+        first = page.locator(".tokens .token").first
+        expect(first).to_have_attribute("data-shade", "none")
+        page.locator(".tokens").focus()
+        page.keyboard.press("ArrowRight")
+        expect(page.locator(".token.is-chosen")).to_have_text("9")
+        wide = page.evaluate(
+            "document.querySelector('dialog').scrollWidth - document.querySelector('dialog').clientWidth"
+        )
+        assert (wide, seen.violations(), seen.errors, seen.elsewhere()) == (0, [], [], [])
+        seen.page.screenshot(path=tmp_path / f"{look}.png")
+        seen.context.close()
