@@ -154,6 +154,20 @@ def test_zero_variance_groups_are_dropped_only_where_advantages_compare() -> Non
     assert (centered.drops_zero_variance, raw.drops_zero_variance, kept.drops_zero_variance) == (True, False, False)
 
 
+def test_turns_keep_groups_of_one_reward_which_they_may_tell_apart_and_need_a_group() -> None:
+    turns = parse_config(merged(trainer={"advantage": {"name": "turns"}})).trainer.advantage
+    asked = parse_config(merged(trainer={"advantage": {"name": "turns", "keep_zero_variance": False}}))
+    assert (turns.drops_zero_variance, asked.trainer.advantage.drops_zero_variance) == (False, True)
+    with pytest.raises(ConfigError, match=r"sampling\.n is 1"):
+        parse_config(merged(trainer={"advantage": {"name": "turns"}}, sampling={"n": 1}))
+
+
+@pytest.mark.parametrize("name", ["raw", "reinforce_pp", "gae"])
+def test_by_name_is_refused_where_nothing_is_compared(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"by_name needs an advantage that compares .*, which {name} does not"):
+        parse_config(merged(trainer={"advantage": {"name": name, "by_name": True}}))
+
+
 def test_what_is_in_effect_is_saved_and_means_the_same_elsewhere(tmp_path: Path) -> None:
     source = tmp_path / "source" / "mine.yaml"
     source.parent.mkdir()
