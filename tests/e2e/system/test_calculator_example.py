@@ -1,0 +1,39 @@
+"""examples/agents/calculator as its user starts it, with a model that was shown one product only."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.support.up_runs import UpRun
+
+pytestmark = pytest.mark.e2e
+
+EXAMPLE = Path(__file__).parents[3] / "examples" / "agents" / "calculator"
+
+
+@pytest.mark.timeout(300)
+def test_an_agent_that_asks_its_tool_is_trained_as_one_row_an_episode(tmp_path: Path) -> None:
+    folder = shutil.copytree(EXAMPLE, tmp_path / "example")
+    config = yaml.safe_load((folder / "config.yaml").read_text())
+    config["model"]["path"] = str(tmp_path / "model")
+    for shown in (config["warm_start"]["dataset"], config["warm_start"]["eval"]):
+        shown.update(args={"split": "train", "guesses": 0}, limit=2)
+    config["warm_start"].update(lr=3e-3, batch_size=8, stop_accuracy=1.0, eval_every=10)
+    for asked in (config["train"], config["eval"]["dataset"]):
+        asked.update(args={"split": "train"}, limit=1)
+    config["generator"].update(engine="transformers")
+    config["trainer"].update(steps=3, batch_groups=8)
+    run = UpRun(folder, config)
+    summary = run.finish()
+    assert summary["exit_reason"] == "finished"
+    assert (summary["trajectories_lost"], summary["trajectories_trained_twice"]) == (0, 0)
+    assert summary["logprob_gap_mean"] < 1e-4
+    lines = [line for line in run.lines("metrics.jsonl") if "train/rows_max" in line]
+    assert len(lines) == 3
+    assert sum(line["reward/mean"] for line in lines) / 3 > 0.7, "the agent's reward is what is trained on"
+    assert sum(line["episode/calls"] for line in lines) / 3 > 1.7, "the calculator is asked, then the answer is given"
+    assert {line["train/rows_max"] for line in lines} == {1.0}

@@ -1,0 +1,101 @@
+"""The parts of examples/agents/calculator: what the model is shown, what the agent asks, and its tool."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import json
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import httpx
+import pytest
+
+from producers.conversation.chat_template import ChatTemplate
+from producers.rendering.tokenizer import HfTokenizer
+
+EXAMPLE = Path(__file__).parents[3] / "examples" / "agents" / "calculator"
+
+
+def load(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"calculator_{name}", EXAMPLE / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def call_of(expression: str) -> dict[str, Any]:
+    function = {"name": "calculator", "arguments": json.dumps({"expression": expression})}
+    return {"id": "call1", "type": "function", "function": function}
+
+
+def test_the_warm_start_shows_the_turns_that_the_agent_later_sends(tmp_path: Path) -> None:
+    load("model").build(tmp_path, 0)
+    template = ChatTemplate(HfTokenizer(str(tmp_path)))
+    shown = load("products").Demonstrations("train", guesses=2)
+    tools = load("agent").TOOLS
+    a, b = shown.tasks.pairs[0]
+    asked = {"role": "user", "content": f"{a}*{b}=?"}
+    called = {"role": "assistant", "content": None, "tool_calls": [call_of(f"{a}*{b}")]}
+    told = {"role": "tool", "tool_call_id": "call1", "content": str(a * b)}
+    sent: list[tuple[list[dict[str, Any]], Any]] = [
+        ([asked], tools),
+        ([asked, called, told], tools),
+        ([asked], None),
+        ([asked], tools),
+        ([asked], tools),
+    ]
+    for turn, (messages, offered) in enumerate(sent):
+        seen = [{"role": message.role, "content": message.content} for message in shown[turn].messages]
+        assert template.ids(template.render(messages, offered)) == template.ids(template.render(seen))
+    written = template.render([asked, called], tools, generation_prompt=False)
+    assert written == template.render([asked], tools) + shown[0].data["answer"] + "<|end|>"
+
+
+@pytest.mark.parametrize(("with_tools", "reward"), [(True, 1.0), (False, 0.0)])
+def test_the_agent_asks_its_calculator_if_it_has_one(with_tools: bool, reward: float) -> None:
+    openai = pytest.importorskip("openai")
+    agent = load("agent")
+    requests: list[dict[str, Any]] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        body = json.loads(request.content)
+        requests.append(body)
+        last = body["messages"][-1]
+        message: dict[str, Any] = {"role": "assistant", "content": last["content"]}
+        if last["role"] == "user" and "tools" in body:
+            message.update(content=None, tool_calls=[call_of("37*84")])
+        choice = {"index": 0, "finish_reason": "stop", "message": message}
+        whole = {"id": "1", "object": "chat.completion", "created": 0, "model": "policy", "choices": [choice]}
+        return httpx.Response(200, json=whole)
+
+    async def play() -> float:
+        http = httpx.AsyncClient(transport=httpx.MockTransport(answer))
+        async with openai.AsyncOpenAI(base_url="http://test/v1", api_key="key", http_client=http) as client:
+            task = {"messages": [{"role": "user", "content": "37*84=?"}], "data": {"answer": "3108"}}
+            return float(await (agent.run if with_tools else agent.run_alone)(task, client))
+
+    assert asyncio.run(play()) == reward
+    assert [[message["role"] for message in body["messages"]] for body in requests] == (
+        [["user"], ["user", "assistant", "tool"]] if with_tools else [["user"]]
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "result"),
+    [
+        ('{"expression": "37*84"}', "3108"),
+        ('{"expression": "(3+4)/2"}', "3.5"),
+        ('{"expression": "9/0"}', "error: ZeroDivisionError"),
+        ('{"expression": "9**9**9"}', "error: ValueError"),
+        ('{"expression": "37*"}', "error: SyntaxError"),
+        ('{"expression": 3}', "error: TypeError"),
+        ("{}", "error: KeyError"),
+        ("37*84", "error: JSONDecodeError"),
+    ],
+)
+def test_the_calculator_says_what_is_wrong_with_a_call(arguments: str, result: str) -> None:
+    assert load("agent").calculator(arguments) == result
