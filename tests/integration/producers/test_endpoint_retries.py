@@ -42,7 +42,7 @@ class Connection:
         self._request = f"{head}X-Stainless-Retry-Count: {retry}\r\nConnection: close\r\n\r\n".encode() + content
 
     async def ask(self) -> Connection:
-        self.reader, self._writer = await asyncio.open_connection(self._host, int(self._port))
+        self.reader, self._writer = await asyncio.open_connection(self._host, int(self._port), limit=2**20)
         self._writer.write(self._request)
         await self._writer.drain()
         return self
@@ -160,6 +160,27 @@ def test_the_call_of_a_client_that_vanished_is_cancelled_unless_asked_for_again(
             session.gate.set()
             assert said(await (await Connection(url, retry=1).ask()).whole()) == "hi"
             assert (len(session.requests), len(session.record)) == (2, 1)
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("size", [1, 300_000])
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_that_was_received_stays_however_fast_its_client_leaves(stream: bool, size: int) -> None:
+    async def scenario() -> None:
+        session = ScriptedSession(says(ParsedAnswer("x" * size)))
+        async with serving(session, patience_s=0.01) as url:
+            for _ in range(20):
+                client = await Connection(url, BODY | {"stream": stream}).ask()
+                if stream:
+                    await client.reader.readuntil(b'"finish_reason":"stop"')
+                else:
+                    head = await client.reader.readuntil(b"\r\n\r\n")
+                    length = int(head.lower().partition(b"content-length: ")[2].split()[0])
+                    await client.reader.readexactly(length)
+                client.drop()
+            await asyncio.sleep(0.1)
+            assert len(session.record) == 20
 
     run(scenario())
 
