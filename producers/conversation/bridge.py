@@ -16,6 +16,8 @@ from producers.conversation.chat_template import MARK, ChatTemplate
 from producers.conversation.messages import Message, arguments_value, content_text, longest_word
 from schemas.errors import DataError
 
+_SYSTEM = ("system", "developer")
+
 
 @dataclass(frozen=True)
 class NewTurn:
@@ -73,8 +75,19 @@ def mark_answer(answer: Message) -> Message:
     return {"role": "assistant", "content": answer.get("content"), "tool_calls": [*calls, marked]}
 
 
+def shorten(before: Sequence[Message]) -> list[Message]:
+    """Return what most templates need of a conversation to write what follows an answer: the system, the last user.
+
+    A template looks at each message, so that writing 70,000 tokens anew costs more than all else of a join.
+    """
+    first = next((k for k, message in enumerate(before) if message.get("role") not in _SYSTEM), len(before))
+    last = next((message for message in reversed(before[first:]) if message.get("role") == "user"), None)
+    return [*before[:first], *([last] if last is not None else before[first:])]
+
+
 def _render_marked(template: ChatTemplate, turn: NewTurn, new: bool) -> str:
-    messages = [*turn.before, mark_answer(turn.answer), *(turn.new if new else ())]
+    before = shorten(turn.before) if template.short_history else turn.before
+    messages = [*before, mark_answer(turn.answer), *(turn.new if new else ())]
     return template.render(messages, turn.tools, generation_prompt=new, args=turn.args)
 
 

@@ -24,8 +24,8 @@ _REASONING = ("reasoning_content", "reasoning", "thinking")
 class ChatTemplate:
     """A chat template over its tokenizer.
 
-    source: another template than the tokenizer's own. bridge_off: why turns are not joined with it, as the check at
-    start-up found out; None: they are.
+    source: another template than the tokenizer's own. What the check at start-up finds out: bridge_off, why turns are
+    not joined with it, None: they are; short_history, whether what it writes after an answer depends on no older turn.
     """
 
     def __init__(self, tokenizer: HfTokenizer, source: str | None = None) -> None:
@@ -33,6 +33,7 @@ class ChatTemplate:
         self._source = source
         self.stop_ids = tokenizer.stop_ids
         self.bridge_off: str | None = None
+        self.short_history = False
 
     def render(
         self,

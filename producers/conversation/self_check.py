@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from producers.conversation.bridge import NewTurn, find_suffix
+from producers.conversation.bridge import NewTurn, find_suffix, shorten
 from producers.conversation.chat_template import ChatTemplate
 from producers.conversation.messages import Message
 from schemas.errors import ConfigError, DataError
@@ -18,6 +18,7 @@ _NEXT: Message = {"role": "user", "content": "Multiply nine by three"}
 _SYSTEM: Message = {"role": "system", "content": "Calculate carefully"}
 _WORD = "Fiftysix"
 _ANSWER: Message = {"role": "assistant", "content": _WORD}
+_EARLIER: Message = {"role": "assistant", "content": "Twentyseven"}
 _TOOL = {
     "type": "function",
     "function": {
@@ -28,8 +29,8 @@ _TOOL = {
 }
 
 
-def _calls(*ids: str) -> Message:
-    function = {"name": "multiply", "arguments": json.dumps({"numbers": _WORD})}
+def _calls(*ids: str, word: str = _WORD) -> Message:
+    function = {"name": "multiply", "arguments": json.dumps({"numbers": word})}
     calls = [{"id": id, "type": "function", "function": function} for id in ids]
     return {"role": "assistant", "content": None, "tool_calls": calls}
 
@@ -52,13 +53,20 @@ class _Case:
 _CASES = (
     _Case("a user's turn", (_USER,), _ANSWER, (_NEXT,)),
     _Case("a user's turn under a system prompt", (_SYSTEM, _USER), _ANSWER, (_NEXT,)),
-    _Case("a user's second turn", (_USER, _ANSWER, _NEXT), _ANSWER, (_USER,)),
+    _Case("a user's second turn", (_USER, _EARLIER, _NEXT), _ANSWER, (_USER,)),
     _Case("a tool's result", (_USER,), _calls("call00001"), (_result("call00001", "product"),), (_TOOL,)),
     _Case(
         "the results of two tool calls",
         (_SYSTEM, _USER),
         _calls("call00001", "call00002"),
         (_result("call00001", "product"), _result("call00002", "quotient")),
+        (_TOOL,),
+    ),
+    _Case(
+        "a later tool's result",
+        (_SYSTEM, _USER, _EARLIER, _NEXT, _calls("call00001", word="Nine"), _result("call00001", "product")),
+        _calls("call00003"),
+        (_result("call00003", "quotient"),),
         (_TOOL,),
     ),
 )
@@ -70,13 +78,23 @@ def check_bridge(template: ChatTemplate) -> str | None:
     Where the template leaves old turns as they are, the join must have the ids of the template's own text. Returned and
     kept in ``template.bridge_off``: None, or one line that says why each model call becomes a row of its own.
     """
+    template.short_history = False
     try:
         outcomes = {case.name: _try(template, case) for case in _CASES}
     except ConfigError as error:
         template.bridge_off = str(error)
         return template.bridge_off
     template.bridge_off = _explain(template, outcomes)
+    template.short_history = all(_depends_on_nothing_older(template, case) for case in _CASES)
     return template.bridge_off
+
+
+def _depends_on_nothing_older(template: ChatTemplate, case: _Case) -> bool:
+    suffixes = [
+        find_suffix(template, NewTurn(before, case.answer, case.new, None, list(case.tools)))
+        for before in (case.before, shorten(case.before))
+    ]
+    return suffixes[0] == suffixes[1]
 
 
 def _explain(template: ChatTemplate, outcomes: dict[str, _Outcome]) -> str | None:

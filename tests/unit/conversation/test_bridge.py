@@ -148,3 +148,13 @@ def test_a_template_that_cannot_be_joined_switches_the_bridge_off_with_one_line(
     assert line == template.bridge_off
 
     assert re.search(why, line), line
+
+
+def test_a_template_that_counts_its_turns_is_given_all_of_them(tokenizer: HfTokenizer) -> None:
+    plain = named_template(tokenizer, "append only")
+    source = "{% for m in messages %}<|{{ m.role }}|>{{ loop.index }} {{ m.content }}<|end|>{% endfor %}<|assistant|>"
+    counting = StoppingTemplate(tokenizer, source, ["<|end|>"])
+    assert (check_bridge(plain), check_bridge(counting)) == (None, None)
+    assert (plain.short_history, counting.short_history) == (True, False)
+    turn = NewTurn([USER, ANSWER, USER], ANSWER, [SURE], "<|end|>")
+    assert find_suffix(counting, turn) == "<|user|>5 Sure?<|end|><|assistant|>"

@@ -95,6 +95,7 @@ def test_a_real_template_proves_itself_and_is_joined_in_every_turn_that_it_can_s
     rows = []
     for plan, tools in ((ANSWERS, None), (CALLS, [TOOL])):
         plan = shown(template, plan, tools)
+        joins_with_and_without_older_turns_are_equal(template, plan, tools)
         for habits in (frozenset[str](), HABITS):
             for history in ("held", "template"):
                 settings: Any = {"habits": habits, "history": history, "tools": tools, "chance": 0.02}
@@ -103,6 +104,18 @@ def test_a_real_template_proves_itself_and_is_joined_in_every_turn_that_it_can_s
                 if history == "held":
                     assert {prompt.why for prompt in played.prompts[1:]} <= {"joined"}
     assert {number for history, number in rows if history == "held"} == {1}
+
+
+def joins_with_and_without_older_turns_are_equal(
+    template: StoppingTemplate, plan: list[Turn], tools: list[Any] | None
+) -> None:
+    short = template.short_history
+    prompts = []
+    longer = [*plan[:-1], Turn(plan[-1].answer, [USER]), *plan]
+    for template.short_history in (False, short):
+        played = play(template, [USER], longer, tools=tools)
+        prompts.append([prompt.ids for prompt in played.prompts])
+    assert prompts[0] == prompts[1]
 
 
 def shown(template: StoppingTemplate, plan: list[Turn], tools: list[Any] | None) -> list[Turn]:
