@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from producers.conversation.messages import Message
@@ -23,7 +24,8 @@ class AnsweredCall:
     parent: number of the call whose row it extends, None: a row of its own. suffix: ids of its prompt after the
     parent's row, all without a parent. length: tokens of its row, answer included. new: messages after the parent's
     answer, all without a parent. chain: digest of all messages, answer included, None for prompts of ids. asked: the
-    same for all choices of one request. used: a later request contains its answer.
+    same for all choices of one request. record: the call as it is saved, but for its key. used: a later request
+    contains its answer.
     """
 
     number: int
@@ -39,6 +41,7 @@ class AnsweredCall:
     asked: object
     digest: bytes
     segment: int
+    record: Call
     used: bool = False
     removed: bool = False
     reward: float | None = None
@@ -64,18 +67,20 @@ def call_records(calls: Iterable[AnsweredCall]) -> list[Call]:
     before: Counter[bytes] = Counter()
     records = []
     for call in calls:
-        completion = call.completion
-        records.append(
-            Call(
-                key=digest_key(call.digest, before[call.digest]),
-                tokens=Array.of(completion.tokens, "i4"),
-                logprobs=Array.of(completion.logprobs, "f4"),
-                spans=list(completion.spans),
-                finish=completion.finish,
-            )
-        )
+        records.append(msgspec.structs.replace(call.record, key=digest_key(call.digest, before[call.digest])))
         before[call.digest] += 1
     return records
+
+
+def record_completion(completion: Completion) -> Call:
+    """Return an answer as it is saved, without its key."""
+    return Call(
+        key=b"",
+        tokens=Array.of(completion.tokens, "i4"),
+        logprobs=Array.of(completion.logprobs, "f4"),
+        spans=list(completion.spans),
+        finish=completion.finish,
+    )
 
 
 def recorded_completion(call: Call) -> Completion:

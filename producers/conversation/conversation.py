@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Literal
 
 from producers.conversation.assembly import choose_calls, join_rows
 from producers.conversation.bridge import NewTurn, find_kept_suffix, find_suffix
-from producers.conversation.calls import AnsweredCall, call_records, digest_key, ids_digest, row_ids
+from producers.conversation.calls import AnsweredCall, call_records, digest_key, ids_digest, record_completion, row_ids
 from producers.conversation.chat_template import ChatTemplate
 from producers.conversation.messages import Message, extend_chain, message_key, settings_key
 from producers.engines.base import Completion
@@ -47,6 +48,11 @@ class NextPrompt:
     system: bytes | None = None
     repeated: tuple[int, ...] = ()
     asked: object = field(default_factory=object, repr=False)
+
+    @cached_property
+    def digest(self) -> bytes:
+        """Digest of the token ids."""
+        return ids_digest(self.ids)
 
 
 class Conversation:
@@ -136,9 +142,8 @@ class Conversation:
 
     def key(self, prompt: NextPrompt, ahead: int = 0) -> bytes:
         """Return the key of a call with this prompt. ahead: calls with the same ids that are not answered yet."""
-        digest = ids_digest(prompt.ids)
-        before = sum(call.digest == digest for call in self._delivered())
-        return digest_key(digest, before + ahead)
+        before = sum(call.digest == prompt.digest for call in self._delivered())
+        return digest_key(prompt.digest, before + ahead)
 
     def add(self, prompt: NextPrompt, completion: Completion, answer: Message) -> int:
         """Record what a call was answered with, and return its number.
@@ -161,8 +166,9 @@ class Conversation:
             chain=None,
             settings=prompt.settings,
             asked=prompt.asked,
-            digest=ids_digest(prompt.ids),
+            digest=prompt.digest,
             segment=segment,
+            record=record_completion(completion),
         )
         if prompt.chain is not None:
             call.chain = extend_chain(prompt.chain, message_key(answer))
@@ -249,7 +255,7 @@ class Conversation:
         )
 
     def _delivered(self) -> list[AnsweredCall]:
-        return [call for call in self._calls.values() if not call.removed or call.used]
+        return [call for call in list(self._calls.values()) if not call.removed or call.used]
 
     def _last_call(self, calls: Sequence[AnsweredCall]) -> AnsweredCall | None:
         last = calls[-1] if calls else None

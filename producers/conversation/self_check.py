@@ -100,15 +100,15 @@ def _depends_on_nothing_older(template: ChatTemplate, case: _Case) -> bool:
 def _explain(template: ChatTemplate, outcomes: dict[str, _Outcome]) -> str | None:
     wrong = [name for name, outcome in outcomes.items() if outcome == "wrong"]
     if wrong:
-        return f"turns are not joined: before {wrong[0]} the join differs from the chat template's own text"
+        return f"before {wrong[0]} the join differs from the chat template's own text"
     if "joined" in outcomes.values():
         return None
     if "not closed" in outcomes.values():
         stops = ", ".join(template.stop_texts) or "none"
-        return f"turns are not joined: the chat template closes answers with no token that ends generation ({stops})"
+        return f"the chat template closes answers with no token that ends generation ({stops})"
     if "not found" in outcomes.values():
-        return "turns are not joined: what the chat template writes after an answer is not to be found"
-    return "turns are not joined: the chat template refuses a conversation of two turns"
+        return "what the chat template writes after an answer is not to be found"
+    return "the chat template refuses a conversation of two turns"
 
 
 def _try(template: ChatTemplate, case: _Case) -> _Outcome:
