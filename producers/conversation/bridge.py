@@ -156,12 +156,11 @@ def _by_difference(template: ChatTemplate, turn: NewTurn) -> str | None:
     whole = template.render([*turn.before, turn.answer], turn.tools, generation_prompt=False, args=turn.args)
     longer = template.render([*turn.before, turn.answer, *turn.new], turn.tools, args=turn.args)
     start = _same_length(prompt, whole)
-    if turn.closing is not None:
-        at = whole.rfind(turn.closing, start)
+    if turn.closing is not None and (at := whole.rfind(turn.closing, start)) >= 0:
         end = at + len(turn.closing)
     else:
-        at = end = max(whole.rfind(stop, start) for stop in template.stop_texts or [MARK])
-    if at < 0 or not longer.startswith(whole[:end]):
+        end = max((whole.rfind(stop, start) for stop in template.stop_texts), default=-1)
+    if end < 0 or not longer.startswith(whole[:end]):
         return None
     word = longest_word(turn.answer)
     return longer[end:] if not word or word not in whole[end:].lower() else None

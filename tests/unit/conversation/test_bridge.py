@@ -70,6 +70,8 @@ TOOL_TURNS = [
     ("no closing token", "<|observation|>", "\n"),
     ("no closing token", "<|endoftext|>", "<|observation|>\n"),
     ("last closing differs", "<|call|>", "<|start|>tool<|message|>"),
+    ("last closing differs", "<|endoftext|>", "<|call|><|start|>tool<|message|>"),
+    ("last closing differs", None, "<|call|><|start|>tool<|message|>"),
 ]
 
 

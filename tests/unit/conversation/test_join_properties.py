@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from producers.conversation.self_check import check_bridge
 from producers.rendering.tokenizer import HfTokenizer
 from tests.support.chat_templates import SOURCES, TOOL, StoppingTemplate, named_template, tool_call, write_tokenizer
 from tests.support.conversations import Turn, check_exact, play
@@ -79,7 +80,9 @@ def turns(draw: Any, ends: list[str]) -> Turn:
 @pytest.fixture(scope="module")
 def templates(tmp_path_factory: pytest.TempPathFactory) -> dict[str, StoppingTemplate]:
     tokenizer = HfTokenizer(str(write_tokenizer(tmp_path_factory.mktemp("tokenizer"))))
-    return {name: named_template(tokenizer, name) for name in SOURCES}
+    found = {name: named_template(tokenizer, name) for name in SOURCES}
+    assert [check_bridge(template) for template in found.values()] == [None] * len(found)
+    return found
 
 
 @settings(max_examples=CONVERSATIONS, deadline=None)
