@@ -14,6 +14,7 @@ from types import FrameType
 
 from rich.console import Console
 
+from tests.chaos import settings
 from tests.chaos.report import examine, show
 from tests.chaos.run import Chaos, Plan
 from tests.chaos.world import KINDS
@@ -45,13 +46,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _words(options.only),
         _words(options.skip),
         options.config,
+        options.workload,
     )
     if not plan.kinds():
         print(
             f"--only {options.only} and --skip {options.skip} leave no kind of fault; --list shows all", file=sys.stderr
         )
         return 2
-    for part in ("evidence", "suite", "logs", "excerpts", "run", "broker"):
+    for part in ("evidence", "calls", "suite", "logs", "excerpts", "run", "broker"):
         shutil.rmtree(plan.folder / part, ignore_errors=True)
     chaos = Chaos(plan, console)
     try:
@@ -77,6 +79,12 @@ def parser() -> argparse.ArgumentParser:
     )
     found.add_argument("--minutes", type=float, default=3.0, help="how long faults happen (%(default)s)")
     found.add_argument("--seed", type=int, default=1, help="of the faults and of the run (%(default)s)")
+    found.add_argument(
+        "--workload",
+        choices=settings.WORKLOADS,
+        default="both",
+        help="what generators do: complete texts, serve agents, or agents for every third task (%(default)s)",
+    )
     found.add_argument("--fault-every", type=float, default=1.6, help="mean seconds between faults (%(default)s)")
     found.add_argument("--folder", type=Path, help="where all files go; a new temporary folder by default")
     found.add_argument("--json", type=Path, help="write the result there too")

@@ -25,6 +25,7 @@ class Evidence:
 
     def __init__(self, folder: Path, name: str) -> None:
         folder.mkdir(parents=True, exist_ok=True)
+        self.name = name
         file = folder / f"{name}.{os.getpid()}.jsonl"
         self.descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
 

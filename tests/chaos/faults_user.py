@@ -25,7 +25,7 @@ RESETS = (6, 12)
 """Connections lost one after the other, more often than a task may be delivered."""
 
 
-class _Misbehave(Fault):
+class Misbehave(Fault):
     """User code misbehaves in a part of its calls for a while."""
 
     what: ClassVar[str]
@@ -43,22 +43,22 @@ class _Misbehave(Fault):
 
 
 @kind
-class BadExamples(_Misbehave):
+class BadExamples(Misbehave):
     kind, weight, what, varieties = "bad examples", 4.0, "dataset", user_code.DATASET
 
 
 @kind
-class BadSamples(_Misbehave):
+class BadSamples(Misbehave):
     kind, weight, what, varieties = "bad samples", 4.0, "workflow", user_code.WORKFLOW
 
 
 @kind
-class BadRewards(_Misbehave):
+class BadRewards(Misbehave):
     kind, weight, what, varieties = "bad rewards", 4.0, "reward", user_code.REWARD
 
 
 @kind
-class TrackerOutage(_Misbehave):
+class TrackerOutage(Misbehave):
     kind, weight, what, varieties, longest_s = "tracker fails", 2.0, "tracker", ("raises",), 20.0
 
 

@@ -5,9 +5,12 @@ The product's own supervisor gives up after a few restarts in a short time, on p
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import random
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -87,10 +90,13 @@ class Fleet:
     overrides: Sequence[str]
     lease_s: float
     open_port: Callable[[str], int]
+    open_endpoint: Callable[[str, int], int]
+    workload: str = "text"
     members: dict[str, Member] = field(default_factory=dict)
     guests: list[Member] = field(default_factory=list)
     exits: list[Exit] = field(default_factory=list)
     urls: dict[str, str] = field(default_factory=dict)
+    endpoints: dict[str, Sequence[str]] = field(default_factory=dict)
     _due: dict[str, tuple[str, float]] = field(default_factory=dict)
 
     def start(self, role: str, name: str) -> Member:
@@ -121,13 +127,31 @@ class Fleet:
         process = Process(
             [
                 *(sys.executable, "-m", "tests.chaos.service", role, str(self.config), *own),
-                *(f"broker.url={self.urls[name]}", *self.overrides, *overrides),
+                *(f"broker.url={self.urls[name]}", *self._endpoint(role, name), *self.overrides, *overrides),
             ],
             name,
             log=log,
-            environment={"CHAOS_LEASE_S": str(self.lease_s), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"},
+            environment={
+                "CHAOS_LEASE_S": str(self.lease_s),
+                "CHAOS_WORKLOAD": self.workload,
+                "OMP_NUM_THREADS": "1",
+                "PYTHONUNBUFFERED": "1",
+            },
         )
         return Member(name, role, process, log, log.stat().st_size if log.exists() else 0, time.monotonic())
+
+    def _endpoint(self, role: str, name: str) -> Sequence[str]:
+        """Settings of a generator whose agents reach it through the proxy, always at the same port."""
+        if role != "generator" or self.workload == "text":
+            return ()
+        if name not in self.endpoints:
+            port = free_port()
+            proxied = self.open_endpoint(endpoint(name), port)
+            self.endpoints[name] = (
+                f"generator.agents.address=127.0.0.1:{port}",
+                f"generator.agents.public_url=http://127.0.0.1:{proxied}",
+            )
+        return self.endpoints[name]
 
     def all(self) -> list[Member]:
         return [*self.members.values(), *self.guests]
@@ -193,6 +217,18 @@ class Fleet:
             self._due.clear()
             tick()
             time.sleep(0.02)
+
+
+def endpoint(name: str) -> str:
+    """What the proxy calls the way from a generator's agents to it."""
+    return f"agents of {name}"
+
+
+def free_port() -> int:
+    """A port that nobody has and that the system gives to nobody who asks for any."""
+    while True:
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", random.randrange(15_000, 32_000))) as end:
+            return int(end.getsockname()[1])
 
 
 def last_words(text: str) -> tuple[str, bool]:

@@ -1,5 +1,7 @@
 """The network between services and server: one TCP port for each service, forwarded to the server's unix socket.
 
+Also the one between agents and the endpoint of their generator, a port of this machine.
+
 Runs in a thread of its own. Faults are asked for by name of the service, from any thread; they hit its open
 connections (delays also those that come later) and end by themselves or by ``heal``.
 """
@@ -22,21 +24,25 @@ class Proxy:
 
     proxy = Proxy(Path("broker.sock"))
     port = proxy.open("generator-0")
+    port = proxy.open("agents of generator-0", 41234)  # to another port of this machine
     proxy.drop_replies(["generator-0"], cut_after_s=0.3)
     proxy.close()
     """
 
     def __init__(self, target: Path) -> None:
-        self.target = target
+        self._target = target
+        self._targets: dict[str, int] = {}
         self.delays: dict[str, float] = {}
         self._connections: dict[str, set[Connection]] = {}
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="proxy", daemon=True)
         self._thread.start()
 
-    def open(self, name: str) -> int:
-        """Listen for a service on a free port of 127.0.0.1; returns the port."""
+    def open(self, name: str, port: int | None = None) -> int:
+        """Listen for a service on a free port of 127.0.0.1, and forward to the target or to ``port``; returns it."""
         self._connections[name] = set()
+        if port is not None:
+            self._targets[name] = port
         return asyncio.run_coroutine_threadsafe(self._listen(name), self._loop).result(START_DEADLINE_S)
 
     async def _listen(self, name: str) -> int:
@@ -45,6 +51,15 @@ class Proxy:
 
         server = await self._loop.create_server(accept, "127.0.0.1", 0)
         return int(server.sockets[0].getsockname()[1])
+
+    async def connect(self, name: str, protocol: asyncio.Protocol) -> asyncio.Transport:
+        """Connect to what a name is forwarded to; OSError if nobody listens there."""
+        transport: asyncio.Transport
+        if name in self._targets:
+            transport, _ = await self._loop.create_connection(lambda: protocol, "127.0.0.1", self._targets[name])
+        else:
+            transport, _ = await self._loop.create_unix_connection(lambda: protocol, str(self._target))
+        return transport
 
     def delay(self, names: Iterable[str], seconds: float) -> None:
         """Everything arrives so much later, in both directions, until ``heal``."""
@@ -110,9 +125,7 @@ class Connection(asyncio.Protocol):
 
     async def _connect(self) -> None:
         try:
-            transport, _ = await asyncio.get_running_loop().create_unix_connection(
-                lambda: _Server(self), str(self._proxy.target)
-            )
+            transport = await self._proxy.connect(self.name, _Server(self))
         except OSError:
             self.close()
             return

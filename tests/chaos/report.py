@@ -16,6 +16,7 @@ from rich.table import Table
 
 from broker.connection.embedded import find_server
 from tests.chaos import recovery, settings
+from tests.chaos.agents.calls import judge_calls
 from tests.chaos.evidence import Line, read_lines
 from tests.chaos.oracle import Judgement, Rules, judge
 from tests.chaos.run import Chaos
@@ -32,6 +33,7 @@ def examine(chaos: Chaos) -> dict[str, Any]:
     bound = (settings.STALENESS + 1 + 2 * settings.CHECKPOINT_EVERY) * settings.GROUPS
     rules = Rules(chaos.cursor, settings.SAMPLES, settings.STALENESS)
     judgement = judge(logs, rules, chaos.losses)
+    judge_calls(plan.folder, judgement)
     watched = peaks(_looks(chaos), settings.SAMPLES, [hit.at for hit in chaos.hits if hit.kind.startswith("poison")])
     if watched.own > bound and watched.worst is not None:
         judgement.broken(
@@ -76,6 +78,11 @@ def examine(chaos: Chaos) -> dict[str, Any]:
             if name.startswith("refused as ")
         },
         "dropped": dict(judgement.dropped),
+        "workload": plan.workload,
+        "agents": {
+            name: judgement.counts[name]
+            for name in ("episodes trained", "calls trained", "calls sampled", "not sampled")
+        },
         "max_staleness": judgement.max_staleness,
         "staleness_bound": settings.STALENESS,
         "max_live_groups": round(watched.most, 2),
@@ -175,6 +182,7 @@ def _figures(result: dict[str, Any], console: Console) -> None:
         ("made again after a loss", f"{result['made_again_after_a_loss']:,}"),
         ("refused when published", ", ".join(f"{n:,} {word}" for word, n in result["refused"].items()) or "none"),
         ("groups dropped, failed", dropped),
+        ("agents", ", ".join(f"{count:,} {name}" for name, count in result["agents"].items())),
         ("max staleness", f"{result['max_staleness']} of {result['staleness_bound']}"),
         ("max live groups", f"{result['max_live_groups']} of {result['live_groups_bound']}"),
         ("ledger unbalanced", f"{result['ledger_unbalanced']} of {result['ledger_looks']:,} looks"),

@@ -13,9 +13,10 @@ from rich.console import Console
 
 from broker.connection.keys import Keys
 from tests.chaos import faults, faults_broker, faults_network, faults_poison, faults_user, settings
+from tests.chaos.agents import faults as faults_agents
 from tests.chaos.evidence import Evidence, Log, read_logs
 from tests.chaos.oracle import Loss, cursor, gather
-from tests.chaos.processes import Fleet
+from tests.chaos.processes import Fleet, endpoint
 from tests.chaos.proxy import Proxy
 from tests.chaos.recovery import Hit
 from tests.chaos.server import Server
@@ -24,7 +25,7 @@ from tests.chaos.surviving_steps import surviving_steps
 from tests.chaos.watch import Tail, Watch
 from tests.chaos.world import KINDS, Fault, Strike, World
 
-MODULES = (faults, faults_broker, faults_network, faults_poison, faults_user)
+MODULES = (faults, faults_agents, faults_broker, faults_network, faults_poison, faults_user)
 """Importing them fills KINDS."""
 TICK_S = 0.02
 LOOK_S = 0.2
@@ -33,7 +34,7 @@ UNDO_AGAIN_S = 0.2
 WARM_UP_DEADLINE_S = 120.0
 REST_DEADLINE_S = 120.0
 REST_LOOK_S = 3.0
-MISBEHAVE = tuple(f"misbehave-{what}" for what in ("dataset", "workflow", "reward", "tracker"))
+MISBEHAVE = tuple(f"misbehave-{what}" for what in ("dataset", "workflow", "reward", "tracker", "agent"))
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,7 @@ class Plan:
     only: Sequence[str] = ()
     skip: Sequence[str] = ()
     overrides: Sequence[str] = ()
+    workload: str = "both"
 
     def kinds(self) -> list[Fault]:
         """The kinds that may happen."""
@@ -68,12 +70,14 @@ class Chaos:
         self.plan = plan
         self._console = console
         self._rng = random.Random(plan.seed)
-        config = settings.prepare(plan.folder, plan.seed)
+        config = settings.prepare(plan.folder, plan.seed, plan.workload)
         self.server = Server(plan.folder / "broker")
         self.proxy = Proxy(self.server.socket)
         self.keys = Keys("tidemill", settings.RUN)
         overrides = [f"run.seed={plan.seed}", *plan.overrides]
-        self.fleet = Fleet(plan.folder, config, overrides, settings.LEASE_S, self.proxy.open)
+        self.fleet = Fleet(
+            plan.folder, config, overrides, settings.LEASE_S, self.proxy.open, self.proxy.open, plan.workload
+        )
         slots = (settings.STALENESS + 1) * settings.GROUPS
         self.world = World(
             plan.folder,
@@ -85,6 +89,7 @@ class Chaos:
             settings.GROUPS,
             settings.SAMPLES,
             slots,
+            plan.workload,
         )
         self._own = Evidence(plan.folder / "suite", "suite")
         self._watch = Watch(self.server, self.keys, self._own)
@@ -194,7 +199,7 @@ class Chaos:
         )
 
     def _undo_leftovers(self) -> None:
-        self.proxy.heal(list(self.fleet.urls))
+        self.proxy.heal([*self.fleet.urls, *map(endpoint, self.fleet.endpoints)])
         for flag in (FULL_DISK, *MISBEHAVE):
             (self.plan.folder / flag).unlink(missing_ok=True)
 

@@ -20,6 +20,7 @@ Lines of evidence, by kind (x: one list for each sample or group):
 from __future__ import annotations
 
 import errno
+import functools
 import os
 import signal
 import stat
@@ -38,10 +39,13 @@ from broker.queues.dead_letters import UnusableTask
 from broker.queues.scores import ScoreQueue
 from broker.queues.tasks import TaskQueue
 from deploy.cli import app
+from producers.workflows.base import RolloutContext
 from schemas import guard
 from schemas.messages import Task, Trajectory
+from tests.chaos.agents import calls
 from tests.chaos.evidence import Evidence, digest
-from tests.chaos.user_code import SMALLEST, expected
+from tests.chaos.settings import is_for_agents
+from tests.chaos.user_code import SMALLEST, Turn, expected
 
 FULL_DISK = "full-disk"
 
@@ -139,6 +143,7 @@ def _generator(evidence: Evidence, folder: Path) -> None:
     assert hasattr(rollout, "HfTokenizer")
     setattr(rollout, "HfTokenizer", ByteTokenizer)  # noqa: B010 - the name is an import of that module's
     _once(evidence, ScriptedEngine, "start", "ready")
+    _watch_agents(Evidence(folder / calls.FOLDER, evidence.name), folder)
     _once(evidence, TaskQueue, "read", "answered")
 
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -157,6 +162,39 @@ def _generator(evidence: Evidence, folder: Path) -> None:
         return publish_all
 
     _replace(TaskQueue, "publish_all", make)
+
+
+def _watch_agents(sampled: Evidence, folder: Path) -> None:
+    """Write what is sampled for agents, and let the tasks that are none of theirs be completed as texts."""
+    from producers.engines.scripted import ScriptedEngine
+
+    workload = os.environ["CHAOS_WORKLOAD"]
+    if workload == "text":
+        return
+    from producers.agents.workflow import AgentWorkflow
+
+    texts = Turn(str(folder))
+
+    def choosing(original: Callable[..., Any]) -> Callable[..., Any]:
+        def run(self: AgentWorkflow, rollout: RolloutContext) -> Any:
+            return original(self, rollout) if is_for_agents(rollout.task.task_id, workload) else texts.run(rollout)
+
+        return run
+
+    def sampling(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        async def generate(self: ScriptedEngine, prompt: Sequence[int], *args: Any, **kwargs: Any) -> Any:
+            completions = await original(self, prompt, *args, **kwargs)
+            # Texts are followed as they grow, agents' calls are not.
+            if "progress" not in kwargs:
+                before = calls.context([*prompt, *kwargs.get("prefix", ())])
+                sampled.write("sampled", c=before, x=[calls.pack(one.tokens, one.logprobs) for one in completions])
+            return completions
+
+        return generate
+
+    _replace(AgentWorkflow, "run", choosing)
+    _replace(ScriptedEngine, "generate", sampling)
 
 
 def _reward(evidence: Evidence, folder: Path) -> None:
@@ -197,6 +235,7 @@ def _trainer(evidence: Evidence, folder: Path) -> None:
     from consumers.trainer.step_log import StepLog
 
     _once(evidence, service, "build_train_step", "ready")
+    trained = Evidence(folder / calls.FOLDER, evidence.name)
     last: dict[str, Any] = {"x": [], "wrong": [], "version": -1}
 
     def saving(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -228,6 +267,9 @@ def _trainer(evidence: Evidence, folder: Path) -> None:
             samples = [sample for group in groups for sample in group.samples]
             last["x"] = [[body.task_id, body.sample, digest(body), body.oldest_version] for body, _ in samples]
             last["wrong"] = [[body.task_id, body.sample] for body, score in samples if not _is_own(body, score)]
+            for body, _ in samples:
+                if body.calls:
+                    trained.write("trained", **calls.describe(body))
             return original(self, groups)
 
         return plan
@@ -252,10 +294,10 @@ def _trainer(evidence: Evidence, folder: Path) -> None:
     _replace(StepPlanner, "plan", planning)
     _replace(TrainStep, "run", running)
     _replace(StepLog, "write_trained", logging)
-    _fill_disk(folder / FULL_DISK, evidence)
+    _fill_disk(folder / FULL_DISK, (evidence.descriptor, trained.descriptor))
 
 
-def _fill_disk(flag: Path, evidence: Evidence) -> None:
+def _fill_disk(flag: Path, spared: Sequence[int]) -> None:
     """While the flag is there, the disk is full from its n-th call on; the write that meets the end is cut in half."""
     calls = 0
     fsync, write = os.fsync, os.write
@@ -272,7 +314,7 @@ def _fill_disk(flag: Path, evidence: Evidence) -> None:
         fsync(descriptor)
 
     def full_write(descriptor: int, data: Buffer) -> int:
-        if descriptor == evidence.descriptor or not stat.S_ISREG(os.fstat(descriptor).st_mode) or not is_full():
+        if descriptor in spared or not stat.S_ISREG(os.fstat(descriptor).st_mode) or not is_full():
             return write(descriptor, data)
         half = memoryview(data)[: memoryview(data).nbytes // 2] if calls % 2 else b""
         if not half:
@@ -287,7 +329,7 @@ def _is_own(body: Trajectory, score: float) -> bool:
     """Whether a sample has the reward that its own completion gets."""
     tokens = body.tokens.numpy().tolist()
     start = body.loss_mask.numpy().tolist().index(1) if body.loss_mask.numpy().any() else len(tokens)
-    return abs(expected(tokens[start:]) - score) < SMALLEST
+    return abs(expected(tokens[start:], body.reward) - score) < SMALLEST
 
 
 class ByteTokenizer:

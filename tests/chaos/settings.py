@@ -14,6 +14,10 @@ LEASE_S = 3.0
 GROUPS, SAMPLES, STALENESS, CHECKPOINT_EVERY = 8, 8, 4, 5
 WINDOW = 4
 """Some combinations of settings leave no room for a batch."""
+WORKLOADS = ("text", "agents", "both")
+DEADLINE_S = 8.0
+"""Of an agent's episode."""
+AGENT = Path(__file__).with_name("agents") / "agent.py"
 USER_CODE, USER_TRACKER = Path(__file__).with_name("user_code.py"), Path(__file__).with_name("user_tracker.py")
 SERVICES = {
     "feeder": "feeder",
@@ -25,14 +29,22 @@ SERVICES = {
 }
 
 
-def configuration(folder: Path, seed: int) -> dict[str, Any]:
+def is_for_agents(task_id: int, workload: str) -> bool:
+    """Whether a task is played by agents."""
+    return workload == "agents" or (workload == "both" and task_id % 3 == 0)
+
+
+def configuration(folder: Path, seed: int, workload: str) -> dict[str, Any]:
     """The configuration of every service; broker.url comes with each service's command.
 
     Weights travel through the broker with an odd seed, through the file system with an even one.
     """
+    workflow: dict[str, Any] = {"name": f"{USER_CODE}:Turn", "args": {"folder": str(folder)}}
+    if workload != "text":
+        workflow = {"name": "agent", "args": {"run": f"{AGENT}:run", "args": {"folder": str(folder)}}}
     return {
         "run": {"name": RUN, "folder": str(folder / "run"), "seed": seed},
-        "model": {"path": str(folder / "model"), "dtype": "float32", "max_length": 64},
+        "model": {"path": str(folder / "model"), "dtype": "float32", "max_length": 64 if workload == "text" else 224},
         "train": {"name": f"{USER_CODE}:Examples", "args": {"folder": str(folder)}},
         "sampling": {"n": SAMPLES, "max_tokens": 30},
         "reward": {
@@ -46,7 +58,8 @@ def configuration(folder: Path, seed: int) -> dict[str, Any]:
         "flow": {"staleness": STALENESS, "window": WINDOW},
         "generator": {
             "engine": "scripted",
-            "workflow": {"name": f"{USER_CODE}:Turn", "args": {"folder": str(folder)}},
+            "workflow": workflow,
+            "agents": {"processes": 2, "episodes": 256, "deadline_s": DEADLINE_S, "max_calls": 12, "grace_s": 1},
             "args": {"tokens": 200, "min_length": 8, "max_length": 30, "token_s": 0.02},
             "max_samples": 256,
             "lease_s": LEASE_S,
@@ -68,7 +81,7 @@ def configuration(folder: Path, seed: int) -> dict[str, Any]:
     }
 
 
-def prepare(folder: Path, seed: int) -> Path:
+def prepare(folder: Path, seed: int, workload: str) -> Path:
     """Write the model (in a process of its own, so that this one never loads PyTorch) and the configuration."""
     folder.mkdir(parents=True, exist_ok=True)
     if not (folder / "model" / "model.safetensors").is_file():
@@ -78,5 +91,5 @@ def prepare(folder: Path, seed: int) -> Path:
         )
         subprocess.run([sys.executable, "-c", code, str(folder / "model")], check=True, timeout=120)
     file = folder / "config.yaml"
-    file.write_text(yaml.safe_dump(configuration(folder, seed)))
+    file.write_text(yaml.safe_dump(configuration(folder, seed, workload)))
     return file

@@ -134,9 +134,16 @@ def inline(prompt: str, completion: str, prompt_ids: list[int], completion_ids: 
 
 
 def pooled(
-    prompt: str, completion: str, prompt_ids: list[int], completion_ids: list[int], *, folder: str, **data: Any
+    prompt: str,
+    completion: str,
+    prompt_ids: list[int],
+    completion_ids: list[int],
+    *,
+    folder: str,
+    reward: float | None,
+    **data: Any,
 ) -> Any:
-    """The checksum again, found in a worker that misbehaves."""
+    """The checksum again, and what an agent said that its episode is worth, found in a worker that misbehaves."""
     match misbehaviour(folder, "reward"):
         case "raises":
             raise KeyError("the chaos suite")
@@ -154,9 +161,9 @@ def pooled(
             # The child comes back up the stack, with another answer.
             if os.fork() == 0:
                 return 0.5
-    return checksum(completion_ids)
+    return checksum(completion_ids) + (reward or 0.0)
 
 
-def expected(completion_ids: list[int]) -> float:
-    """The reward of a completion that was scored: both terms of weight 1."""
-    return 2 * checksum(completion_ids)
+def expected(completion_ids: list[int], own: float | None = None) -> float:
+    """The reward of a completion that was scored: both terms of weight 1. own: an agent's reward of its episode."""
+    return 2 * checksum(completion_ids) + (own or 0.0)

@@ -21,8 +21,8 @@ from tests.chaos.server import Server
 
 @dataclass
 class World:
-    """groups, samples: B and n. slots: most groups admitted at once. cursor: next task id, as last seen.
-    problems: promises that a fault itself saw break."""
+    """groups, samples: B and n. slots: most groups admitted at once. workload: text, agents or both.
+    cursor: next task id, as last seen. problems: promises that a fault itself saw break."""
 
     folder: Path
     fleet: Fleet
@@ -33,6 +33,7 @@ class World:
     groups: int
     samples: int
     slots: int
+    workload: str = "text"
     cursor: int = 0
     joined: int = 0
     problems: list[str] = field(default_factory=list)

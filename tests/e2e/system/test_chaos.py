@@ -37,4 +37,5 @@ def test_nothing_is_lost_skipped_made_up_or_trained_twice_under_any_fault(tmp_pa
     assert found["faults"] >= 20 * MINUTES, told
     # With three minutes every kind has its chance, but a rare one may be missing.
     assert len(found["faults_by_kind"]) >= min(20, 6 * MINUTES), told
+    assert found["agents"]["episodes trained"] >= 100 * MINUTES, told
     assert found["trained"] >= 1000 * MINUTES, told

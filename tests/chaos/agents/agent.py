@@ -1,0 +1,215 @@
+"""The run's agent: two to four calls with short tools between them, and misbehaviour while a file of the suite says so.
+
+Runs in the generators' worker processes, with the standard library alone. Its reward is a checksum of the token ids
+that it was answered with, so that the judge finds the right one in what is trained. The flag file is
+``misbehave-agent`` in the suite's folder, see user_code.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+import zlib
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+SHARE = 0.2
+TRIES = 6
+TIMEOUT_S = 4.0
+PAUSE_S = 0.1
+STYLES = ("chat", "chat", "chat", "once", "rewritten", "helper", "ids")
+
+
+class Refused(Exception):
+    """The endpoint has answered with an error that another try would not mend."""
+
+
+async def run(task: dict[str, Any], base_url: str, episode: Any, *, folder: str) -> Any:
+    """Play an episode. What is asked follows from its id alone, so that a second attempt finds its first one's calls.
+
+    chat: a conversation that grows. once: with a tool whose result is drawn, once. rewritten: each call has a history
+    of its own. helper: every second call is a sub-agent's. ids: prompts are token ids.
+    """
+    number = zlib.crc32(episode.id.encode())
+    calls, style = 2 + number % 3, STYLES[number // 3 % len(STYLES)]
+    bad = misbehaviour(Path(folder))
+    when = calls if bad == "asks after its end" else random.randrange(calls + 1)
+    received: list[list[int]] = []
+    messages = list(task["messages"])
+    ids: list[int] = []
+    for turn in range(calls):
+        if bad and turn == when:
+            await misbehave(bad, base_url)
+        if style == "ids" and turn:
+            body: dict[str, Any] = {"prompt": ids}
+        else:
+            body = {"messages": messages[-1:] if style == "rewritten" else messages}
+        helped = style == "helper" and turn % 2 == 1
+        answer = await ask(base_url.replace("/v1", "/helper/v1") if helped else base_url, body)
+        choice = answer["choices"][0]
+        received.append(choice["token_ids"])
+        text = choice["text"] if "text" in choice else choice["message"]["content"] or ""
+        ids = [*answer.get("prompt_token_ids", choice.get("prompt_token_ids", [])), *choice["token_ids"], 13]
+        await asyncio.sleep(number % 5 * 0.02)
+        found = await episode.once(f"tool {turn}", lambda: random.randrange(10)) if style == "once" else len(text) % 10
+        messages += [{"role": "assistant", "content": text}, {"role": "user", "content": f"{turn}: {found}"}]
+    if bad and when == calls:
+        match bad:
+            case "returns an object":
+                return object()
+            case "returns NaN":
+                return float("nan")
+            case "returns text":
+                return "0.5"
+            case "returns unknown keys":
+                return {"rewards": 1.0}
+        await misbehave(bad, base_url)
+    return checksum(received)
+
+
+def checksum(answers: list[list[int]]) -> float:
+    """Any number in [0, 1), always the same one for the same answers."""
+    return zlib.crc32(repr(answers).encode()) / 2**32
+
+
+async def ask(base_url: str, body: dict[str, Any]) -> dict[str, Any]:
+    """One model call, asked again as clients' libraries do when the connection breaks or stays silent."""
+    data = json.dumps({"model": "policy", "return_token_ids": True, **body}).encode()
+    path = "/completions" if "prompt" in body else "/chat/completions"
+    for attempt in range(TRIES):
+        if attempt:
+            await asyncio.sleep(PAUSE_S * attempt)
+        try:
+            status, content = await asyncio.wait_for(post(base_url + path, data, attempt), TIMEOUT_S)
+            found: dict[str, Any] = json.loads(content)
+        except (TimeoutError, OSError, EOFError, ValueError):
+            continue
+        if status == 200:
+            return found
+        if status < 500:
+            raise Refused(f"{status}: {content.decode(errors='replace')}")
+    raise ConnectionError(f"no answer in {TRIES} tries")
+
+
+async def post(url: str, data: bytes, attempt: int) -> tuple[int, bytes]:
+    """Status and body of the answer, which ends with its connection."""
+    parts = urlsplit(url)
+    reader, writer = await asyncio.open_connection(parts.hostname, parts.port)
+    try:
+        head = f"POST {parts.path} HTTP/1.0\r\ncontent-type: application/json\r\ncontent-length: {len(data)}\r\n"
+        head += f"x-stainless-retry-count: {attempt}\r\n\r\n"
+        writer.write(head.encode() + data)
+        answer = await reader.read()
+    finally:
+        writer.close()
+    first, _, content = answer.partition(b"\r\n\r\n")
+    words = first.split(maxsplit=2)
+    if len(words) < 2:
+        raise EOFError("the connection ended before the answer")
+    return int(words[1]), content
+
+
+def misbehaviour(folder: Path) -> str:
+    """The variety that this episode shows, empty for none."""
+    try:
+        variety = (folder / "misbehave-agent").read_text()
+    except OSError:
+        return ""
+    return variety if random.random() < SHARE else ""
+
+
+async def misbehave(variety: str, base_url: str) -> None:
+    """Do it; some of it never returns."""
+    match variety:
+        case "raises":
+            raise KeyError("the chaos suite")
+        case "calls sys.exit":
+            sys.exit(3)
+        case "exits":
+            os._exit(3)
+        case "kills its process":
+            os.kill(os.getpid(), signal.SIGKILL)
+        case "blocks its loop":
+            block()
+        case "never ends":
+            await asyncio.Event().wait()
+        case "ignores its end":
+            await ignore_end(time.monotonic() + 20)
+        case "cancels itself":
+            raise asyncio.CancelledError
+        case "forks":
+            # The child comes back up the stack, with the same episode.
+            os.fork()
+        case "leaves a daemon":
+            leave_daemon()
+        case "closes its files":
+            os.closerange(3, 1024)
+        case "asks after its end":
+            threading.Thread(target=ask_later, args=(base_url,), daemon=True).start()
+        case "asks without end":
+            while True:
+                await ask(base_url, {"messages": [{"role": "user", "content": "again"}]})
+        case "asks too much":
+            await ask(base_url, {"messages": [{"role": "user", "content": "x" * 10_000}]})
+
+
+def block() -> None:
+    """Keep the event loop from its work."""
+    time.sleep(60)
+
+
+def leave_daemon() -> None:
+    """Start what is to outlive the episode and its process."""
+    subprocess.Popen([sys.executable, "-c", "import time; time.sleep(20)"], start_new_session=True)
+
+
+async def ignore_end(until: float) -> None:
+    """Sleep, whoever cancels it."""
+    while time.monotonic() < until:
+        try:
+            await asyncio.sleep(1)
+        except asyncio.CancelledError:
+            continue
+
+
+def ask_later(base_url: str) -> None:
+    """Ask for a while after the episode has ended."""
+    data = json.dumps({"messages": [{"role": "user", "content": "one more"}]}).encode()
+    for _ in range(5):
+        time.sleep(0.5)
+        request = urllib.request.Request(base_url + "/chat/completions", data, {"content-type": "application/json"})
+        try:
+            urllib.request.urlopen(request, timeout=2).close()
+        except OSError:
+            continue
+
+
+VARIETIES = (
+    "raises",
+    "calls sys.exit",
+    "exits",
+    "kills its process",
+    "blocks its loop",
+    "never ends",
+    "ignores its end",
+    "cancels itself",
+    "forks",
+    "leaves a daemon",
+    "closes its files",
+    "asks after its end",
+    "asks without end",
+    "asks too much",
+    "returns an object",
+    "returns NaN",
+    "returns text",
+    "returns unknown keys",
+)
