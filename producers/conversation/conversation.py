@@ -222,6 +222,7 @@ class Conversation:
     ) -> SampledCompletion:
         """Return the episode as sample ``index``, a segment for each row. DataError if there is nothing to train.
 
+        With finish ``abort`` somebody goes on with it: it may be empty then.
         train: names of the agents whose rows are kept; None: all. Prompt and completion are those of the main agent's
         last answer.
         """
@@ -231,6 +232,8 @@ class Conversation:
         trained = [call for call in kept if train is None or call.name in train]
         arrays = join_rows(self._calls, trained, numbers)
         last = self._last_call(kept)
+        if finish == "abort" and not arrays.tokens:
+            return SampledCompletion(index, [], [], [], [], [], "abort", "", "", calls=call_records(delivered))
         if last is None:
             raise DataError("the episode has no model call that was answered")
         if not arrays.tokens:

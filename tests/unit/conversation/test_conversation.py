@@ -257,6 +257,14 @@ def test_an_episode_without_an_answered_call_has_no_sample(template: StoppingTem
         Conversation(template).sample(0, "stop")
 
 
+def test_an_episode_that_is_handed_over_before_its_first_token_is_empty(template: StoppingTemplate) -> None:
+    conversation = Conversation(template)
+    assert conversation.sample(2, "abort").tokens == []
+    conversation.add(conversation.prompt([USER]), sampled([], "abort"), answer(""))
+    handed_over = conversation.sample(2, "abort").to_partial()
+    assert (handed_over.sample, handed_over.size, len(handed_over.calls)) == (2, 0, 1)
+
+
 def test_the_conversation_for_people_is_that_of_the_main_agent(template: StoppingTemplate) -> None:
     conversation = Conversation(template)
     ask(conversation, [USER], "It is 3")
