@@ -64,6 +64,8 @@ class Facts:
 def gather(logs: Iterable[Log]) -> Facts:
     """Read every log once."""
     facts = Facts()
+    admitted: dict[int, list[float]] = defaultdict(list)
+    asked_again: list[tuple[int, int, float, str]] = []
     for log in logs:
         begun: dict[tuple[int, int], str] = {}
         for line in log.lines:
@@ -89,9 +91,18 @@ def gather(logs: Iterable[Log]) -> Facts:
                 reason = begun.pop((data["t"], data.get("s", -1)), "")
                 if data["a"] == "ok":
                     _end(facts, data["t"], data.get("s", -1), reason)
+                elif data["a"] == "dup" and "s" in data:
+                    asked_again.append((data["t"], data["s"], line.at, reason))
+            elif line.kind == "admit" and data["a"] == "ok":
+                admitted[data["t"]].append(line.at)
         # A process that was killed before the answer came may have ended the group all the same.
         for (task, sample), reason in begun.items():
             _end(facts, task, sample, f"{reason} (unanswered)")
+    for task, sample, at, reason in asked_again:
+        # The first answer may be lost on its way: then the sample has failed, unless it was published before.
+        since = max((time for time in admitted[task] if time <= at), default=0.0)
+        if not any(since <= time <= at for time, _ in facts.accepted.get((task, sample), ())):
+            _end(facts, task, sample, f"{reason} (asked again)")
     return facts
 
 

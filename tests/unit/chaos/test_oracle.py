@@ -163,6 +163,18 @@ def test_a_sample_without_a_reward_is_excluded_not_lost() -> None:
     assert broken(judge([publications(), reward, partial], RULES)) == []
 
 
+@pytest.mark.parametrize(("admitted", "promises"), [(0.5, ["lost"]), (1.2, [])])
+def test_a_failure_whose_answer_was_lost_excludes_a_sample_that_was_not_published_since_its_admission(
+    admitted: float, promises: list[str]
+) -> None:
+    partial = trainer(step(2.0, 0, [0]), step(3.0, 1, [1]))
+    partial.lines[-1].data["x"].pop()
+    feeder = log("feeder.4", (admitted, "admit", {"t": 1, "a": "ok", "c": 2}))
+    failing = {"t": 1, "s": 1, "how": "failed", "reason": "not generated"}
+    generator = log("generator-1.5", (1.4, "end?", failing), (1.6, "end", {**failing, "a": "dup"}))
+    assert broken(judge([publications(), feeder, generator, partial], RULES)) == promises
+
+
 def made_again() -> list[Log]:
     """Sample 1:1 is acknowledged at 1.0 with other contents than those that are trained."""
     first = publications([(1, 1)], at=1.0, name="generator-1.2")
