@@ -9,17 +9,24 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import structlog
+
 from producers.agents.workers.command import CommandRunner
-from producers.agents.workers.process import AgentProcess
+from producers.agents.workers.process import START_TIMEOUT_S, AgentProcess
 from producers.agents.workers.protocol import AgentJob, AgentResult
 from schemas.config import AgentsConfig
 from schemas.errors import ConfigError, InfraError
 
+log = structlog.get_logger()
+
+_STARTS = 3
+"""How often a process is started that ends before it is ready, before the generator gives up."""
 _MOST_CELLS = 4
 """Processes at most that a pool has beside its own, for suspects."""
 
@@ -139,7 +146,19 @@ class AgentWorkers:
         raise InfraError("the agents' processes are closed")
 
     def _start(self) -> asyncio.Task[AgentProcess]:
-        return asyncio.create_task(AgentProcess.start(self._run, self._args, self._base, self._settings))
+        return asyncio.create_task(self._start_one())
+
+    async def _start_one(self) -> AgentProcess:
+        """A process that is killed before it is ready, for want of memory or by hand, costs the generator nothing."""
+        end, left = time.monotonic() + START_TIMEOUT_S, _STARTS
+        while True:
+            left -= 1
+            try:
+                return await AgentProcess.start(self._run, self._args, self._base, self._settings)
+            except InfraError as error:
+                if not left or time.monotonic() >= end:
+                    raise
+                log.warning("an agent's process is started again", reason=str(error))
 
     def _processes(self) -> list[AgentProcess]:
         starts = [*self._slots, *(cell.start for cell in self._cells)]

@@ -18,7 +18,7 @@ from producers.agents.workers.check import check_agent
 from producers.agents.workers.pool import AgentWorkers
 from producers.agents.workers.protocol import AgentJob, AgentResult
 from schemas.config import AgentsConfig
-from schemas.errors import ConfigError
+from schemas.errors import ConfigError, InfraError
 
 AGENT = """
 import asyncio, os, signal, threading, time
@@ -481,3 +481,34 @@ def test_what_is_left_of_an_ended_episode_costs_its_process_only_when_that_is_em
     assert (late.kind, late.error) == ("deadline", "it did not end within 0.3 s")
     assert (going_on.kind, going_on.reward) == ("returned", 4.0)
     assert new.data["pid"] == again.data["pid"] != going_on.metrics["pid"]
+
+
+@pytest.mark.parametrize("killed", [1, 3], ids=["once", "again and again"])
+def test_a_process_that_is_killed_before_it_is_ready_is_started_again(base: Path, killed: int):
+    (base / "killed.py").write_text(
+        f"""
+import os, signal
+from pathlib import Path
+
+with Path("starts").open("a") as file:
+    file.write("x")
+if 1 < len(Path("starts").read_text()) <= 1 + {killed}:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+async def run(task):
+    if task["do"] == "exit":
+        os._exit(1)
+    return 1.0
+"""
+    )
+
+    async def work(workers: AgentWorkers) -> list[AgentResult]:
+        return [await workers.run(job("exit")), await workers.run(job("return"))]
+
+    if killed == 3:
+        with pytest.raises(InfraError, match="did not start: SIGKILL"):
+            with_workers(work, base, "killed.py:run")
+        return
+    died, returned = with_workers(work, base, "killed.py:run")
+    assert (died.kind, returned.kind, returned.reward) == ("died", "returned", 1.0)
+    assert (base / "starts").read_text() == "xxx"
