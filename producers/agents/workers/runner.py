@@ -278,7 +278,11 @@ class Connection:
         data = json.dumps(message).encode() + b"\n"
         end_a_copy()
         with self._lock:
-            self._channel.sendall(data)
+            try:
+                self._channel.sendall(data)
+            except OSError:
+                # Nobody hears this process any more, and nobody waits for it.
+                _end_process(1)
 
     def ask(self, message: dict[str, Any]) -> Future[None]:
         """Send a note; the future ends when it is kept."""

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import json
 import shutil
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -73,3 +75,15 @@ def test_agents_run_in_another_environment(tmp_path: Path, monkeypatch: pytest.M
     assert str(Path(runner.__file__).parent) not in result.data["path"]
     assert (failed.kind, failed.error, failed.error_type) == ("raised", "NoLuck: none", "agent.NoLuck")
     assert [result.reward for result in asyncio.run(play("agent:plain"))] == [3.0, 3.0]
+
+
+def test_it_ends_without_a_traceback_when_its_generator_is_gone_before_it_is_ready(tmp_path: Path):
+    (tmp_path / "agent.py").write_text("import time\ntime.sleep(0.3)\n" + AGENT.replace("import helper", ""))
+    ours, theirs = socket.socketpair()
+    with theirs:
+        process = subprocess.Popen([sys.executable, runner.__file__], stdin=theirs.fileno(), stderr=subprocess.PIPE)
+    setup = {"run": "agent.py:plain", "args": {}, "base": str(tmp_path), "search": None, "memory_mb": None}
+    ours.sendall(json.dumps(setup).encode() + b"\n")
+    ours.close()
+    assert process.communicate(timeout=30)[1] == b""
+    assert process.returncode == 1
