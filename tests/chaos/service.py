@@ -21,7 +21,9 @@ from __future__ import annotations
 
 import errno
 import functools
+import itertools
 import os
+import re
 import signal
 import stat
 import sys
@@ -48,6 +50,7 @@ from tests.chaos.settings import is_for_agents
 from tests.chaos.user_code import SMALLEST, Turn, expected
 
 FULL_DISK = "full-disk"
+SPECIAL = {"<pad>": 0, "<bos>": 1, "<eos>": 2}
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -342,18 +345,24 @@ class ByteTokenizer:
         return self.encode(task.text or "")
 
     def encode(self, text: str) -> list[int]:
-        return [byte + 3 for byte in text.encode()]
+        ids: list[int] = []
+        for part in re.split(f"({'|'.join(SPECIAL)})", text):
+            ids += [SPECIAL[part]] if part in SPECIAL else [byte + 3 for byte in part.encode()]
+        return ids
 
     def decode(self, ids: Sequence[int]) -> str:
         return bytes(token - 3 for token in ids if 3 <= token < 259).decode(errors="replace")
 
-    # For agents: a chat template of lines without special tokens, so that the template closes every turn.
+    # For agents: the chat template of that model. No script samples the token that closes a turn.
 
-    chat_template = "lines"
-    stop_ids: frozenset[int] = frozenset()
-    special_ids: frozenset[int] = frozenset()
+    chat_template = "messages"
+    stop_ids = frozenset({SPECIAL["<eos>"]})
+    special_ids = frozenset(SPECIAL.values())
 
-    decode_all = decode
+    def decode_all(self, ids: Sequence[int]) -> str:
+        names = {token: name for name, token in SPECIAL.items()}
+        parts = [list(part) for _, part in itertools.groupby(ids, lambda token: token if token in names else -1)]
+        return "".join(names.get(part[0], "") * len(part) or self.decode(part) for part in parts)
 
     def token_text(self, token: int) -> str:
         return self.decode([token])
@@ -367,8 +376,8 @@ class ByteTokenizer:
         args: object = None,
         template: str | None = None,
     ) -> str:
-        text = "".join(f"{message['role']}: {message.get('content') or ''}\n" for message in messages)
-        return text + "assistant: " if generation_prompt else text
+        text = "".join(f"<bos>{message['role']}:{message.get('content') or ''}<eos>" for message in messages)
+        return text + "<bos>assistant:" if generation_prompt else text
 
 
 if __name__ == "__main__":
