@@ -9,6 +9,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
+import numpy as np
+
 from producers.model_folder import resolve_folder
 from schemas.errors import ConfigError, DataError
 from schemas.messages import Task
@@ -119,12 +121,16 @@ class HfTokenizer:
         generation_prompt: whether the header of the next answer stands at its end. args: the template's own. template:
         another one than the tokenizer's.
         """
-        taken = inspect.signature(self._tokenizer.apply_chat_template).parameters
-        if wrong := sorted(set(args or {}) & (set(taken) | {"messages"})):
+        if args and (wrong := sorted(args.keys() & self._own_arguments)):
             raise DataError(f"a chat template has no argument {wrong[0]}")
         settings = {"add_generation_prompt": generation_prompt, "tools": list(tools) if tools else None}
         text = self._apply_template(list(messages), tokenize=False, chat_template=template, **settings, **(args or {}))
         return str(text)
+
+    @cached_property
+    def _own_arguments(self) -> frozenset[str]:
+        """Names that the library's call itself takes, so that a template can't have them."""
+        return frozenset(inspect.signature(self._tokenizer.apply_chat_template).parameters) | {"messages"}
 
     def _apply_template(self, messages: list[dict[str, Any]], **settings: Any) -> Any:
         if not (self._tokenizer.chat_template or settings.get("chat_template")):
@@ -145,11 +151,17 @@ class HfTokenizer:
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text without special tokens, spaces as they are."""
-        return str(self._tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False))
+        return self._decode(ids, skip_special_tokens=True)
 
     def decode_all(self, ids: Sequence[int]) -> str:
         """Text with special tokens, spaces as they are."""
-        return str(self._tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
+        return self._decode(ids, skip_special_tokens=False)
+
+    def _decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
+        # An array: of a list the library looks at the type of each element, which takes longer than the decoding.
+        array = np.asarray(ids, dtype=np.int64)
+        settings = {"skip_special_tokens": skip_special_tokens, "clean_up_tokenization_spaces": False}
+        return str(self._tokenizer.decode(array, **settings))
 
 
 def _load(folder: Path, trust_remote_code: bool) -> PreTrainedTokenizerBase:
