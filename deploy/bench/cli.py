@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -12,7 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 
 app = typer.Typer(
     name="bench",
-    help="Measure the broker, weights on their way, generation, the control plane, and the trainer's step.",
+    help="Measure the broker, weights on their way, generation, agents, the control plane, and the trainer's step.",
     no_args_is_help=True,
 )
 
@@ -208,6 +209,59 @@ def trainer(
         report.print_json("trainer", [row], **{key: row[key] for key in report.TRAINER_KEYS})
     else:
         report.print_trainer(row)
+
+
+@app.command()
+def agents(
+    parts: Annotated[str, typer.Option(help="What is measured: episodes, endpoint, tokens.")] = (
+        "episodes,endpoint,tokens"
+    ),
+    clients: Annotated[str, typer.Option(help="Clients of the episodes' agents: openai, raw (httpx).")] = "openai,raw",
+    episodes: Annotated[int, typer.Option(min=1, help="Episodes at once.")] = 200,
+    calls: Annotated[int, typer.Option(min=1, help="Model calls of an episode.")] = 5,
+    tool_s: Annotated[float, typer.Option(min=0, help="Seconds that a tool takes between two calls.")] = 2.0,
+    call_s: Annotated[float, typer.Option(min=0, help="Seconds that the engine takes for a call.")] = 0.03,
+    processes: Annotated[int, typer.Option(min=1, help="Worker processes of the agents.")] = 2,
+    requests: Annotated[int, typer.Option(min=1, help="Requests of a round of the endpoint's part.")] = 480,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds of the endpoint's part, ours and vLLM's in turns.")] = 5,
+    as_json: Json = False,
+) -> None:
+    """Episodes of agents at once, their endpoint beside vLLM's server, and the tokens that they leave to train."""
+    from deploy.bench import report
+
+    wanted = _choices(parts, ("episodes", "endpoint", "tokens"), "--parts")
+    rows: list[dict[str, Any]] = []
+    with _progress() as progress:
+        if "episodes" in wanted:
+            from deploy.bench.agents.episodes import Shape
+            from deploy.bench.agents.episodes import measure as play
+
+            for client in _choices(clients, ("openai", "raw"), "--clients"):
+                bar = progress.add_task(f"{episodes} episodes, client {client}", total=1)
+                rows.append({"part": "episodes", **play(Shape(episodes, calls, tool_s, call_s), client, processes)})
+                progress.advance(bar)
+        if "endpoint" in wanted:
+            from deploy.bench.agents.endpoint import measure as ask
+
+            bar = progress.add_task("rounds of requests", total=rounds + 1)
+            rows.append({"part": "endpoint", **ask(requests, rounds, partial(progress.advance, bar))})
+        if "tokens" in wanted:
+            from deploy.bench.agents.tokens import CUTS
+            from deploy.bench.agents.tokens import measure as count
+
+            rows += [{"part": "tokens", **count(cut=cut)} for cut in CUTS]
+    if as_json:
+        report.print_json("agents", rows)
+    else:
+        report.print_agents(rows)
+
+
+def _choices(text: str, allowed: Sequence[str], option: str) -> list[str]:
+    found = text.split(",")
+    for one in found:
+        if one not in allowed:
+            raise typer.BadParameter(f"{one!r} is not one of {', '.join(allowed)}", param_hint=option)
+    return found
 
 
 def _show(progress: Progress, bar: TaskID, seconds: float) -> None:

@@ -28,7 +28,7 @@ import redis
 
 from broker.api.address import address_of
 from broker.client import Broker
-from deploy.bench.processes import describe, serving
+from deploy.bench.processes import cpu_s, describe, serving
 from deploy.bench.transport import PipelineBench
 from deploy.bench.workload import PipelineShape, open_broker
 from deploy.services.main import command
@@ -229,7 +229,7 @@ class OpenPages:
 def watch(process: subprocess.Popen[bytes], url: str, seconds: float) -> dict[str, Any]:
     """Processor time, memory, and the latency of the status, while nothing else goes on."""
     times: list[float] = []
-    used, started = _cpu_s(process.pid), time.monotonic()
+    used, started = cpu_s(process.pid), time.monotonic()
     size = 0
     while time.monotonic() - started < seconds:
         asked = time.perf_counter()
@@ -239,7 +239,7 @@ def watch(process: subprocess.Popen[bytes], url: str, seconds: float) -> dict[st
         size = len(body)
         json.loads(body)
         time.sleep(ASK_EVERY_S)
-    spent = _cpu_s(process.pid) - used
+    spent = cpu_s(process.pid) - used
     cuts = quantiles(times, n=100)
     return {
         "cpu": round(spent / (time.monotonic() - started), 4),
@@ -249,11 +249,6 @@ def watch(process: subprocess.Popen[bytes], url: str, seconds: float) -> dict[st
         "status_bytes": size,
         "requests": len(times),
     }
-
-
-def _cpu_s(pid: int) -> float:
-    fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def _rss(pid: int) -> int:

@@ -6,6 +6,7 @@ The server is an embedded one of its own, or one that the user names.
 from __future__ import annotations
 
 import multiprocessing
+import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -64,6 +65,12 @@ def describe(url: str) -> str:
     info: dict[str, Any] = open_client(url).info("server")
     version = info.get("valkey_version")
     return f"valkey {version}" if version else f"redis {info['redis_version']}"
+
+
+def cpu_s(pid: int) -> float:
+    """User and system time of a process so far, seconds."""
+    fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 START_DEADLINE_S = 300.0

@@ -140,5 +140,25 @@ def print_trainer(row: dict[str, Any]) -> None:
     )
 
 
+def print_agents(rows: Sequence[dict[str, Any]]) -> None:
+    """Print each part of the agents' benchmark, a line for each of its rows."""
+    for row in rows:
+        Console().print(_AGENTS[row["part"]].format(**row))
+
+
+_AGENTS = {
+    "episodes": "{episodes} episodes of {calls} calls in all, client {client}, {processes} processes:"
+    " [bold]{wall_s:.1f} s[/bold] of {ideal_s:.2f} s that calls and tools take; processor time {generator_cpu_s:.2f} s"
+    " of the generator, {workers_cpu_s:.2f} s of the agents; lag of the event loop {lag_p50_ms:.1f} /"
+    " {lag_p99_ms:.0f} / {lag_max_ms:.0f} ms (p50 / p99 / most)",
+    "endpoint": "{clients} clients: {requests_per_s:.0f} requests a second through the endpoint,"
+    " {bare_requests_per_s:.0f} through the server of vLLM {vllm}; ratio [bold]{ratio:.2f}[/bold]; processor time of a"
+    " request {cpu_ms_per_request:.2f} ms, vLLM's {bare_cpu_ms_per_request:.2f}; ratio {cpu_ratio:.2f}",
+    "tokens": "{turns} turns, a cut that the tokenizer would not make in {cut:.0%} of places: {tokens:.0f} tokens in"
+    " {rows:.2f} rows an episode; rendered anew {rendered_ratio:.2f} times as many in {rendered_rows:.2f} rows, with a"
+    " row for each call {call_ratio:.2f} times",
+}
+
+
 def _ms(value: float | None) -> str:
     return "–" if value is None else f"{value:.1f}"

@@ -12,6 +12,9 @@ from typer.testing import CliRunner
 
 from broker.connection.connection import open_client
 from broker.connection.embedded import EmbeddedServer
+from deploy.bench.agents.episodes import Shape
+from deploy.bench.agents.episodes import measure as measure_episodes
+from deploy.bench.agents.tokens import measure as measure_tokens
 from deploy.bench.cli import app
 from deploy.bench.control import measure as measure_control
 from deploy.bench.scale import Lengths, answer_of, open_pending
@@ -143,3 +146,28 @@ def test_the_control_plane_is_measured_beside_a_pipeline() -> None:
         row[key] > 0 for key in ("events_per_s", "rss_mb", "trajectories_per_s_with", "trajectories_per_s_without")
     )
     assert sum(told) == 3
+
+
+@pytest.mark.parametrize("client", ["openai", "raw"])
+def test_episodes_of_agents_give_every_figure(client: str) -> None:
+    row = measure_episodes(Shape(episodes=4, calls=3, tool_s=0.05, call_s=0.01), client, processes=1)
+    assert (row["episodes"], row["calls"], row["rows"]) == (4, 12, 4)
+    assert row["wall_s"] > row["ideal_s"] == pytest.approx(0.13)
+    assert all(row[key] > 0 for key in ("generator_cpu_s", "workers_cpu_s", "lag_max_ms"))
+
+
+def test_joined_turns_are_one_row_where_a_history_rendered_anew_makes_several() -> None:
+    same, other = (measure_tokens(cut, episodes=5, turns=4) for cut in (0.0, 0.05))
+    assert same["rows"] == other["rows"] == same["rendered_rows"] == 1.0
+    assert same["tokens"] == same["rendered_tokens"] > same["loss_tokens"] > 0
+    assert 1 < other["rendered_rows"] <= other["call_rows"] == 4
+    assert other["tokens"] < other["rendered_tokens"] <= other["call_tokens"]
+
+
+def test_the_agents_command_prints_the_parts_that_were_asked_for() -> None:
+    done = CliRunner().invoke(app, ["agents", "--parts", "tokens", "--json"])
+    assert done.exit_code == 0, done.output
+    assert {row["part"] for row in json.loads(done.stdout)["rows"]} == {"tokens"}
+    done = CliRunner().invoke(app, ["agents", "--parts", "speed"])
+    assert done.exit_code == 2
+    assert "'speed' is not one of episodes, endpoint, tokens" in " ".join(done.output.split())
