@@ -52,6 +52,24 @@ def reward_model(config: ConfigFile, overrides: Overrides = None) -> None:
     make_preference_model(loaded, loaded.reward_model)
 
 
+@app.command()
+def agent(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    base_url: Annotated[
+        str | None,
+        typer.Option(help="Address of an OpenAI-compatible server, ends with /v1; by default a trial without a model."),
+    ] = None,
+    api_key: Annotated[str, typer.Option(envvar="OPENAI_API_KEY", help="Its key.")] = "none",
+    example: Annotated[int, typer.Option(min=0, help="Position of the training example that it gets.")] = 0,
+) -> None:
+    """Run the agent of the configuration once, against any server, and show what came of it: for debugging."""
+    loaded = load(config, overrides)
+    from deploy.offline.agent import run_agent
+
+    run_agent(loaded, base_url, api_key, example)
+
+
 @app.command("eval")
 def evaluate(
     config: ConfigFile,

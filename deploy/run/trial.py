@@ -46,6 +46,10 @@ def checks(config: TidemillConfig, thorough: bool = False) -> Iterator[Check]:
         from deploy.run import thorough as more
 
         yield "reward trial", partial(more.score_first_example, config)
+        if config.generator.workflow.name == "agent":
+            from deploy.run.agent_trial import try_agent
+
+            yield "agent trial", partial(try_agent, config)
         yield "model size", partial(more.measure_model, config)
 
 

@@ -1,0 +1,54 @@
+"""``tidemill agent``: one run of the configured agent, shown to its author."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import time
+from typing import Any
+
+from deploy.logs import configure_logging
+from deploy.run.agent_trial import play_elsewhere, play_trial
+from producers.workflows.base import FailedSample
+from schemas.config import TidemillConfig
+from schemas.errors import ERROR_EXIT
+
+
+def run_agent(config: TidemillConfig, base_url: str | None, api_key: str, example: int) -> None:
+    """Run the agent on one example and print what came of it; exit code 1 when it failed.
+
+    Without ``base_url`` it talks to the real endpoint in front of an engine without a model, and its conversation is
+    shown as well.
+    """
+    configure_logging(config, "agent", "agent")
+    began = time.monotonic()
+    if base_url is not None:
+        result = asyncio.run(play_elsewhere(config, base_url, api_key, example))
+        failed = result.kind != "returned"
+        said = {"reward": result.reward, "turns": result.turn_rewards, "metrics": result.metrics, "data": result.data}
+        reason = f"{result.kind}: {result.error}" if result.error else result.kind
+    else:
+        trial = asyncio.run(play_trial(config, example))
+        failed = isinstance(trial.sample, FailedSample)
+        said, reason = {}, trial.sample.reason if isinstance(trial.sample, FailedSample) else "returned"
+        if not isinstance(trial.sample, FailedSample):
+            found = trial.sample
+            for message in found.data.get("messages", []):
+                print(_line(message))
+            rows = max(1, len(found.segments))
+            said = {"reward": found.reward, "rows": rows, "replayed": trial.replayed, "metrics": found.metrics}
+    print(f"agent {reason} after {time.monotonic() - began:.1f} s")
+    for name, value in said.items():
+        if value not in (None, {}):
+            print(f"{name}: {json.dumps(value)}")
+    if failed:
+        sys.exit(ERROR_EXIT)
+
+
+def _line(message: dict[str, Any]) -> str:
+    """A message for the terminal."""
+    calls = [f"{call['function']['name']}({call['function']['arguments']})" for call in message.get("tool_calls") or []]
+    content = message.get("content") or ""
+    text = content if isinstance(content, str) else json.dumps(content)
+    return f"{message['role']:>9}: {' '.join([text, *calls]).strip()}"

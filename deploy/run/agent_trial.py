@@ -1,0 +1,143 @@
+"""One episode of the configured agent, through the real endpoint, answered by an engine without a model.
+
+``tidemill doctor`` and ``tidemill agent`` play it, to show what the agent does before any weights are loaded: how many
+rows its calls make, which of its settings are left aside, and whether an episode that was interrupted can be replayed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from deploy.run.findings import Finding
+from producers.agents.episode import task_for_agent
+from producers.agents.workers.pool import AgentWorkers
+from producers.agents.workers.protocol import AgentJob, AgentResult
+from producers.datasets.loading import build_dataset
+from producers.engines.base import Completion, EngineSettings, ProgressCallback
+from producers.engines.scripted import ScriptedEngine
+from producers.rendering.tokenizer import HfTokenizer
+from producers.tasks import make_task
+from producers.workflows.base import FailedSample, RolloutContext, Workflow, WorkflowServices, find_workflow, running
+from producers.workflows.trajectory_builder import SampledCompletion
+from schemas.config import TidemillConfig
+from schemas.errors import ConfigError
+from schemas.messages import FinishReason, Partial, Sampling, Span, Task
+
+TRIAL_S = 30.0
+"""Deadline of the trial's episode; a tool that waits for something may reach it."""
+ANSWER = "A trial answer."
+LOCAL = "127.0.0.1:0"
+
+
+class TrialEngine(ScriptedEngine):
+    """Gives the same short answer to whatever it is asked."""
+
+    def __init__(self, tokenizer: HfTokenizer, max_length: int) -> None:
+        super().__init__(EngineSettings("none", "float32", max_length, 8))
+        stop = sorted(tokenizer.stop_ids)[:1]
+        self._answer = [*tokenizer.encode(ANSWER), *stop]
+
+    async def generate(
+        self,
+        prompt_ids: Sequence[int],
+        sampling: Sampling,
+        n: int = 1,
+        prefix: Sequence[int] = (),
+        progress: ProgressCallback | None = None,
+    ) -> list[Completion]:
+        """See Engine."""
+        ids = self._answer[: sampling.max_tokens]
+        logprobs = np.full(len(ids), -1.0, dtype=np.float32)
+        finish: FinishReason = "stop" if ids == self._answer else "length"
+        return [Completion(list(ids), logprobs, [Span(0, 0, len(ids))], finish) for _ in range(n)]
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What became of the trial's episode. replayed: calls that a second start of the agent got from the first's."""
+
+    sample: SampledCompletion | FailedSample
+    replayed: int
+
+
+def try_agent(config: TidemillConfig) -> Finding | str:
+    """Play the trial, and say in one line what was found."""
+    if config.warm_start is not None and not (Path(config.model.path) / "config.json").is_file():
+        return f"{config.model.path} is not there yet, warm_start makes it"
+    trial = asyncio.run(play_trial(config))
+    if isinstance(trial.sample, FailedSample):
+        return Finding(
+            "agent trial",
+            "warn",
+            trial.sample.reason,
+            f"the policy answered {ANSWER!r} to everything: if the agent may raise then, this is no mistake",
+        )
+    found, calls = trial.sample, len(trial.sample.calls)
+    rows = max(1, len(found.segments))
+    text = f"{calls} calls, {rows} {'row' if rows == 1 else 'rows'}"
+    if found.reward is not None:
+        text += f", reward {found.reward:g}"
+    if ignored := found.metrics.get("ignored_settings"):
+        text += f", {ignored:g} sampling settings of the agent's were left aside"
+    if trial.replayed < calls:
+        return Finding(
+            "agent trial",
+            "warn",
+            f"{text}; a second start got {trial.replayed} of its {calls} calls from the first",
+            "the agent asks something else each time (a date, a random id), so interrupted episodes begin anew",
+        )
+    return f"{text}, a second start got all of them from the first"
+
+
+async def play_trial(config: TidemillConfig, position: int = 0) -> Trial:
+    """Play the training example at ``position`` twice: from its beginning, and with the first one's calls at hand."""
+    agents = config.generator.agents.model_copy(
+        update={"deadline_s": min(TRIAL_S, config.generator.agents.deadline_s), "processes": 1, "address": LOCAL}
+    )
+    config = config.model_copy(update={"generator": config.generator.model_copy(update={"agents": agents})})
+    tokenizer = HfTokenizer(config.model.path, config.model.trust_remote_code)
+    settings = config.generator.workflow
+    workflow = find_workflow(settings.name, settings.args, config.base)()
+    engine = TrialEngine(tokenizer, config.model.max_length)
+    example = build_dataset(config.train, config.base)[position]
+    task = make_task(position, "train", example, config.sampling.model_copy(update={"n": 1}))
+    async with running(workflow, WorkflowServices(engine, tokenizer, config)):
+        first, saved = await _play(workflow, engine, tokenizer, task, [])
+        if isinstance(first, FailedSample) or not saved:
+            return Trial(first, 0)
+        second, _ = await _play(workflow, engine, tokenizer, task, saved[-1:])
+    replayed = 0 if isinstance(second, FailedSample) else int(second.metrics.get("replayed", 0))
+    return Trial(first, replayed)
+
+
+async def play_elsewhere(config: TidemillConfig, base_url: str, api_key: str, position: int = 0) -> AgentResult:
+    """Run the agent once on the training example at ``position``, against any server that it understands."""
+    settings = config.generator.workflow
+    if settings.name != "agent":
+        raise ConfigError(f"generator.workflow.name {settings.name!r} is no agent: must be agent")
+    agents = config.generator.agents.model_copy(update={"processes": 1})
+    args = settings.args
+    workers = AgentWorkers(args.get("run"), args.get("command"), args.get("args") or {}, config.base, agents)
+    example = build_dataset(config.train, config.base)[position]
+    task = task_for_agent(make_task(position, "train", example, config.sampling))
+    await workers.start()
+    try:
+        return await workers.run(AgentJob(f"{position}-0", task, base_url, api_key, agents.deadline_s))
+    finally:
+        await workers.close()
+
+
+async def _play(
+    workflow: Workflow, engine: TrialEngine, tokenizer: HfTokenizer, task: Task, partials: list[Partial]
+) -> tuple[SampledCompletion | FailedSample, list[Partial]]:
+    saved: list[Partial] = []
+    task = msgspec.structs.replace(task, partials=partials)
+    samples = workflow.run(RolloutContext(engine, tokenizer, task, [0], saved.append))
+    (found,) = [sample async for sample in samples]
+    return found, saved
