@@ -21,6 +21,9 @@ from producers.workflows.trajectory_builder import SampledCompletion
 from schemas.config import AgentsConfig
 from schemas.messages import Task
 
+SETTLE_S = 5.0
+"""Longest wait for requests that are being aborted, so that what they have is handed over too."""
+
 
 @dataclass(frozen=True)
 class Stage:
@@ -98,7 +101,10 @@ class Episode:
             await asyncio.wait({running, *waits}, return_when=asyncio.FIRST_COMPLETED)
             if running.done():
                 return running.result()
-            return AgentResult("returned") if session.finished.is_set() else None
+            if session.finished.is_set():
+                return AgentResult("returned")
+            await session.settle(SETTLE_S)
+            return None
         finally:
             running.cancel()
             for wait in waits:

@@ -28,13 +28,16 @@ class EnginePlaces:
         finally:
             if ready.done() and not ready.cancelled():
                 self._free += count
-            else:
-                self._waiting.remove((count, ready))
             self._serve()
 
     def _serve(self) -> None:
-        while self._waiting and self._waiting[0][0] <= self._free:
-            count, ready = self._waiting.popleft()
-            if not ready.cancelled():
+        while self._waiting:
+            count, ready = self._waiting[0]
+            if ready.cancelled():
+                self._waiting.popleft()
+            elif count <= self._free:
+                self._waiting.popleft()
                 self._free -= count
                 ready.set_result(None)
+            else:
+                return

@@ -8,6 +8,7 @@ never sees an aborted request: the episode is handed over then, and the request 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import secrets
 import time
 from collections import Counter
@@ -97,6 +98,10 @@ class Session:
         self._numbers: dict[str, int] = {}
         self._digests: dict[int, bytes] = {}
         self._lock = asyncio.Lock()
+        self._tasks: set[asyncio.Task[object]] = set()
+        self._sampling_now = 0
+        self._settled = asyncio.Event()
+        self._settled.set()
         self._ended = False
         self._open = 0
         self._busy_since = 0.0
@@ -108,12 +113,23 @@ class Session:
         return msgspec.structs.replace(found, notes=dict(self.notes))
 
     def end(self) -> None:
-        """Refuse every further request. What is still being sampled is not recorded."""
+        """Refuse every further request, and cancel those under way: nothing of them is recorded."""
         self._ended = True
+        for task in self._tasks:
+            task.cancel()
+
+    async def settle(self, seconds: float) -> None:
+        """Wait, at most so long, until what was being sampled is recorded."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._settled.wait()
 
     async def complete(self, request: CallRequest) -> list[Answer]:
         """Answer a model call with ``request.n`` choices; SessionError tells the agent what is wrong."""
         self._begin(request)
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks.add(task)
         try:
             async with self._lock:
                 prompt = await asyncio.to_thread(self._prompt, request)
@@ -133,7 +149,12 @@ class Session:
                 return self._record(prompt, completions, parsed)
         except DataError as error:
             raise SessionError(400, "invalid_request_error", str(error)) from error
+        except asyncio.CancelledError:
+            # Nobody heard an answer, so it was no call.
+            self.counts.requests -= 1
+            raise
         finally:
+            self._tasks.discard(task)
             self._open -= 1
             if not self._open:
                 self.busy_s += time.monotonic() - self._busy_since
@@ -191,7 +212,30 @@ class Session:
 
     async def _sample_all(self, request: CallRequest, prompt: NextPrompt, room: int) -> list[Completion]:
         """Sample every choice: from the record where the same tokens were asked before, else by the engine."""
-        keys = [self._next_key(prompt.ids) for _ in range(request.n)]
+        digest = ids_digest(prompt.ids)
+        self._sampling_now += 1
+        self._settled.clear()
+        self._asked[digest] += request.n
+        try:
+            completions = await self._sample_keys(request, prompt, room, digest)
+            if any(completion.finish == "abort" for completion in completions):
+                await self._keep_aborted(prompt, completions)
+        except BaseException:
+            self._asked[digest] -= request.n
+            raise
+        finally:
+            self._sampling_now -= 1
+            if not self._sampling_now:
+                self._settled.set()
+        if any(completion.finish == "abort" for completion in completions):
+            await asyncio.Event().wait()
+        return completions
+
+    async def _sample_keys(
+        self, request: CallRequest, prompt: NextPrompt, room: int, digest: bytes
+    ) -> list[Completion]:
+        first = self._asked[digest] - request.n
+        keys = [digest_key(digest, first + k) for k in range(request.n)]
         limit = min(self._sampling.max_tokens, room, request.max_tokens or room)
         sampling = msgspec.structs.replace(
             self._sampling, max_tokens=limit, stop=[*self._sampling.stop, *request.stop], seed=self._seed()
@@ -214,24 +258,15 @@ class Session:
                 self.counts.engine_s += time.monotonic() - begun
             for k, completion in zip([*fresh, *growing], results, strict=True):
                 answers[k] = continued_completion(found[k], completion) if k in found else completion
-        completions = [answers[k] for k in range(request.n)]
-        if any(completion.finish == "abort" for completion in completions):
-            await self._hand_over(prompt, completions)
-        return completions
+        return [answers[k] for k in range(request.n)]
 
-    async def _hand_over(self, prompt: NextPrompt, completions: Sequence[Completion]) -> None:
-        """Keep what there is of aborted answers, have the episode handed over, and never return."""
+    async def _keep_aborted(self, prompt: NextPrompt, completions: Sequence[Completion]) -> None:
+        """Keep what there is of aborted answers, and have the episode handed over."""
         async with self._lock:
             if not self._ended:
                 for completion in completions:
                     self.conversation.add(prompt, completion, {"role": "assistant", "content": None})
         self.interrupted.set()
-        await asyncio.Event().wait()
-
-    def _next_key(self, ids: Sequence[int]) -> bytes:
-        digest = ids_digest(ids)
-        self._asked[digest] += 1
-        return digest_key(digest, self._asked[digest] - 1)
 
     def _seed(self) -> int | None:
         """A seed of this call, so that calls of an episode, and episodes of a group, don't draw the same."""

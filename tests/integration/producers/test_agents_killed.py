@@ -25,3 +25,4 @@ def test_episodes_under_kills_are_those_without_and_only_requests_under_way_are_
     assert 0 <= killed.begun_again <= killed.in_flight + killed.kills
     assert sum(found.metrics["replayed"] for found in killed.published) > 0
     assert quiet.begun_again == 0
+    assert all(len(found.rows()) == 1 for found in killed.published)
