@@ -65,7 +65,7 @@ def agent(
 ) -> None:
     """Run the agent of the configuration once, against any server, and show what came of it: for debugging."""
     loaded = load(config, overrides)
-    from deploy.offline.agent import run_agent
+    from deploy.run.agent_command import run_agent
 
     run_agent(loaded, base_url, api_key, example)
 
