@@ -134,6 +134,9 @@ class Episode:
         reward = found.reward if found.reward is not None else session.reward
         if reward is None and result.turn_rewards:
             reward = sum(result.turn_rewards.values())
+        if reward is None and found.finish is not None:
+            # The policy used up what it was allowed, and its agent could not say more.
+            reward = 0.0
         return session.conversation.sample(
             self._index,
             found.finish or session.finish_of_last,

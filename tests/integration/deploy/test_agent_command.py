@@ -11,7 +11,7 @@ from tests.support.command_line import run_tidemill
 from tests.support.tiny_model import make_tiny_model
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(180)]
-AGENT = '''
+AGENT = """
 import json, urllib.request
 
 def run(task, base_url):
@@ -26,7 +26,7 @@ def run(task, base_url):
 
 def fails(task):
     raise KeyError("no tool")
-'''
+"""
 
 
 def write(folder: Path, function: str) -> Path:
