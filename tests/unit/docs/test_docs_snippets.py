@@ -59,7 +59,8 @@ def test_the_reward_functions_score(snippets: Path) -> None:
 
 
 def test_the_reward_function_of_the_readme_scores(tmp_path: Path) -> None:
-    (title,) = write_code(ROOT / "README.md", tmp_path)
+    title, agent = write_code(ROOT / "README.md", tmp_path)
+    assert agent == "my_agent.py"
     terms = [RewardTerm(name=f"{title}:brevity")]
     score = check_reward(terms, tmp_path, trajectory("it is 7", tokens=3, answer="7"), timeout_s=30.0)
     assert score is not None
@@ -237,3 +238,27 @@ def test_the_launcher_starts_generators_elsewhere_and_the_rest_here(snippets: Pa
 
     assert ran("generator", "generator-1") == ["host two", "there: generator my.yaml --name generator-1"]
     assert ran("trainer", "trainer") == ["here"]
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/agents/index.md"])
+def test_the_agent_calls_its_tools_until_the_model_answers(page: str, tmp_path: Path) -> None:
+    write_code(ROOT / page, tmp_path)
+    agent = load(f"{tmp_path}/my_agent.py:run", "agent")
+    asked: list[list[Any]] = []
+
+    class Message(SimpleNamespace):
+        def model_dump(self, exclude_none: bool) -> dict[str, Any]:
+            return {"role": "assistant", **vars(self)}
+
+    async def create(model: str, messages: list[Any], tools: object) -> SimpleNamespace:
+        asked.append(list(messages))
+        call = SimpleNamespace(id="call-1")
+        message = Message(content="", tool_calls=[call]) if len(asked) == 1 else Message(content="56", tool_calls=None)
+        return SimpleNamespace(choices=[SimpleNamespace(message=message)])
+
+    agent.__globals__.update(TOOLS=[], use=lambda call: f"result of {call.id}")
+    client = SimpleNamespace(chat=SimpleNamespace(completions=SimpleNamespace(create=create)))
+    task = {"messages": [{"role": "user", "content": "7*8=?"}], "data": {"answer": "56"}}
+    assert asyncio.run(agent(task, client)) == 1.0
+    assert asked[1][-1] == {"role": "tool", "tool_call_id": "call-1", "content": "result of call-1"}
+    assert len(task["messages"]) == 1
