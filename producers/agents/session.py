@@ -19,7 +19,7 @@ import msgspec
 
 from producers.agents.places import EnginePlaces
 from producers.agents.protocol import Answer, AnswerFinish, CallRequest, SessionError
-from producers.conversation.calls import continued_completion, digest_key, ids_digest, recorded_completion
+from producers.conversation.calls import continued_completion, digest_key, recorded_completion
 from producers.conversation.conversation import Conversation, NextPrompt
 from producers.conversation.parsing.answers import AnswerParser, ParsedAnswer
 from producers.engines.base import Completion, Engine
@@ -212,7 +212,7 @@ class Session:
 
     async def _sample_all(self, request: CallRequest, prompt: NextPrompt, room: int) -> list[Completion]:
         """Sample every choice: from the record where the same tokens were asked before, else by the engine."""
-        digest = ids_digest(prompt.ids)
+        digest = prompt.digest
         self._sampling_now += 1
         self._settled.clear()
         self._asked[digest] += request.n
@@ -297,7 +297,7 @@ class Session:
             number = self.conversation.add(prompt, completion, answer.message())
             answers.append(_answer(number, answer, prompt, completion))
             self._numbers[answers[-1].id] = number
-            self._digests[number] = ids_digest(prompt.ids)
+            self._digests[number] = prompt.digest
             self.finish_of_last = completion.finish
         self._save(self.partial())
         return answers

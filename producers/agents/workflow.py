@@ -17,9 +17,8 @@ from producers.agents.session import Policy
 from producers.agents.sessions import Sessions
 from producers.agents.workers.check import check_agent
 from producers.agents.workers.pool import AgentWorkers
-from producers.conversation.chat_template import ChatTemplate
 from producers.conversation.parsing.factory import make_parser
-from producers.conversation.self_check import check_bridge
+from producers.conversation.self_check import open_template
 from producers.engines.factory import engine_name
 from producers.workflows.base import FailedSample, RolloutContext, WorkflowServices, play_each
 from producers.workflows.trajectory_builder import SampledCompletion
@@ -59,11 +58,7 @@ class AgentWorkflow:
         """Start the endpoint and the agents' processes; ConfigError if the agent can't be loaded."""
         config, tokenizer = services.config, services.tokenizer
         settings = config.generator.agents
-        template = ChatTemplate(tokenizer)
-        if problem := await asyncio.to_thread(check_bridge, template):
-            text = f"turns are not joined, each model call is a row of its own: {problem}"
-            log.warning(text)
-            services.report("turns_not_joined", text)
+        template = await open_template(services)
         workers = AgentWorkers(self._run, self._command, self._args, config.base, settings)
         parser = await asyncio.to_thread(
             make_parser,

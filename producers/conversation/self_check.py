@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import structlog
+
 from producers.conversation.bridge import NewTurn, find_suffix, shorten
 from producers.conversation.chat_template import ChatTemplate
 from producers.conversation.messages import Message
+from producers.workflows.base import WorkflowServices
 from schemas.errors import ConfigError, DataError
+
+log = structlog.get_logger()
 
 _Outcome = Literal["joined", "wrong", "not found", "not closed", "refused"]
 
@@ -70,6 +76,16 @@ _CASES = (
         (_TOOL,),
     ),
 )
+
+
+async def open_template(services: WorkflowServices) -> ChatTemplate:
+    """Return the template of a workflow's tokenizer, checked; people are told when turns can't be joined with it."""
+    template = ChatTemplate(services.tokenizer)
+    if problem := await asyncio.to_thread(check_bridge, template):
+        text = f"turns are not joined, each model call is a row of its own: {problem}"
+        log.warning(text)
+        services.report("turns_not_joined", text)
+    return template
 
 
 def check_bridge(template: ChatTemplate) -> str | None:

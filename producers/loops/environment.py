@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import copy
 import math
 from collections.abc import AsyncIterator
@@ -57,7 +56,7 @@ class EnvironmentLoop:
 
     async def start(self, services: WorkflowServices) -> None:
         self._environment = _find_environment(self._name, self._args, services.config.base)
-        self._parts = await asyncio.to_thread(LoopParts.create, services)
+        self._parts = await LoopParts.create(services)
 
     def run(self, rollout: RolloutContext) -> AsyncIterator[SampledCompletion | FailedSample]:
         return play_each(lambda index: self._play(rollout, index), rollout.indices)

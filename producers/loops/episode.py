@@ -20,6 +20,7 @@ from producers.conversation.conversation import Conversation, NextPrompt
 from producers.conversation.messages import Message
 from producers.conversation.parsing.answers import AnswerParser, ParsedAnswer
 from producers.conversation.parsing.factory import make_parser
+from producers.conversation.self_check import open_template
 from producers.engines.base import Completion
 from producers.engines.factory import engine_name
 from producers.rendering.tokenizer import HfTokenizer
@@ -42,16 +43,16 @@ class LoopParts:
     max_length: int
 
     @classmethod
-    def create(cls, services: WorkflowServices) -> LoopParts:
+    async def create(cls, services: WorkflowServices) -> LoopParts:
         """ConfigError when the tokenizer can't chat, or a parser can't be had. Takes seconds with one of vLLM's."""
         config, tokenizer = services.config, services.tokenizer
         if not isinstance(tokenizer, HfTokenizer):
             raise ConfigError(f"generator.workflow {config.generator.workflow.name} needs a model with a tokenizer")
         agents = config.generator.agents
         vllm = engine_name(config.generator.engine) == "vllm"
-        template = ChatTemplate(tokenizer)
+        template = await open_template(services)
         template.render([{"role": "user", "content": "Hello"}])
-        parser = make_parser(agents.tool_parser, agents.reasoning_parser, tokenizer, vllm)
+        parser = await asyncio.to_thread(make_parser, agents.tool_parser, agents.reasoning_parser, tokenizer, vllm)
         return cls(template, parser, agents, config.model.max_length)
 
 

@@ -62,7 +62,7 @@ class Tools:
     async def start(self, services: WorkflowServices) -> None:
         self._tools = load_tools(self._names, services.config.base)
         self._schemas = [tool.schema for tool in self._tools.values()]
-        self._parts = parts = await asyncio.to_thread(LoopParts.create, services)
+        self._parts = parts = await LoopParts.create(services)
         hello = [{"role": "user", "content": "Hello"}]
         if parts.template.render(hello) == parts.template.render(hello, self._schemas):
             log.warning("the chat template does not show tools: the policy has to know them from its training")
