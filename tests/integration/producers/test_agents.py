@@ -158,7 +158,9 @@ def test_an_episode_goes_on_elsewhere_with_the_calls_it_had(broker: Broker, mode
 
     async def begins() -> None:
         client, key = broker.connection.client, broker.connection.keys.partials
-        await wait_until(lambda: int((client.hget(key, "0:0") or b"0").partition(b":")[0]) >= 5)
+        await wait_until(
+            lambda: all(int((count or b"0").partition(b":")[0]) > 6 for count in client.hmget(key, "0:0", "0:1"))
+        )
 
     asyncio.run(run_generator_while(config, broker, engine, begins))
     engine = make_engine(config, min_length=4, max_length=4, tokens=9)
