@@ -35,18 +35,21 @@ class Demonstrations:
 
     guesses: how many there are for each call, so that a model learns to call in one of ``guesses + 1`` episodes, and
     one guess more where there is no calculator. The chat template shows tools as a system message, as it is here.
+    Products of three and of four digits take turns: a fifth have three, too few to be learnt before the others are.
     """
 
     def __init__(self, split: Literal["train", "heldout"] = "train", guesses: int = 2) -> None:
-        self.tasks = Products(split)
+        pairs = Products(split).pairs
+        short, long = ([(a, b) for a, b in pairs if (a * b < 1000) is wanted] for wanted in (True, False))
+        self.pairs = [pair for index, four in enumerate(long) for pair in (short[index % len(short)], four)]
         self.guesses = guesses
         self.turns = 2 + (guesses + 1 if guesses else 0)
 
     def __len__(self) -> int:
-        return self.turns * len(self.tasks)
+        return self.turns * len(self.pairs)
 
     def __getitem__(self, index: int) -> Example:
-        a, b = self.tasks.pairs[index // self.turns]
+        a, b = self.pairs[index // self.turns]
         turn = index % self.turns
         asked, product = ChatMessage("user", f"{a}*{b}=?"), str(a * b)
         offered = [ChatMessage("system", "calculator"), asked]

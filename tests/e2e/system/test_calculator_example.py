@@ -1,4 +1,4 @@
-"""examples/agents/calculator as its user starts it, with a model that was shown one product only."""
+"""examples/agents/calculator as its user starts it, with a model that was shown two products only."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ def test_an_agent_that_asks_its_tool_is_trained_as_one_row_an_episode(tmp_path: 
     config = yaml.safe_load((folder / "config.yaml").read_text())
     config["model"]["path"] = str(tmp_path / "model")
     for shown in (config["warm_start"]["dataset"], config["warm_start"]["eval"]):
-        shown.update(args={"split": "train", "guesses": 0}, limit=2)
+        # A call and a result for each of two products; the second is the one that is asked.
+        shown.update(args={"split": "train", "guesses": 0}, limit=4)
     config["warm_start"].update(lr=3e-3, batch_size=8, stop_accuracy=1.0, eval_every=10)
     for asked in (config["train"], config["eval"]["dataset"]):
         asked.update(args={"split": "train"}, limit=1)

@@ -37,7 +37,7 @@ def test_the_warm_start_shows_the_turns_that_the_agent_later_sends(tmp_path: Pat
     template = ChatTemplate(HfTokenizer(str(tmp_path)))
     shown = load("products").Demonstrations("train", guesses=2)
     tools = load("agent").TOOLS
-    a, b = shown.tasks.pairs[0]
+    a, b = shown.pairs[0]
     asked = {"role": "user", "content": f"{a}*{b}=?"}
     called = {"role": "assistant", "content": None, "tool_calls": [call_of(f"{a}*{b}")]}
     told = {"role": "tool", "tool_call_id": "call1", "content": str(a * b)}
@@ -53,6 +53,14 @@ def test_the_warm_start_shows_the_turns_that_the_agent_later_sends(tmp_path: Pat
         assert template.ids(template.render(messages, offered)) == template.ids(template.render(seen))
     written = template.render([asked, called], tools, generation_prompt=False)
     assert written == template.render([asked], tools) + shown[0].data["answer"] + "<|end|>"
+
+
+def test_the_warm_start_shows_short_products_as_often_as_long_ones() -> None:
+    for split in ("train", "heldout"):
+        shown = load("products").Demonstrations(split)
+        assert set(shown.pairs) == set(load("products").Products(split).pairs)
+        digits = [len(str(a * b)) for a, b in shown.pairs]
+        assert digits == [3, 4] * (len(digits) // 2)
 
 
 @pytest.mark.parametrize(("with_tools", "reward"), [(True, 1.0), (False, 0.0)])
