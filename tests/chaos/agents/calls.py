@@ -28,7 +28,7 @@ from tests.chaos.oracle import Judgement
 FOLDER = "calls"
 SMALLEST = 1e-6
 UNREWARDED = ("deadline", "calls", "length")
-"""Ends of episodes that reached a limit, of which the agent may have said no reward."""
+"""Ends of episodes that reached a limit: their reward is 0 where the agent said none."""
 PAIR = np.dtype([("token", "<i4"), ("logprob", "<f4")])
 
 
@@ -101,8 +101,9 @@ def _check(line: Line, sampled: dict[int, list[bytes]], judgement: Judgement, pr
             )
     judgement.counts["calls trained"] += len(answers)
     if data["reward"] is None:
-        if data["finish"] not in UNREWARDED:
-            judgement.broken("wrong reward", f"{here}: the agent ended with {data['finish']} and has no reward")
+        judgement.broken("wrong reward", f"{here}: the agent ended with {data['finish']} and has no reward")
+    elif data["finish"] in UNREWARDED and data["reward"] == 0.0:
+        judgement.counts["agents without a reward"] += 1
     elif abs(data["reward"] - checksum(answers)) > SMALLEST:
         judgement.broken("wrong reward", f"{here}: the agent was answered otherwise than is trained")
 

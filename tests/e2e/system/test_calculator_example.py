@@ -16,8 +16,8 @@ EXAMPLE = Path(__file__).parents[3] / "examples" / "agents" / "calculator"
 
 
 @pytest.mark.timeout(300)
-def test_an_agent_that_asks_its_tool_is_trained_as_one_row_an_episode(tmp_path: Path) -> None:
-    folder = shutil.copytree(EXAMPLE, tmp_path / "example")
+def test_an_agent_that_asks_its_tool_is_one_row(tmp_path: Path) -> None:
+    folder = shutil.copytree(EXAMPLE, tmp_path / "e")
     config = yaml.safe_load((folder / "config.yaml").read_text())
     config["model"]["path"] = str(tmp_path / "model")
     for shown in (config["warm_start"]["dataset"], config["warm_start"]["eval"]):

@@ -77,12 +77,12 @@ def test_every_generator_of_the_scale_run_is_a_consumer() -> None:
 
 
 def test_generators_of_the_scale_run_wait_in_one_thread(server: EmbeddedServer) -> None:
-    feeder = open_broker(server.url, "bench-waits")
+    feeder = open_broker(server.url, "waits")
     begin(feeder.trainer_session(), SMALL)
     pool = TrajectoryPool(32)
 
     async def wait_all() -> list[int]:
-        queues = [open_pending(server.url, "bench-waits").task_queue(f"generator-{index}") for index in range(4)]
+        queues = [open_pending(server.url, "waits").task_queue(f"generator-{index}") for index in range(4)]
         waits = [asyncio.create_task(answer_of(partial(queue.read, 1, 10_000))) for queue in queues]
         await asyncio.sleep(0)
         assert not any(wait.done() for wait in waits)

@@ -108,7 +108,14 @@ def test_a_trained_token_of_no_call_is_found(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("finish", "reward", "promises"),
-    [("stop", 0.5, ["wrong reward"]), ("stop", None, ["wrong reward"]), ("deadline", None, []), ("calls", None, [])],
+    [
+        ("stop", 0.5, ["wrong reward"]),
+        ("stop", 0.0, ["wrong reward"]),
+        ("stop", None, ["wrong reward"]),
+        ("deadline", None, ["wrong reward"]),
+        ("deadline", 0.0, []),
+        ("calls", 0.0, []),
+    ],
 )
 def test_the_agents_own_reward_is_that_of_what_is_trained(
     tmp_path: Path, finish: Any, reward: float | None, promises: list[str]
