@@ -60,12 +60,10 @@ class FailureAlarm:
         self._share = share
         self._last: deque[str] = deque(maxlen=WINDOW)
         self._raised = False
-        self.counts: Counter[str] = Counter()
 
     def add(self, found: Outcome | Failure) -> str | None:
         """Count an episode; returns the text of an alarm that begins with it."""
         kind = found.kind if isinstance(found, Failure) else ""
-        self.counts[kind or "outcome"] += 1
         self._last.append(kind)
         failed = Counter(word for word in self._last if word)
         share = sum(failed.values()) / WINDOW

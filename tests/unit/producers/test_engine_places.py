@@ -1,0 +1,66 @@
+"""Places in the engine: as many as there are, in order, and none lost by who gives up waiting."""
+
+from __future__ import annotations
+
+import asyncio
+
+from producers.agents.places import EnginePlaces
+
+
+async def hold(places: EnginePlaces, samples: int, name: str, begun: list[str], until: asyncio.Event) -> None:
+    async with places.take(samples):
+        begun.append(name)
+        await until.wait()
+
+
+async def settle() -> None:
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+def test_who_waits_is_served_in_order_and_a_large_one_is_not_passed_by_small_ones() -> None:
+    async def scene() -> list[str]:
+        places, begun, done = EnginePlaces(4), list[str](), asyncio.Event()
+        first_done = asyncio.Event()
+        first = asyncio.create_task(hold(places, 3, "first", begun, first_done))
+        rest = [asyncio.create_task(hold(places, n, name, begun, done)) for n, name in ((3, "large"), (1, "small"))]
+        await settle()
+        assert begun == ["first"]
+        first_done.set()
+        await first
+        await settle()
+        done.set()
+        await asyncio.gather(*rest)
+        return begun
+
+    assert asyncio.run(scene()) == ["first", "large", "small"]
+
+
+def test_more_samples_than_there_are_places_take_all_of_them() -> None:
+    async def scene() -> None:
+        async with asyncio.timeout(5), EnginePlaces(2).take(100):
+            pass
+
+    asyncio.run(scene())
+
+
+def test_a_request_that_is_cancelled_while_it_waits_gives_its_turn_to_the_next_and_loses_no_place() -> None:
+    async def scene() -> list[str]:
+        places, begun, done = EnginePlaces(1), list[str](), asyncio.Event()
+        first_done = asyncio.Event()
+        first = asyncio.create_task(hold(places, 1, "first", begun, first_done))
+        await settle()
+        gone = asyncio.create_task(hold(places, 1, "gone", begun, done))
+        last = asyncio.create_task(hold(places, 1, "last", begun, done))
+        await settle()
+        gone.cancel()
+        first_done.set()
+        await first
+        assert isinstance((await asyncio.gather(gone, return_exceptions=True))[0], asyncio.CancelledError)
+        await settle()
+        done.set()
+        await last
+        async with asyncio.timeout(5), places.take(1):
+            return begun
+
+    assert asyncio.run(scene()) == ["first", "last"]
