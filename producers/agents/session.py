@@ -289,6 +289,9 @@ class Session:
     def _record(
         self, prompt: NextPrompt, completions: Sequence[Completion], parsed: Sequence[ParsedAnswer]
     ) -> list[Answer]:
+        if self.limit == "length":
+            # The agent has shortened its history, and goes on.
+            self.limit = None
         self.counts.begun[prompt.why] += 1
         self.counts.prompt_tokens += len(prompt.ids)
         answers: list[Answer] = []

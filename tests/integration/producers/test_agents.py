@@ -44,6 +44,19 @@ def run(task, base_url, episode):
     episode.metrics(seen=float(len(messages)))
     return 0.5
 
+def shortens_its_history(task, base_url):
+    try:
+        ask(base_url, [{"role": "user", "content": "x" * 5000}])
+    except urllib.request.HTTPError as error:
+        assert json.load(error)["error"]["code"] == "context_length_exceeded"
+    ask(base_url, list(task["messages"]))
+
+
+def never_shortens_it(task, base_url):
+    ask(base_url, list(task["messages"]))
+    ask(base_url, [{"role": "user", "content": "x" * 5000}])
+
+
 def fails_for_sample_one(task, base_url, episode):
     if episode.id.endswith("-1"):
         raise KeyError("tool")
@@ -113,6 +126,23 @@ def test_an_agents_calls_become_one_sample_of_one_row(broker: Broker, config: Ti
                 *["assistant", "user"] * 2,
                 "assistant",
             ]
+
+    asyncio.run(run_generator_while(config, broker, engine, scene))
+
+
+@pytest.mark.parametrize(
+    ("function", "finish", "reward"), [("shortens_its_history", "stop", None), ("never_shortens_it", "length", 0.0)]
+)
+def test_a_full_context_ends_an_episode_only_if_its_agent_does_not_go_on(
+    broker: Broker, model: Path, tmp_path: Path, function: str, finish: str, reward: float | None
+) -> None:
+    config = agent_config(model, tmp_path, function)
+    prepare(broker, tmp_path, 1)
+    engine = make_engine(config, min_length=4, max_length=12)
+
+    async def scene() -> None:
+        for found in await read_published(broker, 2):
+            assert (found.finish, found.reward, found.calls) == (finish, reward, 1)
 
     asyncio.run(run_generator_while(config, broker, engine, scene))
 
