@@ -52,13 +52,11 @@ def ids_digest(ids: Sequence[int]) -> bytes:
     return hashlib.blake2b(np.asarray(ids, "<i4").tobytes(), digest_size=16).digest()
 
 
-def call_key(ids: Sequence[int], repeat: int) -> bytes:
-    """Return the key of a call, 16 bytes. repeat: how often the same prompt was asked before in its episode."""
-    return digest_key(ids_digest(ids), repeat)
-
-
 def digest_key(digest: bytes, repeat: int) -> bytes:
-    """Return the key of a call, given the digest of its prompt."""
+    """Return the key of a call, 16 bytes, given the digest of its prompt.
+
+    repeat: how often the same prompt was asked before in its episode.
+    """
     return hashlib.blake2b(digest + repeat.to_bytes(8, "little"), digest_size=16).digest()
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from producers.conversation.calls import call_key
+from producers.conversation.calls import digest_key
 from producers.conversation.conversation import Conversation
 from producers.rendering.tokenizer import HfTokenizer
 from schemas.errors import DataError
@@ -242,13 +242,13 @@ def test_prompts_of_ids_are_joined_where_they_begin_with_all_that_is_held(templa
 def test_saved_calls_are_found_by_their_prompt_and_how_often_it_was_asked(template: StoppingTemplate) -> None:
     conversation = Conversation(template)
     first = conversation.prompt([USER])
-    assert conversation.key(first) == call_key(first.ids, 0)
+    assert conversation.key(first) == digest_key(first.digest, 0)
     ask(conversation, [USER], "It is 3")
     conversation.remove(ask(conversation, [USER], "nobody hears")[0])
     ask(conversation, [USER], "It is 4")
     partial = conversation.partial(3)
-    assert [call.key for call in partial.calls] == [call_key(first.ids, 0), call_key(first.ids, 1)]
-    assert conversation.key(first, ahead=1) == call_key(first.ids, 3)
+    assert [call.key for call in partial.calls] == [digest_key(first.digest, 0), digest_key(first.digest, 1)]
+    assert conversation.key(first, ahead=1) == digest_key(first.digest, 3)
     assert (partial.sample, partial.size) == (3, sum(len(call.tokens) for call in partial.calls))
 
 
