@@ -31,6 +31,7 @@ from producers.workflows import WORKFLOWS
 from schemas import messages
 from schemas.codec import Array, Message
 from schemas.config import TidemillConfig
+from schemas.metric_names import METRICS
 from schemas.plugins import Registry
 
 MARKER = re.compile(r"<!-- reference: (\w+) -->")
@@ -287,7 +288,14 @@ def documentation(path: str) -> str:
     raise LookupError(f"{module} has no {name}")
 
 
+def metric_table() -> str:
+    """Every metric of a step, with what it is for."""
+    rows = [[f"`{name.replace('{}', 'NAME')}`", text] for name, text in METRICS.items()]
+    return table(["Name", "What it is, and what to look at it for"], rows)
+
+
 REFERENCES: dict[str, Callable[[], str]] = {
+    "metrics": metric_table,
     "configuration": configuration,
     "messages": message_table,
     "keys": key_table,

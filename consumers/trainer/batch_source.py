@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 import structlog
 
@@ -13,6 +14,7 @@ from consumers.trainer.context import TrainerContext, describe_broken
 from consumers.trainer.data.microbatches import Batch, Group
 from consumers.trainer.group_buffer import FailureStreak, GroupBuffer
 from consumers.trainer.metrics.group_metrics import GroupMeter, episode_metrics, term_metrics
+from consumers.trainer.metrics.throughput import CountRate
 from consumers.trainer.pause import PauseFollower
 from schemas.errors import BrokerDamaged, InfraError, RunFailed
 from schemas.lifecycle import StopFlag
@@ -47,6 +49,7 @@ class BatchSource:
         self._claimed: dict[bytes, ScoredSample] = {}
         self._taken: list[tuple[Group, list[ScoredSample]]] = []
         self._meter = GroupMeter()
+        self._generated = CountRate()
         self._deadline = 0.0
         self.last_outcome_at = time.monotonic()
 
@@ -66,7 +69,10 @@ class BatchSource:
         progress = self._progress
         record = BatchRecord(step=progress.step, version=progress.version, new_version=new_version, groups=references)
         self._session.journal_batch(record)
-        return self._make_batch(record, [group for group, _ in self._taken])
+        batch = self._make_batch(record, [group for group, _ in self._taken])
+        generated = self._generated.of(self._pipeline.counts.get("tokens_generated", 0), time.monotonic())
+        known = {} if generated is None else {"perf/generated_tokens_per_s": generated}
+        return replace(batch, figures={**batch.figures, **known})
 
     def _try_assemble(self) -> bool:
         """Take groups for the step; True when it has all of them, False also while the trainer has to pause."""
@@ -214,8 +220,12 @@ class BatchSource:
         compared = [
             outcome.score.components.get(term, outcome.score.reward) for outcome in outcomes if outcome.trajectory_id
         ]
+        # A sample's second outcome, behind these, says nothing of it.
+        firsts = outcomes[: outcomes[0].group_size]
+        excluded = sum(outcome.excluded for outcome in firsts)
+        self._meter.lose(sum(not outcome.trajectory_id for outcome in firsts) - excluded, excluded)
         if rewards:
-            self._meter.add(rewards, has_signal(compared, settings.least_std))
+            self._meter.add(rewards, has_signal(compared, settings.least_std), compared)
         if 2 * len(versions) > outcomes[0].group_size:
             self._failures.failed(task_id, describe_broken(max(versions)))
             self._end_group(task_id, outcomes, "not_finite", "failed")

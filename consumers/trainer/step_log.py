@@ -16,6 +16,7 @@ from typing import Any
 from consumers.trainer.context import TrainerContext
 from consumers.trainer.data.microbatches import Batch
 from consumers.trainer.metrics.evaluation_log import EvaluationLog
+from consumers.trainer.metrics.throughput import compute_metrics, device_name, memory_metrics
 from consumers.trainer.metrics.trackers import Trackers
 from consumers.trainer.step.train_step import StepResult
 from schemas.errors import DiskError
@@ -40,7 +41,9 @@ class StepLog:
         self._trained = LineFile(folder / "trained.jsonl")
         self.evaluations = EvaluationLog(folder)
         self._retry = context.retry
-        self._trackers = Trackers(context.config, context.rank_group.ranks.accelerator, context.notify)
+        self._ranks = context.rank_group.ranks
+        self._device = device_name()
+        self._trackers = Trackers(context.config, self._ranks.accelerator, context.notify)
         self._last: dict[str, Any] = {}
         self._evaluated: dict[str, Any] = {}
         """Figures of the newest evaluation that no line has yet."""
@@ -157,7 +160,11 @@ class StepLog:
             "perf/tokens_per_s": self.tokens_per_s,
             **batch.figures,
         }
-        for name, value in result.metrics.items():
+        metrics = dict(result.metrics)
+        ranks = self._ranks.world
+        figures |= compute_metrics(metrics.pop("forward_flops", 0.0), result.seconds, ranks, self._device)
+        figures |= memory_metrics()
+        for name, value in metrics.items():
             section, _, rest = name.partition("_")
             known = section in ("reward", "staleness")
             figures[f"{section}/{rest}" if known else f"train/{name}"] = value

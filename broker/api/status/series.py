@@ -8,13 +8,15 @@ from __future__ import annotations
 import math
 from array import array
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from schemas.control_api import MetricsHistory, RunStatus, ThroughputHistory
 
 STEPS_KEPT = 10_000
 """Newest steps that are kept, as many as the broker keeps."""
+SERIES_KEPT = 1000
+"""Most series that are kept: a user's metrics have names of their own."""
 HISTOGRAM = "staleness/histogram"
 
 
@@ -38,12 +40,12 @@ class MetricsSeries:
         self.steps.append(step)
         histogram = line.get(HISTOGRAM)
         self.histograms.append(dict(histogram) if isinstance(histogram, dict) else {})
-        for name, value in line.items():
-            if name != "step" and isinstance(value, int | float) and name not in self._columns:
+        figures = dict(_figures(line))
+        for name in figures:
+            if name not in self._columns and len(self._columns) < SERIES_KEPT:
                 self._columns[name] = array("d", [math.nan]) * (len(self.steps) - 1)
         for name, column in self._columns.items():
-            value = line.get(name)
-            column.append(float(value) if isinstance(value, int | float) else math.nan)
+            column.append(figures.get(name, math.nan))
 
     def _drop(self, index: int) -> None:
         self.steps.pop(index)
@@ -74,6 +76,15 @@ class MetricsSeries:
             staleness=self.histograms[first:],
             names=self.names,
         )
+
+
+def _figures(line: dict[str, Any]) -> Iterator[tuple[str, float]]:
+    """The numbers of a line by name; those of a figure with several parts under NAME/PART."""
+    for name, value in line.items():
+        if isinstance(value, int | float) and name != "step":
+            yield name, float(value)
+        elif isinstance(value, dict) and name != HISTOGRAM:
+            yield from ((f"{name}/{part}", float(of)) for part, of in value.items() if isinstance(of, int | float))
 
 
 WINDOW_S = 10.0

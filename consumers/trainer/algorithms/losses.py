@@ -134,8 +134,8 @@ def bounded_difference(logprobs: Tensor, others: Tensor, mask: Tensor) -> Tensor
 
 def clipped_surrogate(
     ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float, dual_clip: float | None
-) -> tuple[Tensor, Tensor]:
-    """PPO's term for any ratio [R, T], and where its gradient is zero (bool [R, T]).
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """PPO's term for any ratio [R, T], and where its gradient is zero: ``clipped``, bool [R, T], and by which bound.
 
     max(-A*r, -A*clip(r, 1-clip_low, 1+clip_high)), at most -A*dual_clip where A < 0.
     """
@@ -143,12 +143,14 @@ def clipped_surrogate(
     bounded = -advantages * ratio.clamp(1 - clip_low, 1 + clip_high)
     loss = torch.maximum(plain, bounded)
     clipped = bounded > plain
+    marks = {"clip_low": clipped & (advantages < 0), "clip_high": clipped & (advantages > 0)}
     if dual_clip is not None:
         ceiling = -advantages * dual_clip
         over = (advantages < 0) & (loss > ceiling)
         loss = torch.where(over, ceiling, loss)
         clipped = clipped | over
-    return loss, clipped
+        marks["clip_dual"] = over
+    return loss, {"clipped": clipped, **marks}
 
 
 def reinforce(inputs: LossInputs, *, truncate: float = 2.0) -> LossOutput:
@@ -166,8 +168,8 @@ def ppo(
     Clipping as in arXiv:1707.06347, the asymmetric bounds of DAPO (arXiv:2503.14476), the dual
     clip of arXiv:1912.09729 (``dual_clip`` over 1, or null to leave it out).
     """
-    loss, clipped = clipped_surrogate(log_ratio(inputs).exp(), inputs.advantages, clip_low, clip_high, dual_clip)
-    return LossOutput(loss, {"clipped": clipped})
+    loss, marks = clipped_surrogate(log_ratio(inputs).exp(), inputs.advantages, clip_low, clip_high, dual_clip)
+    return LossOutput(loss, marks)
 
 
 def dapo(inputs: LossInputs, *, clip_low: float = 0.2, clip_high: float = 0.28) -> LossOutput:
@@ -176,8 +178,8 @@ def dapo(inputs: LossInputs, *, clip_low: float = 0.2, clip_high: float = 0.28) 
     Its dynamic sampling is what ``trainer.advantage.keep_zero_variance: false`` does, its overlong
     penalty the reward ``length``.
     """
-    loss, clipped = clipped_surrogate(log_ratio(inputs).exp(), inputs.advantages, clip_low, clip_high, None)
-    return LossOutput(loss, {"clipped": clipped})
+    loss, marks = clipped_surrogate(log_ratio(inputs).exp(), inputs.advantages, clip_low, clip_high, None)
+    return LossOutput(loss, marks)
 
 
 def dr_grpo(inputs: LossInputs, *, clip_low: float = 0.2, clip_high: float = 0.2) -> LossOutput:
@@ -185,8 +187,8 @@ def dr_grpo(inputs: LossInputs, *, clip_low: float = 0.2, clip_high: float = 0.2
 
     Neither the length of a sequence nor the spread of its group's rewards is in the denominator.
     """
-    loss, clipped = clipped_surrogate(log_ratio(inputs).exp(), inputs.advantages, clip_low, clip_high, None)
-    return LossOutput(loss, {"clipped": clipped})
+    loss, marks = clipped_surrogate(log_ratio(inputs).exp(), inputs.advantages, clip_low, clip_high, None)
+    return LossOutput(loss, marks)
 
 
 def cispo(inputs: LossInputs, *, clip_high: float = 0.28) -> LossOutput:
@@ -260,9 +262,10 @@ class DecoupledPpo:
         weight = bounded_difference(proximal, inputs.rollout_logprobs, inputs.mask).exp()
         over = weight > self.weight_limit
         weight = torch.where(over, 0.0 if self.weight_action == "mask" else self.weight_limit, weight)
-        loss, clipped = clipped_surrogate(ratio, inputs.advantages, self.clip_low, self.clip_high, self.dual_clip)
+        loss, marks = clipped_surrogate(ratio, inputs.advantages, self.clip_low, self.clip_high, self.dual_clip)
         left_out = over if self.weight_action == "mask" else torch.zeros_like(over)
-        return LossOutput(weight * loss, {"clipped": clipped & ~left_out, "masked": left_out, "weight": weight})
+        marks = {name: mark & ~left_out for name, mark in marks.items()}
+        return LossOutput(weight * loss, {**marks, "masked": left_out, "weight": weight})
 
 
 _HALVINGS = 64
@@ -277,8 +280,8 @@ def gspo(inputs: LossInputs, *, clip_low: float = 3e-4, clip_high: float = 4e-4)
     """
     sequences = Sequences(inputs.sequence, inputs.mask)
     mean_log_ratio = sequences.mean(log_ratio(inputs))
-    loss, clipped = clipped_surrogate(mean_log_ratio.exp(), inputs.advantages, clip_low, clip_high, None)
-    return LossOutput(loss, {"clipped": clipped})
+    loss, marks = clipped_surrogate(mean_log_ratio.exp(), inputs.advantages, clip_low, clip_high, None)
+    return LossOutput(loss, marks)
 
 
 class M2po:
@@ -316,9 +319,10 @@ class M2po:
         """The loss of one micro-batch, zero at the tokens that ``select_tokens`` left out."""
         if inputs.kept is None:
             raise ConfigError("m2po has to see the whole step before, and its select_tokens was not called")
-        loss, clipped = clipped_surrogate(log_ratio(inputs).exp(), inputs.advantages, *self.clip)
+        loss, marks = clipped_surrogate(log_ratio(inputs).exp(), inputs.advantages, *self.clip)
         left_out = inputs.mask & ~inputs.kept
-        return LossOutput(torch.where(inputs.kept, loss, 0.0), {"clipped": clipped & inputs.kept, "masked": left_out})
+        marks = {name: mark & inputs.kept for name, mark in marks.items()}
+        return LossOutput(torch.where(inputs.kept, loss, 0.0), {**marks, "masked": left_out})
 
 
 def largest_kept(values: Tensor, limit: float, all_reduce_sum: AllReduceSum) -> float:

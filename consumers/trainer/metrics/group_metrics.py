@@ -15,6 +15,9 @@ import numpy as np
 NAMES, LONGEST_NAME = 64, 64
 """Most names of workflows' metrics in a step, and the longest: trackers keep every name that they have seen."""
 
+FILTERS = ("zero_variance", "mean_reward")
+"""Reasons for which a complete group is filtered: it would teach nothing."""
+
 
 class GroupMeter:
     """Counts prompt groups as they come back complete, and those that are given up; ``take`` ends a step."""
@@ -23,15 +26,26 @@ class GroupMeter:
         self._clear()
 
     def _clear(self) -> None:
-        self._groups = self._without_signal = 0
+        self._groups = self._without_signal = self._unsolved = self._solved = 0
+        self._failed = self._excluded = 0
         self._rewards: list[float] = []
         self._dropped: Counter[str] = Counter()
 
-    def add(self, rewards: Sequence[float], signal: bool) -> None:
-        """Count a complete group by the rewards of its scored samples; signal: whether these differ."""
+    def add(self, rewards: Sequence[float], signal: bool, solved: Sequence[float] = ()) -> None:
+        """Count a complete group by the rewards of its scored samples; signal: whether these differ.
+
+        solved: what says whether a sample is right, 1 or more, or wrong, 0 or less; its reward by default.
+        """
         self._groups += 1
         self._without_signal += not signal
         self._rewards += rewards
+        self._solved += all(value >= 1 for value in solved or rewards)
+        self._unsolved += all(value <= 0 for value in solved or rewards)
+
+    def lose(self, failed: int, excluded: int) -> None:
+        """Count samples without a reward: those that no generator could finish, and those whose reward failed."""
+        self._failed += failed
+        self._excluded += excluded
 
     def drop(self, reason: str) -> None:
         """Count a group that ends without being trained."""
@@ -46,8 +60,13 @@ class GroupMeter:
         """The figures since the last call. What no complete group could tell is left out."""
         figures = {f"groups/dropped_{reason}": float(count) for reason, count in sorted(self._dropped.items())}
         figures |= {"groups/complete": float(self._groups), "groups/dropped": float(self._dropped.total())}
+        figures |= {"samples/failed": float(self._failed), "samples/unscored": float(self._excluded)}
         if self._groups:
+            filtered = sum(self._dropped[reason] for reason in FILTERS)
             figures["groups/zero_variance_fraction"] = self._without_signal / self._groups
+            figures["groups/solve_none_fraction"] = self._unsolved / self._groups
+            figures["groups/solve_all_fraction"] = self._solved / self._groups
+            figures["groups/filtered_fraction"] = filtered / self._groups
             figures["reward/unfiltered_mean"] = float(np.mean(self._rewards))
         self._clear()
         return figures

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -22,12 +23,22 @@ from consumers.trainer.model.policy import TokenScores
 
 FRACTIONS = {
     "clipped": "clip_fraction",
+    "clip_low": "clip_low_fraction",
+    "clip_high": "clip_high_fraction",
+    "clip_dual": "clip_dual_fraction",
     "masked": "masked_fraction",
     "rejected": "rejected_fraction",
     "reference_kl": "reference_kl",
 }
 """Metrics of a loss that get a name of their own; others are called ``loss_NAME``."""
-_BASE_SUMS = ("loss", "tokens", "entropy", "ratio", "ratio_square", "kl", "gap", "gap_tokens")
+_BASE_SUMS = (
+    *("loss", "tokens", "entropy", "entropy_square", "ratio", "ratio_square", "kl", "gap", "gap_tokens"),
+    *("advantage", "advantage_square", "advantage_positive", "advantage_zero"),
+)
+QUANTILES = {"ratio_p01": 0.01, "ratio_p99": 0.99}
+_FINEST, _PER_UNIT = 1e-4, 20.0
+_SIDE = math.ceil(math.asinh(LOG_RATIO_LIMIT / _FINEST) * _PER_UNIT)
+"""Bins of log r on each side of 0: asinh(log r / finest), 5 % wide far from 0. Ranks add up their counts."""
 
 
 @dataclass
@@ -36,7 +47,14 @@ class StepMeter:
 
     version: int
     sums: dict[str, float] = field(default_factory=lambda: dict.fromkeys(_BASE_SUMS, 0.0))
-    largest: dict[str, float] = field(default_factory=lambda: {"ratio": 0.0, "gap": 0.0, "less_ratio": -math.inf})
+    largest: dict[str, float] = field(
+        default_factory=lambda: {
+            "ratio": 0.0,
+            "gap": 0.0,
+            **dict.fromkeys(("less_ratio", "advantage", "less_advantage"), -math.inf),
+        }
+    )
+    log_ratios: list[float] = field(default_factory=lambda: [0.0] * (2 * _SIDE + 1))
     staleness: Counter[int] = field(default_factory=Counter)
 
     @torch.no_grad()
@@ -48,16 +66,27 @@ class StepMeter:
         for name in output.metrics:
             # Also without a token to count: ranks add up the same names.
             sums.setdefault("metric_" + name, 0.0)
+            if name == "masked":
+                sums.setdefault("masked_kl", 0.0)
         if not bool(mask.any()):
             return
         difference = (scores.logprobs - batch.rollout_logprobs)[mask].double()
         log_r = difference.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
         ratio = log_r.exp()
         sums["tokens"] += ratio.numel()
-        sums["entropy"] += float(scores.entropy[mask].double().sum())
+        entropy = scores.entropy[mask].detach().double()
+        sums["entropy"] += float(entropy.sum())
+        sums["entropy_square"] += float(entropy.square().sum())
         sums["ratio"] += float(ratio.sum())
         sums["ratio_square"] += float(ratio.square().sum())
-        sums["kl"] += float((ratio - 1 - log_r).sum())
+        kl = ratio - 1 - log_r
+        sums["kl"] += float(kl.sum())
+        if "masked" in output.metrics:
+            sums["masked_kl"] += float((kl * output.metrics["masked"][mask]).sum())
+        self._count_advantages(batch.advantages[mask].double())
+        places = (log_r / _FINEST).asinh().mul(_PER_UNIT).round().long() + _SIDE
+        counts = places.clamp(0, 2 * _SIDE).bincount(minlength=2 * _SIDE + 1).tolist()
+        self.log_ratios = [old + new for old, new in zip(self.log_ratios, counts, strict=True)]
         self.largest["ratio"] = max(self.largest["ratio"], float(ratio.max()))
         # The smallest ratio, in the form in which ranks can combine it with the others.
         self.largest["less_ratio"] = max(self.largest["less_ratio"], -float(ratio.min()))
@@ -73,12 +102,22 @@ class StepMeter:
         sums["gap_tokens"] += gap.numel()
         self.largest["gap"] = max(self.largest["gap"], float(gap.max()) if gap.numel() else 0.0)
 
+    def _count_advantages(self, advantages: Tensor) -> None:
+        sums, largest = self.sums, self.largest
+        sums["advantage"] += float(advantages.sum())
+        sums["advantage_square"] += float(advantages.square().sum())
+        sums["advantage_positive"] += float((advantages > 0).sum())
+        sums["advantage_zero"] += float((advantages == 0).sum())
+        largest["advantage"] = max(largest["advantage"], float(advantages.max()))
+        largest["less_advantage"] = max(largest["less_advantage"], -float(advantages.min()))
+
     def reduce(self, add: Callable[[list[float]], list[float]], most: Callable[[list[float]], list[float]]) -> None:
         """Combine ranks: ``add`` and ``most`` are element-wise all-reduces by sum and maximum."""
         names = sorted(self.sums)
         self.sums = dict(zip(names, add([self.sums[name] for name in names]), strict=True))
         names = sorted(self.largest)
         self.largest = dict(zip(names, most([self.largest[name] for name in names]), strict=True))
+        self.log_ratios = add(self.log_ratios)
         oldest = int(most([float(max(self.staleness, default=0))])[0])
         counts = add([float(self.staleness[age]) for age in range(oldest + 1)])
         self.staleness = Counter({age: int(tokens) for age, tokens in enumerate(counts) if tokens})
@@ -90,6 +129,7 @@ class StepMeter:
             "loss": s["loss"],
             "tokens": s["tokens"],
             "entropy": s["entropy"] / tokens,
+            "entropy_std": _deviation(s["entropy"], s["entropy_square"], tokens),
             "ratio_mean": s["ratio"] / tokens,
             "ratio_max": self.largest["ratio"],
             "kl": s["kl"] / tokens,
@@ -102,6 +142,21 @@ class StepMeter:
         }
         if s["tokens"]:
             figures["ratio_min"] = -self.largest["less_ratio"]
+            figures |= {name: self._ratio_quantile(share) for name, share in QUANTILES.items()}
+            figures["ratio_std"] = _deviation(s["ratio"], s["ratio_square"], tokens)
+            figures["advantage_mean"] = s["advantage"] / tokens
+            figures["advantage_std"] = _deviation(s["advantage"], s["advantage_square"], tokens)
+            figures["advantage_min"], figures["advantage_max"] = (
+                -self.largest["less_advantage"],
+                self.largest["advantage"],
+            )
+            figures["advantage_positive_fraction"] = s["advantage_positive"] / tokens
+            figures["advantage_zero_fraction"] = s["advantage_zero"] / tokens
+        left_out = s.get("metric_masked", 0.0)
+        if left_out:
+            figures["kl_masked"] = s["masked_kl"] / left_out
+        if 0 < left_out < tokens:
+            figures["kl_unmasked"] = (s["kl"] - s["masked_kl"]) / (tokens - left_out)
         if s["gap_tokens"]:
             # Without a token that the same weights sampled nothing was measured, and 0 would say that all is well.
             figures["logprob_gap_mean"] = s["gap"] / s["gap_tokens"]
@@ -111,6 +166,20 @@ class StepMeter:
                 name = key.removeprefix("metric_")
                 figures[FRACTIONS.get(name, f"loss_{name}")] = value / tokens
         return figures
+
+    def _ratio_quantile(self, share: float) -> float:
+        """The ratio below which this share of the tokens is, to about 5 % of its logarithm."""
+        wanted, seen = share * self.sums["tokens"], 0.0
+        for place, count in enumerate(self.log_ratios):
+            seen += count
+            if seen >= wanted and count:
+                return math.exp(_FINEST * math.sinh((place - _SIDE) / _PER_UNIT))
+        return math.exp(LOG_RATIO_LIMIT)
+
+
+def _deviation(total: float, squares: float, count: float) -> float:
+    """Standard deviation of ``count`` values, by their sum and the sum of their squares."""
+    return math.sqrt(max(0.0, squares / count - (total / count) ** 2))
 
 
 def sample_metrics(plan: StepPlan) -> dict[str, float]:
@@ -123,9 +192,14 @@ def sample_metrics(plan: StepPlan) -> dict[str, float]:
         return {}
     loads = [sum(plan.costs[r] for rows in share for r in rows) for share in plan.shares]
     rows = np.bincount(np.array([row.sample for row in plan.rows], dtype=np.int64), minlength=len(plan.rewards))
-    return {
+    better, worse = _against_their_group(plan)
+    parts = {"length_better_mean": better, "length_worse_mean": worse, "length_terminated_mean": ~plan.truncated}
+    by_kind = {name: float(plan.lengths[which].mean()) for name, which in parts.items() if which.any()}
+    return by_kind | {
         "reward_mean": float(plan.rewards.mean()),
         "reward_std": float(plan.rewards.std()),
+        "reward_min": float(plan.rewards.min()),
+        "reward_max": float(plan.rewards.max()),
         "advantage_abs_mean": float(abs(plan.advantages).mean()),
         "samples": float(len(plan.rewards)),
         "length_mean": float(plan.lengths.mean()),
@@ -137,6 +211,15 @@ def sample_metrics(plan: StepPlan) -> dict[str, float]:
         "rows_max": float(rows.max()),
         "row_tokens_mean": sum(len(row.tokens) for row in plan.rows) / len(plan.rewards),
         "truncated_fraction": float(plan.truncated.mean()),
+        "forward_flops": float(plan.costs.sum()),
         "micro_batches": float(len(plan.shares[0])),
         "imbalance": float(max(loads) * len(loads) / max(sum(loads), 1e-9) - 1.0),
     }
+
+
+def _against_their_group(plan: StepPlan) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
+    """Samples with a reward above the mean of their group, and those below it, bool [S] each."""
+    means = np.bincount(plan.groups, plan.rewards) / np.bincount(plan.groups)
+    apart = plan.rewards - means[plan.groups]
+    # Not what rounding makes of equal rewards.
+    return apart > 1e-9, apart < -1e-9

@@ -83,16 +83,18 @@ class CriticStep:
 
         parts: micro-batches with the values before the step and the returns, float32 [R, T-1]. tokens: loss tokens of
         the step, over which the loss is a mean. done: steps before this one. critic_error: root mean square of return
-        - value over that of the returns, 1 for a critic that says 0.
+        - value over that of the returns, 1 for a critic that says 0. critic_explained_variance: the share of the
+        returns' variance that the values explain, 1 at best, 0 for a constant, below for worse; left out where all
+        returns are equal.
         """
         optimizer = self.settings.optimizer
         while True:
             self.optimizer.zero_grad(set_to_none=True)
-            sums = [0.0, 0.0, 0.0]
+            sums = [0.0] * 6
             for part in parts:
                 found = self._accumulate(*part, tokens)
                 sums = [total + value for total, value in zip(sums, found, strict=True)]
-            loss, error, square = self.ranks.all_reduce_sum(sums)
+            loss, error, square, count, error_sum, return_sum = self.ranks.all_reduce_sum(sums)
             norm = self.loss_scale.clip_grad_norm(self.critic.parameters(), optimizer.max_grad_norm)
             if not self.loss_scale.retry(norm, loss):
                 break
@@ -107,18 +109,35 @@ class CriticStep:
             "critic_error": (error / square) ** 0.5 if square else 0.0,
             "critic_grad_norm": norm,
             "critic_lr": lr,
+            **_explained_variance(count, error_sum, error, return_sum, square),
             **self.loss_scale.metrics("critic_"),
         }
 
     def _accumulate(self, micro: MicroBatch, old_values: Tensor, returns: Tensor, tokens: float) -> list[float]:
-        """Run backward from a micro-batch's part of the loss; returns that, and the sums of errors and of returns."""
+        """Run backward from a micro-batch's part of the loss; returns that, and the sums that its metrics need."""
         values = self.critic(micro.tokens, micro.mask, micro.lengths)
         loss = value_loss(values, old_values, returns, self.settings.clip)
         total = torch.where(micro.mask, loss, 0.0).sum() / max(tokens, 1.0)
         self.loss_scale.backward(total)
-        mask = micro.mask
+        errors, found = (returns - old_values)[micro.mask].double(), returns[micro.mask].double()
         return [
             float(total.detach()),
-            float((returns - old_values)[mask].double().square().sum()),
-            float(returns[mask].double().square().sum()),
+            float(errors.square().sum()),
+            float(found.square().sum()),
+            float(found.numel()),
+            float(errors.sum()),
+            float(found.sum()),
         ]
+
+
+def _explained_variance(
+    count: float, error_sum: float, error_squares: float, return_sum: float, return_squares: float
+) -> dict[str, float]:
+    """1 - Var(returns - values) / Var(returns), by their sums; nothing where the returns do not vary."""
+    if not count:
+        return {}
+    errors = error_squares / count - (error_sum / count) ** 2
+    returns = return_squares / count - (return_sum / count) ** 2
+    if not returns > 1e-12 * return_squares / count:
+        return {}
+    return {"critic_explained_variance": 1.0 - errors / returns}

@@ -79,6 +79,8 @@ def test_the_critic_says_nothing_at_first_and_learns_the_returns(model: PreTrain
     for version in range(1, 40):
         last = step.run(batch, version).metrics
     assert last["critic_error"] < 0.3
+    assert first["critic_explained_variance"] == pytest.approx(0.0)
+    assert last["critic_explained_variance"] > 0.8
     assert last["critic_lr"] == 3e-3
 
 

@@ -16,6 +16,7 @@ from consumers.trainer.loop import Trainer
 from deploy.run.summary import read_lines, surviving_lines
 from schemas.lifecycle import StopFlag
 from schemas.messages import Score
+from schemas.metric_names import describe
 from tests.support.deterministic_run import Pipeline
 from tests.support.trainer_loop import in_thread, publish_of_version, run, trained, until
 from tests.support.trajectories import make_trajectory
@@ -46,6 +47,9 @@ def test_a_line_says_what_came_back_beside_what_was_trained(
         assert line["perf/tokens_per_s"] > 0
         assert line["train/length_min"] <= line["train/length_median"] <= line["train/length_p95"]
         assert 0 < line["train/ratio_min"] <= line["train/ratio_mean"]
+        assert line["perf/tflops_per_device"] > 0
+        assert [name for name in line if not describe(name)] == [], "in the table of the documentation"
+    assert any(line.get("perf/generated_tokens_per_s", 0) > 0 for line in lines)
     came_back = [line for line in lines if line["groups/complete"]]  # A step may be of groups that came back before.
     assert came_back
     for line in came_back:

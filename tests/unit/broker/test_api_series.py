@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from broker.api.status.series import POINTS_KEPT, ThroughputSeries
+from broker.api.status.series import POINTS_KEPT, SERIES_KEPT, MetricsSeries, ThroughputSeries
 from tests.support.run_statuses import make_status
 
 
@@ -27,3 +27,13 @@ def test_the_oldest_are_forgotten() -> None:
     looks(pace, [float(second) for second in range(POINTS_KEPT + 5)])
     assert pace.history().time[0] == 5.0
     assert len(pace.history().time) == POINTS_KEPT
+
+
+def test_figures_of_several_parts_are_series_too_and_their_number_is_bounded() -> None:
+    series = MetricsSeries()
+    series.add({"step": 1, "loss": 1, "reward/histogram": {"0.0": 3, "name": "x"}, "text": "no number"})
+    series.add({"step": 2, "loss": 2.0})
+    found = series.since(-1, 10)
+    assert found.series == {"loss": [1.0, 2.0], "reward/histogram/0.0": [3.0, None]}
+    series.add({"step": 3, **{f"made-up-{number}": number for number in range(2 * SERIES_KEPT)}})
+    assert len(series.names) == SERIES_KEPT

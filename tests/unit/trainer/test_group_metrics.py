@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from consumers.trainer.metrics.group_metrics import LONGEST_NAME, NAMES, episode_metrics
+import pytest
+
+from consumers.trainer.metrics.group_metrics import LONGEST_NAME, NAMES, GroupMeter, episode_metrics
 
 
 def test_a_mean_is_over_the_samples_that_have_it() -> None:
@@ -23,3 +25,20 @@ def test_a_workflow_that_makes_up_names_does_not_flood_trackers() -> None:
 def test_a_name_that_is_no_name_and_a_mean_that_is_no_number_are_left_out() -> None:
     assert episode_metrics([{"": 1.0, "a\nb": 1.0, "x" * (LONGEST_NAME + 1): 1.0}]) == {}
     assert episode_metrics([{"large": 1e308}, {"large": 1e308}]) == {"episode/large": 1e308}
+
+
+def test_prompts_that_are_too_hard_or_too_easy_and_lost_samples_are_counted() -> None:
+    meter = GroupMeter()
+    meter.add([0.0, 0.0], False)
+    meter.add([1.0, 1.0], False)
+    meter.add([0.3, 1.3], True, [0.0, 1.0])
+    meter.add([0.2, 0.1], True, [0.0, 0.0])
+    meter.drop("zero_variance")
+    meter.drop("stale")
+    meter.lose(2, 1)
+    found = meter.take()
+    assert (found["groups/solve_none_fraction"], found["groups/solve_all_fraction"]) == (0.5, 0.25)
+    assert found["groups/filtered_fraction"] == 0.25
+    assert (found["samples/failed"], found["samples/unscored"]) == (2.0, 1.0)
+    assert found["reward/unfiltered_mean"] == pytest.approx(3.9 / 8)
+    assert meter.take()["samples/failed"] == 0.0

@@ -1,0 +1,140 @@
+"""The metrics of a run by name, with what each is and what one looks at it for: docs and the dashboard show this table.
+
+A name with ``{}`` stands for all that have something in its place. What a step logs is in here, which a test checks.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+
+METRICS: dict[str, str] = {
+    "reward/mean": "Mean reward of the step's samples, after groups were filtered: not the share that was solved.",
+    "reward/std": "Standard deviation of the same; near 0 there is nothing to learn from.",
+    "reward/min": "Lowest reward of the step's samples.",
+    "reward/max": "Highest reward of the step's samples.",
+    "reward/unfiltered_mean": "Mean reward of all samples that came back since the last step, of filtered groups too:"
+    " with rewards of right and wrong the share that was solved. The curve to judge training by, beside evaluations.",
+    "reward/{}/mean": "Mean of a term of the reward, by its label, before its weight: which term moves the sum.",
+    "reward/{}/std": "Standard deviation of a term.",
+    "episode/{}": "Mean of a number that the workflow gives its samples as metrics, over those that have it;"
+    " 64 names of up to 64 characters, those that most samples have.",
+    "eval/{}": "Figures of an evaluation on held-out prompts (reward, length, and the weight version that it is of), in"
+    " the line of the first step after it was complete; trackers get them at once.",
+    "groups/complete": "Prompt groups that came back since the last step.",
+    "groups/zero_variance_fraction": "Share of them in which all samples have the same reward.",
+    "groups/solve_none_fraction": "Share of them in which no sample has a reward above 0: prompts that are too hard.",
+    "groups/solve_all_fraction": "Share of them in which every sample has a reward of 1 or more: prompts that are too"
+    " easy.",
+    "groups/filtered_fraction": "Share of them that was dropped because it would teach nothing: generation that was"
+    " paid for in vain.",
+    "groups/dropped": "Groups that ended without being trained since the last step.",
+    "groups/dropped_{}": "The same by reason: zero_variance, mean_reward, partial, stale, no_reward, no_tokens,"
+    " not_finite.",
+    "samples/failed": "Samples that no generator could finish, of groups that came back since the last step.",
+    "samples/unscored": "Samples whose reward failed, of groups that came back since the last step.",
+    "samples/excluded": "Samples without a reward in the groups that were trained.",
+    "train/loss": "The loss. It says little by itself: look at reward, entropy and kl.",
+    "train/tokens": "Loss tokens of the step.",
+    "train/samples": "Samples of the step.",
+    "train/entropy": "Mean entropy of the policy at its tokens, nats: a fall to 0 is collapse, a rise is noise.",
+    "train/entropy_std": "Its standard deviation over tokens.",
+    "train/grad_norm": "Norm of the gradient before it was clipped; peaks come before trouble.",
+    "train/lr": "Learning rate of the step.",
+    "train/skipped": "1 if loss or gradient was not finite: no weight was changed. The step counts, and makes a version"
+    " with the same weights as the one before; ten in a row end the run.",
+    "train/loss_scale": "Factor on the loss in float16.",
+    "train/loss_{}": "Mean over tokens of what a loss gives as a metric.",
+    "train/kl": "Estimate (k3) of the divergence between the policy that sampled and the one in training: grows with"
+    " staleness and learning rate.",
+    "train/kl_masked": "The same over the tokens that the loss left out.",
+    "train/kl_unmasked": "The same over the tokens that it kept.",
+    "train/reference_kl": "Divergence from the reference policy, by the estimator of trainer.kl.",
+    "train/ratio_mean": "Mean probability ratio of policy and rollout policy; 1 when they agree.",
+    "train/ratio_std": "Its standard deviation.",
+    "train/ratio_min": "The smallest ratio of a token.",
+    "train/ratio_p01": "1 % of the tokens have a lower ratio.",
+    "train/ratio_p99": "1 % of the tokens have a higher ratio: what the clip has to hold.",
+    "train/ratio_max": "The largest ratio of a token.",
+    "train/ess": "Effective sample size that the ratios leave, as a share: 1 when both policies agree.",
+    "train/clip_fraction": "Tokens whose gradient the clip took.",
+    "train/clip_low_fraction": "Those of them at the lower bound (negative advantage).",
+    "train/clip_high_fraction": "Those at the upper bound (positive advantage).",
+    "train/clip_dual_fraction": "Those at the dual clip (negative advantage, large ratio).",
+    "train/masked_fraction": "Tokens that the loss left out.",
+    "train/rejected_fraction": "Tokens that a rule of trainer.rejection took out.",
+    "train/logprob_gap_mean": "Difference of log-probabilities, generator against trainer, where both had the same"
+    " weights: it should be tiny. Left out in a step without such tokens.",
+    "train/logprob_gap_max": "The largest of these differences.",
+    "train/logprob_gap_tokens": "Tokens that it was measured on.",
+    "train/advantage_abs_mean": "Mean size of the samples' advantages.",
+    "train/advantage_mean": "Mean advantage of a token.",
+    "train/advantage_std": "Its standard deviation.",
+    "train/advantage_min": "The lowest advantage of a token.",
+    "train/advantage_max": "The highest advantage of a token.",
+    "train/advantage_positive_fraction": "Share of tokens that are made likelier.",
+    "train/advantage_zero_fraction": "Share of tokens without a gradient.",
+    "train/length_mean": "Loss tokens of a sample, over all its rows: the mean.",
+    "train/length_min": "The shortest.",
+    "train/length_median": "The median.",
+    "train/length_p95": "5 % are longer.",
+    "train/length_max": "The longest.",
+    "train/length_better_mean": "Mean length of samples with a reward above their group's mean.",
+    "train/length_worse_mean": "Mean length of those below it: a growing distance is a reward for length.",
+    "train/length_terminated_mean": "Mean length of samples that ended by themselves.",
+    "train/truncated_fraction": "Share of samples that a limit ended: of tokens, of calls, or of time.",
+    "train/rows_mean": "Rows of a sample, see algorithms.",
+    "train/rows_max": "The most rows of a sample.",
+    "train/row_tokens_mean": "Tokens of all rows of a sample that the model reads in training, prompts and shared"
+    " beginnings too.",
+    "train/micro_batches": "Micro-batches of a rank.",
+    "train/imbalance": "Work of the rank that has most over the mean, less 1.",
+    "train/critic_loss": "Loss of the critic.",
+    "train/critic_error": "Root mean square of return less value, over that of the returns: 1 if the critic says 0.",
+    "train/critic_explained_variance": "Share of the returns' variance that the critic explains: 1 at best, 0 for a"
+    " constant, below 0 it harms.",
+    "train/critic_grad_norm": "Norm of the critic's gradient.",
+    "train/critic_lr": "Learning rate of the critic.",
+    "train/critic_loss_scale": "Factor on the critic's loss in float16.",
+    "staleness/mean": "Age of the loss tokens, in weight versions: the mean.",
+    "staleness/max": "The oldest; never above flow.staleness.",
+    "staleness/histogram": "Loss tokens by age; a tracker gets staleness/histogram/AGE for each age.",
+    "perf/tokens_per_s": "Loss tokens of the step by its time without pauses.",
+    "perf/generated_tokens_per_s": "Tokens of published samples, of all generators, since the step before.",
+    "perf/tflops_per_device": "Floating-point operations of the step, 10^12 a second and device, while it computed.",
+    "perf/mfu": "The same as a share of the device's peak (model FLOPs utilization), where that is known.",
+    "perf/memory_bytes": "Main memory of the trainer's rank 0.",
+    "perf/memory_peak_bytes": "The most that it has had.",
+    "perf/gpu_memory_peak_bytes": "The most memory of rank 0's GPU in this step.",
+    "time/total_s": "Seconds since the line before; the other times add up to it.",
+    "time/wait_s": "Waiting for a batch: most of the step means that generation is the bottleneck.",
+    "time/paused_s": "In a pause that people ordered.",
+    "time/assemble_s": "Planning the step and sharing it out.",
+    "time/prepare_s": "Passes without a gradient: reference, values, proximal policy.",
+    "time/forward_s": "Forward passes.",
+    "time/backward_s": "Backward passes.",
+    "time/optimizer_s": "Reducing metrics, clipping, and the optimizer.",
+    "time/critic_s": "Training the critic.",
+    "time/record_s": "Recording the batch.",
+    "time/publish_s": "Publishing the weights.",
+    "time/checkpoint_s": "What the checkpoint before held up.",
+    "time/other_s": "In none of these.",
+    "step": "Number of the optimizer step.",
+    "version": "Weight version that the step made.",
+    "wall_s": "Seconds since the run began.",
+    "trajectories": "Samples of the step.",
+}
+
+
+def describe(name: str) -> str:
+    """What the metric of this name is; "" for one that is in no table, as a user's."""
+    if name in METRICS:
+        return METRICS[name]
+    return next((text for pattern, text in _patterns() if pattern.fullmatch(name)), "")
+
+
+@cache
+def _patterns() -> list[tuple[re.Pattern[str], str]]:
+    """Names with a gap, the longer ones first."""
+    gaps = sorted((name for name in METRICS if "{}" in name), key=len, reverse=True)
+    return [(re.compile(re.escape(name).replace(r"\{\}", ".+")), METRICS[name]) for name in gaps]
