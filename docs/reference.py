@@ -25,6 +25,8 @@ from broker.connection.scripts import body, names, script_files, source
 from consumers.reward.rewards import REWARDS
 from consumers.trainer.algorithms import ADVANTAGES, AGGREGATIONS, KL_ESTIMATORS, LOSSES
 from deploy.launchers import LAUNCHERS
+from deploy.migrate import trl, verl
+from deploy.migrate.conversion import Rule
 from producers.datasets import DATASETS
 from producers.engines import ENGINES
 from producers.workflows import WORKFLOWS
@@ -294,6 +296,13 @@ def metric_table() -> str:
     return table(["Name", "What it is, and what to look at it for"], rows)
 
 
+def migration_table(rules: tuple[Rule, ...]) -> str:
+    """What becomes of each setting of another system; those without a counterpart last."""
+    with_one = [[f"`{rule.theirs}`", f"`{rule.ours}`", rule.note] for rule in rules if rule.ours]
+    without = [[f"`{rule.theirs}`", "-", rule.note] for rule in rules if not rule.ours]
+    return table(["There", "Here", "Note"], with_one + without)
+
+
 REFERENCES: dict[str, Callable[[], str]] = {
     "metrics": metric_table,
     "configuration": configuration,
@@ -301,4 +310,6 @@ REFERENCES: dict[str, Callable[[], str]] = {
     "keys": key_table,
     "scripts": script_table,
     "plugins": plugin_table,
+    "trl": lambda: migration_table(trl.RULES),
+    "verl": lambda: migration_table(verl.RULES),
 }

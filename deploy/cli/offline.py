@@ -70,6 +70,29 @@ def agent(
     run_agent(loaded, base_url, api_key, example)
 
 
+@app.command()
+def convert(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A script or YAML file of TRL or verl.")],
+    system: Annotated[
+        str | None, typer.Option("--from", help="trl or verl; by default what the file looks like.")
+    ] = None,
+    processes: Annotated[int, typer.Option(min=1, help="GPUs that trained there, over which it is sharded.")] = 1,
+    out: Annotated[Path | None, typer.Option(help="File to write, a new one; by default it is printed.")] = None,
+) -> None:
+    """Make a configuration of one for TRL's GRPO trainer or verl, and name what has no counterpart."""
+    from deploy.migrate.convert import convert_file, render
+
+    name, done = convert_file(file, system, processes)
+    text = render(file, name, done)
+    if out is None:
+        typer.echo(text, nl=False)
+        return
+    if out.exists():
+        raise ConfigError(f"{out} exists: name a new file with --out")
+    out.write_text(text, encoding="utf-8")
+    typer.echo(f"{out}: see the {len(done.notes())} notes at its head, then try: tidemill doctor {out}")
+
+
 @app.command("eval")
 def evaluate(
     config: ConfigFile,

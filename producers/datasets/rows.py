@@ -18,7 +18,8 @@ from schemas.messages import ChatMessage
 class RowReader:
     """Makes an Example of a row.
 
-    prompt: field with text or a list of {role, content}.
+    prompt: field with text or a list of {role, content}. A name with dots, as ``reward_model.ground_truth``, is a
+    field of a field where the row has none of that name; so are the names of answer and fields.
     answer: field with the reference, handed on as ``data["answer"]``; None if there is none.
     template: text with {field} placeholders, used in place of the prompt field.
     system: system prompt; makes a conversation of a text prompt.
@@ -77,10 +78,14 @@ class RowReader:
 
 
 def _field(row: Mapping[str, Any], name: str, where: str) -> Any:
-    try:
+    if name in row:
         return row[name]
-    except KeyError:
-        raise DataError(f"{where}: no field {name!r}, it has {', '.join(map(repr, row)) or 'none'}") from None
+    value: Any = row
+    for part in name.split("."):
+        if not isinstance(value, Mapping) or part not in value:
+            raise DataError(f"{where}: no field {name!r}, it has {', '.join(map(repr, row)) or 'none'}")
+        value = value[part]
+    return value
 
 
 def _messages(value: Any, where: str) -> list[ChatMessage]:

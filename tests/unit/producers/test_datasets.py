@@ -82,6 +82,16 @@ def test_jsonl_takes_conversations_templates_and_system_prompts(tmp_path: Path):
     assert templated == Example(text="On t: {a}", data={"topic": "t"})
 
 
+def test_a_name_with_dots_is_a_field_of_a_field(tmp_path: Path):
+    """As rows have them that were made for verl."""
+    row = {"prompt": "2+2=", "reward_model": {"ground_truth": "4"}, "a.b": "whole"}
+    (tmp_path / "a.jsonl").write_text(json.dumps(row) + "\n")
+    example = Jsonl(tmp_path, "a.jsonl", answer="reward_model.ground_truth", fields=["a.b"])[0]
+    assert example.data == {"answer": "4", "a.b": "whole"}
+    with pytest.raises(ConfigError, match=r"no field 'reward_model.truth', it has 'prompt', 'reward_model', 'a.b'"):
+        Jsonl(tmp_path, "a.jsonl", answer="reward_model.truth")
+
+
 @pytest.mark.parametrize(
     ("line", "reason"),
     [

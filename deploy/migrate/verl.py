@@ -1,0 +1,293 @@
+"""verl's PPO trainer: its YAML, or the shell script with Hydra overrides that its examples are.
+
+Keys are those of verl's ``ppo_trainer`` with the FSDP engine, of January 2026.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator, Mapping
+from pathlib import PurePosixPath
+from typing import Any
+
+import yaml
+
+from deploy.migrate.conversion import Conversion, Rule, same, schedule
+
+ACTOR = "actor_rollout_ref.actor"
+ROLLOUT = "actor_rollout_ref.rollout"
+MODEL = "actor_rollout_ref.model"
+MEMORY = "memory of a step is bounded by trainer.micro_batch_tokens, of all forward passes"
+SEPARATE = "generators are services beside the trainer, not on its GPUs in turns"
+
+RULES = (
+    Rule(f"{MODEL}.path", "model.path", convert=same),
+    Rule(f"{MODEL}.trust_remote_code", "model.trust_remote_code", convert=same),
+    Rule("data.max_prompt_length", "model.max_length", "prompt and response together"),
+    Rule("data.max_response_length", "sampling.max_tokens", "and model.max_length", same),
+    Rule("data.train_files", "train.args.path", "train.name is hf; the folder, with the file's name as the split"),
+    Rule("data.val_files", "eval.dataset.args.path", "likewise"),
+    Rule("data.prompt_key", "train.args.prompt"),
+    Rule("data.shuffle", "train.shuffle", convert=same),
+    Rule("data.train_max_samples", "train.limit", convert=lambda count: count if count > 0 else None),
+    Rule("data.train_batch_size", note="a batch makes one update: trainer.batch_groups is ppo_mini_batch_size"),
+    Rule(f"{ACTOR}.ppo_mini_batch_size", "trainer.batch_groups", "prompts", same),
+    Rule(f"{ACTOR}.ppo_epochs", note="each batch is trained once"),
+    Rule(f"{ACTOR}.ppo_max_token_len_per_gpu", "trainer.micro_batch_tokens", convert=same),
+    Rule(f"{ACTOR}.ppo_micro_batch_size_per_gpu", note=MEMORY),
+    Rule(f"{ACTOR}.use_dynamic_bsz", note="always: micro-batches are cut by tokens"),
+    Rule(f"{ACTOR}.optim.lr", "trainer.optimizer.lr", convert=same),
+    Rule(f"{ACTOR}.optim.weight_decay", "trainer.optimizer.weight_decay", "0.01 there, 0 here by default"),
+    Rule(f"{ACTOR}.optim.betas", "trainer.optimizer.betas", convert=list),
+    Rule(f"{ACTOR}.optim.lr_warmup_steps", "trainer.optimizer.warmup_steps"),
+    Rule(f"{ACTOR}.optim.lr_warmup_steps_ratio", "trainer.optimizer.warmup_steps", "times trainer.steps"),
+    Rule(f"{ACTOR}.optim.lr_scheduler_type", "trainer.optimizer.schedule", convert=schedule),
+    Rule(f"{ACTOR}.grad_clip", "trainer.optimizer.max_grad_norm", convert=same),
+    Rule(f"{ACTOR}.clip_ratio", "trainer.loss.args.clip_low, clip_high", "0.2 there by default"),
+    Rule(f"{ACTOR}.clip_ratio_low", "trainer.loss.args.clip_low"),
+    Rule(f"{ACTOR}.clip_ratio_high", "trainer.loss.args.clip_high"),
+    Rule(f"{ACTOR}.clip_ratio_c", "trainer.loss.args.dual_clip", "3 in both by default"),
+    Rule(f"{ACTOR}.policy_loss.loss_mode", "trainer.loss.name", "vanilla: ppo, gspo: gspo, sapo: sapo, cispo: cispo"),
+    Rule(f"{ACTOR}.loss_agg_mode", "trainer.aggregation", "token-mean, seq-mean-token-mean, seq-mean-token-sum-norm"),
+    Rule(f"{ACTOR}.entropy_coeff", "trainer.loss.entropy_coef", convert=float),
+    Rule(f"{ACTOR}.use_kl_loss", "trainer.kl", "place: loss"),
+    Rule(f"{ACTOR}.kl_loss_coef", "trainer.kl.coef"),
+    Rule(f"{ACTOR}.kl_loss_type", "trainer.kl.estimator", "low_var_kl and k3: k3, kl and k1: k1, mse and k2: k2"),
+    Rule("algorithm.use_kl_in_reward", "trainer.kl", "place: reward"),
+    Rule("algorithm.kl_ctrl.kl_coef", "trainer.kl.coef"),
+    Rule("algorithm.kl_penalty", "trainer.kl.estimator"),
+    Rule("algorithm.adv_estimator", "trainer.advantage.name", "grpo, gae, rloo, reinforce_plus_plus: reinforce_pp"),
+    Rule("algorithm.norm_adv_by_std_in_grpo", "trainer.advantage.name", "false: centered"),
+    Rule("algorithm.gamma", "trainer.advantage.args.gamma", "of gae and reinforce_pp"),
+    Rule("algorithm.lam", "trainer.advantage.args.lam", "of gae"),
+    Rule("critic.optim.lr", "trainer.critic.optimizer.lr", "with adv_estimator gae"),
+    Rule("critic.cliprange_value", "trainer.critic.clip", "with adv_estimator gae"),
+    Rule("critic.model.path", "trainer.critic.model", "with adv_estimator gae"),
+    Rule(f"{MODEL}.enable_gradient_checkpointing", "trainer.activation_checkpointing", "on there by default", same),
+    Rule(f"{MODEL}.lora_rank", "trainer.lora.rank", "0: no adapter"),
+    Rule(f"{MODEL}.lora_alpha", "trainer.lora.alpha"),
+    Rule(f"{MODEL}.target_modules", "trainer.lora.targets", "all-linear is the default"),
+    Rule(f"{MODEL}.use_remove_padding", note="always: rows are packed"),
+    Rule(f"{MODEL}.use_liger", note="logits are never held whole, without a kernel"),
+    Rule(f"{ROLLOUT}.n", "sampling.n", "1 there by default, 8 here"),
+    Rule(f"{ROLLOUT}.temperature", "sampling.temperature", convert=float),
+    Rule(f"{ROLLOUT}.top_p", "sampling.top_p", "below 1 only with generator.allow_truncated"),
+    Rule(f"{ROLLOUT}.top_k", "sampling.top_k", "not -1 only with generator.allow_truncated"),
+    Rule(f"{ROLLOUT}.name", "generator.engine", "vllm"),
+    Rule(f"{ROLLOUT}.gpu_memory_utilization", "generator.args.gpu_memory_utilization", convert=same),
+    Rule(f"{ROLLOUT}.tensor_model_parallel_size", "generator.args.tensor_parallel_size", convert=same),
+    Rule(f"{ROLLOUT}.enforce_eager", "generator.args.enforce_eager", convert=same),
+    Rule(f"{ROLLOUT}.max_num_seqs", "generator.max_samples", convert=same),
+    Rule(f"{ROLLOUT}.mode", note=SEPARATE),
+    Rule(f"{ROLLOUT}.free_cache_engine", note=SEPARATE),
+    Rule(f"{ROLLOUT}.load_format", note=SEPARATE),
+    Rule(f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu", note=MEMORY),
+    Rule(f"{ROLLOUT}.val_kwargs.temperature", "eval.sampling.temperature"),
+    Rule(f"{ROLLOUT}.val_kwargs.n", "eval.sampling.n"),
+    Rule(f"{ROLLOUT}.val_kwargs.top_p", "eval.sampling.top_p"),
+    Rule("actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu", note=MEMORY),
+    Rule("actor_rollout_ref.ref.fsdp_config.param_offload", "trainer.kl.device", "true: cpu"),
+    Rule(f"{ACTOR}.fsdp_config.param_offload", note="weights that are trained stay on the GPU, sharded"),
+    Rule(f"{ACTOR}.fsdp_config.optimizer_offload", note="the optimizer stays on the GPU, sharded"),
+    Rule("custom_reward_function.path", "reward.terms", "compute_score works as it is"),
+    Rule("custom_reward_function.name", "reward.terms"),
+    Rule("trainer.total_training_steps", "trainer.steps", convert=same),
+    Rule("trainer.total_epochs", "trainer.steps", "epochs times prompts divided by batch_groups"),
+    Rule("trainer.n_gpus_per_node", "trainer.processes", "GPUs of the trainer only; generators need their own"),
+    Rule("trainer.nnodes", "trainer.processes", "times n_gpus_per_node"),
+    Rule("trainer.experiment_name", "run.name", "lower case, with - for other characters"),
+    Rule("trainer.logger", "trainer.trackers", "console is always there"),
+    Rule("trainer.save_freq", "trainer.checkpoint.every", convert=lambda every: every if every > 0 else None),
+    Rule("trainer.max_actor_ckpt_to_keep", "trainer.checkpoint.keep", convert=same),
+    Rule("trainer.test_freq", "eval.every"),
+    Rule("trainer.log_val_generations", "trainer.log_completions", convert=same),
+    Rule("trainer.project_name", note="trackers are given the run's name"),
+    Rule("trainer.val_before_train", note="the first and the last version are always evaluated"),
+    Rule("trainer.critic_warmup", note="policy and critic are trained from the first step"),
+    Rule("trainer.resume_mode", note="tidemill up goes on from the newest checkpoint; --fresh begins anew"),
+    Rule("trainer.default_local_dir", note="files of a run are in runs/NAME; run.folder names another place"),
+    Rule("data.filter_overlong_prompts", note="a prompt that leaves no room for an answer is failed and counted"),
+    Rule("data.truncation", note="prompts are never cut"),
+    Rule("data.val_batch_size", note="evaluation goes through the same generators, in any order"),
+    Rule("reward_model.reward_manager", note="every reward term is a function of one sample"),
+)
+LOSSES = {"vanilla": "ppo", "gspo": "gspo", "sapo": "sapo", "cispo": "cispo"}
+AGGREGATIONS = {
+    "token-mean": "token_mean",
+    "seq-mean-token-mean": "sequence_mean",
+    "seq-mean-token-sum-norm": "constant",
+}
+ADVANTAGES = {"grpo": "grpo", "gae": "gae", "rloo": "rloo", "reinforce_plus_plus": "reinforce_pp"}
+ESTIMATORS = {"low_var_kl": "k3", "k3": "k3", "kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2"}
+OVERRIDE = re.compile(r"^\+{0,2}([a-z_]+(?:\.[a-z_]+)+)=(.*)$", re.DOTALL)
+
+
+def read_script(text: str) -> dict[str, Any]:
+    """The Hydra overrides in a shell script, such as ``data.train_batch_size=1024``, by their key; ValueError."""
+    found = {}
+    for word in shlex.split(text.replace("\\\n", " "), comments=True):
+        if match := OVERRIDE.match(word):
+            found[match[1]] = yaml.safe_load(match[2]) if match[2] else None
+    return found
+
+
+def flatten(tree: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
+    """The settings of nested sections by their dotted key, without Hydra's own and those that refer to others."""
+    for name, value in tree.items():
+        key = f"{path}.{name}".lstrip(".")
+        if isinstance(value, Mapping):
+            yield from flatten(value, key)
+        elif value is not None and name not in ("_target_", "defaults") and not str(value).startswith(("${", "???")):
+            yield key, value
+
+
+def convert(found: Mapping[str, Any], processes: int = 1) -> Conversion:
+    """Convert settings of verl, in its own defaults where they differ from ours and decide what is trained."""
+    done = Conversion()
+    known = {key: _number(value) for key, value in found.items()}
+    done.apply(RULES, known)
+    done.set("model.max_length", known.get("data.max_prompt_length", 512) + known.get("data.max_response_length", 512))
+    done.set("sampling.max_tokens", known.get("data.max_response_length", 512))
+    done.set("sampling.n", known.get(f"{ROLLOUT}.n", 1))
+    done.set("trainer.batch_groups", known.get(f"{ACTOR}.ppo_mini_batch_size", 256))
+    updates = known.get("data.train_batch_size", 1024) / known.get(f"{ACTOR}.ppo_mini_batch_size", 256)
+    if updates > 1:
+        done.to_do.append(
+            f"verl made {updates:g} updates of each batch: flow.staleness {updates - 1:.0f} allows samples as old"
+        )
+    _run(done, known, processes)
+    _optimizer(done, known)
+    _loss(done, known)
+    _data(done, known)
+    return done
+
+
+def _number(value: Any) -> Any:
+    """YAML 1.1 reads 1e-6 as text."""
+    if isinstance(value, str) and re.fullmatch(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+", value):
+        return float(value)
+    return value
+
+
+def _run(done: Conversion, known: Mapping[str, Any], processes: int) -> None:
+    name = re.sub(r"[^a-z0-9_-]+", "-", str(known.get("trainer.experiment_name", "")).lower()).strip("-_")
+    done.set("run.name", name[:63] or None)
+    gpus = int(known.get("trainer.n_gpus_per_node", 1)) * int(known.get("trainer.nnodes", 1))
+    if processes > 1:
+        done.set("trainer.processes", processes)
+    elif gpus > 1:
+        done.to_do.append(f"trainer.processes: verl's {gpus} GPUs are to be shared out between trainer and generators")
+    if "trainer.total_training_steps" not in known:
+        epochs = known.get("trainer.total_epochs", 30)
+        done.to_do.append(f"trainer.steps: {epochs:g} epochs are {epochs:g} * prompts / trainer.batch_groups steps")
+    loggers = known.get("trainer.logger", [])
+    loggers = [loggers] if isinstance(loggers, str) else loggers
+    done.set("trainer.trackers", [name for name in loggers if name not in ("console", "file")] or None)
+    if known.get(f"{MODEL}.lora_rank", 0) > 0:
+        done.set("trainer.lora.rank", known[f"{MODEL}.lora_rank"])
+        done.set("trainer.lora.alpha", float(known.get(f"{MODEL}.lora_alpha", 16)))
+        targets = known.get(f"{MODEL}.target_modules")
+        done.set("trainer.lora.targets", targets if isinstance(targets, list) else None)
+    engine = known.get(f"{ROLLOUT}.name")
+    done.set("generator.engine", engine if engine == "vllm" else None)
+    if engine not in (None, "vllm"):
+        done.left_out.append((f"{ROLLOUT}.name", f"{engine}: generators run vllm or transformers"))
+    top_p, top_k = known.get(f"{ROLLOUT}.top_p", 1), known.get(f"{ROLLOUT}.top_k", -1)
+    if top_p < 1 or top_k > 0:
+        done.set("sampling.top_p", top_p)
+        done.set("sampling.top_k", top_k)
+        done.set("generator.allow_truncated", True)
+
+
+def _optimizer(done: Conversion, known: Mapping[str, Any]) -> None:
+    optimizer = "trainer.optimizer"
+    done.set(f"{optimizer}.weight_decay", known.get(f"{ACTOR}.optim.weight_decay", 0.01))
+    done.set(f"{optimizer}.betas", list(known.get(f"{ACTOR}.optim.betas", (0.9, 0.999))))
+    warmup, ratio = (
+        known.get(f"{ACTOR}.optim.lr_warmup_steps", -1),
+        known.get(f"{ACTOR}.optim.lr_warmup_steps_ratio", 0),
+    )
+    steps = known.get("trainer.total_training_steps")
+    if warmup > 0:
+        done.set(f"{optimizer}.warmup_steps", int(warmup))
+    elif ratio and steps:
+        done.set(f"{optimizer}.warmup_steps", round(ratio * steps))
+    elif ratio:
+        done.to_do.append(f"{optimizer}.warmup_steps: {ratio:g} of trainer.steps")
+
+
+def _loss(done: Conversion, known: Mapping[str, Any]) -> None:
+    mode = known.get(f"{ACTOR}.policy_loss.loss_mode", "vanilla")
+    name = LOSSES.get(mode)
+    if name is None:
+        done.left_out.append((f"{ACTOR}.policy_loss.loss_mode", f"{mode} is not built in; it can be one of your own"))
+    done.set("trainer.loss.name", name)
+    clip = known.get(f"{ACTOR}.clip_ratio", 0.2)
+    low, high = known.get(f"{ACTOR}.clip_ratio_low", clip), known.get(f"{ACTOR}.clip_ratio_high", clip)
+    if name in ("ppo", "gspo"):
+        done.set("trainer.loss.args", {"clip_low": low, "clip_high": high})
+    elif name == "cispo":
+        done.set("trainer.loss.args", {"clip_high": high})
+    if name == "ppo":
+        done.set("trainer.loss.args.dual_clip", known.get(f"{ACTOR}.clip_ratio_c"))
+    mean = known.get(f"{ACTOR}.loss_agg_mode", "token-mean")
+    done.set("trainer.aggregation", AGGREGATIONS.get(mean))
+    if mean not in AGGREGATIONS:
+        done.left_out.append((f"{ACTOR}.loss_agg_mode", f"{mean} is not one of {', '.join(AGGREGATIONS)}"))
+    estimator = known.get("algorithm.adv_estimator", "gae")
+    advantage = ADVANTAGES.get(estimator)
+    if advantage == "grpo" and known.get("algorithm.norm_adv_by_std_in_grpo") is False:
+        advantage = "centered"
+    if advantage is None:
+        done.left_out.append(("algorithm.adv_estimator", f"{estimator} is not one of {', '.join(ADVANTAGES)}"))
+    done.set("trainer.advantage.name", advantage)
+    if advantage in ("gae", "reinforce_pp"):
+        done.set("trainer.advantage.args.gamma", float(known.get("algorithm.gamma", 1.0)))
+    if advantage == "gae":
+        done.set("trainer.advantage.args.lam", float(known.get("algorithm.lam", 1.0)))
+        done.set("trainer.critic.optimizer.lr", known.get("critic.optim.lr", 1e-5))
+        done.set("trainer.critic.clip", known.get("critic.cliprange_value", 0.5))
+        done.set("trainer.critic.model", known.get("critic.model.path"))
+    _kl(done, known)
+
+
+def _kl(done: Conversion, known: Mapping[str, Any]) -> None:
+    if known.get(f"{ACTOR}.use_kl_loss"):
+        coef, kind = known.get(f"{ACTOR}.kl_loss_coef", 0.001), known.get(f"{ACTOR}.kl_loss_type", "low_var_kl")
+        done.set("trainer.kl", {"coef": coef, "estimator": ESTIMATORS.get(kind, "k3"), "place": "loss"})
+    elif known.get("algorithm.use_kl_in_reward"):
+        coef, kind = known.get("algorithm.kl_ctrl.kl_coef", 0.001), known.get("algorithm.kl_penalty", "kl")
+        done.set("trainer.kl", {"coef": coef, "estimator": ESTIMATORS.get(kind, "k1"), "place": "reward"})
+    if "trainer" in done.config and "kl" in done.config["trainer"]:
+        cpu = known.get("actor_rollout_ref.ref.fsdp_config.param_offload")
+        done.set("trainer.kl.device", "cpu" if cpu else None)
+
+
+def _data(done: Conversion, known: Mapping[str, Any]) -> None:
+    files = known.get("data.train_files")
+    done.config["train"] = {**_dataset(files, known), **done.config.get("train", {})}
+    if not files:
+        done.to_do.append("train.args.path: the folder of your Parquet files")
+    if known.get("data.val_files") and known.get("trainer.test_freq", -1) > 0:
+        done.set("eval.dataset", _dataset(known["data.val_files"], known))
+        done.set("eval.every", known["trainer.test_freq"])
+        done.set("eval.sampling.n", known.get(f"{ROLLOUT}.val_kwargs.n", 1))
+        done.set("eval.sampling.temperature", float(known.get(f"{ROLLOUT}.val_kwargs.temperature", 0)))
+        done.set("eval.sampling.max_tokens", known.get("data.max_response_length", 512))
+    path = known.get("custom_reward_function.path")
+    if path:
+        term = f"{path}:{known.get('custom_reward_function.name', 'compute_score')}"
+    else:
+        term = "gsm8k" if "gsm8k" in str(files) else "math"
+        done.to_do.append(f"reward.terms: verl chooses by data_source; {term} is a guess from the name of the files")
+    done.set("reward.terms", [{"name": term}])
+
+
+def _dataset(files: Any, known: Mapping[str, Any]) -> dict[str, Any]:
+    first = files[0] if isinstance(files, list) and files else files
+    path = PurePosixPath(str(first).replace("$HOME", "~")) if first else PurePosixPath("FOLDER/train.parquet")
+    args: dict[str, Any] = {"path": str(path.parent), "split": path.stem, "answer": "reward_model.ground_truth"}
+    if known.get("data.prompt_key", "prompt") != "prompt":
+        args["prompt"] = known["data.prompt_key"]
+    return {"name": "hf", "args": args}
