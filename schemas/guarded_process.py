@@ -84,6 +84,11 @@ class GuardedProcess:
                 self._control.close()
                 raise
 
+    @property
+    def pid(self) -> int:
+        """Process id of the guardian, which ends after all that it guards."""
+        return self._guard.pid
+
     def order_end(self) -> None:
         """Ask the program alone to end, with SIGTERM."""
         self._order(b"T")

@@ -5,6 +5,7 @@ set -euo pipefail
 
 # package: a program of it, or several of which one is enough
 wanted="
+bubblewrap: bwrap
 chromium: chromium chromium-browser google-chrome google-chrome-stable
 docker-compose: docker-compose
 kubernetes-client: kubectl

@@ -28,7 +28,9 @@ from deploy.run.findings import Finding, examine, one_line
 from deploy.run.model_files import cached_folder, read_json
 from deploy.run.preflight import inspect
 from schemas.config import TidemillConfig, load_config
-from schemas.errors import ConfigError
+from schemas.errors import ConfigError, InfraError
+from schemas.sandbox.jail import choose
+from schemas.sandbox.probe import probe as probe_sandbox
 from schemas.urls import hide_password
 
 GB = 1024**3
@@ -46,7 +48,7 @@ def look_at(file: Path | None, overrides: Sequence[str]) -> list[Finding]:
     with ThreadPoolExecutor() as pool:
         libraries = pool.submit(check_libraries)
         about_run = _look_at_run(file, overrides)
-        return [check_python(), *libraries.result(), check_memory(), *about_run]
+        return [check_python(), *libraries.result(), check_memory(), check_sandbox(), *about_run]
 
 
 def _look_at_run(file: Path | None, overrides: Sequence[str]) -> list[Finding]:
@@ -156,6 +158,20 @@ def check_memory() -> Finding:
     if total < 6:
         return Finding("memory", "warn", text, "vLLM, a trainer and PyTorch need about 6 GB together")
     return Finding("memory", "ok", text)
+
+
+def check_sandbox() -> Finding:
+    """The sandbox for programs that the policy writes, and what a program that tries gets through to."""
+    try:
+        sandbox = choose("auto")
+        kept = probe_sandbox(sandbox)
+    except (ConfigError, InfraError) as error:
+        return Finding("sandbox", "warn", "none; only what runs code of the policy needs one", str(error))
+    text = f"{sandbox.name} keeps out: {', '.join(kept.out)}"
+    if not kept.through:
+        return Finding("sandbox", "ok", text)
+    advice = "run services as an ordinary user, with bubblewrap, or name another sandbox: see docs/security.md"
+    return Finding("sandbox", "warn", f"{text}; lets through: {', '.join(kept.through)}", advice)
 
 
 def check_broker(configured: str | None) -> Finding:

@@ -359,7 +359,9 @@ def test_doctor_makes_the_same_check_and_answers_in_json(folder: Path, monkeypat
     monkeypatch.setattr(preflight, "_trial", trial)
     done = run_tidemill("doctor", "config.yaml", "--json", cwd=folder)
     assert (done.returncode, trials) == (0, [True]), done.stdout
-    assert {finding["name"] for finding in json.loads(done.stdout)} >= {"names", "folders", "model", "launcher"}
+    found = {finding["name"]: finding for finding in json.loads(done.stdout)}
+    assert found.keys() >= {"names", "folders", "model", "launcher"}
+    assert (found["sandbox"]["level"] == "ok") == found["sandbox"]["text"].startswith("bwrap keeps out: files, ")
     done = run_tidemill("doctor", "config.yaml", "trainer.loss.name=pppo", "launcher.name=k8s", "--json", cwd=folder)
     wrong = {finding["name"]: finding["text"] for finding in json.loads(done.stdout) if finding["level"] == "fail"}
     assert (done.returncode, set(wrong)) == (2, {"names", "launcher"})

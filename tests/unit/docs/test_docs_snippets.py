@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import re
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -27,6 +29,7 @@ from schemas.codec import Array
 from schemas.config import AgentsConfig, DatasetConfig, RewardTerm, parse_config
 from schemas.messages import Sampling, Span, Task, Trajectory
 from schemas.plugins import load
+from tests.support.sandboxes import sandbox
 
 ROOT = Path(__file__).resolve().parents[3]
 SMALLEST = {"model": {"path": "m"}, "train": {"name": "arithmetic"}, "reward": {"terms": [{"name": "exact"}]}}
@@ -65,6 +68,15 @@ def test_the_reward_function_of_the_readme_scores(tmp_path: Path) -> None:
     score = check_reward(terms, tmp_path, trajectory("it is 7", tokens=3, answer="7"), timeout_s=30.0)
     assert score is not None
     assert score.reward == pytest.approx(1 / 3)
+
+
+def test_the_program_of_the_sandbox_page_runs(tmp_path: Path) -> None:
+    sandbox("bwrap")
+    assert write_code(ROOT / "docs" / "sandbox.md", tmp_path) == ["shout.py"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, tmp_path / "shout.py"]
+    done = subprocess.run(command, capture_output=True, check=True, timeout=60, env=environment)
+    assert done.stdout == b"exit 0 b'HELLO'\n"
 
 
 def test_the_dataset_is_one(snippets: Path) -> None:
