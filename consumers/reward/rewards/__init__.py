@@ -5,6 +5,7 @@ from schemas.plugins import Registry
 REWARDS = Registry(
     "reward",
     {
+        "code": "consumers.reward.rewards.functions:code",
         "episode": "consumers.reward.rewards.functions:episode",
         "exact": "consumers.reward.rewards.functions:exact",
         "format": "consumers.reward.rewards.functions:format",

@@ -8,9 +8,11 @@ ValueError: such a sample is excluded. A wrong completion is an ordinary reward 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
+from consumers.reward.rewards import code as programs
 from consumers.reward.rewards import grading, reward_model
 from consumers.reward.rewards.grading import final_number, gold_number
 from consumers.reward.rewards.terms import reward
@@ -24,6 +26,36 @@ def episode(
     if reward is None:
         raise ValueError("the workflow gave the sample no reward; let the agent return a number, or name another term")
     return reward
+
+
+_CODE_SETTINGS = ("sandbox", "timeout_s", "memory_mb", "processes", "partial", "python", "command")
+
+
+@reward(check=programs.check_settings, settings=_CODE_SETTINGS)
+def code(
+    prompt: str,
+    completion: str,
+    prompt_ids: list[int],
+    completion_ids: list[int],
+    *,
+    sandbox: str = "auto",
+    timeout_s: float = 5.0,
+    memory_mb: int = 512,
+    processes: int = 16,
+    partial: bool = True,
+    python: str | None = None,
+    command: Sequence[str] | None = None,
+    **data: Any,
+) -> float:
+    """The share of the task's cases that the program in the completion passes, each run in a sandbox.
+
+    The program is the last fenced block, or all of the completion. ``cases`` are ``{stdin, stdout}``,
+    ``{call, equals}`` or ``{test}``; ``tests`` are texts of assertions, and ``setup`` is run before. ``timeout_s``:
+    seconds of computing of a case, and half of those that it may take; after two that took longer the rest has failed.
+    Without ``partial``: 1 if all pass. A sandbox that can't be started excludes the sample.
+    """
+    settings = programs.CodeSettings(sandbox, timeout_s, memory_mb, processes, partial, python, command)
+    return programs.score(completion, data, settings)
 
 
 @reward(inline=True)

@@ -34,6 +34,7 @@ def reward(
     inline: bool | Callable[..., bool] = False,
     needs: tuple[str, str] | None = None,
     check: Callable[..., None] | None = None,
+    settings: tuple[str, ...] = (),
 ) -> Callable[[F], F]:
     """Declare what a reward function is like.
 
@@ -41,12 +42,14 @@ def reward(
     process without a deadline; or a function of its arguments that says so.
     needs: the import it cannot do without, and the extra of tidemill that brings it.
     check: called with the arguments of the configuration, ValueError when one is wrong.
+    settings: parameters that the configuration alone gives, whatever fields the task's data has.
     """
 
     def declare(function: F) -> F:
         function.inline = inline  # type: ignore[attr-defined]
         function.needs = needs  # type: ignore[attr-defined]
         function.check = check  # type: ignore[attr-defined]
+        function.settings = settings  # type: ignore[attr-defined]
         return function
 
     return declare
@@ -96,7 +99,8 @@ class Term:
     """A term of the reward, ready to call.
 
     label: its key among the components. accepts: data fields that the function takes, None for all. inline: whether it
-    runs in the service's own process. fields: those of FIELDS that it names.
+    runs in the service's own process. fields: those of FIELDS that it names. settings: parameters that data never
+    gives.
     """
 
     label: str
@@ -106,6 +110,7 @@ class Term:
     accepts: frozenset[str] | None
     inline: bool
     fields: frozenset[str] = frozenset()
+    settings: frozenset[str] = frozenset()
 
     def call(self, sample: RewardInput) -> TermResult:
         """Call the function; never raises, whatever it does short of ending the process."""
@@ -115,7 +120,7 @@ class Term:
         keywords |= {
             name: data[name]
             for name in (data if self.accepts is None else self.accepts & data.keys())
-            if name not in SIGNATURE
+            if name not in SIGNATURE and name not in self.settings
         }
         keywords.update(self.args)
         try:
@@ -187,6 +192,7 @@ def _resolve_one(term: RewardTerm, label: str, base: Path) -> Term:
         accepts=None if takes_any else frozenset(named) - {*SIGNATURE, *(FIELDS if builtin else ())},
         inline=bool(inline) and not inspect.iscoroutinefunction(function),
         fields=FIELDS & frozenset(named),
+        settings=frozenset(getattr(function, "settings", ())),
     )
 
 

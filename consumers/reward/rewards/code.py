@@ -1,0 +1,231 @@
+"""Scores of programs that the policy wrote: the share of a task's cases that they pass, each run in the sandbox.
+
+What a case expects of stdout or of a call never gets into the sandbox: a program can't know it, and what it prints is
+compared out here. A test made of assertions runs beside the program.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from schemas.errors import ConfigError
+from schemas.sandbox.jail import choose
+from schemas.sandbox.limits import Interpreter, Limits, Outcome, find_interpreter
+
+_FENCE = re.compile(r"^[ \t]*```[ \t]*([\w+#.-]*)[^\n]*\n(.*?)(?:^[ \t]*```[ \t]*$|\Z)", re.MULTILINE | re.DOTALL)
+_TOLERANCE = 1e-6
+_LATE = 2
+"""After so many cases that took too long the rest is not run: it has failed."""
+_HARNESS = """
+import json, os, sys
+
+def main():
+    said = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    key = sys.stdin.readline()
+    with open(sys.argv[1] + "/case.json") as file:
+        case = json.load(file)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    scope = {"__name__": "program"}
+    exec(compile(case["setup"], "setup.py", "exec"), scope)
+    exec(compile(case["program"], "program.py", "exec"), scope)
+    value = None
+    if "call" in case:
+        value = eval(case["call"], scope)
+    else:
+        exec(compile(case["test"], "test.py", "exec"), scope)
+    said.write(key + json.dumps(value))
+    said.flush()
+    os._exit(0)
+
+main()
+"""
+
+
+@dataclass(frozen=True)
+class CodeSettings:
+    """How programs are run. command: what runs a file ``{file}``, Python where it is None."""
+
+    sandbox: str
+    timeout_s: float
+    memory_mb: int
+    processes: int
+    partial: bool
+    python: str | None
+    command: Sequence[str] | None
+
+
+def check_settings(
+    sandbox: str = "auto",
+    timeout_s: float = 5.0,
+    memory_mb: int = 512,
+    processes: int = 16,
+    partial: bool = True,
+    python: str | None = None,
+    command: Sequence[str] | None = None,
+    **row: Any,
+) -> None:
+    """ValueError for a wrong setting, or a sandbox that does not work here."""
+    numbers = {"timeout_s": timeout_s, "memory_mb": memory_mb, "processes": processes}
+    for name, value in numbers.items():
+        whole = name in ("memory_mb", "processes")
+        if isinstance(value, bool) or not isinstance(value, int if whole else int | float) or not value > 0:
+            raise ValueError(f"{name} {value!r} must be a {'whole ' if whole else ''}number above 0")
+    if not isinstance(partial, bool):
+        raise ValueError(f"partial {partial!r} must be true or false")
+    if command is not None and (not isinstance(command, list) or "{file}" not in command):
+        raise ValueError(f"command {command!r} must be a list that has {{file}}, such as [/usr/bin/node, '{{file}}']")
+    try:
+        choose(sandbox)
+        find_interpreter(python)
+    except ConfigError as error:
+        raise ValueError(str(error)) from error
+
+
+def score(completion: str, row: dict[str, Any], settings: CodeSettings) -> float:
+    """The share of the row's cases that the completion's program passes, or 1 for all and else 0.
+
+    ValueError if the row has no cases. InfraError if the sandbox could not run it: that is no 0.
+    """
+    cases = read_cases(row)
+    program = extract(completion)
+    if not program.strip():
+        return 0.0
+    runner = _Runner(settings, program, str(row.get("setup") or ""))
+    passed = 0
+    for case in cases:
+        if runner.passes(case):
+            passed += 1
+        elif runner.late == _LATE or not settings.partial:
+            break
+    share = passed / len(cases)
+    return share if settings.partial else float(share == 1.0)
+
+
+def extract(completion: str) -> str:
+    """The program in a completion: its last fenced block of code, else all of it, thoughts left out."""
+    _, _, answer = completion.rpartition("</think>")
+    blocks = [text for _, text in _FENCE.findall(answer)]
+    return blocks[-1] if blocks else answer
+
+
+def read_cases(row: dict[str, Any]) -> list[dict[str, Any]]:
+    """The cases of a row, each with stdin and stdout, with call and equals, or with test. ValueError if there are none.
+
+    Fields: ``cases``, such a list; ``tests``, one or more texts of assertions; ``input_output``, as in APPS.
+    """
+    cases: list[dict[str, Any]] = []
+    for case in row.get("cases") or []:
+        if not isinstance(case, dict) or not any(
+            keys <= case.keys() for keys in ({"stdin", "stdout"}, {"call", "equals"}, {"test"})
+        ):
+            raise ValueError(f"case {str(case)[:80]} must have stdin and stdout, call and equals, or test")
+        cases.append(case)
+    tests = row.get("tests") or []
+    for test in [tests] if isinstance(tests, str) else tests:
+        entry = row.get("entry_point")
+        # HumanEval's: a function that gets the one to be tested.
+        cases.append({"test": f"{test}\ncheck({entry})" if entry and "def check(" in test else str(test)})
+    cases += _input_output(row.get("input_output"))
+    if not cases:
+        raise ValueError("the row has no cases, tests or input_output")
+    return cases
+
+
+def _input_output(given: Any) -> list[dict[str, Any]]:
+    if not given:
+        return []
+    given = json.loads(given) if isinstance(given, str) else given
+    pairs = zip(given["inputs"], given["outputs"], strict=True)
+    if name := given.get("fn_name"):
+        return [
+            {
+                "call": f"{name}(*{arguments!r})",
+                "equals": value[0] if isinstance(value, list) and len(value) == 1 else value,
+            }
+            for arguments, value in pairs
+        ]
+    return [{"stdin": _text(stdin), "stdout": _text(stdout)} for stdin, stdout in pairs]
+
+
+def _text(lines: Any) -> str:
+    return "\n".join(map(str, lines)) if isinstance(lines, list) else str(lines)
+
+
+class _Runner:
+    """Runs one program on cases."""
+
+    def __init__(self, settings: CodeSettings, program: str, setup: str) -> None:
+        self._sandbox = choose(settings.sandbox)
+        self._python: Interpreter = find_interpreter(settings.python)
+        self._command = settings.command
+        self._program, self._setup = program, setup
+        self.late = 0
+        self._limits = Limits(
+            wall_s=2 * settings.timeout_s,
+            cpu_s=settings.timeout_s,
+            memory_mb=settings.memory_mb,
+            processes=settings.processes,
+        )
+
+    def passes(self, case: dict[str, Any]) -> bool:
+        """Run the program on a case."""
+        if "stdin" in case:
+            outcome = self._run(str(case["stdin"]), {"program.py": self._program}, "{job}/program.py")
+            done = outcome.end == "exit" and outcome.code == 0
+            return done and _lines(outcome.stdout.decode("utf-8", "replace")) == _lines(str(case["stdout"]))
+        if self._command is not None:
+            raise ValueError("a row with tests or calls needs Python; command is for cases with stdin and stdout")
+        key = secrets.token_hex(16)
+        asked = {name: case[name] for name in ("call", "test") if name in case}
+        told = json.dumps({"program": self._program, "setup": self._setup, **asked})
+        outcome = self._run(f"{key}\n", {"harness.py": _HARNESS, "case.json": told}, "{job}/harness.py", "{job}")
+        said, found, value = outcome.stdout.decode("utf-8", "replace").partition(f"{key}\n")
+        if said or not found:
+            return False
+        return "test" in asked or _equal(_read(value), case["equals"])
+
+    def _run(self, stdin: str, files: dict[str, str], *arguments: str) -> Outcome:
+        command = [*self._python.command, *arguments]
+        if self._command is not None:
+            command = [part.replace("{file}", arguments[0]) for part in self._command]
+        data = {name: text.encode("utf-8", "backslashreplace") for name, text in files.items()}
+        given = stdin.encode("utf-8", "backslashreplace")
+        outcome = self._sandbox.run(command, given, data, self._limits, self._python.mounts)
+        self.late += outcome.end == "time"
+        return outcome
+
+
+def _lines(text: str) -> list[str]:
+    return [line.rstrip() for line in text.strip().splitlines()]
+
+
+def _read(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return _NOTHING
+
+
+_NOTHING = object()
+
+
+def _equal(found: Any, wanted: Any) -> bool:
+    """Whether two values of JSON are the same, numbers nearly so."""
+    if isinstance(found, bool) or isinstance(wanted, bool):
+        return found is wanted
+    if isinstance(found, int | float) and isinstance(wanted, int | float):
+        return math.isclose(found, wanted, rel_tol=_TOLERANCE, abs_tol=_TOLERANCE)
+    if isinstance(found, list) and isinstance(wanted, list | tuple):
+        return len(found) == len(wanted) and all(map(_equal, found, wanted))
+    if isinstance(found, dict) and isinstance(wanted, dict):
+        return found.keys() == {str(key) for key in wanted} and all(
+            _equal(found[str(key)], value) for key, value in wanted.items()
+        )
+    return type(found) is type(wanted) and bool(found == wanted)
