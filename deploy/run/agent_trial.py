@@ -23,7 +23,15 @@ from producers.engines.base import Completion, EngineSettings, ProgressCallback
 from producers.engines.scripted import ScriptedEngine
 from producers.rendering.tokenizer import HfTokenizer
 from producers.tasks import make_task
-from producers.workflows.base import FailedSample, RolloutContext, Workflow, WorkflowServices, find_workflow, running
+from producers.workflows.base import (
+    FailedSample,
+    Kept,
+    RolloutContext,
+    Workflow,
+    WorkflowServices,
+    find_workflow,
+    running,
+)
 from producers.workflows.trajectory_builder import SampledCompletion
 from schemas.config import TidemillConfig
 from schemas.errors import ConfigError
@@ -137,7 +145,12 @@ async def _play(
     workflow: Workflow, engine: TrialEngine, tokenizer: HfTokenizer, task: Task, partials: list[Partial]
 ) -> tuple[SampledCompletion | FailedSample, list[Partial]]:
     saved: list[Partial] = []
+
+    def save(partial: Partial) -> Kept:
+        saved.append(partial)
+        return Kept()
+
     task = msgspec.structs.replace(task, partials=partials)
-    samples = workflow.run(RolloutContext(engine, tokenizer, task, [0], saved.append))
+    samples = workflow.run(RolloutContext(engine, tokenizer, task, [0], save))
     (found,) = [sample async for sample in samples]
     return found, saved

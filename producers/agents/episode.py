@@ -114,8 +114,11 @@ class Episode:
 
     def _unfinished(self, session: Session) -> SampledCompletion:
         if session.conversation.calls:
-            return session.conversation.sample(self._index, "abort")
-        return SampledCompletion(self._index, [], [], [], [], [], "abort", "", "")
+            found = session.conversation.sample(self._index, "abort")
+        else:
+            found = SampledCompletion(self._index, [], [], [], [], [], "abort", "", "")
+        found.notes = dict(session.notes)
+        return found
 
     def _end(self, session: Session, result: AgentResult, found: Outcome | Failure) -> SampledCompletion | FailedSample:
         alarm = self._stage.alarm.add(found)

@@ -12,13 +12,14 @@ import contextlib
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
 
 from producers.agents.places import EnginePlaces
 from producers.agents.protocol import Answer, AnswerFinish, CallRequest, SessionError
+from producers.agents.workers.notes import Notes
 from producers.conversation.calls import continued_completion, digest_key, recorded_completion
 from producers.conversation.conversation import Conversation, NextPrompt
 from producers.conversation.parsing.answers import AnswerParser, ParsedAnswer
@@ -73,12 +74,12 @@ class Session:
         conversation: Conversation,
         sampling: Sampling,
         saved: Partial | None = None,
-        save: Callable[[Partial], None] = lambda _: None,
+        save: Callable[[Partial], Awaitable[None]] | None = None,
         sample: int = 0,
     ) -> None:
-        """saved: what another generator had of this sample. save: keeps it for the next one."""
+        """saved: what another generator had of this sample. save: keeps it for the next one, see RolloutContext."""
         self.token = secrets.token_urlsafe(24)
-        self.notes: dict[str, str] = _Notes(lambda: save(self.partial()))
+        self.notes = Notes(saved.notes if saved else None, self._keep)
         self.finish_of_last: FinishReason = "stop"
         self.conversation = conversation
         self.counts = Counts()
@@ -92,8 +93,6 @@ class Session:
         self._sample = sample
         self._save = save
         self._saved = {call.key: call for call in saved.calls} if saved else {}
-        if saved:
-            dict.update(self.notes, saved.notes)
         self._asked: Counter[bytes] = Counter()
         self._numbers: dict[str, int] = {}
         self._digests: dict[int, bytes] = {}
@@ -142,11 +141,15 @@ class Session:
                     f"This model's maximum context length is {self._policy.max_length} tokens, the prompt has"
                     f" {len(prompt.ids)}.",
                 )
-            completions = await self._sample_all(request, prompt, room)
-            async with self._lock:
-                self._check_open()
-                parsed = await asyncio.to_thread(self._parse, request, prompt, completions)
-                return self._record(prompt, completions, parsed)
+            answers = await self._answer(request, prompt, room)
+            try:
+                # No agent may go on with an answer that is lost if this process dies now.
+                await self._keep()
+            except asyncio.CancelledError:
+                for answer in answers:
+                    self.forget(answer.call)
+                raise
+            return answers
         except DataError as error:
             raise SessionError(400, "invalid_request_error", str(error)) from error
         except asyncio.CancelledError:
@@ -210,26 +213,34 @@ class Session:
             return self.conversation.raw_prompt(request.prompt_ids, request.name)
         return self.conversation.raw_prompt(self._policy.encode(request.prompt_text or ""), request.name)
 
-    async def _sample_all(self, request: CallRequest, prompt: NextPrompt, room: int) -> list[Completion]:
-        """Sample every choice: from the record where the same tokens were asked before, else by the engine."""
-        digest = prompt.digest
+    async def _answer(self, request: CallRequest, prompt: NextPrompt, room: int) -> list[Answer]:
+        """Sample every choice, parse and record it; where one is aborted, the episode is handed over instead."""
         self._sampling_now += 1
         self._settled.clear()
-        self._asked[digest] += request.n
         try:
-            completions = await self._sample_keys(request, prompt, room, digest)
-            if any(completion.finish == "abort" for completion in completions):
-                await self._keep_aborted(prompt, completions)
-        except BaseException:
-            self._asked[digest] -= request.n
-            raise
+            completions = await self._sample_all(request, prompt, room)
+            if not any(completion.finish == "abort" for completion in completions):
+                async with self._lock:
+                    self._check_open()
+                    parsed = await asyncio.to_thread(self._parse, request, prompt, completions)
+                    return self._record(prompt, completions, parsed)
+            await self._keep_aborted(prompt, completions)
         finally:
             self._sampling_now -= 1
             if not self._sampling_now:
                 self._settled.set()
-        if any(completion.finish == "abort" for completion in completions):
-            await asyncio.Event().wait()
-        return completions
+        # Until the agent is ended: it never sees that its request was aborted.
+        await asyncio.Event().wait()
+        return []
+
+    async def _sample_all(self, request: CallRequest, prompt: NextPrompt, room: int) -> list[Completion]:
+        """Sample every choice: from the record where the same tokens were asked before, else by the engine."""
+        self._asked[prompt.digest] += request.n
+        try:
+            return await self._sample_keys(request, prompt, room, prompt.digest)
+        except BaseException:
+            self._asked[prompt.digest] -= request.n
+            raise
 
     async def _sample_keys(
         self, request: CallRequest, prompt: NextPrompt, room: int, digest: bytes
@@ -302,20 +313,12 @@ class Session:
             self._numbers[answers[-1].id] = number
             self._digests[number] = prompt.digest
             self.finish_of_last = completion.finish
-        self._save(self.partial())
         return answers
 
-
-class _Notes(dict[str, str]):
-    """Notes that are saved with each new one."""
-
-    def __init__(self, save: Callable[[], None]) -> None:
-        super().__init__()
-        self._save = save
-
-    def __setitem__(self, name: str, value: str) -> None:
-        super().__setitem__(name, value)
-        self._save()
+    async def _keep(self) -> None:
+        """Return when whoever goes on with the episode would find it as it is."""
+        if self._save is not None:
+            await self._save(self.partial())
 
 
 def _answer(number: int, parsed: ParsedAnswer, prompt: NextPrompt, completion: Completion) -> Answer:

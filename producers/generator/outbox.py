@@ -1,7 +1,7 @@
 """How samples leave a generator: finished ones are published, growing ones saved for whoever has to go on with them.
 
 What is ready while one call to the broker is under way leaves together in the next. Publishing must succeed. Saving
-never stands in the way: what can't be saved is left out and logged.
+need not: what can't be saved is left out and logged, and whoever waits for it goes on.
 """
 
 from __future__ import annotations
@@ -122,29 +122,48 @@ def _same_call(first: Call, second: Call) -> bool:
     return (first.key, first.finish, len(first.tokens)) == (second.key, second.finish, len(second.tokens))
 
 
+@dataclass
+class _Unsaved:
+    """The newest state of a sample that is not on its way yet, and who waits until it is saved."""
+
+    delivery: Delivery[Task]
+    partial: Partial
+    waiting: list[asyncio.Future[None]]
+
+
 class PartialSaver:
     """Saves growing samples: only what is new of each, and only the newest state while a call is under way."""
 
     def __init__(self, partials: Partials) -> None:
         self._partials = partials
-        self._unsaved: dict[tuple[int, int], tuple[Delivery[Task], Partial]] = {}
+        self._unsaved: dict[tuple[int, int], _Unsaved] = {}
         self._saved: dict[tuple[int, int], Saved] = {}
         self._saving: asyncio.Task[None] | None = None
 
-    def save_soon(self, delivery: Delivery[Task], partial: Partial) -> None:
-        """Have this state of a sample saved; returns at once."""
-        self._unsaved[delivery.message.task_id, partial.sample] = delivery, partial
+    def save_soon(self, delivery: Delivery[Task], partial: Partial) -> asyncio.Future[None]:
+        """Have this state of a sample saved.
+
+        The future, which need not be awaited, ends when the broker has it or a later state, or when it can't be saved.
+        """
+        key = delivery.message.task_id, partial.sample
+        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        earlier = self._unsaved.get(key)
+        self._unsaved[key] = _Unsaved(delivery, partial, [*(earlier.waiting if earlier else ()), done])
         if self._saving is None or self._saving.done():
             self._saving = asyncio.create_task(self._save())
+        return done
 
     def forget(self, task: Task) -> None:
         """Save nothing more of a task, which is no longer this generator's."""
         for sample in range(task.n):
-            self._unsaved.pop((task.task_id, sample), None)
-            self._saved.pop((task.task_id, sample), None)
+            key = task.task_id, sample
+            _end_waiting(self._unsaved.pop(key, None))
+            self._saved.pop(key, None)
 
     async def close(self) -> None:
         """Wait for what is under way; nothing more is saved."""
+        for unsaved in self._unsaved.values():
+            _end_waiting(unsaved)
         self._unsaved.clear()
         if self._saving is not None:
             await self._saving
@@ -152,24 +171,36 @@ class PartialSaver:
     async def _save(self) -> None:
         while self._unsaved:
             unsaved, self._unsaved = self._unsaved, {}
-            by_task: dict[tuple[int, bytes], list[tuple[int, Piece]]] = {}
-            state: dict[tuple[int, int], Saved] = {}
-            for key, (delivery, partial) in unsaved.items():
-                piece = next_piece(self._saved.get(key), partial)
-                if piece is not None:
-                    by_task.setdefault((key[0], delivery.entry_id), []).append(piece)
-                    state[key] = Saved.after(self._saved.get(key), partial, *piece)
-            growth = [(task_id, entry, pieces) for (task_id, entry), pieces in by_task.items()]
             try:
-                accepted = await asyncio.to_thread(self._partials.save_pieces, growth)
+                await self._send(unsaved)
             except TidemillError as error:
                 log.warning("growing samples could not be saved", reason=str(error))
-                continue
-            for (task_id, _, pieces), answers in zip(growth, accepted, strict=True):
-                for (_, sent), ok in zip(pieces, answers, strict=True):
-                    key = task_id, sent.partial.sample
-                    if ok:
-                        self._saved[key] = state[key]
-                    else:
-                        # What the broker has goes on from something else: the next piece begins anew.
-                        self._saved.pop(key, None)
+            finally:
+                for item in unsaved.values():
+                    _end_waiting(item)
+
+    async def _send(self, unsaved: dict[tuple[int, int], _Unsaved]) -> None:
+        by_task: dict[tuple[int, bytes], list[tuple[int, Piece]]] = {}
+        state: dict[tuple[int, int], Saved] = {}
+        for key, item in unsaved.items():
+            piece = next_piece(self._saved.get(key), item.partial)
+            if piece is not None:
+                by_task.setdefault((key[0], item.delivery.entry_id), []).append(piece)
+                state[key] = Saved.after(self._saved.get(key), item.partial, *piece)
+        growth = [(task_id, entry, pieces) for (task_id, entry), pieces in by_task.items()]
+        if not growth:
+            return
+        accepted = await asyncio.to_thread(self._partials.save_pieces, growth)
+        for (task_id, _, pieces), answers in zip(growth, accepted, strict=True):
+            for (_, sent), ok in zip(pieces, answers, strict=True):
+                key = task_id, sent.partial.sample
+                if ok:
+                    self._saved[key] = state[key]
+                else:
+                    # What the broker has goes on from something else: the next piece begins anew.
+                    self._saved.pop(key, None)
+
+
+def _end_waiting(unsaved: _Unsaved | None) -> None:
+    for done in unsaved.waiting if unsaved is not None else ():
+        _end(done)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import functools
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
@@ -237,10 +237,25 @@ class Rollout:
         earlier = self._earlier(partial.sample)
         return partial.size > (earlier.size if earlier is not None else 0)
 
-    def _save(self, partial: Partial) -> None:
+    def _save(self, partial: Partial) -> Awaitable[None]:
         kept = self._trusted(partial)
-        if kept.size or kept.notes:
-            self._context.saver.save_soon(self._delivery, with_earlier(kept, self._earlier(partial.sample)))
+        saving = self._save_soon(kept)
+        return saving if kept.size == partial.size else _WhenAwaited(lambda: self._save_when_checked(partial))
+
+    def _save_soon(self, partial: Partial) -> asyncio.Future[None]:
+        if partial.size or partial.notes:
+            return self._context.saver.save_soon(self._delivery, with_earlier(partial, self._earlier(partial.sample)))
+        nothing: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        nothing.set_result(None)
+        return nothing
+
+    async def _save_when_checked(self, partial: Partial) -> None:
+        """Save what has to wait for the probe of new weights, unless they fail it."""
+        updates = self._context.updates
+        await updates.wait_trusted(partial.spans, len(partial.tokens))
+        for call in partial.calls:
+            await updates.wait_trusted(call.spans, len(call.tokens))
+        await self._save_soon(self._trusted(partial))
 
     def _trusted(self, partial: Partial) -> Partial:
         """The first tokens of a sample, and of each of its calls, that are of weights that passed their probe."""
@@ -257,6 +272,16 @@ class Rollout:
         fail = functools.partial(self._context.queue.fail_sample, reason=reason, broken_version=broken_version)
         for sample in samples:
             await asyncio.to_thread(fail, self._task.task_id, sample)
+
+
+@dataclass(frozen=True)
+class _WhenAwaited:
+    """A coroutine that is made when it is awaited, which it need not be."""
+
+    make: Callable[[], Coroutine[Any, Any, None]]
+
+    def __await__(self) -> Generator[Any, None, None]:
+        return self.make().__await__()
 
 
 class NotFinite(DataError):

@@ -116,7 +116,7 @@ class Episode:
         self.last_call = self.conversation.add(prompt, completion, message)
         if completion.finish == "abort":
             raise EpisodeEnded("abort")
-        self._rollout.save(self.conversation.partial(self.index))
+        await self._rollout.save(self.conversation.partial(self.index))
         if completion.finish == "length":
             raise EpisodeEnded("length")
         return answer, message

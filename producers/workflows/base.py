@@ -6,7 +6,7 @@ import asyncio
 import functools
 import gc
 import inspect
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -27,8 +27,15 @@ from schemas.plugins import check_arguments, check_method
 log = structlog.get_logger()
 
 
-def _keep_nothing(partial: Partial) -> None:
-    """Nobody could go on with it."""
+class Kept:
+    """What is awaited of a sample that is kept at once, or that nobody could go on with."""
+
+    def __await__(self) -> Generator[Any, None, None]:
+        yield from ()
+
+
+def _keep_nothing(partial: Partial) -> Awaitable[None]:
+    return Kept()
 
 
 def _tell_nobody(name: str, text: str) -> None:
@@ -48,16 +55,17 @@ class RolloutContext:
     """Everything that a workflow has to turn one task into samples.
 
     indices: the samples that are asked for, of ``range(task.n)``. save: keeps what a growing sample has so far,
-    for whoever has to go on with it if this process dies; it is found again in ``saved``. report: tells people of an
-    event, by a word and a sentence. interrupted: set when the process ends soon, and what is unfinished has to be
-    yielded with finish ``abort``; requests in the engine are aborted by themselves.
+    for whoever has to go on with it if this process dies; it is found again in ``saved``. It is kept soon; await what
+    ``save`` returns where it has to be kept before you go on. report: tells people of an event, by a word and a
+    sentence. interrupted: set when the process ends soon, and what is unfinished has to be yielded with finish
+    ``abort``; requests in the engine are aborted by themselves.
     """
 
     engine: Engine
     tokenizer: Tokenizer
     task: Task
     indices: Sequence[int]
-    save: Callable[[Partial], None] = _keep_nothing
+    save: Callable[[Partial], Awaitable[None]] = _keep_nothing
     report: Callable[[str, str], None] = _tell_nobody
     interrupted: asyncio.Event = field(default_factory=asyncio.Event)
 

@@ -13,7 +13,7 @@ import numpy as np
 from producers.engines.base import Completion, Engine, EngineSettings, ProgressCallback
 from producers.engines.scripted import ScriptedEngine
 from producers.rendering.tokenizer import HfTokenizer
-from producers.workflows.base import FailedSample, RolloutContext, WorkflowServices, find_workflow, running
+from producers.workflows.base import FailedSample, Kept, RolloutContext, WorkflowServices, find_workflow, running
 from producers.workflows.trajectory_builder import SampledCompletion
 from schemas.config import TidemillConfig, parse_config
 from schemas.messages import ChatMessage, Partial, Sampling, Span, Task
@@ -99,11 +99,21 @@ async def play(
     async with running(workflow, WorkflowServices(engine, tokenizer, config)):
         rollout = RolloutContext(engine, tokenizer, task, range(task.n))
         if saved is not None:
-            rollout = replace(rollout, save=saved.append)
+            rollout = replace(rollout, save=keep_in(saved))
         if interrupted is not None:
             rollout = replace(rollout, interrupted=interrupted)
         samples = [sample async for sample in workflow.run(rollout)]
     return sorted(samples, key=lambda sample: sample.index)
+
+
+def keep_in(saved: list[Partial]) -> Callable[[Partial], Kept]:
+    """What keeps the states of growing samples in this list."""
+
+    def save(partial: Partial) -> Kept:
+        saved.append(partial)
+        return Kept()
+
+    return save
 
 
 def chat_task(text: str, n: int = 1, task_id: int = 7, partials: Sequence[Partial] = (), **more: Any) -> Task:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from typing import Any
 import structlog
 
 from producers.agents.workers.command import CommandRunner
+from producers.agents.workers.notes import Notes
 from producers.agents.workers.process import START_TIMEOUT_S, AgentProcess
 from producers.agents.workers.protocol import AgentJob, AgentResult
 from schemas.config import AgentsConfig
@@ -79,13 +80,13 @@ class AgentWorkers:
                 await self.close()
                 await slot
 
-    async def run(self, job: AgentJob, once: MutableMapping[str, str] | None = None) -> AgentResult:
+    async def run(self, job: AgentJob, once: Notes | None = None) -> AgentResult:
         """Run an episode to its end; when this call is cancelled, so is the episode.
 
-        once: results of ``episode.once`` in earlier attempts, JSON by name, to which new ones are added. InfraError if
-        no process can be started for it.
+        once: results of ``episode.once`` in earlier attempts, to which new ones are added. InfraError if no process can
+        be started for it.
         """
-        kept = {} if once is None else once
+        kept = Notes() if once is None else once
         if self._commands is not None:
             return await self._commands.run(job)
         limit = self._suspects.pop(job.episode_id, None)
@@ -118,7 +119,7 @@ class AgentWorkers:
                 del self._suspects[next(iter(self._suspects))]
         return result
 
-    async def _run_isolated(self, job: AgentJob, once: MutableMapping[str, str], limit: int) -> AgentResult:
+    async def _run_isolated(self, job: AgentJob, once: Notes, limit: int) -> AgentResult:
         """Run a suspect, with less than ``limit`` others, which are suspects too."""
         cell = await self._enter_cell(limit)
         try:

@@ -11,7 +11,6 @@ import os
 import socket
 import sys
 import time
-from collections.abc import MutableMapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ import msgspec
 import structlog
 
 from producers.agents.workers import runner
+from producers.agents.workers.notes import Notes
 from producers.agents.workers.protocol import (
     SAID,
     AgentJob,
@@ -39,7 +39,7 @@ from producers.agents.workers.protocol import (
     Setup,
 )
 from schemas.config import AgentsConfig
-from schemas.errors import ConfigError, InfraError
+from schemas.errors import ConfigError, DataError, InfraError
 from schemas.guarded_process import GuardedProcess, environment
 
 log = structlog.get_logger()
@@ -57,7 +57,7 @@ _OURS = ("PYTHONHOME", "PYTHONPATH", "VIRTUAL_ENV")
 @dataclass
 class _Episode:
     job: AgentJob
-    notes: MutableMapping[str, str]
+    notes: Notes
     done: asyncio.Future[AgentResult]
     began: float
     ending: Kind | None = None
@@ -125,6 +125,7 @@ class AgentProcess:
         self._worn = False
         self._killing: asyncio.Task[str] | None = None
         self._listening: asyncio.Task[None] | None = None
+        self._keeping: set[asyncio.Task[None]] = set()
 
     @classmethod
     async def start(cls, run: str, args: dict[str, Any], base: Path, settings: AgentsConfig) -> AgentProcess:
@@ -169,7 +170,7 @@ class AgentProcess:
         """Whether it takes new episodes."""
         return self._killing is None and not self._worn
 
-    async def play(self, job: AgentJob, notes: MutableMapping[str, str]) -> AgentResult:
+    async def play(self, job: AgentJob, notes: Notes) -> AgentResult:
         """Run an episode to its end. When this call is cancelled, the episode is, too, and the call ends after it."""
         if not self.usable:
             return AgentResult("neighbour", error="its process ended before it began")
@@ -339,8 +340,16 @@ class AgentProcess:
             episode.metrics.update(said.metrics)
             episode.data.update(said.data)
         elif isinstance(said, Note):
-            episode.notes[said.name] = said.value
-            self._send(Kept(said.note))
+            self._keeping.add(keeping := asyncio.create_task(self._keep_note(episode, said)))
+            keeping.add_done_callback(self._keeping.discard)
+
+    async def _keep_note(self, episode: _Episode, note: Note) -> None:
+        try:
+            await episode.notes.keep(note.name, note.value)
+        except DataError as error:
+            self._send(Kept(note.note, str(error)))
+        else:
+            self._send(Kept(note.note))
 
     def _finish(self, episode: _Episode, ended: Ended) -> None:
         if episode.ending is not None:

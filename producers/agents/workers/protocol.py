@@ -81,9 +81,10 @@ class Cancel(msgspec.Struct, tag="cancel", tag_field="op"):
 
 
 class Kept(msgspec.Struct, tag="kept", tag_field="op"):
-    """The note with this number is kept."""
+    """The note with this number is kept, or can't be for this reason."""
 
     note: int
+    error: str = ""
 
 
 # What a worker process says.

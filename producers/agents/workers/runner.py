@@ -241,15 +241,16 @@ class Episode:
         """
         with self._locks.setdefault(name, threading.Lock()):
             if name not in self._notes:
-                self._keep(name, function()).result()
+                value = json_text(function(), f"the result of once({name!r})")
+                self._keep(name, value).result()
+                self._notes[name] = value
             return json.loads(self._notes[name])
 
     def _report(self, found: dict[str, Any]) -> None:
         self._connection.send({"op": "report", "episode": self._number, **found})
 
-    def _keep(self, name: str, value: Any) -> Future[None]:
-        self._notes[name] = json_text(value, f"the result of once({name!r})")
-        return self._connection.ask({"op": "note", "episode": self._number, "name": name, "value": self._notes[name]})
+    def _keep(self, name: str, value: str) -> Future[None]:
+        return self._connection.ask({"op": "note", "episode": self._number, "name": name, "value": value})
 
 
 class AsyncEpisode(Episode):
@@ -259,8 +260,10 @@ class AsyncEpisode(Episode):
         """Like that of a plain function's episode, to be awaited; ``function`` may be async."""
         async with self._locks.setdefault(name, asyncio.Lock()):
             if name not in self._notes:
-                value = function()
-                await asyncio.wrap_future(self._keep(name, await value if inspect.isawaitable(value) else value))
+                found = function()
+                value = json_text(await found if inspect.isawaitable(found) else found, f"the result of once({name!r})")
+                await asyncio.wrap_future(self._keep(name, value))
+                self._notes[name] = value
             return json.loads(self._notes[name])
 
 
@@ -285,7 +288,7 @@ class Connection:
                 _end_process(1)
 
     def ask(self, message: dict[str, Any]) -> Future[None]:
-        """Send a note; the future ends when it is kept."""
+        """Send a note; the future ends when it is kept, with RefusedError if it can't be."""
         answer: Future[None] = Future()
         with self._lock:
             self._count += 1
@@ -301,7 +304,11 @@ class Connection:
                 for line in lines:
                     order = json.loads(line)
                     if order["op"] == "kept":
-                        self._asked.pop(order["note"]).set_result(None)
+                        answer = self._asked.pop(order["note"])
+                        if order["error"]:
+                            answer.set_exception(RefusedError(order["error"]))
+                        else:
+                            answer.set_result(None)
                     else:
                         obey(order)
         finally:

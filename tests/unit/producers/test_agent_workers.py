@@ -15,6 +15,7 @@ import pytest
 
 from producers.agents.workers import check, process
 from producers.agents.workers.check import check_agent
+from producers.agents.workers.notes import Notes
 from producers.agents.workers.pool import AgentWorkers
 from producers.agents.workers.protocol import AgentJob, AgentResult
 from schemas.config import AgentsConfig
@@ -109,6 +110,10 @@ async def buys(task, episode):
     if episode.attempt == 0:
         os._exit(1)
     return {"data": first}
+
+async def hoards(task, episode):
+    await episode.once("small", lambda: "a")
+    await episode.once("large", lambda: "x" * (1 << 20))
 
 async def prints(task, episode):
     print("printed", flush=True)
@@ -269,7 +274,7 @@ def test_what_an_agent_says_is_kept_even_when_it_does_not_end(base: Path):
 
 
 def test_a_side_effect_happens_once_in_all_attempts(base: Path):
-    notes: dict[str, str] = {}
+    notes = Notes()
 
     async def work(workers: AgentWorkers) -> list[AgentResult]:
         return [await workers.run(job("buys", attempt=attempt), notes) for attempt in range(2)]
@@ -278,6 +283,13 @@ def test_a_side_effect_happens_once_in_all_attempts(base: Path):
     assert (died.kind, bought.kind, bought.data) == ("died", "returned", {"ticket": 7})
     assert notes == {"ticket": '{"ticket": 7}'}
     assert (base / "bought").read_text() == "x"
+
+
+def test_results_of_side_effects_that_are_too_large_are_refused(base: Path):
+    notes = Notes()
+    result = with_workers(lambda workers: workers.run(job("hoards"), notes), base)
+    assert (result.kind, list(notes)) == ("raised", ["small"])
+    assert "once of one episode would have 1048591 bytes as JSON, the most is 1048576" in result.error
 
 
 def test_an_agent_sees_its_episode_and_no_secret_of_the_service(base: Path, monkeypatch: pytest.MonkeyPatch):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Sequence
 from typing import cast
 
@@ -13,6 +14,7 @@ from broker.queues.consumer_group import Delivery
 from broker.queues.partials import Partials, joined
 from producers.generator.outbox import PartialSaver, Saved, next_piece
 from schemas.codec import Array
+from schemas.errors import InfraError, TidemillError
 from schemas.messages import Call, FinishReason, Partial, Piece, Span, Task
 from tests.support.prompt_groups import make_task
 
@@ -60,6 +62,62 @@ def test_a_sample_begins_anew_where_a_piece_of_it_was_refused(
         return partials.sent
 
     assert asyncio.run(asyncio.wait_for(save(), 10)) == sent
+
+
+class Gated(Answers):
+    """Partials that take their time."""
+
+    def __init__(self, error: TidemillError | None = None) -> None:
+        super().__init__(*[True] * 9)
+        self.open = threading.Event()
+        self._error = error
+
+    def save_pieces(self, growth: Sequence[tuple[int, bytes, Sequence[tuple[int, Piece]]]]) -> list[list[bool]]:
+        assert self.open.wait(10)
+        if self._error is not None:
+            raise self._error
+        return super().save_pieces(growth)
+
+
+def test_who_waits_for_a_state_goes_on_when_the_broker_has_it_or_a_later_one() -> None:
+    async def save() -> None:
+        partials = Gated()
+        saver = PartialSaver(cast(Partials, partials))
+        delivery: Delivery[Task] = Delivery(b"1-1", "tasks", make_task(0))
+        first = saver.save_soon(delivery, partial(4))
+        await asyncio.sleep(0.01)  # it is on its way
+        second, third = saver.save_soon(delivery, partial(8)), saver.save_soon(delivery, partial(12))
+        second.cancel()  # who waited is gone
+        assert not first.done()
+        assert not third.done()
+        partials.open.set()
+        await asyncio.gather(first, third)
+        assert partials.sent == [(0, 0), (1, 4)]
+        await saver.save_soon(delivery, partial(12))  # nothing is new
+        assert len(partials.sent) == 2
+
+    asyncio.run(asyncio.wait_for(save(), 10))
+
+
+@pytest.mark.parametrize("end", ["the broker is gone", "the task is another's", "the generator ends"])
+def test_who_waits_for_what_can_not_be_saved_goes_on(end: str) -> None:
+    async def save() -> None:
+        partials = Gated(InfraError("no broker") if end == "the broker is gone" else None)
+        saver = PartialSaver(cast(Partials, partials))
+        delivery: Delivery[Task] = Delivery(b"1-1", "tasks", make_task(0))
+        first = saver.save_soon(delivery, partial(4))
+        await asyncio.sleep(0.01)
+        second = saver.save_soon(delivery, partial(8))
+        if end == "the task is another's":
+            saver.forget(delivery.message)
+            assert second.done()
+        asyncio.get_running_loop().call_later(0.02, partials.open.set)
+        if end == "the generator ends":
+            await saver.close()
+            assert second.done()
+        await asyncio.gather(first, second)
+
+    asyncio.run(asyncio.wait_for(save(), 10))
 
 
 def call(key: str, length: int = 3, finish: FinishReason = "stop") -> Call:

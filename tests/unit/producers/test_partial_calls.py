@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -100,24 +101,42 @@ class Checked:
         self.version = version
         self.updates = self.saver = self
         self.saved: list[Partial] = []
+        self.checked = asyncio.Event()
 
     def trusted_length(self, spans: Sequence[Span], length: int) -> int:
         return min((span.start for span in spans if span.version > self.version), default=length)
 
-    def save_soon(self, delivery: Delivery[Task], partial: Partial) -> None:
+    async def wait_trusted(self, spans: Sequence[Span], length: int) -> int:
+        await self.checked.wait()
+        return length
+
+    def save_soon(self, delivery: Delivery[Task], partial: Partial) -> asyncio.Future[None]:
         self.saved.append(partial)
+        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        done.set_result(None)
+        return done
 
 
-def test_no_token_of_weights_that_are_not_checked_yet_is_saved() -> None:
-    context = Checked(version=1)
-    rollout = Rollout(cast(Any, context), Delivery(b"1-1", "tasks", make_task(0)), cast(Any, None), StopFlag())
-    mixed = msgspec.structs.replace(call("b", 5), spans=[Span(1, 0, 3), Span(2, 3, 5)])
-    rollout._save(episode(call("a", version=2)))
-    assert context.saved == []
-    rollout._save(episode(call("a", version=1), mixed, call("c", version=2), call("d", version=1)))
-    (saved,) = context.saved
-    assert [(item.key, len(item.tokens), item.finish) for item in saved.calls] == [
-        (b"a", 3, "stop"),
-        (b"b", 3, "abort"),
-        (b"d", 3, "stop"),
-    ]
+def test_no_token_of_weights_that_are_not_checked_yet_is_saved_and_who_waits_waits_for_the_check() -> None:
+    async def save() -> None:
+        context = Checked(version=1)
+        rollout = Rollout(cast(Any, context), Delivery(b"1-1", "tasks", make_task(0)), cast(Any, None), StopFlag())
+        mixed = msgspec.structs.replace(call("b", 5), spans=[Span(1, 0, 3), Span(2, 3, 5)])
+        rollout._save(episode(call("a", version=2)))
+        assert context.saved == []
+        whole = episode(call("a", version=1), mixed, call("c", version=2), call("d", version=1))
+        saving = asyncio.ensure_future(rollout._save(whole))
+        (saved,) = context.saved
+        assert [(item.key, len(item.tokens), item.finish) for item in saved.calls] == [
+            (b"a", 3, "stop"),
+            (b"b", 3, "abort"),
+            (b"d", 3, "stop"),
+        ]
+        await asyncio.sleep(0.01)
+        assert not saving.done()
+        context.version = 2
+        context.checked.set()
+        await saving
+        assert context.saved[1:] == [whole]
+
+    asyncio.run(asyncio.wait_for(save(), 10))

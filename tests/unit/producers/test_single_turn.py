@@ -18,6 +18,7 @@ from producers.workflows.trajectory_builder import SampledCompletion
 from schemas.codec import Array
 from schemas.errors import ConfigError, DataError
 from schemas.messages import ChatMessage, Partial, Sampling, Span, Task, Trajectory
+from tests.support.loops import keep_in
 from tests.support.tiny_model import EOS, make_tiny_model
 
 
@@ -156,7 +157,7 @@ def test_a_folder_without_tokenizer_is_named(tmp_path: Path):
 def test_growing_samples_come_as_partials_that_another_goes_on_from(tokenizer: HfTokenizer):
     async def collect(engine: ScriptedEngine, job: Task) -> tuple[list[SampledCompletion], list[Partial]]:
         growing: list[Partial] = []
-        rollout = RolloutContext(engine, tokenizer, job, [0, 1], save=growing.append)
+        rollout = RolloutContext(engine, tokenizer, job, [0, 1], save=keep_in(growing))
         return [sample async for sample in SingleTurn().run(rollout)], growing
 
     settings = EngineSettings("none", "float32", 200, 8, report_every=3, args={"min_length": 9, "max_length": 9})
