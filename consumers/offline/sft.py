@@ -171,15 +171,16 @@ class _Trainer:
     def train(self, progress: Callable[[SftProgress], None] | None, seed: int, digest: str) -> SftResult:
         settings, started = self.settings, time.perf_counter()
         mark = settings.stop_accuracy
-        accuracy, step, losses = 0.0, 0, list[float]()
+        accuracy, best, step, losses = 0.0, 0.0, 0, list[float]()
         next_look = settings.eval_every
         for batch in batches(self.examples, settings.batch_size, seed):
             step += 1
-            loss = self._step(batch, self._lr(step, accuracy))
+            loss = self._step(batch, self._lr(step, best))
             losses += [] if loss is None else [loss]
             if step < next_look and step < settings.max_steps:
                 continue
             accuracy = self._accuracy()
+            best = max(best, accuracy)
             if progress:
                 mean = sum(losses) / len(losses) if losses else float("nan")
                 progress(SftProgress(step, mean, accuracy, time.perf_counter() - started))
@@ -192,9 +193,12 @@ class _Trainer:
         seconds = time.perf_counter() - started
         return SftResult(accuracy, step, round(seconds, 2), accuracy >= mark, digest)
 
-    def _lr(self, step: int, accuracy: float) -> float:
-        """Warm-up, then falling as the accuracy nears its mark, so that it isn't overshot."""
-        left = max(0.0, 1.0 - accuracy / self.settings.stop_accuracy)
+    def _lr(self, step: int, best: float) -> float:
+        """Warm-up, then falling as the best accuracy so far nears its mark, so that it isn't overshot.
+
+        It does not rise again when the accuracy falls, which would make an unsteady training unsteadier.
+        """
+        left = max(0.0, 1.0 - best / self.settings.stop_accuracy)
         return self.settings.lr * min(1.0, step / WARMUP_STEPS) * max(FINISH_FACTOR, min(1.0, 1.5 * left))
 
     def _step(self, batch: Sequence[Encoded], lr: float) -> float | None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from consumers.offline import sft
 from consumers.offline.greedy import greedy
 from consumers.offline.provenance import settings_digest
 from consumers.offline.sft import SftProgress, train_sft
@@ -74,6 +75,20 @@ def test_the_same_seed_gives_the_same_weights(tmp_path: Path) -> None:
         train_sft(tmp_path / name, build, PAIRS, PAIRS, settings(stop_accuracy=0.4, max_steps=300), seed=3, **COMMON)
         weights.append(torch.cat([p.flatten() for p in load_model(tmp_path / name, "float32").parameters()]))
     assert torch.equal(weights[0], weights[1])
+
+
+def test_the_learning_rate_does_not_rise_again_when_the_accuracy_falls(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen, used = iter([0.0, 0.0, 0.0, 0.0, 0.6, 0.8, 0.3, 0.1] + 99 * [1.0]), list[float]()
+    step = sft._Trainer._step
+    monkeypatch.setattr(sft._Trainer, "_accuracy", lambda trainer: next(seen))
+    monkeypatch.setattr(sft._Trainer, "_step", lambda trainer, batch, lr: used.append(lr) or step(trainer, batch, lr))
+    train_sft(tmp_path / "out", build, PAIRS, PAIRS, settings(stop_accuracy=0.9, max_steps=300), **COMMON)
+    after_warm_up = used[sft.WARMUP_STEPS - 1 :]
+    assert after_warm_up[0] == 3e-3
+    assert after_warm_up == sorted(after_warm_up, reverse=True)
+    assert after_warm_up[-1] == pytest.approx(3e-3 * 1.5 * (1 - 0.8 / 0.9))
 
 
 def test_an_existing_folder_is_not_overwritten(tmp_path: Path) -> None:
