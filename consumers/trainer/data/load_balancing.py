@@ -107,7 +107,8 @@ def partition(costs: Sequence[float], lengths: Sequence[int], bins: int, max_tok
         for entry in (*passed, (sums[b], b)):
             heapq.heappush(open_bins, entry)
     _refine(found, sums, tokens, costs, lengths, max_tokens)
-    return [sorted(items) for items in found]
+    # By length: attention on a CPU takes neighbours of one length in one call (model/packing.py).
+    return [sorted(items, key=lambda item: (lengths[item], item)) for items in found]
 
 
 def _refine(

@@ -2,9 +2,9 @@
 
 The attention is registered with transformers, so any model that takes its attention from there can pack; whether a
 model computes the same with it is tried out. On a GPU in a 16-bit type the kernel is that of the package flash_attn
-where it is installed, else PyTorch's own variable-length one. Elsewhere every sequence has a causal call of its own,
-which on a CPU is by far the fastest exact way: a block-diagonal mask computes every pair, and flex attention has no
-backward there.
+where it is installed, else PyTorch's own variable-length one. Elsewhere all sequences of one length that lie side by
+side have a causal call of their own, which on a CPU is by far the fastest exact way: a block-diagonal mask computes
+every pair, and flex attention has no backward there.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
-from itertools import pairwise
+from itertools import groupby, pairwise
 from typing import Any, Literal, TypeAlias, cast
 
 import torch
@@ -189,12 +189,17 @@ def _varlen(query: Tensor, key: Tensor, value: Tensor, starts: Tensor, longest: 
 def _each(query: Tensor, key: Tensor, value: Tensor, starts: Tensor, longest: int, scale: float | None) -> Tensor:
     # Not compiled: how many sequences there are would be a part of the program.
     lengths = [end - start for start, end in pairwise(starts.tolist())]
-    parts = zip(*(tensor.split(lengths, 2) for tensor in (query, key, value)), strict=True)
-    found = [
-        F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=_grouped(query, key))
-        for q, k, v in parts
-    ]
-    return torch.cat(found, dim=2).transpose(1, 2)
+    # Neighbours of one length are one call, without any copy or padding: load_balancing.py puts them side by side.
+    runs = [(length, len(list(same))) for length, same in groupby(lengths)]
+    parts = zip(
+        *(tensor.split([length * count for length, count in runs], 2) for tensor in (query, key, value)), strict=True
+    )
+    found = []
+    for (length, count), part in zip(runs, parts, strict=True):
+        q, k, v = (tensor[0].unflatten(1, (count, length)).transpose(0, 1) for tensor in part)
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=_grouped(query, key))
+        found.append(out.transpose(1, 2).flatten(0, 1))
+    return torch.cat(found)[None]
 
 
 def _flat(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -60,6 +60,24 @@ def test_each_sequence_sees_itself_and_what_was_before(packed: tuple[torch.Tenso
     torch.testing.assert_close(found, by_mask(*packed))
 
 
+def test_neighbours_of_one_length_are_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[int, ...]] = []
+    plain = F.scaled_dot_product_attention
+
+    def counted(query: torch.Tensor, *others: torch.Tensor, **settings: object) -> torch.Tensor:
+        calls.append(tuple(query.shape))
+        return plain(query, *others, **settings)  # type: ignore[arg-type]
+
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(1, heads, 16, 8, generator=generator) for heads in (4, 2, 2))
+    starts = torch.tensor([0, 2, 4, 6, 11, 16], dtype=torch.int32)
+    monkeypatch.setattr(F, "scaled_dot_product_attention", counted)
+    found = KERNELS["each"](query, key, value, starts, 5, 0.3)
+    monkeypatch.undo()
+    assert calls == [(3, 4, 2, 8), (2, 4, 5, 8)]
+    torch.testing.assert_close(found, by_mask(query, key, value, starts))
+
+
 def test_flash_attn_is_asked_for_the_same(packed: tuple[torch.Tensor, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     """Its real signature, over a computation of ours: the package needs a GPU."""
 

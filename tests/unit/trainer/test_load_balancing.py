@@ -93,3 +93,10 @@ def test_ten_thousand_samples_come_out_all_but_equal(dp_size: int, max_tokens: i
     dealt = shares(costs, lengths, dp_size, max_tokens)
     loads = [sum(costs[item] for items in micro_batches for item in items) for micro_batches in dealt]
     assert max(loads) <= 1.001 * sum(costs) / dp_size
+
+
+def test_rows_of_one_length_lie_side_by_side() -> None:
+    lengths = [5, 3, 9, 3, 5, 3]
+    (rows,) = shares(list(map(float, lengths)), lengths, 1, 100)[0]
+    assert [lengths[row] for row in rows] == [3, 3, 3, 5, 5, 9]
+    assert rows == [1, 3, 5, 0, 4, 2]
