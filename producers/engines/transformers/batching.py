@@ -1,4 +1,4 @@
-"""Continuous batching over a Hugging Face model: rows join by prefill, step together, and leave when they are done.
+"""Continuous batching over a Hugging Face model: rows join many at a time, step together, and leave when they are done.
 
 Each step samples one token a row from its logits, with the log-probability that it was sampled with. Rows are
 left-padded to one length: joining pads the shorter cache, leaving drops rows and the columns that only they needed.
@@ -7,7 +7,7 @@ All of it runs in the engine's thread. Shapes: B rows in flight, T positions, V 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -15,6 +15,9 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from schemas.messages import FinishReason, Span
+
+PREFILL = 16384
+"""Tokens, with padding, of the prompts that are prefilled together."""
 
 
 @dataclass(frozen=True)
@@ -99,27 +102,36 @@ class ContinuousBatch:
         self._mask = torch.zeros(0, 0, dtype=torch.long, device=model.device)  # [B, T], 1 where there is a token
         self.rows: list[Row] = []
 
-    def join(self, prompt: Sequence[int], rows: list[Row], version: int) -> None:
-        """Add rows that share one prompt: prefill once, sample the first token of each."""
-        ids = torch.tensor([list(prompt)], device=self._model.device)
-        mask = torch.ones_like(ids)
-        logits, cache = self._forward(ids, mask, torch.arange(len(prompt), device=ids.device)[None], [])
-        n = len(rows)
-        for row in rows:
-            row.prompt = prompt
-        fresh = [(keys.expand(n, -1, -1, -1), values.expand(n, -1, -1, -1)) for keys, values in cache]
-        mask = mask.expand(n, -1)
-        width = max(mask.shape[1], self._mask.shape[1])
+    def join(self, requests: Sequence[tuple[Sequence[int], list[Row]]], version: int) -> None:
+        """Add the rows of requests, each a prompt and the rows that share it, and sample the first token of each.
+
+        Prompts are prefilled many at a time, those of like length together.
+        """
+        for wave in _waves(sorted(requests, key=lambda request: len(request[0]))):
+            self._join(wave, version)
+        self.drop_finished()
+
+    def _join(self, wave: Sequence[tuple[Sequence[int], list[Row]]], version: int) -> None:
+        ids, mask = _padded([prompt for prompt, _ in wave], self._model.device)
+        logits, fresh = self._forward(ids, mask, (mask.cumsum(dim=1) - 1).clamp(min=0), [])
+        counts = torch.tensor([len(rows) for _, rows in wave], device=ids.device)
+        if int(counts.max()) > 1:
+            mask, logits = mask.repeat_interleave(counts, 0), logits.repeat_interleave(counts, 0)
+            fresh = [(keys.repeat_interleave(counts, 0), values.repeat_interleave(counts, 0)) for keys, values in fresh]
         if self.rows:
+            width = max(mask.shape[1], self._mask.shape[1])
             fresh = [
                 (_stack(old[0], new[0], width), _stack(old[1], new[1], width))
                 for old, new in zip(self._cache, fresh, strict=True)
             ]
             mask = torch.cat([_left(self._mask, width, 1), _left(mask, width, 1)])
         self._cache, self._mask = fresh, mask
-        self.rows += rows
-        self._sample(rows, logits.expand(n, -1), version)
-        self.drop_finished()
+        joined = [row for _, rows in wave for row in rows]
+        for prompt, rows in wave:
+            for row in rows:
+                row.prompt = prompt
+        self.rows += joined
+        self._sample(joined, logits, version)
 
     def step(self, version: int) -> None:
         """Sample one more token for every row."""
@@ -135,10 +147,7 @@ class ContinuousBatch:
         if not self.rows:
             return
         texts = [[*row.prompt, *row.tokens[:-1]] for row in self.rows]  # the last token is the next step's input
-        width = max(map(len, texts))
-        device = self._model.device
-        ids = torch.tensor([[0] * (width - len(text)) + text for text in texts], device=device)
-        mask = torch.tensor([[0] * (width - len(text)) + [1] * len(text) for text in texts], device=device)
+        ids, mask = _padded(texts, self._model.device)
         positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
         _, self._cache = self._forward(ids, mask, positions, [])
         self._mask = mask
@@ -195,6 +204,25 @@ class ContinuousBatch:
         start = int(mask.argmax(dim=1).min())  # columns left of every row's first token
         self._mask = mask[:, start:]
         self._cache = [(keys[index, :, start:], values[index, :, start:]) for keys, values in self._cache]
+
+
+def _waves(
+    requests: Sequence[tuple[Sequence[int], list[Row]]],
+) -> Iterator[Sequence[tuple[Sequence[int], list[Row]]]]:
+    """Requests, the shortest prompts first, cut so that a wave has at most PREFILL tokens, unless it is one prompt."""
+    start = 0
+    for end in range(1, len(requests) + 1):
+        if end == len(requests) or (end + 1 - start) * len(requests[end][0]) > PREFILL:
+            yield requests[start:end]
+            start = end
+
+
+def _padded(texts: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Ids and mask of texts, int64 [B, T], padded on the left."""
+    width = max(map(len, texts))
+    ids = torch.tensor([[0] * (width - len(text)) + [*text] for text in texts], device=device)
+    mask = torch.tensor([[0] * (width - len(text)) + [1] * len(text) for text in texts], device=device)
+    return ids, mask
 
 
 def _stack(old: Tensor, new: Tensor, width: int) -> Tensor:

@@ -10,8 +10,8 @@ import asyncio
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, InvalidStateError
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -40,35 +40,59 @@ _ATTENTION = {"full_attention", "sliding_attention"}
 
 @dataclass
 class _Request:
+    """The samples of one call of ``generate``. The engine's thread reads ``done``, and the event loop alone sets it."""
+
     prompt: list[int]
     rows: list[Row]
+    done: asyncio.Future[list[Completion]]
     progress: ProgressCallback | None = None
-    done: Future[list[Completion]] = field(default_factory=Future)
     reported: dict[int, int] = field(default_factory=dict)
 
-    def report(self, every: int | None) -> None:
-        """Report rows that have finished, or have grown by ``every`` tokens since their last report."""
+    def news(self, every: int | None) -> list[tuple[int, Completion]]:
+        """Rows that have finished, or have grown by ``every`` tokens since they were told of."""
+        found: list[tuple[int, Completion]] = []
         if self.progress is None:
-            return
+            return found
         for index, row in enumerate(self.rows):
             known = self.reported.get(index, 0)
             if known >= 0 and (row.finish or (every and len(row.tokens) - known >= every)):
                 self.reported[index] = -1 if row.finish else len(row.tokens)
-                self.progress(index, _completion(row))
+                found.append((index, _completion(row)))
+        return found
 
     def finished(self) -> bool:
         return all(row.finish is not None for row in self.rows)
-
-    def answer(self) -> None:
-        """Deliver what there is."""
-        self.stop()
-        with suppress(InvalidStateError):  # its caller may have gone at this very moment
-            self.done.set_result([_completion(row) for row in self.rows])
 
     def stop(self) -> None:
         """Rows that still run are aborted."""
         for row in self.rows:
             row.finish = row.finish or "abort"
+
+
+@dataclass(frozen=True)
+class _News:
+    """What the engine's thread has to tell of a request. whole: all its completions, when it has ended."""
+
+    request: _Request
+    samples: list[tuple[int, Completion]]
+    whole: list[Completion] | None
+
+    @classmethod
+    def end(cls, request: _Request) -> _News:
+        """That it ends here, with what there is."""
+        request.stop()
+        return cls(request, [], [_completion(row) for row in request.rows])
+
+    def deliver(self) -> None:
+        """Tell the caller, in the event loop."""
+        request = self.request
+        if request.done.done():  # its caller has gone
+            return
+        if request.progress is not None:
+            for index, sample in self.samples:
+                request.progress(index, sample)
+        if self.whole is not None:
+            request.done.set_result(self.whole)
 
 
 class TransformersEngine:
@@ -81,9 +105,10 @@ class TransformersEngine:
     def __init__(self, settings: EngineSettings) -> None:
         self._settings = settings
         self._version = settings.version
-        self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._commands: queue.SimpleQueue[Callable[[], None] | _Request] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._failure: str | None = "it was not started"
+        self._loop: asyncio.AbstractEventLoop
         # From here on only the thread's.
         self._model: PreTrainedModel
         self._batch: ContinuousBatch
@@ -108,6 +133,7 @@ class TransformersEngine:
         return None
 
     async def start(self) -> None:
+        self._loop = asyncio.get_running_loop()
         await asyncio.to_thread(self._load_model)
         self._failure = None
         self._thread = threading.Thread(target=self._run, name="transformers-engine", daemon=True)
@@ -154,16 +180,13 @@ class TransformersEngine:
         if max_tokens == 0:
             return [Completion([], np.zeros(0, np.float32), [], "length") for _ in range(n)]
         rows = [Row(_draw(sampling, index), max_tokens, sampling.stop) for index in range(n)]
-        report: ProgressCallback | None = None
-        if progress is not None:
-            loop, callback = asyncio.get_running_loop(), progress
-
-            def report(index: int, sample: Completion) -> None:
-                loop.call_soon_threadsafe(callback, index, sample)
-
-        request = _Request([*prompt_ids, *prefix], rows, report)
-        await self._ask(lambda: self._waiting.append(request))
-        return await self._answer(request.done)
+        request = _Request([*prompt_ids, *prefix], rows, asyncio.get_running_loop().create_future(), progress)
+        self._commands.put(request)
+        # Looked at afterwards: the thread sets it before it looks for the last time at what was put there.
+        if self._failure is not None:
+            request.done.cancel()
+            raise InfraError(f"the transformers engine can't be used: {self._failure}")
+        return await request.done
 
     async def load(self, source: WeightSource, version: int) -> None:
         """See Engine. A file that does not fit is refused with DataError before anything is touched."""
@@ -238,16 +261,30 @@ class TransformersEngine:
             self._failure = self._failure or (str(error).strip() or type(error).__name__).splitlines()[0]
             raise
         finally:
-            for request in [*self._active, *self._waiting]:
-                with suppress(InvalidStateError):
-                    request.done.set_exception(InfraError(f"the transformers engine ended: {self._failure}"))
+            with suppress(RuntimeError):  # the event loop was closed, and nobody waits
+                self._loop.call_soon_threadsafe(self._fail, [*self._active, *self._waiting, *self._unheard()])
+
+    def _fail(self, requests: Sequence[_Request]) -> None:
+        """Tell, in the event loop, that nothing more comes."""
+        for request in requests:
+            if not request.done.done():
+                request.done.set_exception(InfraError(f"the transformers engine ended: {self._failure}"))
+
+    def _unheard(self) -> Iterator[_Request]:
+        """Requests that came when the thread was about to end."""
+        while not self._commands.empty():
+            command = self._commands.get()
+            if isinstance(command, _Request):
+                yield command
 
     def _run_commands(self, wait: bool) -> None:
-        """Run the commands that are there; with ``wait``, at least one."""
-        if wait:
-            self._commands.get()()
-        while not self._commands.empty():
-            self._commands.get()()
+        """Run the commands and take the requests that are there; with ``wait``, at least one."""
+        while wait or not self._commands.empty():
+            wait, command = False, self._commands.get()
+            if isinstance(command, _Request):
+                self._waiting.append(command)
+            else:
+                command()
 
     def _advance(self) -> None:
         """One token for all rows in flight, after new requests have joined."""
@@ -255,24 +292,50 @@ class TransformersEngine:
             request.stop()
             self._active.remove(request)
         self._batch.drop_finished()
-        while self._waiting and self._fits(self._waiting[0]):
-            request = self._waiting.popleft()
-            if request.done.cancelled():
-                continue
-            self._active.append(request)
-            self._batch.join(request.prompt, request.rows, self._version)
+        joining = self._take_waiting()
+        if joining:
+            self._active += joining
+            self._batch.join([(request.prompt, request.rows) for request in joining], self._version)
         if self._batch.rows:
             self._batch.step(self._version)
             self._steps += 1
-        for request in list(self._active):
-            request.report(self._settings.report_every)
+        every = self._settings.report_every
+        told: list[_News] = []
+        growing: list[_Request] = []
+        for request in self._active:
+            samples = request.news(every)
             if request.finished():
-                request.answer()
-                self._active.remove(request)
+                told.append(_News(request, samples, [_completion(row) for row in request.rows]))
+                continue
+            growing.append(request)
+            if samples:
+                told.append(_News(request, samples, None))
+        self._active = growing
+        if told:
+            self._tell(told)
 
-    def _fits(self, request: _Request) -> bool:
-        rows = len(self._batch.rows)
-        return not rows or rows + len(request.rows) <= self._settings.max_samples
+    def _tell(self, told: Sequence[_News]) -> None:
+        """Have all of it delivered by one call to the event loop: waking it costs more than a sample does."""
+
+        def deliver() -> None:
+            for news in told:
+                news.deliver()
+
+        self._loop.call_soon_threadsafe(deliver)
+
+    def _take_waiting(self) -> list[_Request]:
+        """The requests for which there is room, in the order in which they came; one at least if nothing runs."""
+        rows, found = len(self._batch.rows), list[_Request]()
+        while self._waiting:
+            request = self._waiting[0]
+            if request.done.cancelled():
+                self._waiting.popleft()
+                continue
+            if rows and rows + len(request.rows) > self._settings.max_samples:
+                break
+            rows += len(request.rows)
+            found.append(self._waiting.popleft())
+        return found
 
     def _replace(self, tensors: Mapping[str, Tensor], version: int) -> None:
         try:
@@ -300,8 +363,7 @@ class TransformersEngine:
         self._paused = paused
 
     def _abort(self) -> None:
-        for request in [*self._active, *self._waiting]:
-            request.answer()
+        self._tell([_News.end(request) for request in [*self._active, *self._waiting]])
         self._active.clear()
         self._waiting.clear()
         self._batch.clear()

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from producers.engines.base import Completion, EngineSettings
+from producers.engines.transformers import batching
 from producers.engines.transformers.batching import Draw, draw, truncate
 from producers.engines.transformers.engine import TransformersEngine
 from producers.engines.transformers.weights import map_tensors
@@ -276,3 +277,41 @@ def test_growing_and_finished_samples_are_told_of_in_order(models: tuple[Path, P
                 assert len(heard.logprobs) == len(heard.tokens)
 
     run(models[0], scenario, report_every=6)
+
+
+def test_requests_that_come_together_are_prefilled_together(models: tuple[Path, Path]):
+    async def scenario(engine: TransformersEngine) -> None:
+        passes: list[tuple[int, ...]] = []
+        forward = engine._batch._forward
+
+        def counted(ids: torch.Tensor, *others: Any) -> Any:
+            passes.append(tuple(ids.shape))
+            return forward(ids, *others)
+
+        engine._batch._forward = counted  # type: ignore[method-assign]
+        await engine.pause()
+        running = [asyncio.create_task(engine.generate(p, Sampling(max_tokens=3), n=2)) for p in PROMPTS]
+        await asyncio.sleep(0)  # each has put its request
+        await engine.resume()
+        for prompt, completions in zip(PROMPTS, await asyncio.gather(*running), strict=True):
+            for completion in completions:
+                assert_matches(models[0], prompt, completion)
+        assert passes[0] == (len(PROMPTS), max(map(len, PROMPTS)))
+        assert len(passes) == 3  # one pass a token of all samples
+
+    run(models[0], scenario)
+
+
+def test_prompts_that_are_too_many_for_one_pass_go_through_several(
+    models: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(batching, "PREFILL", 8)
+
+    async def scenario(engine: TransformersEngine) -> None:
+        results = await asyncio.gather(*(engine.generate(p, Sampling(max_tokens=4)) for p in PROMPTS))
+        for prompt, (completion,) in zip(PROMPTS, results, strict=True):
+            assert_matches(models[0], prompt, completion)
+
+    run(models[0], scenario)
+    waves = batching._waves([([0] * length, []) for length in (1, 2, 3, 9, 9)])
+    assert [[len(prompt) for prompt, _ in wave] for wave in waves] == [[1, 2], [3], [9], [9]]
