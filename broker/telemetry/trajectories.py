@@ -5,7 +5,7 @@ Looking is read-only and bounded. Keeping is bounded too, in number and in bytes
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -73,15 +73,25 @@ class TrajectoryStore:
         self._connection = connection
         self._max_bytes = max_bytes
 
-    def keep(self, step: int, trained: Sequence[tuple[Trajectory, float]]) -> None:
-        """Keep some samples of a step: the best, the worst, the longest and one more, each with its reward."""
+    def keep(
+        self,
+        step: int,
+        trained: Sequence[tuple[Trajectory, float]],
+        terms: Mapping[tuple[int, int], Mapping[str, float]] | None = None,
+    ) -> None:
+        """Keep some samples of a step: the best, the worst, the longest and one more, each with its reward.
+
+        terms: of the rewards, by task id and sample.
+        """
         bodies = [(item, encode(item[0], self._max_bytes)) for item in choose(trained, step)]
         kept = [(item, body) for item, body in bodies if len(body) <= LONGEST_KEPT]
         if not kept:
             return
         args: list[str | bytes | int] = [step, min(KEEP, KEEP_BYTES // max(len(body) for _, body in kept))]
         for (trajectory, reward), body in kept:
-            args += [trajectory.task_id, trajectory.sample, encode(Score(reward=reward)), body]
+            place = (trajectory.task_id, trajectory.sample)
+            score = Score(reward=reward, components=dict((terms or {}).get(place, {})))
+            args += [*place, encode(score), body]
         self._connection.run_script("keep_samples", *args)
 
     def search(

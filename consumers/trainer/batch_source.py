@@ -168,10 +168,10 @@ class BatchSource:
     def _make_batch(self, record: BatchRecord, groups: list[Group]) -> Batch:
         members = [member.scored_id for group in record.groups for member in group.members]
         outcomes = [self._claimed[entry] for entry in members if entry in self._claimed]
-        components = [outcome.score.components for outcome in outcomes if outcome.trajectory_id]
+        terms = {(one.task_id, one.sample): one.score.components for one in outcomes if one.trajectory_id}
         metrics = [trajectory.metrics for group in groups for trajectory, _ in group.samples]
-        figures = self._meter.take() | term_metrics(components) | episode_metrics(metrics)
-        return Batch(record, groups, sum(outcome.excluded for outcome in outcomes), figures)
+        figures = self._meter.take() | term_metrics([*terms.values()]) | episode_metrics(metrics)
+        return Batch(record, groups, sum(outcome.excluded for outcome in outcomes), figures, terms)
 
     def forget_covered(self, records: Sequence[BatchRecord]) -> None:
         """Forget the outcomes of steps that a checkpoint covers."""

@@ -1,4 +1,5 @@
-"""The trainer's log: metrics.jsonl for people, trained.jsonl as evidence, evaluations.jsonl, and what the broker shows.
+"""The trainer's log: metrics.jsonl for people, trained.jsonl as evidence, evaluations.jsonl, samples of whole groups,
+and what the broker shows.
 
 A step that is replayed after a crash appears again; its last line is the one of the surviving weights. A line
 ``resumed`` says that a trainer (``leader_term``) went on from that step: later steps written before are void, and so is
@@ -15,7 +16,9 @@ from typing import Any
 
 from consumers.trainer.context import TrainerContext
 from consumers.trainer.data.microbatches import Batch
+from consumers.trainer.metrics.environment import write_environment
 from consumers.trainer.metrics.evaluation_log import EvaluationLog
+from consumers.trainer.metrics.sample_log import SampleLog, Terms
 from consumers.trainer.metrics.throughput import compute_metrics, device_name, memory_metrics
 from consumers.trainer.metrics.trackers import Trackers
 from consumers.trainer.step.train_step import StepResult
@@ -44,10 +47,13 @@ class StepLog:
         self._ranks = context.rank_group.ranks
         self._device = device_name()
         self._trackers = Trackers(context.config, self._ranks.accelerator, context.notify)
+        self._sample_log = SampleLog(folder, context.config.trainer.log_groups)
+        write_environment(folder, context.config.base, self._ranks.world)
         self._last: dict[str, Any] = {}
         self._evaluated: dict[str, Any] = {}
         """Figures of the newest evaluation that no line has yet."""
         self._samples: list[tuple[Trajectory, float]] = []
+        self._terms: Terms = {}
         self.tokens_per_s = 0.0
 
     def profile_folder(self, step: int) -> Path | None:
@@ -78,7 +84,9 @@ class StepLog:
         self._append(self._metrics, figures | self._evaluated)
         self._last, self._evaluated = figures, {}
         self._trackers.log(figures)
-        self._samples = [sample for group in batch.groups for sample in group.samples]
+        self._samples, self._terms = [sample for group in batch.groups for sample in group.samples], batch.terms
+        step = self._progress.step
+        self._sample_log.write(step, batch.record.version, batch.groups, result.advantages, batch.terms)
         if self._config.eval is None and self._progress.step % self._config.trainer.checkpoint.every == 0:
             self._log_completions()
         return figures
@@ -87,7 +95,7 @@ class StepLog:
         """Send the step's figures and samples to the broker, where dashboards read them."""
         self._broker.metrics.append(figures)
         self._broker.trajectory_store.keep(
-            self._progress.step, [sample for group in batch.groups for sample in group.samples]
+            self._progress.step, [sample for group in batch.groups for sample in group.samples], batch.terms
         )
 
     def write_evaluations(self) -> None:
@@ -123,7 +131,7 @@ class StepLog:
         count = min(self._config.trainer.log_completions, len(samples))
         if count:
             rows = [samples[round(i * (len(samples) - 1) / max(1, count - 1))] for i in range(count)]
-            self._trackers.log_completions(self._progress.step, rows)
+            self._trackers.log_completions(self._progress.step, rows, self._terms)
 
     def flush(self) -> None:
         """Wait a moment until trackers have what was logged: the trainer ends by an error, unless it closed the log."""
@@ -138,6 +146,7 @@ class StepLog:
         self._trackers.close()
         self._metrics.close()
         self._trained.close()
+        self._sample_log.close()
 
     def _append(self, file: LineFile, line: dict[str, Any]) -> None:
         def write() -> None:

@@ -186,6 +186,12 @@ class TrainerConfig(Section):
         description="Samples of the batch, from the worst to the best, that trackers with tables (wandb, clearml) are"
         " shown with each evaluation; without `eval`, every trainer.checkpoint.every steps.",
     )
+    log_groups: int = Field(
+        4,
+        ge=0,
+        description="Prompt groups of each step whose samples are kept in samples/ of the run's folder, with texts,"
+        " rewards by term and advantages; the files take 512 MiB at most, then the oldest go.",
+    )
     record: bool = Field(
         False,
         description="Keep the samples of every step in batches/ of the run's folder, as long as the checkpoint before"

@@ -38,13 +38,15 @@ class Group:
 class Batch:
     """The groups of a step and its journal record. excluded: their published samples that have no reward.
 
-    figures: metrics of how the groups came together, which their samples alone do not show.
+    figures: metrics of how the groups came together, which their samples alone do not show. terms: of the rewards, by
+    task id and sample.
     """
 
     record: BatchRecord
     groups: list[Group]
     excluded: int
     figures: Mapping[str, float] = field(default_factory=dict)
+    terms: Mapping[tuple[int, int], Mapping[str, float]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

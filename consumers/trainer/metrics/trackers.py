@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import structlog
 
+from consumers.trainer.metrics.sample_log import Terms
 from consumers.trainer.metrics.tracker_thread import LONG_DEADLINE_S, TrackerThread
 from schemas.errors import ConfigError
 from schemas.messages import Trajectory
@@ -44,8 +45,8 @@ MODULES = {
 }
 """accelerate's trackers, and what each can be imported from; the first is also what pip calls it."""
 
-COLUMNS = ["step", "prompt", "completion", "reward", "tokens", "finish"]
-"""Of the table of completions."""
+COLUMNS = ["step", "prompt", "completion", "reward", "terms", "tokens", "finish"]
+"""Of the table of completions; the terms of the reward are one JSON object."""
 SETTING = "trainer.trackers"
 FOLDER = "trackers"
 ERROR_DEADLINE_S = 5.0
@@ -123,12 +124,13 @@ class Trackers:
         given, at = dict(figures), max(step, self._sent)
         self._each(lambda tracker: tracker.log(dict(given), step=at))
 
-    def log_completions(self, step: int, samples: Sequence[tuple[Trajectory, float]]) -> None:
-        """Show samples with their rewards as a table, in trackers that have tables."""
-        rows = [
-            [step, sample.prompt, sample.completion, reward, int(sample.loss_mask.numpy().sum()), sample.finish]
-            for sample, reward in samples
-        ]
+    def log_completions(self, step: int, samples: Sequence[tuple[Trajectory, float]], terms: Terms) -> None:
+        """Show samples with their rewards, and the terms of these, as a table, in trackers that have tables."""
+        rows = []
+        for sample, reward in samples:
+            parts = json.dumps(dict(terms.get((sample.task_id, sample.sample), {})))
+            tokens = int(sample.loss_mask.numpy().sum())
+            rows.append([step, sample.prompt, sample.completion, reward, parts, tokens, sample.finish])
         at = max(step, self._sent)
 
         def show(tracker: Any) -> None:

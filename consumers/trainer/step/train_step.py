@@ -30,7 +30,8 @@ from consumers.trainer.step.prepare import Preparation, Prepared
 class StepResult:
     """The outcome of a step. metrics: for logs. staleness: loss tokens by age in versions. skipped: no weight changed.
 
-    seconds: of each phase, ``total`` and what is in none of them, ``other``.
+    seconds: of each phase, ``total`` and what is in none of them, ``other``. advantages: of each sample, on the rank
+    that made the plan; empty where tokens have their own.
 
     A skipped step is a step all the same: it makes a version of its own, with the weights of the one before.
     """
@@ -39,6 +40,7 @@ class StepResult:
     staleness: dict[int, int]
     skipped: bool
     seconds: dict[str, float]
+    advantages: Sequence[float] = ()
 
 
 class TrainStep:
@@ -98,7 +100,9 @@ class TrainStep:
             "skipped": float(skipped),
             **self.loss_scale.metrics(),
         }
-        return StepResult(metrics, dict(sorted(meter.staleness.items())), skipped, timer.lap())
+        one_each = batch.plan is not None and self.preparation.token_advantage is None
+        advantages = batch.plan.advantages.tolist() if one_each and batch.plan else ()
+        return StepResult(metrics, dict(sorted(meter.staleness.items())), skipped, timer.lap(), advantages)
 
     def _compute_gradient(
         self, prepared: Sequence[Prepared], version: int, timer: StepTimer

@@ -1,0 +1,70 @@
+"""samples/ of a run's folder: whole groups for people, in bounded room, at no risk to the training."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from consumers.trainer.data.microbatches import Group
+from consumers.trainer.metrics import sample_log
+from consumers.trainer.metrics.environment import FILE, write_environment
+from consumers.trainer.metrics.sample_log import SampleLog, choose_groups
+from tests.support.trajectories import make_trajectory
+
+
+def group(task_id: int, *rewards: float) -> Group:
+    return Group(task_id, [(make_trajectory(task_id, sample), reward) for sample, reward in enumerate(rewards)])
+
+
+def lines(folder: Path) -> list[dict[str, object]]:
+    files = sorted((folder / "samples").glob("*.jsonl"))
+    return [json.loads(line) for file in files for line in file.read_text().splitlines()]
+
+
+def test_a_group_is_kept_whole_with_terms_and_advantages(tmp_path: Path) -> None:
+    log = SampleLog(tmp_path, 1)
+    groups = [group(7, 0.5, 0.5), group(8, 0.0, 1.0)]
+    log.write(3, 2, groups, [0.0, 0.0, -1.0, 1.0], {(8, 1): {"exact": 1.0}})
+    (line,) = lines(tmp_path)
+    first = groups[1].samples[0][0]
+    assert (line["step"], line["version"], line["task_id"], line["prompt"]) == (3, 2, 8, first.prompt)
+    samples = line["samples"]
+    assert isinstance(samples, list)
+    assert [(one["reward"], one["advantage"]) for one in samples] == [(0.0, -1.0), (1.0, 1.0)]
+    assert samples[1]["terms"] == {"exact": 1.0}
+    assert samples[0]["completion"] == first.completion
+
+
+def test_the_widest_the_worst_and_the_best_groups_come_first_then_others_by_turns() -> None:
+    groups = [group(0, 0.5, 0.5), group(1, 1.0, 1.0), group(2, 0.0, 0.0), group(3, 0.0, 1.0), group(4, 0.4, 0.5)]
+    assert choose_groups(groups, 4, step=9) == [3, 2, 1, 4]
+    assert choose_groups(groups, 9, step=0) == [3, 2, 1, 0, 4]
+    assert choose_groups([], 4, step=0) == []
+
+
+def test_the_oldest_files_go_when_they_take_too_much_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sample_log, "FILE_BYTES", 1000)
+    monkeypatch.setattr(sample_log, "KEEP_BYTES", 6000)
+    log = SampleLog(tmp_path, 2)
+    for step in range(30):
+        log.write(step, step, [group(step, 0.0, 1.0)], [-1.0, 1.0], {})
+    kept = [line["step"] for line in lines(tmp_path)]
+    assert kept == list(range(kept[0], 30))
+    assert 0 < kept[0]
+    assert sum(file.stat().st_size for file in (tmp_path / "samples").iterdir()) < 8000
+
+
+def test_a_folder_that_cannot_be_written_costs_no_step(tmp_path: Path) -> None:
+    (tmp_path / "samples").write_text("a file in its place")
+    SampleLog(tmp_path, 2).write(1, 0, [group(0, 0.0, 1.0)], [-1.0, 1.0], {})
+
+
+def test_the_environment_of_earlier_trainers_is_kept(tmp_path: Path) -> None:
+    write_environment(tmp_path, tmp_path, 1)
+    write_environment(tmp_path, Path(__file__).parent, 2)
+    found = json.loads((tmp_path / FILE).read_text())
+    assert (found["ranks"], [one["ranks"] for one in found["before"]]) == (2, [1])
+    assert {"torch", "numpy", "redis"} <= set(found["packages"])
+    assert found["before"][0]["git"] is None
