@@ -18,6 +18,8 @@ from schemas.files import atomic_write
 ADDRESS = "control.json"
 """File in the run's folder that says where, for those on the same machine."""
 TOKEN = "TIDEMILL_CONTROL_TOKEN"
+READ_TOKEN = "TIDEMILL_CONTROL_READ_TOKEN"
+"""Variable with a second token, for those who may read and order nothing."""
 MIN_TOKEN = 16
 
 log = structlog.get_logger()
@@ -47,16 +49,19 @@ def withdraw(folder: Path, url: str) -> None:
         (folder / ADDRESS).unlink(missing_ok=True)
 
 
-def read_token(file: Path | None, environment: Mapping[str, str]) -> str | None:
-    """Read the token from ``file`` or TIDEMILL_CONTROL_TOKEN(_FILE), None if unset; ConfigError: too short."""
-    source = file or (Path(environment[f"{TOKEN}_FILE"]) if environment.get(f"{TOKEN}_FILE") else None)
+def read_token(file: Path | None, environment: Mapping[str, str], variable: str = TOKEN) -> str | None:
+    """Read the token from ``file`` or TIDEMILL_CONTROL_TOKEN(_FILE), None if unset; ConfigError: too short.
+
+    variable: another one than that, such as READ_TOKEN.
+    """
+    source = file or (Path(environment[f"{variable}_FILE"]) if environment.get(f"{variable}_FILE") else None)
     if source is not None:
         try:
             token = source.read_text(encoding="utf-8").strip()
         except OSError as error:
             raise ConfigError(f"cannot read the control plane's token from {source}: {error.strerror}") from error
     else:
-        token = environment.get(TOKEN, "").strip()
+        token = environment.get(variable, "").strip()
     if not token and source is None:
         return None
     if len(token) < MIN_TOKEN or not token.isascii() or any(character.isspace() for character in token):

@@ -14,7 +14,9 @@ from fastapi.openapi.utils import get_openapi
 from fastapi.responses import FileResponse, Response
 from starlette.staticfiles import StaticFiles
 
-from broker.api.routes import control, dead_letters, reads
+from broker.api.files.archive import Archive
+from broker.api.files.run_folder import RunFolder
+from broker.api.routes import control, dead_letters, reads, runs
 from broker.api.routes.context import Context, InContext
 from broker.api.status.prometheus import CONTENT_TYPE
 from broker.api.web import problems
@@ -31,8 +33,13 @@ OF_EVERY_ROUTE = (401, 403, 413, 429, 503)
 DESCRIPTION = "Status of a Tidemill run, and orders to it. Errors are RFC 9457 problems."
 
 
-def make_app(context: Context, token: str | None = None, hosts: frozenset[str] = LOOPBACK_NAMES) -> Any:
-    """The ASGI application. token: required of every request but probes and the page; None only on loopback."""
+def make_app(
+    context: Context, token: str | None = None, hosts: frozenset[str] = LOOPBACK_NAMES, read_token: str | None = None
+) -> Any:
+    """The ASGI application. token: required of every request but probes and the page; None only on loopback.
+
+    read_token: a second one, which may read and order nothing.
+    """
 
     @asynccontextmanager
     async def life(app: FastAPI) -> AsyncIterator[None]:
@@ -55,12 +62,33 @@ def make_app(context: Context, token: str | None = None, hosts: frozenset[str] =
         lifespan=life,
     )
     app.state.context = context
+    app.state.archive = Archive(watched=RunFolder(context.config.folder, context.config.run.name))
     problems.install(app)
-    for router in (reads.router, control.router, dead_letters.router, probes):
+    for router in (reads.router, control.router, dead_letters.router, runs.router, probes):
         app.include_router(router)
     pages(app)
     app.openapi = lambda: document(app)  # type: ignore[method-assign]
-    return RequestGuard(app, token, hosts, is_public)
+    return RequestGuard(app, token, hosts, is_public, read_token)
+
+
+def make_files_app(
+    folder: Path, token: str | None = None, hosts: frozenset[str] = LOOPBACK_NAMES, read_token: str | None = None
+) -> Any:
+    """The ASGI application of the same page without a broker, over the runs in ``folder``. It takes no orders."""
+    app = FastAPI(
+        title="Tidemill runs",
+        version=version("tidemill"),
+        description="Runs as their folders show them. Errors are RFC 9457 problems.",
+        docs_url=None,
+        redoc_url=None,
+        openapi_url="/openapi.json",
+    )
+    app.state.archive = Archive(folder)
+    problems.install(app)
+    app.include_router(runs.router)
+    pages(app)
+    app.openapi = lambda: document(app)  # type: ignore[method-assign]
+    return RequestGuard(app, token, hosts, is_public, read_token)
 
 
 def is_public(path: str) -> bool:
@@ -119,7 +147,7 @@ async def startupz(context: InContext) -> Health:
 def document(app: FastAPI) -> dict[str, Any]:
     """The OpenAPI document, with problems as they are really answered."""
     if app.openapi_schema is None:
-        schema = get_openapi(title=app.title, version=app.version, description=DESCRIPTION, routes=app.routes)
+        schema = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
         parts = schema.setdefault("components", {})
         models = parts.setdefault("schemas", {})
         models.pop("HTTPValidationError", None)

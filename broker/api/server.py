@@ -8,15 +8,16 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import structlog
 import uvicorn
 
-from broker.api.address import announce, listen, read_token, withdraw
-from broker.api.app import LOOPBACK_NAMES, make_app
+from broker.api.address import READ_TOKEN, TOKEN, announce, listen, read_token, withdraw
+from broker.api.app import LOOPBACK_NAMES, make_app, make_files_app
 from broker.api.routes.context import Context
 from broker.api.status.kubernetes import Deployments
 from broker.api.status.poller import StatusPoller
@@ -24,6 +25,7 @@ from broker.api.web.sse import Hub
 from broker.client import Broker
 from broker.heartbeat import HeartbeatThread
 from schemas.config import ControlConfig, TidemillConfig
+from schemas.errors import ConfigError
 
 log = structlog.get_logger()
 
@@ -36,6 +38,7 @@ GRACE_S = 3
 def run_control(config: TidemillConfig, name: str) -> None:
     """Serve until the process is asked to end."""
     token = read_token(config.control.token_file, os.environ)
+    reading = reading_token(token)
     listener = listen(config.control.host, config.control.port, token)
     host, port = listener.getsockname()[:2]
     if config.control.port not in (0, port):
@@ -46,7 +49,7 @@ def run_control(config: TidemillConfig, name: str) -> None:
     deployments = Deployments.here(config.control.deployments.model_dump())
     context = Context(config, name, broker, StatusPoller(broker, config, deployments), hub, deployments)
     hosts = LOOPBACK_NAMES | {config.control.host.lower()}
-    server = _Server(server_settings(make_app(context, token, hosts), config.control), hub)
+    server = _Server(server_settings(make_app(context, token, hosts, reading), config.control), hub)
     url = f"http://{_printable(host)}:{port}/"
     announce(config.folder, url)
     log.info("the control plane listens", url=url, token="required" if token else "not needed on this machine")
@@ -56,6 +59,33 @@ def run_control(config: TidemillConfig, name: str) -> None:
     finally:
         withdraw(config.folder, url)
         listener.close()
+
+
+def run_files(folder: Path, host: str, port: int, on_listen: Callable[[str], None]) -> None:
+    """Serve the page over the runs in ``folder``, without a broker, until the process is asked to end.
+
+    on_listen: is told the address.
+    """
+    token = read_token(None, os.environ)
+    listener = listen(host, port, token)
+    address, bound = listener.getsockname()[:2]
+    app = make_files_app(folder, token, LOOPBACK_NAMES | {host.lower()}, reading_token(token))
+    server = _Server(server_settings(app, ControlConfig()), Hub())
+    on_listen(f"http://{_printable(address)}:{bound}/")
+    try:
+        server.run(sockets=[listener])
+    finally:
+        listener.close()
+
+
+def reading_token(token: str | None) -> str | None:
+    """The token of those who only read; ConfigError when it is the other one, or there is no other one."""
+    reading = read_token(None, os.environ, READ_TOKEN)
+    if reading is not None and reading == token:
+        raise ConfigError(f"{READ_TOKEN} and {TOKEN} are the same: whoever may read could give orders")
+    if reading is not None and token is None:
+        raise ConfigError(f"{READ_TOKEN} needs {TOKEN} beside it: without a token everybody here may give orders")
+    return reading
 
 
 def server_settings(app: Any, control: ControlConfig) -> uvicorn.Config:

@@ -8,6 +8,10 @@ from typing import Annotated
 import typer
 
 from deploy.cli.options import ConfigFile, Json, Overrides, Prefix, Run, Url, load
+from deploy.run_files import RUNS
+from schemas.errors import ConfigError
+
+LOCAL = "127.0.0.1"
 
 app = typer.Typer()
 
@@ -18,6 +22,22 @@ def runs(url: Url = None, as_json: Json = False) -> None:
     from deploy.client import find
 
     find.show_runs(url, as_json)
+
+
+@app.command()
+def ui(
+    folder: Annotated[
+        Path, typer.Argument(metavar="[FOLDER]", help="Folder with the folders of runs, or a run's; runs/ by default.")
+    ] = RUNS,
+    host: Annotated[str, typer.Option(help="Address to listen on; beyond this machine a token is needed.")] = LOCAL,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0: any free one.")] = 8641,
+) -> None:
+    """Show the dashboard over runs on disk, finished or running, without a broker: compare them, read samples."""
+    if not folder.is_dir():
+        raise ConfigError(f"no folder {folder}: give the one with the folders of runs, or that of a run")
+    from broker.api.server import run_files
+
+    run_files(folder, host, port, lambda url: print(f"the runs in {folder} are at {url}", flush=True))
 
 
 @app.command()

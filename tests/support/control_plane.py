@@ -6,6 +6,7 @@ import json
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
@@ -33,11 +34,14 @@ class ControlPlane:
         run: str,
         deployments: Deployments | None = None,
         model: str = "nowhere",
+        folder: Path | None = None,
+        token: str | None = None,
+        reader: str | None = None,
         **control: str,
     ) -> None:
         config = parse_config(
             {
-                "run": {"name": run},
+                "run": {"name": run, "folder": str(folder or Path("runs") / "of-no-test")},
                 "model": {"path": model},
                 "train": {"name": "arithmetic"},
                 "reward": {"terms": [{"name": "exact"}]},
@@ -49,7 +53,7 @@ class ControlPlane:
         self.socket = listen("127.0.0.1", 0, None)
         self.url = f"http://127.0.0.1:{self.socket.getsockname()[1]}"
         poller = StatusPoller(broker, config, deployments)
-        app = make_app(Context(config, "control", broker, poller, hub, deployments))
+        app = make_app(Context(config, "control", broker, poller, hub, deployments), token, read_token=reader)
         self.server = uvicorn.Server(uvicorn.Config(app, log_config=None, timeout_graceful_shutdown=1))
         self.hub = hub
         self.thread = threading.Thread(target=self.server.run, args=([self.socket],), daemon=True)

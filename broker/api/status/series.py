@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from array import array
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -64,18 +65,26 @@ class MetricsSeries:
 
     def since(self, after: int, limit: int, names: set[str] | None = None) -> MetricsHistory:
         """The newest ``limit`` steps after step ``after``; all series, or those of ``names``."""
-        first = next((i for i, step in enumerate(self.steps) if step > after), len(self.steps))
-        first = max(first, len(self.steps) - limit)
+        first = max(bisect_right(self.steps, after), len(self.steps) - limit)
         return MetricsHistory(
             step=self.steps[first:],
-            series={
-                name: [value if math.isfinite(value) else None for value in column[first:]]
-                for name, column in sorted(self._columns.items())
-                if names is None or name in names
-            },
+            series=self._part(slice(first, None), names),
             staleness=self.histograms[first:],
             names=self.names,
         )
+
+    def page(self, after: int, limit: int, names: set[str] | None) -> tuple[list[int], dict[str, list[float | None]]]:
+        """The oldest ``limit`` steps after step ``after``, and all their series, or those of ``names``."""
+        first = bisect_right(self.steps, after)
+        part = slice(first, first + limit)
+        return self.steps[part], self._part(part, names)
+
+    def _part(self, part: slice, names: set[str] | None) -> dict[str, list[float | None]]:
+        return {
+            name: [value if math.isfinite(value) else None for value in column[part]]
+            for name, column in sorted(self._columns.items())
+            if names is None or name in names
+        }
 
 
 def _figures(line: dict[str, Any]) -> Iterator[tuple[str, float]]:

@@ -1,6 +1,7 @@
 """Limits on who may ask and how often: a layer around the app that refuses before a request is read or decoded.
 
-- With a token everything but the probes and the empty page needs it; it is compared in constant time.
+- With a token everything but the probes and the empty page needs it; it is compared in constant time. A second token
+  may be given to those who only read.
 - Without one the server listens on loopback only, and answers only to its own names: a web page of somebody else
   can neither send an order nor, by a name that points here, read an answer.
 - Bodies, addresses and request rates are bounded for each client; there are no CORS headers.
@@ -71,11 +72,22 @@ class Buckets:
 
 
 class RequestGuard:
-    """ASGI middleware. token: None only on loopback. hosts: names that requests without a token may use."""
+    """ASGI middleware. token: None only on loopback. hosts: names that requests without a token may use.
 
-    def __init__(self, app: App, token: str | None, hosts: frozenset[str], public: Callable[[str], bool]) -> None:
+    read_token: whoever has it may read, and order nothing.
+    """
+
+    def __init__(
+        self,
+        app: App,
+        token: str | None,
+        hosts: frozenset[str],
+        public: Callable[[str], bool],
+        read_token: str | None = None,
+    ) -> None:
         self._app = app
         self._token = token.encode() if token else None
+        self._read_token = read_token.encode() if read_token else None
         self._hosts = hosts
         self._public = public
         self._buckets = Buckets()
@@ -106,13 +118,20 @@ class RequestGuard:
         if not length.isdigit() or int(length) > MAX_BODY_BYTES:
             return 413, f"a body may have at most {MAX_BODY_BYTES} bytes", {}
         if self._token is not None:
-            return None if self._public(path) else self._authenticate(client, headers)
+            return None if self._public(path) else self._authenticate(client, headers, method)
         return self._same_site(method, headers)
 
-    def _authenticate(self, client: str, headers: dict[bytes, bytes]) -> tuple[int, str, dict[str, str]] | None:
+    def _authenticate(
+        self, client: str, headers: dict[bytes, bytes], method: str
+    ) -> tuple[int, str, dict[str, str]] | None:
         kind, _, given = headers.get(b"authorization", b"").partition(b" ")
-        if kind.lower() == b"bearer" and hmac.compare_digest(given.strip(), self._token or b""):
+        bearer = kind.lower() == b"bearer"
+        if bearer and hmac.compare_digest(given.strip(), self._token or b""):
             return None
+        if bearer and self._read_token and hmac.compare_digest(given.strip(), self._read_token):
+            if method not in CHANGES:
+                return None
+            return 403, "this token may only read: orders need the other one", {}
         if given:
             self._buckets.charge(client, FAILURE_COST)
         return (

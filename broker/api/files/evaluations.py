@@ -1,0 +1,91 @@
+"""Evaluations in a run's folder: evaluations.jsonl, and the prompts and samples of each in samples/."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import ValidationError
+
+from broker.api.files.groups import FOLDER
+from broker.api.files.lines import read_objects
+from schemas.runs_api import EvaluationPrompt, EvaluationPrompts, GroupSample, RunEvaluation
+
+FILE = "evaluations.jsonl"
+_KNOWN = ("n", "scored", "failed", "off_version", "mean", "length", "time", "wall_s")
+PromptSort = Literal["worst", "best", "index", "longest"]
+
+
+def samples_file(folder: Path, version: int) -> Path:
+    """The file with the samples of a version's evaluation."""
+    return folder / FOLDER / f"eval-{version:08d}.jsonl"
+
+
+def read_evaluations(folder: Path) -> list[RunEvaluation]:
+    """The complete evaluations of a run, by version; of a version the first line counts."""
+    found: dict[int, RunEvaluation] = {}
+    for line in read_objects(folder / FILE):
+        known: dict[str, Any] = {name: line.get(name) for name in _KNOWN}
+        for name in ("n", "scored", "failed", "off_version"):
+            known[name] = known[name] or 0
+        try:
+            version = int(line["version"])
+            kept = samples_file(folder, version).is_file()
+            one = RunEvaluation(version=version, **known, datasets=line.get("datasets") or {}, prompts=kept)
+        except (ValidationError, KeyError, TypeError, ValueError):
+            continue
+        found.setdefault(one.version, one)
+    return [found[version] for version in sorted(found)]
+
+
+def read_prompts(
+    folder: Path, version: int, sort: PromptSort, text: str | None, offset: int, limit: int
+) -> EvaluationPrompts | None:
+    """The prompts of an evaluation with their samples; None when they are not kept."""
+    file = samples_file(folder, version)
+    if not file.is_file():
+        return None
+    prompts = [one for line in read_objects(file) if (one := _prompt(line)) is not None]
+    if text:
+        wanted = text.lower()
+        prompts = [one for one in prompts if any(wanted in part.lower() for part in _texts(one))]
+    prompts.sort(key=lambda one: _order(one, sort))
+    more = offset + limit
+    return EvaluationPrompts(
+        version=version,
+        prompts=prompts[offset:more],
+        total=len(prompts),
+        next=more if more < len(prompts) else None,
+    )
+
+
+def _texts(one: EvaluationPrompt) -> list[str]:
+    return [one.prompt, *(sample.completion for sample in one.samples)]
+
+
+def _order(one: EvaluationPrompt, sort: PromptSort) -> tuple[float, str, int]:
+    mean = math.inf if one.mean is None else one.mean
+    if sort == "best":
+        mean = math.inf if one.mean is None else -one.mean
+    elif sort == "longest":
+        mean = -max((sample.tokens for sample in one.samples), default=0)
+    elif sort == "index":
+        mean = 0.0
+    return mean, one.dataset, one.index
+
+
+def _prompt(line: dict[str, Any]) -> EvaluationPrompt | None:
+    try:
+        samples = [GroupSample.model_validate(sample) for sample in line["samples"]]
+        rewards = [sample.reward for sample in samples if sample.reward is not None]
+        return EvaluationPrompt(
+            index=line["index"],
+            dataset=line.get("dataset", ""),
+            prompt=line["prompt"],
+            mean=sum(rewards) / len(rewards) if rewards else None,
+            data=line.get("data", {}),
+            samples=samples,
+        )
+    except (ValidationError, KeyError, TypeError):
+        return None

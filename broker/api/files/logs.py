@@ -1,0 +1,48 @@
+"""Logs of a run's services: listed, and read a part at a time, from the end or from where the last part ended."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from schemas.runs_api import LogHead, LogPart, Logs
+
+FOLDER = "logs"
+PART = 256 * 1024
+"""Most bytes of a part."""
+
+
+def list_logs(folder: Path) -> Logs:
+    """The logs of a run, by name."""
+    heads = []
+    for file in sorted((folder / FOLDER).glob("*.log")):
+        try:
+            known = file.stat()
+        except OSError:
+            continue
+        heads.append(LogHead(service=file.stem, bytes=known.st_size, updated=known.st_mtime))
+    return Logs(logs=heads)
+
+
+def read_log(folder: Path, service: str, after: int | None, most: int = PART) -> LogPart | None:
+    """Whole lines of a service's log after the byte ``after``, or its last ones; None if there is no such log.
+
+    A log that is shorter than ``after`` was replaced, and is read from its begin.
+    """
+    if service not in {head.service for head in list_logs(folder).logs}:
+        return None
+    try:
+        with (folder / FOLDER / f"{service}.log").open("rb") as stream:
+            size = os.fstat(stream.fileno()).st_size
+            start = max(0, size - most) if after is None else after if after <= size else 0
+            stream.seek(start)
+            data = stream.read(most)
+    except OSError:
+        return None
+    if after is None and start > 0:
+        # It may begin within a line.
+        cut = data.find(b"\n") + 1
+        start, data = start + cut, data[cut:]
+    end = data.rfind(b"\n") + 1 or (len(data) if len(data) == most else 0)
+    lines = data[:end].decode(errors="replace").splitlines()
+    return LogPart(service=service, start=start, end=start + end, bytes=size, lines=lines)

@@ -1,0 +1,205 @@
+"""A run as its folder shows it: where it stands, its configuration, its metrics, its checkpoints."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from broker.api.address import address_of
+from broker.api.files.evaluations import FILE as EVALUATIONS
+from broker.api.files.evaluations import read_evaluations
+from broker.api.files.groups import GroupFiles
+from broker.api.files.lines import GrowingFile, last_object, parse, read_object
+from broker.api.status.series import MetricsSeries
+from schemas.config import load_config
+from schemas.errors import ConfigError
+from schemas.metric_names import describe
+from schemas.runs_api import CheckpointHead, Checkpoints, RunConfig, RunHead, RunMetrics
+from schemas.urls import hide_password
+
+SUMMARY, METRICS, CONFIG, LOCK, ENVIRONMENT = (
+    *("summary.json", "metrics.jsonl", "config.yaml", "up.lock", "environment.json"),
+)
+LATELY_S = 120.0
+"""A run whose newest file is younger is taken to go on, where its process is not of this machine."""
+MASK = "***"
+_SECRET = re.compile(
+    r"(^|[._-])(token|secret|password|passwd|(api|access)[._-]?key|credentials?)$",
+    re.IGNORECASE,
+)
+_CHECKPOINT = re.compile(r"step-(\d{8,})-t\d{4,}")
+_HOLDER = re.compile(r"process (\d+) on (\S+)")
+
+
+class RunFolder:
+    """A run's folder; metrics and groups that were read are kept. Used by one thread at a time."""
+
+    def __init__(self, path: Path, name: str | None = None) -> None:
+        """name: that of the folder by default."""
+        self.path = path
+        self.name = name or path.name
+        self.groups = GroupFiles(path)
+        self._series = MetricsSeries()
+        self._metrics = GrowingFile(path / METRICS)
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        """What summary.json holds; {} without one."""
+        return read_object(self.path / SUMMARY)
+
+    def head(self) -> RunHead | None:
+        """Where the run stands; None when no run has been here."""
+        updated = [time_of(self.path / name) for name in (SUMMARY, METRICS, CONFIG, EVALUATIONS)]
+        if not any(updated[:3]):
+            return None
+        summary, last = self.summary, last_object(self.path / METRICS, "step")
+        settings = _raw_settings(self.path / CONFIG)
+        state, cause = run_state(self.path, summary, max(updated))
+        means = [(one.version, one.mean) for one in read_evaluations(self.path) if one.mean is not None]
+        newest_version, newest = means[-1] if means else (None, None)
+        return RunHead(
+            name=self.name,
+            folder=str(self.path),
+            state=state,
+            cause=cause,
+            step=max(_whole(summary.get("steps")), _whole(last.get("step"))),
+            steps=settings.get("trainer.steps") if isinstance(settings.get("trainer.steps"), int) else None,
+            reward=_number(last.get("reward/mean")),
+            accuracy_before=means[0][1] if means and means[0][0] == 0 else _number(summary.get("accuracy_before")),
+            accuracy=newest if means else _number(summary.get("accuracy_after")),
+            accuracy_version=newest_version,
+            wall_s=_number(last.get("wall_s")),
+            updated=max(updated),
+            model=settings.get("model.path"),
+            live=address_of(self.path),
+        )
+
+    def config(self) -> RunConfig:
+        """Settings in effect, secrets masked, and what the trainer ran with."""
+        file = self.path / CONFIG
+        changed: list[str] = []
+        try:
+            found = load_config(file, environment={})
+            settings = flatten(found.model_dump(mode="json"))
+            changed = sorted(flatten(found.model_dump(mode="json", exclude_defaults=True)))
+        except ConfigError:
+            # Of another version of Tidemill: as it is written.
+            settings = _raw_settings(file)
+        masked = {name: mask(name, value) for name, value in settings.items()}
+        return RunConfig(settings=masked, changed=changed, environment=read_object(self.path / ENVIRONMENT))
+
+    def metrics(self, after: int, limit: int, names: set[str] | None) -> RunMetrics:
+        """Figures of the steps after ``after``, oldest first."""
+        self._follow()
+        step, series = self._series.page(after, limit, names)
+        more = bool(step) and bool(self._series.steps) and step[-1] < self._series.steps[-1]
+        return RunMetrics(
+            step=step,
+            series=series,
+            names=self._series.names,
+            about={name: text for name in self._series.names if (text := describe(name))},
+            next=step[-1] if more else None,
+        )
+
+    def checkpoints(self) -> Checkpoints:
+        """The checkpoints, oldest first; whether one is whole is looked at when it is loaded."""
+        found = []
+        for path in (self.path / "checkpoints").glob("step-*"):
+            named = _CHECKPOINT.fullmatch(path.name)
+            if named and path.is_dir():
+                size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+                found.append(CheckpointHead(name=path.name, step=int(named[1]), bytes=size, time=time_of(path)))
+        return Checkpoints(checkpoints=sorted(found, key=lambda one: (one.step, one.name)))
+
+    def _follow(self) -> None:
+        for begin, line in self._metrics.read():
+            if begin < 0:
+                self._series = MetricsSeries()
+            elif (found := parse(line)) is not None:
+                self._series.add(found)
+
+
+def run_state(folder: Path, summary: dict[str, Any], updated: float) -> tuple[str, str]:
+    """State of a run and why it has it, by its files. updated: when the newest of them changed, Unix seconds."""
+    holder = _HOLDER.match(_text(folder / LOCK))
+    ours = holder is not None and holder[2] == socket.gethostname()
+    if not summary and holder is not None and ours and _lives(int(holder[1])):
+        return "running", ""
+    if summary:
+        state, _, cause = str(summary.get("exit_reason", "unknown")).partition(": ")
+        return state, cause
+    if not ours and time.time() - updated < LATELY_S:
+        return "running", ""
+    return "unknown", "it has no summary.json: it was not ended in order, or runs elsewhere"
+
+
+def mask(name: str, value: Any) -> Any:
+    """A setting's value as people may see it: no secret, no password in an address."""
+    if _SECRET.search(name) and value is not None:
+        return MASK
+    if isinstance(value, str) and "://" in value:
+        return hide_password(value)
+    if isinstance(value, list):
+        return [mask(name, each) for each in value]
+    if isinstance(value, dict):
+        return {key: mask(str(key), each) for key, each in value.items()}
+    return value
+
+
+def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Settings by dotted name; an empty section is a setting of its own."""
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, dict) and value:
+            flat |= flatten(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
+def time_of(path: Path) -> float:
+    """When a file changed, Unix seconds; 0 if there is none."""
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0
+
+
+def _raw_settings(file: Path) -> dict[str, Any]:
+    """Settings as the file has them, by dotted name; {} if it is none."""
+    try:
+        found = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError):
+        return {}
+    return flatten(found) if isinstance(found, dict) else {}
+
+
+def _text(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
+def _lives(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True
+
+
+def _whole(value: Any) -> int:
+    return value if isinstance(value, int) else 0
+
+
+def _number(value: Any) -> float | None:
+    return float(value) if isinstance(value, int | float) else None

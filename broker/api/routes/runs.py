@@ -1,0 +1,166 @@
+"""Routes that read runs from their folders: the same under a control plane and in ``tidemill ui``, without a broker."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from fastapi import APIRouter, Depends, Path, Query, Request
+
+from broker.api.files.archive import Archive
+from broker.api.files.evaluations import PromptSort, read_evaluations, read_prompts
+from broker.api.files.groups import Sort, Wanted
+from broker.api.files.logs import PART, list_logs, read_log
+from broker.api.web.refusal import Refusal
+from schemas.errors import InfraError
+from schemas.runs_api import (
+    Checkpoints,
+    EvaluationPrompts,
+    GroupDetail,
+    Groups,
+    LogPart,
+    Logs,
+    RunConfig,
+    RunEvaluations,
+    RunMetrics,
+    Runs,
+    RunSummary,
+)
+
+MOST = 2**53
+router = APIRouter(prefix="/v1/runs", tags=["runs"])
+
+
+def archive_of(request: Request) -> Archive:
+    """The runs that this server shows."""
+    archive = request.app.state.archive
+    if not isinstance(archive, Archive):
+        raise InfraError("the server is starting")
+    return archive
+
+
+InArchive = Annotated[Archive, Depends(archive_of)]
+Name = Annotated[str, Path(max_length=255, description="Name of the run, from the list.")]
+Number = Annotated[int, Path(ge=0, le=MOST)]
+Offset = Annotated[int, Query(ge=0, le=MOST, description="So many are left out first.")]
+Limit = Annotated[int, Query(ge=1, le=1000, description="At most so many.")]
+Text = Annotated[str | None, Query(max_length=200, description="In the prompt or a completion, whatever its case.")]
+Finite = Annotated[float | None, Query(allow_inf_nan=False)]
+
+
+@router.get("")
+def list_runs(archive: InArchive) -> Runs:
+    """The runs that this server shows, running and finished, the newest first."""
+    return archive.runs()
+
+
+@router.get("/{run}")
+def show_run(archive: InArchive, run: Name) -> RunSummary:
+    """Where a run stands, and the summary of one that has ended."""
+    head = archive.head(run)
+    with archive.open(run) as folder:
+        return RunSummary(run=head, summary=folder.summary)
+
+
+@router.get("/{run}/config")
+def show_config(archive: InArchive, run: Name) -> RunConfig:
+    """The configuration in effect, secrets masked; versions, machine and git commit."""
+    with archive.open(run) as folder:
+        return folder.config()
+
+
+@router.get("/{run}/metrics")
+def read_metrics(
+    archive: InArchive,
+    run: Name,
+    after: Annotated[int, Query(ge=-1, le=MOST, description="Only steps after this one.")] = -1,
+    limit: Annotated[int, Query(ge=1, le=10_000, description="At most so many steps, the oldest first.")] = 1000,
+    name: Annotated[list[str] | None, Query(description="Only these series; repeat it for more.")] = None,
+) -> RunMetrics:
+    """The figures of a run's steps, as columns, with what each is."""
+    with archive.open(run) as folder:
+        return folder.metrics(after, limit, set(name) if name is not None else None)
+
+
+@router.get("/{run}/groups")
+def list_groups(
+    archive: InArchive,
+    run: Name,
+    step_from: Annotated[int | None, Query(ge=0, le=MOST)] = None,
+    step_to: Annotated[int | None, Query(ge=0, le=MOST)] = None,
+    task_id: Annotated[int | None, Query(ge=0, le=MOST)] = None,
+    mean_from: Finite = None,
+    mean_to: Finite = None,
+    text: Text = None,
+    sort: Sort = "newest",
+    offset: Offset = 0,
+    limit: Limit = 50,
+) -> Groups:
+    """The prompt groups that are kept of a run's steps: search them, and sort by reward, spread or length."""
+    wanted = Wanted(step_from, step_to, task_id, mean_from, mean_to, text)
+    with archive.open(run) as folder:
+        return folder.groups.list(wanted, sort, offset, limit)
+
+
+@router.get("/{run}/groups/{step}/{task_id}")
+def show_group(archive: InArchive, run: Name, step: Number, task_id: Number) -> GroupDetail:
+    """A prompt group with all of its samples: texts, rewards by term, advantages."""
+    with archive.open(run) as folder:
+        found = folder.groups.get(step, task_id)
+    if found is None:
+        raise Refusal(404, f"the group of task {task_id} in step {step} is not kept: trainer.log_groups says how many")
+    return found
+
+
+@router.get("/{run}/evaluations")
+def list_evaluations(archive: InArchive, run: Name) -> RunEvaluations:
+    """The complete evaluations of a run on held-out prompts, by version."""
+    with archive.open(run) as folder:
+        return RunEvaluations(evaluations=read_evaluations(folder.path))
+
+
+@router.get("/{run}/evaluations/{version}")
+def show_evaluation(
+    archive: InArchive,
+    run: Name,
+    version: Number,
+    sort: PromptSort = "worst",
+    text: Text = None,
+    offset: Offset = 0,
+    limit: Limit = 50,
+) -> EvaluationPrompts:
+    """The prompts of an evaluation with their samples, the worst first."""
+    with archive.open(run) as folder:
+        found = read_prompts(folder.path, version, sort, text, offset, limit)
+    if found is None:
+        raise Refusal(404, f"no samples of the evaluation of version {version} are kept")
+    return found
+
+
+@router.get("/{run}/logs")
+def list_service_logs(archive: InArchive, run: Name) -> Logs:
+    """The logs of a run's services on this machine."""
+    with archive.open(run) as folder:
+        return list_logs(folder.path)
+
+
+@router.get("/{run}/logs/{service}")
+def read_service_log(
+    archive: InArchive,
+    run: Name,
+    service: Annotated[str, Path(max_length=255, description="From the list.")],
+    after: Annotated[int | None, Query(ge=0, le=MOST, description="Only what follows this byte; else the end.")] = None,
+    most: Annotated[int, Query(ge=1024, le=PART, description="At most so many bytes.")] = 65536,
+) -> LogPart:
+    """Lines of a service's log: the last ones, or those that follow, to watch it grow."""
+    with archive.open(run) as folder:
+        found = read_log(folder.path, service, after, most)
+    if found is None:
+        raise Refusal(404, f"no log of a service {service!r} in the run's folder")
+    return found
+
+
+@router.get("/{run}/checkpoints")
+def list_checkpoints(archive: InArchive, run: Name) -> Checkpoints:
+    """The checkpoints in the run's folder, oldest first."""
+    with archive.open(run) as folder:
+        return folder.checkpoints()

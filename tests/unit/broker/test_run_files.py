@@ -1,0 +1,157 @@
+"""Runs read from their folders: running, ended, damaged, and of whoever may not see secrets."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from pathlib import Path
+
+import pytest
+
+from broker.api.files.archive import Archive
+from broker.api.files.evaluations import read_evaluations, read_prompts
+from broker.api.files.groups import Wanted
+from broker.api.files.logs import list_logs, read_log
+from broker.api.files.run_folder import RunFolder, mask
+from broker.api.web.refusal import Refusal
+from tests.support.run_folders import group_line, make_run, metrics_line
+
+
+def test_a_finished_run_is_listed_with_where_it_stands(tmp_path: Path) -> None:
+    make_run(tmp_path / "first", steps=3)
+    make_run(tmp_path / "second", steps=5, state="failed: no memory")
+    (tmp_path / "no-run").mkdir()
+    found = {head.name: head for head in Archive(tmp_path).runs().runs}
+    assert set(found) == {"first", "second"}
+    first, second = found["first"], found["second"]
+    assert (first.state, first.step, first.steps, first.model) == ("finished", 3, 40, "tiny")
+    assert (first.accuracy_before, first.accuracy, first.accuracy_version) == (0.25, 0.75, 3)
+    assert (second.state, second.cause, second.live) == ("failed", "no memory", None)
+    assert Archive(tmp_path / "first").runs().runs[0].name == "first", "a run's own folder"
+
+
+def test_a_run_is_running_while_its_process_lives(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run", state="")
+    lock = folder / "up.lock"
+    lock.write_text(f"process {os.getpid()} on {socket.gethostname()} since now\n")
+    head = RunFolder(folder).head()
+    assert head is not None
+    assert head.state == "running"
+    lock.write_text(f"process {2**22 + 1} on {socket.gethostname()} since now\n")
+    head = RunFolder(folder).head()
+    assert head is not None
+    assert (head.state, head.accuracy) == ("unknown", 0.75)
+
+
+def test_before_is_version_0_or_nothing(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run", state="")
+    lines = (folder / "evaluations.jsonl").read_text().splitlines()
+    (folder / "evaluations.jsonl").write_text(lines[1] + "\n")
+    head = RunFolder(folder).head()
+    assert head is not None
+    assert (head.accuracy_before, head.accuracy) == (None, 0.75)
+
+
+def test_metrics_come_oldest_first_and_grow(tmp_path: Path) -> None:
+    folder = RunFolder(make_run(tmp_path / "run", steps=5))
+    first = folder.metrics(-1, 3, {"reward/mean", "staleness/histogram/0"})
+    assert (first.step, first.next) == ([1, 2, 3], 3)
+    rest = folder.metrics(3, 3, None)
+    assert (rest.step, rest.next) == ([4, 5], None)
+    assert "probability" not in rest.about["reward/exact/mean"]
+    assert "entropy" in rest.about["train/entropy"].lower()
+    with (folder.path / "metrics.jsonl").open("a") as stream:
+        # A step that is trained again, and a line that is being written.
+        stream.write(json.dumps(metrics_line(5) | {"train/entropy": 9.0}) + "\n" + json.dumps(metrics_line(6))[:20])
+    again = folder.metrics(4, 10, {"train/entropy"})
+    assert (again.step, again.series) == ([5], {"train/entropy": [9.0]})
+
+
+def test_groups_are_searched_sorted_and_read_whole(tmp_path: Path) -> None:
+    folder = RunFolder(make_run(tmp_path / "run", steps=20))
+    groups = folder.groups
+    newest = groups.list(Wanted(), "newest", 0, 3)
+    assert ([head.step for head in newest.groups], newest.total, newest.next) == ([20, 20, 19], 40, 3)
+    assert groups.list(Wanted(), "reward_low", 0, 1).groups[0].mean == 0.25
+    assert groups.list(Wanted(), "reward_high", 0, 1).groups[0].mean == 0.5
+    assert [head.task_id for head in groups.list(Wanted(text="WHAT IS 7 PLUS"), "newest", 0, 9).groups] == [70, 71]
+    assert groups.list(Wanted(text="7 and 1 make 8"), "newest", 0, 9).total == 1, "in a completion"
+    assert groups.list(Wanted(text="generator-0"), "newest", 0, 9).total == 0, "texts alone"
+    assert groups.list(Wanted(step_from=3, step_to=4, mean_from=0.4), "newest", 0, 9).total == 2
+    whole = groups.get(7, 71)
+    assert whole is not None
+    assert [sample.reward for sample in whole.samples] == [1.0, 1.0, 0.0, 0.0]
+    assert (whole.truncated, whole.data, whole.samples[1].terms["length"]) == (1, {"answer": "8"}, -0.1)
+    assert groups.get(7, 999) is None
+
+
+def test_groups_of_a_step_that_is_trained_again_replace_the_first_and_files_may_go(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run", steps=2)
+    groups = RunFolder(folder).groups
+    assert groups.list(Wanted(), "newest", 0, 9).total == 4
+    again = group_line(2, 1, 2) | {"prompt": "asked again"}
+    (folder / "samples" / "train-00000002.jsonl").write_text(json.dumps(again) + "\nno line\n{}\n")
+    found = groups.get(2, 21)
+    assert found is not None
+    assert (found.full_prompt, groups.list(Wanted(), "newest", 0, 9).total) == ("asked again", 4)
+    (folder / "samples" / "train-00000001.jsonl").unlink()
+    assert groups.list(Wanted(), "newest", 0, 9).total == 1
+
+
+def test_evaluations_by_prompt_come_worst_first(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run", steps=4)
+    assert [(one.version, one.mean, one.prompts) for one in read_evaluations(folder)] == [
+        (0, 0.25, True),
+        (4, 0.75, True),
+    ]
+    found = read_prompts(folder, 4, "worst", None, 0, 2)
+    assert found is not None
+    assert [(one.index, one.mean) for one in found.prompts] == [(3, 0.0), (0, 1.0)]
+    assert (found.total, found.next) == (4, 2)
+    assert read_prompts(folder, 3, "worst", None, 0, 2) is None
+    searched = read_prompts(folder, 4, "index", "question 2", 0, 9)
+    assert searched is not None
+    assert [one.index for one in searched.prompts] == [2]
+
+
+def test_a_log_is_followed_from_its_end(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run", steps=40)
+    assert [head.service for head in list_logs(folder).logs] == ["trainer"]
+    end = read_log(folder, "trainer", None, 1024)
+    assert end is not None
+    assert "a tracker is given up" in end.lines[-1]
+    assert end.lines[0].startswith("{"), "whole lines"
+    with (folder / "logs" / "trainer.log").open("a") as stream:
+        stream.write("one more\nnot yet who")
+    more = read_log(folder, "trainer", end.end, 1024)
+    assert more is not None
+    assert more.lines == ["one more"]
+    (folder / "logs" / "trainer.log").write_text("anew\n")
+    anew = read_log(folder, "trainer", more.end, 1024)
+    assert anew is not None
+    assert anew.lines == ["anew"]
+
+
+@pytest.mark.parametrize("service", ["nobody", "../config", "..", "trainer.log"])
+def test_no_other_file_is_read_as_a_log(tmp_path: Path, service: str) -> None:
+    assert read_log(make_run(tmp_path / "run"), service, None, 1024) is None
+
+
+@pytest.mark.parametrize("name", ["..", "nobody", "", "/etc"])
+def test_no_other_folder_is_read_as_a_run(tmp_path: Path, name: str) -> None:
+    make_run(tmp_path / "runs" / "run")
+    with pytest.raises(Refusal, match="no run"), Archive(tmp_path / "runs").open(name):
+        pass
+
+
+def test_secrets_are_masked_and_what_was_changed_is_told(tmp_path: Path) -> None:
+    config = RunFolder(make_run(tmp_path / "run")).config()
+    assert "hidden" not in config.model_dump_json()
+    assert {"trainer.steps", "trainer.optimizer.lr"} <= set(config.changed)
+    assert "trainer.batch_groups" not in config.changed
+    assert config.settings["trainer.batch_groups"] == 32
+    assert config.environment["git"]["commit"] == "abc1234"
+    assert mask("generator.args.hf_token", "abc") == mask("x.api_key", 5) == "***"
+    assert mask("train.args", [{"password": "x", "max_tokens": 5}]) == [{"password": "***", "max_tokens": 5}]
+    assert mask("sampling.max_tokens", 5) == 5
