@@ -1,22 +1,29 @@
 """Scores of trajectories: the sum of the reward's terms by weight, each called in this process or in a worker.
 
+Terms that share the workers come first, one after the other; then those that have a worker of their own.
+
 A sample whose function raises, hangs, crashes or returns no finite number gets a Score that says so, never a reward of
 0, and neither delays nor fails another sample.
 """
 
 from __future__ import annotations
 
+import hashlib
 import math
-from collections.abc import Sequence
+import os
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
-from consumers.reward.rewards.terms import RewardInput, TermResult, resolve
+from consumers.reward.rewards.signatures import RewardInput
+from consumers.reward.rewards.terms import Term, TermResult, resolve
 from consumers.reward.workers.pool import WorkerPool
+from consumers.reward.workers.shared import SharedPool
 from schemas.config import RewardTerm
-from schemas.errors import InfraError
+from schemas.errors import ConfigError, InfraError
 from schemas.messages import Score, Segment, Trajectory
 
 
@@ -27,8 +34,8 @@ class Scorer:
         scores = scorer.score(trajectories)
         scorer.close()
 
-    ConfigError if a term is wrong. ``name`` is written into every score. ``workers`` is 0 afterwards if no term needs
-    any, so that ``submit`` returns what is done.
+    ConfigError if a term is wrong. ``name`` is written into every score. ``places`` is how many samples the workers do
+    at once, 0 if no term needs any, so that ``submit`` returns what is done.
     """
 
     def __init__(
@@ -44,9 +51,18 @@ class Scorer:
         self._terms = resolve(terms, base)
         self._name = name
         self._inline = [i for i, term in enumerate(self._terms) if term.inline]
-        self._pooled = [i for i, term in enumerate(self._terms) if not term.inline]
-        self._pool = WorkerPool(terms, base, workers, timeout_s, env=env) if self._pooled else None
-        self.workers = workers if self._pooled else 0
+        pooled = [i for i, term in enumerate(self._terms) if not term.inline]
+        check_secrets(self._terms)
+        self.places = 0
+        self._stages: list[tuple[list[int], WorkerPool | SharedPool]] = []
+        if plain := [i for i in pooled if not self._terms[i].places]:
+            self._stages.append((plain, WorkerPool(terms, base, workers, timeout_s, env=env, serves=plain)))
+            self.places += workers
+        for i in pooled:
+            if places := self._terms[i].places:
+                shown = [*env, *self._terms[i].secrets]
+                self._stages.append(([i], SharedPool(terms, base, i, places, timeout_s, env=shown)))
+                self.places += places
 
     def score(self, trajectories: Sequence[Trajectory]) -> list[Score]:
         """Score trajectories and return when all are done, in their order. InfraError if the workers cannot run."""
@@ -65,21 +81,17 @@ class Scorer:
                 outcomes[i] = self._terms[i].call(sample)
                 if outcomes[i].status != "ok":
                     return _done(self._sum(outcomes))
-        if self._pool is None:
+        if not self._stages:
             return _done(self._sum(outcomes))
-
-        def finish(results: list[TermResult]) -> Score:
-            return self._sum({**outcomes, **dict(zip(self._pooled, results, strict=False))})
-
-        return self._pool.submit(self._pooled, lambda: reward_input(trajectory), finish)
+        return _Staged(self._stages, lambda: reward_input(trajectory), outcomes, self._sum)
 
     def close(self) -> None:
         """End the workers; a second call does nothing."""
-        if self._pool is not None:
-            self._pool.close()
+        for _, pool in self._stages:
+            pool.close()
 
     def _result(self, future: Future[Score]) -> Score:
-        limit = self._pool.longest_wait_s() if self._pool is not None else 0.0
+        limit = sum(pool.longest_wait_s() for _, pool in self._stages)
         try:
             return future.result(limit)
         except TimeoutError:
@@ -99,11 +111,69 @@ class Scorer:
                     scorer=self._name,
                     seconds=seconds,
                 )
+            if not outcome.applies:
+                continue
             components[term.label] = outcome.value
             total += term.weight * outcome.value
+        if not components:
+            return Score(status="error", reason="no term applies to it", scorer=self._name, seconds=seconds)
         if not math.isfinite(total):
             return Score(status="error", reason=f"the sum is {total}, not finite", scorer=self._name, seconds=seconds)
         return Score(reward=total, components=components, scorer=self._name, seconds=seconds)
+
+
+class _Staged(Future[Score]):
+    """The score of a sample that goes through stages of terms, until one fails.
+
+    It can be cancelled until a worker takes it for the first time.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[tuple[list[int], WorkerPool | SharedPool]],
+        sample: Callable[[], RewardInput],
+        outcomes: dict[int, TermResult],
+        total: Callable[[dict[int, TermResult]], Score],
+    ) -> None:
+        super().__init__()
+        self._ahead = list(stages)
+        self._sample = sample
+        self._outcomes = outcomes
+        self._total = total
+        self._first = self._begin()
+
+    def cancel(self) -> bool:
+        return self._first.cancel() and super().cancel()
+
+    def _begin(self) -> Future[list[TermResult]]:
+        terms, pool = self._ahead.pop(0)
+        future = pool.submit(terms, self._sample, list)
+        future.add_done_callback(partial(self._done_with, terms))
+        return future
+
+    def _done_with(self, terms: list[int], future: Future[list[TermResult]]) -> None:
+        if future.cancelled():
+            return
+        if (error := future.exception()) is not None:
+            self.set_exception(error)
+            return
+        results = future.result()
+        self._outcomes.update(zip(terms, results, strict=False))
+        if self._ahead and results[-1].status == "ok":
+            try:
+                self._begin()
+            except InfraError as error:
+                self.set_exception(error)
+            return
+        self.set_result(self._total(self._outcomes))
+
+
+def check_secrets(terms: Sequence[Term]) -> None:
+    """ConfigError if an environment variable that a term names is not set in this process."""
+    for term in terms:
+        for name in term.secrets:
+            if not os.environ.get(name):
+                raise ConfigError(f"reward {term.label!r}: the environment variable {name} that it names is not set")
 
 
 def _done(score: Score) -> Future[Score]:
@@ -132,7 +202,14 @@ def reward_input(trajectory: Trajectory) -> RewardInput:
         trajectory.calls,
         trajectory.finish,
         _last_row(trajectory) if len(trajectory.segments) > 1 else None,
+        _identity(trajectory),
     )
+
+
+def _identity(trajectory: Trajectory) -> str:
+    """A name of exactly this sample: a task that is done again makes other tokens, and they have another one."""
+    digest = hashlib.blake2b(trajectory.tokens.data, digest_size=8).hexdigest()
+    return f"{trajectory.run}-{trajectory.task_id}-{trajectory.sample}-{digest}"
 
 
 def _last_row(trajectory: Trajectory) -> list[int]:

@@ -1,7 +1,7 @@
 """The reward service: scores trajectories as they come. Any number of replicas share the stream.
 
-A service takes what its workers can do and a little more, so that what waits is there for other replicas; when it ends
-it gives back what no worker has begun.
+A service takes what its workers have places for and a little more, so that what waits is there for other replicas; when
+it ends it gives back what no worker has begun.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from schemas.messages import Score, Trajectory
 from schemas.run_record import JoinedRun
 
 BATCH = 256
-"""Most trajectories that are taken and not scored."""
+"""Most trajectories that are taken and not scored, unless workers have places for more."""
 AHEAD_S = 1.0
-"""Seconds of work that wait for each worker, so that it never waits for the broker; one sample at least."""
+"""Seconds of work that wait for each place in a worker, so that it never waits for the broker; one sample at least."""
 RECENT = 0.1
 """Share of the newest sample in the mean time of a sample."""
 READ = 64
@@ -88,7 +88,7 @@ class RewardService:
         self._scorers = {"train": scorer, "eval": eval_scorer}
         self._lease_s = lease_s
         self._counts = {"ok": 0, "error": 0, "timeout": 0}
-        self._workers = max(scorer.workers, eval_scorer.workers)
+        self._places = max(scorer.places, eval_scorer.places)
         self._sample_s = AHEAD_S
         self._pending: dict[Future[Score], Delivery[Trajectory]] = {}
 
@@ -121,9 +121,9 @@ class RewardService:
             self._publish()
 
     def _room(self) -> int:
-        """Trajectories that may be taken now: work for each worker, and as much again for the next ``AHEAD_S``."""
-        most = self._workers * (1 + max(1, int(AHEAD_S / max(self._sample_s, AHEAD_S / BATCH)))) or BATCH
-        return max(0, min(BATCH, most) - len(self._pending))
+        """Trajectories that may be taken now: work for each place, and as much again for the next ``AHEAD_S``."""
+        most = self._places * (1 + max(1, int(AHEAD_S / max(self._sample_s, AHEAD_S / BATCH)))) or BATCH
+        return max(0, min(max(BATCH, 2 * self._places), most) - len(self._pending))
 
     def _submit(self, deliveries: Sequence[Delivery[Trajectory]]) -> None:
         for delivery in deliveries:
@@ -134,7 +134,7 @@ class RewardService:
         done = [future for future in self._pending if future.done()]
         results = [(self._pending.pop(future), future.result()) for future in done]
         for delivery, score in results:
-            if self._scorers[delivery.message.kind].workers:
+            if self._scorers[delivery.message.kind].places:
                 self._sample_s += RECENT * (score.seconds - self._sample_s)
         self._queue.publish(results)
         failed = [score for _, score in results if score.status != "ok"]

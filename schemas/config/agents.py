@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
-from schemas.config.base import Seconds, Section
+from schemas.config.base import Seconds, Section, shown_variable
 
 
 class AgentsConfig(Section):
@@ -17,7 +17,7 @@ class AgentsConfig(Section):
     python: Path | None = Field(
         None, description="Interpreter of the worker processes, of an environment of the agents' own; by default ours."
     )
-    env: list[str] = Field(
+    env: list[Annotated[str, shown_variable("generator.agents.env")]] = Field(
         default_factory=list, description="Names of further environment variables that agents see, such as API keys."
     )
     memory_mb: int | None = Field(

@@ -10,6 +10,8 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from schemas.urls import hide_password
 
 Seconds = Annotated[float, Field(gt=0)]
+OWN_VARIABLES = ("REDIS_URL", "TIDEMILL_")
+"""How the names of environment variables begin that hold the broker's address, passwords and tokens."""
 
 
 class Section(BaseModel):
@@ -25,5 +27,18 @@ def matching(pattern: str, setting: str, allowed: str) -> AfterValidator:
         if not re.fullmatch(pattern, text):
             raise ValueError(f"{setting}: {hide_password(repr(text))} is not allowed, must be {allowed}")
         return text
+
+    return AfterValidator(check)
+
+
+def shown_variable(setting: str) -> AfterValidator:
+    """A check of the name of an environment variable that a worker of users' code may see."""
+
+    def check(name: str) -> str:
+        if not re.fullmatch("[A-Za-z_][A-Za-z0-9_]*", name):
+            raise ValueError(f"{setting}: {name!r} is no name of an environment variable, such as OPENAI_API_KEY")
+        if name.startswith(OWN_VARIABLES):
+            raise ValueError(f"{setting}: {name} is a variable of the services', which users' code does not get to see")
+        return name
 
     return AfterValidator(check)

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from schemas.config.base import Seconds, Section
+from schemas.config.base import Seconds, Section, shown_variable
 from schemas.config.generator import SamplingConfig
 
 
@@ -30,6 +30,25 @@ class RewardTerm(Section):
     )
     weight: float = Field(1.0, description="Weight in the sum.")
     args: dict[str, Any] = Field(default_factory=dict, description="Arguments of the function.")
+    concurrency: int | None = Field(
+        None,
+        ge=1,
+        description="Calls of an async function in flight at once in each service, in a worker of its own; by default"
+        " the function's attribute of this name, else it shares the workers, one call at a time.",
+    )
+    batch: int | None = Field(
+        None,
+        ge=1,
+        description="Most samples of a call of a function of lists; by default its attribute of this name, else 32.",
+    )
+    wait_ms: float | None = Field(
+        None,
+        ge=0,
+        description="How long a batch that is not full waits for more; by default its attribute of this name, else 5.",
+    )
+    chat: bool = Field(
+        False, description="Give a function of lists messages instead of texts, as TRL does for conversational data."
+    )
 
 
 class RewardConfig(Section):
@@ -44,7 +63,7 @@ class RewardConfig(Section):
     timeout_s: Seconds = Field(
         15.0, description="Deadline of one call; past it the worker is killed and the sample excluded."
     )
-    env: list[Annotated[str, Field(pattern="^[A-Za-z_][A-Za-z0-9_]*$")]] = Field(
+    env: list[Annotated[str, shown_variable("reward.env")]] = Field(
         default_factory=list,
         description="Names of further environment variables that workers see, such as OPENAI_API_KEY; without, they see"
         " PATH, HOME and the like, and no secret of the service.",

@@ -1,8 +1,8 @@
 """Reward terms, resolved and called: the part that the service and its workers share.
 
 Every mistake of the configuration is found by ``resolve``, before any model loads. ``Term.call`` turns whatever a
-function does into a TermResult. A function that needs more than its signature says so with ``reward``; a plain one runs
-in a killable worker process with a deadline.
+function does into a TermResult. A function that needs more than its signature says so with ``reward``, or by attributes
+of these names; a plain one runs in a killable worker process with a deadline.
 """
 
 from __future__ import annotations
@@ -14,19 +14,37 @@ import inspect
 import math
 import numbers
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import msgspec
 
 from consumers.reward.rewards import REWARDS
+from consumers.reward.rewards.signatures import (
+    FIELDS,
+    LISTS,
+    SIGNATURE,
+    VERL,
+    Form,
+    RewardInput,
+    data_keywords,
+    find_form,
+    list_keywords,
+    named_parameters,
+    verl_keywords,
+)
 from schemas.config import RewardTerm
 from schemas.errors import ConfigError, describe_error
-from schemas.messages import FinishReason, ScoreStatus, Turn
+from schemas.messages import ScoreStatus
 
 F = TypeVar("F", bound=Callable[..., Any])
+Finish: TypeAlias = Callable[[Coroutine[Any, Any, Any]], Any]
+"""Runs a coroutine to its end, as asyncio.run does."""
+BATCH = 32
+"""Samples of a call of a function of lists that does not say."""
+WAIT_MS = 5.0
 
 
 def reward(
@@ -35,6 +53,8 @@ def reward(
     needs: tuple[str, str] | None = None,
     check: Callable[..., None] | None = None,
     settings: tuple[str, ...] = (),
+    concurrency: int | None = None,
+    secrets: Callable[..., list[str]] | None = None,
 ) -> Callable[[F], F]:
     """Declare what a reward function is like.
 
@@ -43,6 +63,8 @@ def reward(
     needs: the import it cannot do without, and the extra of tidemill that brings it.
     check: called with the arguments of the configuration, ValueError when one is wrong.
     settings: parameters that the configuration alone gives, whatever fields the task's data has.
+    concurrency: calls of an async function in flight at once, in a worker of its own.
+    secrets: names of environment variables that its worker is shown, of the arguments of the configuration.
     """
 
     def declare(function: F) -> F:
@@ -50,48 +72,25 @@ def reward(
         function.needs = needs  # type: ignore[attr-defined]
         function.check = check  # type: ignore[attr-defined]
         function.settings = settings  # type: ignore[attr-defined]
+        function.secrets = secrets  # type: ignore[attr-defined]
+        if concurrency is not None:
+            function.concurrency = concurrency  # type: ignore[attr-defined]
         return function
 
     return declare
 
 
-SIGNATURE = ("prompt", "completion", "prompt_ids", "completion_ids")
-FIELDS = frozenset({"reward", "metrics", "turns", "calls", "finish", "row_ids"})
-"""Fields of a sample that a function gets if it names them, unless the task's data has one of this name."""
-
-
-class RewardInput(msgspec.Struct, frozen=True):
-    """The part of a trajectory that reward functions get to see; turns: their positions are in both ids together.
-
-    row_ids: the row with the last answer, None where the sample is one row and both ids are it.
-    """
-
-    prompt: str
-    completion: str
-    prompt_ids: list[int]
-    completion_ids: list[int]
-    data: dict[str, Any]
-    reward: float | None = None
-    metrics: dict[str, float] = {}
-    turns: list[Turn] = []
-    calls: int = 0
-    finish: FinishReason = "stop"
-    row_ids: list[int] | None = None
-
-    def field(self, name: str) -> Any:
-        """Return one of FIELDS as functions get it."""
-        if name == "row_ids" and self.row_ids is None:
-            return self.prompt_ids + self.completion_ids
-        return getattr(self, name)
-
-
 class TermResult(msgspec.Struct, frozen=True):
-    """The result of a call. ``value`` counts only when ``status`` is ``ok``; seconds: of the call itself."""
+    """The result of a call. ``value`` counts only when ``status`` is ``ok``; seconds: of the call itself.
+
+    applies: False where a function of lists says by None that it has no opinion of this sample.
+    """
 
     value: float = 0.0
     status: ScoreStatus = "ok"
     reason: str = ""
     seconds: float = 0.0
+    applies: bool = True
 
 
 @dataclass(frozen=True)
@@ -100,7 +99,9 @@ class Term:
 
     label: its key among the components. accepts: data fields that the function takes, None for all. inline: whether it
     runs in the service's own process. fields: those of FIELDS that it names. settings: parameters that data never
-    gives.
+    gives. concurrency: calls in flight in its own worker, 0 where it shares workers. batch: most samples of a call of
+    a function of lists, 0 for others; wait_s: how long a call waits for more. chat: such a function gets messages.
+    secrets: environment variables that only its worker sees.
     """
 
     label: str
@@ -111,41 +112,89 @@ class Term:
     inline: bool
     fields: frozenset[str] = frozenset()
     settings: frozenset[str] = frozenset()
+    form: Form = "sample"
+    concurrency: int = 0
+    batch: int = 0
+    wait_s: float = 0.0
+    chat: bool = False
+    secrets: tuple[str, ...] = ()
 
-    def call(self, sample: RewardInput) -> TermResult:
-        """Call the function; never raises, whatever it does short of ending the process."""
+    @property
+    def places(self) -> int:
+        """Samples that its own worker does at once, 0 where it shares workers."""
+        return self.concurrency or self.batch
+
+    def call(self, sample: RewardInput, finish: Finish = asyncio.run) -> TermResult:
+        """Call the function; never raises, whatever it does short of ending the process. finish: runs a coroutine."""
         started = time.perf_counter()
-        data = sample.data
-        keywords = {name: sample.field(name) for name in self.fields}
-        keywords |= {
-            name: data[name]
-            for name in (data if self.accepts is None else self.accepts & data.keys())
-            if name not in SIGNATURE and name not in self.settings
-        }
-        keywords.update(self.args)
         try:
-            value = self.function(
-                sample.prompt, sample.completion, sample.prompt_ids, sample.completion_ids, **keywords
-            )
+            value = self._start(sample)
             if inspect.isawaitable(value):
-                value = asyncio.run(_finish(value))
+                value = finish(_finish(value))
         except Exception as error:  # noqa: BLE001 - user code: whatever it raises is the fate of this one sample
-            return TermResult(status="error", reason=describe_error(error), seconds=time.perf_counter() - started)
+            return _failed(error, started)
+        return _result(self._score(value), time.perf_counter() - started)
+
+    async def call_async(self, sample: RewardInput) -> TermResult:
+        """The same for an async function, in a running event loop."""
+        started = time.perf_counter()
+        try:
+            value = await self._start(sample)
+        except Exception as error:  # noqa: BLE001 - user code: whatever it raises is the fate of this one sample
+            return _failed(error, started)
+        return _result(self._score(value), time.perf_counter() - started)
+
+    def call_batch(self, samples: Sequence[RewardInput], finish: Finish = asyncio.run) -> list[TermResult]:
+        """Call a function of lists. If it fails on several samples it is called on each, so that one costs no other."""
+        started = time.perf_counter()
+        try:
+            values = self.function(
+                **list_keywords(samples, self.fields, self.accepts, self.settings, self.chat), **self.args
+            )
+            if inspect.isawaitable(values):
+                values = finish(_finish(values))
+            values = values if isinstance(values, str) else list(values)
+            if isinstance(values, str) or len(values) != len(samples):
+                found = "str" if isinstance(values, str) else f"{len(values)} values"
+                raise ValueError(f"returned {found} for {len(samples)} completions, must be a list of as many floats")
+        except Exception as error:  # noqa: BLE001 - user code: whatever it raises is the fate of these samples
+            if len(samples) > 1:
+                return [self.call_batch([sample], finish)[0] for sample in samples]
+            return [_failed(error, started)]
         seconds = time.perf_counter() - started
-        if type(value) is not float:
-            if not isinstance(value, numbers.Real):
-                reason = f"returned {_type_name(value)}, must be a float"
-                return TermResult(status="error", reason=reason, seconds=seconds)
-            try:
-                value = float(value)
-            except OverflowError:
-                return TermResult(status="error", reason="returned a number too large for a float", seconds=seconds)
-        if not math.isfinite(value):
-            return TermResult(status="error", reason=f"returned {value}, must be finite", seconds=seconds)
-        return TermResult(value=value, seconds=seconds)
+        return [TermResult(applies=False, seconds=seconds) if v is None else _result(v, seconds) for v in values]
+
+    def _start(self, sample: RewardInput) -> Any:
+        if self.form == "verl":
+            return self.function(**verl_keywords(sample, self.accepts), **self.args)
+        keywords = data_keywords(sample, self.fields, self.accepts, self.settings)
+        keywords.update(self.args)
+        return self.function(sample.prompt, sample.completion, sample.prompt_ids, sample.completion_ids, **keywords)
+
+    def _score(self, value: Any) -> Any:
+        # verl's functions may return a dict of what else they found.
+        return value["score"] if self.form == "verl" and isinstance(value, dict) and "score" in value else value
 
 
-def resolve(terms: list[RewardTerm], base: Path) -> list[Term]:
+def _failed(error: Exception, started: float) -> TermResult:
+    return TermResult(status="error", reason=describe_error(error), seconds=time.perf_counter() - started)
+
+
+def _result(value: Any, seconds: float) -> TermResult:
+    if type(value) is not float:
+        if not isinstance(value, numbers.Real):
+            reason = f"returned {_type_name(value)}, must be a float"
+            return TermResult(status="error", reason=reason, seconds=seconds)
+        try:
+            value = float(value)
+        except OverflowError:
+            return TermResult(status="error", reason="returned a number too large for a float", seconds=seconds)
+    if not math.isfinite(value):
+        return TermResult(status="error", reason=f"returned {value}, must be finite", seconds=seconds)
+    return TermResult(value=value, seconds=seconds)
+
+
+def resolve(terms: Sequence[RewardTerm], base: Path) -> list[Term]:
     """Import and check every term; ConfigError is one line that names the term and what is allowed."""
     resolved: list[Term] = []
     for term in terms:
@@ -160,20 +209,17 @@ def _resolve_one(term: RewardTerm, label: str, base: Path) -> Term:
     where = f"reward {term.name!r}"
     if not callable(function):
         raise ConfigError(f"{where} must be a function, is {type(function).__name__}")
-    parameters = inspect.signature(function).parameters
-    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    named = [n for n, p in parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    positional = sum(p.kind in (p.POSITIONAL_OR_KEYWORD, p.POSITIONAL_ONLY) for p in parameters.values())
-    if positional < len(SIGNATURE) and not any(p.kind is p.VAR_POSITIONAL for p in parameters.values()):
-        raise ConfigError(f"{where} must take ({', '.join(SIGNATURE)}, **data), takes {inspect.signature(function)}")
-    if "completions" in list(parameters)[: len(SIGNATURE)]:
-        raise ConfigError(f"{where}: rename its parameter completions to completion, which is the text of one sample")
+    try:
+        form = find_form(function)
+    except ValueError as error:
+        raise ConfigError(f"{where}: {error}") from None
+    named, takes_any = named_parameters(function)
     builtin = ":" not in term.name
-    given = {*SIGNATURE, *FIELDS, "answer", "reasoning_gym"}
+    given = {*_OWN[form], *FIELDS, "answer", "reasoning_gym"}
     allowed = [name for name in named if name not in given] if builtin else named
     for name in term.args:
         # A built-in's **data is for the task's data: an unknown argument there is a misspelt one.
-        if name in SIGNATURE or (name not in allowed and (builtin or not takes_any)):
+        if name in _OWN[form] or (name not in allowed and (builtin or not takes_any)):
             close = difflib.get_close_matches(name, allowed, n=1)
             hint = f", did you mean {close[0]!r}?" if close else f": one of {', '.join(allowed) or 'none'}"
             raise ConfigError(f"{where}: unknown argument {name!r}{hint}")
@@ -184,16 +230,51 @@ def _resolve_one(term: RewardTerm, label: str, base: Path) -> Term:
     inline = getattr(function, "inline", False)
     if callable(inline):
         inline = inline(**term.args)
+    concurrency, batch, wait_ms = _sharing(term, function, form, where)
+    secrets = getattr(function, "secrets", None)
+    hidden = {*FIELDS} if builtin else set()
     return Term(
         label=label,
         weight=term.weight,
         function=function,
         args=dict(term.args),
-        accepts=None if takes_any else frozenset(named) - {*SIGNATURE, *(FIELDS if builtin else ())},
+        accepts=None if takes_any else frozenset(named) - ({*SIGNATURE, *hidden} if form == "sample" else hidden),
         inline=bool(inline) and not inspect.iscoroutinefunction(function),
         fields=FIELDS & frozenset(named),
         settings=frozenset(getattr(function, "settings", ())),
+        form=form,
+        concurrency=concurrency,
+        batch=batch,
+        wait_s=wait_ms / 1000,
+        chat=term.chat,
+        secrets=tuple(secrets(**term.args)) if secrets is not None else (),
     )
+
+
+_OWN: dict[Form, tuple[str, ...]] = {"sample": SIGNATURE, "lists": LISTS, "verl": VERL}
+
+
+def _sharing(term: RewardTerm, function: Callable[..., Any], form: Form, where: str) -> tuple[int, int, float]:
+    """How a term shares its worker: concurrency, batch and wait_ms, of the settings, else of the function."""
+    said = {
+        name: getattr(function, name, None) if getattr(term, name) is None else getattr(term, name)
+        for name in ("concurrency", "batch", "wait_ms")
+    }
+    for name, value in said.items():
+        least, kinds = (0, (int, float)) if name == "wait_ms" else (1, int)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, kinds) or value < least):
+            raise ConfigError(f"{where}: its attribute {name} is {value!r}, must be a number of {least} or more")
+    if form == "lists":
+        if said["concurrency"] is not None:
+            raise ConfigError(f"{where}: concurrency is for functions of one sample; one of lists has batch")
+        wait_ms = WAIT_MS if said["wait_ms"] is None else said["wait_ms"]
+        return 0, said["batch"] or BATCH, wait_ms
+    for name, value in (("batch", said["batch"]), ("wait_ms", said["wait_ms"]), ("chat", term.chat or None)):
+        if value is not None:
+            raise ConfigError(f"{where}: {name} is for functions of lists, (prompts, completions, **columns)")
+    if said["concurrency"] is not None and not inspect.iscoroutinefunction(function):
+        raise ConfigError(f"{where}: concurrency needs an async function; of a plain one, reward.workers run at once")
+    return said["concurrency"] or 0, 0, 0.0
 
 
 def _check_args(function: Callable[..., Any], args: dict[str, Any], where: str) -> None:

@@ -20,8 +20,9 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from consumers.reward.rewards.terms import RewardInput, TermResult
-from consumers.reward.workers.worker import PREFIX, Answer, Call, Ready, Setup
+from consumers.reward.rewards.signatures import RewardInput
+from consumers.reward.rewards.terms import TermResult
+from consumers.reward.workers.worker import PREFIX, Answer, Call, Ready, Setup, packed
 from schemas.config import RewardTerm
 from schemas.errors import InfraError
 from schemas.guarded_process import CLOSE_TIMEOUT_S, GuardedProcess, environment
@@ -30,7 +31,7 @@ T = TypeVar("T")
 START_TIMEOUT_S = 60.0
 _READY, _ANSWER = msgspec.msgpack.Decoder(Ready), msgspec.msgpack.Decoder(Answer)
 """Made before there are threads: msgspec crashes when several look at a type for the first time."""
-_MOST_BYTES = 1 << 16
+MOST_BYTES = 1 << 16
 """More than any answer has."""
 _PROGRAM = [sys.executable, "-P", "-m", "consumers.reward.workers.worker"]
 
@@ -67,22 +68,24 @@ class WorkerPool:
 
     def __init__(
         self,
-        terms: list[RewardTerm],
+        terms: Sequence[RewardTerm],
         base: Path,
         size: int,
         timeout_s: float,
         start_timeout_s: float = START_TIMEOUT_S,
         env: Sequence[str] = (),
+        serves: Sequence[int] | None = None,
     ) -> None:
-        """env: names of further environment variables that the workers see."""
+        """env: names of further environment variables that the workers see. serves: which terms are called, or all."""
         if size < 1:
             raise ValueError(f"a pool needs 1 worker or more, has {size}")
         self._timeout_s = timeout_s
         self._start_timeout_s = start_timeout_s
-        self._term_count = len(terms)
+        serves = range(len(terms)) if serves is None else serves
+        self._term_count = len(serves)
         self._jobs: queue.SimpleQueue[Job[Any] | None] = queue.SimpleQueue()
         self._closing = threading.Event()
-        setup = Setup([term.model_dump() for term in terms], str(base.resolve()), list(sys.path))
+        setup = Setup.of(terms, base, serves, timeout_s)
         self._workers = [Worker(setup, start_timeout_s, env) for _ in range(size)]
         self._threads = [
             threading.Thread(target=self._serve, args=(worker,), name=f"reward-worker-{i}", daemon=True)
@@ -224,11 +227,23 @@ class Worker:
 
     def call(self, term: int, sample: RewardInput, timeout_s: float) -> TermResult:
         """Call a term. TimeoutError past the deadline and WrongAnswer: kill the worker then. WorkerEnded: it died."""
-        self._calls += 1
-        answer = self._exchange(Call(self._calls, term, sample), timeout_s, _ANSWER)
-        if answer.number != self._calls:
+        number = self.next_number()
+        answer = self._exchange(Call(number, term, sample), timeout_s, _ANSWER)
+        if answer.number != number:
             raise WrongAnswer
         return answer.result
+
+    def next_number(self) -> int:
+        """The number of a new call."""
+        self._calls += 1
+        return self._calls
+
+    @property
+    def connection(self) -> socket.socket:
+        """The connection to the process; InfraError if it is gone."""
+        if self._connection is None:
+            raise InfraError("the reward workers are closed")
+        return self._connection
 
     def kill(self) -> str:
         """Kill the process with all that it started; returns how the process ended."""
@@ -260,12 +275,11 @@ class Worker:
         if connection is None:
             raise WorkerEnded("the worker is not running")
         deadline = time.monotonic() + timeout_s
-        data = msgspec.msgpack.encode(message)
         try:
             connection.settimeout(timeout_s)
-            connection.sendall(PREFIX.pack(len(data)) + data)
+            connection.sendall(packed(message))
             (size,) = PREFIX.unpack(_receive(connection, PREFIX.size, deadline))
-            if size > _MOST_BYTES:
+            if size > MOST_BYTES:
                 raise WrongAnswer
             return expected.decode(_receive(connection, size, deadline))
         except TimeoutError:

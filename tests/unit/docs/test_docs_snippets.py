@@ -61,6 +61,15 @@ def test_the_reward_functions_score(snippets: Path) -> None:
     assert (score.status, score.reward) == ("ok", 1.5)
 
 
+def test_the_reward_of_lists_and_the_one_from_verl_score(snippets: Path) -> None:
+    terms = [RewardTerm(name="batch_rewards.py:rarity"), RewardTerm(name="from_verl.py:compute_score", weight=0.5)]
+    score = check_reward(terms, snippets, trajectory("7", tokens=4, answer="7"), timeout_s=30.0)
+    assert score is not None
+    assert (score.status, score.reward) == ("ok", 1.5)
+    rarity = load("batch_rewards.py:rarity", "reward", snippets)
+    assert rarity(prompts=[""] * 3, completions=["7", "7", "8"], answer=["7", "7", "7"]) == [0.5, 0.5, 0.0]
+
+
 def test_the_reward_function_of_the_readme_scores(tmp_path: Path) -> None:
     title, agent = write_code(ROOT / "README.md", tmp_path)
     assert agent == "my_agent.py"

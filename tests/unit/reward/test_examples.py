@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from consumers.reward.rewards.terms import RewardInput, resolve
+from consumers.reward.rewards.signatures import RewardInput
+from consumers.reward.rewards.terms import resolve
 from producers.datasets.loading import build_dataset
 from schemas.config import load_config
 

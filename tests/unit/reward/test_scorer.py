@@ -16,7 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from consumers.reward.rewards import REWARDS
-from consumers.reward.rewards.terms import RewardInput, Term, TermResult
+from consumers.reward.rewards.signatures import RewardInput
+from consumers.reward.rewards.terms import Term, TermResult
 from consumers.reward.scorer import Scorer, check_reward, reward_input
 from consumers.reward.workers.pool import WorkerPool
 from consumers.reward.workers.worker import PREFIX, Answer
@@ -151,7 +152,10 @@ def test_a_missing_reference_is_an_error_and_not_a_zero(base: Path):
 
 def test_what_a_function_sees_of_a_trajectory():
     sample = reward_input(trajectory("46", mask=(0, 1, 0, 1), answer="46"))
-    assert sample == RewardInput("12+34=", "46", [0], [1, 2, 3], {"answer": "46"})
+    assert sample == RewardInput("12+34=", "46", [0], [1, 2, 3], {"answer": "46"}, trajectory_id=sample.trajectory_id)
+    assert sample.trajectory_id.startswith("r-0-0-")
+    again = reward_input(trajectory("46", mask=(0, 1, 0, 1, 1), answer="46"))
+    assert again.trajectory_id != sample.trajectory_id, "a task that is done again has other tokens"
     assert reward_input(trajectory("", mask=(0, 0))).completion_ids == []
 
 
@@ -323,7 +327,7 @@ def test_start_has_a_deadline(base: Path):
 PARENT = """
 import sys, pathlib
 from consumers.reward.workers.pool import WorkerPool
-from consumers.reward.rewards.terms import RewardInput
+from consumers.reward.rewards.signatures import RewardInput
 from schemas.config import RewardTerm
 pool = WorkerPool([RewardTerm(name=n) for n in ("mine.py:pid", "mine.py:by_data")], pathlib.Path("."), 1, 600.0)
 print(int(pool.submit([0], lambda: RewardInput("", "", [], [], {}), list).result(60)[0].value), flush=True)
@@ -428,7 +432,7 @@ def test_close_leaves_no_process_behind(base: Path):
         ({"name": "exact", "args": {"answer": 1}}, "unknown argument 'answer': one of none"),
         ({"name": "format", "args": {"regex": "("}}, "reward 'format': regex '(' is wrong"),
         ({"name": "format", "args": {"regex": "a", "tags": ["b"]}}, "regex or tags, not both"),
-        ({"name": "mine.py:as_in_trl"}, "rename its parameter completions to completion"),
+        ({"name": "mine.py:as_in_trl"}, "rename its parameters to prompt and completion for one sample"),
         ({"name": "mine.py:few"}, "must take (prompt, completion, prompt_ids, completion_ids, **data)"),
         ({"name": "mine.py:number"}, "must be a function, is int"),
         ({"name": "mine.py:strict", "args": {"scal": 1}}, "did you mean 'scale'"),

@@ -54,6 +54,12 @@ def merged(**sections: Any) -> dict[str, Any]:
             merged(trainer={"optimizer": {"betas": [5, -3]}}),
             "trainer.optimizer.betas.0: 5 is not allowed, must be",
         ),
+        (
+            merged(reward={"terms": [{"name": "exact"}], "env": ["KEY", "REDIS_URL_FILE"]}),
+            "reward.env: REDIS_URL_FILE is a variable of the services', which users' code does not get to see",
+        ),
+        (merged(generator={"agents": {"env": ["TIDEMILL_CONTROL_TOKEN"]}}), "generator.agents.env: TIDEMILL_CONTROL"),
+        (merged(reward={"terms": [{"name": "exact"}], "env": ["A B"]}), "reward.env: 'A B' is no name of an env"),
         (merged(trainer={"optimizer": {"betas": [0.9, -3]}}), "trainer.optimizer.betas.1: -3 is not allowed, must be"),
     ],
 )

@@ -1,0 +1,42 @@
+"""The deadline of a call that runs beside others: a clock that stands still while the call waits for its turn."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from contextvars import ContextVar
+
+
+class CallClock:
+    """Time that a call has left, seconds. It stands still while somebody is inside ``stopped``."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self._left = timeout_s
+        self._since = time.monotonic()
+        self._stops = 0
+
+    def left(self) -> float:
+        """Seconds until the deadline, 0 or less once it has passed."""
+        return self._left if self._stops else self._left - (time.monotonic() - self._since)
+
+    @contextlib.contextmanager
+    def stopped(self) -> Iterator[None]:
+        """Inside, no time passes."""
+        self._left = self.left()
+        self._stops += 1
+        try:
+            yield
+        finally:
+            self._stops -= 1
+            self._since = time.monotonic()
+
+
+CLOCK: ContextVar[CallClock] = ContextVar("clock")
+"""The clock of the running call."""
+
+
+def call_clock() -> CallClock:
+    """The clock of the running call; one that never ends where nobody set any."""
+    found = CLOCK.get(None)
+    return CallClock(float("inf")) if found is None else found
