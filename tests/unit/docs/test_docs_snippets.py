@@ -26,7 +26,7 @@ from producers.loops.tool_functions import load_tools
 from producers.loops.tools import Tools
 from producers.workflows.base import RolloutContext, find_workflow
 from schemas.codec import Array
-from schemas.config import AgentsConfig, DatasetConfig, RewardTerm, parse_config
+from schemas.config import AgentsConfig, DatasetConfig, RewardTerm, TidemillConfig, parse_config
 from schemas.messages import Sampling, Span, Task, Trajectory
 from schemas.plugins import load
 from tests.support.sandboxes import sandbox
@@ -86,6 +86,33 @@ def test_the_program_of_the_sandbox_page_runs(tmp_path: Path) -> None:
     command = [sys.executable, tmp_path / "shout.py"]
     done = subprocess.run(command, capture_output=True, check=True, timeout=60, env=environment)
     assert done.stdout == b"exit 0 b'HELLO'\n"
+
+
+def test_a_run_from_python(snippets: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """It is the command's run, of the configuration with the override; the order goes to the run's control plane."""
+    file = tmp_path / "mine.yaml"
+    file.write_text(yaml.safe_dump(SMALLEST))
+    monkeypatch.chdir(tmp_path)
+    launched: list[TidemillConfig] = []
+    exits = iter([0, 6])
+
+    def launch(config: TidemillConfig, fresh: bool) -> int:
+        launched.append(config)
+        return next(exits)
+
+    monkeypatch.setattr("deploy.run.names.check_names", lambda config: None)
+    monkeypatch.setattr("deploy.launchers.factory.build_launcher", lambda config: SimpleNamespace(launch=launch))
+    train = load("from_python.py:train", "snippet", snippets)
+    assert train(str(file)) == launched[0].folder / "model"
+    assert launched[0].trainer.steps == 100
+    with pytest.raises(SystemExit, match="6"):
+        train(str(file))
+
+    sent: list[tuple[str, str, object]] = []
+    client = SimpleNamespace(send=lambda *request: sent.append(request) or {"done": True})
+    monkeypatch.setattr("deploy.client.client.connect", lambda run, url: client)
+    assert load("from_python.py:pause", "snippet", snippets)("mine") == {"done": True}
+    assert sent == [("POST", "/v1/pause", {"mode": "freeze"})]
 
 
 def test_the_dataset_is_one(snippets: Path) -> None:
