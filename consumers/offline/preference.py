@@ -31,6 +31,7 @@ from consumers.offline.pairs import (
 )
 from consumers.offline.step import DEFAULT_LIMITS, MemoryLimits, MicroBatches, OfflineStep, answer_logprobs
 from consumers.trainer.checkpoint.files import whole_folder
+from consumers.trainer.distributed.layout import check_model
 from consumers.trainer.distributed.ranks import Ranks
 from consumers.trainer.model.dropout import train_without_dropout
 from consumers.trainer.model.hf_weights import named_weights, save_weights
@@ -76,6 +77,7 @@ def train_dpo(
     ``progress``.
     """
     ranks = ranks or Ranks()
+    check_model(model.path, ranks.layout, model.trust_remote_code)
     with whole_folder(settings.out, "dpo.out", main=ranks.is_main) as aside:
         tokenizer = load_tokenizer(model.path)
         policy = Policy(load_model(model.path, "float32", model.trust_remote_code))
@@ -121,6 +123,11 @@ def train_reward_model(
     ranks: as in train_dpo.
     """
     ranks = ranks or Ranks()
+    if ranks.layout.context > 1:
+        raise ConfigError(
+            f"trainer.parallel.context {ranks.layout.context}: a reward model reads whole sequences; set it to 1"
+        )
+    check_model(model.path, ranks.layout, model.trust_remote_code)
     with whole_folder(settings.out, "reward_model.out", main=ranks.is_main) as aside:
         tokenizer = load_tokenizer(model.path)
         # Its head is new, and must be the same on every rank.

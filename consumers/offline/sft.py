@@ -32,6 +32,7 @@ from consumers.offline.pairs import batches
 from consumers.offline.provenance import DETAILS, settings_digest
 from consumers.offline.step import DEFAULT_LIMITS, MemoryLimits, MicroBatches, OfflineStep, answer_logprobs
 from consumers.trainer.checkpoint.files import whole_folder
+from consumers.trainer.distributed.layout import check_model
 from consumers.trainer.distributed.ranks import Ranks
 from consumers.trainer.model.hf_weights import named_weights, save_weights
 from consumers.trainer.model.policy import DTYPES, Policy, load_model
@@ -103,6 +104,7 @@ def train_sft(
             source(aside, seed)
         # The others read what rank 0 has written.
         start = ranks.broadcast_text(str(aside if callable(source) else source))
+        check_model(start, ranks.layout, trust_remote_code)
         tokenizer = load_tokenizer(start)
         own, other = ([_encode(tokenizer, pair, max_length) for pair in part] for part in (examples, heldout))
         model = _Model(load_model(start, "float32", trust_remote_code))

@@ -54,7 +54,8 @@ class MicroBatches(Generic[Item]):
 
     def __init__(self, ranks: Ranks, tokens: Callable[[Item], int], limits: MemoryLimits, packed: bool) -> None:
         self._ranks, self._tokens, self._packed = ranks, tokens, packed
-        self._most = limits.micro_batch_tokens
+        # Of a data part, whose ranks share the tokens.
+        self._most = limits.micro_batch_tokens * ranks.layout.context
 
     def of(self, batch: Sequence[Item]) -> list[list[Item]]:
         """This rank's micro-batches; one may be empty."""
@@ -90,7 +91,7 @@ class OfflineStep(Generic[Item]):
         loss: part of the step's loss, from the items of a micro-batch. ConfigError if too many steps are skipped.
         """
         total, norm = self._gradient(self._micro_batches.of(batch), loss)
-        finite = norm < float("inf") and abs(total) < float("inf")
+        finite = not self._ranks.any(not (norm < float("inf") and abs(total) < float("inf")))
         if finite:
             self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)

@@ -82,6 +82,7 @@ class Checkpointing:
                     version=self._progress.version,
                     leader_term=term_number(self._session.leader_term),
                     world=self._rank_group.ranks.world,
+                    parallel=self._rank_group.ranks.layout.parallel,
                 )
                 self._context.retry("batches", partial(self._batch_files.write, record))
 

@@ -113,7 +113,7 @@ class RankGroup:
         """
         plan = self.step.planner.plan(groups)
         for rank in range(1, self.ranks.world):
-            self._send(rank, Train(version, plan.share(self.ranks.dp_rank_of(rank)), str(trace or "")))
+            self._send(rank, Train(version, plan.share(self.ranks.layout.dp_rank_of(rank)), str(trace or "")))
         return self._run_step(plan.batch(self.ranks.dp_rank), version, trace)
 
     def gather(self, tokens: Sequence[int]) -> tuple[Snapshot, npt.NDArray[np.float32]]:

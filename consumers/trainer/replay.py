@@ -18,7 +18,7 @@ from consumers.trainer.data.microbatches import Group
 from consumers.trainer.distributed.ranks import Ranks
 from consumers.trainer.rank_group import RankGroup
 from consumers.trainer.step.build import build_train_step
-from schemas.config import TidemillConfig
+from schemas.config import ParallelConfig, TidemillConfig
 from schemas.errors import ConfigError
 
 
@@ -26,7 +26,8 @@ from schemas.errors import ConfigError
 class ReplayPlan:
     """The steps [first, last) are trained from ``start`` (None: where the run began) to ``goal``, both checkpoints.
 
-    world, threads, torch: ranks, threads and PyTorch version that the run trained them with.
+    world, parallel, threads, torch: ranks, how they shared the model, threads and PyTorch version that the run trained
+    them with.
     """
 
     start: Path | None
@@ -34,6 +35,7 @@ class ReplayPlan:
     first: int
     last: int
     world: int
+    parallel: dict[str, int]
     threads: int
     torch: str
 
@@ -63,11 +65,11 @@ def plan_replay(config: TidemillConfig, first: int, last: int | None) -> ReplayP
             raise ConfigError(
                 f"{goal.name} is of weights that were given up: a later trainer trained step {step} again"
             )
-        setups.append((record.world, record.threads, record.torch))
+        setups.append((record.world, record.parallel, record.threads, record.torch))
         if setups[0] != setups[-1]:
             raise ConfigError(
-                f"other ranks, threads or another PyTorch trained from step {step} on: replay up to a checkpoint before"
-                " it, or from one after it"
+                f"other ranks, another trainer.parallel, other threads or another PyTorch trained from step {step} on:"
+                " replay up to a checkpoint before it, or from one after it"
             )
     return ReplayPlan(start, goal, first, last, *setups[0])
 
@@ -79,7 +81,8 @@ def run_replay(config: TidemillConfig, plan: ReplayPlan, on_step: Callable[[int]
     """
     torch.set_num_threads(plan.threads)
     torch.manual_seed(config.run.seed)
-    ranks, batches = Ranks(), BatchFiles(config.folder)
+    ranks = Ranks(config.trainer.rank_deadline_s, ParallelConfig(**plan.parallel))
+    batches = BatchFiles(config.folder)
     with ranks.watchdog():
         rank_group = RankGroup(config, build_train_step(config, ranks))
         if not ranks.is_main:

@@ -26,7 +26,7 @@ def run_trainer(config: TidemillConfig, name: str) -> None:
     if config.trainer.threads:
         torch.set_num_threads(config.trainer.threads)
     torch.manual_seed(config.run.seed)
-    ranks = Ranks(config.trainer.rank_deadline_s)
+    ranks = Ranks(config.trainer.rank_deadline_s, config.trainer.parallel)
     if ranks.world > 1:
         structlog.contextvars.bind_contextvars(rank=ranks.rank)
     with ranks.watchdog():

@@ -35,7 +35,7 @@ def make_model(config: TidemillConfig, settings: WarmStartConfig) -> None:
         return
     from consumers.trainer.distributed.ranks import Ranks
 
-    ranks = Ranks()
+    ranks = Ranks(config.trainer.rank_deadline_s, config.trainer.parallel)
     with ranks.watchdog():
         if ranks.broadcast_text("current" if ranks.is_main and up_to_date(config, settings) else ""):
             return

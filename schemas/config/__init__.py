@@ -24,6 +24,7 @@ from schemas.config.trainer import (
     CriticConfig,
     LoraConfig,
     OptimizerConfig,
+    ParallelConfig,
     PublishConfig,
     TrainerConfig,
 )
@@ -50,6 +51,7 @@ __all__ = [
     "LossConfig",
     "ModelConfig",
     "OptimizerConfig",
+    "ParallelConfig",
     "PreferenceConfig",
     "ProbesConfig",
     "PublishConfig",

@@ -88,6 +88,30 @@ class CheckpointConfig(Section):
         return self.every * 2 if self.asynchronous else self.every
 
 
+class ParallelConfig(Section):
+    """How the trainer's ranks share the model: a mesh of replicate x shard x context x tensor.
+
+    Blocks of context x tensor ranks train the same samples. Gradients do not depend on any of it.
+    """
+
+    tensor: int = Field(
+        1, ge=1, description="Ranks over which each layer is cut, by the model's own plan, and the vocabulary by rows."
+    )
+    context: int = Field(
+        1,
+        ge=1,
+        description="Ranks over which the tokens of a micro-batch are cut (Ulysses): attention exchanges heads.",
+    )
+    replicate: int = Field(
+        1, ge=1, description="Copies of the sharded model (HSDP): weights are gathered only within one of them."
+    )
+
+    @property
+    def unit(self) -> int:
+        """Return how many ranks the smallest model takes; shard is the number of ranks over this."""
+        return self.tensor * self.context * self.replicate
+
+
 class PublishConfig(Section):
     """Publication of new weights to the generators."""
 
@@ -158,6 +182,10 @@ class TrainerConfig(Section):
         ge=1,
         description="Ranks over which the model is sharded (FSDP2), one a GPU, that a started trainer makes of itself;"
         " a launcher of your own (torchrun, accelerate) decides by itself.",
+    )
+    parallel: ParallelConfig = Field(
+        default_factory=ParallelConfig,
+        description="How the ranks share the model; what tensor, context and replicate leave over shards it (FSDP2).",
     )
     rank_deadline_s: Seconds = Field(
         1800.0,
@@ -245,6 +273,27 @@ class TrainerConfig(Section):
         if self.kl.reference == "lora_off" and self.kl.model is not None:
             raise ValueError(
                 f"trainer.kl.reference lora_off and trainer.kl.model {self.kl.model!r} are two references: keep one"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_parallel(self) -> TrainerConfig:
+        # One process is also what a launcher of one's own starts several of.
+        if self.processes > 1 and self.processes % self.parallel.unit:
+            sizes = ", ".join(f"{name} {size}" for name, size in self.parallel.model_dump().items())
+            raise ValueError(
+                f"trainer.processes {self.processes} must be a multiple of {self.parallel.unit}, the product of"
+                f" trainer.parallel ({sizes})"
+            )
+        if self.lora is not None and self.parallel.tensor > 1:
+            raise ValueError(
+                f"trainer.lora with trainer.parallel.tensor {self.parallel.tensor}: an adapter cannot be cut; set"
+                " tensor to 1, an adapter is small"
+            )
+        if self.compile and self.parallel.tensor > 1:
+            raise ValueError(
+                f"trainer.compile with trainer.parallel.tensor {self.parallel.tensor}: cut layers are not compiled;"
+                " leave one of them out"
             )
         return self
 

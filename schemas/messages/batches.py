@@ -49,14 +49,15 @@ class RecordedGroup(msgspec.Struct, frozen=True, array_like=True, gc=False):
 class StepRecord(Message, kw_only=True, tag="step_record"):
     """Record of an optimizer step: ``step`` steps were done before it, ``version`` names the weights before it.
 
-    leader_term: number of the trainer that trained it. world, threads, torch: ranks, CPU threads of each, and
-    PyTorch's version, on which the last bits of a sum depend.
+    leader_term: number of the trainer that trained it. world, parallel, threads, torch: ranks, how they shared the
+    model (trainer.parallel), CPU threads of each, and PyTorch's version, on which the last bits of a sum depend.
     """
 
     step: int
     version: int
     leader_term: int
     world: int
+    parallel: dict[str, int]
     threads: int
     torch: str
     groups: list[RecordedGroup]

@@ -23,6 +23,8 @@ _context.set_forkserver_preload(
         "pytest",
         "peft",
         "tests.support.killed_trainers",
+        "tests.support.parallel_layouts",
+        "tests.support.parallel_steps",
         "tests.support.sharded_steps",
         "tests.support.sharded_algorithms",
     ]

@@ -40,7 +40,7 @@ def run_steps(
             "trainer": {"steps": 9, "micro_batch_tokens": 60, "optimizer": {"lr": 1e-3}, **trainer},
         }
     )
-    ranks = Ranks(timeout_s=100.0)
+    ranks = Ranks(timeout_s=100.0, parallel=config.trainer.parallel)
     with ranks.watchdog():
         step = build_train_step(config, ranks)
         rank_group = RankGroup(config, step)

@@ -79,13 +79,16 @@ class BatchFiles:
         return [(int(match[1]), int(match[2]), file) for match, file in found]
 
 
-def step_record(groups: Sequence[Group], *, step: int, version: int, leader_term: int, world: int) -> StepRecord:
+def step_record(
+    groups: Sequence[Group], *, step: int, version: int, leader_term: int, world: int, parallel: dict[str, int]
+) -> StepRecord:
     """The record of a step that trained these groups on weights ``version``, over ``world`` ranks."""
     return StepRecord(
         step=step,
         version=version,
         leader_term=leader_term,
         world=world,
+        parallel=parallel,
         threads=torch.get_num_threads(),
         torch=str(torch.__version__),
         groups=[

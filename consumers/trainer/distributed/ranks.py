@@ -1,7 +1,8 @@
 """The processes of one trainer: sharded models, and the few collectives of numbers and errors between them.
 
 A single process needs no launcher. Under torchrun (``WORLD_SIZE`` over 1) every rank holds a shard of
-each parameter (FSDP2), on GPUs over nccl and on CPUs over gloo.
+each parameter (FSDP2), on GPUs over nccl and on CPUs over gloo; with trainer.parallel it holds a shard of its part of
+each layer, and computes its part of the tokens (layout.py).
 
 Every rank calls collectives in the same order. A rank that never comes fails them after ``COLLECTIVE_TIMEOUT_S``; one
 that dies is noticed earlier, by watchdog.py.
@@ -9,6 +10,7 @@ that dies is noticed earlier, by watchdog.py.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -23,13 +25,18 @@ from accelerate import Accelerator
 from accelerate.utils import InitProcessGroupKwargs
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
 
 from consumers.trainer.distributed.channel import Channel
+from consumers.trainer.distributed.layout import Layout
+from consumers.trainer.distributed.parts import ParallelModule, Part, local_part
+from consumers.trainer.distributed.tensor_parallel import cut_layers
 from consumers.trainer.distributed.watchdog import RankWatchdog
-from schemas.errors import DiskError, InfraError
+from schemas.config import ParallelConfig
+from schemas.errors import ConfigError, DiskError, InfraError
 
 M = TypeVar("M", bound=nn.Module)
 T = TypeVar("T")
@@ -46,23 +53,38 @@ log = structlog.get_logger()
 class Ranks:
     """All ranks of a trainer, seen from this rank; collectives are the identity in a single process.
 
-    rank, world: this process in the process group, and how many there are. dp_rank, dp_size: which part of a batch
-    this rank trains, and in how many parts it is cut; today every process trains one.
+    rank, world: this process in the process group, and how many there are. layout: how they share the model. dp_rank,
+    dp_size: which part of a batch this rank trains, and in how many parts it is cut.
     """
 
-    def __init__(self, timeout_s: float = COLLECTIVE_TIMEOUT_S) -> None:
-        """Join the process group. timeout_s: seconds after which a collective fails that some rank has not come to."""
+    def __init__(self, timeout_s: float = COLLECTIVE_TIMEOUT_S, parallel: ParallelConfig | None = None) -> None:
+        """Join the process group; ConfigError if the sizes of ``parallel`` do not make up its ranks.
+
+        timeout_s: seconds after which a collective fails that some rank has not come to.
+        """
         process_group = InitProcessGroupKwargs(timeout=timedelta(seconds=timeout_s))
         with _own_settings():
             self.accelerator = Accelerator(cpu=not torch.cuda.is_available(), kwargs_handlers=[process_group])
         self.world: int = self.accelerator.num_processes
         self.rank: int = self.accelerator.process_index
-        self.dp_size = self.world
-        self.dp_rank = self.dp_rank_of(self.rank)
+        self.layout = Layout.of(self.world, parallel or ParallelConfig())
+        self.dp_size = self.layout.dp_size
+        self.dp_rank = self.layout.dp_rank_of(self.rank)
 
-    def dp_rank_of(self, rank: int) -> int:
-        """Index of the part of a batch that the process ``rank`` trains."""
-        return rank
+    @cached_property
+    def mesh(self) -> DeviceMesh:
+        """The ranks as a mesh, with the flat dimensions data and sharded. Every rank must use it first at one point."""
+        layout, device = self.layout, self.accelerator.device.type
+        sizes = (layout.replicate, layout.shard, layout.context, layout.tensor)
+        mesh = init_device_mesh(device, sizes, mesh_dim_names=("replicate", "shard", "context", "tensor"))
+        mesh["replicate", "shard"]._flatten("data")
+        mesh["shard", "context"]._flatten("sharded")
+        return mesh
+
+    def _part(self, name: str) -> Part | None:
+        """This rank's place in a dimension of the mesh; None where that is of one rank."""
+        mesh = self.mesh[name]
+        return Part(mesh.get_group(), mesh.get_local_rank(), mesh.size()) if mesh.size() > 1 else None
 
     @property
     def is_main(self) -> bool:
@@ -132,10 +154,11 @@ class Ranks:
         return [rows[i] if i < len(rows) else rows[0] for i in places], [float(i < len(rows)) for i in places]
 
     def prepare(self, model: M, dtype: torch.dtype = torch.float32) -> M:
-        """Move a model to its device, sharded layer by layer over the ranks, computing in ``dtype``.
+        """Move a model to its device, cut and sharded layer by layer over the ranks, computing in ``dtype``.
 
         Its parameters stay in the type they have; gradients are reduced in float32. A single rank shards over
-        itself when it computes in another type, so that it computes what several do.
+        itself when it computes in another type, so that it computes what several do. ConfigError when the model cannot
+        be cut as trainer.parallel says.
         """
         if self.world == 1 and dtype == torch.float32:
             return model.to(self.accelerator.device)
@@ -145,7 +168,8 @@ class Ranks:
         # PyTorch's own call and not accelerate's: that takes the optimizer too, and on the CPU it picks
         # plain data parallelism whatever plugin it is given.
         model = model.to(self.accelerator.device)
-        mesh = init_device_mesh(self.accelerator.device.type, (self.dp_size,))
+        self._cut(model)
+        mesh = self.mesh["replicate", "sharded"] if self.layout.replicate > 1 else self.mesh["sharded"]
         precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
         layers = {name for module in model.modules() for name in getattr(module, "_no_split_modules", None) or ()}
         for module in model.modules():
@@ -154,28 +178,64 @@ class Ranks:
         fully_shard(model, mesh=mesh, mp_policy=precision)
         return model
 
+    def _cut(self, model: nn.Module) -> None:
+        """Cut the layers of a model over the ranks of tensor, and tell it with which ranks it shares tokens."""
+        if self.layout.tensor > 1:
+            cut_layers(next(m for m in model.modules() if isinstance(m, PreTrainedModel)), self.mesh["tensor"])
+        if self.layout.context > 1 and not (isinstance(model, ParallelModule) and model.packed):
+            raise ConfigError(
+                f"trainer.parallel.context {self.layout.context}: {type(model).__name__} cannot be computed with packed"
+                " sequences, whose tokens would be cut; set it to 1"
+            )
+        if isinstance(model, ParallelModule):
+            model.context, model.tensor = self._part("context"), self._part("tensor")
+
     def backward(self, loss: Tensor) -> None:
-        """Run backward from this rank's part of a sum over ranks, and undo that sharding averages gradients."""
-        (loss * self.dp_size if self.dp_size > 1 else loss).backward()
+        """Run backward from this rank's part of a sum over data parts, and undo that sharding averages gradients."""
+        parts = self.layout.gradient_parts
+        (loss * parts if parts > 1 else loss).backward()
 
     def clip_grad_norm(self, parameters: Iterable[nn.Parameter], limit: float) -> float:
-        """Scale all gradients so that their global norm is at most ``limit``; returns the norm before."""
-        norm = torch.nn.utils.clip_grad_norm_(list(parameters), limit)
-        return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+        """Scale all gradients so that their global norm is at most ``limit``; returns the norm before.
+
+        It is the same on every rank, to the bit, so that all decide alike what to do about it.
+        """
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        local = [local_part(gradient) for gradient in gradients]
+        squares = torch.stack(torch._foreach_norm(local)).double().square().tolist() if local else []
+        # A piece that several ranks hold counts once.
+        shares = (square / self._copies(gradient) for square, gradient in zip(squares, gradients, strict=True))
+        norm = math.sqrt(self._all_reduce([sum(shares)], dist.ReduceOp.SUM)[0])
+        if not norm <= limit:
+            torch._foreach_mul_(local, limit / (norm + 1e-6))
+        return norm
+
+    def _copies(self, tensor: Tensor) -> int:
+        """How many ranks hold the same piece of a tensor as this one."""
+        if not isinstance(tensor, DTensor):
+            return self.world
+        cut = (tensor.device_mesh.size(dim) for dim, how in enumerate(tensor.placements) if not how.is_replicate())
+        return self.world // math.prod(cut)
 
     def all_reduce_sum(self, values: Sequence[float]) -> list[float]:
-        """Element-wise sum over ranks."""
-        return self._all_reduce(values, dist.ReduceOp.SUM)
+        """Element-wise sum over data parts, of which all ranks have the same values."""
+        return self._all_reduce(values, dist.ReduceOp.SUM, data=True)
 
     def all_reduce_max(self, values: Sequence[float]) -> list[float]:
         """Element-wise maximum over ranks."""
         return self._all_reduce(values, dist.ReduceOp.MAX)
 
-    def _all_reduce(self, values: Sequence[float], operation: dist.ReduceOp.RedOpType) -> list[float]:
+    def any(self, this: bool) -> bool:
+        """Whether ``this`` is true on any rank."""
+        return bool(self.all_reduce_max([float(this)])[0])
+
+    def _all_reduce(
+        self, values: Sequence[float], operation: dist.ReduceOp.RedOpType, data: bool = False
+    ) -> list[float]:
         if self.world == 1:
             return [float(v) for v in values]
         packed = torch.tensor(values, dtype=torch.float64, device=self.accelerator.device)
-        dist.all_reduce(packed, operation)
+        dist.all_reduce(packed, operation, group=self.mesh["data"].get_group() if data else None)
         return [float(v) for v in packed.tolist()]
 
 

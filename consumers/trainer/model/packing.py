@@ -23,6 +23,10 @@ from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import sdpa_mask
 
+from consumers.trainer.distributed.context_parallel import exchange_to_heads, exchange_to_tokens, gather_tokens
+from consumers.trainer.distributed.layout import has_plain_attention
+from consumers.trainer.distributed.parts import Part
+
 KernelName: TypeAlias = Literal["flash_attn", "varlen", "each"]
 Kernel: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor, int, float | None], Tensor]
 """Attention of N tokens in R sequences: (query, key, value, starts, longest, scale) to [1, N, H, D].
@@ -33,7 +37,6 @@ tokens. scale: of the scores, 1/sqrt(D) when None.
 OLDEST_GPU = (8, 0)
 """Lowest compute capability at which both flash kernels work."""
 ATTENTION = "tidemill_packed"
-_PLAIN_LAYERS = {"full_attention"}
 
 
 @dataclass(frozen=True)
@@ -41,7 +44,8 @@ class Packed:
     """R sequences as one row of N tokens, in the form that a model's base takes.
 
     ids, positions: int64 [1, N]. starts: int32 [R+1], where each sequence begins, and N. longest: tokens. rows: bool
-    [R, T], the places of the N tokens in the padded micro-batch.
+    [R, T], the places of the N tokens in the padded micro-batch. context: the ranks that share the tokens, each N / C
+    of them; one more sequence then makes N a multiple of C, and is in no row.
     """
 
     ids: Tensor
@@ -49,25 +53,55 @@ class Packed:
     starts: Tensor
     longest: int
     rows: Tensor
+    context: Part | None = None
 
     def arguments(self) -> dict[str, Any]:
         """Arguments of the model's forward, which hands them to every attention layer; the names are transformers'."""
+        shared = {} if self.context is None else {"context": self.context}
         return {
-            "input_ids": self.ids,
-            "position_ids": self.positions,
+            "input_ids": self._own(self.ids, 1),
+            "position_ids": self._own(self.positions, 1),
             "cu_seq_lens_q": self.starts,
             "cu_seq_lens_k": self.starts,
             "max_length_q": self.longest,
             "max_length_k": self.longest,
+            **shared,
         }
 
+    def part_of(self, values: Tensor) -> Tensor:
+        """Values [R, T] at this rank's tokens: [N / C], 0 or false in the sequence that fills up."""
+        found = values[self.rows]
+        return self._own(F.pad(found, (0, self.ids.shape[1] - len(found))))
 
-def pack(inputs: Tensor, lengths: Tensor) -> Packed:
-    """Pack the first ``lengths`` (int64 [R], 1 or more) tokens of each row of ``inputs``, int64 [R, T]."""
+    def whole(self, values: Tensor, own: Tensor, mask: Tensor) -> Tensor:
+        """Put together what each rank has: values [K] at the K tokens of its part that ``own``, bool [N / C], marks.
+
+        Returns [M], at the M places of ``mask``, bool [R, T], in the order of its rows.
+        """
+        if self.context is None:
+            return values
+        spread = values.new_zeros(len(own)).masked_scatter(own, values)
+        return gather_tokens(spread, self.context)[: int(self.rows.sum())][mask[self.rows]]
+
+    def _own(self, values: Tensor, dim: int = 0) -> Tensor:
+        return values if self.context is None else self.context.slice(values, dim)
+
+
+def pack(inputs: Tensor, lengths: Tensor, context: Part | None = None) -> Packed:
+    """Pack the first ``lengths`` (int64 [R], 1 or more) tokens of each row of ``inputs``, int64 [R, T].
+
+    context: the ranks that share the tokens, all of which give the same.
+    """
     positions = torch.arange(inputs.shape[1], device=inputs.device).expand_as(inputs)
     rows = positions < lengths[:, None]
     starts = F.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
-    return Packed(inputs[rows][None], positions[rows][None], starts, inputs.shape[1], rows)
+    ids, positions, longest = inputs[rows], positions[rows], inputs.shape[1]
+    filler = 0 if context is None else -len(ids) % context.size
+    if filler:
+        ids = F.pad(ids, (0, filler))
+        positions = torch.cat([positions, torch.arange(filler, device=ids.device)])
+        starts, longest = F.pad(starts, (0, 1), value=len(ids)), max(longest, filler)
+    return Packed(ids[None], positions[None], starts, longest, rows, context)
 
 
 @torch.no_grad()
@@ -78,10 +112,8 @@ def switch_to_packing(model: PreTrainedModel) -> bool:
     its own, differs. Sliding windows and chunks show only in long sequences, so models that have them stay as they are.
     """
     config = model.config.get_text_config()
-    kinds = set(getattr(config, "layer_types", None) or _PLAIN_LAYERS)
-    windowed = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
     device = model.device
-    if device.type == "meta" or not kinds <= _PLAIN_LAYERS or (windowed and not getattr(config, "layer_types", None)):
+    if device.type == "meta" or not has_plain_attention(config):
         return False
     tokens = torch.arange(1, 17, device=device).reshape(2, 8) % config.vocab_size
     lengths = torch.tensor([8, 5], device=device)
@@ -111,6 +143,7 @@ def attend(
     scaling: float | None = None,
     cu_seq_lens_q: Tensor | None = None,
     max_length_q: int = 0,
+    context: Part | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     sliding_window: int | None = None,
@@ -118,8 +151,8 @@ def attend(
 ) -> tuple[Tensor, None]:
     """Causal attention within each packed sequence, or within each padded row when there are no starts.
 
-    query: [B, H, N, D]; key, value: [B, H or fewer, N, D]. Returns [B, N, H, D]. ValueError if the model asks for
-    another kind of attention.
+    query: [B, H, N, D]; key, value: [B, H or fewer, N, D]. Returns [B, N, H, D]. context: the ranks that have N / C
+    tokens each of the sequences. ValueError if the model asks for another kind of attention.
     """
     if softcap is not None or s_aux is not None or sliding_window is not None:
         raise ValueError("packed attention has no soft cap, no sinks and no sliding window")
@@ -136,7 +169,11 @@ def attend(
         )
         return out.transpose(1, 2), None
     kernel = KERNELS[choose_kernel(query.device, query.dtype)]
-    return kernel(query, key, value, cu_seq_lens_q, max_length_q, scaling), None
+    if context is None:
+        return kernel(query, key, value, cu_seq_lens_q, max_length_q, scaling), None
+    query, key, value = (exchange_to_heads(tensor, context) for tensor in (query, key, value))
+    out = kernel(query, key, value, cu_seq_lens_q, max_length_q, scaling)
+    return exchange_to_tokens(out.transpose(1, 2), context).transpose(1, 2), None
 
 
 def make_mask(*, q_length: int, kv_length: int, attention_mask: Tensor | None = None, **others: Any) -> Tensor | None:

@@ -1,9 +1,8 @@
 """The policy in training: log-probabilities of given tokens from any Hugging Face causal language model.
 
-Sequences are packed where the model allows it (packing.py). Logits are float32 and divided by the temperature as in
-generation. They are computed for loss tokens only, a chunk of tokens at a time, and again in backward: a full float32
-[tokens, vocabulary] never exists, and nothing is approximated. On a CPU a chunk is small enough that what follows the
-matrix product finds it in the cache, which pays for the second product in large part.
+Sequences are packed where the model allows it (packing.py), and the output layer is computed in chunks of loss tokens
+(head.py). Over several ranks a policy may compute a part of each layer or of the tokens; what it returns is of whole
+rows all the same.
 """
 
 from __future__ import annotations
@@ -11,24 +10,22 @@ from __future__ import annotations
 import inspect
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from consumers.trainer.data.load_balancing import Cost
+from consumers.trainer.distributed.parts import ParallelModule, local_part
 from consumers.trainer.model.dropout import train_without_dropout
+from consumers.trainer.model.head import score
 from consumers.trainer.model.packing import pack, switch_to_packing
 from schemas.errors import ConfigError
 from schemas.messages import Adapter
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-CPU_LOGITS, CHUNK_LOGITS = 1 << 21, 1 << 26
-"""Logits held at once on a CPU and elsewhere: 8 MiB and 256 MiB in float32."""
-LEAST_ROWS = 64
-"""Tokens of a chunk, also where a vocabulary is so large that they have more logits."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +36,7 @@ class TokenScores:
     entropy: Tensor
 
 
-class Policy(nn.Module):
+class Policy(ParallelModule):
     """A causal language model whose forward returns token scores.
 
     The output layer is a part of the module, so that DDP and FSDP2 wrap all of it::
@@ -91,20 +88,29 @@ class Policy(nn.Module):
         entropy_gradient: whether entropy is differentiable (an entropy bonus needs it).
         """
         inputs = tokens[:, :-1]
-        head = self.causal_lm.get_output_embeddings()
         if self.packed and lengths is not None:
-            packed = pack(inputs, lengths)
+            packed = pack(inputs, lengths, self.context)
             hidden = self.causal_lm.base_model(**packed.arguments(), use_cache=False).last_hidden_state[0]
-            features = hidden[mask[packed.rows]]
+            own = packed.part_of(mask)
+            scores = self._score(hidden[own], packed.part_of(targets)[own], temperature, entropy_gradient)
+            scores = (packed.whole(scores[0], own, mask), packed.whole(scores[1], own, mask))
         elif self.chunked:
             # Right padding lies after every position that counts: causal attention needs no mask for it.
             features = self.causal_lm.base_model(input_ids=inputs, use_cache=False).last_hidden_state[mask]
-        if self.chunked:
-            scores = score(features, head.weight, head.bias, targets[mask], temperature, entropy_gradient)
+            scores = self._score(features, targets[mask], temperature, entropy_gradient)
         else:
             logits = self.causal_lm(input_ids=inputs, use_cache=False).logits[mask]
             scores = _score_logits(logits, targets[mask], temperature, entropy_gradient)
         return TokenScores(*(_scatter(values, mask) for values in scores))
+
+    def _score(
+        self, features: Tensor, targets: Tensor, temperature: float, entropy_gradient: bool
+    ) -> tuple[Tensor, Tensor]:
+        head = self.causal_lm.get_output_embeddings()
+        # Of a vocabulary that is cut, the rows of this rank.
+        weight, bias = local_part(head.weight), None if head.bias is None else local_part(head.bias)
+        part = self.tensor if isinstance(head.weight, DTensor) else None
+        return score(features, weight, bias, targets, temperature, entropy_gradient, part)
 
 
 def load_model(path: str | Path, dtype: str, trust_remote_code: bool = False) -> PreTrainedModel:
@@ -121,26 +127,6 @@ def load_model(path: str | Path, dtype: str, trust_remote_code: bool = False) ->
     return train_without_dropout(model, str(path))
 
 
-def score(
-    features: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    targets: Tensor,
-    temperature: float = 1.0,
-    entropy_gradient: bool = False,
-) -> tuple[Tensor, Tensor]:
-    """Log-probability of each target token and entropy of its distribution, both float32 [M].
-
-    features: [M, H], the last hidden states. weight: [V, H], bias: [V] of the output layer. targets: int64 [M]. Logits
-    are computed in the type of the layer, everything after in float32. Without ``entropy_gradient`` the entropy has no
-    gradient.
-    """
-    logprobs, entropy = _Score.apply(  # type: ignore[no-untyped-call]
-        features, weight, bias, targets, temperature, entropy_gradient
-    )
-    return logprobs, entropy if entropy_gradient else entropy.detach()
-
-
 def _score_logits(logits: Tensor, targets: Tensor, temperature: float, entropy_gradient: bool) -> tuple[Tensor, Tensor]:
     """``score`` from logits [M, V], for models that scale or cap them: log-probabilities and entropies, float32 [M]."""
     distribution = torch.log_softmax(logits.float() / temperature, dim=-1)
@@ -150,88 +136,6 @@ def _score_logits(logits: Tensor, targets: Tensor, temperature: float, entropy_g
         known = distribution.masked_fill(distribution == -torch.inf, 0.0)
         entropy = -(distribution.exp() * known).sum(-1)
     return logprobs, entropy
-
-
-class _Score(torch.autograd.Function):
-    """``score`` with a backward of its own, which computes each chunk's logits again instead of keeping them."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        features: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        targets: Tensor,
-        temperature: float,
-        entropy_gradient: bool,
-    ) -> tuple[Tensor, Tensor]:
-        count = len(targets)
-        logprobs, entropy, total = features.new_empty((3, count), dtype=torch.float32)
-        step = _rows(weight)
-        for start in range(0, count, step):
-            part = slice(start, start + step)
-            logits = _logits(features[part], weight, bias, temperature)
-            total[part] = torch.logsumexp(logits, -1)
-            # From log-probabilities and not from logits, whose size would cost digits.
-            logits.sub_(total[part, None])
-            logprobs[part] = logits.gather(-1, targets[part, None])[:, 0]
-            entropy[part] = logits.exp().mul_(logits).sum(-1).neg_()
-        ctx.save_for_backward(features, weight, bias, targets, total, entropy)
-        ctx.temperature, ctx.entropy_gradient = temperature, entropy_gradient
-        return logprobs, entropy
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, of_logprobs: Tensor, of_entropy: Tensor) -> tuple[Tensor | None, ...]:
-        features, weight, bias, targets, total, entropy = ctx.saved_tensors
-        into_features = torch.empty_like(features)
-        # Summed over chunks: in float32 whatever the layer's type.
-        into_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
-        into_bias = torch.zeros_like(bias, dtype=torch.float32) if bias is not None else None
-        step = _rows(weight)
-        for start in range(0, len(targets), step):
-            part = slice(start, start + step)
-            logits = _logits(features[part], weight, bias, ctx.temperature)
-            logits.sub_(total[part, None])
-            grad = logits.exp()
-            if ctx.entropy_gradient:
-                # d entropy / d logit = -p (log p + entropy); d logprob / d logit = [target] - p.
-                logits.add_(entropy[part, None]).mul_(of_entropy[part, None]).add_(of_logprobs[part, None])
-                grad.mul_(logits).neg_()
-            else:
-                grad.mul_(-of_logprobs[part, None])
-            grad.scatter_add_(-1, targets[part, None], of_logprobs[part, None])
-            if ctx.temperature != 1.0:
-                grad.div_(ctx.temperature)
-            if into_bias is not None:
-                into_bias.add_(grad.sum(0))
-            grad = grad.to(weight.dtype)
-            torch.mm(grad, weight, out=into_features[part])
-            if into_weight is not None:
-                if weight.dtype == torch.float32:
-                    into_weight.addmm_(grad.t(), features[part])
-                else:
-                    into_weight.add_(grad.t() @ features[part])
-        return (
-            into_features,
-            None if into_weight is None else into_weight.to(weight.dtype),
-            None if into_bias is None else into_bias.to(weight.dtype),
-            None,
-            None,
-            None,
-        )
-
-
-def _logits(features: Tensor, weight: Tensor, bias: Tensor | None, temperature: float) -> Tensor:
-    logits = torch.nn.functional.linear(features, weight, bias).float()
-    if bias is not None:
-        # A token that the bias rules out: 0 * -inf would be NaN.
-        logits.clamp_(min=torch.finfo(torch.float32).min / 1e4)
-    return logits if temperature == 1.0 else logits.div_(temperature)
-
-
-def _rows(weight: Tensor) -> int:
-    return max(LEAST_ROWS, (CPU_LOGITS if weight.device.type == "cpu" else CHUNK_LOGITS) // weight.shape[0])
 
 
 def _scatter(values: Tensor, mask: Tensor) -> Tensor:

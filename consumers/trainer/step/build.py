@@ -5,6 +5,7 @@ from __future__ import annotations
 from consumers.trainer.algorithms import ADVANTAGES, AGGREGATIONS
 from consumers.trainer.algorithms.objective import Objective
 from consumers.trainer.data.microbatches import StepPlanner
+from consumers.trainer.distributed.layout import check_model
 from consumers.trainer.distributed.ranks import Ranks
 from consumers.trainer.model.compile import compile_layers
 from consumers.trainer.model.lora import make_policy
@@ -33,8 +34,10 @@ def build_train_step(
     optimizer keep the type of ``policy``, which is float32 in a run; computed is in ``model.dtype``. ConfigError says
     what is wrong with the configuration.
     """
-    ranks = ranks or Ranks()
+    ranks = ranks or Ranks(parallel=config.trainer.parallel)
     trainer = config.trainer
+    if policy is None:
+        _check_models(config, ranks)
     policy = policy or make_policy(config)
     reference = reference or reference_policy(config, ranks)
     critic = critic or build_critic(config)
@@ -46,7 +49,8 @@ def build_train_step(
     planner = StepPlanner(
         advantage=advantage,
         aggregation=AGGREGATIONS.get(trainer.aggregation, config.base),
-        micro_batch_tokens=trainer.micro_batch_tokens,
+        # Of a data part, whose ranks share the tokens.
+        micro_batch_tokens=trainer.micro_batch_tokens * ranks.layout.context,
         max_tokens=config.sampling.max_tokens,
         dp_size=ranks.dp_size,
         # Counted before the policy is sharded: afterwards parameters are parts.
@@ -78,6 +82,18 @@ def build_train_step(
     schedule = Schedule(optimizer, trainer.optimizer, trainer.steps)
     scale = LossScale(ranks, dtype)
     return TrainStep(policy, planner, preparation, objective, optimizer, schedule, ranks, scale)
+
+
+def _check_models(config: TidemillConfig, ranks: Ranks) -> None:
+    """Refuse, before anything is loaded, models that the ranks cannot share as trainer.parallel says."""
+    trainer, model = config.trainer, config.model
+    paths = {model.path: None}
+    if trainer.critic is not None:
+        paths[trainer.critic.model or model.path] = None
+    if trainer.kl.coef and not trainer.lora_off and trainer.kl.device != "cpu":
+        paths[trainer.kl.model or model.path] = None
+    for path in paths:
+        check_model(path, ranks.layout, model.trust_remote_code)
 
 
 def build_critic(config: TidemillConfig) -> Critic | None:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from consumers.trainer.data.microbatches import MicroBatch
+from consumers.trainer.distributed.parts import ParallelModule
 from consumers.trainer.distributed.ranks import Ranks
 from consumers.trainer.model.packing import pack, switch_to_packing
 from consumers.trainer.step.loss_scale import LossScale
@@ -19,7 +20,7 @@ from consumers.trainer.step.optimizer import build_optimizer, lr_factor
 from schemas.config import CriticConfig
 
 
-class Critic(nn.Module):
+class Critic(ParallelModule):
     """The body of a causal language model and a value for the state before each token; at first it says 0."""
 
     def __init__(self, causal_lm: PreTrainedModel) -> None:
@@ -37,13 +38,15 @@ class Critic(nn.Module):
 
         Returns float32 [R, T-1], 0 where the mask is not set.
         """
+        head = self.causal_lm.get_output_embeddings()
         if self.packed:
-            packed = pack(tokens[:, :-1], lengths)
+            packed = pack(tokens[:, :-1], lengths, self.context)
             hidden = self.causal_lm.base_model(**packed.arguments(), use_cache=False).last_hidden_state[0]
-            hidden = hidden[mask[packed.rows]]
+            own = packed.part_of(mask)
+            values = packed.whole(head(hidden[own]).squeeze(-1).float(), own, mask)
         else:
             hidden = self.causal_lm.base_model(input_ids=tokens[:, :-1], use_cache=False).last_hidden_state[mask]
-        values = self.causal_lm.get_output_embeddings()(hidden).squeeze(-1).float()
+            values = head(hidden).squeeze(-1).float()
         return torch.zeros(mask.shape, device=mask.device).masked_scatter(mask, values)
 
 
@@ -101,7 +104,7 @@ class CriticStep:
         lr = optimizer.lr * lr_factor(done, optimizer, self.steps)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        if norm < float("inf") and abs(loss) < float("inf"):
+        if not self.ranks.any(not (norm < float("inf") and abs(loss) < float("inf"))):
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return {

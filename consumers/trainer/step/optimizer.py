@@ -4,18 +4,52 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import AdamW
+from torch.optim.adamw import adamw
 
+from consumers.trainer.distributed.parts import local_part
 from schemas.config import OptimizerConfig
+
+
+class LocalAdamW(AdamW):
+    """AdamW that updates this rank's parts of sharded parameters as the plain tensors that they are.
+
+    Nothing of it concerns two ranks, while PyTorch's fused kernel refuses parameters that are cut over different ranks.
+    """
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Update all parameters that have a gradient; there is no closure."""
+        for group in self.param_groups:
+            trained = [p for p in group["params"] if p.grad is not None]
+            states = [self.state[p] for p in trained]
+            beta1, beta2 = group["betas"]
+            adamw(
+                [local_part(p) for p in trained],
+                [local_part(cast(Tensor, p.grad)) for p in trained],
+                [local_part(state["exp_avg"]) for state in states],
+                [local_part(state["exp_avg_sq"]) for state in states],
+                [],
+                [state["step"] for state in states],
+                fused=True,
+                amsgrad=False,
+                beta1=beta1,
+                beta2=beta2,
+                lr=group["lr"],
+                weight_decay=group["weight_decay"],
+                eps=group["eps"],
+                maximize=False,
+            )
 
 
 def build_optimizer(parameters: Iterable[nn.Parameter], settings: OptimizerConfig) -> AdamW:
     """AdamW over the parameters that want a gradient. Matrices decay, vectors (norms, biases) don't."""
     trained = [p for p in parameters if p.requires_grad]
-    optimizer = AdamW(
+    optimizer = LocalAdamW(
         [
             {"params": [p for p in trained if p.ndim >= 2], "weight_decay": settings.weight_decay},
             {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},

@@ -125,7 +125,7 @@ class TrainStep:
     def _update(self, norm: float, loss: float) -> tuple[float, bool]:
         """Change the weights unless something is not finite; returns the learning rate, and whether it was skipped."""
         lr = self.schedule.apply()
-        skipped = not (norm < float("inf") and abs(loss) < float("inf"))
+        skipped = self.ranks.any(not (norm < float("inf") and abs(loss) < float("inf")))
         if not skipped:
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM, PreTrainedModel
 
 from consumers.offline.greedy import greedy
-from consumers.trainer.model import policy as policy_module
+from consumers.trainer.model import head
 from consumers.trainer.model.packing import ATTENTION, pack
 from consumers.trainer.model.policy import Policy, TokenScores, load_model
 from tests.support.tiny_model import make_tiny_model
@@ -130,7 +130,7 @@ def test_the_chunked_head_is_the_softmax(
     def gradients(chunked: bool) -> tuple[Tensor, Tensor, list[Tensor]]:
         leaves = [t.clone().requires_grad_() for t in inputs]
         if chunked:
-            logprobs, entropy = policy_module.score(
+            logprobs, entropy = head.score(
                 leaves[0], leaves[1], leaves[2] if biased else None, targets, temperature, of_entropy
             )
         else:
@@ -141,8 +141,8 @@ def test_the_chunked_head_is_the_softmax(
         return logprobs, entropy, list(torch.autograd.grad(total, leaves))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(policy_module, "CPU_LOGITS", 11 * chunk)
-        patch.setattr(policy_module, "LEAST_ROWS", 1)
+        patch.setattr(head, "CPU_LOGITS", 11 * chunk)
+        patch.setattr(head, "LEAST_ROWS", 1)
         found = gradients(True)
     wanted = gradients(False)
     assert torch.allclose(found[0], wanted[0], atol=1e-5)

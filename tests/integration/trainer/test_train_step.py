@@ -149,8 +149,8 @@ def test_chunked_head_gives_the_same_values_and_gradients(
     groups = make_groups([3, 3], seed=2)
     loss = {"entropy_coef": 0.1}
     whole = gradient(make_step(model, loss=loss), groups)
-    monkeypatch.setattr("consumers.trainer.model.policy.CPU_LOGITS", 600)
-    monkeypatch.setattr("consumers.trainer.model.policy.LEAST_ROWS", 1)
+    monkeypatch.setattr("consumers.trainer.model.head.CPU_LOGITS", 600)
+    monkeypatch.setattr("consumers.trainer.model.head.LEAST_ROWS", 1)
     assert torch.allclose(whole, gradient(make_step(model, loss=loss), groups), rtol=1e-4, atol=1e-6)
 
 

@@ -174,7 +174,7 @@ def test_rows_of_a_sample_travel_to_ranks_as_they_are() -> None:
 def test_a_recorded_step_is_planned_again_as_it_was(tmp_path: Path) -> None:
     groups = [Group(0, [(branching(), 1.0), (make_episode(0, 1, 9), 0.0)])]
     files = BatchFiles(tmp_path)
-    files.write(step_record(groups, step=3, version=3, leader_term=1, world=1))
+    files.write(step_record(groups, step=3, version=3, leader_term=1, world=1, parallel={}))
     (read,) = files.read(3).groups
     again = [Group(read.task_id, list(zip(read.samples, read.rewards, strict=True)))]
     for advantage in (Turns(turn_gamma=0.5), Gae()):

@@ -1,0 +1,125 @@
+"""Which rank has which part: the sizes of the trainer's mesh, and whether a model can be cut so.
+
+Ranks are numbered with tensor innermost, then context, shard and replicate: neighbours, which exchange most, are on
+one machine.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoConfig
+
+from schemas.config import ParallelConfig
+from schemas.errors import ConfigError
+
+_PLAIN_LAYERS = {"full_attention"}
+_WIDTHS = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size")
+"""Sizes of which tensor parallelism gives every rank an equal part; a vocabulary that does not divide stays whole."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Sizes of the mesh (replicate, shard, context, tensor); its ranks are their product.
+
+    A data part is a block of context x tensor ranks, which train the same samples.
+    """
+
+    replicate: int = 1
+    shard: int = 1
+    context: int = 1
+    tensor: int = 1
+
+    @classmethod
+    def of(cls, world: int, parallel: ParallelConfig) -> Layout:
+        """Lay out ``world`` ranks; what the configuration leaves over is shard. ConfigError if nothing whole is."""
+        if world % parallel.unit:
+            sizes = ", ".join(f"{name} {size}" for name, size in parallel.model_dump().items())
+            raise ConfigError(
+                f"the trainer has {world} processes, which must be a multiple of {parallel.unit}, the product of"
+                f" trainer.parallel ({sizes})"
+            )
+        return cls(parallel.replicate, world // parallel.unit, parallel.context, parallel.tensor)
+
+    @property
+    def dp_size(self) -> int:
+        """Number of data parts."""
+        return self.replicate * self.shard
+
+    def dp_rank_of(self, rank: int) -> int:
+        """Index of the data part that a rank is in."""
+        return rank // (self.context * self.tensor)
+
+    @property
+    def gradient_parts(self) -> int:
+        """Over how many ranks sharding takes the mean of a gradient that should be a sum."""
+        return self.replicate * self.shard * self.context
+
+    @property
+    def parallel(self) -> dict[str, int]:
+        """The settings that make this layout of as many ranks."""
+        return {name: size for name, size in asdict(self).items() if name != "shard"}
+
+
+def check_model(path: str | Path, layout: Layout, trust_remote_code: bool = False) -> None:
+    """Refuse, by its config.json alone, a model that a layout cannot cut: ConfigError says what does not divide."""
+    if layout.tensor == 1 and layout.context == 1:
+        return
+    try:
+        config = AutoConfig.from_pretrained(str(path), trust_remote_code=trust_remote_code).get_text_config()
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"model.path {str(path)!r} cannot be loaded: {str(error).splitlines()[0]}") from error
+    problem = _tensor_problem(config, layout.tensor) or _context_problem(config, layout)
+    if problem is not None:
+        raise ConfigError(f"model {str(path)!r} ({config.model_type}): {problem}")
+
+
+def has_plain_attention(config: Any) -> bool:
+    """Whether each layer of a model attends to all that came before: no windows, no chunks, no running state."""
+    kinds = getattr(config, "layer_types", None)
+    if kinds:
+        return set(kinds) <= _PLAIN_LAYERS
+    return not (getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True))
+
+
+def _heads(config: Any) -> tuple[int, int]:
+    """Query heads, and the heads of keys and values."""
+    heads = int(config.num_attention_heads)
+    return heads, int(getattr(config, "num_key_value_heads", None) or heads)
+
+
+def _tensor_problem(config: Any, tensor: int) -> str | None:
+    if tensor == 1:
+        return None
+    if not getattr(config, "base_model_tp_plan", None):
+        return f"transformers has no tensor-parallel plan for it, so trainer.parallel.tensor {tensor} must be 1"
+    heads, kv_heads = _heads(config)
+    sizes = {"num_attention_heads": heads, "num_key_value_heads": kv_heads}
+    sizes |= {name: value for name in _WIDTHS if isinstance(value := getattr(config, name, None), int)}
+    for name, size in sizes.items():
+        if size % tensor:
+            return f"its {name} {size} cannot be cut into trainer.parallel.tensor {tensor} equal parts"
+    return None
+
+
+def _context_problem(config: Any, layout: Layout) -> str | None:
+    context, tensor = layout.context, layout.tensor
+    if context == 1:
+        return None
+    if not has_plain_attention(config):
+        return (
+            f"it has layers with windowed or linear attention, whose tokens cannot be exchanged for heads, so"
+            f" trainer.parallel.context {context} must be 1"
+        )
+    heads, kv_heads = (number // tensor for number in _heads(config))
+    of_rank = f" of a rank at trainer.parallel.tensor {tensor}" if tensor > 1 else ""
+    if heads % context:
+        return f"its {heads} attention heads{of_rank} cannot be dealt to trainer.parallel.context {context}"
+    if kv_heads % context and context % kv_heads:
+        return (
+            f"its {kv_heads} heads of keys and values{of_rank} must divide trainer.parallel.context {context}, or be a"
+            " multiple of it"
+        )
+    return None

@@ -1,0 +1,40 @@
+"""A rank's place in a group that shares one computation, and the modules that know theirs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+
+@dataclass(frozen=True)
+class Part:
+    """This rank's place in a group that shares a computation. group: its process group. rank, size: in the group."""
+
+    group: dist.ProcessGroup
+    rank: int
+    size: int
+
+    def slice(self, values: Tensor, dim: int = 0) -> Tensor:
+        """Cut out this rank's part of a dimension that the group's size divides."""
+        length = values.shape[dim] // self.size
+        return values.narrow(dim, self.rank * length, length)
+
+
+class ParallelModule(nn.Module):
+    """A module around a language model, which computes this rank's part of a micro-batch and returns all of it.
+
+    context: the ranks over which tokens are cut. tensor: those over which layers and vocabulary are cut. None for one
+    rank; ``Ranks.prepare`` sets them. packed: whether the language model takes packed sequences.
+    """
+
+    context: Part | None = None
+    tensor: Part | None = None
+    packed: bool
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor, without a copy; all of one that is not sharded."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,0 +1,48 @@
+"""Tensor parallelism: each layer is cut over ranks by transformers' plan for the model, the vocabulary by rows.
+
+The output layer gives each rank logits of its own rows of the vocabulary (model/head.py). The model must be wrapped by
+``fully_shard`` afterwards, over a single rank if need be: transformers' hook for norms within heads (Qwen3) adds up
+what is in ``grad``, and would count a first micro-batch again at the second; sharding takes it away in between.
+"""
+
+from __future__ import annotations
+
+from typing import cast
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from transformers import PreTrainedModel
+from transformers.distributed.tensor_parallel import apply_tensor_parallelism
+
+from schemas.errors import ConfigError
+
+
+def cut_layers(model: PreTrainedModel, mesh: DeviceMesh) -> None:
+    """Cut a loaded model over a mesh of one dimension; ConfigError if it has no plan."""
+    plan = tensor_plan(model, mesh.size())
+    apply_tensor_parallelism(model, mesh, plan)
+    # Cutting has made two parameters of a tied one.
+    model.tie_weights()
+
+
+def tensor_plan(model: PreTrainedModel, size: int) -> dict[str, str]:
+    """The model's own plan, with embeddings and the output layer cut by rows of the vocabulary.
+
+    A vocabulary that ``size`` does not divide stays whole, and so does an output layer of something else: a critic's.
+    """
+    plan = dict(model.tp_plan)
+    if not any(name for name in plan if not name.startswith("lm_head")):
+        raise ConfigError(
+            f"transformers has no tensor-parallel plan for {type(model).__name__}: set trainer.parallel.tensor to 1"
+        )
+    embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
+    words = cast(Tensor, embeddings.weight).shape[0]
+    styles = {id(embeddings): "embedding_rowwise"}
+    if isinstance(head, nn.Linear) and head.out_features == words:
+        styles[id(head)] = "colwise_gather_output"
+    for name, module in model.named_modules():
+        if module is embeddings or module is head:
+            plan.pop(name, None)
+            if words % size == 0 and id(module) in styles:
+                plan[name] = styles[id(module)]
+    return plan

@@ -1,0 +1,145 @@
+"""What tests run on four ranks: the gradient of one batch under every layout of the ranks, beside that of one process.
+
+Rank 0 reports the largest relative error of any parameter's gradient, that of the norm, and what a rank holds.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+
+from consumers.trainer.data.load_balancing import shares
+from consumers.trainer.distributed.parts import local_part
+from consumers.trainer.distributed.ranks import Ranks
+from consumers.trainer.model.policy import Policy
+from schemas.config import ParallelConfig
+
+LENGTHS = [17, 3, 25, 9, 12, 30, 1, 22, 7, 14, 19, 5, 11, 28, 2, 8]
+MICRO_BATCH_TOKENS = 20
+TEMPERATURE = 0.7
+SIZES: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A layout of four ranks and a model for it. rows: how many samples there are."""
+
+    parallel: dict[str, int] = field(default_factory=dict)
+    tied: bool = False
+    vocabulary: int = 96
+    rows: int = len(LENGTHS)
+    checkpointing: bool = False
+
+
+CASES = {
+    "shard 4": Case(),
+    "shard 4, tied": Case(tied=True),
+    "shard 4, two ranks without samples": Case(rows=2),
+    "replicate 2, shard 2": Case({"replicate": 2}),
+    "shard 2, context 2": Case({"context": 2}),
+    "context 4, keys and values repeated": Case({"context": 4}),
+    "replicate 2, context 2": Case({"replicate": 2, "context": 2}),
+    "shard 2, tensor 2": Case({"tensor": 2}),
+    "shard 2, tensor 2, tied": Case({"tensor": 2}, tied=True),
+    "shard 2, tensor 2, a data part without samples": Case({"tensor": 2}, rows=1),
+    "shard 2, tensor 2, a vocabulary that stays whole": Case({"tensor": 2}, tied=True, vocabulary=97),
+    "replicate 2, tensor 2": Case({"replicate": 2, "tensor": 2}),
+    "context 2, tensor 2, tied": Case({"context": 2, "tensor": 2}, tied=True),
+    "context 2, tensor 2, activations computed again": Case({"context": 2, "tensor": 2}, checkpointing=True),
+}
+
+
+def run_layouts(report: Path) -> None:
+    """Compute every case on this rank; rank 0 writes ``report``."""
+    found = {}
+    for name, case in CASES.items():
+        started = time.process_time()
+        ranks = Ranks(timeout_s=60.0, parallel=ParallelConfig(**case.parallel))
+        found[name] = {**run_case(case, ranks), "seconds": time.process_time() - started}
+    if ranks.is_main:
+        report.write_text(json.dumps(found))
+
+
+def run_case(case: Case, ranks: Ranks) -> dict[str, Any]:
+    wanted, wanted_norm, whole_bytes = reference(case) if ranks.is_main else ({}, 1.0, 1)
+    policy = Policy(make_model(case))
+    if case.checkpointing:
+        policy.causal_lm.gradient_checkpointing_enable({"use_reentrant": False})
+    policy = ranks.prepare(policy)
+    dealt = shares(
+        LENGTHS[: case.rows], LENGTHS[: case.rows], ranks.dp_size, MICRO_BATCH_TOKENS * ranks.layout.context
+    )[ranks.dp_rank]
+    for rows in dealt:
+        ranks.backward(loss_of(policy, rows))
+    errors = {}
+    for name, parameter in policy.named_parameters():
+        assert isinstance(parameter.grad, DTensor)
+        gradient = parameter.grad.full_tensor()
+        if ranks.is_main:
+            errors[name] = float((gradient - wanted[name]).norm() / wanted[name].norm())
+    norm = ranks.clip_grad_norm(policy.parameters(), 1e-3)
+    clipped = ranks.clip_grad_norm(policy.parameters(), 1.0)
+    worst = max(errors, key=errors.__getitem__, default="")
+    return {
+        "error": errors.get(worst, 0.0),
+        "worst": worst,
+        "norm_error": abs(norm - wanted_norm) / wanted_norm,
+        "clipped": clipped,
+        "micro_batches": len(dealt),
+        "share": sum(local_part(p).nbytes for p in policy.parameters()) / whole_bytes,
+    }
+
+
+def reference(case: Case) -> tuple[dict[str, Tensor], float, int]:
+    """Gradients by name in one process, their norm, and the bytes of all parameters."""
+    policy = Policy(make_model(case))
+    for row in range(case.rows):
+        loss_of(policy, [row]).backward()
+    gradients = {name: p.grad for name, p in policy.named_parameters() if p.grad is not None}
+    norm = float(torch.nn.utils.get_total_norm(gradients.values()))
+    return gradients, norm, sum(p.nbytes for p in policy.parameters())
+
+
+def make_model(case: Case) -> PreTrainedModel:
+    """A tiny Qwen3, whose norms within heads are the hardest part of cutting layers."""
+    torch.manual_seed(0)
+    model = Qwen3ForCausalLM(Qwen3Config(**SIZES, vocab_size=case.vocabulary, tie_word_embeddings=case.tied)).train()
+    with torch.no_grad():
+        for module in model.modules():
+            if "Norm" in type(module).__name__:
+                weight: nn.Parameter = module.weight  # type: ignore[assignment]
+                weight.add_(torch.randn_like(weight) * 0.1)
+    return model
+
+
+def loss_of(policy: Policy, rows: list[int]) -> Tensor:
+    """The part of the loss that these rows have: log-probabilities and entropies, each weighted at random."""
+    longest = max((LENGTHS[row] for row in rows), default=1) + 1
+    tokens = torch.zeros(max(1, len(rows)), longest, dtype=torch.int64)
+    mask = torch.zeros(len(tokens), longest - 1, dtype=torch.bool)
+    weights = torch.zeros(2, *mask.shape)
+    for place, row in enumerate(rows):
+        generator = torch.Generator().manual_seed(row)
+        length = LENGTHS[row]
+        tokens[place, : length + 1] = torch.randint(90, (length + 1,), generator=generator)
+        mask[place, :length] = torch.rand(length, generator=generator) < 0.7
+        weights[:, place, :length] = torch.randn(2, length, generator=generator)
+    lengths = torch.tensor([LENGTHS[row] for row in rows] or [1])
+    scores = policy(tokens, tokens[:, 1:].contiguous(), mask, lengths, TEMPERATURE, entropy_gradient=True)
+    return (scores.logprobs * weights[0] + 0.3 * scores.entropy * weights[1])[mask].sum()

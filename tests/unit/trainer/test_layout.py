@@ -1,0 +1,95 @@
+"""How ranks are laid out, and which models a layout refuses before anything is loaded."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from consumers.trainer.distributed.layout import Layout, check_model
+from schemas.config import ParallelConfig, parse_config
+from schemas.errors import ConfigError
+
+QWEN = {
+    "model_type": "qwen3",
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+}
+
+
+def write(folder: Path, **changes: Any) -> Path:
+    (folder / "config.json").write_text(json.dumps({**QWEN, **changes}))
+    return folder
+
+
+def test_shard_is_what_is_left() -> None:
+    layout = Layout.of(16, ParallelConfig(tensor=2, context=2, replicate=2))
+    assert layout == Layout(replicate=2, shard=2, context=2, tensor=2)
+    assert layout.dp_size == 4
+
+
+def test_neighbours_share_samples() -> None:
+    layout = Layout(replicate=1, shard=2, context=2, tensor=2)
+    assert [layout.dp_rank_of(rank) for rank in range(8)] == [0, 0, 0, 0, 1, 1, 1, 1]
+
+
+def test_ranks_that_make_up_no_mesh_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"^the trainer has 6 processes, .* multiple of 4, .*tensor 2, context 2"):
+        Layout.of(6, ParallelConfig(tensor=2, context=2))
+
+
+@pytest.mark.parametrize(
+    ("trainer", "says"),
+    [
+        ({"processes": 6, "parallel": {"tensor": 4}}, "trainer.processes 6 must be a multiple of 4"),
+        ({"processes": 4, "parallel": {"tensor": 2}, "lora": {}}, "trainer.lora with trainer.parallel.tensor 2"),
+        (
+            {"processes": 4, "parallel": {"tensor": 2}, "compile": True},
+            "trainer.compile with trainer.parallel.tensor 2",
+        ),
+        ({"parallel": {"tensor": 0}}, "trainer.parallel.tensor"),
+    ],
+)
+def test_settings_that_do_not_go_together_are_refused(trainer: dict[str, Any], says: str) -> None:
+    config = {"model": {"path": "m"}, "train": {"name": "arithmetic"}, "reward": {"terms": [{"name": "exact"}]}}
+    with pytest.raises(ConfigError, match=says):
+        parse_config({**config, "trainer": trainer})
+
+
+@pytest.mark.parametrize(
+    ("changes", "layout", "says"),
+    [
+        ({}, Layout(tensor=4), "num_key_value_heads 2 cannot be cut into trainer.parallel.tensor 4 equal parts"),
+        ({"intermediate_size": 97}, Layout(tensor=2), "intermediate_size 97 cannot be cut"),
+        ({"model_type": "gpt2"}, Layout(tensor=2), "no tensor-parallel plan for it"),
+        ({}, Layout(context=3), "8 attention heads cannot be dealt to trainer.parallel.context 3"),
+        ({}, Layout(context=8, tensor=2), "4 attention heads of a rank at trainer.parallel.tensor 2 cannot be dealt"),
+        ({"num_attention_heads": 12, "num_key_value_heads": 4}, Layout(context=6), "4 heads of keys and values must"),
+        ({"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 0}, Layout(context=2), "windowed"),
+        ({"model_type": "mistral", "sliding_window": 8}, Layout(context=2), "windowed or linear attention"),
+    ],
+)
+def test_a_model_that_cannot_be_cut_is_refused(
+    tmp_path: Path, changes: dict[str, Any], layout: Layout, says: str
+) -> None:
+    with pytest.raises(ConfigError, match=says) as error:
+        check_model(write(tmp_path, **changes), layout)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "layout", [Layout(tensor=2), Layout(context=4), Layout(context=8), Layout(tensor=2, context=4)]
+)
+def test_a_model_that_can_be_cut_is_not(tmp_path: Path, layout: Layout) -> None:
+    check_model(write(tmp_path), layout)
+
+
+def test_where_nothing_is_cut_the_model_is_not_looked_at() -> None:
+    check_model("there is no such model", Layout(shard=8, replicate=2))
