@@ -105,11 +105,31 @@ class ParallelConfig(Section):
     replicate: int = Field(
         1, ge=1, description="Copies of the sharded model (HSDP): weights are gathered only within one of them."
     )
+    expert: int = Field(
+        1,
+        ge=1,
+        description="Ranks over which the experts of a mixture are dealt out, whole: those of tensor, or 1, where each"
+        " expert is cut as any layer is.",
+    )
+
+    @model_validator(mode="after")
+    def _check_expert(self) -> ParallelConfig:
+        if self.expert not in (1, self.tensor):
+            raise ValueError(
+                f"trainer.parallel.expert {self.expert} must be 1 or that of tensor, {self.tensor}: experts are dealt"
+                " to the ranks that share layers"
+            )
+        return self
 
     @property
     def unit(self) -> int:
-        """Return how many ranks the smallest model takes; shard is the number of ranks over this."""
+        """Return what the number of ranks must be a multiple of; shard is their quotient."""
         return self.tensor * self.context * self.replicate
+
+    @property
+    def sizes(self) -> str:
+        """Return the factors of unit as text."""
+        return f"tensor {self.tensor}, context {self.context}, replicate {self.replicate}"
 
 
 class PublishConfig(Section):
@@ -280,10 +300,9 @@ class TrainerConfig(Section):
     def _check_parallel(self) -> TrainerConfig:
         # One process is also what a launcher of one's own starts several of.
         if self.processes > 1 and self.processes % self.parallel.unit:
-            sizes = ", ".join(f"{name} {size}" for name, size in self.parallel.model_dump().items())
             raise ValueError(
                 f"trainer.processes {self.processes} must be a multiple of {self.parallel.unit}, the product of"
-                f" trainer.parallel ({sizes})"
+                f" trainer.parallel ({self.parallel.sizes})"
             )
         if self.lora is not None and self.parallel.tensor > 1:
             raise ValueError(

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from consumers.trainer.data.load_balancing import shares
 from consumers.trainer.distributed.parts import local_part
@@ -45,6 +45,7 @@ class Case:
     vocabulary: int = 96
     rows: int = len(LENGTHS)
     checkpointing: bool = False
+    experts: int = 0
 
 
 CASES = {
@@ -62,6 +63,10 @@ CASES = {
     "replicate 2, tensor 2": Case({"replicate": 2, "tensor": 2}),
     "context 2, tensor 2, tied": Case({"context": 2, "tensor": 2}, tied=True),
     "context 2, tensor 2, activations computed again": Case({"context": 2, "tensor": 2}, checkpointing=True),
+    "shard 4, experts": Case(experts=8),
+    "shard 2, tensor 2, experts cut": Case({"tensor": 2}, experts=8),
+    "shard 2, tensor 2, expert 2": Case({"tensor": 2, "expert": 2}, experts=8),
+    "context 2, tensor 2, expert 2": Case({"context": 2, "tensor": 2, "expert": 2}, experts=8),
 }
 
 
@@ -119,7 +124,12 @@ def reference(case: Case) -> tuple[dict[str, Tensor], float, int]:
 def make_model(case: Case) -> PreTrainedModel:
     """A tiny Qwen3, whose norms within heads are the hardest part of cutting layers."""
     torch.manual_seed(0)
-    model = Qwen3ForCausalLM(Qwen3Config(**SIZES, vocab_size=case.vocabulary, tie_word_embeddings=case.tied)).train()
+    sizes = {**SIZES, "vocab_size": case.vocabulary, "tie_word_embeddings": case.tied}
+    model: PreTrainedModel = Qwen3ForCausalLM(Qwen3Config(**sizes))
+    if case.experts:
+        mixture = Qwen3MoeConfig(**sizes, num_experts=case.experts, num_experts_per_tok=2, moe_intermediate_size=32)
+        model = Qwen3MoeForCausalLM(mixture)
+    model.train()
     with torch.no_grad():
         for module in model.modules():
             if "Norm" in type(module).__name__:

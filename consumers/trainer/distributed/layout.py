@@ -16,6 +16,7 @@ from schemas.config import ParallelConfig
 from schemas.errors import ConfigError
 
 _PLAIN_LAYERS = {"full_attention"}
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _WIDTHS = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size")
 """Sizes of which tensor parallelism gives every rank an equal part; a vocabulary that does not divide stays whole."""
 
@@ -24,24 +25,26 @@ _WIDTHS = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermed
 class Layout:
     """Sizes of the mesh (replicate, shard, context, tensor); its ranks are their product.
 
-    A data part is a block of context x tensor ranks, which train the same samples.
+    A data part is a block of context x tensor ranks, which train the same samples. expert: over how many of tensor's
+    ranks experts are dealt out whole.
     """
 
     replicate: int = 1
     shard: int = 1
     context: int = 1
     tensor: int = 1
+    expert: int = 1
 
     @classmethod
     def of(cls, world: int, parallel: ParallelConfig) -> Layout:
         """Lay out ``world`` ranks; what the configuration leaves over is shard. ConfigError if nothing whole is."""
         if world % parallel.unit:
-            sizes = ", ".join(f"{name} {size}" for name, size in parallel.model_dump().items())
             raise ConfigError(
                 f"the trainer has {world} processes, which must be a multiple of {parallel.unit}, the product of"
-                f" trainer.parallel ({sizes})"
+                f" trainer.parallel ({parallel.sizes})"
             )
-        return cls(parallel.replicate, world // parallel.unit, parallel.context, parallel.tensor)
+        shard = world // parallel.unit
+        return cls(parallel.replicate, shard, parallel.context, parallel.tensor, parallel.expert)
 
     @property
     def dp_size(self) -> int:
@@ -71,7 +74,7 @@ def check_model(path: str | Path, layout: Layout, trust_remote_code: bool = Fals
         config = AutoConfig.from_pretrained(str(path), trust_remote_code=trust_remote_code).get_text_config()
     except (OSError, ValueError) as error:
         raise ConfigError(f"model.path {str(path)!r} cannot be loaded: {str(error).splitlines()[0]}") from error
-    problem = _tensor_problem(config, layout.tensor) or _context_problem(config, layout)
+    problem = _tensor_problem(config, layout) or _context_problem(config, layout)
     if problem is not None:
         raise ConfigError(f"model {str(path)!r} ({config.model_type}): {problem}")
 
@@ -90,7 +93,8 @@ def _heads(config: Any) -> tuple[int, int]:
     return heads, int(getattr(config, "num_key_value_heads", None) or heads)
 
 
-def _tensor_problem(config: Any, tensor: int) -> str | None:
+def _tensor_problem(config: Any, layout: Layout) -> str | None:
+    tensor = layout.tensor
     if tensor == 1:
         return None
     if not getattr(config, "base_model_tp_plan", None):
@@ -98,6 +102,11 @@ def _tensor_problem(config: Any, tensor: int) -> str | None:
     heads, kv_heads = _heads(config)
     sizes = {"num_attention_heads": heads, "num_key_value_heads": kv_heads}
     sizes |= {name: value for name in _WIDTHS if isinstance(value := getattr(config, name, None), int)}
+    if layout.expert > 1:
+        experts = next((getattr(config, name) for name in _EXPERTS if getattr(config, name, None)), 0)
+        if not experts or not getattr(config, "base_model_ep_plan", None):
+            return f"transformers has no plan for experts of it, so trainer.parallel.expert {layout.expert} must be 1"
+        sizes["number of experts"] = experts
     for name, size in sizes.items():
         if size % tensor:
             return f"its {name} {size} cannot be cut into trainer.parallel.tensor {tensor} equal parts"

@@ -181,7 +181,8 @@ class Ranks:
     def _cut(self, model: nn.Module) -> None:
         """Cut the layers of a model over the ranks of tensor, and tell it with which ranks it shares tokens."""
         if self.layout.tensor > 1:
-            cut_layers(next(m for m in model.modules() if isinstance(m, PreTrainedModel)), self.mesh["tensor"])
+            language_model = next(m for m in model.modules() if isinstance(m, PreTrainedModel))
+            cut_layers(language_model, self.mesh["tensor"], experts_whole=self.layout.expert > 1)
         if self.layout.context > 1 and not (isinstance(model, ParallelModule) and model.packed):
             raise ConfigError(
                 f"trainer.parallel.context {self.layout.context}: {type(model).__name__} cannot be computed with packed"

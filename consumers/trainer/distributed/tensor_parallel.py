@@ -12,15 +12,27 @@ from typing import cast
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
-from transformers.distributed.tensor_parallel import apply_tensor_parallelism
+from transformers.distributed.tensor_parallel import apply_expert_parallelism, apply_tensor_parallelism
 
 from schemas.errors import ConfigError
 
 
-def cut_layers(model: PreTrainedModel, mesh: DeviceMesh) -> None:
-    """Cut a loaded model over a mesh of one dimension; ConfigError if it has no plan."""
+def cut_layers(model: PreTrainedModel, mesh: DeviceMesh, experts_whole: bool = False) -> None:
+    """Cut a loaded model over a mesh of one dimension; ConfigError if it has no plan.
+
+    experts_whole: whether experts are dealt to the ranks, which send each other tokens, instead of being cut.
+    """
     plan = tensor_plan(model, mesh.size())
-    apply_tensor_parallelism(model, mesh, plan)
+    experts = dict(model.ep_plan) if experts_whole else {}
+    if experts_whole and not experts:
+        raise ConfigError(
+            f"transformers has no plan for experts of {type(model).__name__}: set trainer.parallel.expert to 1"
+        )
+    inside = tuple(f"{name}." for name in experts)
+    dense = {name: how for name, how in plan.items() if name not in experts and not name.startswith(inside or "\0")}
+    apply_tensor_parallelism(model, mesh, dense)
+    if experts:
+        apply_expert_parallelism(model, mesh, mesh, experts)
     # Cutting has made two parameters of a tied one.
     model.tie_weights()
 

@@ -55,6 +55,7 @@ def test_ranks_that_make_up_no_mesh_are_refused() -> None:
             "trainer.compile with trainer.parallel.tensor 2",
         ),
         ({"parallel": {"tensor": 0}}, "trainer.parallel.tensor"),
+        ({"parallel": {"tensor": 2, "expert": 4}}, "trainer.parallel.expert 4 must be 1 or that of tensor, 2"),
     ],
 )
 def test_settings_that_do_not_go_together_are_refused(trainer: dict[str, Any], says: str) -> None:
@@ -68,6 +69,12 @@ def test_settings_that_do_not_go_together_are_refused(trainer: dict[str, Any], s
     [
         ({}, Layout(tensor=4), "num_key_value_heads 2 cannot be cut into trainer.parallel.tensor 4 equal parts"),
         ({"intermediate_size": 97}, Layout(tensor=2), "intermediate_size 97 cannot be cut"),
+        ({}, Layout(tensor=2, expert=2), "transformers has no plan for experts of it"),
+        (
+            {"model_type": "qwen3_moe", "num_experts": 5, "moe_intermediate_size": 32},
+            Layout(tensor=2, expert=2),
+            "number of experts 5 cannot be cut",
+        ),
         ({"model_type": "gpt2"}, Layout(tensor=2), "no tensor-parallel plan for it"),
         ({}, Layout(context=3), "8 attention heads cannot be dealt to trainer.parallel.context 3"),
         ({}, Layout(context=8, tensor=2), "4 attention heads of a rank at trainer.parallel.tensor 2 cannot be dealt"),
