@@ -7,12 +7,12 @@ import json
 import typing
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import pydantic
 
 from producers.loops.user_code import DeadlineExceeded, call_user
-from schemas.errors import ConfigError, describe_error, printable
+from schemas.errors import ConfigError, DataError, describe_error, printable
 from schemas.plugins import load
 
 _CALLABLE = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
@@ -20,6 +20,30 @@ _CALLABLE = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_
 
 class ToolError(Exception):
     """A call has no result; the text says why, for the policy."""
+
+
+class ToolLost(DataError):
+    """What a tool needs can't be had: the sample fails, since the policy is not to blame."""
+
+
+class Tool(Protocol):
+    """Something that the policy may call."""
+
+    async def call(self, arguments: str, timeout_s: float) -> str:
+        """The result as text. arguments: JSON that the policy wrote. ToolError: wrong ones, or it failed. ToolLost."""
+        ...
+
+
+M = TypeVar("M", bound=pydantic.BaseModel)
+
+
+def read_arguments(model: type[M], arguments: str, name: str) -> M:
+    """The arguments of a call; ToolError that says what is wrong with them."""
+    try:
+        return model.model_validate_json(arguments)
+    except pydantic.ValidationError as error:
+        wrong = "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors()[:5])
+        raise ToolError(f"wrong arguments of {name}: {wrong}") from error
 
 
 class FunctionTool:
@@ -53,11 +77,7 @@ class FunctionTool:
 
         InfraError and ConfigError are passed on.
         """
-        try:
-            values = self._arguments.model_validate_json(arguments)
-        except pydantic.ValidationError as error:
-            wrong = "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors()[:5])
-            raise ToolError(f"wrong arguments of {self.name}: {wrong}") from error
+        values = read_arguments(self._arguments, arguments, self.name)
         keywords = {field.alias or name: getattr(values, name) for name, field in type(values).model_fields.items()}
         try:
             result = await call_user(self._function, timeout_s, **keywords)

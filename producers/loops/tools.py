@@ -1,9 +1,9 @@
-"""The workflow ``tools``: Python functions that the policy may call until it answers without a call."""
+"""The workflow ``tools``: what the policy may call until it answers without a call."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,8 @@ import structlog
 from producers.conversation.messages import Message
 from producers.conversation.parsing.answers import ParsedAnswer, ToolCall
 from producers.loops.episode import Episode, EpisodeEnded, LoopParts
-from producers.loops.tool_functions import FunctionTool, ToolError, load_tools
+from producers.loops.tool_functions import Tool, ToolError, ToolLost
+from producers.loops.tool_sources import ToolBox
 from producers.workflows.base import FailedSample, RolloutContext, WorkflowServices, is_service_error, play_each
 from producers.workflows.trajectory_builder import SampledCompletion
 from schemas.errors import ConfigError, describe_error
@@ -28,9 +29,10 @@ UNREADABLE = (
 class Tools:
     """Plays each sample as a conversation with tools.
 
-    tools: functions, as file.py:name. parallel: calls of one answer at once. timeout_s: longest time of one call.
-    longest_result: characters of a result, which is cut in its middle. max_calls: most model calls of an episode,
-    ``agents.max_calls`` where None; one that reaches it ends with finish ``calls``.
+    tools: functions, as file.py:name, and ``python: {...}``, an interpreter in the sandbox. parallel: calls of one
+    answer at once. timeout_s: longest time of one call. longest_result: characters of a result, which is cut in its
+    middle. max_calls: most model calls of an episode, ``agents.max_calls`` where None; one that reaches it ends with
+    finish ``calls``.
 
     What goes wrong with a call is told to the policy as its result: a tool that there is not, arguments that can't be
     read, whatever the function raises.
@@ -38,59 +40,65 @@ class Tools:
 
     def __init__(
         self,
-        tools: list[str],
+        tools: list[Any],
         parallel: int = 4,
         timeout_s: float = 30.0,
         longest_result: int = 4000,
         max_calls: int | None = None,
     ) -> None:
-        self._names = tools
+        self._entries = tools
         self._parallel = parallel
         self._timeout_s = timeout_s
         self._longest_result = longest_result
         self._max_calls = max_calls
-        self._tools: dict[str, FunctionTool] = {}
+        self._tools: ToolBox | None = None
         self._schemas: list[dict[str, Any]] = []
         self._parts: LoopParts | None = None
 
     @staticmethod
     def check(base: Path, tools: Any = None, **limits: Any) -> None:
         """ConfigError unless the tools are functions that can be told, and the limits numbers above 0."""
-        load_tools(tools, base)
+        ToolBox(tools, base)
         check_limits(limits, whole=("parallel", "longest_result", "max_calls"))
 
     async def start(self, services: WorkflowServices) -> None:
-        self._tools = load_tools(self._names, services.config.base)
-        self._schemas = [tool.schema for tool in self._tools.values()]
+        self._tools = ToolBox(self._entries, services.config.base)
+        await self._tools.start()
+        self._schemas = list(self._tools.schemas.values())
         self._parts = parts = await LoopParts.create(services)
         hello = [{"role": "user", "content": "Hello"}]
         if parts.template.render(hello) == parts.template.render(hello, self._schemas):
             log.warning("the chat template does not show tools: the policy has to know them from its training")
 
+    async def close(self) -> None:
+        if self._tools is not None:
+            await self._tools.close()
+
     def run(self, rollout: RolloutContext) -> AsyncIterator[SampledCompletion | FailedSample]:
         return play_each(lambda index: self._play(rollout, index), rollout.indices)
 
     async def _play(self, rollout: RolloutContext, index: int) -> SampledCompletion | FailedSample:
-        if self._parts is None:
+        if self._parts is None or self._tools is None:
             raise ConfigError("the workflow tools was not started")
         episode = Episode(self._parts, rollout, index, self._max_calls or self._parts.settings.max_calls)
         finish: FinishReason = "stop"
         try:
-            await self._talk(episode)
+            async with self._tools.open() as tools:
+                await self._talk(episode, tools)
         except EpisodeEnded as ended:
             finish = ended.finish
         return episode.finish(finish)
 
-    async def _talk(self, episode: Episode) -> None:
+    async def _talk(self, episode: Episode, tools: Mapping[str, Tool]) -> None:
         messages = episode.first_messages()
         while True:
             answer, message = await episode.ask(messages, self._schemas)
             episode.count("unreadable_tool_calls", answer.failures)
             if not answer.tool_calls and not answer.failures:
                 return
-            messages += [message, *await self._results(episode, answer)]
+            messages += [message, *await self._results(episode, tools, answer)]
 
-    async def _results(self, episode: Episode, answer: ParsedAnswer) -> list[Message]:
+    async def _results(self, episode: Episode, tools: Mapping[str, Tool], answer: ParsedAnswer) -> list[Message]:
         """What the answer's calls gave, in their order."""
         if not answer.tool_calls:
             # There is no call that this could be the result of, and templates insist on one.
@@ -99,7 +107,7 @@ class Tools:
 
         async def result(call: ToolCall) -> str:
             async with places:
-                return await self._call(episode, call)
+                return await self._call(episode, tools, call)
 
         texts = await episode.until_interrupted(_all(result(call) for call in answer.tool_calls))
         if answer.failures:
@@ -109,15 +117,17 @@ class Tools:
             for call, text in zip(answer.tool_calls, texts, strict=True)
         ]
 
-    async def _call(self, episode: Episode, call: ToolCall) -> str:
+    async def _call(self, episode: Episode, tools: Mapping[str, Tool], call: ToolCall) -> str:
         episode.count("tool_calls")
-        tool = self._tools.get(call.name)
+        tool = tools.get(call.name)
         try:
             if tool is None:
-                raise ToolError(f"there is no tool {call.name}; there are: {', '.join(self._tools)}")
+                raise ToolError(f"there is no tool {call.name}; there are: {', '.join(tools)}")
             return shorten(await tool.call(call.arguments, self._timeout_s), self._longest_result)
         except ToolError as error:
             reason = str(error)
+        except ToolLost:
+            raise
         except Exception as error:  # user code: whatever it raises is the result that the policy sees
             if is_service_error(error):
                 raise

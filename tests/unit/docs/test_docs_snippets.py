@@ -23,6 +23,7 @@ from producers.datasets.loading import build_dataset
 from producers.engines.base import EngineSettings
 from producers.engines.scripted import ScriptedEngine
 from producers.loops.tool_functions import load_tools
+from producers.loops.tool_sources import ToolBox
 from producers.loops.tools import Tools
 from producers.workflows.base import RolloutContext, find_workflow
 from schemas.codec import Array
@@ -153,6 +154,13 @@ def test_the_policy_calls_the_tools(snippets: Path) -> None:
     assert asyncio.run(tools["look_up"].call('{"word": "tide"}', timeout_s=30.0)).startswith('{"word": "tide"')
 
 
+def test_the_tool_python_stands_beside_functions(snippets: Path) -> None:
+    sandbox("bwrap")
+    workflows = [block.get("generator", {}).get("workflow", {}) for block in yaml_of("bring-your-own.md")]
+    (args,) = [flow["args"] for flow in workflows if "python" in str(flow.get("args", {}).get("tools"))]
+    assert list(ToolBox(args["tools"], snippets).schemas) == ["calculator", "python"]
+
+
 def test_the_environment_is_one(snippets: Path) -> None:
     args = workflow_args("environment")
     assert args["environment"] == "guess.py:Guess"
@@ -189,10 +197,14 @@ def test_the_agent_asks_until_it_is_right(snippets: Path) -> None:
 
 def workflow_args(name: str) -> Any:
     """The arguments of a built-in workflow in the YAML of the page."""
-    text = (ROOT / "docs" / "bring-your-own.md").read_text(encoding="utf-8")
-    blocks = [yaml.safe_load(block) for block in re.findall(r"^```yaml\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)]
-    found = [block.get("generator", {}).get("workflow", {}) for block in blocks]
+    found = [block.get("generator", {}).get("workflow", {}) for block in yaml_of("bring-your-own.md")]
     return next(workflow["args"] for workflow in found if workflow.get("name") == name)
+
+
+def yaml_of(page: str) -> list[dict[str, Any]]:
+    """The YAML blocks of a page."""
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    return [yaml.safe_load(block) for block in re.findall(r"^```yaml\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)]
 
 
 def test_the_loss_is_clipped(snippets: Path) -> None:

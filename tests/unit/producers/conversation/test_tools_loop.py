@@ -291,7 +291,7 @@ def test_a_tool_without_its_infrastructure_ends_the_generator(base: Path, tokeni
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        ({"tools": []}, r"tools must be a list of functions, such as \[tools\.py:calculator\]"),
+        ({"tools": []}, r"tools must be a list of tools, such as \[tools\.py:calculator\]"),
         ({"tools": ["add"]}, r"tools add: name it as file\.py:name"),
         ({"tools": ["tools.py:none"]}, r"tool 'tools\.py:none': tools\.py has no 'none'"),
         ({"tools": ["tools.py:Thing"]}, "must be a function, is type"),
