@@ -12,40 +12,20 @@ import re
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from consumers.reward.rewards import code_harness
 from schemas.errors import ConfigError
 from schemas.sandbox.jail import choose
 from schemas.sandbox.limits import Interpreter, Limits, Outcome, find_interpreter
 
 _FENCE = re.compile(r"^[ \t]*```[ \t]*([\w+#.-]*)[^\n]*\n(.*?)(?:^[ \t]*```[ \t]*$|\Z)", re.MULTILINE | re.DOTALL)
 _TOLERANCE = 1e-6
+_OUTPUT_BYTES = 1 << 20
 _LATE = 2
 """After so many cases that took too long the rest is not run: it has failed."""
-_HARNESS = """
-import json, os, sys
-
-def main():
-    said = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    key = sys.stdin.readline()
-    with open(sys.argv[1] + "/case.json") as file:
-        case = json.load(file)
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    scope = {"__name__": "program"}
-    exec(compile(case["setup"], "setup.py", "exec"), scope)
-    exec(compile(case["program"], "program.py", "exec"), scope)
-    value = None
-    if "call" in case:
-        value = eval(case["call"], scope)
-    else:
-        exec(compile(case["test"], "test.py", "exec"), scope)
-    said.write(key + json.dumps(value))
-    said.flush()
-    os._exit(0)
-
-main()
-"""
+_HARNESS = Path(code_harness.__file__).read_bytes()
 
 
 @dataclass(frozen=True)
@@ -97,14 +77,9 @@ def score(completion: str, row: dict[str, Any], settings: CodeSettings) -> float
     program = extract(completion)
     if not program.strip():
         return 0.0
-    runner = _Runner(settings, program, str(row.get("setup") or ""))
-    passed = 0
-    for case in cases:
-        if runner.passes(case):
-            passed += 1
-        elif runner.late == _LATE or not settings.partial:
-            break
-    share = passed / len(cases)
+    runner = _Runner(settings, str(row.get("prefix") or "") + program, str(row.get("setup") or ""))
+    printing = [case for case in cases if "stdin" in case]
+    share = (runner.printing(printing) + runner.evaluated([case for case in cases if "stdin" not in case])) / len(cases)
     return share if settings.partial else float(share == 1.0)
 
 
@@ -162,58 +137,72 @@ class _Runner:
     """Runs one program on cases."""
 
     def __init__(self, settings: CodeSettings, program: str, setup: str) -> None:
+        self._settings = settings
         self._sandbox = choose(settings.sandbox)
         self._python: Interpreter = find_interpreter(settings.python)
-        self._command = settings.command
         self._program, self._setup = program, setup
-        self.late = 0
-        self._limits = Limits(
-            wall_s=2 * settings.timeout_s,
-            cpu_s=settings.timeout_s,
-            memory_mb=settings.memory_mb,
-            processes=settings.processes,
-        )
 
-    def passes(self, case: dict[str, Any]) -> bool:
-        """Run the program on a case."""
-        if "stdin" in case:
-            outcome = self._run(str(case["stdin"]), {"program.py": self._program}, "{job}/program.py")
+    def printing(self, cases: Sequence[dict[str, Any]]) -> int:
+        """How many cases of stdin and stdout it passes, each run by itself."""
+        passed = late = 0
+        for case in cases:
+            outcome = self._run(str(case["stdin"]), {"program.py": _bytes(self._program)}, "{job}/program.py")
             done = outcome.end == "exit" and outcome.code == 0
-            return done and _lines(outcome.stdout.decode("utf-8", "replace")) == _lines(str(case["stdout"]))
-        if self._command is not None:
+            right = done and _lines(outcome.stdout.decode("utf-8", "replace")) == _lines(str(case["stdout"]))
+            passed += right
+            late += outcome.end == "time"
+            if late == _LATE or not (right or self._settings.partial):
+                break
+        return passed
+
+    def evaluated(self, cases: Sequence[dict[str, Any]]) -> int:
+        """How many calls and tests it passes: the program is run once, each case in a copy of its process."""
+        if not cases:
+            return 0
+        if self._settings.command is not None:
             raise ValueError("a row with tests or calls needs Python; command is for cases with stdin and stdout")
         key = secrets.token_hex(16)
-        asked = {name: case[name] for name in ("call", "test") if name in case}
-        told = json.dumps({"program": self._program, "setup": self._setup, **asked})
-        outcome = self._run(f"{key}\n", {"harness.py": _HARNESS, "case.json": told}, "{job}/harness.py", "{job}")
-        said, found, value = outcome.stdout.decode("utf-8", "replace").partition(f"{key}\n")
-        if said or not found:
-            return False
-        return "test" in asked or _equal(_read(value), case["equals"])
+        told = {
+            "program": self._program,
+            "setup": self._setup,
+            "cases": [{name: case[name] for name in ("call", "test") if name in case} for case in cases],
+            "wall_s": 2 * self._settings.timeout_s,
+            "late": _LATE,
+        }
+        files = {"harness.py": _HARNESS, "case.json": _bytes(json.dumps(told))}
+        outcome = self._run(f"{key}\n", files, "{job}/harness.py", "{job}", cases=len(cases))
+        said, whole, found = outcome.stdout.decode("utf-8", "replace").partition(key)
+        try:
+            results = json.loads(found) if whole and not said else []
+            return sum(
+                bool(ended) and ("test" in case or _equal(value, case["equals"]))
+                for case, (ended, value, _) in zip(cases, results, strict=False)
+            )
+        except (ValueError, TypeError, RecursionError):
+            return 0
 
-    def _run(self, stdin: str, files: dict[str, str], *arguments: str) -> Outcome:
+    def _run(self, stdin: str, files: dict[str, bytes], *arguments: str, cases: int = 1) -> Outcome:
+        settings = self._settings
         command = [*self._python.command, *arguments]
-        if self._command is not None:
-            command = [part.replace("{file}", arguments[0]) for part in self._command]
-        data = {name: text.encode("utf-8", "backslashreplace") for name, text in files.items()}
-        given = stdin.encode("utf-8", "backslashreplace")
-        outcome = self._sandbox.run(command, given, data, self._limits, self._python.mounts)
-        self.late += outcome.end == "time"
-        return outcome
+        if settings.command is not None:
+            command = [part.replace("{file}", arguments[0]) for part in settings.command]
+        limits = Limits(
+            # One more, for the program itself.
+            wall_s=2 * settings.timeout_s * (cases if cases == 1 else cases + 1),
+            cpu_s=settings.timeout_s,
+            memory_mb=settings.memory_mb,
+            output_bytes=_OUTPUT_BYTES,
+            processes=settings.processes,
+        )
+        return self._sandbox.run(command, _bytes(stdin), files, limits, self._python.mounts)
+
+
+def _bytes(text: str) -> bytes:
+    return text.encode("utf-8", "backslashreplace")
 
 
 def _lines(text: str) -> list[str]:
     return [line.rstrip() for line in text.strip().splitlines()]
-
-
-def _read(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return _NOTHING
-
-
-_NOTHING = object()
 
 
 def _equal(found: Any, wanted: Any) -> bool:

@@ -61,6 +61,11 @@ def test_the_value_of_a_call_is_compared_outside() -> None:
     assert score(program, cases=cases) == 0.5
 
 
+def test_a_call_does_not_see_what_another_has_done() -> None:
+    program = "seen = []\ndef f(n):\n    seen.append(n)\n    return seen"
+    assert score(program, cases=[{"call": "f(1)", "equals": [1]}, {"call": "f(2)", "equals": [2]}]) == 1.0
+
+
 @pytest.mark.parametrize(
     "program",
     [
@@ -95,6 +100,7 @@ def test_rows_of_other_datasets_are_read() -> None:
     assert score("def double(n): return 2 * n", **human_eval) == 1.0
     assert score("def double(n): return 3 * n", **human_eval) == 0.0
     assert score("x = 1", tests=["assert y + x == 3"], setup="y = 2") == 1.0
+    assert score("return 2 * n", tests=["assert double(2) == 4"], prefix="def double(n):\n    ") == 1.0
     apps = '{"inputs": [[1, 2]], "outputs": [[3]], "fn_name": "add"}'
     assert score(ADD, input_output=apps) == 1.0
     assert read_cases({"input_output": {"inputs": [["1", "2"]], "outputs": ["3\n"]}}) == [
