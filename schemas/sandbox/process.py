@@ -47,7 +47,6 @@ class BwrapProgram:
     def __init__(self, command: Callable[[int], Sequence[str]], streams: tuple[int, int, int]) -> None:
         """Start it; OSError if the system can't. command: gets the descriptor to which bwrap says how far it came."""
         self._status, status_end = os.pipe()
-        self._said = b""
         try:
             stdin, stdout, stderr = streams
             # Nothing of our environment: the program could read that of bwrap in /proc.
@@ -74,30 +73,33 @@ class BwrapProgram:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(CLOSE_TIMEOUT_S)
         with open(self._status, "rb") as status:
-            self._said += status.read(_STATUS_BYTES) or b""
+            said = status.read(_STATUS_BYTES)
         code = None
         with contextlib.suppress(ValueError):
-            for line in self._said.splitlines():
+            for line in said.splitlines():
                 code = json.loads(line).get("exit-code", code)
         # bwrap says the code of a program that ended by itself.
-        return 128 + signal.SIGKILL if code is None and killed and self._said else code
+        return 128 + signal.SIGKILL if code is None and killed and said else code
 
     def _kill(self) -> None:
-        """Kill bwrap and the first process of the namespace, which is gone when all others in there are."""
-        inner = None
-        with contextlib.suppress(OSError, ValueError):
-            os.set_blocking(self._status, False)
-            self._said = os.read(self._status, _STATUS_BYTES)
-            inner = os.pidfd_open(json.loads(self._said.splitlines()[0])["child-pid"])
+        """Kill bwrap and the first process of the namespace, which is gone when all others in there are.
+
+        While it makes the namespace that process doesn't die with it yet. A stopped bwrap starts none behind our back.
+        """
+        self._process.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, self.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
+        inner = []
+        for pid in guard.descendants(self.pid, guard.parents())[:1]:
+            with contextlib.suppress(OSError):
+                inner.append(os.pidfd_open(pid))
         self._process.kill()
-        if inner is None:
-            return
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            signal.pidfd_send_signal(inner, signal.SIGKILL)
-        poll = select.poll()
-        poll.register(inner, select.POLLIN)
-        poll.poll(CLOSE_TIMEOUT_S * 1000)
-        os.close(inner)
+        for pidfd in inner:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+            poll = select.poll()
+            poll.register(pidfd, select.POLLIN)
+            poll.poll(CLOSE_TIMEOUT_S * 1000)
+            os.close(pidfd)
 
 
 class GuardedProgram:

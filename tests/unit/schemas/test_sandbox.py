@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import time
 from pathlib import Path
 
 import psutil
@@ -104,6 +105,16 @@ def test_nothing_is_left_of_a_program_that_leaves_its_session() -> None:
     assert run_python(textwrap.dedent(code)).end == "exit"
     assert not processes_with(word)
     assert run_python(textwrap.dedent(code) + "time.sleep(100)", limits=Limits(wall_s=1)).end == "time"
+    assert not processes_with(word)
+
+
+def test_nothing_is_left_of_a_program_that_is_killed_while_its_sandbox_is_made() -> None:
+    word = mark()
+    way = sandbox()
+    for n in range(40):
+        running = way.start(["/usr/bin/sleep", "1000", word])
+        time.sleep(n * 0.0005)
+        running.close()
     assert not processes_with(word)
 
 
