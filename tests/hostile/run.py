@@ -1,0 +1,157 @@
+"""One run of hostile programs in a sandbox, several at once, and what of this machine they got at."""
+
+from __future__ import annotations
+
+import collections
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+from schemas.errors import InfraError
+from schemas.sandbox.bubblewrap import UID
+from schemas.sandbox.jail import Sandbox
+from schemas.sandbox.limits import Limits, find_interpreter
+from tests.hostile.programs import Targets, make_program
+
+LIMITS = Limits(wall_s=0.3, cpu_s=1.0, memory_mb=256, processes=8, disk_mb=8)
+LATEST_S = 20.0
+"""No program may last longer, however busy the machine is."""
+
+
+@dataclass
+class Report:
+    """What came of a run. escapes, left: one line each; late: seeds of programs that lasted too long."""
+
+    programs: int = 0
+    kinds: collections.Counter[str] = field(default_factory=collections.Counter)
+    ends: collections.Counter[str] = field(default_factory=collections.Counter)
+    escapes: list[str] = field(default_factory=list)
+    left: list[str] = field(default_factory=list)
+    late: list[int] = field(default_factory=list)
+    not_started: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+
+
+class Bait:
+    """Targets for programs, and whether one of them was reached."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder / "bait"
+        self._folder.mkdir()
+        self.text = f"secret-{secrets.token_hex(8)}"
+        secret = self._folder / "secret"
+        secret.write_text(self.text, encoding="utf-8")
+        for path in (folder, self._folder):
+            path.chmod(0o777)
+        secret.chmod(0o666)
+        self._servers = [socket.create_server(("127.0.0.1", 0)), socket.socket(socket.AF_UNIX)]
+        self._servers[1].bind(str(self._folder / "socket"))
+        abstract = socket.socket(socket.AF_UNIX)
+        word = f"hostile-{secrets.token_hex(8)}"
+        abstract.bind(f"\0{word}")
+        self._servers.append(abstract)
+        (self._folder / "socket").chmod(0o777)
+        for server in self._servers:
+            server.listen()
+            server.setblocking(False)
+        as_user = ["setpriv", f"--reuid={UID}", f"--regid={UID}", "--clear-groups", "--"] if os.geteuid() == 0 else []
+        self.victim = subprocess.Popen([*as_user, "sleep", "100000"])
+        self.targets = Targets(
+            str(self._folder), str(secret), self._servers[0].getsockname()[1], word, self.victim.pid, word
+        )
+        self._mounts = Path("/proc/mounts").read_text(encoding="utf-8")
+        self._hostname = socket.gethostname()
+
+    def reached(self) -> Iterator[str]:
+        """What was reached."""
+        if sorted(path.name for path in self._folder.iterdir()) != ["secret", "socket"]:
+            yield f"files in the bait: {list(self._folder.iterdir())}"
+        if (self._folder / "secret").read_text(encoding="utf-8") != self.text:
+            yield "the secret was overwritten"
+        for server in self._servers:
+            try:
+                server.accept()
+            except BlockingIOError:
+                continue
+            yield f"somebody connected to {server.getsockname()}"
+        if self.victim.poll() is not None or psutil.Process(self.victim.pid).status() == psutil.STATUS_STOPPED:
+            yield "the other process was hit by a signal"
+        if Path("/proc/mounts").read_text(encoding="utf-8") != self._mounts:
+            yield "the mounts of this machine changed"
+        if socket.gethostname() != self._hostname:
+            yield "the name of this machine changed"
+
+    def left(self) -> Iterator[str]:
+        """Processes of programs that are still there."""
+        for process in psutil.process_iter():
+            try:
+                ours = os.geteuid() == 0 and process.uids().real == UID
+                if process.pid != self.victim.pid and (
+                    ours or any(self.targets.word in one for one in process.cmdline())
+                ):
+                    yield f"process {process.pid}: {process.cmdline()}"
+            except psutil.Error:
+                continue
+
+    def close(self) -> None:
+        for server in self._servers:
+            server.close()
+        self.victim.send_signal(signal.SIGKILL)
+        self.victim.wait()
+
+
+@contextmanager
+def bait() -> Iterator[Bait]:
+    """Targets, as long as the block runs."""
+    with tempfile.TemporaryDirectory(prefix="hostile-") as folder:
+        laid = Bait(Path(folder))
+        try:
+            yield laid
+        finally:
+            laid.close()
+
+
+def run_programs(sandbox: Sandbox, seeds: range, workers: int = 2, limits: Limits = LIMITS) -> Report:
+    """Run the programs of these seeds, and look at the machine after them."""
+    report, lock, began = Report(), threading.Lock(), time.monotonic()
+    python = find_interpreter()
+    with bait() as laid:
+
+        def run(seed: int) -> None:
+            program = make_program(seed, laid.targets)
+            started, end, said = time.monotonic(), "not started", b""
+            try:
+                command = [*python.command, "{job}/main.py", laid.targets.word]
+                files = {"main.py": program.code.encode()}
+                outcome = sandbox.run(command, b"", files, limits, python.mounts)
+                end, said = outcome.end, outcome.stdout + outcome.stderr
+            except InfraError as error:
+                with lock:
+                    report.not_started.append(f"{seed}: {error}")
+            with lock:
+                report.programs += 1
+                report.kinds[program.kind] += 1
+                report.ends[end] += 1
+                if laid.text.encode() in said:
+                    report.escapes.append(f"seed {seed}, {program.kind}: it read the secret")
+                if time.monotonic() - started > LATEST_S:
+                    report.late.append(seed)
+
+        with ThreadPoolExecutor(workers) as pool:
+            list(pool.map(run, seeds))
+        report.escapes += laid.reached()
+        report.left += laid.left()
+    report.seconds = time.monotonic() - began
+    return report
