@@ -21,6 +21,8 @@ from schemas.guarded_process import CLOSE_TIMEOUT_S, GuardedProcess
 from schemas.sandbox.limits import Limits, Outcome
 
 _STATUS_BYTES = 1 << 16
+_END_S = 2.0
+"""How long bwrap may take to end after its child."""
 _LONGEST = 5
 """So many times its wall time a program gets at most where it waits for a processor."""
 
@@ -82,24 +84,25 @@ class BwrapProgram:
         return 128 + signal.SIGKILL if code is None and killed and said else code
 
     def _kill(self) -> None:
-        """Kill bwrap and the first process of the namespace, which is gone when all others in there are.
+        """Kill the first process of the namespace, which is gone when all others in there are; bwrap ends after it.
 
         While it makes the namespace that process doesn't die with it yet. A stopped bwrap starts none behind our back.
         """
         self._process.send_signal(signal.SIGSTOP)
         os.waitid(os.P_PID, self.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
-        inner = []
         for pid in guard.descendants(self.pid, guard.parents())[:1]:
             with contextlib.suppress(OSError):
-                inner.append(os.pidfd_open(pid))
-        self._process.kill()
-        for pidfd in inner:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
+                pidfd = os.pidfd_open(pid)
                 signal.pidfd_send_signal(pidfd, signal.SIGKILL)
-            poll = select.poll()
-            poll.register(pidfd, select.POLLIN)
-            poll.poll(CLOSE_TIMEOUT_S * 1000)
-            os.close(pidfd)
+                poll = select.poll()
+                poll.register(pidfd, select.POLLIN)
+                poll.poll(CLOSE_TIMEOUT_S * 1000)
+                os.close(pidfd)
+                # It collects its child itself, so that not even a zombie is left to others.
+                self._process.send_signal(signal.SIGCONT)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    self._process.wait(_END_S)
+        self._process.kill()
 
 
 class GuardedProgram:
@@ -219,12 +222,16 @@ class Running:
         return given
 
     def _waited_s(self) -> float:
-        """The longest time that a process of the program was ready to run, and the machine had no processor for it."""
-        longest = 0.0
-        for pid in guard.descendants(self._program.pid, guard.parents()):
+        """How long the program was ready to run and the machine had no processor for it, one process after the other.
+
+        bwrap, the first process in there, and whichever of the others waited longest.
+        """
+        chain = [self._program.pid, *guard.descendants(self._program.pid, guard.parents())]
+        waits = []
+        for pid in chain:
             with contextlib.suppress(OSError, ValueError, IndexError):
-                longest = max(longest, int(Path(f"/proc/{pid}/schedstat").read_text().split()[1]) / 1e9)
-        return longest
+                waits.append(int(Path(f"/proc/{pid}/schedstat").read_text().split()[1]) / 1e9)
+        return sum(waits[:2]) + max(waits[2:], default=0.0)
 
 
 def _read(stream: IO[bytes]) -> bytes | None:

@@ -25,7 +25,7 @@ from schemas.sandbox.jail import Sandbox
 from schemas.sandbox.limits import Limits, find_interpreter
 from tests.hostile.programs import Targets, make_program
 
-LIMITS = Limits(wall_s=0.3, cpu_s=1.0, memory_mb=256, processes=8, disk_mb=8)
+LIMITS = Limits(wall_s=0.5, cpu_s=1.0, memory_mb=256, processes=8, disk_mb=8)
 LATEST_S = 20.0
 """No program may last longer, however busy the machine is."""
 
@@ -97,10 +97,7 @@ class Bait:
         """Processes of programs that are still there."""
         for process in psutil.process_iter():
             try:
-                ours = os.geteuid() == 0 and process.uids().real == UID
-                if process.pid != self.victim.pid and (
-                    ours or any(self.targets.word in one for one in process.cmdline())
-                ):
+                if any(self.targets.word in one for one in process.cmdline()):
                     yield f"process {process.pid}: {process.cmdline()}"
             except psutil.Error:
                 continue
