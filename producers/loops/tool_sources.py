@@ -7,6 +7,7 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontext
 from pathlib import Path
 from typing import Any, Protocol
 
+from producers.loops.mcp_tools import McpSource
 from producers.loops.python_tool import PythonSource
 from producers.loops.tool_functions import Tool, load_tools
 from schemas.errors import ConfigError
@@ -63,16 +64,20 @@ class ToolBox:
             if not isinstance(entry, dict):
                 functions.append(entry)
                 continue
-            if len(entry) != 1 or next(iter(entry)) not in ("python",):
-                raise ConfigError(f"{_WHERE} {entry!r}: name a function, or give python with its settings")
-            self._sources.append(PythonSource(entry["python"], _WHERE))
+            (kind,) = entry if len(entry) == 1 else ("",)
+            if kind == "python":
+                self._sources.append(PythonSource(entry[kind], _WHERE))
+            elif kind == "mcp":
+                self._sources.append(McpSource(entry[kind], base, _WHERE))
+            else:
+                raise ConfigError(f"{_WHERE} {entry!r}: name a function, or give python or mcp with its settings")
         if functions:
             self._sources.insert(0, FunctionSource(functions, base))
         self.schemas: dict[str, dict[str, Any]] = {}
         self._collect()
 
     async def start(self) -> None:
-        """Start all sources."""
+        """Start all sources. ConfigError if one can't be had."""
         for source in self._sources:
             await source.start()
         self._collect()

@@ -29,10 +29,10 @@ UNREADABLE = (
 class Tools:
     """Plays each sample as a conversation with tools.
 
-    tools: functions, as file.py:name, and ``python: {...}``, an interpreter in the sandbox. parallel: calls of one
-    answer at once. timeout_s: longest time of one call. longest_result: characters of a result, which is cut in its
-    middle. max_calls: most model calls of an episode, ``agents.max_calls`` where None; one that reaches it ends with
-    finish ``calls``.
+    tools: functions, as file.py:name; ``python: {...}``, an interpreter in the sandbox; ``mcp: {...}``, a server.
+    parallel: calls of one answer at once. timeout_s: longest time of one call. longest_result: characters of a result,
+    which is cut in its middle. max_calls: most model calls of an episode, ``agents.max_calls`` where None; one that
+    reaches it ends with finish ``calls``.
 
     What goes wrong with a call is told to the policy as its result: a tool that there is not, arguments that can't be
     read, whatever the function raises.
