@@ -55,8 +55,8 @@ def _run(code: str, scope: dict[str, Any], timeout_s: float) -> bool:
     try:
         signal.setitimer(signal.ITIMER_REAL, timeout_s)
         tree = ast.parse(code, "code")
-        last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
-        exec(compile(tree, "code", "exec"), scope)
+        last = tree.body[-1] if tree.body and isinstance(tree.body[-1], ast.Expr) else None
+        exec(compile(ast.Module(tree.body[: -1 if last else None], []), "code", "exec"), scope)
         if last is not None:
             value = eval(compile(ast.Expression(last.value), "code", "eval"), scope)
             if value is not None:

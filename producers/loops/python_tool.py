@@ -159,9 +159,9 @@ class PythonTool:
             try:
                 data = data[os.write(fd, data) :]
             except BlockingIOError:
-                writable = loop.create_future()
-                loop.add_writer(fd, lambda ready=writable: ready.done() or ready.set_result(None))
+                writable = asyncio.Event()
+                loop.add_writer(fd, writable.set)
                 try:
-                    await writable
+                    await writable.wait()
                 finally:
                     loop.remove_writer(fd)
