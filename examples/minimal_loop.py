@@ -22,8 +22,7 @@ from consumers.trainer.data.microbatches import Group
 from consumers.trainer.model.snapshot import Snapshots
 from consumers.trainer.step.build import build_train_step
 from deploy.offline.warm_start import make_model
-from producers.datasets.loading import build_dataset
-from producers.datasets.prompt_order import PromptOrder
+from producers.datasets.mixture import build_mixture
 from producers.engines.base import Engine, EngineSettings
 from producers.engines.transformers.engine import TransformersEngine
 from producers.rendering.tokenizer import HfTokenizer, Tokenizer
@@ -104,11 +103,12 @@ async def train(config: TidemillConfig) -> None:
 
 def tasks(config: TidemillConfig) -> Iterator[Task]:
     """Prompts without end, in a new order each epoch."""
-    dataset = build_dataset(config.train, config.base)
-    order = PromptOrder(len(dataset), config.run.seed)
+    mixture = build_mixture(config.train, config.base, config.run.seed)
     task_id = 0
     while True:
-        yield make_task(task_id, "train", dataset[order.at(task_id)[1]], config.sampling)
+        place = mixture.at(task_id)
+        part = mixture.parts[place.part]
+        yield make_task(task_id, "train", part.dataset[place.index], config.sampling, part.label)
         task_id += 1
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import structlog
 
 from broker.client import Broker
@@ -11,7 +13,7 @@ from broker.queues.dead_letters import UnusableTask
 from broker.queues.tasks import eval_task_id
 from producers.datasets.base import Dataset
 from producers.datasets.loading import build_dataset
-from producers.datasets.prompt_order import PromptOrder
+from producers.datasets.mixture import Mixture, build_mixture
 from producers.tasks import make_task
 from schemas.codec import decode, encode
 from schemas.config import SamplingConfig, TidemillConfig
@@ -30,24 +32,22 @@ def run_feeder(config: TidemillConfig, name: str) -> None:
     """Feed the run until the process is asked to end."""
     stop = StopFlag().install()
     broker = Broker.connect(config)
-    feeder = Feeder(config, broker, build_dataset(config.train, config.base), _held_out(config))
+    train = build_mixture(config.train, config.base, config.run.seed)
+    held_out = [build_dataset(one, config.base) for one in config.eval.dataset] if config.eval else []
+    feeder = Feeder(config, broker, train, held_out)
     with HeartbeatThread(broker, name, "feeder", feeder.describe, probes=config.probes):
         feeder.run(stop)
-
-
-def _held_out(config: TidemillConfig) -> Dataset | None:
-    return build_dataset(config.eval.dataset, config.base) if config.eval else None
 
 
 class Feeder:
     """One step at a time: admit until the ledger says no, then wait for a change."""
 
-    def __init__(self, config: TidemillConfig, broker: Broker, train: Dataset, held_out: Dataset | None) -> None:
+    def __init__(self, config: TidemillConfig, broker: Broker, train: Mixture, held_out: Sequence[Dataset]) -> None:
+        """held_out: the datasets of ``config.eval`` in its order; without any there is no evaluation."""
         self._config = config
         self._broker = broker
         self._train = train
         self._held_out = held_out
-        self._order = PromptOrder(len(train), config.run.seed, config.train.shuffle)
         self._run = JoinedRun(config.folder)
         self._cursor = 0
         self._evaluated = -1
@@ -102,10 +102,9 @@ class Feeder:
         return "stopping"
 
     def _task(self, position: int) -> Task | UnusableTask:
-        _, index = self._order.at(position)
-        config = self._config
-        limit = config.broker.max_message_bytes
-        return task_of(self._train, config.train.name, index, position, "train", config.sampling, limit)
+        place = self._train.at(position)
+        part, limit = self._train.parts[place.part], self._config.broker.max_message_bytes
+        return task_of(part.dataset, part.label, place.index, position, "train", self._config.sampling, limit)
 
     def _count_unusable(self, task: UnusableTask | None) -> None:
         """Tell of an example that can't be used, None for a good one; RunFailed when there are nothing but such."""
@@ -119,7 +118,7 @@ class Feeder:
 
     def _evaluate_if_due(self, state: LedgerState) -> None:
         evaluation = self._config.eval
-        if evaluation is None or self._held_out is None or state.version <= self._evaluated:
+        if evaluation is None or not self._held_out or state.version <= self._evaluated:
             return
         last = state.step >= self._config.trainer.steps
         # The version that is due, not one that came while nobody looked: generators stop over at it.
@@ -127,22 +126,25 @@ class Feeder:
         version = state.version if self._evaluated < 0 or last else due
         if version <= self._evaluated:
             return
-        name, sampling, limit = evaluation.dataset.name, evaluation.sampling, self._config.broker.max_message_bytes
-        tasks = [
-            task_of(self._held_out, name, index, eval_task_id(version, index), "eval", sampling, limit)
-            for index in range(len(self._held_out))
-        ]
+        tasks: list[Task | UnusableTask] = []
+        limit = self._config.broker.max_message_bytes
+        for settings, dataset in zip(evaluation.dataset, self._held_out, strict=True):
+            sampling, first = evaluation.sampling_of(settings), len(tasks)
+            tasks += [
+                task_of(dataset, settings.label, index, eval_task_id(version, first + index), "eval", sampling, limit)
+                for index in range(len(dataset))
+            ]
         if self._broker.evals.open(version, tasks, self._run):
             log.info("evaluation opened", version=version, prompts=len(tasks))
         self._evaluated = version
 
 
 def task_of(
-    dataset: Dataset, name: str, index: int, task_id: int, kind: Kind, sampling: SamplingConfig, max_bytes: int
+    dataset: Dataset, label: str, index: int, task_id: int, kind: Kind, sampling: SamplingConfig, max_bytes: int
 ) -> Task | UnusableTask:
-    """The task for an example; or why there is none, when the dataset ``name`` fails or gives what can't be sent."""
+    """The task for an example; or why there is none, when the dataset ``label`` fails or gives what can't be sent."""
     try:
-        task = make_task(task_id, kind, dataset[index], sampling)
+        task = make_task(task_id, kind, dataset[index], sampling, label)
         # Nobody has looked at its parts yet: what a generator could not read is found here, by its index.
         decode(encode(task, max_bytes), Task, max_bytes)
     except (ConfigError, InfraError):
@@ -153,4 +155,4 @@ def task_of(
         reason = describe_error(error)
     else:
         return task
-    return UnusableTask(task_id, sampling.n, f"example {index} of dataset {name!r}: {reason}")
+    return UnusableTask(task_id, sampling.n, f"example {index} of dataset {label!r}: {reason}", label)

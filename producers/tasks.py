@@ -18,8 +18,8 @@ def make_sampling(settings: SamplingConfig) -> Sampling:
     )
 
 
-def make_task(task_id: int, kind: Kind, example: Example, sampling: SamplingConfig) -> Task:
-    """The message for one example."""
+def make_task(task_id: int, kind: Kind, example: Example, sampling: SamplingConfig, dataset: str = "") -> Task:
+    """The message for one example of the dataset with this label."""
     return Task(
         task_id=task_id,
         kind=kind,
@@ -28,4 +28,5 @@ def make_task(task_id: int, kind: Kind, example: Example, sampling: SamplingConf
         text=example.text,
         messages=example.messages,
         data=example.data,
+        dataset=dataset,
     )

@@ -19,7 +19,7 @@ from typing import Any
 
 import structlog
 
-from schemas.config import TidemillConfig
+from schemas.config import TidemillConfig, TrainDataset
 from schemas.errors import ConfigError, DiskError, InfraError, TidemillError
 from schemas.files import atomic_write
 
@@ -152,22 +152,31 @@ def fixed_settings(config: TidemillConfig) -> dict[str, Any]:
     model = Path(config.model.path)
     here = config.warm_start is not None or model.is_dir()
     lora = config.trainer.lora
-    settings = {
+    settings: dict[str, Any] = {
         "model.path": str(model.resolve()) if here else config.model.path,
         "model.dtype": config.model.dtype,
         "model": _digest([model / "config.json"]),
         "tokenizer": _digest(model / name for name in TOKENIZER),
         WEIGHTS: _weights(model),
         "trainer.lora": lora.model_dump(mode="json") if lora else "none",
-        "train.name": config.train.name,
-        "train.args": config.train.args,
-        "train.limit": config.train.limit or "none",
-        "train.shuffle": config.train.shuffle,
         "run.seed": config.run.seed,
         "sampling.n": config.sampling.n,
     }
+    if len(config.train) == 1:
+        settings |= {f"train.{name}": value for name, value in _fixed_dataset(config.train[0]).items()}
+    else:
+        settings["train"] = [{"label": one.label, "weight": one.weight, **_fixed_dataset(one)} for one in config.train]
     plain: dict[str, Any] = json.loads(json.dumps(settings, default=str))
     return plain
+
+
+def _fixed_dataset(dataset: TrainDataset) -> dict[str, Any]:
+    return {
+        "name": dataset.name,
+        "args": dataset.args,
+        "limit": dataset.limit or "none",
+        "shuffle": dataset.shuffle,
+    }
 
 
 def _digest(files: Iterable[Path]) -> str | None:

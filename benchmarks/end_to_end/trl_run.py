@@ -35,7 +35,7 @@ def main() -> None:
     library: Any = trl  # it comes with few types
     config = load_config(Path(file), [], environment={})
     tokenizer = AutoTokenizer.from_pretrained(config.model.path, padding_side="left")
-    train, heldout = (build_dataset(part, config.base) for part in (config.train, config.eval.dataset))
+    train, heldout = (build_dataset(part, config.base) for part in (config.train[0], config.eval.dataset[0]))
     every, most = config.eval.every, config.sampling.max_tokens
     questions = [tokenizer(heldout[i].text, add_special_tokens=False).input_ids for i in range(len(heldout))]
     answers = [tokenizer(heldout[i].data["answer"], add_special_tokens=False).input_ids for i in range(len(heldout))]

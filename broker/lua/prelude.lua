@@ -157,6 +157,7 @@ local function forget(task)
   remove(TRAJECTORIES, REWARD, published)
   remove(task_stream(fields[2]), GENERATORS, {fields[3]})
   redis.call('HDEL', GROUPS, task .. ':n', task .. ':kind', task .. ':entry', task .. ':left', task .. ':open', task .. ':saved')
+  if fields[2] == 'eval' then redis.call('HDEL', GROUPS, task .. ':dataset', task .. ':scored', task .. ':correct') end
   return #published
 end
 
@@ -166,20 +167,42 @@ local function note_failed(task)
   redis.call('ZREMRANGEBYRANK', FAILED, 0, -10001)
 end
 
--- Count a sample of an evaluation that has tokens of another version.
-local function off_version(task)
-  redis.call('HINCRBY', EVALS, string.format('%.0f', math.floor(tonumber(task) / 4294967296) - 1) .. ':off_version', 1)
+-- The version that a task of an evaluation is for.
+local function eval_version(task)
+  return string.format('%.0f', math.floor(tonumber(task) / 4294967296) - 1)
 end
 
--- Count the outcome of a sample of an evaluation: scored with `reward`, or failed without.
-local function eval_outcome(task, reward, tokens)
-  local version = string.format('%.0f', math.floor(tonumber(task) / 4294967296) - 1)
-  if reward then
-    redis.call('HINCRBY', EVALS, version .. ':scored', 1)
-    redis.call('HINCRBYFLOAT', EVALS, version .. ':sum', reward)
-    redis.call('HINCRBY', EVALS, version .. ':tokens', tokens)
-  else
-    redis.call('HINCRBY', EVALS, version .. ':failed', 1)
+-- Count a sample of an evaluation that has tokens of another version.
+local function off_version(task)
+  redis.call('HINCRBY', EVALS, eval_version(task) .. ':off_version', 1)
+end
+
+-- Count the outcome of a sample of an evaluation, of all and of its dataset: scored with `reward`, or failed without.
+local function eval_outcome(task, dataset, reward, tokens)
+  local version = eval_version(task)
+  for _, counted in ipairs({version, version .. ':' .. dataset}) do
+    if reward then
+      redis.call('HINCRBY', EVALS, counted .. ':scored', 1)
+      redis.call('HINCRBYFLOAT', EVALS, counted .. ':sum', reward)
+      redis.call('HINCRBY', EVALS, counted .. ':tokens', tokens)
+    else
+      redis.call('HINCRBY', EVALS, counted .. ':failed', 1)
+    end
   end
   redis.call('HSET', EVALS, version .. ':time', redis.call('TIME')[1])
+end
+
+-- The dataset of a task of an evaluation.
+local function eval_dataset(task)
+  return redis.call('HGET', GROUPS, task .. ':dataset') or ''
+end
+
+-- Count `count` more samples of an evaluation's task as ended. With the last one its prompt counts, by how many of its
+-- scored samples are correct, which pass@k is made of; and its data goes.
+local function eval_ended(task, count)
+  if redis.call('HINCRBY', GROUPS, task .. ':open', -count) > 0 then return end
+  local f = redis.call('HMGET', GROUPS, task .. ':dataset', task .. ':scored', task .. ':correct')
+  local prompts = (f[1] or '') .. ':prompts:' .. (f[2] or '0') .. ':' .. (f[3] or '0')
+  redis.call('HINCRBY', EVALS, eval_version(task) .. ':' .. prompts, 1)
+  forget(task)
 end

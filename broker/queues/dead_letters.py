@@ -73,11 +73,15 @@ class DeadLetters:
 
 @dataclass(frozen=True)
 class UnusableTask:
-    """A prompt group that no task can be made for: it fails as it comes in. ``n``: samples that it would have had."""
+    """A prompt group that no task can be made for: it fails as it comes in.
+
+    n: samples that it would have had. dataset: label of the dataset that its prompt is from.
+    """
 
     task_id: int
     n: int
     reason: str
+    dataset: str = ""
 
 
 def letter_bytes(letter: DeadLetter, max_bytes: int) -> bytes:
@@ -93,7 +97,7 @@ def check_sendable(task: Task | UnusableTask, max_bytes: int) -> tuple[bytes, Un
     try:
         return encode(task, max_bytes), None
     except BadMessage as error:
-        return b"", UnusableTask(task.task_id, task.n, str(error))
+        return b"", UnusableTask(task.task_id, task.n, str(error), task.dataset)
 
 
 def letter_of(task: UnusableTask | None, max_bytes: int) -> bytes:

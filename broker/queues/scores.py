@@ -123,4 +123,5 @@ class ScoreQueue(ConsumerGroup):
 
 def _scored(entry_id: bytes, task_id: int, sample: int, score: Score, tokens: int) -> tuple[bytes | int | str, ...]:
     """A result as the script takes it, but for the dead letter. tokens: that were sampled, of which people are told."""
-    return entry_id, task_id, sample, encode(score), repr(score.reward) if score.status == "ok" else "", tokens
+    reward = repr(score.reward) if score.status == "ok" else ""
+    return entry_id, task_id, sample, encode(score), reward, tokens, int(score.correct)

@@ -6,8 +6,8 @@ Losing a line of it harms no training, and a line may come twice after a lost an
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import redis
@@ -15,6 +15,7 @@ import redis
 from broker.connection.connection import Connection
 from broker.connection.scripts import OTHER_RUN
 from broker.queues.dead_letters import UnusableTask, check_sendable, letter_of
+from broker.telemetry.pass_at import DatasetResult
 from schemas.codec import BadMessage, decode, encode
 from schemas.messages import Event, Heartbeat, Task
 from schemas.run_record import JoinedRun
@@ -30,6 +31,7 @@ class EvalResult:
 
     length: mean loss tokens of the scored samples; None where that is not known.
     off_version: samples with tokens of another weight version: no generator had the evaluated one any more.
+    datasets: the same by the label of the dataset.
     """
 
     version: int
@@ -40,6 +42,7 @@ class EvalResult:
     time: float
     off_version: int = 0
     length: float | None = None
+    datasets: Mapping[str, DatasetResult] = field(default_factory=dict)
 
     @property
     def complete(self) -> bool:
@@ -252,10 +255,10 @@ class Evals:
         of JoinedRun when the broker has another one.
         """
         run = run or JoinedRun()
-        args: list[int | bytes | str] = [version, tasks[0].n, run.id]
+        args: list[int | bytes | str] = [version, run.id]
         for task in tasks:
             body, wrong = check_sendable(task, self._max_bytes)
-            args += [task.task_id, body, letter_of(wrong, self._max_bytes)]
+            args += [task.task_id, task.n, body, letter_of(wrong, self._max_bytes), task.dataset]
         answer = self._connection.run_script("open_evaluation", *args)
         if answer == OTHER_RUN:
             raise run.replaced()
@@ -282,8 +285,40 @@ class Evals:
                 mean=fields.get("sum", 0.0) / max(fields.get("scored", 0.0), 1.0),
                 time=fields.get("time", 0.0),
                 off_version=int(fields.get("off_version", 0)),
-                length=fields["tokens"] / fields["scored"] if "tokens" in fields and fields.get("scored") else None,
+                length=_length(fields),
+                datasets=_by_dataset(fields),
             )
             for version, fields in sorted(versions.items())
             if "n" in fields
         ]
+
+
+def _length(fields: Mapping[str, float]) -> float | None:
+    """Mean loss tokens of the scored samples; None where they are not known."""
+    return fields["tokens"] / fields["scored"] if "tokens" in fields and fields.get("scored") else None
+
+
+def _by_dataset(fields: Mapping[str, float]) -> dict[str, DatasetResult]:
+    """The results by dataset, of fields LABEL:NAME, and LABEL:prompts:SCORED:CORRECT."""
+    counts: dict[str, dict[str, float]] = {}
+    prompts: dict[str, dict[tuple[int, int], int]] = {}
+    for name, value in fields.items():
+        label, colon, rest = name.partition(":")
+        kind, _, outcome = rest.partition(":")
+        scored, _, correct = outcome.partition(":")
+        if kind == "prompts" and scored.isdigit() and correct.isdigit():
+            prompts.setdefault(label, {})[int(scored), int(correct)] = int(value)
+        elif colon:
+            counts.setdefault(label, {})[rest] = value
+    return {
+        label: DatasetResult(
+            n=int(of.get("n", 0)),
+            scored=int(of.get("scored", 0)),
+            failed=int(of.get("failed", 0)),
+            mean=of.get("sum", 0.0) / max(of.get("scored", 0.0), 1.0),
+            length=_length(of),
+            prompts=prompts.get(label, {}),
+        )
+        for label, of in sorted(counts.items())
+        if "n" in of
+    }

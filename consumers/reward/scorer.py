@@ -46,10 +46,14 @@ class Scorer:
         timeout_s: float,
         name: str = "",
         env: Sequence[str] = (),
+        correct_from: float = 1.0,
+        correct_term: str | None = None,
     ) -> None:
-        """env: names of further environment variables that reward functions see."""
+        """env: names of further environment variables that reward functions see. correct_from, correct_term: as in
+        RewardConfig; the sum decides where a sample has no such term."""
         self._terms = resolve(terms, base)
         self._name = name
+        self._correct_from, self._correct_term = correct_from, correct_term
         self._inline = [i for i, term in enumerate(self._terms) if term.inline]
         pooled = [i for i, term in enumerate(self._terms) if not term.inline]
         check_secrets(self._terms)
@@ -75,15 +79,22 @@ class Scorer:
         cancelled until a worker takes it.
         """
         outcomes: dict[int, TermResult] = {}
-        if self._inline:
+        dataset = trajectory.dataset
+        inline = self._for_dataset(self._inline, dataset)
+        if inline:
             sample = reward_input(trajectory)
-            for i in self._inline:
+            for i in inline:
                 outcomes[i] = self._terms[i].call(sample)
                 if outcomes[i].status != "ok":
-                    return _done(self._sum(outcomes))
-        if not self._stages:
-            return _done(self._sum(outcomes))
-        return _Staged(self._stages, lambda: reward_input(trajectory), outcomes, self._sum)
+                    return _done(self._sum(outcomes, dataset))
+        stages = [(wanted, pool) for terms, pool in self._stages if (wanted := self._for_dataset(terms, dataset))]
+        if not stages:
+            return _done(self._sum(outcomes, dataset))
+        return _Staged(stages, lambda: reward_input(trajectory), outcomes, lambda found: self._sum(found, dataset))
+
+    def _for_dataset(self, terms: list[int], dataset: str) -> list[int]:
+        """Those of the terms that samples of this dataset get."""
+        return [i for i in terms if (wanted := self._terms[i].datasets) is None or dataset in wanted]
 
     def close(self) -> None:
         """End the workers; a second call does nothing."""
@@ -97,7 +108,7 @@ class Scorer:
         except TimeoutError:
             raise InfraError(f"no reward worker answered within {limit:.0f} s") from None
 
-    def _sum(self, outcomes: dict[int, TermResult]) -> Score:
+    def _sum(self, outcomes: dict[int, TermResult], dataset: str) -> Score:
         seconds = 0.0
         total = 0.0
         components = {}
@@ -110,16 +121,28 @@ class Scorer:
                     reason=f"{term.label}: {outcome.reason}",
                     scorer=self._name,
                     seconds=seconds,
+                    dataset=dataset,
                 )
             if not outcome.applies:
                 continue
             components[term.label] = outcome.value
             total += term.weight * outcome.value
         if not components:
-            return Score(status="error", reason="no term applies to it", scorer=self._name, seconds=seconds)
+            reason = "no term applies to it"
+            return Score(status="error", reason=reason, scorer=self._name, seconds=seconds, dataset=dataset)
         if not math.isfinite(total):
-            return Score(status="error", reason=f"the sum is {total}, not finite", scorer=self._name, seconds=seconds)
-        return Score(reward=total, components=components, scorer=self._name, seconds=seconds)
+            reason = f"the sum is {total}, not finite"
+            return Score(status="error", reason=reason, scorer=self._name, seconds=seconds, dataset=dataset)
+        decisive = components.get(self._correct_term or "", total)
+        return Score(
+            reward=total,
+            components=components,
+            scorer=self._name,
+            seconds=seconds,
+            # A sum of weights such as 0.7 and 0.3 may be a little less than 1.
+            correct=decisive >= self._correct_from - 1e-9,
+            dataset=dataset,
+        )
 
 
 class _Staged(Future[Score]):

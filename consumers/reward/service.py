@@ -7,7 +7,7 @@ it ends it gives back what no worker has begun.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 
 import structlog
@@ -45,13 +45,12 @@ def run_reward(config: TidemillConfig, name: str) -> None:
     broker = Broker.connect(config)
     check_name(broker, name)
     scorer = _scorer(config, config.reward.terms, name)
-    eval_terms = config.eval.terms if config.eval else None
-    eval_scorer = _scorer(config, eval_terms, name) if eval_terms else scorer
+    held_out = _eval_scorers(config, name)
     joined = JoinedRun(config.folder)
     service = RewardService(
         broker.score_queue(name),
         scorer,
-        eval_scorer,
+        held_out,
         lease_s=2 * config.reward.timeout_s + 10,
         check=lambda: joined.check(*broker.run_control.read_run()),
     )
@@ -62,13 +61,38 @@ def run_reward(config: TidemillConfig, name: str) -> None:
         ):
             service.run(stop)
     finally:
-        scorer.close()
-        eval_scorer.close()
+        for one in {id(one): one for one in (scorer, *held_out.values())}.values():
+            one.close()
 
 
 def _scorer(config: TidemillConfig, terms: list[RewardTerm], name: str) -> Scorer:
     reward = config.reward
-    return Scorer(terms, config.base, reward.workers, reward.timeout_s, name, reward.env)
+    return Scorer(
+        terms,
+        config.base,
+        reward.workers,
+        reward.timeout_s,
+        name,
+        reward.env,
+        reward.correct_from,
+        reward.correct_term,
+    )
+
+
+def _eval_scorers(config: TidemillConfig, name: str) -> dict[str, Scorer]:
+    """Scorers of held-out samples by dataset, where they are not scored as those of training; one for equal terms."""
+    found: dict[str, Scorer] = {}
+    made: list[tuple[list[RewardTerm], Scorer]] = []
+    for dataset in config.eval.dataset if config.eval else []:
+        terms = config.eval.terms_of(dataset) if config.eval else None
+        if not terms:
+            continue
+        same = next((scorer for known, scorer in made if known == terms), None)
+        if same is None:
+            same = _scorer(config, terms, name)
+            made.append((terms, same))
+        found[dataset.label] = same
+    return found
 
 
 class RewardService:
@@ -78,17 +102,20 @@ class RewardService:
         self,
         queue: ScoreQueue,
         scorer: Scorer,
-        eval_scorer: Scorer,
+        held_out: Mapping[str, Scorer],
         lease_s: float,
         check: Callable[[], None] = lambda: None,
     ) -> None:
-        """check: raises the error of JoinedRun once the trajectories are another run's."""
+        """held_out: scorers of evaluation by dataset, ``scorer`` by default.
+
+        check: raises the error of JoinedRun once the trajectories are another run's.
+        """
         self._queue = queue
         self._check = check
-        self._scorers = {"train": scorer, "eval": eval_scorer}
+        self._scorer, self._held_out = scorer, held_out
         self._lease_s = lease_s
         self._counts = {"ok": 0, "error": 0, "timeout": 0}
-        self._places = max(scorer.places, eval_scorer.places)
+        self._places = max(one.places for one in (scorer, *held_out.values()))
         self._sample_s = AHEAD_S
         self._pending: dict[Future[Score], Delivery[Trajectory]] = {}
 
@@ -127,14 +154,17 @@ class RewardService:
 
     def _submit(self, deliveries: Sequence[Delivery[Trajectory]]) -> None:
         for delivery in deliveries:
-            self._pending[self._scorers[delivery.message.kind].submit(delivery.message)] = delivery
+            self._pending[self._scorer_of(delivery.message).submit(delivery.message)] = delivery
+
+    def _scorer_of(self, trajectory: Trajectory) -> Scorer:
+        return self._held_out.get(trajectory.dataset, self._scorer) if trajectory.kind == "eval" else self._scorer
 
     def _publish(self) -> None:
         """Publish every score that is ready; a slow sample holds up no other."""
         done = [future for future in self._pending if future.done()]
         results = [(self._pending.pop(future), future.result()) for future in done]
         for delivery, score in results:
-            if self._scorers[delivery.message.kind].places:
+            if self._scorer_of(delivery.message).places:
                 self._sample_s += RECENT * (score.seconds - self._sample_s)
         self._queue.publish(results)
         failed = [score for _, score in results if score.status != "ok"]

@@ -13,6 +13,7 @@ from consumers.trainer.algorithms.advantages import has_signal, within
 from consumers.trainer.context import TrainerContext, describe_broken
 from consumers.trainer.data.microbatches import Batch, Group
 from consumers.trainer.group_buffer import FailureStreak, GroupBuffer
+from consumers.trainer.metrics.dataset_metrics import DatasetMeter
 from consumers.trainer.metrics.group_metrics import GroupMeter, episode_metrics, term_metrics
 from consumers.trainer.metrics.throughput import CountRate
 from consumers.trainer.pause import PauseFollower
@@ -50,6 +51,7 @@ class BatchSource:
         self._taken: list[tuple[Group, list[ScoredSample]]] = []
         self._meter = GroupMeter()
         self._generated = CountRate()
+        self._datasets = DatasetMeter()
         self._deadline = 0.0
         self.last_outcome_at = time.monotonic()
 
@@ -170,7 +172,8 @@ class BatchSource:
         outcomes = [self._claimed[entry] for entry in members if entry in self._claimed]
         terms = {(one.task_id, one.sample): one.score.components for one in outcomes if one.trajectory_id}
         metrics = [trajectory.metrics for group in groups for trajectory, _ in group.samples]
-        figures = self._meter.take() | term_metrics([*terms.values()]) | episode_metrics(metrics)
+        figures = self._meter.take() | self._datasets.take()
+        figures |= term_metrics([*terms.values()]) | episode_metrics(metrics)
         return Batch(record, groups, sum(outcome.excluded for outcome in outcomes), figures, terms)
 
     def forget_covered(self, records: Sequence[BatchRecord]) -> None:
@@ -225,6 +228,7 @@ class BatchSource:
         excluded = sum(outcome.excluded for outcome in firsts)
         self._meter.lose(sum(not outcome.trajectory_id for outcome in firsts) - excluded, excluded)
         if rewards:
+            self._count_dataset(outcomes, rewards)
             self._meter.add(rewards, has_signal(compared, settings.least_std), compared)
         if 2 * len(versions) > outcomes[0].group_size:
             self._failures.failed(task_id, describe_broken(max(versions)))
@@ -238,6 +242,11 @@ class BatchSource:
         else:
             self._failures.succeeded(task_id)
             self._drop_without_signal(task_id, outcomes, compared)
+
+    def _count_dataset(self, outcomes: Sequence[ScoredSample], rewards: Sequence[float]) -> None:
+        scores = [outcome.score for outcome in outcomes if outcome.trajectory_id]
+        if scores[0].dataset:
+            self._datasets.add(scores[0].dataset, rewards, [score.correct for score in scores])
 
     def _drop_without_signal(self, task_id: int, outcomes: list[ScoredSample], rewards: list[float]) -> None:
         """End a group whose rewards, or the term of them that filters, tell nothing; keep any other."""

@@ -103,8 +103,10 @@ class StepLog:
 
         Trackers get them at once, metrics.jsonl with the line of the next step.
         """
-        if self._config.eval is None:
+        evaluation = self._config.eval
+        if evaluation is None:
             return
+        passes = {one.label: one.passes(evaluation.sampling_of(one).n) for one in evaluation.dataset}
         for result in self._broker.evals.read_results():
             if not (result.complete and result.n) or result.version in self.evaluations.lines:
                 continue
@@ -118,9 +120,14 @@ class StepLog:
                 "length": result.length,
                 "time": result.time,
                 "wall_s": max(0.0, result.time - float(self._progress.started or 0)),
+                "datasets": {
+                    label: of.to_json() | of.figures(passes.get(label, ())) for label, of in result.datasets.items()
+                },
             }
             self._retry("evaluations", partial(self.evaluations.add, line))
             known = {"reward": line["mean"], "length": line["length"], "version": line["version"]}
+            for label, of in result.datasets.items():
+                known |= {f"{label}/{name}": value for name, value in of.figures(passes.get(label, ())).items()}
             self._evaluated = {f"eval/{name}": value for name, value in known.items() if value is not None}
             self._trackers.log_evaluation(self._progress.step, self._evaluated)
             self._log_completions()

@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import sys
 import time
+from collections import Counter
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +15,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import Progress
 
-from consumers.reward.scorer import Scorer
+from broker.telemetry.pass_at import DatasetResult
+from consumers.reward.scorer import Scorer, check_reward
 from deploy.logs import configure_logging
 from producers.datasets.loading import build_dataset
 from producers.engines.base import Engine, EngineSettings
@@ -22,71 +24,113 @@ from producers.engines.factory import engine_name, make_engine
 from producers.rendering.tokenizer import HfTokenizer
 from producers.tasks import make_task
 from producers.workflows.base import FailedSample, RolloutContext, WorkflowServices, find_workflow, running
-from schemas.config import EvalConfig, TidemillConfig
+from schemas.config import EvalConfig, RewardTerm, TidemillConfig
 from schemas.messages import Task, Trajectory
 
 
 @dataclass(frozen=True)
-class Evaluated:
-    """mean: of the rewards of ``scored`` samples; ``failed`` ones have none."""
+class HeldOut:
+    """A dataset to evaluate: the reward terms of its samples, the k of pass@k, and its tasks."""
 
-    mean: float
-    scored: int
-    failed: int
+    label: str
+    terms: list[RewardTerm]
+    passes: list[int]
+    tasks: list[Task]
 
 
 def evaluate_model(config: TidemillConfig, evaluation: EvalConfig, model: Path | None) -> None:
-    """Evaluate the model in ``model`` (model.path when None) and print one line."""
+    """Evaluate the model in ``model`` (model.path when None) and print one line for each dataset."""
     configure_logging(config, "eval", "eval")
     path = config.model.path if model is None else str(model)
     began = time.monotonic()
-    result = asyncio.run(_evaluate(config, evaluation, path))
-    print(
-        f"{path}: held-out reward {result.mean:.4f} on {result.scored} samples, {result.failed} failed"
-        f" ({engine_name(config.generator.engine)}, {time.monotonic() - began:.0f} s)"
-    )
-    if not result.scored:
+    held_out = open_datasets(config, evaluation)
+    for one in held_out:
+        check_reward(one.terms, config.base)
+    results = asyncio.run(_evaluate(config, held_out, path))
+    for one, result in zip(held_out, results, strict=True):
+        name = f"{path}, {one.label}" if len(held_out) > 1 else path
+        print(
+            f"{name}: held-out reward {result.mean:.4f} on {result.scored} samples, {result.failed} failed"
+            f" ({engine_name(config.generator.engine)}, {time.monotonic() - began:.0f} s){_rates(one, result)}"
+        )
+    if not all(result.scored for result in results):
         sys.exit(1)
 
 
-async def _evaluate(config: TidemillConfig, evaluation: EvalConfig, path: str) -> Evaluated:
-    dataset = build_dataset(evaluation.dataset, config.base)
-    tasks = [make_task(index, "eval", dataset[index], evaluation.sampling) for index in range(len(dataset))]
-    terms = evaluation.terms if evaluation.terms is not None else config.reward.terms
+def _rates(held_out: HeldOut, result: DatasetResult) -> str:
+    figures = result.figures(held_out.passes)
+    shown = [f"{name} {value:.4f}" for name, value in figures.items() if name.startswith(("accuracy", "pass@"))]
+    return f": {', '.join(shown)}" if shown else ""
+
+
+def open_datasets(config: TidemillConfig, evaluation: EvalConfig) -> list[HeldOut]:
+    """The tasks of every dataset of the evaluation, numbered through."""
+    found: list[HeldOut] = []
+    for one in evaluation.dataset:
+        dataset, sampling = build_dataset(one, config.base), evaluation.sampling_of(one)
+        first = sum(len(before.tasks) for before in found)
+        tasks = [make_task(first + i, "eval", dataset[i], sampling, one.label) for i in range(len(dataset))]
+        terms = evaluation.terms_of(one)
+        found.append(HeldOut(one.label, config.reward.terms if terms is None else terms, one.passes(sampling.n), tasks))
+    return found
+
+
+async def _evaluate(config: TidemillConfig, held_out: list[HeldOut], path: str) -> list[DatasetResult]:
     settings = config.generator.workflow
     workflow = find_workflow(settings.name, settings.args, config.base)()
     tokenizer = HfTokenizer(path, config.model.trust_remote_code)
     console = Console(stderr=True)
+    tasks = [task for one in held_out for task in one.tasks]
+    async with (
+        _started(config, path) as engine,
+        running(workflow, WorkflowServices(engine, tokenizer, config)),
+    ):
+        room = asyncio.Semaphore(max(1, config.generator.max_samples // max(task.n for task in tasks)))
+        with Progress(console=console, disable=not console.is_terminal) as bar:
+            shown = bar.add_task("evaluating", total=len(tasks))
+
+            async def answer(task: Task) -> list[Trajectory]:
+                async with room:
+                    samples = workflow.run(RolloutContext(engine, tokenizer, task, range(task.n)))
+                    found = [
+                        sample.to_trajectory(task, config.run.name, "eval")
+                        async for sample in samples
+                        if not isinstance(sample, FailedSample)
+                    ]
+                bar.advance(shown)
+                return found
+
+            answered = iter(await asyncio.gather(*(answer(task) for task in tasks)))
+    results = []
+    for one in held_out:
+        groups = [next(answered) for _ in one.tasks]
+        results.append(await asyncio.to_thread(_score, config, one, groups))
+    return results
+
+
+def _score(config: TidemillConfig, held_out: HeldOut, groups: list[list[Trajectory]]) -> DatasetResult:
+    """The result of a dataset whose prompts were answered with these samples."""
     reward = config.reward
-    scorer = Scorer(terms, config.base, reward.workers, reward.timeout_s, "eval", reward.env)
+    correct = (reward.correct_from, reward.correct_term)
+    scorer = Scorer(held_out.terms, config.base, reward.workers, reward.timeout_s, "eval", reward.env, *correct)
+    trajectories = [trajectory for group in groups for trajectory in group]
     try:
-        async with (
-            _started(config, path) as engine,
-            running(workflow, WorkflowServices(engine, tokenizer, config)),
-        ):
-            room = asyncio.Semaphore(max(1, config.generator.max_samples // evaluation.sampling.n))
-            with Progress(console=console, disable=not console.is_terminal) as bar:
-                shown = bar.add_task("evaluating", total=len(tasks))
-
-                async def answer(task: Task) -> list[Trajectory]:
-                    async with room:
-                        samples = workflow.run(RolloutContext(engine, tokenizer, task, range(task.n)))
-                        found = [
-                            sample.to_trajectory(task, config.run.name, "eval")
-                            async for sample in samples
-                            if not isinstance(sample, FailedSample)
-                        ]
-                    bar.advance(shown)
-                    return found
-
-                answered = await asyncio.gather(*(answer(task) for task in tasks))
-        trajectories = [trajectory for group in answered for trajectory in group]
-        scores = await asyncio.to_thread(scorer.score, trajectories)
+        scores = scorer.score(trajectories)
     finally:
         scorer.close()
-    rewards = [score.reward for score in scores if score.status == "ok"]
-    asked = sum(task.n for task in tasks)
-    return Evaluated(sum(rewards) / max(1, len(rewards)), len(rewards), asked - len(rewards))
+    following = iter(scores)
+    scored_groups = [[score for _ in group if (score := next(following)).status == "ok"] for group in groups]
+    scored = [score for group in scored_groups for score in group]
+    lengths = [t.loss_mask.data.count(1) for t, score in zip(trajectories, scores, strict=True) if score.status == "ok"]
+    asked = sum(task.n for task in held_out.tasks)
+    return DatasetResult(
+        n=asked,
+        scored=len(scored),
+        failed=asked - len(scored),
+        mean=sum(score.reward for score in scored) / max(1, len(scored)),
+        length=sum(lengths) / len(lengths) if lengths else None,
+        prompts=Counter((len(group), sum(score.correct for score in group)) for group in scored_groups),
+    )
 
 
 @contextlib.asynccontextmanager

@@ -13,11 +13,11 @@ from schemas.config import TidemillConfig
 def check_names(config: TidemillConfig) -> str:
     """ConfigError for a name that is neither built in nor a path of the user's own; returns the main ones."""
     trainer, engine = config.trainer, config.generator.engine
-    held_out = [config.eval.dataset] if config.eval else []
+    held_out = config.eval.dataset if config.eval else []
     warm = [config.warm_start.dataset, config.warm_start.eval] if config.warm_start else []
-    for dataset in (config.train, *held_out, *warm):
+    for dataset in (*config.train, *held_out, *warm):
         DATASETS.check(dataset.name)
-    for term in (*config.reward.terms, *((config.eval.terms if config.eval else None) or [])):
+    for term in (*config.reward.terms, *config.eval_terms):
         REWARDS.check(term.name)
     WORKFLOWS.check(config.generator.workflow.name)
     if engine != "auto":

@@ -55,23 +55,28 @@ def checks(config: TidemillConfig, thorough: bool = False) -> Iterator[Check]:
 
 def check_data(config: TidemillConfig) -> Finding | str:
     """Open every dataset, which reads a first example; a warning when a batch needs more prompts than there are."""
-    train = build_dataset(config.train, config.base)
-    text = f"{config.train.name}: {len(train):,} prompts"
+    count, texts = 0, []
+    for dataset in config.train:
+        train = build_dataset(dataset, config.base)
+        count += len(train)
+        texts.append(f"{dataset.label}: {len(train):,} prompts")
+        check_chat(config, train[0])
+    text = ", ".join(texts)
     if config.eval is not None:
-        held_out = build_dataset(config.eval.dataset, config.base)
-        text += f", {len(held_out):,} held-out"
-        check_chat(config, held_out[0])
+        held_out = [build_dataset(dataset, config.base) for dataset in config.eval.dataset]
+        text += f", {sum(map(len, held_out)):,} held-out"
+        for examples in held_out:
+            check_chat(config, examples[0])
     if config.warm_start is not None and not (Path(config.model.path) / "config.json").is_file():
-        for dataset in (config.warm_start.dataset, config.warm_start.eval):
-            build_dataset(dataset, config.base)
-    check_chat(config, train[0])
+        for supervised in (config.warm_start.dataset, config.warm_start.eval):
+            build_dataset(supervised, config.base)
     batch = config.trainer.batch_groups
-    if batch > len(train):
+    if batch > count:
         return Finding(
             "dataset",
             "warn",
-            f"trainer.batch_groups {batch} is more than the {len(train):,} prompts of {config.train.name}: prompts"
-            " repeat within a batch",
+            f"trainer.batch_groups {batch} is more than the {count:,} prompts of"
+            f" {', '.join(dataset.label for dataset in config.train)}: prompts repeat within a batch",
             "use smaller batches, or more prompts",
         )
     return text
@@ -118,8 +123,8 @@ def check_chat(config: TidemillConfig, example: Example) -> None:
 def check_rewards(config: TidemillConfig) -> str:
     """Import every term and look at its arguments."""
     check_reward(config.reward.terms, config.base)
-    if config.eval is not None and config.eval.terms:
-        check_reward(config.eval.terms, config.base)
+    if config.eval_terms:
+        check_reward(config.eval_terms, config.base)
     return ", ".join(term.name for term in config.reward.terms)
 
 

@@ -84,6 +84,8 @@ class TaskLoop:
         self._by_entry: dict[bytes, Rollout] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._is_agent = self._config.generator.workflow.name == "agent"
+        evaluation = self._config.eval
+        self._most_held_out = max(evaluation.sampling_of(one).n for one in evaluation.dataset) if evaluation else 1
         self.in_flight = 0
         self.tokens = 0
 
@@ -166,7 +168,7 @@ class TaskLoop:
         """Evaluation tasks for the weights in use, or those for older ones that no generator has any more."""
         if self._config.eval is None:
             return []
-        version, count = self._updates.version, self._groups_to_take(self._config.eval.sampling.n)
+        version, count = self._updates.version, self._groups_to_take(self._most_held_out)
         found = await asyncio.to_thread(self._queue.take_evaluations, version, count)
         if not found.taken and 0 <= found.pending < version:
             beats = await asyncio.to_thread(self._context.broker.heartbeats.list)

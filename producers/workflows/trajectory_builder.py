@@ -61,6 +61,7 @@ class SampledCompletion:
             reward=self.reward,
             metrics=self.metrics,
             calls=len(self.calls),
+            dataset=task.dataset,
         )
 
     def to_partial(self, end: int | None = None) -> Partial:

@@ -6,7 +6,7 @@ Every setting has its type, unit, default and limits in the file of its section;
 
 from schemas.config.agents import AgentsConfig
 from schemas.config.algorithm import AdvantageConfig, KlConfig, LossConfig, RejectionConfig
-from schemas.config.data import DatasetConfig, EvalConfig, RewardConfig, RewardTerm
+from schemas.config.data import DatasetConfig, EvalConfig, EvalDataset, RewardConfig, RewardTerm, TrainDataset
 from schemas.config.deploy import ControlConfig, DeploymentsConfig, LauncherConfig, ProbesConfig, SupervisorConfig
 from schemas.config.generator import (
     EPISODE_WORKFLOWS,
@@ -42,6 +42,7 @@ __all__ = [
     "DeploymentsConfig",
     "DpoConfig",
     "EvalConfig",
+    "EvalDataset",
     "FlowConfig",
     "GeneratorConfig",
     "KlConfig",
@@ -63,6 +64,7 @@ __all__ = [
     "SamplingConfig",
     "SupervisorConfig",
     "TidemillConfig",
+    "TrainDataset",
     "TrainerConfig",
     "WarmStartConfig",
     "WorkflowConfig",

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import BaseModel, BeforeValidator, Field, SerializerFunctionWrapHandler, WrapSerializer, model_validator
 
 from schemas.config.base import Seconds, Section, shown_variable
 from schemas.config.generator import SamplingConfig
 
 
 class DatasetConfig(Section):
-    """The dataset that prompts come from, which has a durable, deterministic order."""
+    """A dataset, by the name of what reads or makes it."""
 
     name: str = Field(
         description="jsonl, hf, gsm8k, reasoning_gym, arithmetic, or your own as module:name or file.py:name."
@@ -19,6 +21,45 @@ class DatasetConfig(Section):
     args: dict[str, Any] = Field(default_factory=dict, description="Arguments of the dataset.")
     shuffle: bool = Field(True, description="Shuffle anew each epoch, by the run's seed.")
     limit: int | None = Field(None, ge=1, description="Use only the first examples, this many.")
+
+
+def _listed(value: Any) -> Any:
+    """One section that stands for a list of one."""
+    if isinstance(value, BaseModel):
+        return [value.model_dump(exclude_unset=True)]
+    return [value] if isinstance(value, dict) else value
+
+
+def _as_written(value: Any, handler: SerializerFunctionWrapHandler) -> Any:
+    """A list of one as the section alone, which further settings find by their names."""
+    found = handler(value)
+    return found[0] if len(found) == 1 else found
+
+
+class LabelledDataset(DatasetConfig):
+    """A dataset among several, which metrics know by its label."""
+
+    label: str = Field(
+        "",
+        pattern=r"^[A-Za-z0-9_.-]{0,64}$",
+        description="What metrics and reward terms call this dataset; by default its name, of one's own the part after"
+        " the colon.",
+    )
+
+    @model_validator(mode="after")
+    def _take_label(self) -> LabelledDataset:
+        if not self.label:
+            self.label = re.sub(r"[^A-Za-z0-9_.-]", "_", self.name.rpartition(":")[2])[:64]
+            self.model_fields_set.discard("label")
+        return self
+
+
+class TrainDataset(LabelledDataset):
+    """A dataset to train on, which has a durable, deterministic order; one, or a list of them."""
+
+    weight: float = Field(
+        1.0, gt=0, description="Share of the prompts that come from this dataset, over the sum of all weights."
+    )
 
 
 class RewardTerm(Section):
@@ -30,6 +71,9 @@ class RewardTerm(Section):
     )
     weight: float = Field(1.0, description="Weight in the sum.")
     args: dict[str, Any] = Field(default_factory=dict, description="Arguments of the function.")
+    datasets: list[str] | None = Field(
+        None, min_length=1, description="Labels of the datasets whose samples get this term; all by default."
+    )
     concurrency: int | None = Field(
         None,
         ge=1,
@@ -63,6 +107,12 @@ class RewardConfig(Section):
     timeout_s: Seconds = Field(
         15.0, description="Deadline of one call; past it the worker is killed and the sample excluded."
     )
+    correct_from: float = Field(
+        1.0, description="Reward from which a sample counts as correct, in accuracy, pass@k and solve rates."
+    )
+    correct_term: str | None = Field(
+        None, description="Label of the term, such as exact, that decides this instead of the sum."
+    )
     env: list[Annotated[str, shown_variable("reward.env")]] = Field(
         default_factory=list,
         description="Names of further environment variables that workers see, such as OPENAI_API_KEY; without, they see"
@@ -70,15 +120,32 @@ class RewardConfig(Section):
     )
 
 
+class EvalDataset(LabelledDataset):
+    """Held-out prompts; one dataset, or a list of them."""
+
+    sampling: SamplingConfig | None = Field(None, description="Sampling; that of the evaluation by default.")
+    terms: list[RewardTerm] | None = Field(None, min_length=1, description="Reward terms; the evaluation's by default.")
+    pass_at: list[Annotated[int, Field(ge=1)]] | None = Field(
+        None, description="The k of pass@k; by default 1, 2, 4, and so on up to the samples per prompt."
+    )
+
+    def passes(self, n: int) -> list[int]:
+        """The k of pass@k with n samples per prompt."""
+        return sorted({*self.pass_at}) if self.pass_at is not None else [1 << i for i in range(n.bit_length())]
+
+
 class EvalConfig(Section):
     """Evaluation on held-out prompts, by the same generators and rewards."""
 
-    dataset: DatasetConfig
+    dataset: Annotated[
+        list[EvalDataset], Field(min_length=1), BeforeValidator(_listed), WrapSerializer(_as_written)
+    ] = Field(description="Held-out prompts: one dataset, or a list of them, each with its own sampling.")
     every: int = Field(
         50, ge=1, description="Weight versions between two evaluations; the first and the last are always evaluated."
     )
     sampling: SamplingConfig = Field(
-        default_factory=lambda: SamplingConfig(n=1, temperature=0.0), description="Greedy by default."
+        default_factory=lambda: SamplingConfig(n=1, temperature=0.0),
+        description="Sampling of datasets that have none of their own; greedy by default.",
     )
     terms: list[RewardTerm] | None = Field(None, description="Reward terms; those of training by default.")
     hold_s: Seconds = Field(
@@ -86,3 +153,37 @@ class EvalConfig(Section):
         description="How long an evaluation may hold back new weights, so that one version answers all; what runs over"
         " is counted as of another version.",
     )
+
+    def sampling_of(self, dataset: EvalDataset) -> SamplingConfig:
+        """The sampling of one of the datasets."""
+        return dataset.sampling if dataset.sampling is not None else self.sampling
+
+    def terms_of(self, dataset: EvalDataset) -> list[RewardTerm] | None:
+        """The reward terms of one of the datasets, None for those of training."""
+        return dataset.terms if dataset.terms is not None else self.terms
+
+    @model_validator(mode="after")
+    def _datasets_are_told_apart(self) -> EvalConfig:
+        check_labels("eval.dataset", self.dataset)
+        for dataset in self.dataset:
+            n = self.sampling_of(dataset).n
+            if dataset.pass_at and max(dataset.pass_at) > n:
+                raise ValueError(
+                    f"eval.dataset {dataset.label!r}: pass_at {max(dataset.pass_at)} needs as many samples per prompt,"
+                    f" its sampling.n is {n}"
+                )
+        return self
+
+
+TrainDatasets = Annotated[
+    list[TrainDataset], Field(min_length=1), BeforeValidator(_listed), WrapSerializer(_as_written)
+]
+
+
+def check_labels(setting: str, datasets: Sequence[LabelledDataset]) -> None:
+    """ValueError when two datasets have the same label."""
+    seen: set[str] = set()
+    for dataset in datasets:
+        if dataset.label in seen:
+            raise ValueError(f"{setting} has two datasets called {dataset.label!r}: give each its own label")
+        seen.add(dataset.label)

@@ -88,7 +88,7 @@ def parse_config(data: Mapping[str, Any], base: Path | None = None) -> TidemillC
     try:
         config = TidemillConfig.model_validate(data)
     except ValidationError as error:
-        raise ConfigError("; ".join(_explain(item) for item in error.errors())) from error
+        raise ConfigError("; ".join(_explain(item, data) for item in error.errors())) from error
     config._base = (config.run.base or base or Path.cwd()).resolve()
     return config
 
@@ -165,8 +165,8 @@ def _index(node: list[Any], key: str, source: str) -> int:
     return int(key)
 
 
-def _explain(item: Any) -> str:
-    path = [str(part) for part in item["loc"]]
+def _explain(item: Any, data: Any) -> str:
+    path = _written(item["loc"], data)
     name = ".".join(path) or "configuration"
     if item["type"] == "extra_forbidden":
         close = difflib.get_close_matches(path[-1], _fields(path[:-1]), n=1)
@@ -178,6 +178,20 @@ def _explain(item: Any) -> str:
         return str(item["ctx"]["error"])
     message = item["msg"].removeprefix("Input should be ")
     return f"{name}: {hide_password(repr(item['input']))} is not allowed, must be {message}"
+
+
+def _written(loc: Sequence[int | str], data: Any) -> list[str]:
+    """The path of a mistake as its file has it: a dataset alone is no list of one."""
+    path = []
+    for part in loc:
+        if isinstance(part, int) and isinstance(data, Mapping):
+            continue
+        path.append(str(part))
+        try:
+            data = data[part]
+        except (KeyError, IndexError, TypeError):
+            data = None
+    return path
 
 
 def _fields(path: Sequence[str]) -> list[str]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
 from pathlib import Path
 from typing import Any
 
 from pydantic import Field, PrivateAttr, model_validator
 
 from schemas.config.base import Section
-from schemas.config.data import DatasetConfig, EvalConfig, RewardConfig
+from schemas.config.data import EvalConfig, RewardConfig, RewardTerm, TrainDatasets, check_labels
 from schemas.config.deploy import ControlConfig, LauncherConfig, ProbesConfig, SupervisorConfig
 from schemas.config.generator import REWARDING_WORKFLOWS, GeneratorConfig, SamplingConfig
 from schemas.config.offline import DpoConfig, RewardModelConfig, WarmStartConfig
@@ -24,7 +25,7 @@ class TidemillConfig(Section):
 
     run: RunConfig = Field(default_factory=RunConfig)
     model: ModelConfig
-    train: DatasetConfig = Field(description="Prompts to train on.")
+    train: TrainDatasets = Field(description="Prompts to train on: one dataset, or a list of them with weights.")
     eval: EvalConfig | None = None
     sampling: SamplingConfig = Field(default_factory=SamplingConfig)
     reward: RewardConfig
@@ -58,6 +59,13 @@ class TidemillConfig(Section):
         """Most prompt groups in the pipeline at once."""
         return count_slots(self.flow.staleness, self.trainer.batch_groups, self.flow.window)
 
+    @property
+    def eval_terms(self) -> list[RewardTerm]:
+        """The reward terms that only evaluation has."""
+        if self.eval is None:
+            return []
+        return [*(self.eval.terms or []), *(term for one in self.eval.dataset for term in one.terms or [])]
+
     @model_validator(mode="before")
     @classmethod
     def _take_reward_of_episodes(cls, data: Any) -> Any:
@@ -82,8 +90,13 @@ class TidemillConfig(Section):
         problem = slots_problem(self.flow.staleness, self.trainer.batch_groups, self.flow.window)
         if problem is not None:
             raise ValueError(problem)
-        for name, sampling in (("sampling", self.sampling), ("eval.sampling", self.eval and self.eval.sampling)):
-            if sampling and sampling.max_tokens >= self.model.max_length:
+        samplings = [("sampling", self.sampling)]
+        if self.eval is not None:
+            for one in self.eval.dataset:
+                where = "eval.sampling" if one.sampling is None else f"eval.dataset {one.label!r}: sampling"
+                samplings.append((where, self.eval.sampling_of(one)))
+        for name, sampling in samplings:
+            if sampling.max_tokens >= self.model.max_length:
                 raise ValueError(
                     f"{name}.max_tokens {sampling.max_tokens} leaves no room for a prompt in"
                     f" model.max_length {self.model.max_length}"
@@ -96,7 +109,7 @@ class TidemillConfig(Section):
         if self.generator.workflow.name == "agent":
             self._check_agents()
         if (workflow := self.generator.workflow.name) in ("single_turn", "tools"):
-            for where, named in (("reward", self.reward.terms), ("eval", (self.eval and self.eval.terms) or [])):
+            for where, named in (("reward", self.reward.terms), ("eval", self.eval_terms)):
                 if any(term.name == "episode" for term in named):
                     raise ValueError(
                         f"{where}.terms name episode, the reward of the workflow, and the workflow {workflow} gives"
@@ -104,6 +117,21 @@ class TidemillConfig(Section):
                     )
         if self.sampling.temperature == 0:
             raise ValueError("sampling.temperature 0 makes every sample of a group equal: set it above 0")
+        return self
+
+    @model_validator(mode="after")
+    def _check_datasets(self) -> TidemillConfig:
+        check_labels("train", self.train)
+        train = [dataset.label for dataset in self.train]
+        held_out = [] if self.eval is None else self.eval.dataset
+        rewarded = {*train, *(one.label for one in held_out if not (self.eval and self.eval.terms_of(one)))}
+        _check_terms("reward.terms", self.reward.terms, rewarded)
+        for one in held_out:
+            if self.eval is not None and (terms := self.eval.terms_of(one)):
+                _check_terms("eval terms", terms, {one.label}, {other.label for other in held_out})
+        term, terms = self.reward.correct_term, [*self.reward.terms, *self.eval_terms]
+        if term is not None and term.partition("#")[0] not in {named.name for named in terms}:
+            raise ValueError(f"reward.correct_term {term!r} is the name of no reward term")
         return self
 
     def _check_agents(self) -> None:
@@ -118,3 +146,17 @@ class TidemillConfig(Section):
                 f"generator.update drain waits for every episode before new weights are loaded: set"
                 f" generator.agents.deadline_s {deadline_s:g} to {DRAIN_S:g} or less, or generator.update to keep"
             )
+
+
+def _check_terms(setting: str, terms: list[RewardTerm], labels: set[str], others: Set[str] = frozenset()) -> None:
+    """ValueError when a term names a dataset that there is not, or a dataset is left without a term."""
+    for term in terms:
+        for label in term.datasets or []:
+            if label not in labels | others:
+                raise ValueError(
+                    f"{setting}: the term {term.name!r} is for the dataset {label!r}, which there is not: one of"
+                    f" {', '.join(sorted(labels | others))}"
+                )
+    for label in sorted(labels):
+        if all(term.datasets is not None and label not in term.datasets for term in terms):
+            raise ValueError(f"{setting}: no term is for the dataset {label!r}, whose samples would have no reward")

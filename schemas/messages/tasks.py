@@ -43,6 +43,7 @@ class Task(Message, kw_only=True, tag="task"):
     task_id: position in the deterministic prompt order (train), or ``(version + 1) * 2**32 + index`` (eval).
     Exactly one of ``text``, ``messages``, ``token_ids`` is the prompt.
     data: reference answer and metadata, handed to the reward function as keywords.
+    dataset: label of the dataset that the prompt is from.
     """
 
     task_id: int
@@ -53,6 +54,7 @@ class Task(Message, kw_only=True, tag="task"):
     messages: list[ChatMessage] | None = None
     token_ids: list[int] | None = None
     data: dict[str, Any] = {}
+    dataset: str = ""
     partials: list[Partial] = []
 
     def __post_init__(self) -> None:

@@ -11,8 +11,8 @@ redis.call('HSET', SAMPLES, field, '-')
 if fields[1] == 'train' then
   redis.call('XADD', SCORED, '*', 't', task, 's', ARGV[2], 'n', fields[2], 'e', '-', 'b', ARGV[4])
 else
-  eval_outcome(task, nil)
+  eval_outcome(task, eval_dataset(task))
 end
 outcomes_known(task, 1)
-if fields[1] == 'eval' and redis.call('HINCRBY', GROUPS, task .. ':open', -1) <= 0 then forget(task) end
+if fields[1] == 'eval' then eval_ended(task, 1) end
 return 'ok'

@@ -10,15 +10,15 @@ local task = ARGV[3]
 -- Only the entry that the group stands on ends the group; a forged one doesn't.
 local stands = task ~= '' and redis.call('HGET', GROUPS, task .. ':entry') == ARGV[2]
 if stands and redis.call('HGET', GROUPS, task .. ':kind') == 'eval' then
-  local missing = 0
+  local missing, dataset = 0, eval_dataset(task)
   for sample = 0, tonumber(redis.call('HGET', GROUPS, task .. ':n') or 0) - 1 do
     if redis.call('HSETNX', SAMPLES, task .. ':' .. sample, '-') == 1 then
-      eval_outcome(task, nil)
+      eval_outcome(task, dataset)
       missing = missing + 1
     end
   end
   outcomes_known(task, missing)
-  if redis.call('HINCRBY', GROUPS, task .. ':open', -missing) <= 0 then forget(task) end
+  eval_ended(task, missing)
 elseif stands and redis.call('ZREM', SLOTS, task) == 1 then
   redis.call('HINCRBY', COUNTS, 'failed:dead_letter', 1)
   redis.call('HINCRBY', COUNTS, 'samples_failed', forget(task))

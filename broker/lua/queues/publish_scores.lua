@@ -1,16 +1,16 @@
 #!lua flags=allow-oom
 -- KEYS: COUNTS GROUPS SAMPLES EVAL_TASKS TRAJECTORIES SCORED DEAD EVALS PARTIALS
--- ARGV, seven for each result, at most 1000 of them: trajectory entry, task id, sample, score body, reward ('' when it
--- failed), loss tokens of the sample, dead letter ('' when none). Returns a word for each: ok, dup or closed.
+-- ARGV, eight for each result, at most 1000 of them: trajectory entry, task id, sample, score body, reward ('' when it
+-- failed), loss tokens of the sample, '1' if it is correct, dead letter ('' when none). Returns a word for each: ok, dup or closed.
 -- Publishes the scores and acknowledges the trajectories at once, each once. Bodies stay until they are trained.
 -- Scores pass when memory is full: they are small, as many as trajectories, and training is what frees it.
 local fields, groups, acks, answers = {}, {}, {}, {}
-for i = 1, #ARGV, 7 do fields[#fields + 1] = ARGV[i + 1] .. ':' .. ARGV[i + 2] end
+for i = 1, #ARGV, 8 do fields[#fields + 1] = ARGV[i + 1] .. ':' .. ARGV[i + 2] end
 local samples = redis.call('HMGET', SAMPLES, unpack(fields))
 local state = {}
 for k, field in ipairs(fields) do state[field] = samples[k] end
 
-local function score(field, entry, task, index, body, reward, tokens, letter)
+local function score(field, entry, task, index, body, reward, tokens, correct, letter)
   local group = groups[task] or redis.call('HMGET', GROUPS, task .. ':kind', task .. ':n')
   if state[field] == '=' .. entry then
     -- Delivered again by a group that was made anew, or sent again; its score is out already.
@@ -33,19 +33,22 @@ local function score(field, entry, task, index, body, reward, tokens, letter)
     acks[#acks + 1] = entry
     return 'ok'
   end
-  if known then eval_outcome(task, reward ~= '' and reward or nil, tokens) end
+  if known then eval_outcome(task, eval_dataset(task), reward ~= '' and reward or nil, tokens) end
+  if known and reward ~= '' then
+    redis.call('HINCRBY', GROUPS, task .. ':scored', 1)
+    if correct == '1' then redis.call('HINCRBY', GROUPS, task .. ':correct', 1) end
+  end
   redis.call('XACK', TRAJECTORIES, REWARD, entry)
   redis.call('XDEL', TRAJECTORIES, entry)
   if not known then return 'closed' end
   state[field] = '-'
   redis.call('HSET', SAMPLES, field, '-')
-  if redis.call('HINCRBY', GROUPS, task .. ':open', -1) <= 0 then forget(task) end
+  eval_ended(task, 1)
   return 'ok'
 end
 
 for k, field in ipairs(fields) do
-  local i = 7 * k - 6
-  answers[k] = score(field, ARGV[i], ARGV[i + 1], ARGV[i + 2], ARGV[i + 3], ARGV[i + 4], ARGV[i + 5], ARGV[i + 6])
+  answers[k] = score(field, unpack(ARGV, 8 * k - 7, 8 * k))
 end
 if #acks > 0 then redis.call('XACK', TRAJECTORIES, REWARD, unpack(acks)) end
 return answers

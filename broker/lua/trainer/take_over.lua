@@ -84,7 +84,9 @@ if rebuild then
     if version then
       local v = redis.call('HMGET', EVALS, version .. ':n', version .. ':scored', version .. ':failed')
       if tonumber(v[2] or 0) + tonumber(v[3] or 0) < tonumber(v[1]) then
-        redis.call('HDEL', EVALS, version .. ':n', version .. ':scored', version .. ':failed', version .. ':sum', version .. ':tokens', version .. ':time', version .. ':off_version')
+        for _, name in ipairs(redis.call('HKEYS', EVALS)) do
+          if string.sub(name, 1, #version + 1) == version .. ':' then redis.call('HDEL', EVALS, name) end
+        end
       end
     end
   end
@@ -159,17 +161,29 @@ if redis.call('HEXISTS', RUN_CONTROL, 'pause_id') == 0 then
   redis.call('HSET', RUN_CONTROL, 'pause', own.pause, 'pause_id', string.format('%d', own.pause_id))
   redis.call('HSET', RUN_CONTROL, 'by', own.pause_by, 'since', string.format('%d', own.pause_since))
 end
--- Complete evaluations, too.
+-- Complete evaluations, too: all samples together, and those of each dataset.
+local function put_evaluation(counted, seen)
+  local mean = seen.mean
+  if mean == cjson.null then mean = 0 end
+  redis.call('HSET', EVALS, counted .. ':scored', string.format('%d', seen.scored), counted .. ':sum', string.format('%.17g', mean * seen.scored))
+  redis.call('HSET', EVALS, counted .. ':failed', string.format('%d', seen.failed))
+  if seen.length and seen.length ~= cjson.null then
+    redis.call('HSET', EVALS, counted .. ':tokens', string.format('%.0f', seen.length * seen.scored))
+  end
+end
 for _, seen in ipairs(own.evaluations) do
   local version = string.format('%d', seen.version)
   if redis.call('HSETNX', EVALS, version .. ':n', string.format('%d', seen.n)) == 1 then
-    local mean = seen.mean
-    if mean == cjson.null then mean = 0 end
-    redis.call('HSET', EVALS, version .. ':scored', string.format('%d', seen.scored), version .. ':sum', string.format('%.17g', mean * seen.scored))
-    redis.call('HSET', EVALS, version .. ':failed', string.format('%d', seen.failed), version .. ':time', string.format('%.17g', seen.time))
+    put_evaluation(version, seen)
+    redis.call('HSET', EVALS, version .. ':time', string.format('%.17g', seen.time))
     redis.call('HSET', EVALS, version .. ':off_version', string.format('%d', seen.off_version))
-    if seen.length and seen.length ~= cjson.null then
-      redis.call('HSET', EVALS, version .. ':tokens', string.format('%.0f', seen.length * seen.scored))
+    for label, of_dataset in pairs(seen.datasets or {}) do
+      local counted = version .. ':' .. label
+      redis.call('HSET', EVALS, counted .. ':n', string.format('%d', of_dataset.n))
+      put_evaluation(counted, of_dataset)
+      for _, prompts in ipairs(of_dataset.prompts) do
+        redis.call('HSET', EVALS, string.format('%s:prompts:%d:%d', counted, prompts[1], prompts[2]), string.format('%d', prompts[3]))
+      end
     end
   end
 end

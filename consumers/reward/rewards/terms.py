@@ -101,7 +101,7 @@ class Term:
     runs in the service's own process. fields: those of FIELDS that it names. settings: parameters that data never
     gives. concurrency: calls in flight in its own worker, 0 where it shares workers. batch: most samples of a call of
     a function of lists, 0 for others; wait_s: how long a call waits for more. chat: such a function gets messages.
-    secrets: environment variables that only its worker sees.
+    secrets: environment variables that only its worker sees. datasets: whose samples get it, None: all.
     """
 
     label: str
@@ -118,6 +118,7 @@ class Term:
     wait_s: float = 0.0
     chat: bool = False
     secrets: tuple[str, ...] = ()
+    datasets: frozenset[str] | None = None
 
     @property
     def places(self) -> int:
@@ -248,6 +249,7 @@ def _resolve_one(term: RewardTerm, label: str, base: Path) -> Term:
         wait_s=wait_ms / 1000,
         chat=term.chat,
         secrets=tuple(secrets(**term.args)) if secrets is not None else (),
+        datasets=None if term.datasets is None else frozenset(term.datasets),
     )
 
 

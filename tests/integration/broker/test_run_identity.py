@@ -20,6 +20,7 @@ from consumers.reward.scorer import Scorer
 from consumers.reward.service import RewardService
 from deploy.services.finished_run import FinishedRunWatch
 from producers.datasets.arithmetic import Arithmetic
+from producers.datasets.mixture import Mixture, Part
 from producers.engines.base import Engine
 from producers.feeder import Feeder
 from producers.generator.pause import PauseFollower
@@ -113,7 +114,7 @@ def test_a_feeder_of_another_runs_folder_admits_nothing(broker: Broker, tmp_path
     config = configuration_in(tmp_path)
     claim_folder(config)
     with pytest.raises(ConfigError, match="another run of this name"):
-        Feeder(config, broker, Arithmetic(), None).run(StopFlag())
+        Feeder(config, broker, Mixture([Part("arithmetic", Arithmetic())]), []).run(StopFlag())
     assert broker.ledger.read_state().admitted == 0
 
 
@@ -153,7 +154,7 @@ def test_a_reward_service_scores_nothing_of_another_run(broker: Broker, tmp_path
     scorer = Scorer([RewardTerm(name="exact")], tmp_path, workers=1, timeout_s=5, name="r")
     joined = JoinedRun(tmp_path)
     service = RewardService(
-        broker.score_queue("r"), scorer, scorer, 30, check=lambda: joined.check(*broker.run_control.read_run())
+        broker.score_queue("r"), scorer, {}, 30, check=lambda: joined.check(*broker.run_control.read_run())
     )
     with pytest.raises(ConfigError, match="another run of this name"):
         service.run(StopFlag())
@@ -247,7 +248,7 @@ def feed_once(broker: Broker, config: TidemillConfig) -> None:
         def __bool__(self) -> bool:
             return broker.ledger.read_state().admitted > 0
 
-    Feeder(config, broker, Arithmetic(), None).run(Once())
+    Feeder(config, broker, Mixture([Part("arithmetic", Arithmetic())]), []).run(Once())
 
 
 async def follow_once(broker: Broker, folder: Path) -> None:

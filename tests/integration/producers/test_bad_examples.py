@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,11 +13,12 @@ import pytest
 from broker.client import Broker
 from broker.queues.tasks import eval_task_id
 from producers.datasets.base import Example
+from producers.datasets.mixture import Mixture, Part
 from producers.feeder import Feeder
 from schemas.config import TidemillConfig, parse_config
 from schemas.errors import DataError, InfraError, RunFailed
-from schemas.lifecycle import StopFlag
 from schemas.messages import ChatMessage
+from tests.support.feeding import feed_until
 from tests.support.trainer_sessions import take_over
 
 pytestmark = pytest.mark.integration
@@ -36,6 +35,10 @@ class Examples:
 
     def __getitem__(self, index: int) -> Any:
         return self.bad() if index == 3 or self.only else Example(text=f"{index}+1=", data={"answer": "2"})
+
+
+def only(examples: Examples) -> Mixture:
+    return Mixture([Part("arithmetic", examples, shuffle=False)])
 
 
 def refuse(error: BaseException) -> Callable[[], Any]:
@@ -76,38 +79,13 @@ def config(tmp_path: Path) -> TidemillConfig:
     )
 
 
-def feed_until(
-    feeder: Feeder, condition: Callable[[], object], ends_with: type[Exception] = InfraError
-) -> list[Exception]:
-    """Run the feeder in a thread until ``condition``, or until it ends with an error, which is in the list then."""
-    stop = StopFlag()
-    errors: list[Exception] = []
-
-    def work() -> None:
-        try:
-            feeder.run(stop)
-        except ends_with as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=work, daemon=True)
-    thread.start()
-    deadline = time.monotonic() + 20
-    while thread.is_alive() and not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    stop.set()
-    thread.join(20)
-    assert not thread.is_alive()
-    return errors
-
-
 @pytest.mark.parametrize("kind", BAD)
 def test_a_bad_example_fails_alone_and_those_around_it_are_admitted(
     broker: Broker, config: TidemillConfig, kind: str
 ) -> None:
     make, reason = BAD[kind]
     take_over(broker, batch=2, staleness=1)
-    feeder = Feeder(config, broker, Examples(make), None)
+    feeder = Feeder(config, broker, only(Examples(make)), [])
     assert feed_until(feeder, lambda: broker.ledger.read_state().active == 4) == []
     state = broker.ledger.read_state()
     assert (state.active, state.admitted, state.failed, state.balanced) == (4, 5, {"dead_letter": 1}, True)
@@ -123,7 +101,7 @@ def test_a_bad_held_out_example_counts_as_failed_and_the_rest_is_evaluated(
 ) -> None:
     make, reason = BAD[kind]
     take_over(broker, batch=2, staleness=1)
-    feeder = Feeder(config, broker, Examples(lambda: Example(text="1")), Examples(make))
+    feeder = Feeder(config, broker, only(Examples(lambda: Example(text="1"))), [Examples(make)])
     assert feed_until(feeder, broker.evals.read_results) == []
     (result,) = broker.evals.read_results()
     assert (result.version, result.n, result.failed) == (0, 16, 2)
@@ -136,7 +114,7 @@ def test_a_bad_held_out_example_counts_as_failed_and_the_rest_is_evaluated(
 
 def test_a_run_of_bad_examples_only_ends_with_their_reason(broker: Broker, config: TidemillConfig) -> None:
     take_over(broker, batch=2, staleness=1)
-    feeder = Feeder(config, broker, Examples(refuse(KeyError("prompt")), only=True), None)
+    feeder = Feeder(config, broker, only(Examples(refuse(KeyError("prompt")), only=True)), [])
     (error,) = feed_until(feeder, lambda: False, RunFailed)
     assert str(error) == "16 examples in a row can't be used, the last: " + (
         f"example {15 % 8} of dataset 'arithmetic': KeyError: 'prompt'"
@@ -148,7 +126,7 @@ def test_a_dataset_that_may_answer_later_ends_the_feeder_and_costs_no_prompt(
     broker: Broker, config: TidemillConfig
 ) -> None:
     take_over(broker, batch=2, staleness=1)
-    feeder = Feeder(config, broker, Examples(refuse(InfraError("the server is down"))), None)
+    feeder = Feeder(config, broker, only(Examples(refuse(InfraError("the server is down")))), [])
     (error,) = feed_until(feeder, lambda: False)
     assert str(error) == "the server is down"
     assert broker.ledger.read_state().failed == {}

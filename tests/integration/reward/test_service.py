@@ -77,9 +77,7 @@ def service(broker: Broker, base: Path, function: str, workers: int = 2, timeout
     """A reward service in a thread; when the block ends it is stopped and has ended."""
     scorer = Scorer([RewardTerm(name=f"rewards.py:{function}")], base, workers=workers, timeout_s=timeout_s)
     stop = StopFlag()
-    thread = threading.Thread(
-        target=RewardService(broker.score_queue("r"), scorer, scorer, lease_s=30).run, args=[stop]
-    )
+    thread = threading.Thread(target=RewardService(broker.score_queue("r"), scorer, {}, lease_s=30).run, args=[stop])
     thread.start()
     try:
         yield stop

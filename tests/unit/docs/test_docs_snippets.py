@@ -20,6 +20,7 @@ from consumers.reward.scorer import check_reward
 from deploy.launchers.factory import build_launcher
 from producers.agents.workers.check import check_agent
 from producers.datasets.loading import build_dataset
+from producers.datasets.mixture import build_mixture
 from producers.engines.base import EngineSettings
 from producers.engines.scripted import ScriptedEngine
 from producers.loops.tool_functions import load_tools
@@ -120,6 +121,19 @@ def test_the_dataset_is_one(snippets: Path) -> None:
     dataset = build_dataset(DatasetConfig(name="countdown.py:Countdown", args={"largest": 50}), snippets)
     assert len(dataset) == 50
     assert dataset[2].data["answer"] == "3 2 1 0"
+
+
+def test_the_mixture_mixes_its_datasets(snippets: Path) -> None:
+    text = (ROOT / "docs" / "bring-your-own.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r'^```yaml title="mixture.yaml"\n(.*?)^```$', text, re.MULTILINE | re.DOTALL)
+    (snippets / "facts.jsonl").write_text('{"prompt": "capital of France?", "answer": "Paris"}\n')
+    config = parse_config({**SMALLEST, **yaml.safe_load(block)}, base=snippets)
+    mixture = build_mixture(config.train, config.base, seed=0)
+    labels = [mixture.parts[mixture.at(position).part].label for position in range(8)]
+    assert sorted(labels) == ["arithmetic"] * 6 + ["facts"] * 2
+    assert config.eval is not None
+    assert [len(build_dataset(one, config.base)) for one in config.eval.dataset] == [100, 1]
+    check_reward(config.reward.terms, config.base)
 
 
 def test_the_workflow_makes_valid_trajectories(snippets: Path) -> None:

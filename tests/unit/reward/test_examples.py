@@ -24,7 +24,7 @@ def test_the_gsm8k_example_scores_published_solutions(tmp_path: Path):
     config = load_config(EXAMPLES / "gsm8k" / "config.yaml", overrides, {})
     assert config.eval is not None
     (term,) = resolve(config.reward.terms, config.base)
-    for dataset in (config.train, config.eval.dataset):
+    for dataset in (*config.train, *config.eval.dataset):
         example = build_dataset(dataset, config.base)[0]
         assert example.messages is not None
         assert term.call(RewardInput("", solution, [], [], example.data)).value == 1.0
@@ -33,7 +33,7 @@ def test_the_gsm8k_example_scores_published_solutions(tmp_path: Path):
 
 def test_the_custom_example_names_a_dataset_and_a_reward_in_one_file():
     config = load_config(EXAMPLES / "custom_reward" / "config.yaml", (), {})
-    dataset = build_dataset(config.train, config.base)
+    dataset = build_dataset(config.train[0], config.base)
     assert len(dataset) == 100
     closeness, exact = resolve(config.reward.terms, config.base)
     assert not closeness.inline

@@ -98,6 +98,14 @@ def as_in_trl(prompt, completions, prompt_ids, completion_ids, **data):
 def few(prompt, completion):
     return 0.0
 
+def pooled_bonus(prompt, completion, prompt_ids, completion_ids, **data):
+    return 0.25
+
+
+def third(prompt, completion, prompt_ids, completion_ids, **data):
+    return 1 / 3
+
+
 number = 3
 '''
 
@@ -469,3 +477,24 @@ def test_math_and_reasoning_gym_run_in_workers(base: Path):
     (result,) = score(terms("math"), base, trajectory("\\boxed{0.5}", answer="\\frac12"))
     assert result.reward == 1.0
     assert TermResult() == TermResult(0.0, "ok")
+
+
+def test_a_term_counts_only_for_the_datasets_that_it_names(base: Path):
+    both = terms("exact", {"name": "mine.py:pooled_bonus", "datasets": ["code"]}, {"name": "format", "datasets": ["x"]})
+    sums, code = trajectory("46", answer="46"), trajectory("47", answer="46")
+    sums.dataset, code.dataset = "sums", "code"
+    first, second = score(both, base, sums, code)
+    assert (first.components, first.dataset) == ({"exact": 1.0}, "sums")
+    assert (second.components, second.dataset) == ({"exact": 0.0, "mine.py:pooled_bonus": 0.25}, "code")
+
+
+def test_a_sample_is_correct_by_its_reward_or_by_the_term_that_decides(base: Path):
+    sum_ = terms({"name": "exact", "weight": 0.7}, {"name": "mine.py:third", "weight": 0.9})
+    right, wrong = trajectory("46", answer="46"), trajectory("47", answer="46")
+    for least, expected in ((1.0, [True, False]), (0.3, [True, True])):
+        scorer = Scorer(sum_, base, 1, 30.0, correct_from=least)
+        assert [one.correct for one in scorer.score([right, wrong])] == expected
+        scorer.close()
+    scorer = Scorer(sum_, base, 1, 30.0, correct_from=0.5, correct_term="exact")
+    assert [one.correct for one in scorer.score([right, wrong])] == [True, False]
+    scorer.close()

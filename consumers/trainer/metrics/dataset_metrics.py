@@ -1,0 +1,51 @@
+"""Figures of a run's datasets, each by itself: a mixture's mean reward hides a part that is solved or hopeless.
+
+Groups are counted as they come back complete, before any is filtered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass
+class _Counts:
+    groups: int = 0
+    samples: int = 0
+    reward: float = 0.0
+    correct: int = 0
+    none: int = 0
+    all: int = 0
+
+
+class DatasetMeter:
+    """Counts complete prompt groups by the label of their dataset; ``take`` ends a step."""
+
+    def __init__(self) -> None:
+        self._counts: dict[str, _Counts] = {}
+
+    def add(self, dataset: str, rewards: Sequence[float], correct: Sequence[bool]) -> None:
+        """Count a group by the rewards of its scored samples and whether these are correct."""
+        counts = self._counts.setdefault(dataset, _Counts())
+        counts.groups += 1
+        counts.samples += len(rewards)
+        counts.reward += sum(rewards)
+        counts.correct += sum(correct)
+        counts.none += not any(correct)
+        counts.all += all(correct)
+
+    def take(self) -> dict[str, float]:
+        """The figures since the last call, under ``data/LABEL/``."""
+        figures: dict[str, float] = {}
+        for dataset, counts in sorted(self._counts.items()):
+            of_dataset = {
+                "groups": float(counts.groups),
+                "reward_mean": counts.reward / counts.samples,
+                "solve_rate": counts.correct / counts.samples,
+                "solve_none": float(counts.none),
+                "solve_all": float(counts.all),
+            }
+            figures |= {f"data/{dataset}/{name}": value for name, value in of_dataset.items()}
+        self._counts = {}
+        return figures

@@ -1,0 +1,36 @@
+"""A feeder in a thread, until something is so."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+from producers.feeder import Feeder
+from schemas.errors import InfraError
+from schemas.lifecycle import StopFlag
+
+
+def feed_until(
+    feeder: Feeder, condition: Callable[[], object], ends_with: type[Exception] = InfraError
+) -> list[Exception]:
+    """Run the feeder in a thread until ``condition``, or until it ends with an error, which is in the list then."""
+    stop = StopFlag()
+    errors: list[Exception] = []
+
+    def work() -> None:
+        try:
+            feeder.run(stop)
+        except ends_with as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    deadline = time.monotonic() + 20
+    while thread.is_alive() and not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    stop.set()
+    thread.join(20)
+    assert not thread.is_alive()
+    return errors

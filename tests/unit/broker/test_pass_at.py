@@ -1,0 +1,36 @@
+"""pass@k against its definition: the share of all choices of k samples that hold a correct one."""
+
+from __future__ import annotations
+
+from itertools import combinations
+
+import pytest
+
+from broker.telemetry.pass_at import DatasetResult, pass_at
+
+
+@pytest.mark.parametrize("n", [1, 2, 5, 7])
+def test_pass_at_k_is_the_share_of_choices_with_a_correct_sample(n: int) -> None:
+    for correct in range(n + 1):
+        samples = [i < correct for i in range(n)]
+        for k in range(1, n + 1):
+            choices = list(combinations(samples, k))
+            assert pass_at(k, n, correct) == pytest.approx(sum(map(any, choices)) / len(choices))
+
+
+@pytest.mark.parametrize("wrong", [(0, 3, 1), (4, 3, 1), (2, 3, 4), (2, 3, -1)])
+def test_what_is_not_defined_is_refused(wrong: tuple[int, int, int]) -> None:
+    with pytest.raises(ValueError, match="is not defined"):
+        pass_at(*wrong)
+
+
+def test_prompts_that_lost_samples_count_where_enough_are_left() -> None:
+    result = DatasetResult(8, 6, 2, mean=0.5, prompts={(4, 1): 1, (2, 2): 1})
+    assert result.accuracy == pytest.approx(3 / 6)
+    assert result.pass_at(1) == pytest.approx((1 / 4 + 1) / 2)
+    assert result.pass_at(4) == pytest.approx(1.0)
+    assert result.figures([1, 8]) == {"reward": 0.5, "accuracy": 0.5, "pass@1": pytest.approx(0.625)}
+
+
+def test_an_evaluation_without_a_scored_sample_has_no_figures() -> None:
+    assert DatasetResult(2, 0, 2, prompts={(0, 0): 1}).figures([1]) == {}

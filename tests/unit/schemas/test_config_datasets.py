@@ -1,0 +1,86 @@
+"""The configuration of several datasets: one stands for a list of one, labels tell them apart, terms name them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from schemas.config import dump_config, load_config, parse_config
+from schemas.errors import ConfigError
+
+MINIMAL: dict[str, Any] = {"model": {"path": "m"}, "reward": {"terms": [{"name": "exact"}]}}
+TWO = [{"name": "jsonl", "label": "easy", "weight": 3}, {"name": "a.py:My Task"}]
+
+
+def test_a_dataset_alone_is_a_list_of_one_and_is_written_as_it_was() -> None:
+    config = parse_config({**MINIMAL, "train": {"name": "jsonl"}, "eval": {"dataset": {"name": "gsm8k"}}})
+    assert [(one.label, one.weight) for one in config.train] == [("jsonl", 1.0)]
+    dumped = dump_config(config)
+    assert (dumped["train"], dumped["eval"]) == ({"name": "jsonl"}, {"dataset": {"name": "gsm8k"}})
+
+
+def test_a_list_of_datasets_survives_a_dump() -> None:
+    config = parse_config({**MINIMAL, "train": TWO})
+    assert [(one.label, one.weight) for one in config.train] == [("easy", 3.0), ("My_Task", 1.0)]
+    assert parse_config(dump_config(config)).train == config.train
+
+
+def test_one_dataset_of_several_is_overridden_by_its_index(tmp_path: Path) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text(yaml.safe_dump({**MINIMAL, "train": TWO}))
+    assert load_config(file, ["train.1.weight=5"], {}).train[1].weight == 5.0
+    file.write_text(yaml.safe_dump({**MINIMAL, "train": TWO[0]}))
+    assert load_config(file, ["train.limit=5"], {}).train[0].limit == 5
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"train": {"nam": "x"}}, "train.name: required and missing; train.nam: unknown key, did you mean 'name'?"),
+        ({"train": [{"nam": "x"}]}, "train.0.name: required and missing"),
+        ({"train": []}, r"train: \[\] is not allowed"),
+        ({"train": {"name": "jsonl", "weight": 0}}, "train.weight: 0 is not allowed, must be greater than 0"),
+        ({"train": {"name": "jsonl", "label": "a/b"}}, "train.label: 'a/b' is not allowed"),
+        ({"train": [{"name": "jsonl"}, {"name": "jsonl"}]}, "train has two datasets called 'jsonl'"),
+        ({"train": TWO, "eval": {"dataset": [TWO[1], TWO[1]]}}, "eval.dataset has two datasets called 'My_Task'"),
+        (
+            {"train": TWO, "reward": {"terms": [{"name": "exact", "datasets": ["hard"]}]}},
+            "the term 'exact' is for the dataset 'hard', which there is not: one of My_Task, easy",
+        ),
+        (
+            {"train": TWO, "reward": {"terms": [{"name": "exact", "datasets": ["easy"]}]}},
+            "no term is for the dataset 'My_Task', whose samples would have no reward",
+        ),
+        (
+            {"train": TWO, "eval": {"dataset": {"name": "x", "sampling": {"n": 4}, "pass_at": [8]}}},
+            "eval.dataset 'x': pass_at 8 needs as many samples per prompt, its sampling.n is 4",
+        ),
+        (
+            {"train": TWO, "eval": {"dataset": {"name": "x", "sampling": {"max_tokens": 9999}}}},
+            "eval.dataset 'x': sampling.max_tokens 9999 leaves no room for a prompt",
+        ),
+        (
+            {"train": TWO, "reward": {"terms": [{"name": "exact"}], "correct_term": "math"}},
+            "reward.correct_term 'math' is the name of no reward term",
+        ),
+    ],
+)
+def test_a_mistake_is_one_clear_line(sections: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as error:
+        parse_config({**MINIMAL, **sections})
+    assert "\n" not in str(error.value)
+
+
+def test_pass_at_k_goes_up_to_the_samples_that_there_are() -> None:
+    evaluation = parse_config(
+        {
+            **MINIMAL,
+            "train": TWO,
+            "eval": {"dataset": [{"name": "x"}, {"name": "y", "sampling": {"n": 10}}], "sampling": {"n": 1}},
+        }
+    ).eval
+    assert evaluation is not None
+    assert [one.passes(evaluation.sampling_of(one).n) for one in evaluation.dataset] == [[1], [1, 2, 4, 8]]
