@@ -54,7 +54,7 @@ KEY_NOTES = {
     " max_uncommitted, paused, state, run_id, run_folder, run_host, run_since",
     "leader_term": "string: the newest trainer's leader_term, which fences all others",
     "slots": "sorted set: task id by order of admission; its size is the number of slots held",
-    "counts": "hash: admitted, trained, dropped:REASON, failed:REASON, samples and tokens",
+    "counts": "hash: admitted, skipped, trained, dropped:REASON, failed:REASON, samples and tokens",
     "groups": "hash: group size, kind, task entry and open samples of each group in the broker",
     "samples": "hash: TASK:SAMPLE to its trajectory entry, after `=` once it is scored; `-` when it failed",
     "tasks": "stream, consumer group `generators`: training tasks",
@@ -65,6 +65,8 @@ KEY_NOTES = {
     "dead": "stream, 1,000 entries: dead letters",
     "readmit": "sorted set: tasks that are admitted again before the cursor goes on",
     "failed": "sorted set, 10,000 entries: groups that failed, which may be requeued",
+    "prompts": "string: the curriculum's statistics, 4 bytes a prompt: solve rate in 1/255, groups up to 255, and the"
+    " step of the last one in 1/16",
     "journal": "hash: step to the record of what it trains on, until a checkpoint covers it",
     "evals": "hash: VERSION:FIELD of each evaluation",
     "changes": "stream, 16 entries: wakes those who wait for room",

@@ -107,8 +107,8 @@ def tasks(config: TidemillConfig) -> Iterator[Task]:
     task_id = 0
     while True:
         place = mixture.at(task_id)
-        part = mixture.parts[place.part]
-        yield make_task(task_id, "train", part.dataset[place.index], config.sampling, part.label)
+        example = mixture.dataset(place)[place.index]
+        yield make_task(task_id, "train", example, config.sampling, mixture.parts[place.part].label)
         task_id += 1
 
 

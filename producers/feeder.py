@@ -7,13 +7,14 @@ from collections.abc import Sequence
 import structlog
 
 from broker.client import Broker
-from broker.flow.ledger import LedgerState
+from broker.flow.ledger import LedgerState, SkippedTask
 from broker.heartbeat import HeartbeatThread
 from broker.queues.dead_letters import UnusableTask
 from broker.queues.tasks import eval_task_id
 from producers.datasets.base import Dataset
+from producers.datasets.curriculum import Curriculum, PromptStatistic
 from producers.datasets.loading import build_dataset
-from producers.datasets.mixture import Mixture, build_mixture
+from producers.datasets.mixture import Mixture, Place, build_mixture
 from producers.tasks import make_task
 from schemas.codec import decode, encode
 from schemas.config import SamplingConfig, TidemillConfig
@@ -24,6 +25,8 @@ from schemas.run_record import JoinedRun
 
 AT_ONCE = 16
 """Most groups admitted in one round trip."""
+LOOK_AHEAD = 256
+"""Most positions that a curriculum decides on in one round trip."""
 
 log = structlog.get_logger()
 
@@ -49,7 +52,10 @@ class Feeder:
         self._train = train
         self._held_out = held_out
         self._run = JoinedRun(config.folder)
-        self._cursor = 0
+        self._curricula = [Curriculum(part.curriculum, config.run.seed, config.sampling.n) for part in train.parts]
+        self._chooses = any(curriculum.chooses for curriculum in self._curricula)
+        self._cursor = self._skipped = self._step = 0
+        self._again = False
         self._evaluated = -1
         self._unusable = 0
         self._broker_lifetime = ""
@@ -57,7 +63,8 @@ class Feeder:
         self._state = "starting"
 
     def describe(self) -> tuple[str, int, dict[str, float]]:
-        return self._state, -1, {"cursor": float(self._cursor)}
+        figures = {"cursor": float(self._cursor)}
+        return self._state, -1, figures | ({"skipped": float(self._skipped)} if self._chooses else {})
 
     def run(self, stop: StopFlag) -> None:
         """Until stop. A finished run needs no more prompts, but may be given more steps."""
@@ -72,6 +79,7 @@ class Feeder:
             if state.state in ("running", "finishing"):
                 if not state.paused:
                     self._evaluate_if_due(state)
+                self._step, self._skipped = state.step, state.skipped
                 self._state = self._admit(stop, state.capacity - state.active)
             else:
                 self._state = state.state
@@ -91,20 +99,48 @@ class Feeder:
         """Admit as long as there is room (there was for ``room`` groups); returns what stopped it."""
         while not stop:
             count = min(max(room, 1), AT_ONCE)
-            tasks = [self._task(position) for position in range(self._cursor, self._cursor + count)]
-            admission = self._broker.ledger.admit_all(tasks, self._run)
-            self._cursor = admission.next
-            room -= count
+            tasks, prompts = self._propose(count)
+            admission = self._broker.ledger.admit_all(tasks, self._run, prompts)
+            self._cursor, self._again = admission.next, admission.answer == "again"
+            self._skipped += len(admission.skipped)
+            room -= len(admission.admitted)
             for task_id in admission.admitted:
                 self._count_unusable(admission.unusable.get(task_id))
-            if admission.answer not in ("ok", "moved"):
+            if admission.answer not in ("ok", "moved", "again"):
                 return admission.answer
         return "stopping"
 
-    def _task(self, position: int) -> Task | UnusableTask:
-        place = self._train.at(position)
+    def _propose(self, count: int) -> tuple[list[Task | UnusableTask | SkippedTask], dict[int, int]]:
+        """Up to ``count`` tasks from the cursor on, and what the curriculum skips between them.
+
+        Also, by task id, the prompts in whose statistics the outcomes count. A task that is made again is not skipped.
+        """
+        if not self._chooses:
+            positions = range(self._cursor, self._cursor + count)
+            return [self._task(position, self._train.at(position)) for position in positions], {}
+        places = {position: self._train.at(position) for position in range(self._cursor, self._cursor + LOOK_AHEAD)}
+        known = self._broker.ledger.read_prompts([place.statistic for place in places.values()])
+        tasks: list[Task | UnusableTask | SkippedTask] = []
+        prompts: dict[int, int] = {}
+        taken = 0
+        for (position, place), body in zip(places.items(), known, strict=True):
+            curriculum = self._curricula[place.part]
+            again = self._again and position == self._cursor
+            if again or curriculum.takes(position, PromptStatistic.unpack(body), self._step):
+                tasks.append(self._task(position, place))
+                taken += 1
+                if curriculum.chooses:
+                    prompts[position] = place.statistic
+            else:
+                tasks.append(SkippedTask(position))
+            if taken == count:
+                break
+        return tasks, prompts
+
+    def _task(self, position: int, place: Place) -> Task | UnusableTask:
         part, limit = self._train.parts[place.part], self._config.broker.max_message_bytes
-        return task_of(part.dataset, part.label, place.index, position, "train", self._config.sampling, limit)
+        dataset, level = self._train.dataset(place), place.level if len(part.levels) > 1 else -1
+        return task_of(dataset, part.label, place.index, position, "train", self._config.sampling, limit, level)
 
     def _count_unusable(self, task: UnusableTask | None) -> None:
         """Tell of an example that can't be used, None for a good one; RunFailed when there are nothing but such."""
@@ -140,11 +176,18 @@ class Feeder:
 
 
 def task_of(
-    dataset: Dataset, label: str, index: int, task_id: int, kind: Kind, sampling: SamplingConfig, max_bytes: int
+    dataset: Dataset,
+    label: str,
+    index: int,
+    task_id: int,
+    kind: Kind,
+    sampling: SamplingConfig,
+    max_bytes: int,
+    level: int = -1,
 ) -> Task | UnusableTask:
     """The task for an example; or why there is none, when the dataset ``label`` fails or gives what can't be sent."""
     try:
-        task = make_task(task_id, kind, dataset[index], sampling, label)
+        task = make_task(task_id, kind, dataset[index], sampling, label, level)
         # Nobody has looked at its parts yet: what a generator could not read is found here, by its index.
         decode(encode(task, max_bytes), Task, max_bytes)
     except (ConfigError, InfraError):

@@ -18,8 +18,10 @@ def make_sampling(settings: SamplingConfig) -> Sampling:
     )
 
 
-def make_task(task_id: int, kind: Kind, example: Example, sampling: SamplingConfig, dataset: str = "") -> Task:
-    """The message for one example of the dataset with this label."""
+def make_task(
+    task_id: int, kind: Kind, example: Example, sampling: SamplingConfig, dataset: str = "", level: int = -1
+) -> Task:
+    """The message for one example of the dataset with this label, at a level where it has some."""
     return Task(
         task_id=task_id,
         kind=kind,
@@ -29,4 +31,5 @@ def make_task(task_id: int, kind: Kind, example: Example, sampling: SamplingConf
         messages=example.messages,
         data=example.data,
         dataset=dataset,
+        level=level,
     )

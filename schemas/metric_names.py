@@ -30,6 +30,12 @@ METRICS: dict[str, str] = {
     "data/{}/solve_rate": "Share of correct samples among them: which part of a mixture learns.",
     "data/{}/solve_none": "Those of the groups that have no correct sample.",
     "data/{}/solve_all": "Those of the groups that have only correct ones.",
+    "data/{}/level_{}/solve_rate": "The same share at one level of difficulty. The other figures of a dataset exist for"
+    " each of its levels, too.",
+    "data/skipped_fraction": "Share of all positions of the prompt order so far that the curriculum skipped.",
+    "data/prompts_seen": "Prompts (or levels) that a curriculum has statistics of, at the last checkpoint.",
+    "data/prompts_unsolved": "Those of them of which no sample of the last groups was correct.",
+    "data/prompts_solved": "Those of which every sample was.",
     "groups/complete": "Prompt groups that came back since the last step.",
     "groups/zero_variance_fraction": "Share of them in which all samples have the same reward.",
     "groups/solve_none_fraction": "Share of them in which no sample has a reward above 0: prompts that are too hard.",

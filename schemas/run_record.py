@@ -176,7 +176,7 @@ def _fixed_dataset(dataset: TrainDataset) -> dict[str, Any]:
         "args": dataset.args,
         "limit": dataset.limit or "none",
         "shuffle": dataset.shuffle,
-    }
+    } | ({"levels": dataset.levels} if dataset.levels else {})
 
 
 def _digest(files: Iterable[Path]) -> str | None:

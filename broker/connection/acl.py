@@ -45,7 +45,7 @@ class Role:
 ROLES: Mapping[str, Role] = {
     "feeder": Role(
         "read_pipeline admit_task open_evaluation drop_dead_letters heartbeat append_telemetry",
-        f"{_SERVICE} {_LEDGER}",
+        f"{_SERVICE} {_LEDGER} getrange",
         "CHANGES RUN_CONTROL",
     ),
     "generator": Role(
@@ -67,7 +67,7 @@ ROLES: Mapping[str, Role] = {
         "take_over read_pipeline claim_scores reclaim_scores discard_scores diagnose_group close_group journal_batch"
         " complete_step commit_step forget_consumers finish_run add_version put_chunk keep_samples drop_dead_letters"
         " heartbeat append_telemetry add_counts",
-        f"{_SERVICE} {_LEDGER} hgetall xgroup|create xinfo|groups xrange xdel",
+        f"{_SERVICE} {_LEDGER} get hgetall xgroup|create xinfo|groups xrange xdel",
     ),
     "observer": Role("read_pipeline measure_streams", _LOOKER, "*", ""),
     "operator": Role(

@@ -36,6 +36,7 @@ class Keys:
         self.services = self._key("services")
         self.readmit = self._key("readmit")
         self.failed = self._key("failed")
+        self.prompts = self._key("prompts")
         self.partials = self._key("partials")
         self.run_control = self._key("run_control")
         self.recent = self._key("recent")

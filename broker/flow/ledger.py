@@ -2,7 +2,8 @@
 
 A slot is charged when a group is admitted and returns when it was trained, dropped or
 failed; nothing else moves it. Invariant: admitted == active + trained + dropped + failed.
-Task ids below the cursor were admitted; those to be admitted again (``readmit``) count as not admitted.
+Task ids below the cursor were admitted, or skipped by the curriculum; those to be admitted again (``readmit``) count as
+not admitted.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, cast
+
+import redis
 
 from broker.connection.connection import BLOCK_MS, Connection
 from broker.connection.scripts import OTHER_RUN
@@ -20,29 +23,41 @@ from schemas.errors import RefusedError
 from schemas.messages import Task
 from schemas.run_record import JoinedRun
 
-AdmissionAnswer = Literal["ok", "full", "paused", "done", "moved", "starting"]
+AdmissionAnswer = Literal["ok", "again", "full", "paused", "done", "moved", "starting"]
 Setting = Literal["staleness", "batch", "concurrency"]
+
+
+@dataclass(frozen=True)
+class SkippedTask:
+    """A position of the prompt order that the curriculum leaves out. There is no way back: its task is never made."""
+
+    task_id: int
+    n: int = 0
 
 
 @dataclass(frozen=True)
 class Admission:
     """Answer to an attempt to admit: the first that is not ok. next: the task id to admit next.
 
+    ``again`` means that a task was to be skipped that was admitted before and has to be made again.
+
     admitted: ids of the tasks that were admitted; where others were to be made again first, also behind one that was
-    not the next. unusable: those of them whose groups failed as they came in.
+    not the next. unusable: those of them whose groups failed as they came in. skipped: ids of those that were skipped.
     """
 
     answer: AdmissionAnswer
     next: int
     admitted: Sequence[int]
     unusable: dict[int, UnusableTask] = field(default_factory=dict)
+    skipped: Sequence[int] = ()
 
 
 @dataclass(frozen=True)
 class LedgerState:
     """A consistent look at the ledger. ``dropped`` and ``failed`` count groups by reason.
 
-    capacity: slots there are. readmit: groups waiting to be admitted again. uncommitted: steps that no checkpoint
+    capacity: slots there are. readmit: groups waiting to be admitted again. skipped: positions that the curriculum left
+    out. uncommitted: steps that no checkpoint
     covers yet, max_uncommitted: how many there may be. broker_lifetime: changes when the broker was rebuilt.
     cause: why the run has failed. run_id, run_since: its identity (schemas/run_record.py), and when its first attempt
     began. control: what people asked for. settings: those that people changed. counters: of mishaps
@@ -61,6 +76,7 @@ class LedgerState:
     readmit: int
     capacity: int
     admitted: int
+    skipped: int
     trained: int
     uncommitted: int
     max_uncommitted: int
@@ -86,7 +102,7 @@ class LedgerState:
     def balanced(self) -> bool:
         """Whether the invariant holds, and every admitted id is accounted for."""
         ended = self.trained + sum(self.dropped.values()) + sum(self.failed.values())
-        return self.admitted == self.active + ended == self.cursor - self.readmit
+        return self.admitted == self.active + ended == self.cursor - self.readmit - self.skipped
 
     def describe(self) -> str:
         """The invariant with its figures."""
@@ -121,24 +137,45 @@ class Ledger:
         """
         return self.admit_all([task])
 
-    def admit_all(self, tasks: Sequence[Task | UnusableTask], run: JoinedRun | None = None) -> Admission:
+    def admit_all(
+        self,
+        tasks: Sequence[Task | UnusableTask | SkippedTask],
+        run: JoinedRun | None = None,
+        prompts: Mapping[int, int] | None = None,
+    ) -> Admission:
         """``admit`` for tasks that follow one another, in one round trip: the first answer but ok, or the last.
 
-        run: whose tasks these are; the error of JoinedRun when the broker has another one.
+        run: whose tasks these are; the error of JoinedRun when the broker has another one. prompts: by task id, the
+        number of the prompt in whose statistic the outcome counts.
         """
         run = run or JoinedRun()
         calls, unusable = [], []
         for task in tasks:
-            body, wrong = check_sendable(task, self._max_bytes)
-            calls.append((task.task_id, body, task.n, letter_of(wrong, self._max_bytes), run.id))
+            body, wrong = (b"", None) if isinstance(task, SkippedTask) else check_sendable(task, self._max_bytes)
+            prompt = "" if prompts is None else prompts.get(task.task_id, "")
+            calls.append((task.task_id, body, task.n, letter_of(wrong, self._max_bytes), run.id, prompt))
             unusable.append(wrong)
         answers = self._connection.run_scripts("admit_task", calls)
         if any(word == OTHER_RUN for word, _ in answers):
             raise run.replaced()
-        refusal = next((word.decode() for word, _ in answers if word != b"ok"), "ok")
+        refusal = next((word.decode() for word, _ in answers if word not in (b"ok", b"skipped")), "ok")
+        skipped = [task.task_id for task, (word, _) in zip(tasks, answers, strict=True) if word == b"skipped"]
         admitted = [task.task_id for task, (word, _) in zip(tasks, answers, strict=True) if word == b"ok"]
         failed = {wrong.task_id: wrong for wrong in unusable if wrong is not None and wrong.task_id in admitted}
-        return Admission(cast(AdmissionAnswer, refusal), int(answers[-1][1]), admitted, failed)
+        return Admission(cast(AdmissionAnswer, refusal), int(answers[-1][1]), admitted, failed, skipped)
+
+    def read_prompts(self, prompts: Sequence[int]) -> list[bytes]:
+        """The statistics of prompts by their number, four bytes each; fewer where nothing is known."""
+        key = self._connection.keys.prompts
+
+        def read(client: redis.Redis) -> list[bytes]:
+            pipe = client.pipeline(transaction=False)
+            for prompt in prompts:
+                pipe.getrange(key, 4 * prompt, 4 * prompt + 3)
+            found: list[bytes] = pipe.execute()
+            return found
+
+        return self._connection.run("reading the statistics of prompts", read) if prompts else []
 
     def change_position(self) -> bytes:
         """Return the present position in the stream of changes: read it before the ledger, for ``wait_change``."""
@@ -196,6 +233,7 @@ class Ledger:
             readmit=len(raw[4]),
             capacity=number("slots"),
             admitted=count.get("admitted", 0),
+            skipped=count.get("skipped", 0),
             trained=count.get("trained", 0),
             uncommitted=raw[5],
             max_uncommitted=number("max_uncommitted"),

@@ -38,7 +38,7 @@ class Slot:
 class PipelineSnapshot:
     """The pipeline at one moment, as its trainer needs it.
 
-    cursor: every task id below it was admitted once. readmit: ids below it that are to be admitted again.
+    cursor: every task id below it was admitted once, or skipped. readmit: ids below it that are to be admitted again.
     batch: prompt groups in the next step (B). staleness: bound in versions.
     """
 
@@ -58,7 +58,8 @@ class PipelineSnapshot:
         """The ledger's invariant."""
         ended = self.counts.get("trained", 0) + ended_untrained(self.counts)
         admitted = self.counts.get("admitted", 0)
-        return admitted == len(self.slots) + ended == self.cursor - len(self.readmit)
+        skipped = self.counts.get("skipped", 0)
+        return admitted == len(self.slots) + ended == self.cursor - len(self.readmit) - skipped
 
     @property
     def unfinished(self) -> set[int]:

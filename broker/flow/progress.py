@@ -7,8 +7,10 @@ progress beside the tensors, and a broker that lost its memory is rebuilt from i
 
 from __future__ import annotations
 
+import base64
+import zlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from broker.flow.owner import NOBODY, Owner
@@ -28,7 +30,7 @@ class Progress:
     samples that they were trained on. broker_lifetime: names an unbroken life of the broker's data. cursor,
     unfinished: see above. counts: the ledger's, by name. settings: those that people changed in the running system.
     pause, with its number, who asked for it and when (Unix seconds): the last order of that kind. started: when the
-    run began. run_id: the run's identity, empty while it is not known.
+    run began. run_id: the run's identity, empty while it is not known. prompts: the curriculum's statistics.
     """
 
     step: int = 0
@@ -46,6 +48,7 @@ class Progress:
     pause_since: int = 0
     started: str | None = None
     run_id: str = ""
+    prompts: bytes = b""
 
     def update(self, pipeline: PipelineSnapshot) -> None:
         """Update the fields that describe the pipeline from its present state."""
@@ -76,12 +79,14 @@ class Progress:
         """Everything but step and version, which a checkpoint holds by itself, as JSON."""
         left_out = ("step", "version")
         fields = {name: value for name, value in vars(self).items() if name not in left_out}
-        return fields | {"unfinished": sorted(self.unfinished)}
+        packed = base64.b64encode(zlib.compress(self.prompts, 1)).decode() if self.prompts else ""
+        return fields | {"unfinished": sorted(self.unfinished), "prompts": packed}
 
     def restore(self, step: int, version: int, extra: dict[str, Any]) -> None:
         """Become what a checkpoint holds; ``extra`` is from ``to_json``."""
         known = {name: value for name, value in extra.items() if name in self.__dataclass_fields__}
         known |= {"step": step, "version": version, "unfinished": set(extra["unfinished"])}
+        known["prompts"] = zlib.decompress(base64.b64decode(extra["prompts"])) if extra.get("prompts") else b""
         for name, value in known.items():
             setattr(self, name, value)
 
@@ -112,13 +117,16 @@ class TakeoverRequest:
     owner: Owner = NOBODY
 
     def to_json(self) -> dict[str, Any]:
-        """The request and its progress in one level, as the broker's script reads them; no field is None."""
+        """The request and its progress in one level, as the broker's script reads them; no field is None.
+
+        The statistics of prompts are not in it: they go beside it, as they are.
+        """
         own = {name: value for name, value in vars(self).items() if name not in ("progress", "owner")}
         progress = self.progress
-        own |= progress.to_json() | {"step": progress.step, "version": progress.version}
+        own |= replace(progress, prompts=b"").to_json() | {"step": progress.step, "version": progress.version}
         own |= {"run_id": self.owner.id, "run_folder": self.owner.folder, "run_host": self.owner.host}
         own["counts"] = progress.counts | {"samples_trained": progress.samples}
-        return {name: value for name, value in own.items() if value is not None}
+        return {name: value for name, value in own.items() if value is not None and name != "prompts"}
 
 
 @dataclass(frozen=True)

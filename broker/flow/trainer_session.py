@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import redis
@@ -57,7 +57,7 @@ class TrainerSession:
         told = request.to_json() | {"nonce": secrets.token_hex(4), "schema": SCHEMA_VERSION}
         self._server = self._server_id()
         self._connections = self._connection.connections
-        reply = self._connection.run_script("take_over", json.dumps(told))
+        reply = self._connection.run_script("take_over", json.dumps(told), request.progress.prompts)
         if reply[0] == b"foreign" and len(reply) > 1:
             raise name_taken(self._connection, request.owner, Owner.parse(reply[1:]))
         if reply[0] == b"foreign":
@@ -172,10 +172,22 @@ class TrainerSession:
         except BadMessage:
             return None
 
-    def drop_group(self, task_id: int, reason: str, scored_ids: Sequence[bytes], outcome: str = "dropped") -> bool:
-        """End a group without training it; its slot returns. False if it held none."""
+    def drop_group(
+        self,
+        task_id: int,
+        reason: str,
+        scored_ids: Sequence[bytes],
+        outcome: str = "dropped",
+        solve_rate: float | None = None,
+    ) -> bool:
+        """End a group without training it; its slot returns. False if it held none.
+
+        solve_rate: share of its samples that are correct, for the curriculum; None when nobody knows.
+        """
         answer = self._fenced(
-            self._connection.run_script("close_group", task_id, outcome, reason, self._leader_term, *scored_ids)
+            self._connection.run_script(
+                "close_group", task_id, outcome, reason, self._leader_term, _in_255(solve_rate), *scored_ids
+            )
         )
         self._seen.difference_update(scored_ids)
         return bool(answer == b"ok")
@@ -193,10 +205,21 @@ class TrainerSession:
         )
         return {int(step): decode(body, BatchRecord, 1 << 30) for step, body in found.items()}
 
-    def complete_step(self, record: BatchRecord) -> None:
-        """The record's step is done: its slots return, the version that it makes is the newest."""
+    def read_prompts(self) -> bytes:
+        """The curriculum's statistics of all prompts."""
+        found: Any = self._connection.run(
+            "reading the statistics of prompts", lambda client: client.get(self._connection.keys.prompts)
+        )
+        return found or b""
+
+    def complete_step(self, record: BatchRecord, solve_rates: Mapping[int, float] | None = None) -> None:
+        """The record's step is done: its slots return, the version that it makes is the newest.
+
+        solve_rates: share of correct samples of its groups, by task id, for the curriculum.
+        """
+        rates = solve_rates or {}
         samples = sum(bool(member.trajectory_id) for group in record.groups for member in group.members)
-        tasks = [group.task_id for group in record.groups]
+        tasks = [part for group in record.groups for part in (group.task_id, _in_255(rates.get(group.task_id)))]
         self._fenced(
             self._connection.run_script(
                 "complete_step", self._leader_term, record.step + 1, record.new_version, samples, *tasks
@@ -280,6 +303,11 @@ class TrainerSession:
 
     def _fenced(self, answer: Any) -> Any:
         return accepted(self._connection, answer, self._leader_term)
+
+
+def _in_255(rate: float | None) -> int | str:
+    """A solve rate as statistics of prompts have it; "" when it is not known."""
+    return "" if rate is None else round(255 * rate)
 
 
 def _runs(ids: Sequence[bytes]) -> list[tuple[bytes, bytes]]:

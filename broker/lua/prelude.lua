@@ -140,6 +140,32 @@ local function forget_partials(samples)
   end
 end
 
+-- Note in the statistic of a prompt how a group of it ended. `rate`: the share of its samples that are correct, in 1/255,
+-- '' when nobody knows, because it failed. `step`: of the run, nil where the caller may not know it. Four bytes a prompt:
+-- the rate of its last groups, their number up to 255, and the step in 1/16.
+local RECENT_GROUPS = 4
+local function note_outcome(prompt, rate, step)
+  local at = 4 * tonumber(prompt)
+  local known = redis.call('GETRANGE', PROMPTS, at, at + 3)
+  local solved, groups, high, low = 0, 0, 0, 0
+  if #known == 4 then solved, groups, high, low = string.byte(known, 1, 4) end
+  groups = math.min(groups + 1, 255)
+  if rate ~= '' then
+    local share = 1 / math.min(groups, RECENT_GROUPS)
+    solved = math.floor(solved + (tonumber(rate) - solved) * share + 0.5)
+  end
+  if step then
+    local unit = math.min(math.floor(tonumber(step) / 16), 65535)
+    high, low = math.floor(unit / 256), unit % 256
+  end
+  redis.call('SETRANGE', PROMPTS, at, string.char(solved, groups, high, low))
+end
+
+-- The prompt whose statistic a group of training is counted in; nil without a curriculum.
+local function prompt_of(task)
+  return redis.call('HGET', GROUPS, task .. ':prompt') or nil
+end
+
 -- Delete everything that the broker holds of a group; returns how many of its samples had been published.
 local function forget(task)
   local fields = redis.call('HMGET', GROUPS, task .. ':n', task .. ':kind', task .. ':entry', task .. ':saved')
@@ -156,7 +182,7 @@ local function forget(task)
   end
   remove(TRAJECTORIES, REWARD, published)
   remove(task_stream(fields[2]), GENERATORS, {fields[3]})
-  redis.call('HDEL', GROUPS, task .. ':n', task .. ':kind', task .. ':entry', task .. ':left', task .. ':open', task .. ':saved')
+  redis.call('HDEL', GROUPS, task .. ':n', task .. ':kind', task .. ':entry', task .. ':left', task .. ':open', task .. ':saved', task .. ':prompt')
   if fields[2] == 'eval' then redis.call('HDEL', GROUPS, task .. ':dataset', task .. ':scored', task .. ':correct') end
   return #published
 end

@@ -86,11 +86,11 @@ class Scorer:
             for i in inline:
                 outcomes[i] = self._terms[i].call(sample)
                 if outcomes[i].status != "ok":
-                    return _done(self._sum(outcomes, dataset))
+                    return _done(self._sum(outcomes, trajectory))
         stages = [(wanted, pool) for terms, pool in self._stages if (wanted := self._for_dataset(terms, dataset))]
         if not stages:
-            return _done(self._sum(outcomes, dataset))
-        return _Staged(stages, lambda: reward_input(trajectory), outcomes, lambda found: self._sum(found, dataset))
+            return _done(self._sum(outcomes, trajectory))
+        return _Staged(stages, lambda: reward_input(trajectory), outcomes, lambda found: self._sum(found, trajectory))
 
     def _for_dataset(self, terms: list[int], dataset: str) -> list[int]:
         """Those of the terms that samples of this dataset get."""
@@ -108,7 +108,7 @@ class Scorer:
         except TimeoutError:
             raise InfraError(f"no reward worker answered within {limit:.0f} s") from None
 
-    def _sum(self, outcomes: dict[int, TermResult], dataset: str) -> Score:
+    def _sum(self, outcomes: dict[int, TermResult], trajectory: Trajectory) -> Score:
         seconds = 0.0
         total = 0.0
         components = {}
@@ -121,18 +121,32 @@ class Scorer:
                     reason=f"{term.label}: {outcome.reason}",
                     scorer=self._name,
                     seconds=seconds,
-                    dataset=dataset,
+                    dataset=trajectory.dataset,
+                    level=trajectory.level,
                 )
             if not outcome.applies:
                 continue
             components[term.label] = outcome.value
             total += term.weight * outcome.value
         if not components:
-            reason = "no term applies to it"
-            return Score(status="error", reason=reason, scorer=self._name, seconds=seconds, dataset=dataset)
+            return Score(
+                status="error",
+                reason="no term applies to it",
+                scorer=self._name,
+                seconds=seconds,
+                dataset=trajectory.dataset,
+                level=trajectory.level,
+            )
         if not math.isfinite(total):
             reason = f"the sum is {total}, not finite"
-            return Score(status="error", reason=reason, scorer=self._name, seconds=seconds, dataset=dataset)
+            return Score(
+                status="error",
+                reason=reason,
+                scorer=self._name,
+                seconds=seconds,
+                dataset=trajectory.dataset,
+                level=trajectory.level,
+            )
         decisive = components.get(self._correct_term or "", total)
         return Score(
             reward=total,
@@ -141,7 +155,8 @@ class Scorer:
             seconds=seconds,
             # A sum of weights such as 0.7 and 0.3 may be a little less than 1.
             correct=decisive >= self._correct_from - 1e-9,
-            dataset=dataset,
+            dataset=trajectory.dataset,
+            level=trajectory.level,
         )
 
 

@@ -13,7 +13,7 @@ from consumers.trainer.algorithms.advantages import has_signal, within
 from consumers.trainer.context import TrainerContext, describe_broken
 from consumers.trainer.data.microbatches import Batch, Group
 from consumers.trainer.group_buffer import FailureStreak, GroupBuffer
-from consumers.trainer.metrics.dataset_metrics import DatasetMeter
+from consumers.trainer.metrics.dataset_metrics import DatasetMeter, curriculum_figures
 from consumers.trainer.metrics.group_metrics import GroupMeter, episode_metrics, term_metrics
 from consumers.trainer.metrics.throughput import CountRate
 from consumers.trainer.pause import PauseFollower
@@ -172,9 +172,14 @@ class BatchSource:
         outcomes = [self._claimed[entry] for entry in members if entry in self._claimed]
         terms = {(one.task_id, one.sample): one.score.components for one in outcomes if one.trajectory_id}
         metrics = [trajectory.metrics for group in groups for trajectory, _ in group.samples]
-        figures = self._meter.take() | self._datasets.take()
+        progress = self._progress
+        figures = self._meter.take() | self._datasets.take() | curriculum_figures(progress.counts, progress.prompts)
         figures |= term_metrics([*terms.values()]) | episode_metrics(metrics)
-        return Batch(record, groups, sum(outcome.excluded for outcome in outcomes), figures, terms)
+        by_task: dict[int, list[ScoredSample]] = {}
+        for outcome in outcomes:
+            by_task.setdefault(outcome.task_id, []).append(outcome)
+        rates = {task_id: rate for task_id, of in by_task.items() if (rate := _solve_rate(of)) is not None}
+        return Batch(record, groups, sum(outcome.excluded for outcome in outcomes), figures, terms, rates)
 
     def forget_covered(self, records: Sequence[BatchRecord]) -> None:
         """Forget the outcomes of steps that a checkpoint covers."""
@@ -246,7 +251,8 @@ class BatchSource:
     def _count_dataset(self, outcomes: Sequence[ScoredSample], rewards: Sequence[float]) -> None:
         scores = [outcome.score for outcome in outcomes if outcome.trajectory_id]
         if scores[0].dataset:
-            self._datasets.add(scores[0].dataset, rewards, [score.correct for score in scores])
+            correct = [score.correct for score in scores]
+            self._datasets.add(scores[0].dataset, rewards, correct, scores[0].level)
 
     def _drop_without_signal(self, task_id: int, outcomes: list[ScoredSample], rewards: list[float]) -> None:
         """End a group whose rewards, or the term of them that filters, tell nothing; keep any other."""
@@ -288,10 +294,17 @@ class BatchSource:
     def _end_group(self, task_id: int, outcomes: Sequence[ScoredSample], reason: str, how: str = "dropped") -> None:
         """End a group without training it; its slot returns."""
         self._meter.drop(reason)
-        if self._session.drop_group(task_id, reason, [outcome.scored_id for outcome in outcomes], how):
+        scored, rate = [outcome.scored_id for outcome in outcomes], _solve_rate(outcomes)
+        if self._session.drop_group(task_id, reason, scored, how, rate):
             self._progress.unfinished.discard(task_id)
         for outcome in outcomes:
             self._claimed.pop(outcome.scored_id, None)
+
+
+def _solve_rate(outcomes: Sequence[ScoredSample]) -> float | None:
+    """Return the share of correct samples among those that were scored, None where none was."""
+    correct = [outcome.score.correct for outcome in outcomes if outcome.trajectory_id]
+    return sum(correct) / len(correct) if correct else None
 
 
 def _why_failed(outcomes: Sequence[ScoredSample]) -> str:

@@ -164,6 +164,7 @@ class Checkpointing:
         progress = self._progress
         pipeline = self._session.read_pipeline()
         progress.update(pipeline)
+        progress.prompts = self._session.read_prompts()
         if pipeline.step > progress.step:
             # Between replays: what is still to be replayed is not in these weights, though its slots have returned.
             progress.mark_unfinished(

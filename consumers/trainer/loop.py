@@ -147,7 +147,7 @@ class Trainer:
         with self.timer.phase("publish"):
             self.publisher.publish()
         figures = self.step_log.write(batch, result)
-        self.session.complete_step(batch.record)
+        self.session.complete_step(batch.record, batch.solve_rates)
         self.step_log.show(figures, batch)
         self.step_log.write_evaluations()
 

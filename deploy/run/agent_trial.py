@@ -113,7 +113,7 @@ async def play_trial(config: TidemillConfig, position: int = 0) -> Trial:
     settings = config.generator.workflow
     workflow = find_workflow(settings.name, settings.args, config.base)()
     engine = TrialEngine(tokenizer, config.model.max_length)
-    example = build_dataset(config.train[0], config.base)[position]
+    example = build_dataset(config.train[0].at_levels()[0], config.base)[position]
     task = make_task(position, "train", example, config.sampling.model_copy(update={"n": 1}))
     async with running(workflow, WorkflowServices(engine, tokenizer, config)):
         first, saved = await _play(workflow, engine, tokenizer, task, [])
@@ -132,7 +132,7 @@ async def play_elsewhere(config: TidemillConfig, base_url: str, api_key: str, po
     agents = config.generator.agents.model_copy(update={"processes": 1})
     args = settings.args
     workers = AgentWorkers(args.get("run"), args.get("command"), args.get("args") or {}, config.base, agents)
-    example = build_dataset(config.train[0], config.base)[position]
+    example = build_dataset(config.train[0].at_levels()[0], config.base)[position]
     task = task_for_agent(make_task(position, "train", example, config.sampling))
     await workers.start()
     try:

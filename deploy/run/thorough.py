@@ -48,7 +48,7 @@ def measure_model(config: TidemillConfig) -> Finding | str:
 
 def score_first_example(config: TidemillConfig) -> Finding | str:
     """The reward of a first example, answered with its own reference answer where it has one."""
-    example = build_dataset(config.train[0], config.base)[0]
+    example = build_dataset(config.train[0].at_levels()[0], config.base)[0]
     prompt = example.text if example.text is not None else "\n".join(m.content for m in example.messages or [])
     answer, data, reward = str(example.data.get("answer", "")), example.data, None
     if config.generator.workflow.name in EPISODE_WORKFLOWS:

@@ -57,10 +57,12 @@ def check_data(config: TidemillConfig) -> Finding | str:
     """Open every dataset, which reads a first example; a warning when a batch needs more prompts than there are."""
     count, texts = 0, []
     for dataset in config.train:
-        train = build_dataset(dataset, config.base)
-        count += len(train)
-        texts.append(f"{dataset.label}: {len(train):,} prompts")
-        check_chat(config, train[0])
+        levels = [build_dataset(level, config.base) for level in dataset.at_levels()]
+        own = sum(map(len, levels))
+        count += own
+        texts.append(f"{dataset.label}: {own:,} prompts" + (f" at {len(levels)} levels" if dataset.levels else ""))
+        for examples in levels:
+            check_chat(config, examples[0])
     text = ", ".join(texts)
     if config.eval is not None:
         held_out = [build_dataset(dataset, config.base) for dataset in config.eval.dataset]

@@ -8,17 +8,19 @@ Only the position is state: it tells how far every dataset is, on every machine 
 from __future__ import annotations
 
 import bisect
+import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import reduce
 from pathlib import Path
 
 from producers.datasets.base import Dataset
+from producers.datasets.curriculum import check_size
 from producers.datasets.loading import build_dataset
 from producers.datasets.prompt_order import PromptOrder
-from schemas.config import TrainDataset
+from schemas.config import CurriculumConfig, TrainDataset
 
 LONGEST_CYCLE = 10_000
 """Most positions of a cycle; weights that would need more are rounded to so many parts."""
@@ -26,34 +28,50 @@ LONGEST_CYCLE = 10_000
 
 @dataclass(frozen=True)
 class Part:
-    """A dataset of a mixture, with its label and its weight."""
+    """A dataset of a mixture, with its label and its weight; or several, which are the levels of one."""
 
     label: str
-    dataset: Dataset
+    levels: Sequence[Dataset]
     weight: float = 1.0
     shuffle: bool = True
+    curriculum: CurriculumConfig = field(default_factory=CurriculumConfig)
+
+    @property
+    def statistics(self) -> int:
+        """How many statistics a curriculum keeps of it: one a level, or one a prompt where there are no levels."""
+        return len(self.levels) if len(self.levels) > 1 else len(self.levels[0])
 
 
 @dataclass(frozen=True)
 class Place:
-    """What stands at a position: the example ``index`` of part ``part``, which is in its epoch ``epoch``."""
+    """What stands at a position: the example ``index`` of part ``part`` at ``level``, which is in its epoch ``epoch``.
+
+    statistic: the number of the statistic that the outcome of its group counts in.
+    """
 
     part: int
+    level: int
     epoch: int
     index: int
+    statistic: int
 
 
 class Mixture:
     """Positions 0, 1, 2, … without end over the datasets of ``parts``::
 
-    mixture = Mixture([Part("gsm8k", gsm8k, weight=3), Part("code", code, weight=1)], seed=0)
-    place = mixture.at(10_000)
-    example = mixture.parts[place.part].dataset[place.index]
+        mixture = Mixture([Part("gsm8k", [gsm8k], weight=3), Part("code", [code], weight=1)], seed=0)
+        place = mixture.at(10_000)
+        example = mixture.dataset(place)[place.index]
+
+    The levels of a part take turns. ConfigError when there are more prompts than a curriculum keeps statistics of.
     """
 
     def __init__(self, parts: Sequence[Part], seed: int = 0) -> None:
         self.parts = list(parts)
-        self._orders = [PromptOrder(len(part.dataset), seed, part.shuffle) for part in parts]
+        self._orders = [[PromptOrder(len(level), seed, part.shuffle) for level in part.levels] for part in parts]
+        self._first = [0, *itertools.accumulate(part.statistics for part in parts)]
+        if any(part.curriculum.name != "uniform" for part in parts):
+            check_size(self._first[-1])
         self._cycle = spread(whole_shares([part.weight for part in parts]))
         self._places = [[at for at, part in enumerate(self._cycle) if part == number] for number in range(len(parts))]
 
@@ -64,14 +82,29 @@ class Mixture:
         cycle, at = divmod(position, len(self._cycle))
         part = self._cycle[at]
         places = self._places[part]
-        epoch, index = self._orders[part].at(cycle * len(places) + bisect.bisect_left(places, at))
-        return Place(part, epoch, index)
+        own, level = divmod(cycle * len(places) + bisect.bisect_left(places, at), len(self._orders[part]))
+        epoch, index = self._orders[part][level].at(own)
+        counted = index if len(self._orders[part]) == 1 else level
+        return Place(part, level, epoch, index, self._first[part] + counted)
+
+    def dataset(self, place: Place) -> Dataset:
+        """The dataset that a place is of."""
+        return self.parts[place.part].levels[place.level]
 
 
 def build_mixture(datasets: Sequence[TrainDataset], base: Path, seed: int) -> Mixture:
     """The mixture that the configuration names; ConfigError is one line."""
     return Mixture(
-        [Part(one.label, build_dataset(one, base), one.weight, one.shuffle) for one in datasets],
+        [
+            Part(
+                one.label,
+                [build_dataset(level, base) for level in one.at_levels()],
+                one.weight,
+                one.shuffle,
+                one.curriculum,
+            )
+            for one in datasets
+        ],
         seed,
     )
 

@@ -62,6 +62,7 @@ class SampledCompletion:
             metrics=self.metrics,
             calls=len(self.calls),
             dataset=task.dataset,
+            level=task.level,
         )
 
     def to_partial(self, end: int | None = None) -> Partial:

@@ -6,7 +6,15 @@ Every setting has its type, unit, default and limits in the file of its section;
 
 from schemas.config.agents import AgentsConfig
 from schemas.config.algorithm import AdvantageConfig, KlConfig, LossConfig, RejectionConfig
-from schemas.config.data import DatasetConfig, EvalConfig, EvalDataset, RewardConfig, RewardTerm, TrainDataset
+from schemas.config.data import (
+    CurriculumConfig,
+    DatasetConfig,
+    EvalConfig,
+    EvalDataset,
+    RewardConfig,
+    RewardTerm,
+    TrainDataset,
+)
 from schemas.config.deploy import ControlConfig, DeploymentsConfig, LauncherConfig, ProbesConfig, SupervisorConfig
 from schemas.config.generator import (
     EPISODE_WORKFLOWS,
@@ -38,6 +46,7 @@ __all__ = [
     "CheckpointConfig",
     "ControlConfig",
     "CriticConfig",
+    "CurriculumConfig",
     "DatasetConfig",
     "DeploymentsConfig",
     "DpoConfig",

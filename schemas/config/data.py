@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, Field, SerializerFunctionWrapHandler, WrapSerializer, model_validator
 
@@ -54,12 +54,52 @@ class LabelledDataset(DatasetConfig):
         return self
 
 
+class CurriculumConfig(Section):
+    """The curriculum: prompts of the order are taken or skipped by how often they were solved so far."""
+
+    name: Literal["uniform", "learnable", "band", "thompson"] = Field(
+        "uniform",
+        description="uniform takes every prompt; learnable takes one with probability 4p(1 - p), p being the share of"
+        " correct samples in its last groups; thompson the same with p drawn from what is known of it; band takes those"
+        " with p in between. Prompts that had no group yet are always taken.",
+    )
+    floor: float = Field(
+        0.05, gt=0, le=1, description="Least probability with which a prompt is taken, so that none is given up."
+    )
+    between: tuple[float, float] = Field((0.2, 0.8), description="Lowest and highest solve rate of band.")
+    forget_after: int | None = Field(
+        None, ge=1, description="Steps after which what is known of a prompt counts no more; by default it always does."
+    )
+
+    @model_validator(mode="after")
+    def _band_has_room(self) -> CurriculumConfig:
+        if not 0 <= self.between[0] < self.between[1] <= 1:
+            raise ValueError("train.curriculum.between needs a smaller and a larger number from 0 to 1, as [0.2, 0.8]")
+        return self
+
+
 class TrainDataset(LabelledDataset):
     """A dataset to train on, which has a durable, deterministic order; one, or a list of them."""
 
     weight: float = Field(
-        1.0, gt=0, description="Share of the prompts that come from this dataset, over the sum of all weights."
+        1.0,
+        gt=0,
+        description="Share of the prompts that come from this dataset, over the sum of all weights, before a curriculum"
+        " skips some.",
     )
+    curriculum: CurriculumConfig = Field(default_factory=CurriculumConfig)
+    levels: list[dict[str, Any]] | None = Field(
+        None,
+        min_length=2,
+        max_length=64,
+        description="Arguments that each level of difficulty has besides args. The levels take turns, and the"
+        " curriculum takes or skips a level as a whole, by how often its prompts were solved.",
+    )
+
+    def at_levels(self) -> list[TrainDataset]:
+        """The dataset of each level; of one without levels itself."""
+        args = [{**self.args, **more} for more in self.levels or [{}]]
+        return [self.model_copy(update={"args": own}) for own in args]
 
 
 class RewardTerm(Section):

@@ -43,7 +43,7 @@ class Task(Message, kw_only=True, tag="task"):
     task_id: position in the deterministic prompt order (train), or ``(version + 1) * 2**32 + index`` (eval).
     Exactly one of ``text``, ``messages``, ``token_ids`` is the prompt.
     data: reference answer and metadata, handed to the reward function as keywords.
-    dataset: label of the dataset that the prompt is from.
+    dataset: label of the dataset that the prompt is from. level: of difficulty, -1 where it has none.
     """
 
     task_id: int
@@ -55,6 +55,7 @@ class Task(Message, kw_only=True, tag="task"):
     token_ids: list[int] | None = None
     data: dict[str, Any] = {}
     dataset: str = ""
+    level: int = -1
     partials: list[Partial] = []
 
     def __post_init__(self) -> None:

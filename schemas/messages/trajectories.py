@@ -79,7 +79,8 @@ class Trajectory(Message, kw_only=True, tag="trajectory"):
     segments: rows to train, whose new tokens follow one another in the arrays; empty: the arrays are one row.
     finish: ``length`` means truncated; ``calls`` and ``deadline``, that an agent reached that limit.
     reward: what the workflow says that the sample is worth, None: it says nothing. metrics: its numbers, for people.
-    calls: model calls, 0 where nobody counts them. seconds: wall time in the generator. dataset: label of the prompt's.
+    calls: model calls, 0 where nobody counts them. seconds: wall time in the generator. dataset, level: of
+    the prompt, as in Task.
     """
 
     run: str
@@ -102,6 +103,7 @@ class Trajectory(Message, kw_only=True, tag="trajectory"):
     metrics: dict[str, float] = {}
     calls: int = 0
     dataset: str = ""
+    level: int = -1
 
     def __post_init__(self) -> None:
         # Every trajectory is checked where it is made and at each hop, so each check is one pass without a copy.
@@ -212,7 +214,7 @@ class Score(Message, kw_only=True, tag="score"):
     """The reward of a sample, which counts only when ``status`` is ``ok``. seconds: time that the reward took.
 
     broken_version: version of the weights that gave the sample log-probabilities that are not finite, -1: none did.
-    correct: whether the reward reaches reward.correct_from. dataset: label of the prompt's.
+    correct: whether the reward reaches reward.correct_from. dataset, level: of the prompt.
     """
 
     reward: float = 0.0
@@ -224,6 +226,7 @@ class Score(Message, kw_only=True, tag="score"):
     broken_version: int = -1
     correct: bool = False
     dataset: str = ""
+    level: int = -1
 
     def __post_init__(self) -> None:
         if not math.isfinite(self.reward):

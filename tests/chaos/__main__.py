@@ -45,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options.fault_every,
         _words(options.only),
         _words(options.skip),
-        options.config,
+        [*(settings.CURRICULUM if options.curriculum else ()), *options.config],
         options.workload,
     )
     if not plan.kinds():
@@ -85,6 +85,7 @@ def parser() -> argparse.ArgumentParser:
         default="both",
         help="what generators do: complete texts, serve agents, or agents for every third task (%(default)s)",
     )
+    found.add_argument("--curriculum", action="store_true", help="few prompts, of which a curriculum skips many")
     found.add_argument("--fault-every", type=float, default=1.6, help="mean seconds between faults (%(default)s)")
     found.add_argument("--folder", type=Path, help="where all files go; a new temporary folder by default")
     found.add_argument("--json", type=Path, help="write the result there too")

@@ -10,7 +10,8 @@ trainer's fsync fails with ENOSPC, from the call on whose number the file holds.
 
 Lines of evidence, by kind (x: one list for each sample or group):
   started · ready (model or engine is loaded) · answered (first answer of the broker to this service's work)
-  admit: t, a (answer), c (next task id) · publish?: x=[t, s, digest] before, publish: x=[t, s, digest, answer] after
+  admit: t, a (answer), c (next task id); what the curriculum skips ends
+  publish?: x=[t, s, digest] before, publish: x=[t, s, digest, answer] after
   score?: x=[t, s], score: x=[t, s, status, answer] · end?: t, how, reason (and s, for one sample
   alone) before, end: the same and a after
   loaded: step, term · saving (its state is copied): step, term · begin: term, step, lost
@@ -34,7 +35,7 @@ from typing import Any
 from typing_extensions import Buffer
 
 from broker.connection.connection import Connection
-from broker.flow.ledger import Ledger
+from broker.flow.ledger import Ledger, SkippedTask
 from broker.flow.progress import TakeoverRequest
 from broker.flow.trainer_session import TrainerSession
 from broker.queues.dead_letters import UnusableTask
@@ -116,7 +117,10 @@ def _feeder(evidence: Evidence, folder: Path) -> None:
     _once(evidence, Ledger, "admit_all", "answered")
 
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
-        def admit_all(self: Ledger, tasks: Sequence[Task | UnusableTask], *args: Any) -> Any:
+        def admit_all(self: Ledger, tasks: Sequence[Task | UnusableTask | SkippedTask], *args: Any) -> Any:
+            skipped = [task for task in tasks if isinstance(task, SkippedTask)]
+            for task in skipped:
+                evidence.write("end?", t=task.task_id, how="skipped", reason="curriculum")
             unusable = [task for task in tasks if isinstance(task, UnusableTask)]
             for task in unusable:
                 evidence.write("end?", t=task.task_id, how="failed", reason="bad example")
@@ -128,9 +132,12 @@ def _feeder(evidence: Evidence, folder: Path) -> None:
                 elif self._connection.losses == losses:
                     # An attempt whose answer was lost may have admitted it: then it stays without an answer.
                     evidence.write("end", t=task.task_id, how="failed", reason="bad example", a="no")
+            for task in skipped:
+                if (done := task.task_id in admission.skipped) or self._connection.losses == losses:
+                    evidence.write("end", t=task.task_id, how="skipped", reason="curriculum", a="ok" if done else "no")
             for task_id in admission.admitted:
                 evidence.write("admit", t=task_id, a="ok", c=admission.next)
-            if len(admission.admitted) < len(tasks):
+            if len(admission.admitted) + len(admission.skipped) < len(tasks):
                 evidence.write("admit", t=tasks[0].task_id, a=admission.answer, c=admission.next)
             return admission
 

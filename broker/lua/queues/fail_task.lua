@@ -1,5 +1,5 @@
 #!lua flags=allow-oom
--- KEYS: SLOTS COUNTS GROUPS SAMPLES TASKS EVAL_TASKS TRAJECTORIES DEAD FAILED CHANGES EVALS PARTIALS
+-- KEYS: SLOTS COUNTS GROUPS SAMPLES TASKS EVAL_TASKS TRAJECTORIES DEAD FAILED CHANGES EVALS PARTIALS PROMPTS
 -- ARGV: stream, entry, task id ('' when the entry doesn't tell), dead letter.
 -- Ends a task that no generator can read or survive: dead letter, and its group fails. Once. Of an evaluation only
 -- the missing samples fail: the others are scored.
@@ -21,6 +21,8 @@ if stands and redis.call('HGET', GROUPS, task .. ':kind') == 'eval' then
   eval_ended(task, missing)
 elseif stands and redis.call('ZREM', SLOTS, task) == 1 then
   redis.call('HINCRBY', COUNTS, 'failed:dead_letter', 1)
+  local prompt = prompt_of(task)
+  if prompt then note_outcome(prompt, '') end
   redis.call('HINCRBY', COUNTS, 'samples_failed', forget(task))
   note_failed(task)
   changed('close_group')

@@ -1,15 +1,18 @@
 #!lua flags=allow-oom
--- KEYS: LEADER_TERM SLOTS COUNTS GROUPS SAMPLES TASKS EVAL_TASKS TRAJECTORIES SCORED FAILED CHANGES PARTIALS
--- ARGV: task id, 'dropped' or 'failed', reason, term, then scored entries.
+-- KEYS: CTL PROMPTS LEADER_TERM SLOTS COUNTS GROUPS SAMPLES TASKS EVAL_TASKS TRAJECTORIES SCORED FAILED CHANGES PARTIALS
+-- ARGV: task id, 'dropped' or 'failed', reason, term, share of correct samples in 1/255 ('' when it is not known), then
+-- scored entries.
 -- Ends a group that is not trained: its slot returns, its data is deleted. Once.
 local no = refused(ARGV[4])
 if no then return no end
 local task = ARGV[1]
 if redis.call('ZREM', SLOTS, task) == 0 then return 'closed' end
 redis.call('HINCRBY', COUNTS, ARGV[2] .. ':' .. ARGV[3], 1)
+local prompt = prompt_of(task)
+if prompt then note_outcome(prompt, ARGV[5], redis.call('HGET', CTL, 'step') or '0') end
 redis.call('HINCRBY', COUNTS, 'samples_' .. ARGV[2], forget(task))
 if ARGV[2] == 'failed' then note_failed(task) end
-for i = 5, #ARGV do
+for i = 6, #ARGV do
   redis.call('XACK', SCORED, TRAINER, ARGV[i])
   redis.call('XDEL', SCORED, ARGV[i])
 end

@@ -1,6 +1,7 @@
 #!lua flags=allow-oom
--- KEYS: CTL LEADER_TERM SLOTS COUNTS CHANGES
--- ARGV: term, step done, new version, samples, then task ids. Frees the slots of what was trained. Once.
+-- KEYS: CTL LEADER_TERM SLOTS COUNTS CHANGES GROUPS PROMPTS
+-- ARGV: term, step done, new version, samples, then the task id of each group and the share of its samples that are
+-- correct, in 1/255 ('' when it is not known). Frees the slots of what was trained. Once.
 local no = refused(ARGV[1])
 if no then return no end
 local known = redis.call('HGET', CTL, 'step')
@@ -9,7 +10,11 @@ if tonumber(known) >= tonumber(ARGV[2]) then return 'repeat' end
 -- An earlier step is missing: the broker went back in time, and its groups hold their slots again.
 if tonumber(known) ~= tonumber(ARGV[2]) - 1 then return 'lost' end
 local groups = 0
-for i = 5, #ARGV do groups = groups + redis.call('ZREM', SLOTS, ARGV[i]) end
+for i = 5, #ARGV, 2 do
+  groups = groups + redis.call('ZREM', SLOTS, ARGV[i])
+  local prompt = prompt_of(ARGV[i])
+  if prompt then note_outcome(prompt, ARGV[i + 1], ARGV[2]) end
+end
 redis.call('HINCRBY', COUNTS, 'trained', groups)
 redis.call('HINCRBY', COUNTS, 'samples_trained', ARGV[4])
 redis.call('HSET', CTL, 'step', ARGV[2], 'version', ARGV[3])

@@ -1,6 +1,7 @@
 #!lua flags=allow-oom
--- KEYS: CTL LEADER_TERM SLOTS COUNTS GROUPS SAMPLES TASKS EVAL_TASKS TRAJECTORIES SCORED DEAD JOURNAL EVALS CHANGES READMIT FAILED WEIGHTS CHUNKS EVENTS METRICS SERVICES PARTIALS RUN_CONTROL COUNTERS RECENT ORDERS REFUSALS
--- ARGV: what the trainer knows, as JSON (broker/flow/progress.py, TakeoverRequest). A trainer takes the run over.
+-- KEYS: CTL LEADER_TERM SLOTS COUNTS GROUPS SAMPLES TASKS EVAL_TASKS TRAJECTORIES SCORED DEAD JOURNAL EVALS CHANGES READMIT FAILED WEIGHTS CHUNKS EVENTS METRICS SERVICES PARTIALS RUN_CONTROL COUNTERS RECENT ORDERS REFUSALS PROMPTS
+-- ARGV: what the trainer knows, as JSON (broker/flow/progress.py, TakeoverRequest), and the statistics of prompts in its
+-- checkpoint. A trainer takes the run over.
 -- What the broker knows wins as long as it can be true. It cannot when its lifetime is not that of the trainer's
 -- checkpoint, when a step is missing in its journal, when its counts do not add up, or when a key of the pipeline is
 -- of another type: then the pipeline is built anew from what the trainer knows. When it only went back a little (its last second was lost), what ended
@@ -21,7 +22,7 @@ local beside = {
   {WEIGHTS, 'stream'}, {CHUNKS, 'hash'}, {DEAD, 'stream'}, {EVALS, 'hash'}, {CHANGES, 'stream'}, {FAILED, 'zset'},
   {PARTIALS, 'hash'}, {EVENTS, 'stream'}, {METRICS, 'stream'}, {SERVICES, 'hash'},
   {RUN_CONTROL, 'hash'}, {COUNTERS, 'hash'}, {RECENT, 'stream'}, {ORDERS, 'stream'},
-  {REFUSALS, 'hash'},
+  {REFUSALS, 'hash'}, {PROMPTS, 'string'},
 }
 local function drop_foreign(types)
   local dropped = false
@@ -61,7 +62,8 @@ if not rebuild then
   local active = redis.call('ZCARD', SLOTS)
   local admitted = tonumber(redis.call('HGET', COUNTS, 'admitted') or 0)
   local ended = tonumber(redis.call('HGET', COUNTS, 'trained') or 0) + ended_untrained()
-  rebuild = admitted ~= active + ended or admitted ~= tonumber(known[4]) - redis.call('ZCARD', READMIT)
+  local skipped = tonumber(redis.call('HGET', COUNTS, 'skipped') or 0)
+  rebuild = admitted ~= active + ended or admitted ~= tonumber(known[4]) - redis.call('ZCARD', READMIT) - skipped
     or redis.call('HLEN', GROUPS) - redis.call('HEXISTS', GROUPS, 'run') < 4 * active
 end
 if rebuild and own.fresh and not damaged and known_step and known_step > 0 then return {'foreign'} end
@@ -110,6 +112,10 @@ if back then
     if tonumber(task) >= tonumber(known[4]) or asked_again then redis.call('ZADD', READMIT, task, task) end
   end
   redis.call('HSET', CTL, 'cursor', string.format('%d', math.max(tonumber(known[4]), own.cursor)))
+  -- Of the positions up to there so many were skipped.
+  if own.cursor > tonumber(known[4]) then
+    redis.call('HSET', COUNTS, 'skipped', string.format('%d', own.counts.skipped or 0))
+  end
   if forgot_requeue then redis.call('HSET', COUNTS, 'failed:requeued', string.format('%d', own.counts['failed:requeued'])) end
 end
 local fresh = rebuild and not known_step and not damaged and own.fresh
@@ -122,7 +128,8 @@ if rebuild or back then
     local again = tonumber(task) >= cursor or redis.call('ZSCORE', READMIT, task) or redis.call('ZSCORE', SLOTS, task)
     if again or forgot_requeue then redis.call('ZREM', FAILED, task) end
   end
-  local admitted = cursor - redis.call('ZCARD', READMIT)
+  local skipped = tonumber(redis.call('HGET', COUNTS, 'skipped') or 0)
+  local admitted = cursor - redis.call('ZCARD', READMIT) - skipped
   local trained = own.trained
   if not rebuild and known_step > own.step then trained = counted end
   local ended = trained + ended_untrained()
@@ -136,6 +143,8 @@ if rebuild or back then
   end
 end
 
+-- What a broker without its memory knew of prompts is as old as the checkpoint.
+if redis.call('EXISTS', PROMPTS) == 0 and ARGV[2] ~= '' then redis.call('SET', PROMPTS, ARGV[2]) end
 -- Numbers never go back: a version that was published once names those weights for ever.
 local version = math.max(tonumber(known[2] or 0), lost and own.version_if_lost or own.version)
 redis.call('SET', LEADER_TERM, leader_term)

@@ -39,7 +39,7 @@ class Batch:
     """The groups of a step and its journal record. excluded: their published samples that have no reward.
 
     figures: metrics of how the groups came together, which their samples alone do not show. terms: of the rewards, by
-    task id and sample.
+    task id and sample. solve_rates: share of each group's samples that are correct, by task id.
     """
 
     record: BatchRecord
@@ -47,6 +47,7 @@ class Batch:
     excluded: int
     figures: Mapping[str, float] = field(default_factory=dict)
     terms: Mapping[tuple[int, int], Mapping[str, float]] = field(default_factory=dict)
+    solve_rates: Mapping[int, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,10 @@ Groups are counted as they come back complete, before any is filtered.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 
 @dataclass
@@ -25,8 +27,10 @@ class DatasetMeter:
     def __init__(self) -> None:
         self._counts: dict[str, _Counts] = {}
 
-    def add(self, dataset: str, rewards: Sequence[float], correct: Sequence[bool]) -> None:
-        """Count a group by the rewards of its scored samples and whether these are correct."""
+    def add(self, dataset: str, rewards: Sequence[float], correct: Sequence[bool], level: int = -1) -> None:
+        """Count a group by the rewards of its scored samples and whether these are correct, of its level as well."""
+        if level >= 0:
+            self.add(f"{dataset}/level_{level}", rewards, correct)
         counts = self._counts.setdefault(dataset, _Counts())
         counts.groups += 1
         counts.samples += len(rewards)
@@ -36,7 +40,7 @@ class DatasetMeter:
         counts.all += all(correct)
 
     def take(self) -> dict[str, float]:
-        """The figures since the last call, under ``data/LABEL/``."""
+        """The figures since the last call, under ``data/LABEL/``, and for a level under ``data/LABEL/level_N/``."""
         figures: dict[str, float] = {}
         for dataset, counts in sorted(self._counts.items()):
             of_dataset = {
@@ -49,3 +53,19 @@ class DatasetMeter:
             figures |= {f"data/{dataset}/{name}": value for name, value in of_dataset.items()}
         self._counts = {}
         return figures
+
+
+def curriculum_figures(counts: Mapping[str, int], statistics: bytes) -> dict[str, float]:
+    """What a curriculum skipped so far, by the ledger's counts, and what is known of prompts; {} without a curriculum.
+
+    statistics: four bytes a prompt, of which the first is the solve rate in 1/255 and the second the groups.
+    """
+    skipped, admitted = counts.get("skipped", 0), counts.get("admitted", 0)
+    figures = {"data/skipped_fraction": skipped / (skipped + admitted)} if skipped else {}
+    body = np.frombuffer(statistics[: len(statistics) // 4 * 4], np.uint8).reshape(-1, 4)
+    solved = body[body[:, 1] > 0, 0]
+    if len(solved):
+        figures["data/prompts_seen"] = float(len(solved))
+        figures["data/prompts_unsolved"] = float((solved == 0).sum())
+        figures["data/prompts_solved"] = float((solved == 255).sum())
+    return figures

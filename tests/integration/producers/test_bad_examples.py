@@ -38,7 +38,7 @@ class Examples:
 
 
 def only(examples: Examples) -> Mixture:
-    return Mixture([Part("arithmetic", examples, shuffle=False)])
+    return Mixture([Part("arithmetic", [examples], shuffle=False)])
 
 
 def refuse(error: BaseException) -> Callable[[], Any]:

@@ -47,7 +47,7 @@ def configured(folder: Path, **sections: Any) -> TidemillConfig:
 
 
 def mixture() -> Mixture:
-    return Mixture([Part("sums", Numbers(6, "sum"), 3.0), Part("code", Numbers(4, "code"), 1.0)])
+    return Mixture([Part("sums", [Numbers(6, "sum")], 3.0), Part("code", [Numbers(4, "code")], 1.0)])
 
 
 def texts(broker: Broker) -> list[tuple[int, str, str]]:

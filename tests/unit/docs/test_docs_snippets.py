@@ -136,6 +136,16 @@ def test_the_mixture_mixes_its_datasets(snippets: Path) -> None:
     check_reward(config.reward.terms, config.base)
 
 
+@pytest.mark.parametrize(("title", "statistics"), [("curriculum.yaml", 9000), ("levels.yaml", 3)])
+def test_the_curricula_are_ones(snippets: Path, title: str, statistics: int) -> None:
+    text = (ROOT / "docs" / "bring-your-own.md").read_text(encoding="utf-8")
+    (block,) = re.findall(rf'^```yaml title="{title}"\n(.*?)^```$', text, re.MULTILINE | re.DOTALL)
+    config = parse_config({**SMALLEST, **yaml.safe_load(block)}, base=snippets)
+    mixture = build_mixture(config.train, config.base, seed=0)
+    assert mixture.parts[0].statistics == pytest.approx(statistics, rel=0.01)
+    assert mixture.parts[0].curriculum.name != "uniform"
+
+
 def test_the_workflow_makes_valid_trajectories(snippets: Path) -> None:
     workflow = load("two_tries.py:TwoTries", "workflow", snippets)(hint="??")
 

@@ -14,13 +14,15 @@ from tests.support.datasets import Numbers
 
 
 def mixture(*sizes_and_weights: tuple[int, float], seed: int = 0) -> Mixture:
-    parts = [Part(str(i), Numbers(size), weight) for i, (size, weight) in enumerate(sizes_and_weights)]
+    parts = [Part(str(i), [Numbers(size)], weight) for i, (size, weight) in enumerate(sizes_and_weights)]
     return Mixture(parts, seed)
 
 
 def test_one_dataset_has_the_order_that_it_has_alone() -> None:
     order = PromptOrder(10, 3)
-    assert [mixture((10, 5.0), seed=3).at(p) for p in range(25)] == [Place(0, *order.at(p)) for p in range(25)]
+    assert [mixture((10, 5.0), seed=3).at(p) for p in range(25)] == [
+        Place(0, 0, *order.at(p), order.at(p)[1]) for p in range(25)
+    ]
 
 
 def test_each_dataset_has_its_share_in_every_stretch_of_positions() -> None:
@@ -66,3 +68,14 @@ def test_places_of_a_dataset_are_spread_evenly() -> None:
 def test_a_position_below_zero_is_refused() -> None:
     with pytest.raises(ValueError, match="position -1 must be 0 or more"):
         mixture((3, 1.0)).at(-1)
+
+
+def test_levels_take_turns_and_each_has_one_statistic() -> None:
+    levels = [Numbers(4), Numbers(2), Numbers(3)]
+    mixed = Mixture([Part("plain", [Numbers(5)], 1.0), Part("steps", levels, 3.0)])
+    places = [mixed.at(position) for position in range(24)]
+    assert {place.statistic for place in places if place.part == 0} == set(range(5)), "one a prompt"
+    steps = [place for place in places if place.part == 1]
+    assert [(place.level, place.statistic) for place in steps[:6]] == [(0, 5), (1, 6), (2, 7)] * 2
+    assert sorted(place.index for place in steps if place.level == 1 and place.epoch == 0) == [0, 1]
+    assert mixed.dataset(steps[1]) is levels[1]

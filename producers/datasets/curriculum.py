@@ -1,0 +1,103 @@
+"""The curriculum: which prompts a run takes next, by how often they were solved. Pure functions.
+
+The order of the run proposes one position after the other, and the curriculum takes or skips it. It is taken with the
+probability that its statistic gives, against a number drawn from seed and position alone: the same on every machine.
+The broker keeps what was decided (its cursor goes past a skipped position), so it is decided once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from schemas.config import CurriculumConfig
+from schemas.errors import ConfigError
+
+RECENT = 4
+"""Groups that the solve rate of a statistic is mostly of; broker/lua/prelude.lua has the same number."""
+STEPS = 16
+"""Steps that one unit of a statistic's last step stands for."""
+BYTES = 4
+"""Of a statistic: solve rate in 1/255, groups up to 255, and the step of the last one in two."""
+MOST_PROMPTS = 1 << 24
+"""Most statistics of a run, 64 MB in the broker and in every checkpoint."""
+
+
+class PromptStatistic(NamedTuple):
+    """What is known of a prompt. solved: share of correct samples in its last groups, groups: how many it had,
+    step: about when the last one ended."""
+
+    solved: float
+    groups: int
+    step: int
+
+    @classmethod
+    def unpack(cls, body: bytes) -> PromptStatistic:
+        """The statistic of its four bytes, or of none for a prompt that had no group yet."""
+        if len(body) < BYTES:
+            return cls(0.0, 0, 0)
+        return cls(body[0] / 255, body[1], (body[2] << 8 | body[3]) * STEPS)
+
+
+def unpack_all(body: bytes) -> list[PromptStatistic]:
+    """The statistics of all prompts in ``body``."""
+    return [PromptStatistic.unpack(body[at : at + BYTES]) for at in range(0, len(body) - BYTES + 1, BYTES)]
+
+
+@dataclass(frozen=True)
+class Curriculum:
+    """Decides on one position at a time::
+
+        curriculum = Curriculum(config.train[0].curriculum, seed=0, group_size=8)
+        curriculum.takes(position=10_000, statistic=PromptStatistic(0.5, 3, 160), step=200)
+
+    group_size: samples of a group, by which Thompson sampling knows how sure a solve rate is.
+    """
+
+    settings: CurriculumConfig
+    seed: int
+    group_size: int
+
+    @property
+    def chooses(self) -> bool:
+        """False for the uniform curriculum, which takes every prompt and needs no statistic."""
+        return self.settings.name != "uniform"
+
+    def takes(self, position: int, statistic: PromptStatistic, step: int) -> bool:
+        """Whether the run, which is at ``step``, takes the prompt at ``position``."""
+        if not self.chooses:
+            return True
+        draws = random.Random(_number(self.seed, position))
+        return draws.random() < self.weight(statistic, step, draws)
+
+    def weight(self, statistic: PromptStatistic, step: int, draws: random.Random) -> float:
+        """Probability of taking a prompt: 1 where nothing is known, and never below the floor."""
+        settings, solved = self.settings, statistic.solved
+        old = settings.forget_after is not None and step - statistic.step > settings.forget_after
+        if not statistic.groups or old:
+            return 1.0
+        if settings.name == "band":
+            weight = 1.0 if settings.between[0] <= solved <= settings.between[1] else 0.0
+        else:
+            if settings.name == "thompson":
+                samples = min(statistic.groups, RECENT) * self.group_size
+                solved = draws.betavariate(1 + solved * samples, 1 + (1 - solved) * samples)
+            # The variance of right and wrong, as a share of its largest: what a group teaches.
+            weight = 4 * solved * (1 - solved)
+        return max(settings.floor, weight)
+
+
+def check_size(prompts: int) -> None:
+    """ConfigError when a curriculum would have to keep statistics of more prompts than it can."""
+    if prompts > MOST_PROMPTS:
+        raise ConfigError(
+            f"train has {prompts:,} prompts, a curriculum keeps statistics of {MOST_PROMPTS:,} at most: set"
+            " train.limit, or train.curriculum.name to uniform"
+        )
+
+
+def _number(seed: int, position: int) -> int:
+    digest = hashlib.blake2b(f"curriculum:{seed}:{position}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little")
