@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from deploy.launchers.local import Local
 from deploy.machine.doctor import check_gpus
 from deploy.machine.memory import look_at_memory, model_size, trainer_need
 from producers.engines.weight_files import read_shapes
-from schemas.config import TidemillConfig, parse_config
+from schemas.config import TidemillConfig, load_config, parse_config
 from tests.support.tiny_model import make_tiny_model
 
 QWEN_HALF_B = {
@@ -25,6 +26,21 @@ QWEN_HALF_B = {
     "num_key_value_heads": 2,
     "tie_word_embeddings": True,
     "vocab_size": 151936,
+}
+QWEN_2_5 = {
+    "Qwen/Qwen2.5-0.5B-Instruct": QWEN_HALF_B,
+    "Qwen/Qwen2.5-1.5B-Instruct": QWEN_HALF_B
+    | {"hidden_size": 1536, "intermediate_size": 8960, "num_attention_heads": 12, "num_hidden_layers": 28},
+    "Qwen/Qwen2.5-7B-Instruct": QWEN_HALF_B
+    | {
+        "hidden_size": 3584,
+        "intermediate_size": 18944,
+        "num_attention_heads": 28,
+        "num_hidden_layers": 28,
+        "num_key_value_heads": 4,
+        "tie_word_embeddings": False,
+        "vocab_size": 152064,
+    },
 }
 LLAMA_8B = {
     "model_type": "llama",
@@ -139,3 +155,24 @@ def test_doctor_tells_how_gpus_are_dealt_out_and_what_each_side_holds(
     monkeypatch.setattr("deploy.launchers.local.find_gpus", lambda: [Gpu("0", 24.0)])
     wide = run.model_copy(update={"trainer": run.trainer.model_copy(update={"processes": 2})})
     assert [finding.level for finding in check_gpus(wide, Local())] == ["fail"]
+
+
+def test_the_table_of_the_gsm8k_example_is_what_the_estimate_says() -> None:
+    example = Path(__file__).resolve().parents[3] / "examples/gsm8k"
+    rows = re.findall(
+        r"^\| `(.+?)` \| (\d) of (\d+) GB \| (?:`(.+?)`)? ?\| ([\d.]+) GB \| ([\d.]+) GB \|$",
+        (example / "README.md").read_text(encoding="utf-8"),
+        re.MULTILINE,
+    )
+    assert len(rows) == 5
+    for model, gpus, memory_gb, settings, trainer, generator in rows:
+        config = load_config(example / "config.yaml", [f"model.path={model}", *settings.split()], {})
+        size = model_size(QWEN_2_5[model])
+        assert size is not None
+        need = trainer_need(config, size, None).total
+        weights = 2 * size.parameters / 1024**3
+        assert (f"{need:.0f}", f"{weights:.1f}") == (trainer, generator), (model, settings)
+        share = config.generator.args["gpu_memory_utilization"]
+        room = float(memory_gb) * (1 - share if int(gpus) == 1 else 1)
+        assert need < room, (model, settings)
+        assert config.trainer.processes + config.generator.replicas == max(2, int(gpus))
