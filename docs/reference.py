@@ -287,7 +287,7 @@ def documentation(path: str) -> str:
     if spec is None or spec.origin is None:
         raise LookupError(f"no module {module}")
     for node in ast.parse(Path(spec.origin).read_text(encoding="utf-8")).body:
-        if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name == name:
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and node.name == name:
             return " ".join((ast.get_docstring(node) or "").split("\n\n")[0].split())
     raise LookupError(f"{module} has no {name}")
 

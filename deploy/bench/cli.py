@@ -13,7 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 
 app = typer.Typer(
     name="bench",
-    help="Measure the broker, weights on their way, generation, agents, the control plane, and the trainer's step.",
+    help="Measure the broker, weights on their way, generation, agents, rewards, the control plane, a trainer's step.",
     no_args_is_help=True,
 )
 
@@ -254,6 +254,50 @@ def agents(
         report.print_json("agents", rows)
     else:
         report.print_agents(rows)
+
+
+@app.command()
+def rewards(
+    parts: Annotated[
+        str, typer.Option(help="What is measured: judge, limit, reward_model.")
+    ] = "judge,limit,reward_model",
+    concurrency: Annotated[str, typer.Option(help="Calls of the judge in flight, one row each.")] = "1,64",
+    answer_s: Annotated[float, typer.Option(min=0.01, help="Seconds that an answer of the judge takes.")] = 0.5,
+    rate: Annotated[float, typer.Option(min=1, help="Requests a minute of the judge that fails at times.")] = 1200.0,
+    samples: Annotated[int, typer.Option(min=20, help="Samples that it judges.")] = 600,
+    sequences: Annotated[int, typer.Option(min=1, help="Sequences of a round of the reward model.")] = 256,
+    batch: Annotated[int, typer.Option(min=2, help="Most sequences of its batches.")] = 32,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds of the reward model, in turns.")] = 5,
+    as_json: Json = False,
+) -> None:
+    """A judge's calls in flight and its pace beside a server that fails at times, and a reward model in batches."""
+    from deploy.bench import report
+
+    wanted = _choices(parts, ("judge", "limit", "reward_model"), "--parts")
+    rows: list[dict[str, Any]] = []
+    with _progress() as progress:
+        if "judge" in wanted:
+            from deploy.bench.rewards.judge import measure_in_flight
+
+            for count in _numbers(concurrency, "--concurrency"):
+                bar = progress.add_task(f"judge, {count} calls in flight", total=1)
+                rows.append({"part": "judge", **measure_in_flight(max(10, 20 * count), count, answer_s)})
+                progress.advance(bar)
+        if "limit" in wanted:
+            from deploy.bench.rewards.judge import measure_limited
+
+            bar = progress.add_task("judge that fails at times", total=1)
+            rows.append({"part": "limit", **measure_limited(samples, rate, refuse=0.1, garble=0.05)})
+            progress.advance(bar)
+        if "reward_model" in wanted:
+            from deploy.bench.rewards.model import measure
+
+            progress.add_task("rounds of the reward model", total=None)
+            rows.append({"part": "reward_model", **measure(sequences, batch, rounds)})
+    if as_json:
+        report.print_json("rewards", rows)
+    else:
+        report.print_rewards(rows)
 
 
 def _choices(text: str, allowed: Sequence[str], option: str) -> list[str]:

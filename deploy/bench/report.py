@@ -162,3 +162,21 @@ _AGENTS = {
 
 def _ms(value: float | None) -> str:
     return "–" if value is None else f"{value:.1f}"
+
+
+def print_rewards(rows: Sequence[dict[str, Any]]) -> None:
+    """Print each part of the rewards' benchmark, a line for each of its rows."""
+    for row in rows:
+        Console().print(_REWARDS[row["part"]].format(**row))
+
+
+_REWARDS = {
+    "judge": "judge, {concurrency} calls in flight of {answer_s:g} s each: [bold]{calls_per_s:.1f}[/bold] calls a"
+    " second of {ideal_per_s:.1f}; processor time of a call {cpu_ms_per_call:.1f} ms",
+    "limit": "judge that fails at times, limit {limit_per_minute:.0f} requests a minute:"
+    " {requests_per_minute:.0f} ([bold]{share_of_limit:.2f}[/bold] of it), {refused} refused, {garbled} unreadable;"
+    " {ok} scored, {error} and {timeout} excluded, [bold]{made_up_zeros}[/bold] zeros made up",
+    "reward_model": "reward model of {parameters:,} parameters, {mean_tokens:.0f} tokens on average:"
+    " {sequences_per_s:.1f} sequences a second in batches of {batch}, {one_at_a_time_per_s:.1f} one at a time; ratio"
+    " [bold]{ratio:.2f}[/bold] ({ratio_range[0]:.2f}–{ratio_range[1]:.2f}, {rounds} rounds)",
+}

@@ -65,7 +65,7 @@ RULES = (
     Rule("entropy_coef", "trainer.loss.entropy_coef", convert=same),
     Rule("reward_funcs", "reward.terms", "a function with TRL's arguments works as it is"),
     Rule("reward_weights", "reward.terms.N.weight"),
-    Rule("reward_model_name_or_path", "reward.terms", "the term model"),
+    Rule("reward_model_name_or_path", "reward.terms", "the term reward_model"),
     Rule("dataset_name", "train.args.path", "train.name is hf"),
     Rule("dataset_config", "train.args.name"),
     Rule("dataset_train_split", "train.args.split"),
@@ -283,9 +283,9 @@ def _rewards(done: Conversion, known: Mapping[str, Any]) -> None:
         elif "." in function:
             terms.append({"name": ":".join(function.rsplit(".", 1))})
         else:
-            terms.append({"name": "model", "args": {"path": function}})
+            terms.append({"name": "reward_model", "args": {"path": function}})
     if "reward_model_name_or_path" in known:
-        terms.append({"name": "model", "args": {"path": known["reward_model_name_or_path"]}})
+        terms.append({"name": "reward_model", "args": {"path": known["reward_model_name_or_path"]}})
     weights = known.get("reward_weights") or []
     for term, weight in zip(terms, weights, strict=False):
         term["weight"] = weight

@@ -140,8 +140,8 @@ def check_models(config: TidemillConfig) -> str:
     if trainer.critic is not None and trainer.critic.model is not None:
         check_hub_or_folder(trainer.critic.model, "trainer.critic.model")
     for term in config.reward.terms:
-        if term.name == "model" and "path" in term.args:
-            check_hub_or_folder(str(term.args["path"]), "path of the reward term 'model'")
+        if term.name == "reward_model" and "path" in term.args:
+            check_hub_or_folder(str(term.args["path"]), "path of the reward term 'reward_model'")
     return f"{config.model.path}: {found}"
 
 

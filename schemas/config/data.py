@@ -106,7 +106,8 @@ class RewardTerm(Section):
     """A term of the reward, which is the sum of weight times value over all terms."""
 
     name: str = Field(
-        description="exact, gsm8k, math, reasoning_gym, length, format, model, episode (what the workflow gives), or"
+        description="A rule: exact, gsm8k, math, geometry3k, clevr, reasoning_gym, code, format, length. A model:"
+        " judge, reward_model, reward_model_server. remote: a server of yours. episode: what the workflow gives. Or"
         " your own as module:name or file.py:name."
     )
     weight: float = Field(1.0, description="Weight in the sum.")

@@ -5,14 +5,19 @@ from schemas.plugins import Registry
 REWARDS = Registry(
     "reward",
     {
+        "clevr": "consumers.reward.rewards.functions:clevr",
         "code": "consumers.reward.rewards.functions:code",
         "episode": "consumers.reward.rewards.functions:episode",
         "exact": "consumers.reward.rewards.functions:exact",
         "format": "consumers.reward.rewards.functions:format",
+        "geometry3k": "consumers.reward.rewards.functions:geometry3k",
         "gsm8k": "consumers.reward.rewards.functions:gsm8k",
+        "judge": "consumers.reward.rewards.judge:judge",
         "length": "consumers.reward.rewards.functions:length",
         "math": "consumers.reward.rewards.functions:math",
-        "model": "consumers.reward.rewards.functions:model",
         "reasoning_gym": "consumers.reward.rewards.functions:reasoning_gym",
+        "remote": "consumers.reward.rewards.remote:remote",
+        "reward_model": "consumers.reward.rewards.functions:reward_model",
+        "reward_model_server": "consumers.reward.rewards.remote:reward_model_server",
     },
 )

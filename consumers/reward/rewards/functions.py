@@ -13,7 +13,8 @@ from functools import lru_cache
 from typing import Any
 
 from consumers.reward.rewards import code as programs
-from consumers.reward.rewards import grading, reward_model
+from consumers.reward.rewards import grading, vision
+from consumers.reward.rewards import reward_model as models
 from consumers.reward.rewards.grading import final_number, gold_number
 from consumers.reward.rewards.terms import reward
 
@@ -208,21 +209,59 @@ def reasoning_gym(
     return score(reasoning_gym, completion, require_tags)
 
 
-@reward(needs=("torch", "train"))
-def model(
+def _check_reward_model(path: str, batch_tokens: int = 16_384) -> None:
+    if isinstance(batch_tokens, bool) or not isinstance(batch_tokens, int) or batch_tokens < 1:
+        raise ValueError(f"batch_tokens {batch_tokens!r} must be a whole number of 1 or more")
+
+
+@reward(needs=("torch", "train"), check=_check_reward_model, settings=("path", "batch_tokens"))
+def reward_model(
+    prompts: list[str],
+    completions: list[str],
+    prompt_ids: list[list[int]],
+    completion_ids: list[list[int]],
+    *,
+    path: str,
+    row_ids: list[list[int]],
+    batch_tokens: int = 16_384,
+    **columns: Any,
+) -> list[float]:
+    """The scores of a reward model in the folder ``path``: a sequence classifier with one label.
+
+    `tidemill reward-model` trains one. It gets the policy's token ids, so it needs the policy's tokenizer. Its worker
+    loads it at the first call, which ``reward.timeout_s`` has to allow. Samples of similar length go through it
+    together, ``batch_tokens`` at most in one pass. Of a sample of several rows it reads the one with the last answer.
+    """
+    return models.scores(path, prompts, completions, prompt_ids, completion_ids, row_ids, batch_tokens)
+
+
+@reward(needs=("math_verify", "reward"), settings=("tolerance",))
+def geometry3k(
     prompt: str,
     completion: str,
     prompt_ids: list[int],
     completion_ids: list[int],
     *,
-    path: str,
-    row_ids: list[int],
+    answer: Any,
+    choices: list[Any] | None = None,
+    tolerance: float = 0.0,
     **data: Any,
 ) -> float:
-    """The score of a reward model in the folder ``path``: a sequence classifier with one label.
+    """1 if the completion's answer is that of a problem of Geometry3K: a number, an expression, or one of ``choices``.
 
-    `tidemill reward-model` trains one. It gets the policy's token ids, so it needs the policy's tokenizer. Each worker
-    loads it at its first call, which ``reward.timeout_s`` has to allow. Of a sample of several rows it reads the one
-    with the last answer.
+    It stands in the last ``\\boxed{}`` or ``<answer>``. Units, degree signs and a name before ``=`` are left out; a
+    number may differ by the share ``tolerance``. ``answer`` may be the letter of a choice in the data, or its value.
     """
-    return reward_model.score(path, prompt, completion, prompt_ids, completion_ids, row_ids)
+    return float(vision.same_geometry(completion, answer, choices, tolerance))
+
+
+@reward(inline=True)
+def clevr(
+    prompt: str, completion: str, prompt_ids: list[int], completion_ids: list[int], *, answer: Any, **data: Any
+) -> float:
+    """1 if the completion answers a question of CLEVR as ``answer`` does: a count, yes or no, a shape, a colour.
+
+    The answer stands in the last ``<answer>``, ``\\boxed{}`` or ``[...]``, or is the whole completion if that is short.
+    Numbers may be words, and what CLEVR calls by two names is one thing.
+    """
+    return float(vision.same_scene_answer(completion, answer))

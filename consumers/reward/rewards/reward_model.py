@@ -2,35 +2,78 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import Any
 
 
-def score(
-    path: str, prompt: str, completion: str, prompt_ids: list[int], completion_ids: list[int], row_ids: list[int]
-) -> float:
-    """The logit of a sequence classifier with one label, for what the policy read and sampled, and the end of sequence.
+def scores(
+    path: str,
+    prompts: Sequence[str],
+    completions: Sequence[str],
+    prompt_ids: Sequence[list[int]],
+    completion_ids: Sequence[list[int]],
+    row_ids: Sequence[list[int]],
+    batch_tokens: int,
+) -> list[float]:
+    """The logits of a sequence classifier with one label, for what was read and sampled, and the end of sequence.
 
     It gets the ids themselves, as in its training: a prompt's text has lost its special tokens, and with them the turns
-    of a chat. path: its folder or hub id. row_ids: of one row. ValueError if it has more labels than one, or another
-    tokenizer.
+    of a chat. path: its folder or hub id. row_ids: of one row each. batch_tokens: most tokens of a pass, padding
+    included. ValueError if it has more labels than one, or another tokenizer.
     """
+    model, tokenizer = _load(path)
+    rows = []
+    for prompt, completion, asked, said, row in zip(
+        prompts, completions, prompt_ids, completion_ids, row_ids, strict=True
+    ):
+        if not _same_tokenizer(tokenizer, prompt, completion, asked, said, row):
+            raise ValueError(
+                f"the reward model {path} has another tokenizer than the policy, whose token ids it is given"
+            )
+        end = tokenizer.eos_token_id
+        rows.append([*(row[:-1] if row[-1:] == [end] else row), end])
+    found = [0.0] * len(rows)
+    for places in batches([len(row) for row in rows], batch_tokens):
+        for place, score in zip(places, _forward(model, [rows[place] for place in places]), strict=True):
+            found[place] = score
+    return found
+
+
+def batches(lengths: Sequence[int], batch_tokens: int) -> Iterator[list[int]]:
+    """Places of rows that go through the model together: of similar length, so that little of it is padding."""
+    batch: list[int] = []
+    # From the longest on: a batch is as wide as its first row.
+    for place in sorted(range(len(lengths)), key=lambda place: -lengths[place]):
+        if batch and (len(batch) + 1) * lengths[batch[0]] > batch_tokens:
+            yield batch
+            batch = []
+        batch.append(place)
+    if batch:
+        yield batch
+
+
+def _forward(model: Any, rows: Sequence[list[int]]) -> list[float]:
     import torch
 
-    model, tokenizer = _load(path)
+    filler = model.config.get_text_config().pad_token_id
+    width = max(len(row) for row in rows)
+    tokens = torch.tensor([[*row, *[filler] * (width - len(row))] for row in rows])
+    attention = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in rows])
+    with torch.no_grad():
+        logits = model(input_ids=tokens, attention_mask=attention).logits[:, 0]
+    return [float(score) for score in logits]
 
+
+def _same_tokenizer(
+    tokenizer: Any, prompt: str, completion: str, prompt_ids: list[int], completion_ids: list[int], row_ids: list[int]
+) -> bool:
     def text(ids: list[int]) -> str:
         return str(tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
     # An agent's texts are of its last answer, with which its row ends.
     known = text(prompt_ids) == prompt or text(completion_ids) == completion
-    if not (known or (completion and text(row_ids).endswith(completion))):
-        raise ValueError(f"the reward model {path} has another tokenizer than the policy, whose token ids it is given")
-    if row_ids[-1:] == [tokenizer.eos_token_id]:
-        row_ids = row_ids[:-1]
-    with torch.no_grad():
-        ids = torch.tensor([[*row_ids, tokenizer.eos_token_id]])
-        return float(model(ids).logits[0, 0])
+    return known or bool(completion and text(row_ids).endswith(completion))
 
 
 @lru_cache(maxsize=2)
@@ -40,4 +83,9 @@ def _load(path: str) -> tuple[Any, Any]:
     model = AutoModelForSequenceClassification.from_pretrained(path)
     if model.config.num_labels != 1:
         raise ValueError(f"{path} has {model.config.num_labels} labels, a reward model has one")
-    return model.eval(), AutoTokenizer.from_pretrained(path)
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    settings = model.config.get_text_config()
+    if settings.pad_token_id is None:
+        # The score is read at the last token that is no padding, so padding may be any id but the last one.
+        settings.pad_token_id = 0 if tokenizer.eos_token_id != 0 else 1
+    return model.eval(), tokenizer

@@ -16,7 +16,7 @@ from consumers.offline.encoding import Prompt
 from consumers.offline.pairs import Preference
 from consumers.offline.preference import train_dpo, train_reward_model
 from consumers.offline.sft import train_sft
-from consumers.reward.rewards.reward_model import score
+from consumers.reward.rewards.reward_model import scores
 from consumers.reward.scorer import Scorer
 from producers.engines.base import Completion
 from producers.rendering.tokenizer import HfTokenizer
@@ -121,7 +121,8 @@ def test_the_reward_service_gives_the_trained_scores(model: ModelConfig, tmp_pat
     result = train_reward_model(model, pairs, pairs, settings, load_tokenizer=HfTokenizer)
     tokenizer = HfTokenizer(model.path)
     sampled = [as_sampled(tokenizer, pair.prompt, text) for pair in pairs for text in (pair.chosen, pair.rejected)]
-    scorer = Scorer([RewardTerm(name="model", args={"path": str(settings.out)})], tmp_path, workers=1, timeout_s=120.0)
+    terms = [RewardTerm(name="reward_model", args={"path": str(settings.out)})]
+    scorer = Scorer(terms, tmp_path, workers=1, timeout_s=120.0)
     try:
         scores = scorer.score(sampled)
     finally:
@@ -156,7 +157,8 @@ def test_of_an_episode_of_several_rows_a_reward_model_reads_the_one_with_the_las
         turns=[Turn("assistant", prompt, ends[0], 0), Turn("assistant", ends[0], ends[1], 2)],
         prompt="what was said before",
     )
-    scorer = Scorer([RewardTerm(name="model", args={"path": str(settings.out)})], tmp_path, workers=1, timeout_s=120.0)
+    terms = [RewardTerm(name="reward_model", args={"path": str(settings.out)})]
+    scorer = Scorer(terms, tmp_path, workers=1, timeout_s=120.0)
     try:
         of_row, of_episode = scorer.score([alone, episode])
     finally:
@@ -178,7 +180,7 @@ def test_a_reward_model_with_another_tokenizer_is_an_error_and_no_reward(model: 
     pairs = preferences(PROMPTS["text"])
     train_reward_model(model, pairs, pairs, settings, load_tokenizer=HfTokenizer)
     with pytest.raises(ValueError, match="another tokenizer than the policy"):
-        score(str(settings.out), "12+34=", "46", [4, 5, 6], [7, 8], [4, 5, 6, 7, 8])
+        scores(str(settings.out), ["12+34="], ["46"], [[4, 5, 6]], [[7, 8]], [[4, 5, 6, 7, 8]], 1024)
 
 
 def test_an_example_that_is_longer_than_the_model_reads_is_named(model: ModelConfig, tmp_path: Path) -> None:

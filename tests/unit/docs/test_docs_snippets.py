@@ -7,7 +7,9 @@ import os
 import re
 import subprocess
 import sys
+import threading
 import time
+from http.server import ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +19,7 @@ import pytest
 import yaml
 
 from consumers.reward.scorer import check_reward
+from deploy.bench.rewards.server import FlakyJudge
 from deploy.launchers.factory import build_launcher
 from producers.agents.workers.check import check_agent
 from producers.datasets.loading import build_dataset
@@ -28,7 +31,7 @@ from producers.loops.tool_sources import ToolBox
 from producers.loops.tools import Tools
 from producers.workflows.base import RolloutContext, find_workflow
 from schemas.codec import Array
-from schemas.config import AgentsConfig, DatasetConfig, RewardTerm, TidemillConfig, parse_config
+from schemas.config import AgentsConfig, DatasetConfig, RewardConfig, RewardTerm, TidemillConfig, parse_config
 from schemas.messages import Sampling, Span, Task, Trajectory
 from schemas.plugins import load
 from tests.support.sandboxes import sandbox
@@ -61,6 +64,51 @@ def test_the_reward_functions_score(snippets: Path) -> None:
     score = check_reward(terms, snippets, trajectory("the answer is 7", tokens=4, answer="7"), timeout_s=30.0)
     assert score is not None
     assert (score.status, score.reward) == ("ok", 1.5)
+
+
+def test_the_judge_rates_as_the_page_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JUDGE_KEY", "secret")
+    (term,) = reward_section("judge")["terms"]
+    with FlakyJudge() as server:
+        assert term["args"].pop("base_url").endswith("/v1")
+        term["args"]["base_url"] = server.url
+        score = check_reward([RewardTerm(**term)], tmp_path, trajectory("7", tokens=1, answer="7"), timeout_s=30.0)
+    assert score is not None
+    assert score.status == "ok"
+    assert score.reward == pytest.approx(((4 + 8 + 6) / 3 - 1) / 9)
+    assert server.requests[0]["messages"][0]["content"].endswith('End with "Score: N".\n')
+    assert "Reference: 7" in server.requests[0]["messages"][0]["content"]
+
+
+def test_the_server_that_scores_is_asked(snippets: Path) -> None:
+    (term,) = reward_section("remote")["terms"]
+    handler = load("scorer.py:Scorer", "scorer", snippets)
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        thread = threading.Thread(target=server.serve_forever, args=[0.02])
+        thread.start()
+        try:
+            term["args"]["url"] = f"http://127.0.0.1:{server.server_port}"
+            asked = trajectory("it is 7", tokens=3, answer="7")
+            score = check_reward([RewardTerm(**term)], snippets, asked, timeout_s=30.0)
+        finally:
+            server.shutdown()
+            thread.join(10)
+    assert score is not None
+    assert (score.status, score.reward) == ("ok", 1.0)
+
+
+def test_the_terms_of_reward_models_are_terms(tmp_path: Path) -> None:
+    for name in ("reward_model", "reward_model_server"):
+        settings = RewardConfig(**reward_section(name))
+        assert check_reward(settings.terms, tmp_path) is None
+
+
+def reward_section(name: str) -> Any:
+    """The reward section of the page's YAML that has a term of this name."""
+    text = (ROOT / "docs" / "bring-your-own.md").read_text(encoding="utf-8")
+    blocks = [yaml.safe_load(block) for block in re.findall(r"^```yaml\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)]
+    found = [block.get("reward", {}) for block in blocks]
+    return next(one for one in found if any(term["name"] == name for term in one.get("terms", [])))
 
 
 def test_the_reward_of_lists_and_the_one_from_verl_score(snippets: Path) -> None:

@@ -1,0 +1,126 @@
+"""Answer rules of visual questions: Geometry3K's numbers with units or choices, CLEVR's counts, words and yes or no.
+
+What they are about is text here: the answer in the completion's last box or ``<answer>`` tag, beside the reference.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from fractions import Fraction
+from typing import Any
+
+from consumers.reward.rewards import grading
+
+_TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL | re.IGNORECASE)
+_BRACKETS = re.compile(r"\[\s*([^\[\]]{1,40}?)\s*\]")
+_NUMBER = re.compile(r"[-+]?(?:\d+(?:\.\d+)?|\.\d+)(?:\s*/\s*\d+)?")
+_CHOICE = re.compile(r"(?:option|choice|answer)?\s*\(?([A-Ha-h])\)?\s*[.:)]?", re.IGNORECASE)
+_UNITS = re.compile(
+    r"(?:square\s+|sq\.?\s*|cubic\s+)?\b"
+    r"(?:degrees?|deg|radians?|rad|units?|inch(?:es)?|in|feet|foot|ft|yards?|yd|miles?|mi"
+    r"|(?:milli|centi|kilo)?met(?:er|re)s?|mm|cm|dm|km|m|percent)\b\.?\s*(?:\^\s*\{?[23]\}?|[²³])?\s*$",
+    re.IGNORECASE,
+)
+_LATEX_UNITS = re.compile(r"\\(?:text|mathrm|textrm|mbox)\s*\{[^{}]*\}(?:\s*\^\s*\{?[23]\}?)?")
+_DEGREE = re.compile(r"\^\s*\{?\s*\\circ\s*\}?|\\degree|°|\\%|%")
+_NAME = re.compile(r"^\s*(?:\\?[a-zA-Z]+|m\s*\\angle\s*[A-Z0-9]+|\\angle\s*[A-Z0-9]+|[A-Z]{1,3})\s*(?:=|\\approx|≈)\s*")
+_COUNTS = (
+    "zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve",
+    "thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen", "twenty",
+)  # fmt: skip
+_WORDS = {word: str(number) for number, word in enumerate(_COUNTS)} | {"none": "0", "no objects": "0"}
+_SYNONYMS = {
+    "block": "cube", "ball": "sphere", "metallic": "metal", "shiny": "metal", "matte": "rubber", "big": "large",
+    "tiny": "small", "grey": "gray", "true": "yes", "false": "no",
+}  # fmt: skip
+"""Words of CLEVR's questions for one thing, and those it answers with."""
+_NEAR = 1e-6
+
+
+def same_geometry(completion: str, answer: Any, choices: Sequence[Any] | None, tolerance: float) -> bool:
+    """Whether the completion's answer is the reference: a letter of ``choices``, a number, or an expression.
+
+    tolerance: share of the reference by which a number may differ. ValueError if the reference is none.
+    """
+    gold = str(answer).strip()
+    letter = None
+    if choices and (match := re.fullmatch(r"\(?([A-Ha-h])\)?\.?", gold)):
+        letter = match.group(1).upper()
+        if ord(letter) - ord("A") >= len(choices):
+            raise ValueError(f"reference answer {gold!r} is none of the {len(choices)} choices")
+        gold = str(choices[ord(letter) - ord("A")])
+    if not gold:
+        raise ValueError("the reference answer is empty")
+    found = _marked(completion)
+    if found is None:
+        return False
+    if letter is not None and (match := _CHOICE.fullmatch(found.strip().strip("$"))):
+        return match.group(1).upper() == letter
+    found, gold = _bare(found), _bare(gold)
+    numbers = _value(found), _value(gold)
+    if numbers[0] is not None and numbers[1] is not None:
+        return abs(numbers[0] - numbers[1]) <= max(_NEAR, tolerance) * max(abs(numbers[1]), _NEAR)
+    return bool(found) and grading.equal(gold, f"\\boxed{{{found}}}", boxed_only=True)
+
+
+def same_scene_answer(completion: str, answer: Any) -> bool:
+    """Whether the completion answers a question about a scene as the reference does: a count, yes or no, or a word.
+
+    The answer stands in the last ``<answer>``, box or brackets; else it is the whole completion, if that is short.
+    """
+    gold = _word(str(answer))
+    if not gold:
+        raise ValueError("the reference answer is empty")
+    found = _marked(completion)
+    if found is None:
+        brackets = _BRACKETS.findall(completion)
+        found = brackets[-1] if brackets else completion if len(completion.split()) <= 3 else None
+    if found is None:
+        return False
+    if _word(found) == gold:
+        return True
+    # "There are 3 cubes." names one thing of the reference's kind.
+    said = {_word(part) for part in re.findall(r"[A-Za-z]+|\d+(?:\.\d+)?", found)}
+    kinds: list[set[str]] = [{"yes", "no"}, {"large", "small"}, {"metal", "rubber"}, {"cube", "sphere", "cylinder"}]
+    kind = next((kind for kind in kinds if gold in kind), None)
+    same_kind = said & kind if kind else {word for word in said if word.isdigit()} if gold.isdigit() else set()
+    return same_kind == {gold}
+
+
+def _marked(text: str) -> str | None:
+    """What stands in the last box, or the last ``<answer>``; None if there is neither."""
+    at = text.rfind("\\boxed{")
+    if at >= 0:
+        depth, start = 0, at + len("\\boxed{")
+        for end in range(start - 1, len(text)):
+            depth += {"{": 1, "}": -1}.get(text[end], 0)
+            if depth == 0:
+                return text[start:end]
+        return None
+    tags = _TAG.findall(text)
+    return str(tags[-1]) if tags else None
+
+
+def _bare(text: str) -> str:
+    """Without dollars, units, degree signs, and a name that it equals."""
+    text = text.strip().strip("$").strip()
+    text = _LATEX_UNITS.sub(" ", _DEGREE.sub(" ", text)).replace("\\,", " ").replace("\\ ", " ").strip()
+    text = _NAME.sub("", text)
+    return _UNITS.sub("", text).strip().rstrip(".").strip()
+
+
+def _value(text: str) -> float | None:
+    text = re.sub(r"(?<=\d),(?=\d{3}\b)", "", text.replace("−", "-"))
+    if not _NUMBER.fullmatch(text):
+        return None
+    try:
+        return float(Fraction(text.replace(" ", "")))
+    except (ValueError, ZeroDivisionError, OverflowError):
+        return None
+
+
+def _word(text: str) -> str:
+    text = re.sub(r"^(?:the|a|an)\s+", "", text.strip().strip("$.!*\"'`").strip().lower())
+    text = _WORDS.get(text, _SYNONYMS.get(text, text))
+    return text[:-2] if re.fullmatch(r"\d+\.0", text) else text

@@ -1,0 +1,1 @@
+"""The parts of ``tidemill bench rewards``: a judge that fails at times, and a reward model in batches."""

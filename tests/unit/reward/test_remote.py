@@ -1,0 +1,168 @@
+"""Rewards of servers: a scorer is asked again only when it can't have begun, and vLLM is asked as vLLM understands."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from consumers.reward.rewards.clock import CLOCK, CallClock
+from consumers.reward.rewards.remote import remote, reward_model_server
+from consumers.reward.scorer import Scorer, check_reward, reward_input
+from schemas.config import RewardTerm
+from schemas.errors import ConfigError
+from tests.support.reward_samples import trajectory
+
+Answer = tuple[int, Any]
+
+
+class Server:
+    """A scorer: ``answer`` says what it answers to its requests, by number; None cuts the connection."""
+
+    def __init__(self, answer: Callable[[int], Answer | None]) -> None:
+        self.answer = answer
+        self.requests: list[dict[str, Any]] = []
+        self.keys: list[str | None] = []
+        self.paths: list[str] = []
+        self.url = ""
+
+
+@contextmanager
+def serving(*answers: Answer | None) -> Iterator[Server]:
+    """A server that gives these answers, the last one for ever."""
+    server = Server(lambda number: answers[min(number, len(answers) - 1)])
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_POST(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            server.requests.append(body)
+            server.keys.append(self.headers["Idempotency-Key"])
+            server.paths.append(self.path)
+            found = server.answer(len(server.requests) - 1)
+            if found is None:
+                self.close_connection = True
+                return
+            data = json.dumps(found[1]).encode()
+            self.send_response(found[0])
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
+        def log_message(self, *args: Any) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as listening:
+        server.url = f"http://127.0.0.1:{listening.server_port}"
+        thread = threading.Thread(target=listening.serve_forever, args=[0.02])
+        thread.start()
+        try:
+            yield server
+        finally:
+            listening.shutdown()
+            thread.join(10)
+
+
+def ask(url: str, timeout_s: float = 10.0, **settings: Any) -> Any:
+    async def one() -> float:
+        CLOCK.set(CallClock(timeout_s))
+        fields = {"trajectory_id": "run-7-1-abc", "reward": None, "metrics": {}, "finish": "stop"}
+        return await remote("12+34=", "46", [1], [2], url=url, answer="46", **fields, **settings)
+
+    return asyncio.run(one())
+
+
+def test_a_scorer_gets_the_sample_and_answers_with_a_reward():
+    with serving((200, {"reward": 0.25})) as server:
+        assert ask(server.url, ids=True) == 0.25
+    assert server.requests == [
+        {
+            "id": "run-7-1-abc", "prompt": "12+34=", "completion": "46", "data": {"answer": "46"}, "reward": None,
+            "metrics": {}, "finish": "stop", "prompt_ids": [1], "completion_ids": [2],
+        }
+    ]  # fmt: skip
+    assert server.keys == ["run-7-1-abc"]
+    with serving((200, 0.5)) as server:
+        assert ask(server.url) == 0.5
+
+
+@pytest.mark.parametrize("status", [429, 503])
+def test_a_refused_request_is_sent_again_under_the_same_key(status: int):
+    with serving((status, {}), (200, {"reward": 1.0})) as server:
+        assert ask(server.url) == 1.0
+    assert server.keys == ["run-7-1-abc"] * 2
+
+
+@pytest.mark.parametrize("first", [(500, {}), (502, {}), (504, {}), None])
+def test_a_request_that_may_have_begun_is_sent_again_only_if_that_does_no_harm(first: Answer | None):
+    with serving(first, (200, {"reward": 1.0})) as server:
+        with pytest.raises((ValueError, OSError), match=r"answers 50\d|was lost"):
+            ask(server.url)
+        assert len(server.requests) == 1
+    with serving(first, (200, {"reward": 1.0})) as server:
+        assert ask(server.url, idempotent=True) == 1.0
+        assert len(server.requests) == 2
+
+
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [
+        ((200, {"reward": None}), 'must be a number or {"reward": a number}'),
+        ((200, {"reward": True}), "must be a number or"),
+        ((200, []), "must be a number or"),
+        ((200, {"error": "no such task"}), "says: no such task"),
+        ((422, {"detail": "bad"}), "answers 422"),
+    ],
+)
+def test_an_answer_without_a_reward_is_an_error_and_no_zero(answer: Answer, reason: str):
+    with serving(answer) as server, pytest.raises(ValueError, match="http") as caught:
+        ask(server.url)
+    assert reason in str(caught.value)
+
+
+def test_a_scorer_that_is_down_is_tried_until_the_deadline():
+    with pytest.raises(TimeoutError, match="cannot be reached"):
+        ask("http://127.0.0.1:9", timeout_s=1.0)
+
+
+def test_the_term_names_each_sample_by_its_content(tmp_path: Path):
+    with serving((200, {"reward": 0.5})) as server:
+        scorer = Scorer([RewardTerm(name="remote", args={"url": server.url})], tmp_path, 1, 30.0)
+        try:
+            sample = trajectory("46", answer="46", url="a field of the data is no setting")
+            (score,) = scorer.score([sample])
+        finally:
+            scorer.close()
+    assert (score.status, score.reward) == ("ok", 0.5)
+    assert server.keys == [reward_input(sample).trajectory_id]
+    assert server.requests[0]["data"] == {"answer": "46"}
+
+
+def test_a_reward_model_of_vllm_is_asked_for_the_raw_score_of_the_ids():
+    async def one(url: str) -> float:
+        ids = {"row_ids": [1, 2, 3], "eos_id": 9}
+        return await reward_model_server("", "", [1], [2, 3], base_url=url + "/", model="rm", **ids)
+
+    with serving((200, {"data": [{"index": 0, "probs": [-1.5], "num_classes": 1}]})) as server:
+        assert asyncio.run(one(server.url)) == -1.5
+    assert server.paths == ["/classify"]
+    assert server.requests == [{"input": [1, 2, 3, 9], "use_activation": False, "model": "rm"}]
+    with (
+        serving((200, {"data": [{"probs": [0.1, 0.9]}]})) as server,
+        pytest.raises(ValueError, match="one label"),
+    ):
+        asyncio.run(one(server.url))
+
+
+def test_an_address_that_is_none_is_one_line(tmp_path: Path):
+    for name, args in (("remote", {"url": "scorer:8000"}), ("reward_model_server", {"base_url": 3})):
+        with pytest.raises(ConfigError, match="must begin with http:// or https://"):
+            check_reward([RewardTerm(name=name, args=args)], tmp_path)
