@@ -20,6 +20,11 @@ class AgentsConfig(Section):
     env: list[Annotated[str, shown_variable("generator.agents.env")]] = Field(
         default_factory=list, description="Names of further environment variables that agents see, such as API keys."
     )
+    sandbox: Literal["none", "bwrap"] = Field(
+        "none",
+        description="Where agents that are programs (workflow.args.command) run. bwrap: in a sandbox, with the"
+        " configuration's folder to read, and no network but the endpoint.",
+    )
     memory_mb: int | None = Field(
         None, ge=64, description="Most data memory of one worker process, over which an agent's allocation fails."
     )

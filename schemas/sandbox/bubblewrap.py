@@ -30,11 +30,11 @@ def find_bwrap() -> str | None:
 
 
 def bwrap_command(
-    program: Sequence[str], limits: Limits, folder: Path, mounts: Sequence[Mount], env: dict[str, str], status_fd: int
+    program: Sequence[str], limits: Limits, folder: Path, mounts: Sequence[Mount], status_fd: int | None = None
 ) -> list[str]:
     """The command that runs ``program`` in a sandbox. folder: has its files in ``job``, and room for mount points.
 
-    status_fd: where bwrap writes how far it came.
+    The program gets the environment that the command is run with. status_fd: where bwrap writes how far it came.
     """
     before: list[str] = []
     sources: list[tuple[Path, Mount]] = []
@@ -52,9 +52,9 @@ def bwrap_command(
         command += ["setpriv", f"--reuid={UID}", f"--regid={UID}", "--clear-groups", "--"]
     command += [find_bwrap() or "bwrap", "--unshare-all", "--unshare-user", "--disable-userns"]
     command += ["--die-with-parent", "--new-session", "--cap-drop", "ALL", "--uid", str(UID), "--gid", str(UID)]
-    command += ["--hostname", "sandbox", "--json-status-fd", str(status_fd), "--clearenv"]
-    for name, value in {"PATH": "/usr/local/bin:/usr/bin", "HOME": "/tmp", "LANG": "C.UTF-8", **env}.items():
-        command += ["--setenv", name, value]
+    command += ["--hostname", "sandbox"]
+    if status_fd is not None:
+        command += ["--json-status-fd", str(status_fd)]
     command += ["--ro-bind", "/usr", "/usr"]
     for name in _FROM_USR:
         if os.path.islink(f"/{name}"):

@@ -107,7 +107,10 @@ class Sandbox:
         streams: tuple[int, int, int],
     ) -> Program:
         if self.name == "bwrap":
-            return BwrapProgram(lambda fd: bubblewrap.bwrap_command(program, limits, folder, mounts, env, fd), streams)
+            shown = {"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": "/tmp", "LANG": "C.UTF-8", **env}
+            return BwrapProgram(
+                lambda fd: bubblewrap.bwrap_command(program, limits, folder, mounts, fd), shown, streams
+            )
         shown = others.plain_env(folder, {} if self.name == "gvisor" else env)
         if self.name == "sandlock":
             command = others.sandlock_command(program, limits, folder, mounts, env)

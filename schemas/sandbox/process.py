@@ -46,18 +46,22 @@ class Program(Protocol):
 class BwrapProgram:
     """A program under bubblewrap: at the end of its first process the kernel kills all others."""
 
-    def __init__(self, command: Callable[[int], Sequence[str]], streams: tuple[int, int, int]) -> None:
-        """Start it; OSError if the system can't. command: gets the descriptor to which bwrap says how far it came."""
+    def __init__(
+        self, command: Callable[[int], Sequence[str]], env: dict[str, str], streams: tuple[int, int, int]
+    ) -> None:
+        """Start it; OSError if the system can't. command: gets the descriptor to which bwrap says how far it came.
+
+        env: of the program, and of bwrap, whose own it could read in /proc.
+        """
         self._status, status_end = os.pipe()
         try:
             stdin, stdout, stderr = streams
-            # Nothing of our environment: the program could read that of bwrap in /proc.
             self._process = subprocess.Popen(
                 list(command(status_end)),
                 stdin=stdin,
                 stdout=stdout,
                 stderr=stderr,
-                env={"PATH": os.environ.get("PATH", os.defpath)},
+                env=env,
                 cwd="/",
                 pass_fds=(status_end,),
             )

@@ -15,6 +15,7 @@ from producers.agents.workers.protocol import SAID, Ready, Refused
 from schemas.config import AgentsConfig
 from schemas.errors import ConfigError
 from schemas.guarded_process import environment
+from schemas.sandbox.jail import choose
 
 CHECK_TIMEOUT_S = 20.0
 
@@ -25,6 +26,12 @@ def check_agent(
     """ConfigError unless the agent can be loaded and takes what it is given. It is imported, in a process of its own,
     but neither built nor called; of a command, only the program is looked for.
     """
+    if settings.sandbox != "none":
+        if not command:
+            raise ConfigError(
+                "generator.agents.sandbox holds for agents that are programs: give generator.workflow.args.command"
+            )
+        choose(settings.sandbox)
     if command:
         program = str(base / command[0]) if os.sep in command[0] else command[0]
         if shutil.which(program, path=environment(settings.env).get("PATH")) is None:

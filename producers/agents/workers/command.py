@@ -12,12 +12,14 @@ import contextlib
 import json
 import os
 import shutil
+import signal
 import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from producers.agents.workers.jail import AgentJail
 from producers.agents.workers.process import CANCEL_S
 from producers.agents.workers.protocol import AgentJob, AgentResult, Kind
 from producers.agents.workers.runner import RefusedError, read_outcome
@@ -27,6 +29,8 @@ from schemas.guarded_process import GuardedProcess, environment
 _TAIL = 4096
 """Bytes of stderr that are kept for the reason of a failure."""
 _MOST_BYTES = 1 << 26
+_SIGNALLED = 128
+"""A sandbox says by an exit code above it that a signal ended the agent."""
 
 
 class CommandRunner:
@@ -36,6 +40,7 @@ class CommandRunner:
         self._command = list(command)
         self._base = base
         self._env = settings.env
+        self._jail = AgentJail(base, settings) if settings.sandbox == "bwrap" else None
         self._running: dict[str, asyncio.Event] = {}
 
     async def run(self, job: AgentJob) -> AgentResult:
@@ -57,9 +62,13 @@ class CommandRunner:
         """End all."""
         for stop in self._running.values():
             stop.set()
+        if self._jail is not None:
+            await self._jail.close()
 
     async def _run(self, job: AgentJob, folder: Path, stop: asyncio.Event) -> AgentResult:
         began = time.monotonic()
+        if self._jail is not None:
+            await self._jail.start(job.base_url)
         read_end, write_end = os.pipe()
         errors = await _open_pipe(read_end)
         starting = asyncio.ensure_future(asyncio.to_thread(self._start, job, folder, write_end))
@@ -93,10 +102,14 @@ class CommandRunner:
             copying.cancel()
         result = _read_result(folder)
         last = copying.result() if copying.done() and not copying.cancelled() else ""
-        return _judge(why, how, process.exit_code, last, result, job, time.monotonic() - began)
+        code = process.exit_code
+        if self._jail is not None and code is not None and code > _SIGNALLED:
+            code, how = _SIGNALLED - code, signal.Signals(code - _SIGNALLED).name
+        return _judge(why, how, code, last, result, job, time.monotonic() - began)
 
     def _start(self, job: AgentJob, folder: Path, stderr: int) -> GuardedProcess:
-        task = folder / "task.json"
+        (folder / "agent").mkdir()
+        task = folder / "agent" / "task.json"
         task.write_text(json.dumps(job.task), encoding="utf-8")
         site = job.base_url.removesuffix("/v1")
         shown = {
@@ -107,15 +120,18 @@ class CommandRunner:
             "ANTHROPIC_API_KEY": job.api_key,
             "TIDEMILL_URL": f"{site}/tidemill/v1",
             "TIDEMILL_TASK": str(task),
-            "TIDEMILL_RESULT": str(folder / "result.json"),
+            "TIDEMILL_RESULT": str(folder / "agent" / "result.json"),
             "TIDEMILL_EPISODE": job.episode_id,
             "TIDEMILL_ATTEMPT": str(job.attempt),
             "TIDEMILL_DEADLINE": f"{time.time() + job.deadline_s:.3f}",
         }
+        command = self._command
+        if self._jail is not None:
+            command, shown = self._jail.command(command, folder, job.base_url, shown)
         with open(os.devnull, "rb") as nothing:
             # What it prints is told from our own output by nobody: both are logs.
             return GuardedProcess(
-                self._command, "agent", shown, stdin=nothing.fileno(), stdout=2, stderr=stderr, folder=self._base
+                command, "agent", shown, stdin=nothing.fileno(), stdout=2, stderr=stderr, folder=self._base
             )
 
 
@@ -141,7 +157,7 @@ async def _copy(errors: asyncio.StreamReader) -> str:
 def _read_result(folder: Path) -> dict[str, Any] | str:
     """What the program has written to TIDEMILL_RESULT, or why that is none."""
     try:
-        with open(folder / "result.json", "rb") as file:
+        with open(folder / "agent" / "result.json", "rb") as file:
             return read_outcome(json.loads(file.read(_MOST_BYTES)))
     except FileNotFoundError:
         return {}

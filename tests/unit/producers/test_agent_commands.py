@@ -3,28 +3,41 @@
 from __future__ import annotations
 
 import asyncio
+import http.server
 import json
+import os
+import socket
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from producers.agents.workers.check import check_agent
 from producers.agents.workers.pool import AgentWorkers
 from producers.agents.workers.protocol import AgentJob, AgentResult
 from schemas.config import AgentsConfig
+from schemas.errors import ConfigError
+from tests.support.sandboxes import sandbox
 
 SHELL = ["sh", "-c"]
 TASK = {"messages": [{"role": "user", "content": "37*84=?"}], "data": {"answer": "3108"}}
 
 
-def play(base: Path, command: list[str], deadline_s: float = 30.0, **settings: Any) -> AgentResult:
+def play(
+    base: Path,
+    command: list[str],
+    deadline_s: float = 30.0,
+    base_url: str = "http://127.0.0.1:9/s/token/v1",
+    **settings: Any,
+) -> AgentResult:
     async def body() -> AgentResult:
         workers = AgentWorkers(None, command, {}, base, AgentsConfig(**settings))
         await workers.start()
         try:
-            job = AgentJob("t-1", TASK, "http://127.0.0.1:9/s/token/v1", "token", deadline_s, 1)
+            job = AgentJob("t-1", TASK, base_url, "token", deadline_s, 1)
             return await asyncio.wait_for(workers.run(job), 60)
         finally:
             await workers.close()
@@ -118,3 +131,82 @@ def wait_until_written(file: Path) -> None:
     while not file.exists() or not file.read_text():
         assert time.monotonic() < deadline, f"nothing in {file}"
         time.sleep(0.01)
+
+
+ASKING = """
+import json, os, socket, urllib.request
+task = json.load(open(os.environ["TIDEMILL_TASK"]))
+request = urllib.request.Request(os.environ["OPENAI_BASE_URL"], json.dumps(task).encode())
+said = json.load(urllib.request.urlopen(request, timeout=20))
+
+def reached(host, port):
+    try:
+        socket.create_connection((host, port), timeout=2).close()
+        return 1.0
+    except OSError:
+        return 0.0
+
+found = {
+    "elsewhere": reached("127.0.0.1", int(os.environ["OTHER_PORT"])),
+    "secret": float(os.path.exists(os.environ["SECRET"])),
+    "service": float(os.path.exists("/proc/%s" % os.environ["SERVICE"])),
+    "folder": float(os.path.exists("agent.py")),
+}
+json.dump({"reward": said["reward"], "metrics": found}, open(os.environ["TIDEMILL_RESULT"], "w"))
+"""
+
+
+def test_a_program_in_the_sandbox_reaches_the_endpoint_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sandbox()
+    base, asked = tmp_path / "base", []
+    base.mkdir()
+    (base / "agent.py").write_text(ASKING)
+    (tmp_path / "secret").write_text("secret")
+
+    class Endpoint(http.server.BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            asked.append((self.path, json.loads(self.rfile.read(int(self.headers["Content-Length"])))))
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b'{"reward": 0.25}')
+
+        def log_message(self, *_: Any) -> None: ...
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Endpoint) as server, socket.create_server(("", 0)) as other:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        told = {"OTHER_PORT": other.getsockname()[1], "SECRET": tmp_path / "secret", "SERVICE": os.getpid()}
+        for name, value in told.items():
+            monkeypatch.setenv(name, str(value))
+        url = f"http://127.0.0.1:{server.server_port}/s/token/v1"
+        result = play(
+            base, [sys.executable, "agent.py"], base_url=url, sandbox="bwrap", python=sys.executable, env=[*told]
+        )
+        server.shutdown()
+    assert (result.kind, result.error, result.reward) == ("returned", "", 0.25)
+    assert asked == [("/s/token/v1", TASK)]
+    assert result.metrics == {"elsewhere": 0.0, "secret": 0.0, "service": 0.0, "folder": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("script", "kind", "error"),
+    [
+        ("echo 0.5 > $TIDEMILL_RESULT", "returned", ""),
+        ("echo no luck >&2; exit 3", "raised", "exit code 3: no luck"),
+        ("kill -SEGV $$", "died", "it ended with SIGSEGV"),
+        ("setsid sleep 1000 & sleep 1000", "deadline", "it did not end within 1 s"),
+        ("touch mine", "raised", "exit code 1: touch: cannot touch 'mine': Read-only file system"),
+    ],
+)
+def test_the_end_of_a_program_in_the_sandbox(tmp_path: Path, script: str, kind: str, error: str) -> None:
+    sandbox()
+    tmp_path.chmod(0o755)
+    result = play(tmp_path, [*SHELL, script], deadline_s=1.0 if kind == "deadline" else 30.0, sandbox="bwrap")
+    assert (result.kind, result.error) == (kind, error)
+    assert result.reward == (0.5 if kind == "returned" else None)
+
+
+def test_a_sandbox_is_refused_for_agents_that_are_functions(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"generator\.agents\.sandbox holds for agents that are programs"):
+        check_agent("agent.py:run", None, {}, tmp_path, AgentsConfig(sandbox="bwrap"))

@@ -1,0 +1,111 @@
+"""The sandbox of agents that are programs: the configuration's folder to read, the episode's to write, the endpoint."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from producers.agents.workers import jail_relay
+from schemas.config import AgentsConfig
+from schemas.errors import ConfigError
+from schemas.sandbox.bubblewrap import UID, bwrap_command
+from schemas.sandbox.jail import choose
+from schemas.sandbox.limits import Limits, Mount, find_interpreter
+
+_RELAY = Path(jail_relay.__file__).read_bytes()
+_NO_LIMIT_S = 1e6
+_PROCESSES = 256
+_PORT = 8000
+"""Where the endpoint is in a sandbox, which has all ports for itself."""
+_DISK_MB = 512
+
+
+class AgentJail:
+    """The way from sandboxes to the endpoint, which all agents of a generator share. ConfigError if there is none."""
+
+    def __init__(self, base: Path, settings: AgentsConfig) -> None:
+        choose("bwrap")
+        self._base = base.resolve()
+        if os.geteuid() == 0 and self._base.stat().st_mode & 0o005 != 0o005:
+            raise ConfigError(
+                f"generator.agents.sandbox bwrap: agents of a service that runs as root are another user there, who"
+                f" can't read {self._base}: chmod o+rx"
+            )
+        self._settings = settings
+        self._ours = find_interpreter()
+        self._theirs = find_interpreter(str(settings.python)) if settings.python else find_interpreter()
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._server: asyncio.Server | None = None
+        self._lock = asyncio.Lock()
+
+    async def start(self, base_url: str) -> None:
+        """Open the way to the endpoint; a second call does nothing."""
+        async with self._lock:
+            if self._server is not None:
+                return
+            address = urlsplit(base_url)
+            if address.scheme != "http" or address.hostname is None:
+                raise ConfigError(f"generator.agents.sandbox bwrap needs an endpoint with http, not {base_url}")
+            host, port = address.hostname, address.port or 80
+
+            async def carry(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+                try:
+                    there = await asyncio.open_connection(host, port)
+                except OSError:
+                    writer.close()
+                    return
+                await asyncio.gather(jail_relay.copy(reader, there[1]), jail_relay.copy(there[0], writer))
+
+            self._folder = tempfile.TemporaryDirectory(prefix="tidemill-endpoint-")
+            self._server = await asyncio.start_unix_server(carry, self._socket)
+            # Only sandboxes get into its folder.
+            self._socket.chmod(0o666)
+
+    async def close(self) -> None:
+        """Close the way."""
+        if self._server is not None:
+            self._server.close()
+        if self._folder is not None:
+            self._folder.cleanup()
+
+    def command(
+        self, command: Sequence[str], episode: Path, base_url: str, env: Mapping[str, str]
+    ) -> tuple[list[str], dict[str, str]]:
+        """The command that runs the agent in its sandbox, and its environment. episode: its folder, of which it sees
+        ``agent``, to write to.
+        """
+        address = urlsplit(base_url)
+        inside = f"127.0.0.1:{_PORT}"
+        made = episode / "sandbox"
+        (made / "job").mkdir(parents=True)
+        (made / "job" / "relay.py").write_bytes(_RELAY)
+        given = episode / "agent"
+        if os.geteuid() == 0:
+            for path in (given, *given.iterdir()):
+                os.chown(path, UID, UID)
+            for path in (episode, made, made / "job"):
+                path.chmod(0o755)
+        mounts = [
+            Mount(self._base),
+            *self._ours.mounts,
+            *self._theirs.mounts,
+            Mount(given, writable=True),
+            Mount(self._socket, writable=True),
+        ]
+        unique = list({mount.path: mount for mount in mounts}.values())
+        limits = Limits(_NO_LIMIT_S, _NO_LIMIT_S, self._settings.memory_mb, 0, _PROCESSES, _DISK_MB)
+        program = [*self._ours.command, "{job}/relay.py", str(self._socket), str(_PORT), str(self._base), *command]
+        bins = [str(Path(self._theirs.command[0]).parent), "/usr/local/bin", "/usr/bin", "/bin"]
+        shown = {name: value.replace(address.netloc, inside) for name, value in env.items()}
+        shown |= {"PATH": ":".join(bins), "HOME": "/tmp", "TMPDIR": "/tmp"}
+        return bwrap_command(program, limits, made, unique), shown
+
+    @property
+    def _socket(self) -> Path:
+        if self._folder is None:
+            raise RuntimeError("the way to the endpoint is not open")
+        return Path(self._folder.name) / "socket"
