@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import math
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Generator, Sequence
 from dataclasses import dataclass
@@ -297,6 +298,8 @@ class NotFinite(DataError):
 
 def check_finite(sample: SampledCompletion, length: int) -> None:
     """Raise NotFinite if one of the first ``length`` log-probabilities is no number."""
+    if math.isfinite(sum(sample.logprobs)):  # as it is nearly always; a sum that overflows is looked at closely
+        return
     finite = np.isfinite(np.asarray(sample.logprobs[:length], dtype=np.float32))
     if not finite.all():
         at = int(np.argmin(finite))

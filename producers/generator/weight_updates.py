@@ -203,9 +203,10 @@ class WeightUpdater:
         def checked() -> bool:
             return self._closed or all(self._is_trusted(span) or span.version in self._refused for span in spans)
 
-        async with self._changed:
-            await self._changed.wait_for(checked)
-            return self.trusted_length(spans, length)
+        if not checked():
+            async with self._changed:
+                await self._changed.wait_for(checked)
+        return self.trusted_length(spans, length)
 
     def trusted_length(self, spans: Sequence[Span], length: int) -> int:
         """Return how many of a sample's first tokens are of weights that passed their probe: all, as a rule."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
@@ -158,10 +158,19 @@ class HfTokenizer:
         return self._decode(ids, skip_special_tokens=False)
 
     def _decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
-        # An array: of a list the library looks at the type of each element, which takes longer than the decoding.
-        array = np.asarray(ids, dtype=np.int64)
         settings = {"skip_special_tokens": skip_special_tokens, "clean_up_tokenization_spaces": False}
-        return str(self._tokenizer.decode(array, **settings))
+        if self._own_decode is not None:
+            return str(self._own_decode(list(ids), **settings))
+        # An array: of a list the library looks at the type of each element, which takes longer than the decoding.
+        return str(self._tokenizer.decode(np.asarray(ids, dtype=np.int64), **settings))
+
+    @cached_property
+    def _own_decode(self) -> Callable[..., str] | None:
+        """What the library's ``decode`` calls of a tokenizer, four times as fast; None where that has another one."""
+        from transformers import PreTrainedTokenizerBase
+
+        plain = type(self._tokenizer).decode is PreTrainedTokenizerBase.decode
+        return getattr(self._tokenizer, "_decode", None) if plain else None
 
 
 def _load(folder: Path, trust_remote_code: bool) -> PreTrainedTokenizerBase:
