@@ -41,10 +41,11 @@ class ScoreQueue(ConsumerGroup):
         parts: list[tuple[bytes | str | int, ...]] = []
         for delivery, score in results:
             keys.append(delivery.entry_id)
-            sent = self._fitting(score)
-            tokens = int(delivery.message.loss_mask.numpy().sum())
-            scored = _scored(delivery.entry_id, delivery.message.task_id, delivery.message.sample, sent, tokens)
-            parts.append((*scored, self._dead_score(delivery.message, sent)))
+            message = delivery.message
+            sent, body = self._fitting(score)
+            tokens = message.loss_mask.data.count(1)
+            scored = _scored(delivery.entry_id, message.task_id, message.sample, sent, body, tokens)
+            parts.append((*scored, self._dead_score(message, sent)))
         answers = self._connection.run_scripts("publish_scores", split_calls(parts)) if parts else []
         self._held[self._connection.keys.trajectories].difference_update(keys)
         said = [word.decode() for words in answers for word in words]
@@ -62,13 +63,13 @@ class ScoreQueue(ConsumerGroup):
         for delivery in deliveries:
             self._release(delivery.stream, delivery.entry_id)
 
-    def _fitting(self, score: Score) -> Score:
-        """The score, or a failed one when it is too large to be sent."""
+    def _fitting(self, score: Score) -> tuple[Score, bytes]:
+        """The score and its body, or a failed one when it is too large to be sent."""
         try:
-            encode(score, self._max_bytes)
+            return score, encode(score, self._max_bytes)
         except BadMessage as error:
-            return Score(status="error", reason=str(error), scorer="reward")
-        return score
+            failed = Score(status="error", reason=str(error), scorer="reward")
+            return failed, encode(failed)
 
     def _dead_score(self, trajectory: Trajectory, score: Score) -> bytes:
         """Return the dead letter of a sample whose reward failed; b"" otherwise."""
@@ -111,7 +112,8 @@ class ScoreQueue(ConsumerGroup):
                 filed = letter_bytes(letter, self._max_bytes)
                 if task_id >= 0 and sample >= 0:
                     score = Score(status="error", reason=str(error), scorer="reward")
-                    self._connection.run_script("publish_scores", *_scored(entry_id, task_id, sample, score, 0), filed)
+                    scored = _scored(entry_id, task_id, sample, score, encode(score), 0)
+                    self._connection.run_script("publish_scores", *scored, filed)
                     self._release(stream, entry_id)
                 else:
                     self._connection.run_script("dead_letter", entry_id, filed)
@@ -121,7 +123,9 @@ class ScoreQueue(ConsumerGroup):
         return deliveries
 
 
-def _scored(entry_id: bytes, task_id: int, sample: int, score: Score, tokens: int) -> tuple[bytes | int | str, ...]:
+def _scored(
+    entry_id: bytes, task_id: int, sample: int, score: Score, body: bytes, tokens: int
+) -> tuple[bytes | int | str, ...]:
     """A result as the script takes it, but for the dead letter. tokens: that were sampled, of which people are told."""
     reward = repr(score.reward) if score.status == "ok" else ""
-    return entry_id, task_id, sample, encode(score), reward, tokens, int(score.correct)
+    return entry_id, task_id, sample, body, reward, tokens, int(score.correct)

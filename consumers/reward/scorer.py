@@ -16,8 +16,6 @@ from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 
-import numpy as np
-
 from consumers.reward.rewards.signatures import RewardInput
 from consumers.reward.rewards.terms import Term, TermResult, resolve
 from consumers.reward.workers.pool import WorkerPool
@@ -225,8 +223,8 @@ def reward_input(trajectory: Trajectory) -> RewardInput:
 
     Of a sample of several segments the ids are the new ones of all, one segment after the other.
     """
-    mask = trajectory.loss_mask.numpy()
-    start = int(np.argmax(mask)) if mask.any() else len(mask)
+    mask = trajectory.loss_mask.data
+    start = mask.index(1) if 1 in mask else len(mask)
     tokens = trajectory.tokens.numpy().tolist()
     return RewardInput(
         trajectory.prompt,

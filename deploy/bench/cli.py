@@ -32,7 +32,7 @@ def transport(
     trajectories: Annotated[
         int, typer.Option(min=1, help="Trajectories in one round, rounded to whole commits.")
     ] = 5120,
-    rounds: Annotated[int, typer.Option(min=1, help="Rounds of both pipelines, in turns.")] = 5,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds of all pipelines, in turns.")] = 5,
     behind: Annotated[
         int, typer.Option(min=0, help="Instead: throughput after so many trained trajectories, beside a fresh run.")
     ] = 0,
@@ -42,7 +42,7 @@ def transport(
 ) -> None:
     """Trajectories a second through every hop with all guarantees, beside the raw server's limit in the same run."""
     from deploy.bench import report
-    from deploy.bench.transport import measure, measure_behind
+    from deploy.bench.transport import PIPELINES, measure, measure_behind
     from deploy.bench.workload import PipelineShape
 
     lengths, modes = _numbers(tokens, "--tokens"), _modes(aof, url)
@@ -62,7 +62,7 @@ def transport(
                 lambda n: progress.advance(bar, n),
             )
         else:
-            bar = progress.add_task("rounds", total=len(lengths) * len(modes) * 2 * (rounds + 1))
+            bar = progress.add_task("rounds", total=len(lengths) * len(modes) * len(PIPELINES) * (rounds + 1))
             rows = []
             for mode in modes:
                 for length in lengths:

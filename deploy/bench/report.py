@@ -32,19 +32,21 @@ def print_json(benchmark: str, rows: Sequence[dict[str, Any]], **more: Any) -> N
 
 
 def print_transport(rows: Sequence[dict[str, Any]]) -> None:
-    """Print medians, with the range of the ratio; processor time of a trajectory for ours and for raw."""
-    table = Table(title=f"Transport, {rows[0]['server']}: medians of {rows[0]['rounds']} rounds; ours / raw")
-    for column in ("tokens", "bytes", "AOF", "trajectories/s", "ratio", "Python µs", "server µs"):
+    """Print medians, with the range of the ratio; processor time of a trajectory for each pipeline."""
+    title = f"Transport, {rows[0]['server']}: medians of {rows[0]['rounds']} rounds; ours / raw / one hop of JSON"
+    table = Table(title=title)
+    for column in ("tokens", "bytes", "AOF", "trajectories/s", "ratio to raw", "to one hop", "Python µs", "server µs"):
         table.add_column(column, justify="right")
     for row in rows:
         table.add_row(
             f"{row['tokens']:,}",
             f"{row['bytes_per_trajectory']:,}",
             row["aof"],
-            f"{row['trajectories_per_s']:,.0f} / {row['raw_per_s']:,.0f}",
+            f"{row['trajectories_per_s']:,.0f} / {row['raw_per_s']:,.0f} / {row['one_hop_per_s']:,.0f}",
             "{:.2f} ({:.2f}–{:.2f})".format(row["ratio"], *row["ratio_range"]),
-            f"{row['cpu_us_per_trajectory']:.0f} / {row['raw_cpu_us_per_trajectory']:.0f}",
-            f"{row['server_cpu_us_per_trajectory']:.0f} / {row['raw_server_cpu_us_per_trajectory']:.0f}",
+            "{:.2f} ({:.2f}–{:.2f})".format(row["one_hop_ratio"], *row["one_hop_ratio_range"]),
+            " / ".join(f"{row[f'{name}cpu_us_per_trajectory']:.0f}" for name in ("", "raw_", "one_hop_")),
+            " / ".join(f"{row[f'{name}server_cpu_us_per_trajectory']:.0f}" for name in ("", "raw_", "one_hop_")),
         )
     Console().print(table)
 

@@ -24,7 +24,7 @@ from broker.client import Broker
 from broker.flow.pipeline import ScoredSample
 from broker.flow.run_control import RunControl
 from consumers.trainer.group_buffer import GroupBuffer
-from deploy.bench.pipeline_tidemill import CLAIM, GROUPS_AT_ONCE, REWARDS_AT_ONCE, reference
+from deploy.bench.pipelines.tidemill import CLAIM, GROUPS_AT_ONCE, REWARDS_AT_ONCE, reference
 from deploy.bench.processes import Role, RoleProcesses, ServerUsage, describe, serving
 from deploy.bench.workload import PipelineShape, TrajectoryPool, begin, open_broker
 from schemas.errors import InfraError

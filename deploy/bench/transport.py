@@ -1,7 +1,7 @@
 """``tidemill bench transport``: trajectories a second through every hop, beside what the same server can do raw.
 
-Both pipelines run in turns on one server, several rounds, so that a busy machine slows both; figures are medians
-over the rounds, with the smallest and largest beside them.
+All pipelines run in turns on one server, several rounds, so that a busy machine slows all; figures are medians over
+the rounds, with the smallest and largest beside them.
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ from statistics import median
 from typing import Any
 
 from broker.connection.connection import open_client
-from deploy.bench import pipeline_redis, pipeline_tidemill
+from deploy.bench.pipelines import one_hop, raw, tidemill
 from deploy.bench.processes import Role, RoleProcesses, RoleUsage, ServerUsage, describe, serving
 from deploy.bench.workload import PipelineShape, TrajectoryPool, open_broker
 from schemas.codec import encode
 from schemas.errors import InfraError
 
 ROLES = ("producer", "reward", "assembler")
+PIPELINES = ("ours", "raw", "one_hop")
 DEADLINE_S = 120.0
 """One round may take this long, and as much more as one trajectory in 10 ms."""
 
@@ -29,17 +30,19 @@ Advance = Callable[[int], None]
 
 
 class PipelineRole:
-    """A role of both pipelines in one process: ``ours`` through Tidemill, ``raw`` through bare Redis commands."""
+    """A role of all pipelines in one process.
+
+    ``ours`` goes through Tidemill, ``raw`` through bare Redis commands, ``one_hop`` as JSON through a plain stream.
+    """
 
     def __init__(self, role: str, url: str, run: str, tokens: int, flow: PipelineShape) -> None:
         pool = TrajectoryPool(tokens)
         roles: dict[str, Any] = {
-            "producer": (pipeline_tidemill.Producer, pipeline_redis.Producer),
-            "reward": (pipeline_tidemill.Rewarder, pipeline_redis.Rewarder),
-            "assembler": (pipeline_tidemill.Assembler, pipeline_redis.Assembler),
+            "producer": (tidemill.Producer, raw.Producer, one_hop.Producer),
+            "reward": (tidemill.Rewarder, raw.Rewarder, one_hop.Rewarder),
+            "assembler": (tidemill.Assembler, raw.Assembler, one_hop.Assembler),
         }
-        own, limit = roles[role]
-        self._jobs = {"ours": own(url, run, pool, flow), "raw": limit(url, run, pool, flow)}
+        self._jobs = {name: make(url, run, pool, flow) for name, make in zip(PIPELINES, roles[role], strict=True)}
 
     def run(self, job: str, amount: float) -> dict[str, Any]:
         figures: dict[str, Any] = self._jobs[job].run(int(amount))
@@ -57,7 +60,7 @@ class Round:
 
 
 class PipelineBench:
-    """The processes of both pipelines on one server. ``round`` sends trajectories through one of the pipelines."""
+    """The processes of all pipelines on one server. ``round`` sends trajectories through one of the pipelines."""
 
     def __init__(self, url: str, tokens: int, flow: PipelineShape) -> None:
         self.run = f"bench-{secrets.token_hex(4)}"
@@ -106,10 +109,10 @@ def _seconds(shares: dict[str, RoleUsage]) -> float:
 def measure(
     tokens: int, aof: str, trajectories: int, rounds: int, flow: PipelineShape, url: str | None, advance: Advance
 ) -> dict[str, Any]:
-    """Measure one row of the result: ``rounds`` of both pipelines in turns, after one of each to warm up."""
+    """Measure one row of the result: ``rounds`` of all pipelines in turns, after one of each to warm up."""
     pool = TrajectoryPool(tokens)
     body = len(encode(pool.trajectory(pool.task(0, flow.samples), 0, 0)))
-    found: dict[str, list[Round]] = {"ours": [], "raw": []}
+    found: dict[str, list[Round]] = {pipeline: [] for pipeline in PIPELINES}
     with serving(url, aof) as address, PipelineBench(address, tokens, flow) as bench:
         for turn in range(rounds + 1):
             for pipeline, results in found.items():
@@ -117,8 +120,9 @@ def measure(
                 advance(1)
         bench.balanced()
         server = describe(address)
-    own, limit = found["ours"][1:], found["raw"][1:]
+    own, limit, hop = (found[pipeline][1:] for pipeline in PIPELINES)
     ratios = [mine.per_s / its.per_s for mine, its in zip(own, limit, strict=True)]
+    to_one_hop = [mine.per_s / its.per_s for mine, its in zip(own, hop, strict=True)]
     cpu = [sum(item.cpu_us.values()) for item in own]
     return {
         "tokens": tokens,
@@ -133,6 +137,12 @@ def measure(
         "cpu_us_per_trajectory": round(median(cpu), 1),
         "cpu_us_range": _range(cpu),
         "cpu_us_by_role": {role: round(median(item.cpu_us[role] for item in own), 1) for role in ROLES},
+        "one_hop_per_s": round(median(item.per_s for item in hop), 1),
+        "one_hop_per_s_range": _range([item.per_s for item in hop]),
+        "one_hop_ratio": round(median(to_one_hop), 3),
+        "one_hop_ratio_range": _range(to_one_hop, 3),
+        "one_hop_cpu_us_per_trajectory": round(median(sum(item.cpu_us.values()) for item in hop), 1),
+        "one_hop_server_cpu_us_per_trajectory": round(median(item.server_us for item in hop), 1),
         "raw_cpu_us_per_trajectory": round(median(sum(item.cpu_us.values()) for item in limit), 1),
         "server_cpu_us_per_trajectory": round(median(item.server_us for item in own), 1),
         "raw_server_cpu_us_per_trajectory": round(median(item.server_us for item in limit), 1),

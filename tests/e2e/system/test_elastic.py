@@ -23,7 +23,7 @@ from broker.client import Broker
 from broker.connection.embedded import EmbeddedServer
 from broker.flow.trainer_session import TrainerSession
 from consumers.trainer.group_buffer import GroupBuffer
-from deploy.bench.pipeline_tidemill import reference
+from deploy.bench.pipelines.tidemill import reference
 from schemas.messages import BatchRecord, Sampling, Score, Task, Trajectory
 from tests.support.changing_weights import ChangingWeights
 from tests.support.light_service import start_service

@@ -16,7 +16,7 @@ import redis
 from broker.connection.connection import BLOCK_MS, open_client
 from broker.connection.keys import Keys
 from broker.queues.consumer_group import number
-from deploy.bench.pipeline_tidemill import GROUPS_AT_ONCE, REWARDS_AT_ONCE
+from deploy.bench.pipelines.tidemill import GROUPS_AT_ONCE, REWARDS_AT_ONCE
 from deploy.bench.workload import PipelineShape, TrajectoryPool
 from schemas.codec import encode
 
@@ -51,11 +51,11 @@ class _RedisPipeline:
                     raise
 
 
-def _entries(reply: Any) -> list[tuple[bytes, dict[bytes, bytes]]]:
-    """Entries of an XREADGROUP on one stream, in either protocol version."""
+def entries(reply: Any) -> list[tuple[bytes, dict[bytes, bytes]]]:
+    """Entries of an XREAD or XREADGROUP on one stream, in either protocol version."""
     found: list[tuple[bytes, dict[bytes, bytes]]] = []
-    for _, entries in reply.items() if isinstance(reply, dict) else reply or []:
-        found += entries[0] if entries and isinstance(entries[0], list) else entries
+    for _, batch in reply.items() if isinstance(reply, dict) else reply or []:
+        found += batch[0] if batch and isinstance(batch[0], list) else batch
     return found
 
 
@@ -65,7 +65,7 @@ class Producer(_RedisPipeline):
     def run(self, steps: int) -> dict[str, Any]:
         flow, client = self._flow, self._client
         # Credits of an earlier run's last steps.
-        self._spend(_entries(client.xreadgroup(PRODUCER, "p", {self._credits: ">"})))
+        self._spend(entries(client.xreadgroup(PRODUCER, "p", {self._credits: ">"})))
         groups = steps * flow.batch
         allowed = min(groups, flow.slots)
         added = done = 0
@@ -85,9 +85,9 @@ class Producer(_RedisPipeline):
                 pipe.xadd(self._tasks, {b"t": task, b"v": 0, b"b": self._task})
             added += fresh
             pipe.xreadgroup(PRODUCER, "p", {self._tasks: ">"}, count=GROUPS_AT_ONCE)
-            tasks = _entries(pipe.execute()[-1])
+            tasks = entries(pipe.execute()[-1])
             if not tasks and done < groups:
-                credits = _entries(client.xreadgroup(PRODUCER, "p", {self._credits: ">"}, block=BLOCK_MS))
+                credits = entries(client.xreadgroup(PRODUCER, "p", {self._credits: ">"}, block=BLOCK_MS))
                 allowed = min(groups, allowed + len(credits) * flow.batch)
                 self._spend(credits)
         return {}
@@ -109,18 +109,18 @@ class Rewarder(_RedisPipeline):
         size = self._flow.samples
         while missing:
             reply = self._client.xreadgroup(REWARD, "r", {self._bodies: ">"}, count=REWARDS_AT_ONCE, block=BLOCK_MS)
-            entries = _entries(reply)
-            if not entries:
+            bodies = entries(reply)
+            if not bodies:
                 continue
             pipe = self._client.pipeline(transaction=False)
-            for entry_id, fields in entries:
+            for entry_id, fields in bodies:
                 pipe.xadd(
                     self._scores,
                     {b"t": fields[b"t"], b"s": fields[b"s"], b"n": size, b"e": entry_id, b"b": self._score},
                 )
-            pipe.xack(self._bodies, REWARD, *[entry_id for entry_id, _ in entries])
+            pipe.xack(self._bodies, REWARD, *[entry_id for entry_id, _ in bodies])
             pipe.execute()
-            missing -= len(entries)
+            missing -= len(bodies)
         return {}
 
 
@@ -133,8 +133,8 @@ class Assembler(_RedisPipeline):
             scores = self._read(self._scores, self._flow.per_step)
             bodies = self._read(self._bodies, self._flow.per_step)
             pipe = self._client.pipeline(transaction=False)
-            for stream, entries in ((self._scores, scores), (self._bodies, bodies)):
-                ids = [entry_id for entry_id, _ in entries]
+            for stream, found in ((self._scores, scores), (self._bodies, bodies)):
+                ids = [entry_id for entry_id, _ in found]
                 pipe.xack(stream, TRAINER, *ids)
                 pipe.xdel(stream, *ids)
             pipe.xadd(self._credits, {b"c": 1})
@@ -146,5 +146,5 @@ class Assembler(_RedisPipeline):
         found: list[tuple[bytes, dict[bytes, bytes]]] = []
         while len(found) < count:
             reply = self._client.xreadgroup(TRAINER, "t", {stream: ">"}, count=count - len(found), block=BLOCK_MS)
-            found += _entries(reply)
+            found += entries(reply)
         return found
