@@ -39,9 +39,9 @@ def run_jobs(model: Path, folder: Path, jobs: Sequence[Job]) -> None:
         run_steps(model, folder / job.name, job.first, job.last, SIZES, "float32", settings)
 
 
-def make_divisible_model(folder: Path) -> Path:
+def make_divisible_model(folder: Path, seed: int = 0) -> Path:
     """Write a tiny Qwen3 with tied embeddings, every size of which divides by 2; returns the folder."""
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     config = Qwen3Config(
         vocab_size=260,
         hidden_size=32,

@@ -4,6 +4,7 @@ trainers without generators. Rank 0 reports what came out."""
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -15,10 +16,9 @@ from consumers.offline.pairs import Preference
 from consumers.offline.preference import PairwiseProgress, train_dpo, train_reward_model
 from consumers.offline.sft import SftProgress, train_sft
 from consumers.trainer.distributed.ranks import Ranks
-from consumers.trainer.model.policy import Policy, load_model
 from consumers.trainer.step.build import build_train_step
 from producers.rendering.tokenizer import HfTokenizer
-from schemas.config import DpoConfig, ModelConfig, RewardModelConfig, WarmStartConfig, parse_config
+from schemas.config import DpoConfig, ModelConfig, ParallelConfig, RewardModelConfig, WarmStartConfig, parse_config
 from tests.support.trajectories import make_groups
 
 ALGORITHMS: dict[str, dict[str, Any]] = {
@@ -32,6 +32,9 @@ PAIRS = [Preference(f"{a}>", "xyz"[a % 3] * 2, "abc"[a % 3] * (1 + a % 4)) for a
 EXAMPLES = [(f"{a}>", "xyz"[a % 3] * (1 + a % 2)) for a in range(13)]
 
 
+LORA = {"lora": {"rank": 4, "alpha": 8.0}, "kl": {"coef": 0.5, "reference": "lora_off"}}
+
+
 def run_algorithms(model: Path, reference: Path, folder: Path) -> None:
     """Train each in turn on this rank; rank 0 writes ``folder/report.json``."""
     ranks = Ranks(timeout_s=100.0)
@@ -42,10 +45,26 @@ def run_algorithms(model: Path, reference: Path, folder: Path) -> None:
             (folder / "report.json").write_text(json.dumps(report))
 
 
+def run_algorithms_in_parts(model: Path, reference: Path, folder: Path) -> None:
+    """The same where ranks share layers and tokens, as far as there are four of them."""
+    cuts = [{"context": 2, "tensor": 2}, {"context": 2}, {"tensor": 2}]
+    both, tokens, layers = (
+        Ranks(timeout_s=100.0, parallel=ParallelConfig(**(cut if "RANK" in os.environ else {}))) for cut in cuts
+    )
+    report: dict[str, Any] = {}
+    with both.watchdog():
+        for name in ("gae", "kl in the loss", "reference in main memory"):
+            report[name] = algorithm(both, str(model), str(reference), ALGORITHMS[name])
+        report["lora"] = algorithm(tokens, str(model), "", LORA)
+        report |= without_generators(layers, str(model), folder)
+        if both.is_main:
+            (folder / "report.json").write_text(json.dumps(report))
+
+
 def algorithm(ranks: Ranks, model: str, reference: str, trainer: dict[str, Any]) -> dict[str, Any]:
     """Two steps; metrics of each, and how much of the weights this rank holds."""
     trainer = dict(trainer)
-    if "kl" in trainer:
+    if "kl" in trainer and reference:
         trainer["kl"] = {**trainer["kl"], "model": reference}
     config = parse_config(
         {
@@ -56,7 +75,7 @@ def algorithm(ranks: Ranks, model: str, reference: str, trainer: dict[str, Any])
             "trainer": {"steps": 9, "micro_batch_tokens": 60, "optimizer": {"lr": 1e-3}, **trainer},
         }
     )
-    step = build_train_step(config, ranks, policy=Policy(load_model(model, "float32")))
+    step = build_train_step(config, ranks)
     batches = [make_groups([4, 1, 5, 2, 3], seed=version) for version in range(2)]
     metrics = [
         step.run(step.planner.plan(groups).batch(ranks.dp_rank), version).metrics

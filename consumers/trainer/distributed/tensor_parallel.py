@@ -28,13 +28,16 @@ def cut_layers(model: PreTrainedModel, mesh: DeviceMesh, experts_whole: bool = F
         raise ConfigError(
             f"transformers has no plan for experts of {type(model).__name__}: set trainer.parallel.expert to 1"
         )
+    embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
+    tied = head is not None and head.weight is embeddings.weight
     inside = tuple(f"{name}." for name in experts)
     dense = {name: how for name, how in plan.items() if name not in experts and not name.startswith(inside or "\0")}
     apply_tensor_parallelism(model, mesh, dense)
     if experts:
         apply_expert_parallelism(model, mesh, mesh, experts)
-    # Cutting has made two parameters of a tied one.
-    model.tie_weights()
+    if tied:
+        # Cutting has made two parameters of one. A critic's head is not tied, whatever its configuration says.
+        model.tie_weights()
 
 
 def tensor_plan(model: PreTrainedModel, size: int) -> dict[str, str]:
