@@ -94,7 +94,9 @@ class Need:
 
 def trainer_need(config: TidemillConfig, size: ModelSize, memory_gb: float | None) -> Need:
     """What each GPU of the trainer holds. memory_gb: of one GPU, as far as the trainer has it."""
-    trainer, ranks, small = config.trainer, config.trainer.processes, BYTES[config.model.dtype]
+    trainer, small = config.trainer, BYTES[config.model.dtype]
+    # Of a model that is not replicated every rank has another part.
+    ranks = max(1, trainer.processes // trainer.parallel.replicate)
     trained, frozen = size.parameters, 0.0
     if trainer.lora is not None:
         trained, frozen = trainer.lora.rank * size.linear, float(size.parameters * small)
