@@ -87,6 +87,11 @@ def has_plain_attention(config: Any) -> bool:
     return not (getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True))
 
 
+def number_of_experts(config: Any) -> int:
+    """Experts in each layer of a mixture; 0 for another model."""
+    return next((int(getattr(config, name)) for name in _EXPERTS if getattr(config, name, None)), 0)
+
+
 def _heads(config: Any) -> tuple[int, int]:
     """Query heads, and the heads of keys and values."""
     heads = int(config.num_attention_heads)
@@ -103,7 +108,7 @@ def _tensor_problem(config: Any, layout: Layout) -> str | None:
     sizes = {"num_attention_heads": heads, "num_key_value_heads": kv_heads}
     sizes |= {name: value for name in _WIDTHS if isinstance(value := getattr(config, name, None), int)}
     if layout.expert > 1:
-        experts = next((getattr(config, name) for name in _EXPERTS if getattr(config, name, None)), 0)
+        experts = number_of_experts(config)
         if not experts or not getattr(config, "base_model_ep_plan", None):
             return f"transformers has no plan for experts of it, so trainer.parallel.expert {layout.expert} must be 1"
         sizes["number of experts"] = experts

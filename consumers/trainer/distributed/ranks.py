@@ -206,7 +206,7 @@ class Ranks:
         squares = torch.stack(torch._foreach_norm(local)).double().square().tolist() if local else []
         # A piece that several ranks hold counts once.
         shares = (square / self._copies(gradient) for square, gradient in zip(squares, gradients, strict=True))
-        norm = math.sqrt(self._all_reduce([sum(shares)], dist.ReduceOp.SUM)[0])
+        norm = math.sqrt(self.sum_over_ranks([sum(shares)])[0])
         if not norm <= limit:
             torch._foreach_mul_(local, limit / (norm + 1e-6))
         return norm
@@ -221,6 +221,10 @@ class Ranks:
     def all_reduce_sum(self, values: Sequence[float]) -> list[float]:
         """Element-wise sum over data parts, of which all ranks have the same values."""
         return self._all_reduce(values, dist.ReduceOp.SUM, data=True)
+
+    def sum_over_ranks(self, values: Sequence[float]) -> list[float]:
+        """Element-wise sum over all ranks, also those that train the same samples."""
+        return self._all_reduce(values, dist.ReduceOp.SUM)
 
     def all_reduce_max(self, values: Sequence[float]) -> list[float]:
         """Element-wise maximum over ranks."""

@@ -17,6 +17,7 @@ from torch.optim import AdamW
 from consumers.trainer.algorithms.objective import Objective
 from consumers.trainer.data.microbatches import StepBatch, StepPlanner
 from consumers.trainer.distributed.ranks import Ranks
+from consumers.trainer.metrics.expert_load import ExpertLoad
 from consumers.trainer.metrics.step_metrics import StepMeter, sample_metrics
 from consumers.trainer.metrics.timing import StepTimer
 from consumers.trainer.model.policy import Policy
@@ -72,6 +73,7 @@ class TrainStep:
         self.schedule = schedule
         self.ranks = ranks
         self.loss_scale = loss_scale
+        self.expert_load = ExpertLoad(policy)
 
     @property
     def critic(self) -> CriticStep | None:
@@ -94,6 +96,7 @@ class TrainStep:
         metrics = {
             **(sample_metrics(batch.plan) if batch.plan else {}),
             **meter.result(),
+            **self.expert_load.result(self.ranks.sum_over_ranks),
             **critic_metrics,
             "grad_norm": norm,
             "lr": lr,
