@@ -149,11 +149,17 @@ def doctor(
     config: Annotated[Path | None, typer.Argument(metavar="[CONFIG]", help="The YAML configuration.")] = None,
     overrides: Overrides = None,
     as_json: Json = False,
+    step_s: Annotated[
+        float | None,
+        typer.Option(
+            "--step-s", min=0.001, help="Seconds of a training step, for agents' times; by default as the run measured."
+        ),
+    ] = None,
 ) -> None:
     """Check this machine, and the configuration if one is given; exit code 2 when something is wrong."""
     from deploy.machine.doctor import look_at, print_findings
 
-    findings = look_at(config, overrides or [])
+    findings = look_at(config, overrides or [], step_s)
     print_findings(findings, as_json)
     raise typer.Exit(CONFIG_EXIT if any(finding.level == "fail" for finding in findings) else OK_EXIT)
 

@@ -43,15 +43,18 @@ PROBE_DEADLINE_S = 120.0
 """Importing torch or vLLM for the first time can take long on a slow disk."""
 
 
-def look_at(file: Path | None, overrides: Sequence[str]) -> list[Finding]:
-    """Look at everything; a check that can't be made is a finding too. What ``tidemill up`` checks is the same."""
+def look_at(file: Path | None, overrides: Sequence[str], step_s: float | None = None) -> list[Finding]:
+    """Look at everything; a check that can't be made is a finding too. What ``tidemill up`` checks is the same.
+
+    step_s: what somebody knows a training step to take.
+    """
     with ThreadPoolExecutor() as pool:
         libraries = pool.submit(check_libraries)
-        about_run = _look_at_run(file, overrides)
+        about_run = _look_at_run(file, overrides, step_s)
         return [check_python(), *libraries.result(), check_memory(), check_sandbox(), *about_run]
 
 
-def _look_at_run(file: Path | None, overrides: Sequence[str]) -> list[Finding]:
+def _look_at_run(file: Path | None, overrides: Sequence[str], step_s: float | None) -> list[Finding]:
     findings, config = [], None
     if file is not None:
         try:
@@ -65,7 +68,7 @@ def _look_at_run(file: Path | None, overrides: Sequence[str]) -> list[Finding]:
     findings += check_disks(config.folder if config else Path.cwd())
     if config is not None:
         findings += check_launcher(config)
-        findings += inspect(config, thorough=True)
+        findings += inspect(config, thorough=True, step_s=step_s)
     return findings
 
 

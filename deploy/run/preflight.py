@@ -49,12 +49,16 @@ def check(config: TidemillConfig, here: bool = True, skip: Collection[str] = ())
 
 
 def inspect(
-    config: TidemillConfig, thorough: bool = False, here: bool = True, skip: Collection[str] = ()
+    config: TidemillConfig,
+    thorough: bool = False,
+    here: bool = True,
+    skip: Collection[str] = (),
+    step_s: float | None = None,
 ) -> Iterator[Finding]:
     """Everything that can be told before the run, one by one.
 
     here, skip: as in ``check``. thorough: also build the model without its weights, and score a first example, which
-    takes longer.
+    takes longer. step_s: what somebody knows a training step to take, to compare with the times of episodes.
     """
     looks: dict[str, Callable[[], Finding | str | None]] = {
         "names": lambda: check_names(config),
@@ -67,7 +71,7 @@ def inspect(
         if name not in skip:
             yield examine(name, look)
     if "trial" not in skip:
-        yield from _trial(config, thorough)
+        yield from _trial(config, thorough, step_s)
 
 
 def check_packages(config: TidemillConfig, here: bool = True) -> str:
@@ -159,14 +163,14 @@ def check_model(config: TidemillConfig) -> None:
         _check_policy(config.model.path)
 
 
-def _trial(config: TidemillConfig, thorough: bool) -> Iterator[Finding]:
+def _trial(config: TidemillConfig, thorough: bool, step_s: float | None) -> Iterator[Finding]:
     """The findings of the child process, as they come; that it crashes, or never ends, is a finding, too."""
     environment = {**os.environ, "TQDM_DISABLE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
     with (
         tempfile.TemporaryFile("w+", encoding="utf-8") as given,
         tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as said,
     ):
-        json.dump({"config": dump_config(config), "thorough": thorough}, given)
+        json.dump({"config": dump_config(config), "thorough": thorough, "step_s": step_s}, given)
         given.seek(0)
         command = [sys.executable, "-P", "-m", "deploy.run.trial"]
         child = subprocess.Popen(

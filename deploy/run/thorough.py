@@ -1,8 +1,14 @@
-"""What only ``tidemill doctor`` looks at, since it takes seconds: the model without its weights, and a first reward."""
+"""What only ``tidemill doctor`` looks at, since it takes seconds or needs a figure of the run.
+
+The model without its weights, a first reward, how the turns of episodes are joined, and whether their times fit.
+"""
 
 from __future__ import annotations
 
+import json
+from collections import deque
 from pathlib import Path
+from statistics import median
 
 import numpy as np
 
@@ -81,3 +87,68 @@ def score_first_example(config: TidemillConfig) -> Finding | str:
         return Finding("reward trial", "fail", reason, advice)
     given = "" if reward is None else f", if the workflow gives it {reward:g}"
     return f"{score.reward:g} for the reference answer of the first prompt{given}"
+
+
+def try_bridge(config: TidemillConfig) -> Finding | str:
+    """Join turns on the model's own chat template, as generators do when they start."""
+    if config.warm_start is not None and not (Path(config.model.path) / "config.json").is_file():
+        return f"{config.model.path} is not there yet, warm_start makes it"
+    from producers.conversation.chat_template import ChatTemplate
+    from producers.conversation.self_check import check_bridge
+    from producers.rendering.tokenizer import HfTokenizer
+
+    template = ChatTemplate(HfTokenizer(config.model.path, config.model.trust_remote_code))
+    if problem := check_bridge(template):
+        return Finding(
+            "joined turns",
+            "warn",
+            f"each model call becomes a row of its own: {problem}",
+            "training is exact but takes more tokens; a chat template whose turns end with a token that ends generation"
+            " lets them be joined",
+        )
+    return "an episode's calls are joined to one row, as the model's own chat template writes them"
+
+
+def compare_times(config: TidemillConfig, step_s: float | None) -> Finding | str:
+    """Tell whether episodes may take longer than the steps and evaluations that wait for them.
+
+    step_s: seconds of a step; None takes what the run's last steps took, waiting left out, if there are any.
+    """
+    deadline_s, held = config.generator.agents.deadline_s, config.flow.staleness + 1
+    text = f"episodes take up to {deadline_s:g} s, the trainer gives up after {config.trainer.batch_timeout_s:g} s"
+    problems, advice = [], []
+    if config.eval is not None and config.eval.hold_s < deadline_s:
+        problems.append(f"an evaluation holds new weights back for {config.eval.hold_s:g} s, longer ones are of others")
+        advice.append(f"eval.hold_s {deadline_s:g}")
+    measured = step_s is None
+    step_s = step_s or _measured_step_s(config.folder / "metrics.jsonl")
+    if step_s is None:
+        text += f"; with the time of a step, --step-s, it is told whether {held} steps are enough for them"
+    elif deadline_s > held * step_s:
+        source = "measured" if measured else "given"
+        problems.append(
+            f"the trainer waits for those that take over {held * step_s:g} s: flow.staleness {config.flow.staleness}"
+            f" allows {held} steps of {step_s:g} s ({source}) in the meantime"
+        )
+        enough = -int(-deadline_s // step_s) - 1
+        advice.append(f"flow.staleness {enough}, or a flow.window, or generator.agents.deadline_s {held * step_s:g}")
+    else:
+        text += f", and {held} steps of {step_s:g} s are enough for all"
+    if not problems:
+        return text
+    fit = "; leave it if few episodes take so long" if len(advice) == len(problems) else ""
+    return Finding("episode times", "warn", "; ".join([text, *problems]), "set " + ", and ".join(advice) + fit)
+
+
+def _measured_step_s(file: Path) -> float | None:
+    """Median time of the last steps of a run, without waiting; None if there are none."""
+    try:
+        with file.open(encoding="utf-8") as lines:
+            last = [json.loads(line) for line in deque(lines, 50)]
+    except (OSError, ValueError):
+        return None
+    waited = ("time/wait_s", "time/paused_s")
+    seconds = [
+        line["time/total_s"] - sum(line.get(name, 0.0) for name in waited) for line in last if "time/total_s" in line
+    ]
+    return round(median(seconds), 3) if seconds else None

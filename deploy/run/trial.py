@@ -1,8 +1,8 @@
 """The part of the check before a run that opens data and runs the user's code: ``python -P -m deploy.run.trial``.
 
-Reads ``{"config": ..., "thorough": ...}`` from stdin and writes a JSON line for each check that begins, for each
-finding, and for the end. What the code prints goes to stderr. Data come first and PyTorch last, which takes seconds to
-import, and only where a loss, an advantage or an estimator is the user's own or has arguments.
+Reads ``{"config": ..., "thorough": ..., "step_s": ...}`` from stdin and writes a JSON line for each check that begins,
+for each finding, and for the end. What the code prints goes to stderr. Data come first and PyTorch last, which takes
+seconds to import, and only where a loss, an advantage or an estimator is the user's own or has arguments.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from producers.datasets.loading import build_dataset
 from producers.engines import ENGINES
 from producers.engines.factory import engine_name, find_engine
 from producers.workflows.base import find_workflow
-from schemas.config import TidemillConfig, parse_config
+from schemas.config import EPISODE_WORKFLOWS, TidemillConfig, parse_config
 from schemas.errors import ConfigError
 from schemas.plugins import bind, check_call, load
 
@@ -35,8 +35,8 @@ END = "end"
 Check = tuple[str, Callable[[], Finding | str | None]]
 
 
-def checks(config: TidemillConfig, thorough: bool = False) -> Iterator[Check]:
-    """The checks, in the order in which they are made."""
+def checks(config: TidemillConfig, thorough: bool = False, step_s: float | None = None) -> Iterator[Check]:
+    """The checks, in the order in which they are made. step_s: what somebody knows a step to take."""
     yield "dataset", partial(check_data, config)
     yield "reward", partial(check_rewards, config)
     yield "workflow", partial(check_generator, config)
@@ -46,10 +46,13 @@ def checks(config: TidemillConfig, thorough: bool = False) -> Iterator[Check]:
         from deploy.run import thorough as more
 
         yield "reward trial", partial(more.score_first_example, config)
+        if config.generator.workflow.name in EPISODE_WORKFLOWS:
+            yield "joined turns", partial(more.try_bridge, config)
         if config.generator.workflow.name == "agent":
             from deploy.run.agent_trial import try_agent
 
             yield "agent trial", partial(try_agent, config)
+            yield "episode times", partial(more.compare_times, config, step_s)
         yield "model size", partial(more.measure_model, config)
 
 
@@ -197,7 +200,7 @@ def main() -> None:
         answers.write(json.dumps(line) + "\n")
         answers.flush()
 
-    for name, look in checks(config, request["thorough"]):
+    for name, look in checks(config, request["thorough"], request["step_s"]):
         answer({"begins": name})
         answer(asdict(examine(name, look)))
     answer({"begins": END})

@@ -18,6 +18,8 @@ from schemas.config.trainer import TrainerConfig
 
 DRAIN_S = 60.0
 """Longest episodes for which new weights may wait."""
+HAND_OVER_S = 5.0
+"""What a generator that was asked to end needs, after the grace of its episodes, to hand over the rest of them."""
 
 
 class TidemillConfig(Section):
@@ -140,6 +142,12 @@ class TidemillConfig(Section):
             raise ValueError(
                 f"generator.agents.deadline_s {deadline_s:g} must be below trainer.batch_timeout_s"
                 f" {self.trainer.batch_timeout_s:g}, or the trainer gives up while an episode may still end in time"
+            )
+        grace_s, most_s = self.generator.agents.grace_s, self.supervisor.grace_s
+        if grace_s + HAND_OVER_S > most_s:
+            raise ValueError(
+                f"generator.agents.grace_s {grace_s:g} and {HAND_OVER_S:g} s to hand episodes over must fit into"
+                f" supervisor.grace_s {most_s:g}, after which a generator is killed"
             )
         if self.generator.update == "drain" and deadline_s > DRAIN_S:
             raise ValueError(

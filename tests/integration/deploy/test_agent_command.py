@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -63,3 +64,10 @@ def test_doctor_plays_one_episode(tmp_path: Path) -> None:
     done = run_tidemill("doctor", str(write(tmp_path, "run")), "--json")
     assert "2 calls, 1 row, reward 0.5, 2 sampling settings" in done.stdout
     assert "a second start got all of them from the first" in done.stdout
+
+
+def test_doctor_says_how_turns_are_joined_and_whether_times_fit(tmp_path: Path) -> None:
+    done = run_tidemill("doctor", str(write(tmp_path, "run")), "--json", "--step-s", "2")
+    found = {line["name"]: line for line in json.loads(done.stdout)}
+    assert found["joined turns"]["level"] == "ok"
+    assert "flow.staleness 4 allows 5 steps of 2 s (given)" in found["episode times"]["text"]

@@ -218,6 +218,15 @@ def test_agents_whose_episodes_may_outlast_the_trainers_patience_are_refused() -
         parse_config(merged(generator={**agents, "update": "drain"}))
 
 
+def test_a_grace_of_episodes_that_leaves_no_time_to_hand_them_over_is_refused() -> None:
+    agents = {"workflow": {"name": "agent", "args": {"run": "mine.py:run"}}, "agents": {"grace_s": 15}}
+    parse_config(merged(generator=agents))
+    agents["agents"] = {"grace_s": 16}
+    with pytest.raises(ConfigError, match=r"grace_s 16 and 5 s to hand episodes over must fit .*supervisor.grace_s 20"):
+        parse_config(merged(generator=agents))
+    parse_config(merged(generator=agents, supervisor={"grace_s": 21}))
+
+
 @pytest.mark.parametrize("reward", [{}, {"reward": None}, {"reward": {}}, {"reward": {"terms": []}}])
 def test_without_a_term_an_agents_own_reward_counts(reward: dict[str, Any]) -> None:
     data = {"model": {"path": "m"}, "train": {"name": "jsonl"}, "generator": {"workflow": {"name": "agent"}}}
