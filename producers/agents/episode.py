@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +28,7 @@ SETTLE_S = 5.0
 
 @dataclass(frozen=True)
 class Stage:
-    """What all episodes of a generator share. base_url: of the endpoint, without a session."""
+    """What all episodes of a generator share. base_url: of the endpoint, without a session. clock: for deadlines."""
 
     settings: AgentsConfig
     policy: Policy
@@ -37,6 +38,7 @@ class Stage:
     workers: AgentWorkers
     alarm: FailureAlarm
     base_url: str
+    clock: Callable[[], float] = time.monotonic
 
 
 class Episode:
@@ -50,6 +52,7 @@ class Episode:
         self._rollout = rollout
         self._index = index
         self._began = time.monotonic()
+        self._deadline = stage.clock() + stage.settings.deadline_s
 
     async def play(self) -> SampledCompletion | FailedSample:
         """Run the agent, again when its process died, until there is an outcome or it has failed for good."""
@@ -77,6 +80,7 @@ class Episode:
                 if found.kind == "neighbour":
                     # What another episode has done costs it neither an attempt nor time.
                     self._began = time.monotonic()
+                    self._deadline = self._stage.clock() + settings.deadline_s
                 else:
                     attempt += 1
                 if attempt < settings.attempts:
@@ -91,7 +95,7 @@ class Episode:
             task=task_for_agent(task),
             base_url=f"{self._stage.base_url}/s/{session.token}/v1",
             api_key=session.token,
-            deadline_s=self._stage.settings.deadline_s - (time.monotonic() - self._began),
+            deadline_s=self._deadline - self._stage.clock(),
             attempt=attempt,
         )
         running = asyncio.ensure_future(self._stage.workers.run(job, session.notes))

@@ -59,7 +59,7 @@ class AgentWorkflow:
         config, tokenizer = services.config, services.tokenizer
         settings = config.generator.agents
         template = await open_template(services)
-        workers = AgentWorkers(self._run, self._command, self._args, config.base, settings)
+        workers = AgentWorkers(self._run, self._command, self._args, config.base, settings, services.clock)
         parser = await asyncio.to_thread(
             make_parser,
             settings.tool_parser,
@@ -89,6 +89,7 @@ class AgentWorkflow:
             workers=workers,
             alarm=FailureAlarm(settings.alarm),
             base_url=base_url,
+            clock=services.clock,
         )
 
     async def close(self) -> None:

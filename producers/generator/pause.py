@@ -8,6 +8,7 @@ FENCE_S: the control plane does not wait for a generator that it has not heard o
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
@@ -51,6 +52,8 @@ class PauseFollower:
         self._engine_runs = False
         self._engine_paused = False
         self._position = b""
+        self._closed_s = 0.0
+        self._closed_since: float | None = time.monotonic()
         self.reasons = PauseReasons.of("starting")
         self.control = ControlState()
         self.acknowledged: dict[str, int] = {}
@@ -59,6 +62,11 @@ class PauseFollower:
     def open(self) -> bool:
         """Whether anything may be sampled: no reason to pause is left, and the engine has resumed."""
         return self._open
+
+    def clock(self) -> float:
+        """Seconds that pass only while something may be sampled: for deadlines, which a pause must not use up."""
+        now = time.monotonic()
+        return now - self._closed_s - (now - self._closed_since if self._closed_since is not None else 0.0)
 
     async def run(self, stop: StopFlag) -> None:
         """Follow the orders until stop. While the broker is silent the generator pauses; its next answer ends that."""
@@ -109,6 +117,8 @@ class PauseFollower:
     async def _close(self) -> None:
         async with self._turned:
             self._open = False
+            if self._closed_since is None:
+                self._closed_since = time.monotonic()
             await self._turned.wait_for(lambda: not self._holders)
         if self._engine_runs and not self._engine_paused:
             await self._engine.pause()
@@ -121,6 +131,9 @@ class PauseFollower:
         if not self._open:
             async with self._turned:
                 self._open = True
+                if self._closed_since is not None:
+                    self._closed_s += time.monotonic() - self._closed_since
+                    self._closed_since = None
                 self._turned.notify_all()
 
     async def end(self) -> None:

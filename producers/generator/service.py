@@ -133,7 +133,8 @@ class Generator:
         return True
 
     def _services(self) -> WorkflowServices:
-        return WorkflowServices(self._engine, self._context.tokenizer, self._config, self._context.report)
+        context = self._context
+        return WorkflowServices(self._engine, context.tokenizer, self._config, context.report, self._pause.clock)
 
     def _acknowledge(self) -> None:
         self._heartbeat.soon()

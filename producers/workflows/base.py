@@ -6,6 +6,7 @@ import asyncio
 import functools
 import gc
 import inspect
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -137,12 +138,16 @@ def is_service_error(error: BaseException) -> bool:
 
 @dataclass(frozen=True)
 class WorkflowServices:
-    """What a workflow with a method ``start`` gets there, once the engine runs. report: see RolloutContext."""
+    """What a workflow with a method ``start`` gets there, once the engine runs.
+
+    report: see RolloutContext. clock: seconds, which stand still while generation is paused.
+    """
 
     engine: Engine
     tokenizer: HfTokenizer
     config: TidemillConfig
     report: Callable[[str, str], None] = _tell_nobody
+    clock: Callable[[], float] = time.monotonic
 
 
 class Workflow(Protocol):

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from producers.agents.workers.process import start_runner
 from producers.agents.workers.protocol import SAID, Ready, Refused
+from producers.agents.workers.start import start_runner
 from schemas.config import AgentsConfig
 from schemas.errors import ConfigError
 from schemas.guarded_process import environment

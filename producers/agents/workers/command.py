@@ -15,12 +15,12 @@ import shutil
 import signal
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from producers.agents.workers.jail import AgentJail
-from producers.agents.workers.process import CANCEL_S
+from producers.agents.workers.process import CANCEL_S, LATE_S
 from producers.agents.workers.protocol import AgentJob, AgentResult, Kind
 from producers.agents.workers.runner import RefusedError, read_outcome
 from schemas.config import AgentsConfig
@@ -36,11 +36,14 @@ _SIGNALLED = 128
 class CommandRunner:
     """Runs a program for each episode, in the configuration's folder."""
 
-    def __init__(self, command: Sequence[str], base: Path, settings: AgentsConfig) -> None:
+    def __init__(
+        self, command: Sequence[str], base: Path, settings: AgentsConfig, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._command = list(command)
         self._base = base
         self._env = settings.env
         self._jail = AgentJail(base, settings) if settings.sandbox == "bwrap" else None
+        self._clock = clock
         self._running: dict[str, asyncio.Event] = {}
 
     async def run(self, job: AgentJob) -> AgentResult:
@@ -86,7 +89,9 @@ class CommandRunner:
         stopping = asyncio.create_task(stop.wait())
         why: Kind = "died"
         try:
-            await asyncio.wait({ended, stopping}, timeout=job.deadline_s, return_when=asyncio.FIRST_COMPLETED)
+            end = self._clock() + job.deadline_s
+            while (left := end - self._clock()) > 0 and not (ended.done() or stopping.done()):
+                await asyncio.wait({ended, stopping}, timeout=max(left, LATE_S), return_when=asyncio.FIRST_COMPLETED)
             if not ended.done():
                 why = "cancelled" if stop.is_set() else "deadline"
                 process.order_end()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -57,12 +57,15 @@ class AgentWorkers:
         args: dict[str, Any],
         base: Path,
         settings: AgentsConfig,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """clock: seconds for deadlines, which may stand still while nobody is to blame for the time that passes."""
         self._run = run or ""
         self._args = args
         self._base = base
         self._settings = settings
-        self._commands = CommandRunner(command, base, settings) if command else None
+        self._clock = clock
+        self._commands = CommandRunner(command, base, settings, clock) if command else None
         self._slots: list[asyncio.Task[AgentProcess]] = []
         self._suspects: dict[str, int] = {}
         self._cells: list[_Cell] = []
@@ -155,7 +158,7 @@ class AgentWorkers:
         while True:
             left -= 1
             try:
-                return await AgentProcess.start(self._run, self._args, self._base, self._settings)
+                return await AgentProcess.start(self._run, self._args, self._base, self._settings, self._clock)
             except InfraError as error:
                 if not left or time.monotonic() >= end:
                     raise

@@ -7,10 +7,9 @@ event loop, the process is killed with all that it started, and its other episod
 from __future__ import annotations
 
 import asyncio
-import os
-import socket
-import sys
+import contextlib
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,6 @@ from typing import Any
 import msgspec
 import structlog
 
-from producers.agents.workers import runner
 from producers.agents.workers.notes import Notes
 from producers.agents.workers.protocol import (
     SAID,
@@ -33,25 +31,29 @@ from producers.agents.workers.protocol import (
     Kind,
     Leaving,
     Note,
+    Ping,
+    Pong,
     Ready,
     Refused,
     Report,
-    Setup,
 )
+from producers.agents.workers.start import start_runner
 from schemas.config import AgentsConfig
 from schemas.errors import ConfigError, DataError, InfraError
-from schemas.guarded_process import GuardedProcess, environment
+from schemas.guarded_process import GuardedProcess
 
 log = structlog.get_logger()
 START_TIMEOUT_S = 60.0
 CANCEL_S = 1.0
 """How long an episode has to end after it was told to."""
+LATE_S = 0.25
+"""How late the deadline of an episode may be noticed that was stopped by a pause."""
+PING_S, SILENT_S = 5.0, 20.0
+"""How often a process is asked for a sign of life, and how long it may be silent before it is killed."""
 _READ_S = 0.25
 LINGER_S = 10.0
 """How long what is left of an ended episode may go on before its process gets no new ones, and ends with its last."""
 _MOST_BYTES = 1 << 26
-_OURS = ("PYTHONHOME", "PYTHONPATH", "VIRTUAL_ENV")
-"""What another interpreter must not see of our environment."""
 
 
 @dataclass
@@ -60,6 +62,8 @@ class _Episode:
     notes: Notes
     done: asyncio.Future[AgentResult]
     began: float
+    until: float
+    timer: asyncio.TimerHandle | None = None
     ending: Kind | None = None
     heard: bool = False
     reward: float | None = None
@@ -75,34 +79,6 @@ class _Episode:
             )
 
 
-def start_runner(
-    run: str, args: dict[str, Any], base: Path, settings: AgentsConfig, option: str = ""
-) -> tuple[GuardedProcess, socket.socket, bytes]:
-    """Start a process for this agent; returns it, the connection to it, and the first line to send there.
-
-    ConfigError if there is no such interpreter, OSError if the system can't start it.
-    """
-    own = settings.python is None
-    shown = environment(settings.env)
-    if not own:
-        shown = {name: value for name, value in shown.items() if name not in _OURS or name in settings.env}
-    python = sys.executable if own else str(base / (settings.python or ""))
-    if not os.access(python, os.X_OK):
-        raise ConfigError(f"generator.agents.python: there is no program {python} that can be run")
-    setup = Setup(
-        run=run,
-        args=args,
-        base=str(base.resolve()),
-        search=list(sys.path) if own else None,
-        memory_mb=settings.memory_mb,
-    )
-    program = [python, runner.__file__, *([option] if option else [])]
-    ours, theirs = socket.socketpair()
-    with theirs:
-        process = GuardedProcess(program, "agent-worker", shown, stdin=theirs.fileno())
-    return process, ours, msgspec.json.encode(setup) + b"\n"
-
-
 class AgentProcess:
     """A worker process. It is ``usable`` until it ends, or holds the remains of an episode that doesn't end::
 
@@ -111,7 +87,14 @@ class AgentProcess:
     await process.kill("closed")
     """
 
-    def __init__(self, process: GuardedProcess, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    def __init__(
+        self,
+        process: GuardedProcess,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._clock = clock
         self._process = process
         self._reader = reader
         self._writer = writer
@@ -125,11 +108,23 @@ class AgentProcess:
         self._worn = False
         self._killing: asyncio.Task[str] | None = None
         self._listening: asyncio.Task[None] | None = None
+        self._watching: asyncio.Task[None] | None = None
+        self._answered = asyncio.Event()
         self._keeping: set[asyncio.Task[None]] = set()
 
     @classmethod
-    async def start(cls, run: str, args: dict[str, Any], base: Path, settings: AgentsConfig) -> AgentProcess:
-        """Start it and wait until the agent is loaded. ConfigError if it can't be loaded, InfraError if not started."""
+    async def start(
+        cls,
+        run: str,
+        args: dict[str, Any],
+        base: Path,
+        settings: AgentsConfig,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> AgentProcess:
+        """Start it and wait until the agent is loaded. ConfigError if it can't be loaded, InfraError if not started.
+
+        clock: for deadlines, see AgentWorkers.
+        """
         starting = asyncio.ensure_future(asyncio.to_thread(start_runner, run, args, base, settings))
         try:
             process, ours, setup = await asyncio.shield(starting)
@@ -139,7 +134,7 @@ class AgentProcess:
             await asyncio.to_thread((await starting)[0].kill)
             raise
         reader, writer = await asyncio.open_connection(sock=ours, limit=_MOST_BYTES)
-        found = cls(process, reader, writer)
+        found = cls(process, reader, writer, clock)
         try:
             writer.write(setup)
             line = await asyncio.wait_for(reader.readline(), START_TIMEOUT_S)
@@ -158,6 +153,7 @@ class AgentProcess:
         if not isinstance(said, Ready):
             raise InfraError(f"an agent's process did not start: {await found.kill('wrong')}")
         found._listening = asyncio.create_task(found._listen())
+        found._watching = asyncio.create_task(found._watch())
         return found
 
     @property
@@ -177,7 +173,8 @@ class AgentProcess:
         loop = asyncio.get_running_loop()
         self._count += 1
         number = self._count
-        episode = self._episodes[number] = _Episode(job, notes, loop.create_future(), time.monotonic())
+        until = self._clock() + job.deadline_s
+        episode = self._episodes[number] = _Episode(job, notes, loop.create_future(), time.monotonic(), until)
         self._send(
             Begin(
                 episode=number,
@@ -190,7 +187,7 @@ class AgentProcess:
                 notes=dict(notes),
             )
         )
-        timer = loop.call_later(max(0.0, job.deadline_s), self._end, number, "deadline")
+        self._await_deadline(number, 0.0)
         try:
             return await asyncio.shield(episode.done)
         except asyncio.CancelledError:
@@ -198,7 +195,18 @@ class AgentProcess:
             await asyncio.wait({episode.done})
             raise
         finally:
-            timer.cancel()
+            if episode.timer is not None:
+                episode.timer.cancel()
+
+    def _await_deadline(self, number: int, least_s: float = LATE_S) -> None:
+        """End an episode when its time is over, which a pause makes later."""
+        if (episode := self._episodes.get(number)) is None:
+            return
+        left = episode.until - self._clock()
+        if left <= 0:
+            self._end(number, "deadline")
+        else:
+            episode.timer = asyncio.get_running_loop().call_later(max(left, least_s), self._await_deadline, number)
 
     def cancel(self, episode_id: str) -> None:
         """End the episode: its call returns ``cancelled``."""
@@ -271,8 +279,9 @@ class AgentProcess:
     async def _kill(self) -> str:
         if self._killing is None:
             self._killing = asyncio.create_task(asyncio.to_thread(self._process.kill))
-            if self._listening is not None:
-                self._listening.cancel()
+            for task in (self._listening, self._watching):
+                if task is not None and task is not asyncio.current_task():
+                    task.cancel()
         how = await asyncio.shield(self._killing)
         self._writer.close()
         return how
@@ -294,6 +303,21 @@ class AgentProcess:
         self._listening = None
         self._keep_task(self._bury(wrong))
 
+    async def _watch(self) -> None:
+        """Ask for a sign of life again and again. A process that gives none, because it is stopped, ends."""
+        while True:
+            await asyncio.sleep(PING_S)
+            self._answered.clear()
+            self._send(Ping())
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._answered.wait(), SILENT_S)
+            # Our own event loop may have stood still: what was said to it meanwhile is read first.
+            await asyncio.sleep(_READ_S)
+            if not self._answered.is_set():
+                log.warning("an agent's process gives no sign of life and is killed", episodes=self.load)
+                await self._bury(f"it gave no sign of life for {SILENT_S:g} s")
+                return
+
     async def _bury(self, wrong: str) -> None:
         """The process has ended by itself, or speaks nonsense: say so to its episodes."""
         how = wrong or await self._kill()
@@ -313,6 +337,9 @@ class AgentProcess:
                 episode.finish(episode.ending or "neighbour", f"its process ended, with all in it: {how}")
 
     def _obey(self, said: Any) -> None:
+        if isinstance(said, Pong):
+            self._answered.set()
+            return
         if isinstance(said, Blocked):
             if said.first:
                 log.warning("an agent blocks the event loop of its process", where=said.where, seconds=said.seconds)

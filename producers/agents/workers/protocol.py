@@ -80,6 +80,10 @@ class Cancel(msgspec.Struct, tag="cancel", tag_field="op"):
     episode: int
 
 
+class Ping(msgspec.Struct, tag="ping", tag_field="op"):
+    """Give a sign of life."""
+
+
 class Kept(msgspec.Struct, tag="kept", tag_field="op"):
     """The note with this number is kept, or can't be for this reason."""
 
@@ -98,6 +102,10 @@ class Refused(msgspec.Struct, tag="refused", tag_field="op"):
     """The agent can't be loaded."""
 
     error: str
+
+
+class Pong(msgspec.Struct, tag="pong", tag_field="op"):
+    """The process runs, whether or not its event loop does."""
 
 
 class Heard(msgspec.Struct, tag="heard", tag_field="op"):
@@ -153,6 +161,6 @@ class Leaving(msgspec.Struct, tag="leaving", tag_field="op"):
     how: str
 
 
-Said = Ready | Refused | Heard | Report | Ended | Note | Blocked | Leaving
+Said = Ready | Refused | Pong | Heard | Report | Ended | Note | Blocked | Leaving
 SAID = msgspec.json.Decoder(Said)
 """Made at import: msgspec crashes when several threads look at a type for the first time."""

@@ -303,7 +303,9 @@ class Connection:
             with self._channel.makefile("rb") as lines:
                 for line in lines:
                     order = json.loads(line)
-                    if order["op"] == "kept":
+                    if order["op"] == "ping":
+                        self.send({"op": "pong"})
+                    elif order["op"] == "kept":
                         answer = self._asked.pop(order["note"])
                         if order["error"]:
                             answer.set_exception(RefusedError(order["error"]))

@@ -167,10 +167,12 @@ def with_workers(
     base: Path,
     run: str = "agent.py:run",
     args: dict[str, Any] | None = None,
+    clock: Callable[[], float] = time.monotonic,
+    command: list[str] | None = None,
     **settings: Any,
 ) -> Any:
     async def body() -> Any:
-        workers = AgentWorkers(run, None, args or {}, base, AgentsConfig(**settings))
+        workers = AgentWorkers(None if command else run, command, args or {}, base, AgentsConfig(**settings), clock)
         await workers.start()
         try:
             return await asyncio.wait_for(work(workers), 60)
@@ -474,6 +476,41 @@ def test_an_episode_that_meets_its_deadline_while_another_blocks_their_process_i
     assert culprit.kind == "died"
     assert culprit.error.startswith("it blocked the event loop of its process for")
     assert "in blocks (" in culprit.error
+
+
+@pytest.mark.parametrize("command", [None, ["sleep", "30"]], ids=["function", "program"])
+def test_a_pause_uses_up_no_time_of_an_episode(base: Path, command: list[str] | None):
+    """It had 0.3 s when the clock stood still for 1 s."""
+    began = time.monotonic()
+
+    def clock() -> float:
+        passed = time.monotonic() - began
+        return min(passed, 0.1) + max(0.0, passed - 1.1)
+
+    async def work(workers: AgentWorkers) -> AgentResult:
+        nonlocal began
+        began = time.monotonic()
+        return await workers.run(job("wait", seconds=30, deadline_s=0.3))
+
+    result = with_workers(work, base, clock=clock, command=command)
+    assert result.kind == "deadline"
+    assert result.seconds > 1.25
+
+
+def test_a_process_that_is_stopped_is_noticed_long_before_a_deadline(base: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(process, "PING_S", 0.1)
+    monkeypatch.setattr(process, "SILENT_S", 1.5)
+    began = time.monotonic()
+    (result,) = play(base, job("stops_its_process", deadline_s=600))
+    assert (result.kind, result.error) == ("died", "its process ended: it gave no sign of life for 1.5 s")
+    assert time.monotonic() - began < 120
+
+
+def test_a_process_that_computes_for_long_gives_signs_of_life(base: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(process, "PING_S", 0.1)
+    monkeypatch.setattr(process, "SILENT_S", 1.5)
+    (result,) = play(base, job("sleep", value=4, seconds=2.5), run="agent.py:plain")
+    assert (result.kind, result.reward) == ("returned", 4.0)
 
 
 def test_what_is_left_of_an_ended_episode_costs_its_process_only_when_that_is_empty(

@@ -6,6 +6,8 @@ import asyncio
 import threading
 from typing import cast
 
+import pytest
+
 from broker.client import Broker
 from broker.flow.run_control import ControlState
 from producers.engines.base import Engine
@@ -104,5 +106,29 @@ def test_a_silent_broker_pauses_and_its_answer_ends_that_reason_alone(monkeypatc
             stop.set()
             await running
         assert engine.calls == ["pause", "resume"]
+
+    asyncio.run(scenario())
+
+
+def test_the_clock_of_deadlines_stands_still_while_nothing_may_be_sampled(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr(pause_module.time, "monotonic", lambda: now)
+
+    async def scenario() -> None:
+        nonlocal now
+        pause, _ = follower()
+        at_start, now = pause.clock(), 107.0
+        assert pause.clock() == at_start
+        await pause.follow(None)
+        now = 110.0
+        assert pause.clock() == at_start + 3
+        await pause.follow(ControlState(pause="freeze", pause_id=1))
+        now = 150.0
+        await pause.follow(ControlState(pause="freeze", pause_id=2))
+        now = 160.0
+        assert pause.clock() == at_start + 3
+        await pause.follow(ControlState(pause_id=3))
+        now = 161.0
+        assert pause.clock() == at_start + 4
 
     asyncio.run(scenario())

@@ -1,0 +1,48 @@
+"""The start of a worker process: its interpreter, its environment, and the connection to it."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from producers.agents.workers import runner
+from producers.agents.workers.protocol import Setup
+from schemas.config import AgentsConfig
+from schemas.errors import ConfigError
+from schemas.guarded_process import GuardedProcess, environment
+
+_OURS = ("PYTHONHOME", "PYTHONPATH", "VIRTUAL_ENV")
+"""What another interpreter must not see of our environment."""
+
+
+def start_runner(
+    run: str, args: dict[str, Any], base: Path, settings: AgentsConfig, option: str = ""
+) -> tuple[GuardedProcess, socket.socket, bytes]:
+    """Start a process for this agent; returns it, the connection to it, and the first line to send there.
+
+    ConfigError if there is no such interpreter, OSError if the system can't start it.
+    """
+    own = settings.python is None
+    shown = environment(settings.env)
+    if not own:
+        shown = {name: value for name, value in shown.items() if name not in _OURS or name in settings.env}
+    python = sys.executable if own else str(base / (settings.python or ""))
+    if not os.access(python, os.X_OK):
+        raise ConfigError(f"generator.agents.python: there is no program {python} that can be run")
+    setup = Setup(
+        run=run,
+        args=args,
+        base=str(base.resolve()),
+        search=list(sys.path) if own else None,
+        memory_mb=settings.memory_mb,
+    )
+    program = [python, runner.__file__, *([option] if option else [])]
+    ours, theirs = socket.socketpair()
+    with theirs:
+        process = GuardedProcess(program, "agent-worker", shown, stdin=theirs.fileno())
+    return process, ours, msgspec.json.encode(setup) + b"\n"
