@@ -134,15 +134,24 @@ class TaskQueue(ConsumerGroup):
             for (task_id, trajectories), answer in zip(results, following, strict=True)
         ]
 
-    def fail_sample(self, task_id: int, sample: int, reason: str, broken_version: int = -1) -> None:
+    def fail_sample(
+        self, task_id: int, sample: int, reason: str, broken_version: int = -1, kind: str = "workflow"
+    ) -> None:
         """Report a sample that can't be made: dead letter, and its group goes on without it.
 
-        broken_version: the weights' version when its log-probabilities are not finite.
+        kind: a word, by which such samples are counted. broken_version: the weights' version when its
+        log-probabilities are not finite.
         """
         letter = DeadLetter(
             source="generator", reason=reason, deliveries=1, payload=b"", task_id=task_id, sample=sample
         )
-        score = Score(status="error", reason=printable(reason), scorer="generator", broken_version=broken_version)
+        score = Score(
+            status="error",
+            reason=printable(reason),
+            scorer="generator",
+            broken_version=broken_version,
+            failure=kind if broken_version < 0 else "not_finite",
+        )
         filed = letter_bytes(letter, self._max_bytes)
         answer = self._connection.run_script("fail_sample", task_id, sample, filed, encode(score), self._run.id)
         if answer == OTHER_RUN:

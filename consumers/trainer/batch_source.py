@@ -230,8 +230,9 @@ class BatchSource:
         ]
         # A sample's second outcome, behind these, says nothing of it.
         firsts = outcomes[: outcomes[0].group_size]
-        excluded = sum(outcome.excluded for outcome in firsts)
-        self._meter.lose(sum(not outcome.trajectory_id for outcome in firsts) - excluded, excluded)
+        lost = [outcome for outcome in firsts if not outcome.trajectory_id]
+        failed = [outcome.score.failure or "workflow" for outcome in lost if not outcome.excluded]
+        self._meter.lose(failed, len(lost) - len(failed))
         if rewards:
             self._count_dataset(outcomes, rewards)
             self._meter.add(rewards, has_signal(compared, settings.least_std), compared)

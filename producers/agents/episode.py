@@ -9,16 +9,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from producers.agents.outcomes import Failure, FailureAlarm, Outcome, judge
+from producers.agents.outcomes import OUTCOMES, Failure, FailureAlarm, Outcome, judge
 from producers.agents.protocol import SessionError
 from producers.agents.session import Policy, Session
 from producers.agents.sessions import Sessions
 from producers.agents.workers.pool import AgentWorkers
 from producers.agents.workers.protocol import AgentJob, AgentResult
 from producers.conversation.chat_template import ChatTemplate
-from producers.conversation.conversation import Conversation, History
+from producers.conversation.conversation import BEGINNINGS, Conversation, History
 from producers.workflows.base import FailedSample, RolloutContext
-from producers.workflows.trajectory_builder import SampledCompletion
+from producers.workflows.trajectory_builder import SampledCompletion, size_metrics
 from schemas.config import AgentsConfig
 from schemas.messages import Task
 
@@ -129,14 +129,14 @@ class Episode:
         if alarm is not None:
             self._rollout.report("agents_failing", alarm)
         if isinstance(found, Failure):
-            return FailedSample(self._index, f"agent: {found.reason}")
+            return FailedSample(self._index, f"agent: {found.reason}", found.kind)
         for completion_id, value in result.turn_rewards.items():
             try:
                 session.set_reward(value, completion_id)
             except SessionError as error:
-                return FailedSample(self._index, f"agent: {error.message}")
+                return FailedSample(self._index, f"agent: {error.message}", "raised")
         if not session.conversation.calls:
-            return FailedSample(self._index, "agent: it ended without a model call that was answered")
+            return FailedSample(self._index, "agent: it ended without a model call that was answered", "no_call")
         settings = self._stage.settings
         reward = found.reward if found.reward is not None else session.reward
         if reward is None and result.turn_rewards:
@@ -144,28 +144,34 @@ class Episode:
         if reward is None and found.finish is not None:
             # The policy used up what it was allowed, and its agent could not say more.
             reward = 0.0
-        return session.conversation.sample(
+        sample = session.conversation.sample(
             self._index,
             found.finish or session.finish_of_last,
             reward=reward,
-            metrics=self._metrics(session, result),
             data={**result.data, **_shortened(session.conversation.messages(), settings.keep_messages)},
             train=settings.train,
         )
+        sample.metrics = self._metrics(session, result, found, sample)
+        return sample
 
-    def _metrics(self, session: Session, result: AgentResult) -> dict[str, float]:
+    def _metrics(
+        self, session: Session, result: AgentResult, found: Outcome, sample: SampledCompletion
+    ) -> dict[str, float]:
+        """Numbers of the episode. Those that count how often something happened are always there: their mean counts."""
         counts, seconds = session.counts, time.monotonic() - self._began
-        begun = {f"segments_{why.replace(' ', '_')}": float(n) for why, n in counts.begun.items() if why != "joined"}
         return {
+            **{f"outcome_{kind}": float(kind == found.kind) for kind in OUTCOMES},
+            **{f"segments_{why.replace(' ', '_')}": float(counts.begun[why]) for why in BEGINNINGS},
             "calls": float(counts.requests),
+            **size_metrics(sample),
             "prompt_tokens": float(counts.prompt_tokens),
             "engine_s": counts.engine_s,
             "queue_s": counts.queue_s,
-            "agent_s": max(0.0, seconds - session.busy_s),
+            "tools_s": counts.tools_s,
+            "agent_s": max(0.0, seconds - session.busy_s - counts.tools_s),
             "replayed": float(counts.replayed),
             "parse_failures": float(counts.parse_failures),
             "ignored_settings": float(counts.ignored),
-            **begun,
             **session.metrics,
             **result.metrics,
         }

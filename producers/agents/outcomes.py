@@ -14,16 +14,22 @@ from producers.agents.workers.protocol import AgentResult
 from schemas.config import AgentsConfig
 from schemas.messages import FinishReason
 
+OUTCOMES = ("returned", "declared", "deadline", "calls", "length")
+"""Kinds: the agent returned, it raised what ``generator.agents.outcomes`` declares, or a limit was reached."""
 WINDOW = 100
 """Episodes over which the share of failures is taken."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """An episode to be scored. finish: how it ended, None: as its last answer did. reward: None: nobody said one."""
+    """An episode to be scored. finish: how it ended, None: as its last answer did. reward: None: nobody said one.
+
+    kind: one of OUTCOMES.
+    """
 
     finish: FinishReason | None
     reward: float | None
+    kind: str = "returned"
 
 
 @dataclass(frozen=True)
@@ -43,13 +49,13 @@ def judge(result: AgentResult, limit: FinishReason | None, settings: AgentsConfi
     if reached is not None and settings.late == "exclude":
         return Failure("late", f"it reached its limit ({reached}), and generator.agents.late is exclude")
     if result.kind == "deadline":
-        return Outcome("deadline", result.reward)
-    if result.kind == "returned":
-        return Outcome(limit, result.reward)
+        return Outcome("deadline", result.reward, "deadline")
     if limit is not None:
-        return Outcome(limit, result.reward)
+        return Outcome(limit, result.reward, limit)
+    if result.kind == "returned":
+        return Outcome(None, result.reward)
     if result.error_type in settings.outcomes:
-        return Outcome(None, settings.outcomes[result.error_type])
+        return Outcome(None, settings.outcomes[result.error_type], "declared")
     return Failure("raised", result.error)
 
 

@@ -47,7 +47,10 @@ class Policy:
 
 @dataclass
 class Counts:
-    """What happened in an episode, for metrics: numbers, and seconds."""
+    """What happened in an episode, for metrics: numbers, and seconds.
+
+    tools_s: from an answer that called tools to the next request.
+    """
 
     requests: int = 0
     replayed: int = 0
@@ -56,6 +59,7 @@ class Counts:
     prompt_tokens: int = 0
     queue_s: float = 0.0
     engine_s: float = 0.0
+    tools_s: float = 0.0
     begun: Counter[str] = field(default_factory=Counter)
 
 
@@ -103,7 +107,8 @@ class Session:
         self._settled.set()
         self._ended = False
         self._open = 0
-        self._busy_since = 0.0
+        self._busy_since = self._idle_since = 0.0
+        self._calls_tools = False
         self.busy_s = 0.0
 
     def partial(self) -> Partial:
@@ -160,7 +165,8 @@ class Session:
             self._tasks.discard(task)
             self._open -= 1
             if not self._open:
-                self.busy_s += time.monotonic() - self._busy_since
+                self._idle_since = time.monotonic()
+                self.busy_s += self._idle_since - self._busy_since
 
     def forget(self, call: int) -> None:
         """Take an answer out of the record, because nobody received it."""
@@ -200,6 +206,8 @@ class Session:
         self.counts.ignored += len(request.ignored)
         if not self._open:
             self._busy_since = time.monotonic()
+            if self._calls_tools:
+                self.counts.tools_s += self._busy_since - self._idle_since
         self._open += 1
 
     def _check_open(self) -> None:
@@ -305,6 +313,7 @@ class Session:
             self.limit = None
         self.counts.begun[prompt.why] += 1
         self.counts.prompt_tokens += len(prompt.ids)
+        self._calls_tools = any(answer.tool_calls for answer in parsed)
         answers: list[Answer] = []
         for completion, answer in zip(completions, parsed, strict=True):
             self.counts.parse_failures += answer.failures

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from producers.conversation.assembly import choose_calls, join_rows
 from producers.conversation.bridge import NewTurn, find_kept_suffix, find_suffix
@@ -24,6 +24,8 @@ from schemas.messages import Call, FinishReason, Partial
 
 History = Literal["held", "template"]
 Why = Literal["joined", "first", "history rewritten", "tools changed", "template", "no bridge", "raw"]
+BEGINNINGS = tuple(why for why in get_args(Why) if why != "joined")
+"""Why segments begin."""
 MAIN = "main"
 
 

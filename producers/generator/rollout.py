@@ -171,7 +171,7 @@ class Rollout:
                     raise DataError(f"yielded sample {sample.index!r}, and was asked for the samples {asked}")
                 self._ended.add(sample.index)
                 if isinstance(sample, FailedSample):
-                    leaving.create_task(self._fail([sample.index], self._describe(DataError(sample.reason))))
+                    leaving.create_task(self._fail_one(sample))
                 else:
                     leaving.create_task(self._deliver(sample, time.monotonic() - self._begun))
         except asyncio.CancelledError as error:
@@ -265,12 +265,19 @@ class Rollout:
         kept = [call for call, whole in zip(calls, partial.calls, strict=True) if call is whole or len(call.tokens)]
         return msgspec.structs.replace(head(partial, trusted(partial.spans, len(partial.tokens))), calls=kept)
 
-    async def _fail(self, samples: Sequence[int], reason: str, broken_version: int = -1) -> None:
+    async def _fail_one(self, sample: FailedSample) -> None:
+        await self._fail([sample.index], self._describe(DataError(sample.reason)), kind=sample.kind)
+
+    async def _fail(
+        self, samples: Sequence[int], reason: str, broken_version: int = -1, kind: str = "workflow"
+    ) -> None:
         """Make each of the samples a dead letter; their group goes on without them."""
         if not samples:
             return
         log.warning("samples failed", task_id=self._task.task_id, samples=len(samples), reason=reason)
-        fail = functools.partial(self._context.queue.fail_sample, reason=reason, broken_version=broken_version)
+        fail = functools.partial(
+            self._context.queue.fail_sample, reason=reason, broken_version=broken_version, kind=kind
+        )
         for sample in samples:
             await asyncio.to_thread(fail, self._task.task_id, sample)
 

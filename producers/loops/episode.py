@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -25,7 +26,7 @@ from producers.engines.base import Completion
 from producers.engines.factory import engine_name
 from producers.rendering.tokenizer import HfTokenizer
 from producers.workflows.base import FailedSample, RolloutContext, WorkflowServices
-from producers.workflows.trajectory_builder import SampledCompletion, TrajectoryBuilder
+from producers.workflows.trajectory_builder import SampledCompletion, TrajectoryBuilder, size_metrics
 from schemas.config import AgentsConfig
 from schemas.errors import ConfigError, DataError
 from schemas.messages import Call, FinishReason
@@ -77,7 +78,7 @@ class Episode:
         self._recorded: dict[bytes, Call] = {call.key: call for call in saved.calls} if saved is not None else {}
         seed = rollout.sampling.seed
         self._sampling = msgspec.structs.replace(rollout.sampling, seed=None if seed is None else seed + index)
-        self.metrics: dict[str, float] = {}
+        self.metrics: dict[str, float] = {"calls": 0.0, "engine_s": 0.0, "tools_s": 0.0, "replayed": 0.0}
         self.last_call = -1
 
     def first_messages(self) -> list[Message]:
@@ -107,6 +108,7 @@ class Episode:
         prompt = await asyncio.to_thread(self.conversation.prompt, messages, tools)
         if self.conversation.calls and len(prompt.ids) >= self._parts.max_length:
             raise EpisodeEnded("length")
+        self.count("calls")
         completion = await self.sample_call(prompt)
         cut = completion.finish != "stop"
         answer = await asyncio.to_thread(
@@ -125,13 +127,17 @@ class Episode:
         """Sample one answer from the engine, or take it, or its beginning, from the record of an earlier attempt."""
         call = self._recorded.get(self.conversation.key(prompt))
         if call is not None and call.finish != "abort":
+            self.count("replayed")
             return recorded_completion(call)
         prefix = call.tokens.numpy().tolist() if call is not None else []
+        began = time.monotonic()
         (rest,) = await self._rollout.engine.generate(prompt.ids, self._sampling, prefix=prefix)
+        self.count("engine_s", time.monotonic() - began)
         return rest if call is None else continued_completion(call, rest)
 
     async def until_interrupted(self, work: Awaitable[T]) -> T:
-        """Await what is not the engine's. EpisodeEnded when the generator ends meanwhile."""
+        """Await what is the tools' or the environment's. EpisodeEnded when the generator ends meanwhile."""
+        began = time.monotonic()
         working = asyncio.ensure_future(work)
         stopping = asyncio.ensure_future(self._rollout.interrupted.wait())
         try:
@@ -140,6 +146,7 @@ class Episode:
                 return working.result()
             raise EpisodeEnded("abort")
         finally:
+            self.count("tools_s", time.monotonic() - began)
             working.cancel()
             stopping.cancel()
 
@@ -147,12 +154,14 @@ class Episode:
         """The sample that the episode has become."""
         settings = self._parts.settings
         if finish == "calls" and settings.late == "exclude":
-            return FailedSample(self.index, f"its episode reached its limit of {self._max_calls} model calls")
+            return FailedSample(self.index, f"its episode reached its limit of {self._max_calls} model calls", "late")
         if finish == "abort" and not self.conversation.partial(self.index).size:
             empty = TrajectoryBuilder(self.index, self._rollout.tokenizer)
             return empty.prompt(self._parts.template.ids("\n"), "").finish("abort")
         data = {"messages": newest_messages(self.conversation.messages(), settings.keep_messages)}
-        return self.conversation.sample(self.index, finish, reward=reward, metrics=self.metrics, data=data)
+        sample = self.conversation.sample(self.index, finish, reward=reward, data=data)
+        sample.metrics = {**size_metrics(sample), **self.metrics}
+        return sample
 
 
 def newest_messages(messages: Sequence[Message], limit: int) -> list[Message]:

@@ -45,10 +45,11 @@ def _tell_nobody(name: str, text: str) -> None:
 
 @dataclass(frozen=True)
 class FailedSample:
-    """A sample that there won't be. reason: for people, one line. The others of its task go on."""
+    """A sample that there won't be. reason: for people, one line. kind: a word to count it by. The others go on."""
 
     index: int
     reason: str
+    kind: str = "workflow"
 
 
 @dataclass(frozen=True)

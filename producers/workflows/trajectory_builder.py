@@ -78,6 +78,16 @@ class SampledCompletion:
         )
 
 
+def size_metrics(sample: SampledCompletion) -> dict[str, float]:
+    """How large an episode has become, for its metrics."""
+    return {
+        "turns": float(sum(turn.role == "assistant" for turn in sample.turns)),
+        "rows": float(max(1, len(sample.segments))),
+        "tokens": float(len(sample.tokens)),
+        "loss_tokens": float(sum(sample.loss_mask)),
+    }
+
+
 class TrajectoryBuilder:
     """Puts one sample together, turn by turn, from the token ids that were read and sampled.
 

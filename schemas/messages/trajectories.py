@@ -215,6 +215,7 @@ class Score(Message, kw_only=True, tag="score"):
 
     broken_version: version of the weights that gave the sample log-probabilities that are not finite, -1: none did.
     correct: whether the reward reaches reward.correct_from. dataset, level: of the prompt.
+    failure: of a sample that could not be made, the kind of it, one word.
     """
 
     reward: float = 0.0
@@ -227,6 +228,7 @@ class Score(Message, kw_only=True, tag="score"):
     correct: bool = False
     dataset: str = ""
     level: int = -1
+    failure: str = ""
 
     def __post_init__(self) -> None:
         if not math.isfinite(self.reward):

@@ -27,7 +27,8 @@ class GroupMeter:
 
     def _clear(self) -> None:
         self._groups = self._without_signal = self._unsolved = self._solved = 0
-        self._failed = self._excluded = 0
+        self._failed: Counter[str] = Counter()
+        self._excluded = 0
         self._rewards: list[float] = []
         self._dropped: Counter[str] = Counter()
 
@@ -42,9 +43,9 @@ class GroupMeter:
         self._solved += all(value >= 1 for value in solved or rewards)
         self._unsolved += all(value <= 0 for value in solved or rewards)
 
-    def lose(self, failed: int, excluded: int) -> None:
-        """Count samples without a reward: those that no generator could finish, and those whose reward failed."""
-        self._failed += failed
+    def lose(self, failed: Sequence[str], excluded: int) -> None:
+        """Count samples without a reward: those that no generator could finish, by kind; those whose reward failed."""
+        self._failed.update(failed)
         self._excluded += excluded
 
     def drop(self, reason: str) -> None:
@@ -60,7 +61,8 @@ class GroupMeter:
         """The figures since the last call. What no complete group could tell is left out."""
         figures = {f"groups/dropped_{reason}": float(count) for reason, count in sorted(self._dropped.items())}
         figures |= {"groups/complete": float(self._groups), "groups/dropped": float(self._dropped.total())}
-        figures |= {"samples/failed": float(self._failed), "samples/unscored": float(self._excluded)}
+        figures |= {f"samples/failed_{kind}": float(count) for kind, count in sorted(self._failed.items())}
+        figures |= {"samples/failed": float(self._failed.total()), "samples/unscored": float(self._excluded)}
         if self._groups:
             filtered = sum(self._dropped[reason] for reason in FILTERS)
             figures["groups/zero_variance_fraction"] = self._without_signal / self._groups

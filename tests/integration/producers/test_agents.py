@@ -11,7 +11,9 @@ import numpy as np
 import pytest
 
 from broker.client import Broker
+from schemas.codec import decode
 from schemas.config import TidemillConfig
+from schemas.messages import Score
 from tests.support.generator_service import (
     make_config,
     make_engine,
@@ -106,6 +108,12 @@ def prepare(broker: Broker, folder: Path, tasks: int) -> None:
         broker.ledger.admit(make_task(task_id, max_tokens=20))
 
 
+def kinds_of_failures(broker: Broker) -> list[str]:
+    """Of the samples that could not be made, as the trainer counts them."""
+    entries = broker.connection.client.xrange(broker.connection.keys.scored)
+    return [decode(fields[b"b"], Score, 1 << 20).failure for _, fields in entries if fields[b"e"] == b"-"]
+
+
 def test_an_agents_calls_become_one_sample_of_one_row(broker: Broker, config: TidemillConfig, tmp_path: Path) -> None:
     prepare(broker, tmp_path, 2)
     engine = make_engine(config, min_length=4, max_length=12)
@@ -114,7 +122,11 @@ def test_an_agents_calls_become_one_sample_of_one_row(broker: Broker, config: Ti
         for found in await read_published(broker, 4):
             assert found.calls == 3
             assert found.reward == 0.5
-            assert found.metrics["seen"] == 7.0
+            figures = {"seen": 7, "calls": 3, "turns": 3, "rows": 1, "outcome_returned": 1, "outcome_deadline": 0}
+            figures |= {"segments_first": 1, "segments_no_bridge": 0, "replayed": 0, "parse_failures": 0}
+            assert {name: found.metrics[name] for name in figures} == figures
+            assert found.metrics["loss_tokens"] == found.loss_mask.numpy().sum()
+            assert found.metrics["engine_s"] > 0
             assert len(found.rows()) == 1
             turns = [turn for turn in found.turns if turn.role == "assistant"]
             assert [turn.call for turn in turns] == [0, 1, 2]
@@ -161,6 +173,7 @@ def test_an_agent_that_raises_fails_its_own_sample_alone(broker: Broker, model: 
     letters = broker.dead_letters.list()
     assert {(one.letter.task_id, one.letter.sample) for one in letters} == {(0, 1), (1, 1)}
     assert all("KeyError: 'tool'" in one.letter.reason for one in letters)
+    assert kinds_of_failures(broker) == ["raised", "raised"]
 
 
 def test_an_agent_that_ends_its_process_costs_the_others_there_nothing(
@@ -179,6 +192,7 @@ def test_an_agent_that_ends_its_process_costs_the_others_there_nothing(
     letters = broker.dead_letters.list()
     assert {(one.letter.task_id, one.letter.sample) for one in letters} == {(0, 1), (1, 1)}
     assert all("os._exit(3)" in one.letter.reason for one in letters)
+    assert kinds_of_failures(broker) == ["died", "died"]
 
 
 def test_an_episode_goes_on_elsewhere_with_the_calls_it_had(broker: Broker, model: Path, tmp_path: Path) -> None:

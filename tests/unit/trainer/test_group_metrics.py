@@ -35,10 +35,12 @@ def test_prompts_that_are_too_hard_or_too_easy_and_lost_samples_are_counted() ->
     meter.add([0.2, 0.1], True, [0.0, 0.0])
     meter.drop("zero_variance")
     meter.drop("stale")
-    meter.lose(2, 1)
+    meter.lose(["raised", "died"], 1)
+    meter.lose(["raised"], 0)
     found = meter.take()
     assert (found["groups/solve_none_fraction"], found["groups/solve_all_fraction"]) == (0.5, 0.25)
     assert found["groups/filtered_fraction"] == 0.25
-    assert (found["samples/failed"], found["samples/unscored"]) == (2.0, 1.0)
+    assert (found["samples/failed"], found["samples/unscored"]) == (3.0, 1.0)
+    assert (found["samples/failed_raised"], found["samples/failed_died"]) == (2.0, 1.0)
     assert found["reward/unfiltered_mean"] == pytest.approx(3.9 / 8)
     assert meter.take()["samples/failed"] == 0.0

@@ -130,7 +130,11 @@ def test_functions_are_run_until_the_policy_calls_none(base: Path, tokenizer: Hf
     assert len(sample.segments) == 1
     read = [message["content"] for message in sample.data["messages"] if message["role"] == "tool"]
     assert read == ["3", '{"product": 3.0, "é": "no"}', "10"]
-    assert sample.metrics == {"tool_calls": 3, "unreadable_tool_calls": 0}
+    figures = {"tool_calls": 3, "unreadable_tool_calls": 0, "calls": 3, "turns": 3, "rows": 1, "replayed": 0}
+    assert {name: sample.metrics[name] for name in figures} == figures
+    assert sample.metrics["loss_tokens"] == sum(sample.loss_mask) < sample.metrics["tokens"] == len(sample.tokens)
+    assert sample.metrics["engine_s"] > 0
+    assert sample.metrics["tools_s"] > 0
     assert engine.prompts[1].startswith(engine.prompts[0])
     assert sample.reward is None
 
@@ -212,14 +216,14 @@ def test_an_episode_ends_at_its_limit_of_calls(base: Path, tokenizer: HfTokenize
     assert (sample.finish, len(sample.calls)) == ("calls", 2)
     settings = config(base, "add", max_calls=2, agents={"late": "exclude"})
     (failed,) = asyncio.run(play(settings, SpeakingEngine(tokenizer, again), tokenizer, chat_task("Go on")))
-    assert failed == FailedSample(0, "its episode reached its limit of 2 model calls")
+    assert failed == FailedSample(0, "its episode reached its limit of 2 model calls", "late")
 
 
 def test_a_call_in_an_answer_that_was_cut_is_not_run(base: Path, tokenizer: HfTokenizer):
     engine = SpeakingEngine(tokenizer, says(call("add", a=1) + " and then " * 100))
     (sample,) = asyncio.run(play(config(base, "add"), engine, tokenizer, chat_task("Go on", max_tokens=80)))
     assert isinstance(sample, SampledCompletion)
-    assert (sample.finish, len(sample.calls), sample.metrics) == ("length", 1, {})
+    assert (sample.finish, len(sample.calls), "tool_calls" in sample.metrics) == ("length", 1, False)
 
 
 def test_an_episode_whose_next_prompt_does_not_fit_keeps_what_it_has(base: Path, tokenizer: HfTokenizer):
