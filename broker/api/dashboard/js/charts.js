@@ -79,7 +79,9 @@ export class LineChart {
 
   resize() {
     const width = this.canvas.clientWidth;
-    if (this.plot && width) this.plot.setSize({ width, height: this.canvas.clientHeight });
+    // What was hidden when its figures came is drawn when it is seen.
+    if (!this.plot && width) this.rebuild();
+    else if (width) this.plot.setSize({ width, height: this.canvas.clientHeight });
   }
 
   rebuild() {

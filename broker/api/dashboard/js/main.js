@@ -1,14 +1,22 @@
 // Starts the parts of the page, fills the store, and keeps it up to date.
 
 import { Refused, read } from "./api.js";
+import { archive, loadRuns } from "./archive.js";
 import { byId } from "./dom.js";
+import { start as startEvaluations } from "./evaluations.js";
 import { start as startEvents } from "./events.js";
 import { start as startFlow } from "./flow.js";
+import { start as startGrid } from "./grid.js";
+import { start as startGroups } from "./groups.js";
 import { start as startHeader } from "./header.js";
 import { start as startLetters } from "./letters.js";
+import { start as startLogs } from "./logs.js";
 import { start as startOrders } from "./orders.js";
 import { start as startProgress } from "./progress.js";
+import { start as startRoute } from "./route.js";
+import { showChoice, start as startRuns } from "./runs.js";
 import { start as startServices } from "./services.js";
+import { start as startSetup } from "./setup.js";
 import { addEvents, addMetrics, addPast, addStatus, emit, on, replaceMetrics, setEvaluations, setLink, store } from "./store.js";
 import { follow } from "./stream.js";
 import { askForToken } from "./token.js";
@@ -21,6 +29,7 @@ const SERIES = [
 
 for (const start of [
   startHeader, startFlow, startProgress, startServices, startEvents, startTrajectories, startLetters, startOrders,
+  startGrid, startGroups, startEvaluations, startLogs, startSetup, startRuns,
 ]) start();
 
 const history = `v1/metrics-history?limit=10000&${SERIES.map((name) => `name=${encodeURIComponent(name)}`).join("&")}`;
@@ -56,17 +65,41 @@ const only = (metrics) => ({
   ...metrics, series: Object.fromEntries(SERIES.map((name) => [name, metrics.series[name]]).filter(([, values]) => values)),
 });
 
-const stream = follow("v1/events", {
-  onEvent(name, data) {
-    if (name === "status") addStatus(data);
-    else if (name === "metrics") addMetrics(only(data));
-    else if (name === "event") addEvents([data]);
-  },
-  onLink(state) {
-    setLink(state);
-    if (state === "live") fill();
-    if (state === "refused") askForToken(() => stream.retry());
-  },
-});
+/** Follow the run that this server watches. */
+function watch() {
+  const stream = follow("v1/events", {
+    onEvent(name, data) {
+      if (name === "status") addStatus(data);
+      else if (name === "metrics") addMetrics(only(data));
+      else if (name === "event") addEvents([data]);
+    },
+    onLink(state) {
+      setLink(state);
+      if (state === "live") fill();
+      if (state === "refused") askForToken(() => stream.retry());
+    },
+  });
+}
 
-byId("main").classList.add("is-ready");
+const AGAIN_MS = 2000;
+
+/** Ask which runs there are, and whether this server watches one; again until it answers. */
+async function begin() {
+  try {
+    await loadRuns();
+  } catch (error) {
+    if (!(error instanceof Refused)) throw error;
+    setLink(error.status === 401 ? "refused" : "lost");
+    if (error.status === 401) askForToken(begin);
+    else setTimeout(begin, AGAIN_MS);
+    return;
+  }
+  const live = archive.live !== null;
+  document.body.classList.toggle("is-files", !live);
+  startRoute(live);
+  showChoice();
+  if (live) watch();
+  byId("main").classList.add("is-ready");
+}
+
+begin();

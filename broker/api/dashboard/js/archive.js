@@ -1,0 +1,79 @@
+// Runs as their folders show them: the list, those that are looked at, and the figures of their steps.
+
+import { read } from "./api.js";
+import { place } from "./route.js";
+
+export const archive = { runs: [], live: null };
+
+export async function loadRuns() {
+  const { runs, live } = await read("v1/runs");
+  archive.runs = runs;
+  archive.live = live;
+}
+
+/** Path of a resource of a run. */
+export const of = (run, rest) => `v1/runs/${encodeURIComponent(run)}/${rest}`;
+
+/** Names of the runs that are looked at, the first one alone in most views; the watched or newest one by default. */
+export function chosen() {
+  const known = new Set(archive.runs.map((run) => run.name));
+  const wanted = place().query.getAll("run").filter((run) => known.has(run));
+  const first = archive.live ?? archive.runs[0]?.name;
+  return wanted.length ? wanted : first === undefined ? [] : [first];
+}
+
+export const headOf = (name) => archive.runs.find((run) => run.name === name);
+
+const MOST = 10000;
+const ALWAYS = ["wall_s", "trajectories"];
+/** By run: {names, about, series: {name: {step, values}}}. */
+const figures = new Map();
+
+const empty = () => ({ names: [], about: {}, series: {} });
+export const figuresOf = (run) => figures.get(run) ?? empty();
+
+const query = (names, after) => new URLSearchParams([["limit", MOST], ["after", after], ...names.map((name) => ["name", name])]);
+
+/** Load series of a run that are not here yet. */
+export async function loadSeries(run, wanted) {
+  const missing = [...ALWAYS, ...wanted].filter((name) => !figuresOf(run).series[name]);
+  if (!missing.length) return;
+  const found = await read(of(run, `metrics?${query(missing, -1)}`));
+  keep(run, found, missing, false);
+}
+
+/** Ask for what came since, of the series that are here. */
+export async function refreshSeries(run) {
+  const { series } = figuresOf(run);
+  const names = Object.keys(series);
+  if (!names.length) return false;
+  const lasts = names.map((name) => series[name].step.at(-1) ?? -1);
+  const found = await read(of(run, `metrics?${query(names, Math.min(...lasts))}`));
+  keep(run, found, names, true);
+  return found.step.length > 0;
+}
+
+function keep(run, found, names, append) {
+  const known = figures.get(run) ?? empty();
+  figures.set(run, known);
+  known.names = found.names;
+  known.about = found.about;
+  for (const name of names) {
+    const values = found.series[name] ?? found.step.map(() => null);
+    const old = append ? known.series[name] : null;
+    if (!old) {
+      known.series[name] = { step: found.step, values };
+      continue;
+    }
+    const first = found.step.findIndex((step) => step > (old.step.at(-1) ?? -1));
+    if (first < 0) continue;
+    known.series[name] = { step: old.step.concat(found.step.slice(first)), values: old.values.concat(values.slice(first)) };
+  }
+}
+
+/** Names of all series of a run. */
+export async function loadNames(run) {
+  const found = await read(of(run, "metrics?limit=1&name=wall_s"));
+  const known = figures.get(run) ?? empty();
+  figures.set(run, Object.assign(known, { names: found.names, about: found.about }));
+}

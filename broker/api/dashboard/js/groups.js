@@ -1,0 +1,147 @@
+// Prompt groups that are kept of a run's steps: searched and sorted, and one with its samples side by side.
+
+import { Refused, read } from "./api.js";
+import { chosen, of } from "./archive.js";
+import { byId, h, setText } from "./dom.js";
+import { count, figure, percent, plural } from "./format.js";
+import { csv, save } from "./grid-chart.js";
+import { go, link, register } from "./route.js";
+import { sideBySide } from "./samples.js";
+
+const PAGE = 50;
+const MOST = 1000;
+const BINS = 10;
+const PAUSE_MS = 300;
+let timer = 0;
+let asked = 0;
+let shown = [];
+let more = null;
+
+function query(offset, limit = PAGE) {
+  const wanted = new URLSearchParams({ limit, offset });
+  for (const [name, value] of new FormData(byId("group-search"))) if (value.trim() !== "") wanted.set(name, value.trim());
+  return wanted;
+}
+
+async function search(offset = 0) {
+  const [run] = chosen();
+  const number = ++asked;
+  if (run === undefined) return setText(byId("group-note"), "No run is here yet.");
+  try {
+    const found = await read(of(run, `groups?${query(offset)}`));
+    if (number !== asked) return;
+    shown = offset ? shown.concat(found.groups) : found.groups;
+    more = found.next;
+    setText(byId("group-note"), `${plural(found.total, "group")} of ${count(found.kept)} that are kept`);
+    list(found.kept);
+    if (!offset) rates(run, number);
+  } catch (error) {
+    if (!(error instanceof Refused)) throw error;
+    setText(byId("group-note"), error.message);
+  }
+}
+
+function list(kept) {
+  byId("group-list").replaceChildren(shown.length
+    ? h("ul", { class: "groups" }, shown.map(row))
+    : h("p", { class: "empty" }, kept ? "None fits." : "None is kept yet: of each step trainer.log_groups are."),
+  more === null ? "" : h("button", { type: "button", class: "button more", onclick: () => search(more) }, "Show more"));
+}
+
+function row(one) {
+  return h("li", null, h("a", { class: "group", href: link("groups", [one.step, one.task_id]), "aria-label": `Group of task ${one.task_id} in step ${one.step}, mean reward ${figure(one.mean)}` },
+    h("span", { class: "group-id" }, h("b", null, `step ${count(one.step)}`), h("span", null, `prompt ${one.task_id}`)),
+    h("span", { class: "group-reward" }, h("b", null, figure(one.mean)), h("span", null, `${figure(one.min, 2)} to ${figure(one.max, 2)}`)),
+    h("span", { class: "group-text" }, one.prompt),
+    h("span", { class: "group-facts" }, h("span", null, `${plural(one.n, "sample")} · ${count(one.tokens)} tokens`),
+      h("span", null, one.truncated ? `${plural(one.truncated, "sample")} cut` : "none cut"))));
+}
+
+/** How many groups have which mean reward: prompts by solve rate. */
+async function rates(run, number) {
+  const found = await read(of(run, `groups?${query(0, MOST)}`));
+  if (number !== asked) return;
+  const means = found.groups.map((one) => one.mean).filter((mean) => mean !== null);
+  const [low, high] = [Math.min(0, ...means), Math.max(1, ...means)];
+  const bins = Array(BINS).fill(0);
+  for (const mean of means) bins[Math.min(BINS - 1, Math.floor((BINS * (mean - low)) / (high - low)))]++;
+  const most = Math.max(1, ...bins);
+  const words = bins.map((number, index) => `${figure(low + (index * (high - low)) / BINS, 1)}: ${number}`).join(", ");
+  byId("group-rates").replaceChildren(
+    h("h3", null, "Prompts by mean reward"),
+    h("div", { class: "rates", role: "img", "aria-label": `Groups by mean reward, from ${words}` }, bins.map((number, index) =>
+      h("span", { style: `--share: ${number / most}`, title: `${plural(number, "group")} (${percent(number / (means.length || 1))}) from ${figure(low + (index * (high - low)) / BINS, 2)}` }, h("i")))),
+    h("p", { class: "aside" }, means.length ? `${figure(low, 1)} to ${figure(high, 1)}, ${plural(means.length, "group")}` : "no reward yet"));
+}
+
+async function exportGroups() {
+  const [run] = chosen();
+  const found = await read(of(run, `groups?${query(0, MOST)}`));
+  const rows = [["run", "step", "version", "task_id", "n", "mean", "min", "max", "std", "tokens", "truncated", "prompt"]];
+  for (const one of found.groups) rows.push([run, ...rows[0].slice(1).map((name) => one[name])]);
+  save(csv(rows), `${run}-groups.csv`);
+}
+
+async function open(step, task) {
+  const [run] = chosen();
+  const host = byId("group-detail");
+  let one;
+  try {
+    one = await read(of(run, `groups/${step}/${task}`));
+  } catch (error) {
+    if (!(error instanceof Refused)) throw error;
+    return host.replaceChildren(h("p", { class: "problem" }, error.message), back());
+  }
+  const others = shown.findIndex((head) => head.step === one.step && head.task_id === one.task_id);
+  const beside = (by, text) => {
+    const head = others < 0 ? undefined : shown[others + by];
+    return h("button", { type: "button", class: "button small", disabled: !head, onclick: () => go("groups", [head.step, head.task_id]) }, text);
+  };
+  host.replaceChildren(
+    h("div", { class: "panel-head" },
+      h("h2", null, `Step ${count(one.step)}, prompt ${one.task_id}`),
+      h("div", { class: "head-do" }, back(), beside(-1, "Previous"), beside(1, "Next"),
+        h("button", { type: "button", class: "button small", onclick: () => save(new Blob([JSON.stringify(one, null, 2)], { type: "application/json" }), `${run}-step-${one.step}-prompt-${one.task_id}.json`) }, "Save as JSON"))),
+    h("p", { class: "aside" }, `mean reward ${figure(one.mean)}, deviation ${figure(one.std)} · ${plural(one.n, "sample")} · trained weights of version ${one.version}`),
+    h("h3", null, "Prompt"), h("pre", { class: "prompt", tabindex: "0", "aria-label": "Prompt" }, one.full_prompt),
+    Object.keys(one.data).length ? h("dl", { class: "facts" }, Object.entries(one.data).map(([name, value]) => h("div", null, h("dt", null, name), h("dd", null, value)))) : "",
+    one.samples.length ? sideBySide(one.samples) : h("p", { class: "empty" }, "No sample was scored."));
+  host.querySelector("h2").scrollIntoView({ block: "nearest" });
+}
+
+const back = () => h("a", { class: "button small", href: link("groups") }, "All groups");
+
+function show(parts) {
+  const detail = parts.length === 2;
+  byId("group-all").hidden = detail;
+  byId("group-detail").hidden = !detail;
+  if (detail) open(...parts);
+  else search();
+}
+
+export function start() {
+  const input = (name, label, attributes) => h("label", { class: "filter" }, h("span", null, label), h("input", { name, ...attributes }));
+  const form = byId("group-search");
+  form.append(
+    input("text", "Text in prompt or completion", { type: "search", maxlength: 200, placeholder: "any" }),
+    input("step_from", "Step from", { type: "number", min: 0, placeholder: "any" }),
+    input("step_to", "Step to", { type: "number", min: 0, placeholder: "any" }),
+    input("mean_from", "Mean reward from", { type: "number", step: "any", placeholder: "any" }),
+    input("mean_to", "to", { type: "number", step: "any", placeholder: "any" }),
+    h("label", { class: "filter" }, h("span", null, "Order"), h("select", { name: "sort" },
+      [["newest", "Newest"], ["oldest", "Oldest"], ["reward_low", "Lowest reward"], ["reward_high", "Highest reward"], ["spread", "Widest spread"], ["longest", "Longest"]]
+        .map(([value, label]) => h("option", { value }, label)))),
+    h("div", { class: "filter-do" }, h("button", { type: "button", class: "button", onclick: exportGroups }, "CSV"),
+      h("button", { type: "reset", class: "button quiet-button" }, "Clear")));
+  const soon = () => {
+    clearTimeout(timer);
+    timer = setTimeout(search, PAUSE_MS);
+  };
+  form.addEventListener("input", soon);
+  form.addEventListener("reset", soon);
+  form.addEventListener("submit", (event) => {
+    event.preventDefault();
+    search();
+  });
+  register("groups", show);
+}
