@@ -23,6 +23,7 @@ from broker.queues.dead_letters import DeadLetters
 from broker.queues.partials import Partials
 from broker.queues.scores import ScoreQueue
 from broker.queues.tasks import TaskQueue
+from broker.telemetry.eval_samples import EvalSamples
 from broker.telemetry.streams import Evals, Events, Heartbeats, Metrics
 from broker.telemetry.trajectories import TrajectoryStore
 from broker.weights.store import WeightStore
@@ -45,6 +46,7 @@ class Broker:
         self.events = Events(connection)
         self.metrics = Metrics(connection)
         self.evals = Evals(connection, config.max_message_bytes)
+        self.eval_samples = EvalSamples(connection)
         self.dead_letters = DeadLetters(connection)
         self.run_control = RunControl(connection)
         self.owner = RunOwner(connection)

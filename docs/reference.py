@@ -78,6 +78,7 @@ KEY_NOTES = {
     "metrics": "stream, 10,000 entries: one JSON object a step",
     "services": "hash: the last heartbeat of each service; one that was silent for long goes when another joins",
     "run_control": "hash: what people asked for: pause, checkpoint, stop, replicas, by number; steps of a finished run",
+    "eval_samples": "stream: texts and rewards of evaluations' samples, until the trainer has written them to samples/",
     "recent": "stream, 256 entries: trained samples, kept for reading",
     "counters": "hash: leases that expired, duplicates and zombies that were refused, commits and their seconds",
 }

@@ -57,7 +57,8 @@ ROLES: Mapping[str, Role] = {
         on="TASKS EVAL_TASKS",
     ),
     "reward": Role(
-        "publish_scores return_trajectory renew_trajectories dead_letter drop_dead_letters heartbeat add_counts",
+        "publish_scores return_trajectory renew_trajectories dead_letter drop_dead_letters keep_eval_samples heartbeat"
+        " add_counts",
         _SERVICE,
         "RUN_CONTROL",
         only=_WORKER,
@@ -65,7 +66,8 @@ ROLES: Mapping[str, Role] = {
     ),
     "trainer": Role(
         "take_over read_pipeline claim_scores reclaim_scores discard_scores diagnose_group close_group journal_batch"
-        " complete_step commit_step forget_consumers finish_run add_version put_chunk keep_samples drop_dead_letters"
+        " complete_step commit_step forget_consumers finish_run add_version put_chunk keep_samples take_eval_samples"
+        " drop_dead_letters"
         " heartbeat append_telemetry add_counts",
         f"{_SERVICE} {_LEDGER} get hgetall xgroup|create xinfo|groups xrange xdel",
     ),

@@ -40,6 +40,7 @@ class Keys:
         self.partials = self._key("partials")
         self.run_control = self._key("run_control")
         self.recent = self._key("recent")
+        self.eval_samples = self._key("eval_samples")
         self.counters = self._key("counters")
 
     def _key(self, name: str) -> str:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 
+import redis
 import structlog
 
 from broker.client import Broker
@@ -19,6 +20,7 @@ from broker.queues.consumer_group import Delivery
 from broker.queues.scores import ScoreQueue
 from consumers.reward.scorer import Scorer
 from schemas.config import RewardTerm, TidemillConfig
+from schemas.errors import TidemillError
 from schemas.lifecycle import StopFlag
 from schemas.messages import Score, Trajectory
 from schemas.run_record import JoinedRun
@@ -53,6 +55,7 @@ def run_reward(config: TidemillConfig, name: str) -> None:
         held_out,
         lease_s=2 * config.reward.timeout_s + 10,
         check=lambda: joined.check(*broker.run_control.read_run()),
+        keep=broker.eval_samples.keep,
     )
     try:
         renew_s = config.reward.timeout_s / 2
@@ -105,13 +108,16 @@ class RewardService:
         held_out: Mapping[str, Scorer],
         lease_s: float,
         check: Callable[[], None] = lambda: None,
+        keep: Callable[[Sequence[tuple[Trajectory, Score]]], None] = lambda scored: None,
     ) -> None:
         """held_out: scorers of evaluation by dataset, ``scorer`` by default.
 
-        check: raises the error of JoinedRun once the trajectories are another run's.
+        check: raises the error of JoinedRun once the trajectories are another run's. keep: is given the samples of
+        evaluations, for people.
         """
         self._queue = queue
         self._check = check
+        self._keep = keep
         self._scorer, self._held_out = scorer, held_out
         self._lease_s = lease_s
         self._counts = {"ok": 0, "error": 0, "timeout": 0}
@@ -166,9 +172,18 @@ class RewardService:
         for delivery, score in results:
             if self._scorer_of(delivery.message).places:
                 self._sample_s += RECENT * (score.seconds - self._sample_s)
+        self._keep_for_people(results)
         self._queue.publish(results)
         failed = [score for _, score in results if score.status != "ok"]
         if failed:
             log.warning("samples without a reward", count=len(failed), reason=failed[0].reason)
         for _, score in results:
             self._counts[score.status] += 1
+
+    def _keep_for_people(self, results: Sequence[tuple[Delivery[Trajectory], Score]]) -> None:
+        """Keep samples of evaluations where people read them, before they count; without room they are not kept."""
+        scored = [(delivery.message, score) for delivery, score in results if delivery.message.kind == "eval"]
+        try:
+            self._keep(scored)
+        except (TidemillError, redis.RedisError) as error:
+            log.warning("samples of an evaluation are not kept", count=len(scored), error=str(error))

@@ -17,6 +17,7 @@ from typing import Any
 from consumers.trainer.context import TrainerContext
 from consumers.trainer.data.microbatches import Batch
 from consumers.trainer.metrics.environment import write_environment
+from consumers.trainer.metrics.eval_sample_log import EvalSampleLog
 from consumers.trainer.metrics.evaluation_log import EvaluationLog
 from consumers.trainer.metrics.sample_log import SampleLog, Terms
 from consumers.trainer.metrics.throughput import compute_metrics, device_name, memory_metrics
@@ -47,6 +48,7 @@ class StepLog:
         self._ranks = context.rank_group.ranks
         self._device = device_name()
         self._trackers = Trackers(context.config, self._ranks.accelerator, context.notify)
+        self._eval_sample_log = EvalSampleLog(folder, context.broker.eval_samples.take)
         self._sample_log = SampleLog(folder, context.config.trainer.log_groups)
         write_environment(folder, context.config.base, self._ranks.world)
         self._last: dict[str, Any] = {}
@@ -131,6 +133,7 @@ class StepLog:
             self._evaluated = {f"eval/{name}": value for name, value in known.items() if value is not None}
             self._trackers.log_evaluation(self._progress.step, self._evaluated)
             self._log_completions()
+        self._eval_sample_log.write(self.evaluations.lines)
 
     def _log_completions(self) -> None:
         """Show trackers some samples of the last batch, from the worst to the best."""

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from broker.client import Broker
+from broker.queues.tasks import eval_task_id
 from consumers.trainer.loop import Trainer
 from consumers.trainer.metrics import tracker_thread, trackers
 from consumers.trainer.metrics.trackers import MODULES, check_trackers
@@ -21,8 +22,10 @@ from deploy.run.summary import read_lines
 from schemas.config import DatasetConfig, EvalConfig, parse_config
 from schemas.errors import ConfigError
 from schemas.lifecycle import StopFlag
+from schemas.messages import Score
 from tests.support.deterministic_run import STEPS, Pipeline, make_config
 from tests.support.tiny_model import make_tiny_model
+from tests.support.trajectories import make_trajectory
 
 pytestmark = pytest.mark.integration
 
@@ -248,6 +251,8 @@ def test_an_evaluation_is_sent_once_it_is_complete_with_some_completions(
         thread.start()
         while trainer.progress.step < STEPS and thread.is_alive():
             time.sleep(0.01)
+        task = eval_task_id(STEPS, 3)
+        broker.eval_samples.keep([(make_trajectory(task, k), Score(reward=float(k))) for k in (1, 0)])
         broker.connection.client.hset(
             broker.connection.keys.evals, mapping={f"{STEPS}:{name}": value for name, value in fields.items()}
         )
@@ -257,6 +262,8 @@ def test_an_evaluation_is_sent_once_it_is_complete_with_some_completions(
         "step": STEPS,
         "values": {"eval/reward": 0.75, "eval/length": 10.0, "eval/version": STEPS},
     }
+    (prompt,) = read_lines(tmp_path / "run" / "samples" / f"eval-{STEPS:08d}.jsonl")
+    assert (prompt["index"], [one["reward"] for one in prompt["samples"]]) == (3, [0.0, 1.0])
     (table,) = [entry for entry in sent(tmp_path) if "table" in entry]
     assert (table["table"], table["columns"], table["at"]) == ("completions", trackers.COLUMNS, STEPS)
     assert [row[3] for row in table["rows"]] == [0.0, 1.0, 1.0], "from the worst to the best"

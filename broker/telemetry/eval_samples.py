@@ -1,0 +1,73 @@
+"""Scored samples of evaluations as people read them, on their way from reward services to the run's folder.
+
+They are texts and figures without tokens, bounded in number and size, and nothing depends on them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from broker.connection.connection import Connection
+from broker.queues.tasks import EVAL_BASE
+from schemas.messages import Score, Trajectory
+
+KEEP = 10_000
+PROMPT, COMPLETION = 4_000, 8_000
+"""Characters of a text that are kept."""
+AT_ONCE = 500
+
+
+class EvalSamples:
+    """``keep`` is the reward service's side, ``take`` the trainer's."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+
+    def keep(self, scored: Sequence[tuple[Trajectory, Score]]) -> None:
+        """Keep samples for people. Tried once; InfraError when the broker has no room, or does not answer."""
+        bodies = [json.dumps(describe(trajectory, score)) for trajectory, score in scored]
+        if bodies:
+            self._connection.run_script_once("keep_eval_samples", KEEP, *bodies)
+
+    def take(self, after: str, written: str) -> list[tuple[str, dict[str, Any]]]:
+        """Samples after the entry ``after``, each with its entry. written: up to this entry none is needed any more."""
+        found: Any = self._connection.run_script("take_eval_samples", after, AT_ONCE, written)
+        samples = []
+        for entry, fields in found:
+            try:
+                line = json.loads(fields[1])
+            except (ValueError, IndexError):
+                continue
+            if isinstance(line, dict) and isinstance(line.get("version"), int):
+                samples.append((entry.decode(), line))
+        return samples
+
+
+def describe(trajectory: Trajectory, score: Score) -> dict[str, Any]:
+    """A sample as JSON; its reward is null where there is none."""
+    versions = [span.version for span in trajectory.spans]
+    return {
+        "version": trajectory.task_id // EVAL_BASE - 1,
+        "index": trajectory.task_id % EVAL_BASE,
+        "dataset": trajectory.dataset,
+        "prompt": trajectory.prompt[:PROMPT],
+        "data": {
+            str(name): value[:PROMPT] if isinstance(value, str) else json.dumps(value, default=str)[:PROMPT]
+            for name, value in trajectory.data.items()
+            if name != "messages"
+        },
+        "sample": {
+            "sample": trajectory.sample,
+            "completion": trajectory.completion[:COMPLETION],
+            "reward": score.reward if score.status == "ok" else None,
+            "terms": dict(score.components),
+            "tokens": trajectory.loss_mask.data.count(1),
+            "finish": trajectory.finish,
+            "oldest_version": min(versions, default=None),
+            "newest_version": max(versions, default=None),
+            "generator": trajectory.generator,
+            "seconds": trajectory.seconds,
+        },
+    }
