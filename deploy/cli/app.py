@@ -15,11 +15,13 @@ import typer
 
 from deploy.bench.cli import app as bench
 from deploy.cli.control import app as control_commands
+from deploy.cli.files import app as file_commands
 from deploy.cli.inspect import app as inspect_commands
 from deploy.cli.launch import app as launch_commands
 from deploy.cli.offline import app as offline_commands
-from deploy.cli.options import ConfigFile, Json, Name, Overrides, Stay, in_ranks, load
+from deploy.cli.options import BENCHMARKS, RUN, Json, Overrides
 from deploy.cli.runs import app as run_commands
+from deploy.cli.services import app as service_commands
 from schemas.errors import (
     CONFIG_EXIT,
     ERROR_EXIT,
@@ -35,7 +37,7 @@ from schemas.errors import (
     TidemillError,
 )
 
-SERVICES = (["feeder"], ["generator"], ["reward"], ["trainer"], ["control"])
+SERVICE_COMMANDS = (["feeder"], ["generator"], ["reward"], ["trainer"], ["control"])
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
 """Errors of a disk, for which the user has named nothing wrong."""
 
@@ -43,16 +45,20 @@ app = typer.Typer(
     name="tidemill",
     help="Asynchronous reinforcement learning of language models over a message broker.",
     no_args_is_help=True,
-    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    epilog="Exit codes: 0 done, 1 an error, 2 wrong configuration or usage, 3 another trainer took over, 4 taken but"
+    " not done in time, 5 refused, 6 everything of the run fails, 130 interrupted.",
     pretty_exceptions_enable=False,
 )
 
 app.add_typer(launch_commands)
-app.add_typer(bench, name="bench")
 app.add_typer(control_commands)
 app.add_typer(inspect_commands)
+app.add_typer(file_commands)
 app.add_typer(run_commands)
 app.add_typer(offline_commands)
+app.add_typer(service_commands)
+app.add_typer(bench, name="bench", rich_help_panel=BENCHMARKS)
 
 
 def _version(wanted: bool) -> None:
@@ -72,79 +78,7 @@ def options(
     """Asynchronous reinforcement learning of language models over a message broker."""
 
 
-@app.command()
-def feeder(config: ConfigFile, overrides: Overrides = None, name: Name = None, stay: Stay = False) -> None:
-    """Run the service that admits prompts."""
-    _serve("feeder", config, overrides, name, stay)
-
-
-@app.command()
-def generator(config: ConfigFile, overrides: Overrides = None, name: Name = None, stay: Stay = False) -> None:
-    """Run one generator; start as many as there are machines."""
-    _serve("generator", config, overrides, name, stay)
-
-
-@app.command()
-def reward(config: ConfigFile, overrides: Overrides = None, name: Name = None, stay: Stay = False) -> None:
-    """Run the service that scores trajectories."""
-    _serve("reward", config, overrides, name, stay)
-
-
-@app.command()
-def trainer(config: ConfigFile, overrides: Overrides = None, name: Name = None) -> None:
-    """Run the trainer, in trainer.processes ranks unless it was started as one of several."""
-    loaded = load(config, overrides)
-    in_ranks(loaded, ["trainer", str(config), *(overrides or []), "--name", name or "trainer"])
-    from deploy.services.main import run_role
-
-    run_role("trainer", loaded, name)
-
-
-@app.command()
-def control(
-    config: ConfigFile,
-    overrides: Overrides = None,
-    name: Name = None,
-    host: Annotated[str | None, typer.Option(help="Address to listen on, instead of control.host.")] = None,
-    port: Annotated[int | None, typer.Option(help="Port to listen on, instead of control.port.")] = None,
-    stay: Stay = False,
-) -> None:
-    """Run the control plane: status, orders and the dashboard over HTTP."""
-    given = [f"control.{key}={value}" for key, value in (("host", host), ("port", port)) if value is not None]
-    _serve("control", config, [*(overrides or []), *given], name, stay)
-
-
-@app.command()
-def prepare(config: ConfigFile, overrides: Overrides = None) -> None:
-    """Check the configuration and its model, and make that of warm_start if there is one: before services start."""
-    loaded = load(config, overrides)
-    from deploy.run.preflight import check_model
-
-    check_model(loaded)
-    if loaded.warm_start is not None:
-        from deploy.offline.warm_start import make_model
-
-        make_model(loaded, loaded.warm_start)
-
-
-@app.command()
-def ready(
-    config: ConfigFile,
-    role: Annotated[str, typer.Argument(help="feeder, generator, reward or trainer.")],
-    overrides: Overrides = None,
-    name: Name = None,
-) -> None:
-    """Exit with 0 if this machine's service of a role is up: the health check of its container."""
-    loaded = load(config, overrides)
-    from deploy.services.main import problem, service_name
-
-    found = problem(loaded, service_name(role, name))
-    if found is not None:
-        print(f"tidemill: {found}", file=sys.stderr)
-        raise typer.Exit(ERROR_EXIT)
-
-
-@app.command()
+@app.command(rich_help_panel=RUN)
 def doctor(
     config: Annotated[Path | None, typer.Argument(metavar="[CONFIG]", help="The YAML configuration.")] = None,
     overrides: Overrides = None,
@@ -164,13 +98,6 @@ def doctor(
     raise typer.Exit(CONFIG_EXIT if any(finding.level == "fail" for finding in findings) else OK_EXIT)
 
 
-def _serve(role: str, file: Path, overrides: list[str] | None, name: str | None, stay: bool) -> None:
-    loaded = load(file, overrides)
-    from deploy.services.main import run_role
-
-    run_role(role, loaded, name, stay)
-
-
 def main() -> None:
     """Entry point. Exit code 2: wrong configuration or usage; 3: another trainer took over; 5: the control
     plane refuses; 6: everything of the run fails; 1: another error."""
@@ -180,7 +107,7 @@ def main() -> None:
         sys.exit(_complain(error))
     except OSError as error:
         # A service keeps its traceback, which goes to its log, and is started again.
-        if error.filename is None or sys.argv[1:2] in SERVICES:
+        if error.filename is None or sys.argv[1:2] in SERVICE_COMMANDS:
             raise
         text = f"{error.filename}: {error.strerror}"
         sys.exit(_complain(DiskError(text) if error.errno in FULL else ConfigError(text)))

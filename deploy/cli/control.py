@@ -9,12 +9,12 @@ from typing import Annotated
 
 import typer
 
-from deploy.cli.options import Control, Json, Prefix, Run, Url, Wait
+from deploy.cli.options import WATCH, Control, Json, Prefix, Run, Url, Wait
 
 app = typer.Typer()
 
 
-@app.command()
+@app.command(rich_help_panel=WATCH)
 def status(
     run: Run, control: Control = None, url: Url = None, prefix: Prefix = "tidemill", as_json: Json = False
 ) -> None:
@@ -24,7 +24,7 @@ def status(
     raise typer.Exit(run_commands.status(run, control, url, prefix, as_json))
 
 
-@app.command()
+@app.command(rich_help_panel=WATCH)
 def top(run: Run, control: Control = None, url: Url = None, prefix: Prefix = "tidemill", as_json: Json = False) -> None:
     """Watch a run in the terminal, until Ctrl-C; with --json one status a line."""
     from deploy.terminal.top import stream, watch
@@ -32,7 +32,7 @@ def top(run: Run, control: Control = None, url: Url = None, prefix: Prefix = "ti
     (stream if as_json else watch)(run, control, url, prefix)
 
 
-@app.command()
+@app.command(rich_help_panel=WATCH)
 def pause(
     run: Run,
     control: Control = None,
@@ -47,7 +47,7 @@ def pause(
     raise typer.Exit(run_commands.order(run, control, "pause", {"mode": mode, "wait_s": wait}, as_json))
 
 
-@app.command()
+@app.command(rich_help_panel=WATCH)
 def resume(run: Run, control: Control = None, wait: Wait = 30.0, as_json: Json = False) -> None:
     """Go on after a pause."""
     from deploy.client import run_commands
@@ -55,7 +55,7 @@ def resume(run: Run, control: Control = None, wait: Wait = 30.0, as_json: Json =
     raise typer.Exit(run_commands.order(run, control, "resume", {"wait_s": wait}, as_json))
 
 
-@app.command()
+@app.command(rich_help_panel=WATCH)
 def drain(run: Run, control: Control = None, wait: Wait = 300.0, as_json: Json = False) -> None:
     """Admit nothing new, finish what runs, and leave a checkpoint: then everything can be switched off."""
     from deploy.client import run_commands
@@ -63,7 +63,7 @@ def drain(run: Run, control: Control = None, wait: Wait = 300.0, as_json: Json =
     raise typer.Exit(run_commands.order(run, control, "drain", {"wait_s": wait}, as_json))
 
 
-@app.command()
+@app.command(rich_help_panel=WATCH)
 def checkpoint(run: Run, control: Control = None, wait: Wait = 60.0, as_json: Json = False) -> None:
     """Have a checkpoint written after the present step."""
     from deploy.client import run_commands
@@ -71,7 +71,7 @@ def checkpoint(run: Run, control: Control = None, wait: Wait = 60.0, as_json: Js
     raise typer.Exit(run_commands.order(run, control, "checkpoint", {"wait_s": wait}, as_json))
 
 
-@app.command()
+@app.command(rich_help_panel=WATCH)
 def stop(run: Run, control: Control = None, as_json: Json = False) -> None:
     """End a run in order; started again with the same name it goes on."""
     from deploy.client import run_commands
@@ -79,7 +79,7 @@ def stop(run: Run, control: Control = None, as_json: Json = False) -> None:
     raise typer.Exit(run_commands.order(run, control, "stop", {}, as_json, taken_is_done=True))
 
 
-@app.command()
+@app.command(rich_help_panel=WATCH)
 def scale(
     run: Run,
     replicas: Annotated[list[str], typer.Argument(metavar="ROLE=N...", help="generator=3, reward=2.")],
@@ -92,7 +92,7 @@ def scale(
     raise typer.Exit(run_commands.scale(run, control, replicas, as_json))
 
 
-@app.command("set")
+@app.command("set", rich_help_panel=WATCH)
 def change(
     run: Run,
     settings: Annotated[

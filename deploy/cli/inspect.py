@@ -9,13 +9,13 @@ from typing import Annotated, Literal
 
 import typer
 
-from deploy.cli.options import Control, Json, Prefix, Run, Url
+from deploy.cli.options import WATCH, Control, Json, Prefix, Run, Url
 
 app = typer.Typer()
 letters = typer.Typer(help="Messages that could not be processed.", no_args_is_help=True)
-app.add_typer(letters, name="dead-letters")
+app.add_typer(letters, name="dead-letters", rich_help_panel=WATCH)
 found = typer.Typer(help="What the model said: search, and read one in full.", no_args_is_help=True)
-app.add_typer(found, name="trajectories")
+app.add_typer(found, name="trajectories", rich_help_panel=WATCH)
 
 Letter = Annotated[str, typer.Argument(metavar="ID", help="Id of the letter, from the list.")]
 

@@ -7,9 +7,10 @@ from typing import Annotated, Literal
 
 import typer
 
-from deploy.cli.options import ConfigFile, Fresh, Overrides, load
+from deploy.cli.options import RUN, ConfigFile, Fresh, Overrides, load
 
 app = typer.Typer()
+HERE = Path(".")
 
 Gpus = Annotated[str, typer.Option(metavar="N|auto", help="GPUs of one generator; auto: what its engine needs.")]
 TrainerGpus = Annotated[
@@ -34,7 +35,25 @@ def _whole(gpus: str) -> int | Literal["auto"]:
     raise typer.BadParameter(f"{gpus} is not a whole number of GPUs")
 
 
-@app.command()
+@app.command(rich_help_panel=RUN)
+def init(
+    folder: Annotated[Path, typer.Argument(metavar="[FOLDER]", help="Where the files go; here by default.")] = HERE,
+    name: Annotated[str, typer.Option(help="Name of the run.")] = "first",
+    model: Annotated[str, typer.Option(help="Folder of a model, or its hub id.")] = "Qwen/Qwen2.5-0.5B-Instruct",
+    data: Annotated[
+        Path | None, typer.Option(help="JSON lines with prompt and answer; a few sums are written by default.")
+    ] = None,
+    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")] = 100,
+) -> None:
+    """Write a configuration and a reward function to begin with; nothing that is there is replaced."""
+    from deploy.run.new_run import write_new_run
+
+    for file in write_new_run(folder, name, model, data, steps):
+        print(file)
+    print(f"next: tidemill doctor {folder / 'config.yaml'}, then tidemill up {folder / 'config.yaml'}")
+
+
+@app.command(rich_help_panel=RUN)
 def up(config: ConfigFile, overrides: Overrides = None, fresh: Fresh = False) -> None:
     """Run everything until the training is done, here or on what launcher.name says; goes on with a stopped run."""
     loaded = load(config, overrides)
@@ -47,7 +66,7 @@ def up(config: ConfigFile, overrides: Overrides = None, fresh: Fresh = False) ->
     raise typer.Exit(build_launcher(loaded).launch(loaded, fresh))
 
 
-@app.command()
+@app.command(rich_help_panel=RUN)
 def slurm(
     config: ConfigFile,
     overrides: Overrides = None,
@@ -89,7 +108,7 @@ def slurm(
     raise typer.Exit(launcher.launch(loaded))
 
 
-@app.command()
+@app.command(rich_help_panel=RUN)
 def ray(
     config: ConfigFile,
     overrides: Overrides = None,
@@ -116,18 +135,3 @@ def ray(
         max_generators,
     )
     raise typer.Exit(launcher.launch(loaded, fresh))
-
-
-@app.command()
-def broker(
-    config: ConfigFile,
-    overrides: Overrides = None,
-    host: Annotated[str | None, typer.Option(help="Name of this machine for the others; its own by default.")] = None,
-    port: Annotated[int, typer.Option(help="Port to listen on.")] = 6379,
-    url_file: Annotated[Path | None, typer.Option(help="Where its URL goes; redis_url in the run's folder.")] = None,
-) -> None:
-    """Run a Redis or Valkey server with a password for the services of a run on several machines."""
-    loaded = load(config, overrides)
-    from deploy.run.broker_server import run_broker
-
-    raise typer.Exit(run_broker(loaded, host, port, url_file))

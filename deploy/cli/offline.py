@@ -7,13 +7,13 @@ from typing import Annotated
 
 import typer
 
-from deploy.cli.options import ConfigFile, Overrides, RunOnDisk, in_ranks, load
+from deploy.cli.options import AFTER, RUN, ConfigFile, Overrides, RunOnDisk, in_ranks, load
 from schemas.errors import ConfigError
 
 app = typer.Typer()
 
 
-@app.command()
+@app.command(rich_help_panel=RUN)
 def sft(config: ConfigFile, overrides: Overrides = None) -> None:
     """Make the model of warm_start by supervised training, in trainer.processes ranks."""
     loaded = load(config, overrides)
@@ -28,7 +28,7 @@ def sft(config: ConfigFile, overrides: Overrides = None) -> None:
     make_model(loaded, loaded.warm_start)
 
 
-@app.command()
+@app.command(rich_help_panel=RUN)
 def dpo(config: ConfigFile, overrides: Overrides = None) -> None:
     """Train the model on preferred and rejected answers, in trainer.processes ranks, without a broker."""
     loaded = load(config, overrides)
@@ -40,7 +40,7 @@ def dpo(config: ConfigFile, overrides: Overrides = None) -> None:
     make_preference_model(loaded, loaded.dpo)
 
 
-@app.command("reward-model")
+@app.command("reward-model", rich_help_panel=RUN)
 def reward_model(config: ConfigFile, overrides: Overrides = None) -> None:
     """Train a reward model on preferred and rejected answers, in trainer.processes ranks, without a broker."""
     loaded = load(config, overrides)
@@ -52,7 +52,7 @@ def reward_model(config: ConfigFile, overrides: Overrides = None) -> None:
     make_preference_model(loaded, loaded.reward_model)
 
 
-@app.command()
+@app.command(rich_help_panel=RUN)
 def agent(
     config: ConfigFile,
     overrides: Overrides = None,
@@ -70,7 +70,7 @@ def agent(
     run_agent(loaded, base_url, api_key, example)
 
 
-@app.command()
+@app.command(rich_help_panel=RUN)
 def convert(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="A script or YAML file of TRL or verl.")],
     system: Annotated[
@@ -93,7 +93,7 @@ def convert(
     typer.echo(f"{out}: see the {len(done.notes())} notes at its head, then try: tidemill doctor {out}")
 
 
-@app.command("eval")
+@app.command("eval", rich_help_panel=AFTER)
 def evaluate(
     config: ConfigFile,
     overrides: Overrides = None,
@@ -108,7 +108,7 @@ def evaluate(
     evaluate_model(loaded, loaded.eval, model)
 
 
-@app.command()
+@app.command(rich_help_panel=AFTER)
 def export(
     run: RunOnDisk,
     step: Annotated[int | None, typer.Option(help="The checkpoint of this step; the newest whole one.")] = None,
@@ -124,7 +124,7 @@ def export(
     export_model(config, step, to, adapter)
 
 
-@app.command()
+@app.command(rich_help_panel=AFTER)
 def replay(
     run: RunOnDisk,
     first: Annotated[int, typer.Option("--from", help="A checkpoint's step; 0 is where the run began.")],

@@ -10,6 +10,9 @@ import typer
 if TYPE_CHECKING:
     from schemas.config import TidemillConfig
 
+RUN, WATCH, AFTER, SERVICES, BENCHMARKS = "Run", "Watch and steer", "Afterwards", "Services", "Benchmarks"
+"""Panels of ``tidemill --help``."""
+
 ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="The YAML configuration.")]
 Overrides = Annotated[
     list[str] | None,

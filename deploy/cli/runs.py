@@ -7,16 +7,15 @@ from typing import Annotated
 
 import typer
 
-from deploy.cli.options import ConfigFile, Json, Overrides, Prefix, Run, Url, load
-from deploy.run_files import RUNS
+from deploy.cli.options import AFTER, SERVICES, ConfigFile, Json, Overrides, Prefix, Run, Url, load
 from schemas.errors import ConfigError
 
-LOCAL = "127.0.0.1"
+HERE, LOCAL = Path("runs"), "127.0.0.1"
 
 app = typer.Typer()
 
 
-@app.command()
+@app.command(rich_help_panel=AFTER)
 def runs(url: Url = None, as_json: Json = False) -> None:
     """List the runs on a broker, and those whose folders lie under runs/."""
     from deploy.client import find
@@ -24,11 +23,11 @@ def runs(url: Url = None, as_json: Json = False) -> None:
     find.show_runs(url, as_json)
 
 
-@app.command()
+@app.command(rich_help_panel=AFTER)
 def ui(
     folder: Annotated[
         Path, typer.Argument(metavar="[FOLDER]", help="Folder with the folders of runs, or a run's; runs/ by default.")
-    ] = RUNS,
+    ] = HERE,
     host: Annotated[str, typer.Option(help="Address to listen on; beyond this machine a token is needed.")] = LOCAL,
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0: any free one.")] = 8641,
 ) -> None:
@@ -40,7 +39,7 @@ def ui(
     run_files(folder, host, port, lambda url: print(f"the runs in {folder} are at {url}", flush=True))
 
 
-@app.command()
+@app.command(rich_help_panel=AFTER)
 def purge(
     run: Run,
     url: Url = None,
@@ -54,7 +53,7 @@ def purge(
     find.purge(find.find(run, url, prefix, any_schema=True), run, yes, force)
 
 
-@app.command()
+@app.command(rich_help_panel=SERVICES)
 def acl(
     config: ConfigFile,
     overrides: Overrides = None,

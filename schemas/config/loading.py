@@ -23,6 +23,8 @@ from schemas.urls import hide_password
 ENV_PREFIX = "TIDEMILL_"
 OTHER_VARIABLES = frozenset(
     {
+        "TIDEMILL_CONTROL_READ_TOKEN",
+        "TIDEMILL_CONTROL_READ_TOKEN_FILE",
         "TIDEMILL_CONTROL_TOKEN",
         "TIDEMILL_CONTROL_TOKEN_FILE",
         "TIDEMILL_CONTROL_URL",

@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import structlog
 
-from consumers.trainer.metrics.sample_log import Terms
 from consumers.trainer.metrics.tracker_thread import LONG_DEADLINE_S, TrackerThread
 from schemas.errors import ConfigError
 from schemas.messages import Trajectory
@@ -30,6 +29,7 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
     from accelerate.tracking import GeneralTracker
 
+    from consumers.trainer.metrics.sample_log import Terms
     from schemas.config import TidemillConfig
 
 MODULES = {

@@ -99,7 +99,7 @@ export function start() {
   };
   form.addEventListener("input", soon);
   form.addEventListener("reset", soon);
-  on("connected", search);
+  on("connected", () => empty && search());
   // A list with something in it stays as it is while it is read; an empty one is looked at again.
   on("status", () => empty && Date.now() - searched > AGAIN_MS && search());
 }

@@ -1,0 +1,108 @@
+"""Commands that run one service of a run, or its broker; and prepare and ready, which stand beside them."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from deploy.cli.options import SERVICES, ConfigFile, Name, Overrides, Stay, in_ranks, load
+from schemas.errors import ERROR_EXIT
+
+app = typer.Typer()
+
+
+@app.command(rich_help_panel=SERVICES)
+def feeder(config: ConfigFile, overrides: Overrides = None, name: Name = None, stay: Stay = False) -> None:
+    """Run the service that admits prompts."""
+    _serve("feeder", config, overrides, name, stay)
+
+
+@app.command(rich_help_panel=SERVICES)
+def generator(config: ConfigFile, overrides: Overrides = None, name: Name = None, stay: Stay = False) -> None:
+    """Run one generator; start as many as there are machines."""
+    _serve("generator", config, overrides, name, stay)
+
+
+@app.command(rich_help_panel=SERVICES)
+def reward(config: ConfigFile, overrides: Overrides = None, name: Name = None, stay: Stay = False) -> None:
+    """Run the service that scores trajectories."""
+    _serve("reward", config, overrides, name, stay)
+
+
+@app.command(rich_help_panel=SERVICES)
+def trainer(config: ConfigFile, overrides: Overrides = None, name: Name = None) -> None:
+    """Run the trainer, in trainer.processes ranks unless it was started as one of several."""
+    loaded = load(config, overrides)
+    in_ranks(loaded, ["trainer", str(config), *(overrides or []), "--name", name or "trainer"])
+    from deploy.services.main import run_role
+
+    run_role("trainer", loaded, name)
+
+
+@app.command(rich_help_panel=SERVICES)
+def control(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    name: Name = None,
+    host: Annotated[str | None, typer.Option(help="Address to listen on, instead of control.host.")] = None,
+    port: Annotated[int | None, typer.Option(help="Port to listen on, instead of control.port.")] = None,
+    stay: Stay = False,
+) -> None:
+    """Run the control plane: status, orders and the dashboard over HTTP."""
+    given = [f"control.{key}={value}" for key, value in (("host", host), ("port", port)) if value is not None]
+    _serve("control", config, [*(overrides or []), *given], name, stay)
+
+
+@app.command(rich_help_panel=SERVICES)
+def prepare(config: ConfigFile, overrides: Overrides = None) -> None:
+    """Check the configuration and its model, and make that of warm_start if there is one: before services start."""
+    loaded = load(config, overrides)
+    from deploy.run.preflight import check_model
+
+    check_model(loaded)
+    if loaded.warm_start is not None:
+        from deploy.offline.warm_start import make_model
+
+        make_model(loaded, loaded.warm_start)
+
+
+@app.command(rich_help_panel=SERVICES)
+def ready(
+    config: ConfigFile,
+    role: Annotated[str, typer.Argument(help="feeder, generator, reward or trainer.")],
+    overrides: Overrides = None,
+    name: Name = None,
+) -> None:
+    """Exit with 0 if this machine's service of a role is up: the health check of its container."""
+    loaded = load(config, overrides)
+    from deploy.services.main import problem, service_name
+
+    found = problem(loaded, service_name(role, name))
+    if found is not None:
+        print(f"tidemill: {found}", file=sys.stderr)
+        raise typer.Exit(ERROR_EXIT)
+
+
+@app.command(rich_help_panel=SERVICES)
+def broker(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    host: Annotated[str | None, typer.Option(help="Name of this machine for the others; its own by default.")] = None,
+    port: Annotated[int, typer.Option(help="Port to listen on.")] = 6379,
+    url_file: Annotated[Path | None, typer.Option(help="Where its URL goes; redis_url in the run's folder.")] = None,
+) -> None:
+    """Run a Redis or Valkey server with a password for the services of a run on several machines."""
+    loaded = load(config, overrides)
+    from deploy.run.broker_server import run_broker
+
+    raise typer.Exit(run_broker(loaded, host, port, url_file))
+
+
+def _serve(role: str, file: Path, overrides: list[str] | None, name: str | None, stay: bool) -> None:
+    loaded = load(file, overrides)
+    from deploy.services.main import run_role
+
+    run_role(role, loaded, name, stay)

@@ -1,0 +1,157 @@
+"""A run for people, from its folder: a report, its logs, its configuration."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from rich.console import Console
+from rich.table import Table
+
+from broker.api.files.evaluations import read_evaluations
+from broker.api.files.logs import list_logs, read_log
+from broker.api.files.run_folder import RunFolder, flatten, mask
+from deploy.run_files import RUNS, config_of
+from schemas.config import TidemillConfig, load_config
+from schemas.errors import ConfigError
+
+LOOK_S = 0.5
+FIGURES = (
+    "reward/mean",
+    "reward/unfiltered_mean",
+    "train/entropy",
+    "train/kl",
+    "train/grad_norm",
+    "train/length_mean",
+    "train/truncated_fraction",
+    "groups/filtered_fraction",
+    "staleness/mean",
+    "perf/tokens_per_s",
+    "perf/generated_tokens_per_s",
+)
+"""Metrics that the report shows, of the first steps and the last."""
+STEPS = 20
+"""Steps of which the report has the mean."""
+
+
+def folder_of(run: str) -> RunFolder:
+    """The folder of a run, by its name under runs/, its folder, or its configuration; ConfigError if it is none."""
+    if run.endswith((".yaml", ".yml")):
+        path = load_config(run).folder
+    else:
+        path = next((each for each in (RUNS / run, Path(run)) if each.is_dir()), RUNS / run)
+    found = RunFolder(path)
+    if found.head() is None:
+        known = ", ".join(sorted(each.name for each in RUNS.glob("*") if each.is_dir())) or "none"
+        raise ConfigError(f"no run {run!r}: nothing is left of one in {path}; folders in {RUNS}: {known}")
+    return found
+
+
+def show_run(run: str, as_json: bool) -> None:
+    """Print how a run went."""
+    folder = folder_of(run)
+    head = folder.head()
+    assert head is not None
+    evaluations, figures, config = read_evaluations(folder.path), first_and_last(folder), folder.config()
+    if as_json:
+        lines = [one.model_dump() for one in evaluations]
+        changed = {name: config.settings.get(name) for name in config.changed}
+        report = {"run": head.model_dump(), "summary": folder.summary, "evaluations": lines, "metrics": figures}
+        print(json.dumps({**report, "changed": changed, "environment": config.environment}))
+        return
+    console = Console()
+    state = f"{head.state}: {head.cause}" if head.cause else head.state
+    environment = config.environment
+    git = (environment.get("git") or {}).get("commit", "")[:12]
+    rows = [
+        ("run", f"{head.name} in {head.folder}"),
+        ("state", state),
+        ("step", f"{head.step} of {'?' if head.steps is None else head.steps}"),
+        ("model", head.model or "-"),
+        ("ran on", ", ".join(environment.get("gpus", [])) or f"{environment.get('cpus', '?')} processors"),
+        ("git commit", git or "-"),
+    ]
+    for name, value in rows:
+        console.print(f"{name:<12} {value}", highlight=False, markup=False, soft_wrap=True)
+    if evaluations:
+        table = Table("version", "mean reward", "tokens", "scored", title="evaluations", title_justify="left", box=None)
+        for one in evaluations[:1] + evaluations[1:][-9:]:
+            table.add_row(str(one.version), _number(one.mean), _number(one.length), f"{one.scored} of {one.n}")
+        console.print(table)
+    if figures:
+        table = Table("metric", "at first", "now", title="metrics", title_justify="left", box=None)
+        for name, (first, last) in figures.items():
+            table.add_row(name, _number(first), _number(last))
+        console.print(table)
+    print(f"more: tidemill ui {head.folder}")
+
+
+def first_and_last(folder: RunFolder) -> dict[str, tuple[float, float]]:
+    """Means of each metric of the report over the first and the last steps."""
+    found = folder.metrics(-1, 10_000, set(FIGURES)).series
+    means = {}
+    for name in FIGURES:
+        values = [value for value in found.get(name, []) if value is not None]
+        if values:
+            first, last = values[:STEPS], values[-STEPS:]
+            means[name] = (sum(first) / len(first), sum(last) / len(last))
+    return means
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4g}"
+
+
+def print_logs(run: str, service: str | None, follow: bool, lines: int) -> None:
+    """Print the newest lines of a run's logs, and with ``follow`` those that come."""
+    folder = folder_of(run)
+    known = [head.service for head in list_logs(folder.path).logs]
+    if service is not None and service not in known:
+        raise ConfigError(f"no log of {service!r} in {folder.path / 'logs'}; there are {', '.join(known) or 'none'}")
+    ends: dict[str, int] = {}
+    try:
+        while True:
+            names = [service] if service else [head.service for head in list_logs(folder.path).logs]
+            for name in names:
+                part = read_log(folder.path, name, ends.get(name))
+                if part is None:
+                    continue
+                shown = part.lines if name in ends else part.lines[len(part.lines) - min(lines, len(part.lines)) :]
+                ends[name] = part.end
+                for line in shown:
+                    print(line if service else f"{name}: {line}", flush=follow)
+            if not follow:
+                return
+            time.sleep(LOOK_S)
+    except KeyboardInterrupt:
+        return
+
+
+def print_config(run: str, overrides: Sequence[str], changed: bool, as_json: bool) -> None:
+    """Print the settings in effect as YAML, or as JSON by dotted name."""
+    if run.endswith((".yaml", ".yml")):
+        config = load_config(run, list(overrides))
+    elif overrides:
+        raise ConfigError("overrides belong to a configuration's file: a run has the settings that it was started with")
+    else:
+        config = config_of(run)
+    tree = masked(config, changed)
+    print(json.dumps(flatten(tree)) if as_json else yaml.safe_dump(tree, sort_keys=False, allow_unicode=True), end="")
+    if as_json:
+        print()
+
+
+def masked(config: TidemillConfig, changed: bool) -> dict[str, Any]:
+    """The settings as a tree, secrets masked; changed: without those that have their default."""
+
+    def hide(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+        return {
+            key: hide(value, f"{prefix}{key}.") if isinstance(value, dict) else mask(f"{prefix}{key}", value)
+            for key, value in tree.items()
+        }
+
+    return hide(config.model_dump(mode="json", exclude_defaults=changed))
