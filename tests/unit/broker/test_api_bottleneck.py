@@ -127,7 +127,7 @@ def test_no_pause_is_never_done() -> None:
     assert not pause_status(ControlState(), [], lags(), 100.0).done
 
 
-LEDGER = LedgerState("running", False, 3, 3, 10, 2, 1, 9, 2, 0, 4, 9, 7, 1, 5, leader_term=1)
+LEDGER = LedgerState("running", False, 3, 3, 10, 2, 1, 9, 2, 0, 4, 9, 0, 7, 1, 5, leader_term=1)
 ALL = [beat(role, role) for role in ("feeder", "generator", "reward", "trainer")]
 
 
