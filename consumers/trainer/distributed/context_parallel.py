@@ -77,7 +77,7 @@ class _Gather(torch.autograd.Function):
     def forward(ctx: Any, values: Tensor, part: Part) -> Tensor:
         ctx.part = part
         out = values.new_empty((part.size * values.shape[0], *values.shape[1:]))
-        dist.all_gather_into_tensor(out, values.contiguous(), group=part.group)
+        dist.all_gather(list(out.chunk(part.size)), values.contiguous(), group=part.group)
         return out
 
     @staticmethod

@@ -73,13 +73,24 @@ class Ranks:
 
     @cached_property
     def mesh(self) -> DeviceMesh:
-        """The ranks as a mesh, with the flat dimensions data and sharded. Every rank must use it first at one point."""
+        """The ranks as a mesh. Every rank must use this, and what is made of it, first at the same point."""
         layout, device = self.layout, self.accelerator.device.type
         sizes = (layout.replicate, layout.shard, layout.context, layout.tensor)
-        mesh = init_device_mesh(device, sizes, mesh_dim_names=("replicate", "shard", "context", "tensor"))
-        mesh["replicate", "shard"]._flatten("data")
-        mesh["shard", "context"]._flatten("sharded")
-        return mesh
+        return init_device_mesh(device, sizes, mesh_dim_names=("replicate", "shard", "context", "tensor"))
+
+    @cached_property
+    def _data_group(self) -> dist.ProcessGroup:
+        """The ranks that have each another data part, one of every part."""
+        return self.mesh["replicate", "shard"]._flatten("data").get_group()
+
+    @cached_property
+    def _sharding_mesh(self) -> DeviceMesh:
+        """The ranks over which parameters are sharded; with copies, those beside them as the first dimension."""
+        mesh, copies = self.mesh, self.layout.replicate > 1
+        if self.layout.context == 1:
+            return mesh["replicate", "shard"] if copies else mesh["shard"]
+        flat = mesh["shard", "context"]._flatten("sharded")
+        return mesh["replicate", "sharded"] if copies else flat
 
     def _part(self, name: str) -> Part | None:
         """This rank's place in a dimension of the mesh; None where that is of one rank."""
@@ -169,7 +180,7 @@ class Ranks:
         # plain data parallelism whatever plugin it is given.
         model = model.to(self.accelerator.device)
         self._cut(model)
-        mesh = self.mesh["replicate", "sharded"] if self.layout.replicate > 1 else self.mesh["sharded"]
+        mesh = self._sharding_mesh
         precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
         layers = {name for module in model.modules() for name in getattr(module, "_no_split_modules", None) or ()}
         for module in model.modules():
@@ -240,7 +251,7 @@ class Ranks:
         if self.world == 1:
             return [float(v) for v in values]
         packed = torch.tensor(values, dtype=torch.float64, device=self.accelerator.device)
-        dist.all_reduce(packed, operation, group=self.mesh["data"].get_group() if data else None)
+        dist.all_reduce(packed, operation, group=self._data_group if data else None)
         return [float(v) for v in packed.tolist()]
 
 

@@ -7,6 +7,7 @@ what is in ``grad``, and would count a first micro-batch again at the second; sh
 
 from __future__ import annotations
 
+import logging
 from typing import cast
 
 from torch import Tensor, nn
@@ -15,6 +16,9 @@ from transformers import PreTrainedModel
 from transformers.distributed.tensor_parallel import apply_expert_parallelism, apply_tensor_parallelism
 
 from schemas.errors import ConfigError
+
+# Of a weight that is cut and sharded it says that two gathers make it whole, and so it is.
+logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 
 
 def cut_layers(model: PreTrainedModel, mesh: DeviceMesh, experts_whole: bool = False) -> None:

@@ -141,7 +141,7 @@ def _over_ranks(
     log-probability is that within its rank plus L_i - L, and the entropy is the sum of w_i (H_i - (L_i - L)).
     """
     every = total.new_empty((part.size, len(total)))
-    dist.all_gather_into_tensor(every.view(-1), total.contiguous(), group=part.group)
+    dist.all_gather(list(every.unbind()), total.contiguous(), group=part.group)
     whole = torch.logsumexp(every, 0)
     share = total - whole
     sums = torch.stack([torch.where(own, logprobs + share, 0.0), share.exp() * (entropy - share)])
