@@ -1,4 +1,4 @@
-"""One of two ranks is killed, in a step or a save: the next two end with the weights of an undisturbed run."""
+"""One of several ranks is killed, in a step or a save: the next ones end with the weights of an undisturbed run."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from consumers.trainer.checkpoint.convert import export_checkpoint
 from schemas.config import BrokerConfig, parse_config
 from tests.support.deterministic_run import Pipeline, make_config
 from tests.support.killed_trainers import run_trainer_to_its_end
+from tests.support.parallel_steps import make_divisible_model
 from tests.support.tiny_model import make_tiny_model
 
 pytestmark = pytest.mark.e2e
@@ -27,8 +28,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model(tmp_path_factory.mktemp("tiny"), hidden=32, layers=1)
 
 
-def settings(folder: Path, model: Path, broker: Broker) -> dict[str, Any]:
-    return make_config(folder / "run", model, broker, processes=2, record=True)
+def settings(folder: Path, model: Path, broker: Broker, **trainer: Any) -> dict[str, Any]:
+    return make_config(folder / "run", model, broker, **{"processes": 2, "record": True, **trainer})
 
 
 def train(data: dict[str, Any], folder: Path, point: str | None = None, victim: int = 0) -> list[int | None]:
@@ -43,11 +44,15 @@ def weights(data: dict[str, Any]) -> bytes:
 
 @pytest.fixture(scope="module")
 def undisturbed(server: EmbeddedServer, model: Path, tmp_path_factory: pytest.TempPathFactory) -> bytes:
-    folder = tmp_path_factory.mktemp("undisturbed")
-    broker = Broker(Connection(server.url, Keys("tidemill", "undisturbed-ranks"), 30), BrokerConfig())
-    data = settings(folder, model, broker)
+    return of_a_quiet_run(server, "undisturbed-ranks", model, tmp_path_factory.mktemp("undisturbed"))
+
+
+def of_a_quiet_run(server: EmbeddedServer, name: str, model: Path, folder: Path, **trainer: Any) -> bytes:
+    """The weights at its end."""
+    broker = Broker(Connection(server.url, Keys("tidemill", name), 30), BrokerConfig())
+    data = settings(folder, model, broker, **trainer)
     with Pipeline(broker):
-        assert train(data, folder) == [0, 0], (folder / "output.txt").read_text()[-3000:]
+        assert set(train(data, folder)) == {0}, (folder / "output.txt").read_text()[-3000:]
     exported = weights(data)
     assert exported == (folder / "run/model/model.safetensors").read_bytes()
     return exported
@@ -76,4 +81,26 @@ def test_the_weights_are_those_of_an_undisturbed_run(
         assert codes[victim] == -signal.SIGKILL
         assert codes[1 - victim] not in (0, None), "the other one ends too"
         assert train(data, tmp_path) == [0, 0], (tmp_path / "output.txt").read_text()[-3000:]
+    assert weights(data) == undisturbed
+
+
+def test_ranks_that_share_layers_too(
+    server: EmbeddedServer, make_broker: Callable[..., Broker], tmp_path: Path
+) -> None:
+    """Each layer cut in two, and each part sharded over two ranks."""
+    model = make_divisible_model(tmp_path / "model")
+    layout: dict[str, Any] = {"processes": 4, "parallel": {"tensor": 2}}
+    quiet, disturbed = (tmp_path / name for name in ("quiet", "disturbed"))
+    for folder in (quiet, disturbed):
+        folder.mkdir()
+    undisturbed = of_a_quiet_run(server, "undisturbed-parts", model, quiet, **layout)
+    broker = make_broker()
+    data = settings(disturbed, model, broker, **layout)
+    with Pipeline(broker):
+        for point, victim in (("optimizer step", 3), ("half of the tensors written", 2)):
+            codes = train(data, disturbed, point, victim)
+            assert codes[victim] == -signal.SIGKILL
+            assert None not in codes, "the others end too"
+            assert codes[0] != 0, "and rank 0 says that something was wrong"
+        assert train(data, disturbed) == [0] * 4, (disturbed / "output.txt").read_text()[-3000:]
     assert weights(data) == undisturbed
