@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -15,17 +17,33 @@ pytestmark = pytest.mark.e2e
 EXAMPLE = Path(__file__).parents[3] / "examples" / "agents" / "calculator"
 
 
+ASKED = {"role": "user", "content": "37*84=?"}
+
+
+def turns(a: int, b: int) -> list[dict[str, Any]]:
+    question = [{"role": "system", "content": "calculator"}, {"role": "user", "content": f"{a}*{b}=?"}]
+    call = f'<tool_call>{{"name": "calculator", "arguments": {{"expression": "{a}*{b}"}}}}</tool_call>'
+    product = str(a * b)
+    seen = [*question, {"role": "assistant", "content": call}, {"role": "tool", "content": product}]
+    return [{"messages": question, "answer": call}, {"messages": seen, "answer": product}]
+
+
+def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
 @pytest.mark.timeout(300)
 def test_an_agent_that_asks_its_tool_is_one_row(tmp_path: Path) -> None:
     folder = shutil.copytree(EXAMPLE, tmp_path / "e")
     config = yaml.safe_load((folder / "config.yaml").read_text())
     config["model"]["path"] = str(tmp_path / "model")
-    for shown in (config["warm_start"]["dataset"], config["warm_start"]["eval"]):
-        # A call and a result for each of two products; the second is the one that is asked.
-        shown.update(args={"split": "train", "guesses": 0}, limit=4)
+    # A call and a result for each of two products; the second is the one that is asked.
+    write_rows(folder / "shown.jsonl", [*turns(75, 80), *turns(37, 84)])
+    write_rows(folder / "asked.jsonl", [{"messages": [ASKED], "answer": "3108"}])
+    shown, asked = ({"name": "jsonl", "args": {"path": f"{n}.jsonl", "prompt": "messages"}} for n in ("shown", "asked"))
+    config["warm_start"].update(dataset=shown, eval=shown)
+    config["train"] = config["eval"]["dataset"] = asked
     config["warm_start"].update(lr=3e-3, batch_size=8, stop_accuracy=1.0, eval_every=10)
-    for asked in (config["train"], config["eval"]["dataset"]):
-        asked.update(args={"split": "train"}, limit=1)
     config["generator"].update(engine="transformers")
     config["trainer"].update(steps=3, batch_groups=8)
     run = UpRun(folder, config)

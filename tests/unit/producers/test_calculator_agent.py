@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import json
+import math
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -40,14 +41,19 @@ def test_the_warm_start_shows_the_turns_that_the_agent_later_sends(tmp_path: Pat
     a, b = shown.pairs[0]
     asked = {"role": "user", "content": f"{a}*{b}=?"}
     called = {"role": "assistant", "content": None, "tool_calls": [call_of(f"{a}*{b}")]}
-    told = {"role": "tool", "tool_call_id": "call1", "content": str(a * b)}
+
+    def told(result: str) -> dict[str, Any]:
+        return {"role": "tool", "tool_call_id": "call1", "content": result}
+
     sent: list[tuple[list[dict[str, Any]], Any]] = [
         ([asked], tools),
-        ([asked, called, told], tools),
+        ([asked, called, told(shown[1].data["answer"])], tools),
+        ([asked, called, told(shown[2].data["answer"])], tools),
         ([asked], None),
         ([asked], tools),
         ([asked], tools),
     ]
+    assert shown.turns == len(sent)
     for turn, (messages, offered) in enumerate(sent):
         seen = [{"role": message.role, "content": message.content} for message in shown[turn].messages]
         assert template.ids(template.render(messages, offered)) == template.ids(template.render(seen))
@@ -55,12 +61,22 @@ def test_the_warm_start_shows_the_turns_that_the_agent_later_sends(tmp_path: Pat
     assert written == template.render([asked], tools) + shown[0].data["answer"] + "<|end|>"
 
 
-def test_the_warm_start_shows_short_products_as_often_as_long_ones() -> None:
-    for split in ("train", "heldout"):
-        shown = load("products").Demonstrations(split)
-        assert set(shown.pairs) == set(load("products").Products(split).pairs)
-        digits = [len(str(a * b)) for a, b in shown.pairs]
-        assert digits == [3, 4] * (len(digits) // 2)
+def test_the_warm_start_shows_short_results_as_often_as_long_ones_and_not_those_of_its_questions() -> None:
+    shown = load("products").Demonstrations("train", guesses=2)
+    results = [(shown[shown.turns * pair + 1].data["answer"], math.prod(shown.pairs[pair])) for pair in range(2000)]
+    short = sum(len(result) == 3 for result, _ in results)
+    assert {len(result) for result, _ in results} == {3, 4}
+    assert 900 < short < 1100
+    assert sum(result == str(product) for result, product in results) < 20, "what is repeated is what was read"
+
+
+def test_short_products_are_trained_as_often_as_long_ones() -> None:
+    products = load("products")
+    digits = [len(str(a * b)) for a, b in products.Products("train").pairs]
+    assert digits == [3, 4] * (len(digits) // 2)
+    heldout = products.Products("heldout").pairs
+    assert len(heldout) == len(set(heldout)) == 810
+    assert not set(heldout) & set(products.Products("train").pairs)
 
 
 @pytest.mark.parametrize(("with_tools", "reward"), [(True, 1.0), (False, 0.0)])
