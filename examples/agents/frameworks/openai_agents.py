@@ -15,9 +15,9 @@ def multiply(a: int, b: int) -> int:
     return a * b
 
 
-async def ask(question, base_url=None, api_key=None):
-    """The agent's answer. It talks to /v1/responses; with API=chat to /v1/chat/completions."""
-    provider = OpenAIProvider(base_url=base_url, api_key=api_key, use_responses=os.environ.get("API") != "chat")
+async def ask(question, base_url=None, api_key=None, chat=False):
+    """The agent's answer. It talks to /v1/responses, or if ``chat`` to /v1/chat/completions."""
+    provider = OpenAIProvider(base_url=base_url, api_key=api_key, use_responses=not chat)
     agent = Agent(
         name="calculator", instructions="Use the tool.", tools=[multiply], model=os.environ.get("MODEL", "policy")
     )
@@ -31,5 +31,11 @@ async def run(task, base_url, api_key):
     return float(answer.strip() == task["data"]["answer"])
 
 
+async def run_chat(task, base_url, api_key):
+    """The same over /v1/chat/completions."""
+    answer = await ask(task["messages"][-1]["content"], base_url, api_key, chat=True)
+    return float(answer.strip() == task["data"]["answer"])
+
+
 if __name__ == "__main__":
-    print(asyncio.run(ask(sys.argv[1] if len(sys.argv) > 1 else "37*84=?")))
+    print(asyncio.run(ask(sys.argv[1] if len(sys.argv) > 1 else "37*84=?", chat=os.environ.get("API") == "chat")))
