@@ -4,7 +4,7 @@
     python -m benchmarks.end_to_end --workloads short heavy_tailed --seeds 0 1 2 --out end_to_end.jsonl
 
 One JSON line a run goes to --out; a run that has its line already is not repeated. The model of a workload is made
-once, by its warm_start. Both have as many threads as the machine has cores, in Tidemill one for each busy process.
+once, by its warm_start. TRL has as many threads as the machine has cores, or --threads; each process of Tidemill one.
 What TRL's evaluations take is taken out of its time; Tidemill's run beside the training and count.
 """
 
@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -28,7 +30,7 @@ SHOWN = ("start_s", "samples_per_s", "samples_per_s_with_start", "tokens_per_s",
 def jobs(settings: argparse.Namespace) -> list[Job]:
     """All runs, contenders in turns."""
     return [
-        Job(contender, workload, algorithm, lr, seed, settings.steps)
+        Job(contender, workload, algorithm, lr, seed, settings.steps, settings.threads)
         for workload in settings.workloads
         for seed in settings.seeds
         for algorithm in settings.algorithms
@@ -71,11 +73,14 @@ def main() -> None:
     parser.add_argument("--lr", nargs="+", type=float, default=[4e-4])
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
     parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="TRL's; 1 on a busy machine.")
     parser.add_argument("--quick", action="store_true", help="30 steps.")
     parser.add_argument("--out", type=Path, help="JSON lines of the runs; what it holds already is not run again.")
     parser.add_argument("--json", action="store_true", help="Print the medians as JSON.")
     parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="Further settings of Tidemill's.")
     settings = parser.parse_args()
+    # As an exception: what runs is ended first.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     if settings.quick:
         settings.steps = 30
     for workload in settings.workloads:

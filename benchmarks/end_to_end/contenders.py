@@ -43,7 +43,10 @@ ALGORITHMS = {
 
 @dataclass(frozen=True)
 class Job:
-    """What is run: contender (a Tidemill engine, or trl), workload, algorithm, learning rate, seed and steps."""
+    """What is run: contender (a Tidemill engine, or trl), workload, algorithm, learning rate, seed and steps.
+
+    threads: of TRL's one process; Tidemill's have one each.
+    """
 
     contender: str
     workload: str
@@ -51,6 +54,7 @@ class Job:
     lr: float
     seed: int
     steps: int
+    threads: int
 
     @property
     def config(self) -> Path:
@@ -114,9 +118,10 @@ def _run_tidemill(job: Job, folder: Path, overrides: list[str]) -> dict[str, Any
 def _run_trl(job: Job, folder: Path, overrides: list[str]) -> dict[str, Any]:
     algorithm = ALGORITHMS[job.algorithm]
     out = folder / "steps.jsonl"
-    numbers = [algorithm.prompts, algorithm.samples, job.steps, job.lr, job.seed, os.cpu_count() or 1, time.time()]
+    numbers = [algorithm.prompts, algorithm.samples, job.steps, job.lr, job.seed, job.threads, time.time()]
     command = [sys.executable, "-m", "benchmarks.end_to_end.trl_run", str(job.config), str(out), str(algorithm.trl)]
-    usage = measure([*command, *map(str, numbers)], dict(os.environ), folder / "log", DEADLINE_S, lambda _: None)
+    environment = {**os.environ, "OMP_NUM_THREADS": str(job.threads)}
+    usage = measure([*command, *map(str, numbers)], environment, folder / "log", DEADLINE_S, lambda _: None)
     lines = [line for line in _lines(out)]
     curve = Curve(
         {line["step"]: line["wall_s"] for line in lines},
