@@ -10,14 +10,16 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import structlog
 
-from consumers.trainer.data.microbatches import Group
 from schemas.files import LineFile
 from schemas.messages import Trajectory
+
+if TYPE_CHECKING:  # it needs PyTorch, and `tidemill up` looks at trackers without
+    from consumers.trainer.data.microbatches import Group
 
 FOLDER = "samples"
 KEEP_BYTES = 512 << 20
