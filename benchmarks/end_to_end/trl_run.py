@@ -54,15 +54,19 @@ def main() -> None:
             self.lines, self.left_s, self.left_cpu_s = lines, 0.0, 0.0
 
         def on_train_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
-            self.write(0, self.accuracy(more["model"]))
+            self.write(0, self.evaluate(more["model"]))
 
         def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
-            moment, cpu_s = time.time(), CPU()
             due = state.global_step % every == 0 or state.global_step == steps
-            accuracy = self.accuracy(more["model"]) if due else None
+            self.write(state.global_step, self.evaluate(more["model"]) if due else None)
+
+        def evaluate(self, model: Any) -> float:
+            """Accuracy, with the clocks stopped."""
+            moment, cpu_s = time.time(), CPU()
+            found = self.accuracy(model)
             self.left_s += time.time() - moment
             self.left_cpu_s += CPU() - cpu_s
-            self.write(state.global_step, accuracy)
+            return found
 
         def accuracy(self, model: Any) -> float:
             found = greedy(model, questions, most, tokenizer.eos_token_id)
