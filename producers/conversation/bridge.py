@@ -96,7 +96,7 @@ def _by_mark(template: ChatTemplate, turn: NewTurn) -> str | None:
     if text.count(MARK) != 1:
         return None
     tail = text.partition(MARK)[2]
-    head = tail[: _place_of_new(tail, turn.new)]
+    head = tail[: _place_of_new(template, tail, turn.new)]
     if turn.closing is not None:
         if (at := head.find(turn.closing)) >= 0:
             return tail[at + len(turn.closing) :]
@@ -112,10 +112,10 @@ def _by_mark(template: ChatTemplate, turn: NewTurn) -> str | None:
     return tail[at:]
 
 
-def _place_of_new(tail: str, new: Sequence[Message]) -> int | None:
+def _place_of_new(template: ChatTemplate, tail: str, new: Sequence[Message]) -> int | None:
     """Return where the first new message stands in what follows an answer, so that nothing is looked for in it."""
     text = content_text(new[0].get("content")) if new else None
-    found = tail.rfind(text.strip()) if text and text.strip() else -1
+    found = tail.rfind(template.shield(text.strip())) if text and text.strip() else -1
     return found if found >= 0 else None
 
 

@@ -15,6 +15,11 @@ from schemas.errors import DataError
 MARK = "Qz7MarkOfTheJoin7zQ"
 """A text that no template changes, and no conversation has."""
 
+BREAK = "Qz7BreakOfTheText7zQ"
+"""Another one, at which text is cut before it is turned into token ids."""
+_FROM_OUTSIDE = ("user", "tool", "function")
+"""Roles of messages whose content may come from anywhere: a page that a tool has read."""
+
 _Style = tuple[str | None, bool]
 _STYLES: tuple[_Style, ...] = (("", False), (None, False), ("", True), (None, True))
 """How templates want an answer with tool calls and no text: its content, and whether its arguments are text."""
@@ -52,15 +57,23 @@ class ChatTemplate:
         return self._render(messages, tools, generation_prompt, args, style)
 
     def ids(self, text: str, after: int | None = None) -> list[int]:
-        """Return token ids of a text, nothing added; special tokens in it become their ids.
+        """Return token ids of a rendered text, nothing added; special tokens of the template become their ids.
 
-        after: the special token that stands before it, since a tokenizer may read what follows one in its own way.
+        Those that stand in the content of a user's or a tool's message stay text. after: the special token that stands
+        before it, since a tokenizer may read what follows one in its own way.
         """
         if after is not None:
-            found = self._tokenizer.encode(self.token_text(after) + text)
+            found = self._encode(self.token_text(after) + text)
             if found[:1] == [after]:
                 return found[1:]
-        return self._tokenizer.encode(text)
+        return self._encode(text)
+
+    def shield(self, text: str) -> str:
+        """Return the text as it is rendered, so that no special token in it becomes one."""
+        return self._special.sub(lambda found: f"{found[0][0]}{BREAK}{found[0][1:]}", text) if self._special else text
+
+    def _encode(self, text: str) -> list[int]:
+        return [token for part in text.split(BREAK) for token in self._tokenizer.encode(part)]
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of token ids, without special tokens."""
@@ -84,6 +97,12 @@ class ChatTemplate:
         """Texts of all special tokens, the longest first."""
         ids = self.stop_ids | self._tokenizer.special_ids
         return sorted(filter(None, map(self.token_text, ids)), key=len, reverse=True)
+
+    @cached_property
+    def _special(self) -> re.Pattern[str] | None:
+        """Finds special tokens in text; None if there are none that text can have."""
+        found = [re.escape(text) for text in self.special_texts if len(text) > 1]
+        return re.compile("|".join(found)) if found else None
 
     @cached_property
     def _wants_parts(self) -> bool:
@@ -137,6 +156,8 @@ class ChatTemplate:
         """Write a message as templates expect it: content one text, arguments a mapping, reasoning under its key."""
         fitted = dict(message)
         text = content_text(message.get("content"))
+        if text is not None and message.get("role") in _FROM_OUTSIDE:
+            text = self.shield(text)
         if text is not None:
             fitted["content"] = [{"type": "text", "text": text}] if self._wants_parts else text
         if message.get("role") != "assistant":

@@ -107,13 +107,13 @@ def test_old_reasoning_stays_between_tool_turns_as_the_template_has_it(tokenizer
 def test_text_of_the_user_is_not_taken_for_the_close(tokenizer: HfTokenizer, text: str) -> None:
     template = named_template(tokenizer, "append only")
     new = [{"role": "user", "content": text}]
-    after = f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n"
+    after = f"<|im_start|>user\n{template.shield(text)}<|im_end|>\n<|im_start|>assistant\n"
     assert find_suffix(template, NewTurn([USER], ANSWER, new, "<|im_end|>")) == "\n" + after
     assert find_suffix(template, NewTurn([USER], ANSWER, new, None)) == "<|im_end|>\n" + after
     unclosed = named_template(tokenizer, "no closing token")
     new = [{"role": "user", "content": text + "<|observation|>"}]
-    suffix = f"<|user|>\n{text}<|observation|>".replace("\n\n", "\n") + "<|assistant|>\n"
-    assert find_suffix(unclosed, NewTurn([USER], ANSWER, new, "<|observation|>")) == suffix
+    suffix = f"<|user|>\n{template.shield(text)}{template.shield('<|observation|>')}".replace("\n\n", "\n")
+    assert find_suffix(unclosed, NewTurn([USER], ANSWER, new, "<|observation|>")) == suffix + "<|assistant|>\n"
 
 
 def test_a_template_that_loses_what_is_new_is_not_joined(tokenizer: HfTokenizer) -> None:
