@@ -73,7 +73,7 @@ class Episode:
             finally:
                 self._stage.sessions.end(session)
             if result is None:
-                return self._unfinished(session)
+                return await asyncio.to_thread(self._unfinished, session)
             found = judge(result, session.limit, settings)
             if isinstance(found, Failure) and found.again:
                 partial = session.partial()
@@ -85,7 +85,7 @@ class Episode:
                     attempt += 1
                 if attempt < settings.attempts:
                     continue
-            return self._end(session, result, found)
+            return await self._end(session, result, found)
 
     async def _run_agent(self, session: Session, attempt: int) -> AgentResult | None:
         """Run the agent to its end; None when the episode has to be handed over."""
@@ -124,7 +124,9 @@ class Episode:
         found.notes = dict(session.notes)
         return found
 
-    def _end(self, session: Session, result: AgentResult, found: Outcome | Failure) -> SampledCompletion | FailedSample:
+    async def _end(
+        self, session: Session, result: AgentResult, found: Outcome | Failure
+    ) -> SampledCompletion | FailedSample:
         alarm = self._stage.alarm.add(found)
         if alarm is not None:
             self._rollout.report("agents_failing", alarm)
@@ -137,13 +139,17 @@ class Episode:
                 return FailedSample(self._index, f"agent: {error.message}", "raised")
         if not session.conversation.calls:
             return FailedSample(self._index, "agent: it ended without a model call that was answered", "no_call")
-        settings = self._stage.settings
         reward = found.reward if found.reward is not None else session.reward
         if reward is None and result.turn_rewards:
             reward = sum(result.turn_rewards.values())
         if reward is None and found.finish is not None:
             # The policy used up what it was allowed, and its agent could not say more.
             reward = 0.0
+        # A thread: to decode and to join long conversations would hold the requests of all others.
+        return await asyncio.to_thread(self._sample, session, result, found, reward)
+
+    def _sample(self, session: Session, result: AgentResult, found: Outcome, reward: float | None) -> SampledCompletion:
+        settings = self._stage.settings
         sample = session.conversation.sample(
             self._index,
             found.finish or session.finish_of_last,

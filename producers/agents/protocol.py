@@ -77,7 +77,7 @@ class OpenSession(Protocol):
         """Keep numbers of the agent about its episode."""
         ...
 
-    def count_tokens(self, request: CallRequest) -> int:
+    async def count_tokens(self, request: CallRequest) -> int:
         """Number of tokens of the prompt that the request would have."""
         ...
 

@@ -169,7 +169,12 @@ class Session:
                 self.busy_s += self._idle_since - self._busy_since
 
     def forget(self, call: int) -> None:
-        """Take an answer out of the record, because nobody received it."""
+        """Take an answer out of the record, because nobody received it.
+
+        Not when the session has ended: who goes on with the episode will ask for it again.
+        """
+        if self._ended:
+            return
         self.conversation.remove(call)
         self._asked[self._digests.pop(call)] -= 1
 
@@ -186,10 +191,11 @@ class Session:
         """Keep numbers of the agent about its episode."""
         self.metrics.update(metrics)
 
-    def count_tokens(self, request: CallRequest) -> int:
+    async def count_tokens(self, request: CallRequest) -> int:
         """Number of tokens of the prompt that the request would have."""
         self._check_open()
-        return len(self._prompt(request).ids)
+        async with self._lock:
+            return len((await asyncio.to_thread(self._prompt, request)).ids)
 
     def finish(self) -> None:
         """The agent says that its episode is over."""

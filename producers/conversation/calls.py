@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import msgspec
 import numpy as np
 
 from producers.conversation.messages import Message
@@ -58,16 +56,6 @@ def digest_key(digest: bytes, repeat: int) -> bytes:
     repeat: how often the same prompt was asked before in its episode.
     """
     return hashlib.blake2b(digest + repeat.to_bytes(8, "little"), digest_size=16).digest()
-
-
-def call_records(calls: Iterable[AnsweredCall]) -> list[Call]:
-    """Return the calls as they are saved, in the order of time, for an agent that starts again."""
-    before: Counter[bytes] = Counter()
-    records = []
-    for call in calls:
-        records.append(msgspec.structs.replace(call.record, key=digest_key(call.digest, before[call.digest])))
-        before[call.digest] += 1
-    return records
 
 
 def record_completion(completion: Completion) -> Call:

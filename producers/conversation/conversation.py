@@ -6,14 +6,17 @@ ours gets the ids held so far and those of what is new, and so stays one row of 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal, get_args
 
+import msgspec
+
 from producers.conversation.assembly import choose_calls, join_rows
 from producers.conversation.bridge import NewTurn, find_kept_suffix, find_suffix
-from producers.conversation.calls import AnsweredCall, call_records, digest_key, ids_digest, record_completion, row_ids
+from producers.conversation.calls import AnsweredCall, digest_key, ids_digest, record_completion, row_ids
 from producers.conversation.chat_template import ChatTemplate
 from producers.conversation.messages import Message, extend_chain, message_key, settings_key
 from producers.engines.base import Completion
@@ -77,6 +80,9 @@ class Conversation:
         self._ends: dict[bytes, list[int]] = {}
         self._answers: dict[bytes, int] = {}
         self._names: dict[bytes, str] = {}
+        self._records: list[Call] = []
+        self._asked: Counter[bytes] = Counter()
+        """How often each prompt has a record."""
         self._tails: dict[int, int] = {}
         """The last call of each segment."""
 
@@ -144,8 +150,7 @@ class Conversation:
 
     def key(self, prompt: NextPrompt, ahead: int = 0) -> bytes:
         """Return the key of a call with this prompt. ahead: calls with the same ids that are not answered yet."""
-        before = sum(call.digest == prompt.digest for call in self._delivered())
-        return digest_key(prompt.digest, before + ahead)
+        return digest_key(prompt.digest, self._asked[prompt.digest] + ahead)
 
     def add(self, prompt: NextPrompt, completion: Completion, answer: Message) -> int:
         """Record what a call was answered with, and return its number.
@@ -180,13 +185,20 @@ class Conversation:
             self._answers.setdefault(message_key(answer, reasoning=False), number)
         self._calls[number] = call
         self._tails[segment] = number
+        self._add_record(call)
+        again = False
         for used in {prompt.parent, *prompt.repeated} - {None}:
-            self._calls[used].used = True  # type: ignore[index]
+            earlier = self._calls[used]  # type: ignore[index]
+            again = again or (earlier.removed and not earlier.used)
+            earlier.used = True
+        if again:
+            self._make_records()
         return number
 
     def remove(self, call: int) -> None:
         """Forget an answer that nobody received."""
         self._calls[call].removed = True
+        self._make_records()
 
     def set_reward(self, call: int, reward: float) -> None:
         """Say what the answer of a call earned."""
@@ -204,8 +216,18 @@ class Conversation:
         return found
 
     def records(self) -> list[Call]:
-        """Return the calls as they are saved for another generator."""
-        return call_records(self._delivered())
+        """Return the calls as they are saved for another generator, in the order of time."""
+        return list(self._records)
+
+    def _make_records(self) -> None:
+        self._records, self._asked = [], Counter()
+        for call in self._delivered():
+            self._add_record(call)
+
+    def _add_record(self, call: AnsweredCall) -> None:
+        key = digest_key(call.digest, self._asked[call.digest])
+        self._records.append(msgspec.structs.replace(call.record, key=key))
+        self._asked[call.digest] += 1
 
     def partial(self, index: int) -> Partial:
         """Return the episode so far, to be saved as sample ``index``."""
@@ -235,7 +257,7 @@ class Conversation:
         arrays = join_rows(self._calls, trained, numbers)
         last = self._last_call(kept)
         if finish == "abort" and not arrays.tokens:
-            return SampledCompletion(index, [], [], [], [], [], "abort", "", "", calls=call_records(delivered))
+            return SampledCompletion(index, [], [], [], [], [], "abort", "", "", calls=self.records())
         if last is None:
             raise DataError("the episode has no model call that was answered")
         if not arrays.tokens:
@@ -256,7 +278,7 @@ class Conversation:
             segments=arrays.segments,
             reward=reward,
             metrics=dict(metrics or {}),
-            calls=call_records(delivered),
+            calls=self.records(),
         )
 
     def _delivered(self) -> list[AnsweredCall]:

@@ -119,7 +119,11 @@ def _in_common(first: Sequence[T], second: Sequence[T], same: Callable[[T, T], b
 
 
 def _same_call(first: Call, second: Call) -> bool:
-    return (first.key, first.finish, len(first.tokens)) == (second.key, second.finish, len(second.tokens))
+    return first is second or (first.key, first.finish, len(first.tokens)) == (
+        second.key,
+        second.finish,
+        len(second.tokens),
+    )
 
 
 @dataclass

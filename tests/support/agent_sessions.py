@@ -63,7 +63,7 @@ class ScriptedSession:
         text = parsed.content or ""
         return Answer(call, f"chatcmpl-{call:04x}", parsed, text, finish, [1, 2, 3], [7, 8], [-0.5, float("-inf")])
 
-    def count_tokens(self, request: CallRequest) -> int:
+    async def count_tokens(self, request: CallRequest) -> int:
         self.requests.append(request)
         return 17
 

@@ -66,7 +66,7 @@ def read_messages(data: JSON, asker: Asker) -> Question:
 
 async def count_tokens(body: bytes, asker: Asker) -> JSON:
     """Length of the prompt that a request would have."""
-    return {"input_tokens": asker.session.count_tokens(read_messages(read_json(body), asker).call)}
+    return {"input_tokens": await asker.session.count_tokens(read_messages(read_json(body), asker).call)}
 
 
 def _output_format(data: JSON) -> str | None:

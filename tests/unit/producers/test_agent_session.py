@@ -11,6 +11,7 @@ import pytest
 from producers.agents.places import EnginePlaces
 from producers.agents.protocol import CallRequest, SessionError
 from producers.agents.session import Policy, Session
+from producers.conversation import conversation
 from producers.conversation.chat_template import ChatTemplate
 from producers.conversation.conversation import Conversation
 from producers.conversation.parsing.factory import make_parser
@@ -211,6 +212,25 @@ def test_notes_are_kept_when_they_are_saved_and_only_so_many(tokenizer: HfTokeni
         assert list(play.session.notes) == ["order"]
 
     run(scene)
+
+
+def test_each_call_is_digested_once_however_many_there_were_before(
+    tokenizer: HfTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[bytes] = []
+    real = conversation.digest_key
+    monkeypatch.setattr(conversation, "digest_key", lambda digest, n: made.append(digest) or real(digest, n))
+
+    async def scene() -> None:
+        play = Scene(tokenizer, *["one"] * 20)
+        said = ["Say one"]
+        for _ in range(20):
+            await play.ask(*said)
+            said += ["one", "Again"]
+        assert len(play.states[-1].calls) == 20
+
+    run(scene)
+    assert len(made) == 20
 
 
 def test_a_session_that_nobody_saves_answers_all_the_same(tokenizer: HfTokenizer) -> None:
