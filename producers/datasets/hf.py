@@ -33,11 +33,21 @@ class HuggingFace:
         template: str | None = None,
         system: str | None = None,
         chat: bool = False,
-        fields: list[str] | None = None,
+        fields: list[str] | dict[str, str] | None = None,
+        where: dict[str, Any] | None = None,
     ) -> None:
         self._where = f"{path}[{split}]"
-        self._rows = RowReader(prompt, answer, template, system, chat, fields)
-        self._table = load_table(base, path, split, name, revision)
+        self._rows = RowReader(prompt, answer, template, system, chat, fields, where)
+        self._table = self._matching(load_table(base, path, split, name, revision))
+
+    def _matching(self, table: Any) -> Any:
+        """The rows that ``where`` asks for; ConfigError when there is no such column."""
+        for name, few in self._rows.where.items():
+            if name not in table.column_names:
+                known = ", ".join(map(repr, table.column_names))
+                raise ConfigError(f"{self._where} has no column {name!r}, it has {known}")
+            table = table.select([index for index, value in enumerate(table[name]) if value in few])
+        return table
 
     def __len__(self) -> int:
         return len(self._table)

@@ -35,9 +35,10 @@ class Jsonl:
         template: str | None = None,
         system: str | None = None,
         chat: bool = False,
-        fields: list[str] | None = None,
+        fields: list[str] | dict[str, str] | None = None,
+        where: dict[str, Any] | None = None,
     ) -> None:
-        self._rows = RowReader(prompt, answer, template, system, chat, fields)
+        self._rows = RowReader(prompt, answer, template, system, chat, fields, where)
         self._files = _find(base, [path] if isinstance(path, str) else path)
         self._offsets = [self._index(file) for file in self._files]
         self._ends = list(itertools.accumulate(len(offsets) for offsets in self._offsets))
@@ -60,11 +61,7 @@ class Jsonl:
         return self._parse(line, f"{self._files[at]} at byte {offset}")
 
     def _parse(self, line: bytes, where: str) -> Example:
-        try:
-            row = msgspec.json.decode(line)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise DataError(f"{where}: not JSON: {error}") from error
-        example = self._rows.read(row, where)
+        example = self._rows.read(_decode(line, where), where)
         _check_numbers(example.data, where)
         return example
 
@@ -74,8 +71,9 @@ class Jsonl:
         try:
             with file.open("rb") as lines:
                 for number, line in enumerate(lines, start=1):
-                    if line.strip():
-                        self._parse(line, f"{file}:{number}")
+                    place = f"{file}:{number}"
+                    if line.strip() and self._rows.takes(_decode(line, place), place):
+                        self._parse(line, place)
                         offsets.append(offset)
                     offset += len(line)
         except OSError as error:
@@ -83,6 +81,13 @@ class Jsonl:
         except DataError as error:
             raise ConfigError(str(error)) from error
         return offsets
+
+
+def _decode(line: bytes, where: str) -> Any:
+    try:
+        return msgspec.json.decode(line)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise DataError(f"{where}: not JSON: {error}") from error
 
 
 def _check_numbers(data: dict[str, Any], where: str) -> None:

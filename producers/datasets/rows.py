@@ -24,7 +24,9 @@ class RowReader:
     template: text with {field} placeholders, used in place of the prompt field.
     system: system prompt; makes a conversation of a text prompt.
     chat: a text prompt becomes one user message.
-    fields: other fields handed on in ``data``; all of them by default.
+    fields: other fields handed on in ``data``, as a list, or as a mapping of the name that the reward function knows
+    to the row's; all of them by default.
+    where: rows to take, by the values that fields must have, one or a list of those allowed.
     """
 
     def __init__(
@@ -34,15 +36,21 @@ class RowReader:
         template: str | None = None,
         system: str | None = None,
         chat: bool = False,
-        fields: list[str] | None = None,
+        fields: list[str] | dict[str, str] | None = None,
+        where: dict[str, Any] | None = None,
     ) -> None:
         self.prompt = prompt
         self.answer = answer
         self.template = template
         self.system = system
         self.chat = chat or system is not None
-        self.fields = fields
+        self.fields = {name: name for name in fields} if isinstance(fields, list) else fields
+        self.where = {name: value if isinstance(value, list) else [value] for name, value in (where or {}).items()}
         self._placeholders = _placeholders(template) if template is not None else set()
+
+    def takes(self, row: Any, where: str) -> bool:
+        """Whether the row has the values that ``where`` asks for; DataError when it has no such field."""
+        return not isinstance(row, Mapping) or all(_field(row, name, where) in few for name, few in self.where.items())
 
     def read(self, row: Any, where: str) -> Example:
         """DataError names ``where`` (file and line) and what is wrong with the row."""
@@ -71,7 +79,7 @@ class RowReader:
         if self.fields is None:
             data = {name: value for name, value in row.items() if name not in (self.prompt, self.answer)}
         else:
-            data = {name: _field(row, name, where) for name in self.fields}
+            data = {name: _field(row, column, where) for name, column in self.fields.items()}
         if self.answer is not None:
             data["answer"] = _field(row, self.answer, where)
         return data

@@ -186,6 +186,11 @@ class TrainerConfig(Section):
         description="How token losses become one number: token_mean, sequence_mean, prompt_mean, constant, or your own"
         " as module:name or file.py:name.",
     )
+    mask_truncated: bool = Field(
+        False,
+        description="Take no gradient of samples that ended at a limit, of tokens, calls or time: what they would have"
+        " come to is not known (DAPO's overlong filtering). Their rewards still count in their group's mean.",
+    )
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
     publish: PublishConfig = Field(default_factory=PublishConfig)
     batch_timeout_s: Seconds = Field(

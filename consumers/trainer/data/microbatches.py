@@ -130,7 +130,8 @@ class StepPlanner:
 
     max_tokens: longest completion that sampling allows. micro_batch_tokens: most tokens of a micro-batch, with padding
     unless ``packed``; a longer row gets one of its own. cost: work of a row, which ranks share evenly. by_name: see
-    data/credit.py.
+    data/credit.py. mask_truncated: samples that ended at a limit have weight 0 and count in no mean of the loss; their
+    rewards are compared with the others' all the same.
     """
 
     advantage: AnyAdvantage
@@ -141,6 +142,7 @@ class StepPlanner:
     cost: Cost = field(default_factory=Cost)
     packed: bool = True
     by_name: bool = False
+    mask_truncated: bool = False
 
     def plan(self, groups: Sequence[Group]) -> StepPlan:
         """Advantages and weights over the whole step, and its rows dealt to ``dp_size`` ranks.
@@ -157,9 +159,13 @@ class StepPlanner:
         index = np.unique(task_ids, return_inverse=True)[1].astype(np.int64)
         rows = [row for s, trajectory in enumerate(trajectories) for row in cut_rows(trajectory, s)]
         lengths = loss_tokens(rows, len(samples))
-        totals = Totals.of(lengths, index, self.max_tokens)
+        truncated = np.array([t.finish in TRUNCATED for t in trajectories], dtype=np.bool_)
+        masked = truncated & self.mask_truncated
+        counted = np.where(masked, 0, lengths)
+        totals = Totals.of(counted, index, self.max_tokens)
         credit = give_credit(self.advantage, Samples(trajectories, rewards, index, rows), self.by_name)
-        weights = one_each("weights of the aggregation", self.aggregation(lengths, index, totals), len(samples))
+        weights = one_each("weights of the aggregation", self.aggregation(counted, index, totals), len(samples))
+        weights = np.where(masked, 0.0, weights)
         tokens = [len(row.tokens) for row in rows]
         costs = [self.cost.of(length, row.loss_tokens) for length, row in zip(tokens, rows, strict=True)]
         return StepPlan(
@@ -183,7 +189,7 @@ class StepPlanner:
             advantages=credit.samples,
             lengths=lengths,
             groups=index,
-            truncated=np.array([t.finish in TRUNCATED for t in trajectories], dtype=np.bool_),
+            truncated=truncated,
             costs=np.array(costs, dtype=np.float64),
         )
 

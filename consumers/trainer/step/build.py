@@ -57,6 +57,7 @@ def build_train_step(
         cost=policy.cost,
         packed=policy.packed,
         by_name=trainer.advantage.by_name,
+        mask_truncated=trainer.mask_truncated,
     )
 
     for model in (policy, critic):

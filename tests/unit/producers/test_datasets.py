@@ -275,3 +275,30 @@ def test_a_file_that_can_not_be_read_for_a_while_is_no_mistake_of_its_examples(t
     file.unlink()
     with pytest.raises(InfraError, match="cannot read"):
         dataset[0]
+
+
+def test_rows_are_taken_by_the_values_of_their_fields(tmp_path: Path) -> None:
+    rows = [{"prompt": str(i), "answer": str(i), "level": i % 3} for i in range(9)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    some = build("jsonl", tmp_path, path="rows.jsonl", where={"level": [0, 2]})
+    assert [some[i].text for i in range(len(some))] == ["0", "2", "3", "5", "6", "8"]
+    assert len(build("jsonl", tmp_path, path="rows.jsonl", where={"level": 1})) == 3
+    with pytest.raises(ConfigError, match=r"rows.jsonl:1: no field 'levle', it has 'prompt', 'answer', 'level'"):
+        build("jsonl", tmp_path, path="rows.jsonl", where={"levle": 1})
+
+
+def test_fields_reach_the_reward_under_other_names(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "answer": "b", "test_list": ["t"], "more": 1}\n')
+    (example,) = [build("jsonl", tmp_path, path="rows.jsonl", fields={"tests": "test_list"})[0]]
+    assert example.data == {"tests": ["t"], "answer": "b"}
+
+
+def test_rows_of_a_table_are_taken_by_the_values_of_their_columns(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    table = datasets.Dataset.from_dict({"prompt": list("abcd"), "answer": list("wxyz"), "level": [1, 2, 1, 3]})
+    table.save_to_disk(str(tmp_path / "table"))
+    some = build("hf", tmp_path, path="table", where={"level": [1, 3]}, fields={"difficulty": "level"})
+    assert [some[i].text for i in range(len(some))] == ["a", "c", "d"]
+    assert some[2].data == {"difficulty": 3, "answer": "z"}
+    with pytest.raises(ConfigError, match="has no column 'levle', it has 'prompt', 'answer', 'level'"):
+        build("hf", tmp_path, path="table", where={"levle": 1})

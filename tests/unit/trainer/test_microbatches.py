@@ -175,3 +175,21 @@ def test_two_groups_of_one_prompt_are_one() -> None:
     apart = planned([Group(1, samples[:2]), Group(1, samples[2:])], aggregation="prompt_mean")
     together = planned([Group(1, samples)], aggregation="prompt_mean")
     assert [row.weight for row in apart.rows] == [row.weight for row in together.rows]
+
+
+@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "prompt_mean", "constant"])
+def test_a_truncated_sample_gives_no_gradient_and_counts_in_no_mean(aggregation: str) -> None:
+    """Its reward still counts in the group's mean, so the others' advantages are as they are without the mask."""
+    ended = [make_trajectory(4, s, prompt=1, completion=length) for s, length in enumerate((2, 3))]
+    cut = make_trajectory(4, 2, prompt=1, completion=6)
+    cut.finish = "length"
+    rewards = (1.0, 0.0, 0.0)
+    group = Group(4, list(zip([*ended, cut], rewards, strict=True)))
+    settings = (AGGREGATIONS.get(aggregation), 1000, 7)
+    plan = StepPlanner(centered, *settings, mask_truncated=True).plan([group])
+    plain = StepPlanner(centered, *settings).plan([group])
+    without = StepPlanner(centered, *settings).plan([Group(4, group.samples[:2])])
+    assert [row.weight for row in plan.rows] == [*(row.weight for row in without.rows), 0.0]
+    assert plain.rows[2].weight > 0
+    assert plan.advantages.tolist() == plain.advantages.tolist()
+    assert (plan.lengths.tolist(), plan.truncated.tolist()) == ([2, 3, 6], [False, False, True])
