@@ -79,8 +79,7 @@ class Feeder:
             if state.state in ("running", "finishing"):
                 if not state.paused:
                     self._evaluate_if_due(state)
-                self._step, self._skipped = state.step, state.skipped
-                self._state = self._admit(stop, state.capacity - state.active)
+                self._state = self.admit(stop, state)
             else:
                 self._state = state.state
             self._broker.ledger.wait_change(position)
@@ -95,8 +94,10 @@ class Feeder:
             log.error(text)
             self._broker.events.emit(Event(name="ledger", service="feeder", level="error", text=text))
 
-    def _admit(self, stop: StopFlag, room: int) -> str:
-        """Admit as long as there is room (there was for ``room`` groups); returns what stopped it."""
+    def admit(self, stop: StopFlag, state: LedgerState) -> str:
+        """Admit as long as there is room; returns what stopped it. state: of the ledger just now."""
+        self._step, self._skipped = state.step, state.skipped
+        room = state.capacity - state.active
         while not stop:
             count = min(max(room, 1), AT_ONCE)
             tasks, prompts = self._propose(count)
