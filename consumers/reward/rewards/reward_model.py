@@ -6,6 +6,9 @@ from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import Any
 
+LEAST_FILLED = 0.75
+"""Share of its row that a sequence fills at least: on a CPU padding costs more than small batches do."""
+
 
 def scores(
     path: str,
@@ -45,7 +48,8 @@ def batches(lengths: Sequence[int], batch_tokens: int) -> Iterator[list[int]]:
     batch: list[int] = []
     # From the longest on: a batch is as wide as its first row.
     for place in sorted(range(len(lengths)), key=lambda place: -lengths[place]):
-        if batch and (len(batch) + 1) * lengths[batch[0]] > batch_tokens:
+        width = lengths[batch[0]] if batch else 0
+        if batch and ((len(batch) + 1) * width > batch_tokens or lengths[place] < LEAST_FILLED * width):
             yield batch
             batch = []
         batch.append(place)

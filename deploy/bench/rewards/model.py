@@ -20,11 +20,10 @@ LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 def measure(sequences: int, batch: int, rounds: int, seed: int = 0) -> dict[str, Any]:
     """Score the same trajectories with log-normal lengths both ways, in turns, through the workers."""
-    generator = np.random.default_rng(seed)
-    lengths = np.clip(generator.lognormal(np.log(100), 0.8, sequences), 4, 1000).astype(int)
+    samples = make_samples(sequences, seed)
+    lengths = np.array([len(sample.tokens) for sample in samples])
     with tempfile.TemporaryDirectory() as folder:
         parameters = make_reward_model(Path(folder))
-        samples = [_sample(generator, int(length)) for length in lengths]
         scorers = {size: _scorer(Path(folder), size) for size in (batch, 1)}
         try:
             first = {size: [score.reward for score in scorer.score(samples)] for size, scorer in scorers.items()}
@@ -56,7 +55,7 @@ def measure(sequences: int, batch: int, rounds: int, seed: int = 0) -> dict[str,
     }
 
 
-def make_reward_model(folder: Path) -> int:
+def make_reward_model(folder: Path, pad_token_id: int | None = 0) -> int:
     """Write a small classifier with one label and a tokenizer of letters; returns its parameters."""
     import torch
     from tokenizers import Tokenizer, models, pre_tokenizers
@@ -75,13 +74,20 @@ def make_reward_model(folder: Path) -> int:
         num_hidden_layers=6,
         num_attention_heads=8,
         num_key_value_heads=2,
-        pad_token_id=0,
+        pad_token_id=pad_token_id,
         eos_token_id=1,
     )
     config.num_labels = 1
     model = Qwen2ForSequenceClassification(config)
     model.save_pretrained(folder)
     return sum(parameter.numel() for parameter in model.parameters())
+
+
+def make_samples(count: int, seed: int = 0) -> list[Trajectory]:
+    """Trajectories of letters with log-normal lengths, as that tokenizer writes them."""
+    generator = np.random.default_rng(seed)
+    lengths = np.clip(generator.lognormal(np.log(100), 0.8, count), 4, 1000).astype(int)
+    return [_sample(generator, int(length)) for length in lengths]
 
 
 def _scorer(folder: Path, batch: int) -> Scorer:
@@ -91,7 +97,7 @@ def _scorer(folder: Path, batch: int) -> Scorer:
 
 def _sample(generator: np.random.Generator, length: int) -> Trajectory:
     ids = generator.integers(2, 2 + len(LETTERS), length + 4)
-    text = " ".join(LETTERS[number - 2] for number in ids[4:])
+    text = "".join(LETTERS[number - 2] for number in ids[4:])
     return Trajectory(
         run="bench",
         task_id=0,
