@@ -25,6 +25,7 @@ export function chosen() {
 export const headOf = (name) => archive.runs.find((run) => run.name === name);
 
 const MOST = 10000;
+const AT_ONCE = 60;
 const ALWAYS = ["wall_s", "trajectories"];
 /** By run: {names, about, series: {name: {step, values}}}. */
 const figures = new Map();
@@ -37,9 +38,12 @@ const query = (names, after) => new URLSearchParams([["limit", MOST], ["after", 
 /** Load series of a run that are not here yet. */
 export async function loadSeries(run, wanted) {
   const missing = [...ALWAYS, ...wanted].filter((name) => !figuresOf(run).series[name]);
-  if (!missing.length) return;
-  const found = await read(of(run, `metrics?${query(missing, -1)}`));
-  keep(run, found, missing, false);
+  await inParts(missing, async (names) => keep(run, await read(of(run, `metrics?${query(names, -1)}`)), names, false));
+}
+
+/** An address has room for so many names only. */
+async function inParts(names, ask) {
+  for (let first = 0; first < names.length; first += AT_ONCE) await ask(names.slice(first, first + AT_ONCE));
 }
 
 /** Ask for what came since, of the series that are here. */
@@ -48,9 +52,13 @@ export async function refreshSeries(run) {
   const names = Object.keys(series);
   if (!names.length) return false;
   const lasts = names.map((name) => series[name].step.at(-1) ?? -1);
-  const found = await read(of(run, `metrics?${query(names, Math.min(...lasts))}`));
-  keep(run, found, names, true);
-  return found.step.length > 0;
+  let news = false;
+  await inParts(names, async (part) => {
+    const found = await read(of(run, `metrics?${query(part, Math.min(...lasts))}`));
+    keep(run, found, part, true);
+    news ||= found.step.length > 0;
+  });
+  return news;
 }
 
 function keep(run, found, names, append) {

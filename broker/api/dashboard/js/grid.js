@@ -10,7 +10,7 @@ import { GridChart, csv, look, save } from "./grid-chart.js";
 import { register } from "./route.js";
 
 const EVERY_MS = 4000;
-const SECTIONS = ["reward", "eval", "episode", "groups", "samples", "train", "staleness", "perf", "time"];
+const SECTIONS = ["reward", "eval", "episode", "data", "groups", "samples", "train", "staleness", "perf", "time"];
 const KEY = "tidemill-grid";
 const settings = { axis: "step", weight: 0.6, log: false, ...JSON.parse(localStorage.getItem(KEY) ?? "{}") };
 const charts = new Map();
