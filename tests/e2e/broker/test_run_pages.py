@@ -175,3 +175,17 @@ def test_every_view_fits_and_has_no_serious_violation_of_accessibility(visit: Op
         assert seen.violations() == [], view
         width = seen.page.evaluate("document.documentElement.clientWidth")
         assert seen.page.evaluate("document.documentElement.scrollWidth") <= width, view
+
+
+def test_a_view_that_is_left_asks_no_more(visit: Open) -> None:
+    """Also one that is left before it has its first answer."""
+    seen = visit("runs")
+    expect(seen.page.locator("tr[data-run=slow]")).to_be_visible(timeout=PATIENCE_MS)
+    for view in ("logs", "metrics", "logs", "runs"):
+        seen.page.evaluate("view => { location.hash = `#/${view}?run=slow` }", view)
+    with seen.page.expect_request("**/v1/runs"):
+        pass
+    before = len([url for url in seen.requests if "/logs/" in url or "/metrics" in url])
+    with seen.page.expect_request("**/v1/runs"):
+        pass
+    assert len([url for url in seen.requests if "/logs/" in url or "/metrics" in url]) == before

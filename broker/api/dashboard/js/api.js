@@ -43,7 +43,13 @@ export async function ask(method, path, body) {
     throw new Refused(0, error.name === "TimeoutError" ? "no answer within 15 s" : "the control plane does not answer");
   }
   if (!response.ok) throw new Refused(response.status, await problem(response));
-  return response.json();
+  try {
+    return await response.json();
+  } catch (error) {
+    // The rest of a long answer may be late, too.
+    if (error.name !== "TimeoutError" && error.name !== "AbortError") throw error;
+    throw new Refused(0, "no whole answer within 15 s");
+  }
 }
 
 export const read = (path) => ask("GET", path);

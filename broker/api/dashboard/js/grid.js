@@ -18,6 +18,8 @@ const seen = new Set();
 let zoomed = false;
 let timer = 0;
 let asking = 0;
+let opened = 0;
+let busy = false;
 
 const section = (name) => (name.includes("/") ? name.slice(0, name.indexOf("/")) : "other");
 const order = (name) => {
@@ -146,6 +148,8 @@ function showRuns() {
 }
 
 async function show() {
+  const mine = ++opened;
+  clearInterval(timer);
   showRuns();
   try {
     await Promise.all(chosen().map(loadNames));
@@ -156,12 +160,13 @@ async function show() {
   }
   layout();
   await load();
-  clearInterval(timer);
-  timer = setInterval(refresh, EVERY_MS);
+  // Another view may have been opened meanwhile.
+  if (mine === opened) timer = setInterval(refresh, EVERY_MS);
 }
 
 async function refresh() {
-  if (document.hidden) return;
+  if (document.hidden || busy) return;
+  busy = true;
   try {
     const going = chosen().filter((run) => run === archive.live || headOf(run)?.state === "running");
     const news = await Promise.all(going.map(refreshSeries));
@@ -170,6 +175,8 @@ async function refresh() {
     if (archive.live === null && going.length) await loadRuns();
   } catch (error) {
     if (!(error instanceof Refused)) throw error;
+  } finally {
+    busy = false;
   }
 }
 
@@ -194,7 +201,10 @@ function reset() {
 }
 
 export function start() {
-  register("metrics", show, () => clearInterval(timer));
+  register("metrics", show, () => {
+    opened++;
+    clearInterval(timer);
+  });
   byId("grid-search").addEventListener("input", layout);
   byId("grid-axis").addEventListener("click", (event) => {
     if (!event.target.dataset.axis) return;

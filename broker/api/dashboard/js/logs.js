@@ -17,6 +17,8 @@ let size = 0;
 let timer = 0;
 let service = null;
 let asked = 0;
+let opened = 0;
+let busy = false;
 
 /** A line as {time, level, text, rest}; what is no JSON is text. */
 export function parse(line) {
@@ -57,7 +59,8 @@ function draw() {
 
 async function load(again) {
   const [run] = chosen();
-  if (service === null || run === undefined) return;
+  if (service === null || run === undefined || (again && busy)) return;
+  busy = true;
   const number = again ? asked : ++asked;
   try {
     const found = await read(of(run, `logs/${encodeURIComponent(service)}?most=262144${again && end !== null ? `&after=${end}` : ""}`));
@@ -71,10 +74,14 @@ async function load(again) {
   } catch (error) {
     if (!(error instanceof Refused)) throw error;
     setText(byId("log-note"), error.message);
+  } finally {
+    busy = false;
   }
 }
 
 async function show([wanted]) {
+  const mine = ++opened;
+  clearInterval(timer);
   const [run] = chosen();
   if (run === undefined) return setText(byId("log-note"), "No run is here yet.");
   let found = [];
@@ -93,12 +100,15 @@ async function show([wanted]) {
     return setText(byId("log-note"), "");
   }
   await load(false);
-  clearInterval(timer);
-  timer = setInterval(() => byId("log-follow").checked && !document.hidden && load(true), EVERY_MS);
+  // Another view may have been opened meanwhile.
+  if (mine === opened) timer = setInterval(() => byId("log-follow").checked && !document.hidden && load(true), EVERY_MS);
 }
 
 export function start() {
-  register("logs", show, () => clearInterval(timer));
+  register("logs", show, () => {
+    opened++;
+    clearInterval(timer);
+  });
   byId("log-service").addEventListener("change", (event) => go("logs", [event.target.value], place().query.getAll("run")));
   byId("log-level").addEventListener("change", draw);
   byId("log-text").addEventListener("input", draw);
