@@ -18,6 +18,7 @@ from broker.connection.embedded import EmbeddedServer, wait_ready
 from broker.connection.keys import Keys
 from broker.connection.runs import list_runs
 from broker.connection.scripts import names
+from broker.flow.ledger import SkippedTask
 from broker.queues.tasks import eval_task_id
 from schemas.config import BrokerConfig
 from schemas.errors import ConfigError
@@ -335,3 +336,11 @@ def test_nothing_in_the_tree_unpickles() -> None:
         for file in (ROOT / package).rglob("*.py"):
             found = [line for line in file.read_text(encoding="utf-8").splitlines() if reads.search(line)]
             assert not found, f"{file}: {found}"
+
+
+def test_every_role_may_do_with_statistics_of_prompts_what_it_has_to(roles: dict[str, Broker]) -> None:
+    training = take_over(roles["trainer"])
+    assert roles["feeder"].ledger.read_prompts([0]) == [b""]
+    roles["feeder"].ledger.admit_all([make_task(0), SkippedTask(1)], prompts={0: 0})
+    training.drop_group(0, "test", [], "dropped", 0.5)
+    assert training.read_prompts() == bytes([128, 1, 0, 0]) == roles["feeder"].ledger.read_prompts([0])[0]
