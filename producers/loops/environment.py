@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import shutil
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,8 @@ from typing import Any
 import structlog
 
 from producers.conversation.messages import Message
+from producers.loops.environments import ENVIRONMENTS
+from producers.loops.environments.worker import EnvironmentWorker
 from producers.loops.episode import Episode, EpisodeEnded, LoopParts
 from producers.loops.tools import check_limits
 from producers.loops.user_code import DeadlineExceeded, call_user
@@ -28,8 +31,10 @@ _WHERE = "generator.workflow.args.environment"
 class EnvironmentLoop:
     """Plays each sample in an environment of its own, until that is done.
 
-    environment: a class, as file.py:Name. args: what it is built with. max_turns: most answers of an episode,
-    ``agents.max_calls`` where None; one that reaches it ends with finish ``calls``. timeout_s: longest time of a step.
+    environment: a class, as file.py:Name, or gymnasium, retry or textarena. args: what it is built with. python: an
+    interpreter for it, with packages that need not fit ours; it lives in a process then, as the three do. max_turns:
+    most answers of an episode, ``agents.max_calls`` where None; one that reaches it ends with finish ``calls``.
+    timeout_s: longest time of a step.
 
     An environment that raises or takes too long fails its sample, which is then not trained.
     """
@@ -38,6 +43,7 @@ class EnvironmentLoop:
         self,
         environment: str,
         args: dict[str, Any] | None = None,
+        python: str | None = None,
         max_turns: int | None = None,
         timeout_s: float = 60.0,
     ) -> None:
@@ -45,18 +51,36 @@ class EnvironmentLoop:
         self._args = args or {}
         self._max_turns = max_turns
         self._timeout_s = timeout_s
+        self._python = python
         self._environment: Any = None
+        self._worker: EnvironmentWorker | None = None
         self._parts: LoopParts | None = None
 
     @staticmethod
-    def check(base: Path, environment: Any = None, args: Any = None, **limits: Any) -> None:
-        """ConfigError unless the environment has reset and step, and takes its arguments."""
-        _find_environment(environment, args or {}, base)
+    def check(base: Path, environment: Any = None, args: Any = None, python: Any = None, **limits: Any) -> None:
+        """ConfigError unless the environment has reset and step, and takes its arguments.
+
+        One for another interpreter is looked for at the start.
+        """
+        if python is not None and shutil.which(str(python)) is None:
+            raise ConfigError(f"generator.workflow.args.python {python!r} must be an interpreter that can be run")
+        if python is None or environment in ENVIRONMENTS:
+            _find_environment(ENVIRONMENTS.get(environment, environment), args or {}, base)
         check_limits(limits, whole=("max_turns",))
 
     async def start(self, services: WorkflowServices) -> None:
-        self._environment = _find_environment(self._name, self._args, services.config.base)
+        base = services.config.base
+        if self._name in ENVIRONMENTS or self._python is not None:
+            name = ENVIRONMENTS.get(self._name, self._name)
+            self._worker = EnvironmentWorker(name, base, self._python, services.config.generator.agents.env)
+            await self._worker.start()
+        else:
+            self._environment = _find_environment(self._name, self._args, base)
         self._parts = await LoopParts.create(services)
+
+    async def close(self) -> None:
+        if self._worker is not None:
+            await self._worker.close()
 
     def run(self, rollout: RolloutContext) -> AsyncIterator[SampledCompletion | FailedSample]:
         return play_each(lambda index: self._play(rollout, index), rollout.indices)
@@ -69,7 +93,10 @@ class EnvironmentLoop:
         rewards: list[float] = []
         environment: Any = None
         try:
-            environment = await self._use(episode, "__init__", self._environment, **self._args)
+            if self._worker is not None:
+                environment = await self._use(episode, "__init__", self._worker.open, self._args)
+            else:
+                environment = await self._use(episode, "__init__", self._environment, **self._args)
             await self._steps(episode, environment, describe_task(rollout.task, index), rewards)
         except EpisodeEnded as ended:
             finish = ended.finish

@@ -1,0 +1,13 @@
+"""Environments of other packages, in worker processes with an interpreter of their own where packages conflict."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+_HERE = Path(__file__).parent
+ENVIRONMENTS = {
+    "gymnasium": f"{_HERE / 'gymnasium_text.py'}:GymnasiumText",
+    "retry": f"{_HERE / 'retry.py'}:Retry",
+    "textarena": f"{_HERE / 'textarena_game.py'}:TextArenaGame",
+}
+"""Built-in environments by name, each a file that needs nothing of Tidemill, since another interpreter runs it."""
