@@ -31,8 +31,8 @@ _WHERE = "generator.workflow.args.environment"
 class EnvironmentLoop:
     """Plays each sample in an environment of its own, until that is done.
 
-    environment: a class, as file.py:Name, or gymnasium, retry or textarena. args: what it is built with. python: an
-    interpreter for it, with packages that need not fit ours; it lives in a process then, as the three do. max_turns:
+    environment: a class, as file.py:Name, or one of ENVIRONMENTS by name. args: what it is built with. python: an
+    interpreter for it, with packages that need not fit ours; it lives in a process then, as these do. max_turns:
     most answers of an episode, ``agents.max_calls`` where None; one that reaches it ends with finish ``calls``.
     timeout_s: longest time of a step.
 

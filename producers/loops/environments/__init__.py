@@ -7,6 +7,7 @@ from pathlib import Path
 _HERE = Path(__file__).parent
 ENVIRONMENTS = {
     "gymnasium": f"{_HERE / 'gymnasium_text.py'}:GymnasiumText",
+    "openenv": f"{_HERE / 'openenv_client.py'}:OpenEnvClient",
     "retry": f"{_HERE / 'retry.py'}:Retry",
     "textarena": f"{_HERE / 'textarena_game.py'}:TextArenaGame",
 }

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import json
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -146,6 +148,41 @@ def test_a_game_of_textarena_shows_what_is_new_and_pays_at_its_end(tmp_path: Pat
     (tmp_path / "textarena.py").write_text(TEXTARENA, encoding="utf-8")
     found = asyncio.run(steps(tmp_path, "textarena", {"id": "Guess-v0"}, "3", "7"))
     assert found == ["Guess.", ["Colder.", None, False], ["Won.", 0.5, True]]
+
+
+def test_a_session_of_an_openenv_server_is_played() -> None:
+    serve = pytest.importorskip("websockets.sync.server").serve
+    heard: list[Any] = []
+
+    def session(connection: Any) -> None:
+        for line in connection:
+            message = json.loads(line)
+            heard.append(message)
+            data = message.get("data", {})
+            if message["type"] == "close":
+                return
+            if data.get("message") == "break":
+                connection.send(json.dumps({"type": "error", "data": {"message": "no", "code": "EXECUTION_ERROR"}}))
+            else:
+                seen = {"echoed": data.get("message", "Begin."), "length": 1}
+                done = message["type"] == "step"
+                answer = {"observation": seen, "reward": 0.5 if done else None, "done": done}
+                connection.send(json.dumps({"type": "observation", "data": answer}))
+
+    with serve(session, "127.0.0.1", 0) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.socket.getsockname()[1]}"
+        args = {"url": url, "observation": "echoed", "reset": {"level": 2}}
+        assert asyncio.run(steps(Path(), "openenv", args, "hello")) == ["Begin.", ["hello", 0.5, True]]
+        assert heard[:2] == [
+            {"type": "reset", "data": {"seed": 7000, "level": 2}},
+            {"type": "step", "data": {"message": "hello"}},
+        ]
+        with pytest.raises(DataError, match=r"ConnectionError: the server says: no \(EXECUTION_ERROR\)"):
+            asyncio.run(steps(Path(), "openenv", {"url": url}, "break"))
+        server.shutdown()
+    with pytest.raises(DataError, match="ConnectionRefusedError"):
+        asyncio.run(steps(Path(), "openenv", {"url": url}))
 
 
 @pytest.mark.skipif(importlib.util.find_spec("reasoning_gym") is None, reason="reasoning-gym is not installed")
