@@ -259,8 +259,8 @@ def agents(
 @app.command()
 def rewards(
     parts: Annotated[
-        str, typer.Option(help="What is measured: judge, limit, reward_model.")
-    ] = "judge,limit,reward_model",
+        str, typer.Option(help="What is measured: code, judge, limit, reward_model.")
+    ] = "code,judge,limit,reward_model",
     concurrency: Annotated[str, typer.Option(help="Calls of the judge in flight, one row each.")] = "1,64",
     answer_s: Annotated[float, typer.Option(min=0.01, help="Seconds that an answer of the judge takes.")] = 0.5,
     rate: Annotated[float, typer.Option(min=1, help="Requests a minute of the judge that fails at times.")] = 1200.0,
@@ -268,14 +268,23 @@ def rewards(
     sequences: Annotated[int, typer.Option(min=1, help="Sequences of a round of the reward model.")] = 256,
     batch: Annotated[int, typer.Option(min=2, help="Most sequences of its batches.")] = 32,
     rounds: Annotated[int, typer.Option(min=1, help="Rounds of the reward model, in turns.")] = 5,
+    seconds: Annotated[float, typer.Option(min=0.1, help="Seconds for each sandbox and kind of cases.")] = 10.0,
     as_json: Json = False,
 ) -> None:
-    """A judge's calls in flight and its pace beside a server that fails at times, and a reward model in batches."""
+    """Programs in each sandbox, a judge's calls beside a server that fails at times, a reward model in batches."""
     from deploy.bench import report
 
-    wanted = _choices(parts, ("judge", "limit", "reward_model"), "--parts")
+    wanted = _choices(parts, ("code", "judge", "limit", "reward_model"), "--parts")
     rows: list[dict[str, Any]] = []
     with _progress() as progress:
+        if "code" in wanted:
+            from deploy.bench.rewards.code import KINDS, measure_code, sandboxes
+
+            for sandbox in sandboxes():
+                for kind in KINDS:
+                    bar = progress.add_task(f"code in {sandbox}, {kind}", total=1)
+                    rows.append({"part": "code", **measure_code(sandbox, kind, seconds)})
+                    progress.advance(bar)
         if "judge" in wanted:
             from deploy.bench.rewards.judge import measure_in_flight
 

@@ -173,6 +173,8 @@ def print_rewards(rows: Sequence[dict[str, Any]]) -> None:
 
 
 _REWARDS = {
+    "code": "code in {sandbox}, cases of {cases}: [bold]{cases_per_s_per_core:.1f}[/bold] cases a second of a core;"
+    " a program of three takes {program_ms:.0f} ms",
     "judge": "judge, {concurrency} calls in flight of {answer_s:g} s each: [bold]{calls_per_s:.1f}[/bold] calls a"
     " second of {ideal_per_s:.1f}; processor time of a call {cpu_ms_per_call:.1f} ms",
     "limit": "judge that fails at times, limit {limit_per_minute:.0f} requests a minute:"

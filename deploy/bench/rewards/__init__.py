@@ -1,1 +1,1 @@
-"""The parts of ``tidemill bench rewards``: a judge that fails at times, and a reward model in batches."""
+"""The parts of ``tidemill bench rewards``: programs in sandboxes, judges that fail at times, batched reward models."""

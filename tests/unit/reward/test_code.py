@@ -10,6 +10,7 @@ import pytest
 from consumers.reward.rewards.code import extract, read_cases
 from consumers.reward.rewards.functions import code
 from consumers.reward.rewards.terms import RewardInput, resolve
+from deploy.bench.rewards.code import KINDS, measure_code
 from schemas.config import RewardTerm
 from schemas.errors import ConfigError, InfraError
 from schemas.sandbox import jail
@@ -155,3 +156,10 @@ def test_a_sandbox_that_fails_excludes_the_sample(tmp_path: Path, monkeypatch: p
         "error",
         "InfraError: the sandbox could not be started: no more processes",
     )
+
+
+def test_the_benchmark_counts_the_cases_of_right_programs() -> None:
+    for kind in KINDS:
+        found = measure_code("bwrap", kind, seconds=0.1)
+        assert found["programs"] >= 1
+        assert found["cases_per_s_per_core"] > 0
