@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
-from consumers.reward.rewards import code as programs
 from consumers.reward.rewards import grading, vision
 from consumers.reward.rewards import reward_model as models
 from consumers.reward.rewards.grading import final_number, gold_number
+from consumers.reward.rewards.programs import score as programs
 from consumers.reward.rewards.terms import reward
 
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from consumers.reward.rewards.code import extract, read_cases
 from consumers.reward.rewards.functions import code
+from consumers.reward.rewards.programs.score import extract, read_cases
 from consumers.reward.rewards.terms import RewardInput, resolve
 from deploy.bench.rewards.code import KINDS, measure_code
 from schemas.config import RewardTerm

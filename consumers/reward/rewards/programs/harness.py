@@ -1,6 +1,6 @@
 """The program that runs in the sandbox beside the policy's: calls and tests, each in a copy of its process.
 
-``python code_harness.py FOLDER``; the folder's case.json has setup, program, cases, wall_s (of a case) and late: after
+``python harness.py FOLDER``; the folder's case.json has setup, program, cases, wall_s (of a case) and late: after
 so many cases over it no further one is run. stdin has a key that comes before each value and before the list of them,
 so that what the program prints is not taken for one. Standard library only.
 """

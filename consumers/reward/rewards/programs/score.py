@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from consumers.reward.rewards import code_harness
+from consumers.reward.rewards.programs import harness
 from schemas.errors import ConfigError
 from schemas.sandbox.jail import choose
 from schemas.sandbox.limits import Interpreter, Limits, Outcome, find_interpreter
@@ -25,7 +25,7 @@ _TOLERANCE = 1e-6
 _OUTPUT_BYTES = 1 << 20
 _LATE = 2
 """After so many cases that took too long the rest is not run: it has failed."""
-_HARNESS = Path(code_harness.__file__).read_bytes()
+_HARNESS = Path(harness.__file__).read_bytes()
 
 
 @dataclass(frozen=True)
