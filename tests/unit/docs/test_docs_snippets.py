@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
-from consumers.reward.rewards.code import read_cases
 
+from consumers.reward.rewards.programs.score import read_cases
 from consumers.reward.rewards.terms import RewardInput, resolve
 from consumers.reward.scorer import check_reward
 from deploy.bench.rewards.server import FlakyJudge
