@@ -277,7 +277,7 @@ def test_the_policy_calls_the_tools(snippets: Path) -> None:
 def test_the_tool_python_stands_beside_functions(snippets: Path) -> None:
     sandbox("bwrap")
     workflows = [block.get("generator", {}).get("workflow", {}) for block in yaml_of("bring-your-own.md")]
-    (args,) = [flow["args"] for flow in workflows if "{'python'" in str(flow.get("args", {}).get("tools"))]
+    (args,) = [flow["args"] for flow in workflows if "{'python': {" in str(flow.get("args", {}).get("tools"))]
     assert list(ToolBox(args["tools"], snippets).schemas) == ["calculator", "python"]
 
 
