@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from pathlib import Path
 
 from schemas.config import WarmStartConfig
 
@@ -13,7 +14,22 @@ DETAILS = "sft.json"
 """File in the model's folder that holds, among others, the digest of its settings."""
 
 
-def settings_digest(settings: WarmStartConfig, seed: int, dtype: str) -> str:
-    """Hex digest of all that decides the outcome; a model is up to date if its sft.json has the same."""
-    text = json.dumps([settings.model_dump(mode="json"), seed, dtype, ENCODING], sort_keys=True)
+def settings_digest(settings: WarmStartConfig, seed: int, dtype: str, base: Path | None = None) -> str:
+    """Hex digest of all that decides the outcome; a model is up to date if its sft.json has the same.
+
+    base: folder of the files that the settings name as ``file.py:name``. These and the Python files beside them, which
+    they may import, count with what is in them.
+    """
+    known = [settings.model_dump(mode="json"), seed, dtype, ENCODING]
+    code = _code_digest(settings, base or Path())
+    text = json.dumps([*known, code] if code else known, sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def _code_digest(settings: WarmStartConfig, base: Path) -> str:
+    """Digest of the user's own files, "" where the settings name none."""
+    names = (settings.model, settings.dataset.name, settings.eval.name)
+    named = [(base / name.rpartition(":")[0]).resolve() for name in names if ".py:" in name]
+    files = sorted({file for path in named for file in path.parent.glob("*.py") if file.is_file()})
+    digests = [hashlib.blake2b(file.read_bytes(), digest_size=16).hexdigest() for file in files]
+    return " ".join(digests)

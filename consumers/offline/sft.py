@@ -85,6 +85,7 @@ def train_sft(
     progress: Callable[[SftProgress], None] | None = None,
     trust_remote_code: bool = False,
     ranks: Ranks | None = None,
+    base: Path | None = None,
 ) -> SftResult:
     """Train until the greedy accuracy on ``heldout`` reaches ``settings.stop_accuracy`` and write the model to ``out``.
 
@@ -93,6 +94,7 @@ def train_sft(
     load_tokenizer: loads the generators' tokenizer. max_length: most tokens of prompt and completion.
     dtype: of computing, and of the written model; what is trained is float32.
     ``out`` holds the model, its tokenizer and ``sft.json`` afterwards; it must not exist before.
+    base: folder of the files that settings name, whose content is part of the model's provenance.
     ranks: all of them call this, and have the folder of ``out``; rank 0 writes, and reports to ``progress``.
     ConfigError if there is nothing to learn from or the mark isn't reached within ``settings.max_steps``.
     """
@@ -113,7 +115,8 @@ def train_sft(
         if isinstance(model, FSDPModule):
             register_fsdp_forward_method(model, "predict")
         trainer = _Trainer(model, tokenizer.eos_id, own, other, settings, limits, ranks, DTYPES[dtype])
-        result = trainer.train(progress if ranks.is_main else None, seed, settings_digest(settings, seed, dtype))
+        digest = settings_digest(settings, seed, dtype, base)
+        result = trainer.train(progress if ranks.is_main else None, seed, digest)
         if not result.reached:
             raise ConfigError(
                 f"warm start reached accuracy {result.accuracy:.2f} of {settings.stop_accuracy} within"

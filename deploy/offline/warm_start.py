@@ -84,6 +84,7 @@ def _train(config: TidemillConfig, settings: WarmStartConfig, ranks: Ranks) -> N
             progress=show,
             trust_remote_code=config.model.trust_remote_code,
             ranks=ranks,
+            base=config.base,
         )
     if ranks.is_main:
         made = f"accuracy {result.accuracy:.2f} after {result.steps} supervised steps, {result.seconds:.0f} s"
@@ -94,7 +95,7 @@ def is_current(config: TidemillConfig, settings: WarmStartConfig) -> bool:
     """Whether model.path holds a complete model made with these settings."""
     folder = Path(config.model.path)
     details = _details(folder)
-    digest = settings_digest(settings, config.run.seed, config.model.dtype)
+    digest = settings_digest(settings, config.run.seed, config.model.dtype, config.base)
     return (folder / "config.json").is_file() and details.get("settings") == digest
 
 
