@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from unittest.mock import patch
 
-from deploy.cli.app import main
+import typer
+
+from deploy.cli.app import app, main
 
 
 @dataclass(frozen=True)
@@ -40,3 +42,8 @@ def run_tidemill(*arguments: str, answer: str = "", cwd: Path | None = None) -> 
         except SystemExit as ending:
             code = ending.code if isinstance(ending.code, int) else int(ending.code is not None)
     return Finished(code, stdout.getvalue(), stderr.getvalue())
+
+
+def command_names() -> set[str]:
+    """The names of all commands, without ``tidemill``."""
+    return set(typer.main.get_command(app).commands)  # type: ignore[attr-defined]

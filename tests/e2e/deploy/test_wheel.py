@@ -7,6 +7,8 @@ import os
 import subprocess
 import sys
 import sysconfig
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +69,7 @@ def call(argv: list[str], folder: Path, seconds: float = 240) -> str:
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path: Path) -> Iterator[Path]:
     """A user's folder: model, data, reward and configuration, and folders that are named like our packages."""
     make_decoys(tmp_path)
     make_tiny_model(tmp_path / "model")
@@ -75,16 +77,20 @@ def folder(tmp_path: Path) -> Path:
         "".join(json.dumps({"prompt": f"{n}+1=", "answer": ""}) + "\n" for n in range(8))
     )
     (tmp_path / "rewards.py").write_text(REWARD)
-    (tmp_path / "config.yaml").write_text(yaml.safe_dump(CONFIG))
-    return tmp_path
+    # The socket of the embedded server has to be a short path.
+    with tempfile.TemporaryDirectory(prefix="tidemill-wheel-") as run:
+        config = {**CONFIG, "run": {**CONFIG["run"], "folder": run}}
+        (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
+        yield tmp_path
 
 
 def test_an_installed_wheel_trains(installed: Path, folder: Path) -> None:
     """By the function, which the command calls, too: services, ranks and workers are processes of their own."""
     call([str(installed), "-P", "-c", "import sys, tidemill; sys.exit(tidemill.run('config.yaml'))"], folder)
-    summary = json.loads((folder / "runs/wheel/summary.json").read_text())
+    run = Path(yaml.safe_load((folder / "config.yaml").read_text())["run"]["folder"])
+    summary = json.loads((run / "summary.json").read_text())
     assert (summary["steps"], summary["trajectories_lost"], summary["trajectories_trained_twice"]) == (2, 0, 0)
-    assert "wheel" in call([str(installed.parent / "tidemill"), "runs"], folder)
+    assert "finished" in call([str(installed.parent / "tidemill"), "status", "config.yaml"], folder)
 
 
 def test_everything_public_is_there(installed: Path, folder: Path) -> None:

@@ -196,9 +196,14 @@ def test_a_take_over_frees_every_key_of_a_foreign_value_and_loses_only_the_pipel
     broker.ledger.admit(make_task(1))
     saved = checkpoint(training)
     client, key = broker.connection.client, getattr(broker.connection.keys, name)
-    client.set(key, "hello")
+    if name == "prompts":
+        # The curriculum's statistics are a string themselves.
+        client.rpush(key, "hello")
+    else:
+        client.set(key, "hello")
+    foreign = client.type(key)
     assert take_over_as(broker, saved)[1].lost == (name not in BESIDE)
-    assert client.type(key) != b"string"
+    assert client.type(key) != foreign
     assert broker.ledger.read_state().balanced
 
 

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from broker.connection.acl import ROLES
-from deploy.cli.app import app
+from tests.support.command_line import command_names
 from tests.support.programs import find_program
 
 ROOT = Path(__file__).parents[3]
@@ -81,7 +81,7 @@ def test_gpu_services_reserve_devices_and_have_cuda_images(compose: dict[str, An
 
 
 def test_services_run_commands_that_exist_on_a_configuration_that_exists(compose: dict[str, Any]) -> None:
-    commands = {command.name or command.callback.__name__ for command in app.registered_commands if command.callback}
+    commands = command_names()
     for name, service in ours(compose).items():
         if "entrypoint" in service:
             continue

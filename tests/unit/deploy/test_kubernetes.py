@@ -14,8 +14,8 @@ import yaml
 
 from broker.connection import acl
 from broker.connection.keys import GENERATORS, REWARD, Keys
-from deploy.cli.app import app
 from schemas.config import load_config
+from tests.support.command_line import command_names
 from tests.support.programs import find_program
 
 FOLDER = Path(__file__).parents[3] / "deploy" / "kubernetes"
@@ -83,7 +83,7 @@ def test_no_container_has_more_rights_than_it_needs() -> None:
 
 
 def test_services_are_started_with_commands_that_exist_and_the_configuration_that_is_mounted() -> None:
-    commands = {command.name or command.callback.__name__ for command in app.registered_commands if command.callback}
+    commands = command_names()
     started = set()
     for _, pod in pods():
         for container in pod["containers"]:

@@ -352,7 +352,7 @@ def test_doctor_makes_the_same_check_and_answers_in_json(folder: Path, monkeypat
     monkeypatch.setattr("deploy.machine.doctor.check_libraries", list)
     trials: list[bool] = []
 
-    def trial(config: Any, thorough: bool) -> list[Finding]:
+    def trial(config: Any, thorough: bool, step_s: float | None) -> list[Finding]:
         trials.append(thorough)
         return []
 

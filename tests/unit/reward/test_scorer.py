@@ -458,9 +458,20 @@ def test_a_wrong_term_is_one_line_before_anything_starts(base: Path, term: dict,
 def test_every_built_in_is_there_and_only_bounded_ones_run_inline(base: Path):
     from consumers.reward.rewards.terms import resolve
 
-    args = {"length": {"max_tokens": 8, "overlong_buffer": 4}}
+    args: dict[str, dict[str, object]] = {
+        "length": {"max_tokens": 8, "overlong_buffer": 4},
+        "judge": {
+            "base_url": "http://127.0.0.1:9/v1",
+            "model": "m",
+            "template": "{completion}",
+            "parse": {"regex": "(\\d)"},
+        },
+        "remote": {"url": "http://127.0.0.1:9/score"},
+        "reward_model": {"path": "m"},
+        "reward_model_server": {"base_url": "http://127.0.0.1:9", "model": "m"},
+    }
     resolved = resolve(terms(*({"name": n, "args": args.get(n, {})} for n in REWARDS.names)), base)
-    assert {t.label for t in resolved if t.inline} == {"episode", "exact", "format", "gsm8k", "length"}
+    assert {t.label for t in resolved if t.inline} == {"clevr", "episode", "exact", "format", "gsm8k", "length"}
     (backtracking,) = resolve(terms({"name": "format", "args": {"regex": "(a+)+$"}}), base)
     assert not backtracking.inline
 
