@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from broker.api.files.run_folder import flatten, mask
 from broker.api.status.run_state import LIVE_S
 from broker.client import Broker
 from broker.connection.connection import check_server_now, find_url
@@ -117,7 +118,7 @@ def keep_aside(file: Path) -> None:
 def changed_settings(old: Path, new: Path) -> list[str]:
     """The settings in which two configurations differ; none if the old one is no configuration of today."""
     try:
-        before, after = (_flat(load_config(file, environment={}).model_dump(mode="json")) for file in (old, new))
+        before, after = (flatten(load_config(file, environment={}).model_dump(mode="json")) for file in (old, new))
     except ConfigError:
         return []
     names = [name for name in {**before, **after} if before.get(name) != after.get(name)]
@@ -170,18 +171,7 @@ def _server_runs(folder: Path) -> bool:
     return False
 
 
-def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in tree.items():
-        if isinstance(value, dict) and value:
-            flat |= _flat(value, f"{prefix}{key}.")
-        else:
-            flat[f"{prefix}{key}"] = value
-    return flat
-
-
 def _shown(name: str, value: Any) -> str:
-    if name == "broker.url" and isinstance(value, str):
-        return hide_password(value)
+    value = mask(name, value)
     text = value if isinstance(value, str) else "none" if value is None else json.dumps(value)
     return text if len(text) <= 60 else f"{text[:57]}..."

@@ -157,6 +157,10 @@ def test_passwords_are_not_told(tmp_path: Path) -> None:
     config.broker.url = "redis://:secret@host"
     (change,) = settle_configuration(config)
     assert change == "broker.url none -> redis://***@host"
+    config.generator = config.generator.model_copy(update={"args": {"api_key": "hush"}})
+    changes = settle_configuration(config)
+    assert "generator.args.api_key none -> ***" in changes
+    assert not any("hush" in change for change in changes)
 
 
 def test_the_documentation_lists_exactly_the_files_that_are_ours() -> None:
