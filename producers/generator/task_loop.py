@@ -6,6 +6,7 @@ import asyncio
 import math
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 
 import structlog
 
@@ -13,6 +14,7 @@ from broker.queues.consumer_group import Delivery
 from producers.engines.base import KvCacheUsage
 from producers.generator.eval_versions import still_at
 from producers.generator.rollout import GeneratorContext, Rollout
+from schemas.errors import TidemillError
 from schemas.lifecycle import StopFlag, until_stopped
 from schemas.messages import Task, Trajectory
 
@@ -119,14 +121,26 @@ class TaskLoop:
             taking = group.create_task(self._take_tasks(group, stop))
             await until_stopped(stop, asyncio.wait({taking}))
             if self._is_agent and self._rollouts:
-                # Episodes that are about to end may; requests of the others go on for so long.
-                await asyncio.wait({*self._rollouts}, timeout=self._config.generator.agents.grace_s)
+                await self._let_episodes_end()
             for rollout in self._by_entry.values():
                 rollout.interrupt()
             while self._rollouts or not taking.done():
                 await self._context.engine.abort_all()
                 await asyncio.wait({taking, *self._rollouts}, timeout=ABORT_AGAIN_S)
         await self._context.saver.close()
+
+    async def _let_episodes_end(self) -> None:
+        """Give episodes that are about to end the time to; none when the run is finished: nobody trains on them."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self._config.generator.agents.grace_s):
+                if not await asyncio.to_thread(self._is_run_finished):
+                    await asyncio.wait({*self._rollouts})
+
+    def _is_run_finished(self) -> bool:
+        try:
+            return self._context.broker.run_control.read_finished_steps() is not None
+        except TidemillError:
+            return False
 
     async def _take_tasks(self, group: asyncio.TaskGroup, stop: StopFlag) -> None:
         """Take tasks while there is room, and weights to begin with."""
