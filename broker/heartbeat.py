@@ -17,6 +17,7 @@ import structlog
 
 from broker.client import Broker
 from broker.health import ProbeServer, Pulse
+from broker.process_meter import ProcessMeter
 from broker.telemetry.streams import parse_heartbeat
 from schemas.config import ProbesConfig
 from schemas.errors import InfraError, TidemillError
@@ -113,6 +114,8 @@ class HeartbeatThread:
         self._probes = probes
         self._sole = sole
         self._place = find_place()
+        # The supervisor's children are services, which tell their own figures.
+        self._meter = ProcessMeter(alone=role == "supervisor")
         self._server: ProbeServer | None = None
         self._pulse = Pulse(time.monotonic())
         self._stop = threading.Event()
@@ -124,10 +127,12 @@ class HeartbeatThread:
             self._take_name()
         if self._probes is not None and self._probes.port is not None:
             self._server = ProbeServer(self._probes.host, self._probes.port, self._describe, self._pulse)
+        self._meter.start()
         self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._meter.stop()
         self._stop.set()
         self._wake.set()
         self._thread.join(5)
@@ -183,7 +188,7 @@ class HeartbeatThread:
             pid=os.getpid(),
             state=state,
             version=version,
-            figures=figures,
+            figures={**figures, **self._meter.figures},
             acknowledged=dict(self._acknowledged()),
             place=self._place,
         )

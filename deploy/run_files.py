@@ -19,7 +19,7 @@ FILES = frozenset(
         CONFIG,
         LOCK,
         *("run.png", "metrics.jsonl", "trained.jsonl", "evaluations.jsonl", "control.json", "redis_url"),
-        *("samples", "environment.json"),
+        *("samples", "environment.json", "resources.jsonl", "alerts.jsonl"),
         *("model", "batches", "exports", "checkpoints", "weights", "cache", "broker", "logs", "trackers", "profiles"),
         "slurm",
     }

@@ -5,7 +5,7 @@ Times are Unix seconds. What a folder does not tell is null.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import Field
 
@@ -196,3 +196,31 @@ class Checkpoints(Answer):
     """Answer to GET /v1/runs/{run}/checkpoints, oldest first."""
 
     checkpoints: list[CheckpointHead]
+
+
+class Resources(Answer):
+    """Answer to GET /v1/runs/{run}/resources: columns by service, each as long as ``time``; null: not measured."""
+
+    time: list[float]
+    cpu: dict[str, list[float | None]] = Field(description="Processors in use, 1 is one of them, by service.")
+    memory_bytes: dict[str, list[float | None]] = Field(
+        description="Resident memory of a service and its children; what these share counts in each."
+    )
+    gpu_memory_bytes: dict[str, list[float | None]]
+    queues: dict[str, list[float | None]] = Field(description="Entries that wait or are in work, by stream.")
+
+
+class AlertRecord(Answer):
+    """An alert that has fired."""
+
+    name: str
+    level: Literal["warning", "error"]
+    text: str
+    fired: float
+    over: float | None = Field(description="When its condition ended; null: it has not.")
+
+
+class Alerts(Answer):
+    """Answer to GET /v1/runs/{run}/alerts, the newest first."""
+
+    alerts: list[AlertRecord]

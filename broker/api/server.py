@@ -11,8 +11,9 @@ import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, Literal
 
+import redis
 import structlog
 import uvicorn
 
@@ -21,11 +22,14 @@ from broker.api.app import LOOPBACK_NAMES, make_app, make_files_app
 from broker.api.routes.context import Context
 from broker.api.status.kubernetes import Deployments
 from broker.api.status.poller import StatusPoller
+from broker.api.watch.run_watch import RunWatch
 from broker.api.web.sse import Hub
 from broker.client import Broker
 from broker.heartbeat import HeartbeatThread
 from schemas.config import ControlConfig, TidemillConfig
-from schemas.errors import ConfigError
+from schemas.control_api import RunStatus
+from schemas.errors import ConfigError, TidemillError
+from schemas.messages import Event
 
 log = structlog.get_logger()
 
@@ -47,7 +51,15 @@ def run_control(config: TidemillConfig, name: str) -> None:
     broker.connection.deadline_s = min(broker.connection.deadline_s, ANSWER_S)
     hub = Hub()
     deployments = Deployments.here(config.control.deployments.model_dump())
+    watch = RunWatch(config, lambda text, level: tell_alert(broker, name, text, level))
     context = Context(config, name, broker, StatusPoller(broker, config, deployments), hub, deployments)
+
+    def look(status: RunStatus) -> None:
+        # A supervisor watches by itself.
+        if not any(service.role == "supervisor" and service.live for service in status.services):
+            watch.observe(status)
+
+    context.poller.on_look = look
     hosts = LOOPBACK_NAMES | {config.control.host.lower()}
     server = _Server(server_settings(make_app(context, token, hosts, reading), config.control), hub)
     url = f"http://{_printable(host)}:{port}/"
@@ -57,8 +69,17 @@ def run_control(config: TidemillConfig, name: str) -> None:
         with HeartbeatThread(broker, name, "control", lambda: ("running", -1, {"port": float(port)})):
             server.run(sockets=[listener])
     finally:
+        watch.close()
         withdraw(config.folder, url)
         listener.close()
+
+
+def tell_alert(broker: Broker, service: str, text: str, level: Literal["info", "warning", "error"]) -> None:
+    """Add an alert to the timeline, if the broker takes it: one of the alerts is that it does not."""
+    try:
+        broker.events.emit(Event(name="alert", service=service, level=level, text=text))
+    except (TidemillError, redis.RedisError) as error:
+        log.warning("an alert is not in the timeline", text=text, error=str(error))
 
 
 def run_files(folder: Path, host: str, port: int, on_listen: Callable[[str], None]) -> None:

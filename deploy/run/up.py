@@ -21,6 +21,7 @@ from rich.console import Console
 
 from broker.api.address import ADDRESS, address_of
 from broker.api.status.poller import StatusPoller, unreachable
+from broker.api.watch.run_watch import RunWatch
 from broker.api.web.sse import timeline_event
 from broker.client import Broker
 from broker.connection.connection import check_server_now, find_url, open_client
@@ -112,6 +113,7 @@ class _Run:
         self.own_events: deque[TimelineEvent] = deque(maxlen=EVENTS)
         self.other_events: deque[TimelineEvent] = deque(maxlen=EVENTS)
         self.timeline = TimelineWriter()
+        self.run_watch = RunWatch(config, lambda text, level: self.on_change(Change("up", text, level)), ends=False)
         self.phases: dict[str, float] = {}
         self.environment: dict[str, str] = {}
         self.view: View | None = None
@@ -280,6 +282,8 @@ class _Run:
     def _show(self, supervisor: Supervisor, watch: StatusPoller) -> None:
         self._tell_address()
         status = latest(watch)
+        if status is not None:
+            self.run_watch.observe(status)
         self.starter.tick(supervisor, status)
         if self.view is None or status is None:
             return
@@ -302,10 +306,12 @@ class _Run:
 
     def report(self, outcome: RunOutcome, ending: Ending | None) -> int:
         """Tell how it ended; returns the exit code. ending: None for a start that failed before anything began."""
+        self.run_watch.ended(outcome.reason, str(outcome.cause) if outcome.cause is not None else "")
         if ending is not None:
             ending.print(self.console)
         elif outcome.reason == "failed":
             note_failed_start(self.config, outcome, self.phases)
+        self.run_watch.close()
         if outcome.cause is not None:
             print(f"tidemill: {outcome.cause}", file=sys.stderr)
             if outcome.cause.exit.code in (CONFIG_EXIT, RUN_FAILED_EXIT):

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from pydantic import Field, IPvAnyNetwork
+from pydantic import Field, HttpUrl, IPvAnyNetwork
 
 from schemas.config.base import Seconds, Section
 
@@ -59,6 +59,26 @@ class ControlConfig(Section):
         description="Command that changes the number of replicas where nobody takes orders, with {role} and {replicas};"
         " a refusal names it.",
     )
+
+
+Occasion = Literal["finished", "failed", "stopped", "stuck", "alert"]
+"""What people are told of. alert: any alert but stuck."""
+
+
+class NotifyConfig(Section):
+    """Notices to people: how a run ended, or that it stands still."""
+
+    webhook: HttpUrl | None = Field(
+        None, description="Address that gets each notice as a POST with JSON; its `text` is what chat systems show."
+    )
+    command: list[str] | None = Field(
+        None, description="Command and its arguments that is run for each notice, with the JSON as its input."
+    )
+    events: list[Occasion] = Field(
+        ["finished", "failed", "stuck"],
+        description="Occasions: finished, failed, stopped, stuck (no step for stuck_s), alert (any other alert).",
+    )
+    stuck_s: Seconds = Field(900.0, description="Without a step for so long, and not paused, a run is stuck.")
 
 
 class ProbesConfig(Section):

@@ -10,7 +10,7 @@ from pydantic import Field, PrivateAttr, model_validator
 
 from schemas.config.base import Section
 from schemas.config.data import EvalConfig, RewardConfig, RewardTerm, TrainDatasets, check_labels
-from schemas.config.deploy import ControlConfig, LauncherConfig, ProbesConfig, SupervisorConfig
+from schemas.config.deploy import ControlConfig, LauncherConfig, NotifyConfig, ProbesConfig, SupervisorConfig
 from schemas.config.generator import REWARDING_WORKFLOWS, GeneratorConfig, SamplingConfig
 from schemas.config.offline import DpoConfig, RewardModelConfig, WarmStartConfig
 from schemas.config.run import BrokerConfig, FlowConfig, LogConfig, ModelConfig, RunConfig, count_slots, slots_problem
@@ -41,6 +41,7 @@ class TidemillConfig(Section):
     launcher: LauncherConfig = Field(default_factory=LauncherConfig)
     supervisor: SupervisorConfig = Field(default_factory=SupervisorConfig)
     control: ControlConfig = Field(default_factory=ControlConfig)
+    notify: NotifyConfig = Field(default_factory=NotifyConfig)
     probes: ProbesConfig = Field(default_factory=ProbesConfig)
     log: LogConfig = Field(default_factory=LogConfig)
 

@@ -48,10 +48,27 @@ def make_run(folder: Path, steps: int = 40, state: str = "finished", lr: float =
     if state:
         summary = {"exit_reason": state, "steps": steps, "accuracy_before": 0.25, "accuracy_after": 0.75}
         (folder / "summary.json").write_text(json.dumps(summary))
+    used = [resource_line(10.0 * at) for at in range(steps)]
+    (folder / "resources.jsonl").write_text("".join(json.dumps(line) + "\n" for line in used))
+    fired = {"time": 1e9, "name": "no_progress", "fired": True, "level": "error", "text": "no step for 15 minutes"}
+    (folder / "alerts.jsonl").write_text(
+        json.dumps(fired) + "\n" + json.dumps(fired | {"time": 1e9 + 60, "fired": False}) + "\n"
+    )
     (folder / "environment.json").write_text(
         json.dumps({"python": "3.12.1", "gpus": [], "packages": {"torch": "2.13"}, "git": {"commit": "abc1234"}})
     )
     return folder
+
+
+def resource_line(at: float) -> dict[str, Any]:
+    names = ("trainer", "generator-0", "reward-0", "feeder")
+    services = {name: {"cpu": 1.0 / (index + 1), "memory_bytes": 1e9 + at * 1e6} for index, name in enumerate(names)}
+    return {
+        "time": 1e9 + at,
+        "services": services,
+        "queues": {"tasks": int(at) % 70, "scored": 4},
+        "broker_bytes": 10**7,
+    }
 
 
 def metrics_line(step: int, lr: float = 1e-5) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from broker.api.files.evaluations import FILE as EVALUATIONS
 from broker.api.files.evaluations import read_evaluations
 from broker.api.files.groups import GroupFiles
 from broker.api.files.lines import GrowingFile, last_object, parse, read_object
+from broker.api.files.resources import ResourceFile
 from broker.api.status.series import MetricsSeries
 from schemas.config import load_config
 from schemas.errors import ConfigError
@@ -30,7 +31,7 @@ LATELY_S = 120.0
 """A run whose newest file is younger is taken to go on, where its process is not of this machine."""
 MASK = "***"
 _SECRET = re.compile(
-    r"(^|[._-])(token|secret|password|passwd|(api|access)[._-]?key|credentials?)$",
+    r"(^|[._-])(token|secret|password|passwd|(api|access)[._-]?key|credentials?|webhook)$",
     re.IGNORECASE,
 )
 _CHECKPOINT = re.compile(r"step-(\d{8,})-t\d{4,}")
@@ -45,6 +46,7 @@ class RunFolder:
         self.path = path
         self.name = name or path.name
         self.groups = GroupFiles(path)
+        self.resources = ResourceFile(path)
         self._series = MetricsSeries()
         self._metrics = GrowingFile(path / METRICS)
 

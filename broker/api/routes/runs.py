@@ -10,15 +10,18 @@ from broker.api.files.archive import Archive
 from broker.api.files.evaluations import PromptSort, read_evaluations, read_prompts
 from broker.api.files.groups import Sort, Wanted
 from broker.api.files.logs import PART, list_logs, read_log
+from broker.api.files.resources import read_alerts
 from broker.api.web.refusal import Refusal
 from schemas.errors import InfraError
 from schemas.runs_api import (
+    Alerts,
     Checkpoints,
     EvaluationPrompts,
     GroupDetail,
     Groups,
     LogPart,
     Logs,
+    Resources,
     RunConfig,
     RunEvaluations,
     RunMetrics,
@@ -164,3 +167,22 @@ def list_checkpoints(archive: InArchive, run: Name) -> Checkpoints:
     """The checkpoints in the run's folder, oldest first."""
     with archive.open(run) as folder:
         return folder.checkpoints()
+
+
+@router.get("/{run}/resources")
+def read_resources(
+    archive: InArchive,
+    run: Name,
+    after: Annotated[float, Query(ge=0, allow_inf_nan=False, description="Only later than this Unix time.")] = 0,
+    points: Annotated[int, Query(ge=2, le=5000, description="At most so many moments; of more, one in so many.")] = 500,
+) -> Resources:
+    """Processors, memory and GPU memory by service, and the length of the queues, over time."""
+    with archive.open(run) as folder:
+        return folder.resources.read(after, points)
+
+
+@router.get("/{run}/alerts")
+def list_alerts(archive: InArchive, run: Name) -> Alerts:
+    """The alerts that fired, the newest first."""
+    with archive.open(run) as folder:
+        return read_alerts(folder.path)

@@ -66,6 +66,8 @@ class StatusPoller:
         self.ticked = time.monotonic()
         """When the reading thread last came round, for the probe of life."""
         self.on_status: Callable[[bytes], None] = lambda body: None
+        self.on_look: Callable[[RunStatus], None] = lambda status: None
+        """Called by the reading thread after each look, with the newest status."""
         self.on_metrics: Callable[[MetricsHistory], None] = lambda lines: None
         self.on_events: Callable[[list[StoredEvent]], None] = lambda events: None
         self._threads = [
@@ -150,6 +152,8 @@ class StatusPoller:
                 self.refresh()
             except (TidemillError, redis.RedisError) as error:
                 self._lost(str(error))
+            if self._latest is not None:
+                self.on_look(self._latest)
             self._stop.wait(self._every_s)
 
     def _lost(self, error: str) -> None:

@@ -19,7 +19,7 @@ from tests.support.run_folders import make_run
 pytestmark = pytest.mark.e2e
 
 ROOT = Path(__file__).parents[3]
-VIEWS = ("metrics", "groups", "groups/7/71", "evaluations", "logs", "setup", "runs")
+VIEWS = ("metrics", "groups", "groups/7/71", "evaluations", "machine", "logs", "setup", "runs")
 
 
 @pytest.fixture(scope="module")
@@ -150,6 +150,17 @@ def test_the_worst_sample_of_the_last_evaluation_is_two_clicks_away(visit: Open)
     expect(page.locator("dialog .sample")).to_contain_text("It is -1")
     page.keyboard.press("Escape")
     expect(page.locator("#evaluation-list tbody tr").first).to_contain_text("+0.500")
+
+
+def test_the_use_of_machines_and_the_alerts_of_a_run_are_shown(visit: Open) -> None:
+    seen = visit("machine?run=slow")
+    page = seen.page
+    cards = page.locator("#machine-charts .grid-card")
+    expect(cards).to_have_count(3, timeout=PATIENCE_MS)
+    expect(cards.first.locator(".grid-legend .key")).to_have_count(4)
+    assert "trainer 1 at first" in (cards.first.locator("[role=img]").get_attribute("aria-label") or "")
+    expect(page.locator(".alert")).to_contain_text("no step for 15 minutes")
+    assert saved(seen, "Save queues as CSV").splitlines()[1] == "1000000000,4,0"
 
 
 def test_a_log_is_filtered_and_followed(visit: Open, folder: Path) -> None:

@@ -65,6 +65,8 @@ def test_every_resource_of_a_run_is_read_without_a_broker(ui: str) -> None:
     assert ask(ui, "v1/runs/first/evaluations/12")[1]["prompts"][0]["mean"] == 0.0
     assert ask(ui, "v1/runs/first/logs")[1]["logs"][0]["service"] == "trainer"
     assert "tracker" in ask(ui, "v1/runs/first/logs/trainer")[1]["lines"][-1]
+    assert ask(ui, "v1/runs/first/resources?points=6")[1]["cpu"]["generator-0"] == [0.5] * 6
+    assert ask(ui, "v1/runs/first/alerts")[1]["alerts"][0]["over"] == 1e9 + 60
     assert ask(ui, "v1/runs/first/checkpoints")[1]["checkpoints"] == []
 
 

@@ -11,6 +11,7 @@ import { start as startGroups } from "./groups.js";
 import { start as startHeader } from "./header.js";
 import { start as startLetters } from "./letters.js";
 import { start as startLogs } from "./logs.js";
+import { start as startMachine } from "./machine.js";
 import { start as startOrders } from "./orders.js";
 import { start as startProgress } from "./progress.js";
 import { start as startRoute } from "./route.js";
@@ -29,7 +30,7 @@ const SERIES = [
 
 for (const start of [
   startHeader, startFlow, startProgress, startServices, startEvents, startTrajectories, startLetters, startOrders,
-  startGrid, startGroups, startEvaluations, startLogs, startSetup, startRuns,
+  startGrid, startGroups, startEvaluations, startMachine, startLogs, startSetup, startRuns,
 ]) start();
 
 const history = `v1/metrics-history?limit=10000&${SERIES.map((name) => `name=${encodeURIComponent(name)}`).join("&")}`;

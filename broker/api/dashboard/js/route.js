@@ -6,7 +6,7 @@ import { byId, h, setAttribute } from "./dom.js";
 /** Views in the order of their tabs: [name, title, whether it needs a run's broker]. */
 const VIEWS = [
   ["overview", "Overview", true], ["metrics", "Metrics"], ["groups", "Groups"], ["evaluations", "Evaluations"],
-  ["logs", "Logs"], ["setup", "Setup"], ["runs", "Runs"],
+  ["machine", "Machine"], ["logs", "Logs"], ["setup", "Setup"], ["runs", "Runs"],
 ];
 const shows = new Map();
 const hides = new Map();

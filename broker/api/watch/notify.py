@@ -1,0 +1,102 @@
+"""Tells people that a run has finished, failed or stands still: an HTTP request, or a command of theirs.
+
+In threads of its own: whoever tells it never waits. What cannot be delivered is logged and told in the timeline.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from http.client import HTTPException
+from pathlib import Path
+from urllib.request import Request, urlopen
+
+import structlog
+
+from schemas.config.deploy import NotifyConfig, Occasion
+
+SEND_S = 10.0
+"""Most seconds that one delivery may take."""
+TRIES = 3
+RETRY_S = 1.0
+
+log = structlog.get_logger()
+
+
+@dataclass(frozen=True)
+class Notice:
+    """What people are told, as JSON. text: all of it in a sentence, which chat systems show. time: Unix seconds."""
+
+    run: str
+    event: Occasion
+    text: str
+    step: int
+    steps: int
+    reward: float | None
+    accuracy: float | None
+    time: float
+
+
+class Notifier:
+    """Delivers notices of the occasions that ``notify.events`` names."""
+
+    def __init__(
+        self, settings: NotifyConfig, base: Path, on_failure: Callable[[str], None] = lambda text: None
+    ) -> None:
+        """base: folder in which the command runs. on_failure: is told, in a thread, why one was not delivered."""
+        self._settings, self._base, self._on_failure = settings, base, on_failure
+        self._threads: list[threading.Thread] = []
+
+    def tell(self, notice: Notice) -> None:
+        """Deliver a notice, soon."""
+        if notice.event not in self._settings.events:
+            return
+        body = json.dumps(asdict(notice)).encode()
+        ways: list[Callable[[bytes], str | None]] = []
+        if self._settings.webhook is not None:
+            ways.append(self._post)
+        if self._settings.command:
+            ways.append(self._run)
+        for way in ways:
+            thread = threading.Thread(target=self._deliver, args=(way, body), name="notify", daemon=True)
+            self._threads.append(thread)
+            thread.start()
+
+    def wait(self, seconds: float = SEND_S) -> None:
+        """Wait until everything is delivered, at most so long."""
+        deadline = time.monotonic() + seconds
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+
+    def _deliver(self, way: Callable[[bytes], str | None], body: bytes) -> None:
+        problem = None
+        for attempt in range(TRIES):
+            problem = way(body)
+            if problem is None:
+                return
+            time.sleep(RETRY_S * attempt)
+        log.warning("a notice was not delivered", problem=problem)
+        self._on_failure(f"a notice was not delivered: {problem}")
+
+    def _post(self, body: bytes) -> str | None:
+        """Why it was not taken; None when it was. The address may hold a secret and is not told."""
+        request = Request(str(self._settings.webhook), body, {"Content-Type": "application/json"}, method="POST")
+        try:
+            with urlopen(request, timeout=SEND_S):
+                return None
+        except (OSError, HTTPException, ValueError) as error:
+            # HTTPError, which urllib raises for an answer of 400 and more, is an OSError too.
+            return f"notify.webhook: {getattr(error, 'reason', error)}"
+
+    def _run(self, body: bytes) -> str | None:
+        command = self._settings.command or []
+        try:
+            done = subprocess.run(command, input=body, capture_output=True, timeout=SEND_S, cwd=self._base)
+        except (OSError, subprocess.SubprocessError) as error:
+            return f"notify.command: {error}"
+        said = done.stderr.decode(errors="replace").strip().splitlines()[-1:]
+        return None if done.returncode == 0 else f"notify.command: exit code {done.returncode} {' '.join(said)}".strip()
