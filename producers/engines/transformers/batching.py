@@ -1,7 +1,7 @@
 """Continuous batching over a Hugging Face model: rows join many at a time, step together, and leave when they are done.
 
-Each step samples one token a row from its logits, with the log-probability that it was sampled with. Rows are
-left-padded to one length: joining pads the shorter cache, leaving drops rows and the columns that only they needed.
+Each step samples one token a row from its logits, with the log-probability that it was sampled with. Rows are aligned
+at their ends, padded on the left; their keys and values lie in the slots of key_values.py.
 All of it runs in the engine's thread. Shapes: B rows in flight, T positions, V vocabulary, G generated tokens.
 """
 
@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel
+from transformers import Cache, DynamicCache, PreTrainedModel
 
+from producers.engines.transformers.key_values import KeyValueSlots
 from schemas.messages import FinishReason, Span
 
 PREFILL = 16384
@@ -89,7 +90,7 @@ class Row:
 
 
 class ContinuousBatch:
-    """The rows in flight, B of them over T positions, with their keys and values.
+    """The rows in flight, in the order of their slots.
 
     eos: ids that end a row. decode: tokens to text, for stop strings.
     """
@@ -98,8 +99,7 @@ class ContinuousBatch:
         self._model = model
         self._eos = eos
         self._decode = decode
-        self._cache: list[tuple[Tensor, Tensor]] = []  # each [B, heads, T, head]
-        self._mask = torch.zeros(0, 0, dtype=torch.long, device=model.device)  # [B, T], 1 where there is a token
+        self._slots = KeyValueSlots(model.device)
         self.rows: list[Row] = []
 
     def join(self, requests: Sequence[tuple[Sequence[int], list[Row]]], version: int) -> None:
@@ -113,19 +113,12 @@ class ContinuousBatch:
 
     def _join(self, wave: Sequence[tuple[Sequence[int], list[Row]]], version: int) -> None:
         ids, mask = _padded([prompt for prompt, _ in wave], self._model.device)
-        logits, fresh = self._forward(ids, mask, (mask.cumsum(dim=1) - 1).clamp(min=0), [])
+        logits, fresh = self._prefill(ids, mask)
         counts = torch.tensor([len(rows) for _, rows in wave], device=ids.device)
         if int(counts.max()) > 1:
-            mask, logits = mask.repeat_interleave(counts, 0), logits.repeat_interleave(counts, 0)
+            logits = logits.repeat_interleave(counts, 0)
             fresh = [(keys.repeat_interleave(counts, 0), values.repeat_interleave(counts, 0)) for keys, values in fresh]
-        if self.rows:
-            width = max(mask.shape[1], self._mask.shape[1])
-            fresh = [
-                (_stack(old[0], new[0], width), _stack(old[1], new[1], width))
-                for old, new in zip(self._cache, fresh, strict=True)
-            ]
-            mask = torch.cat([_left(self._mask, width, 1), _left(mask, width, 1)])
-        self._cache, self._mask = fresh, mask
+        self._slots.add(fresh, [len(prompt) for prompt, rows in wave for _ in rows])
         joined = [row for _, rows in wave for row in rows]
         for prompt, rows in wave:
             for row in rows:
@@ -136,10 +129,8 @@ class ContinuousBatch:
     def step(self, version: int) -> None:
         """Sample one more token for every row."""
         last = torch.tensor([[row.tokens[-1]] for row in self.rows], device=self._model.device)
-        positions = self._mask.sum(dim=1, keepdim=True)
-        self._mask = torch.cat([self._mask, torch.ones_like(last)], dim=1)
-        logits, self._cache = self._forward(last, self._mask, positions, self._cache)
-        self._sample(self.rows, logits, version)
+        cache, mask, positions = self._slots.grow()
+        self._sample(self.rows, self._forward(last, mask, positions, cache), version)
         self.drop_finished()
 
     def recompute(self) -> None:
@@ -147,31 +138,33 @@ class ContinuousBatch:
         if not self.rows:
             return
         texts = [[*row.prompt, *row.tokens[:-1]] for row in self.rows]  # the last token is the next step's input
-        ids, mask = _padded(texts, self._model.device)
-        positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
-        _, self._cache = self._forward(ids, mask, positions, [])
-        self._mask = mask
+        _, fresh = self._prefill(*_padded(texts, self._model.device))
+        self._slots.clear()
+        self._slots.add(fresh, [len(text) for text in texts])
 
     def clear(self) -> None:
         """Drop every row."""
-        self.rows, self._cache, self._mask = [], [], self._mask[:0, :0]
+        self.rows = []
+        self._slots.clear()
+
+    def _prefill(self, ids: Tensor, mask: Tensor) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
+        """Logits of the last position float32 [B, V], and keys and values of each layer, [B, heads, T, head]."""
+        cache = DynamicCache()
+        logits = self._forward(ids, mask, (mask.cumsum(dim=1) - 1).clamp(min=0), cache)
+        return logits, [(layer.keys, layer.values) for layer in cache.layers]  # type: ignore[misc, union-attr]
 
     @torch.no_grad()
-    def _forward(
-        self, ids: Tensor, mask: Tensor, positions: Tensor, cache: list[tuple[Tensor, Tensor]]
-    ) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
-        """Logits of the last position float32 [B, V], and the grown cache."""
-        past = DynamicCache(cache) if cache else DynamicCache()
+    def _forward(self, ids: Tensor, mask: Tensor, positions: Tensor, cache: Cache) -> Tensor:
+        """Logits of the last position float32 [B, V]; the cache is written."""
         output = self._model(
             input_ids=ids,
             attention_mask=mask,
             position_ids=positions,
-            past_key_values=past,
+            past_key_values=cache,
             use_cache=True,
             logits_to_keep=1,
         )
-        grown = [(layer.keys, layer.values) for layer in past.layers]  # type: ignore[union-attr]
-        return output.logits[:, -1].float(), grown  # type: ignore[return-value]
+        return output.logits[:, -1].float()  # type: ignore[no-any-return]
 
     def _sample(self, rows: list[Row], logits: Tensor, version: int) -> None:
         tokens, logprobs = draw(logits, [row.draw for row in rows])
@@ -192,18 +185,9 @@ class ContinuousBatch:
 
     def drop_finished(self) -> None:
         """Let finished rows leave."""
-        keep = [index for index, row in enumerate(self.rows) if row.finish is None]
-        if len(keep) == len(self.rows):
-            return
-        if not keep:
-            self.clear()
-            return
-        self.rows = [self.rows[index] for index in keep]
-        index = torch.tensor(keep, device=self._mask.device)
-        mask = self._mask[index]
-        start = int(mask.argmax(dim=1).min())  # columns left of every row's first token
-        self._mask = mask[:, start:]
-        self._cache = [(keys[index, :, start:], values[index, :, start:]) for keys, values in self._cache]
+        finished = [index for index, row in enumerate(self.rows) if row.finish is not None]
+        if finished:
+            self.rows = [self.rows[index] for index in self._slots.remove(finished)]
 
 
 def _waves(
@@ -223,18 +207,3 @@ def _padded(texts: Sequence[Sequence[int]], device: torch.device) -> tuple[Tenso
     ids = torch.tensor([[0] * (width - len(text)) + [*text] for text in texts], device=device)
     mask = torch.tensor([[0] * (width - len(text)) + [1] * len(text) for text in texts], device=device)
     return ids, mask
-
-
-def _stack(old: Tensor, new: Tensor, width: int) -> Tensor:
-    """[B1, H, T1, D] and [B2, H, T2, D] to [B1+B2, H, width, D], padded on the left."""
-    return torch.cat([_left(old, width, 2), _left(new, width, 2)])
-
-
-def _left(tensor: Tensor, width: int, dim: int) -> Tensor:
-    """Zeros on the left of ``dim`` up to ``width``."""
-    missing = width - tensor.shape[dim]
-    if missing == 0:
-        return tensor
-    shape = list(tensor.shape)
-    shape[dim] = missing
-    return torch.cat([tensor.new_zeros(shape), tensor], dim=dim)
