@@ -73,6 +73,8 @@ KEY_NOTES = {
     "orders": "stream, 16 entries: wakes those who only follow what people asked for, however many they are",
     "weights": "stream: manifests, the version is the entry's id",
     "chunks": "hash: VERSION:INDEX or VERSION:delta:INDEX to one chunk of a version, with the transport `redis`",
+    "peers": "hash: PEER to the end of its lease and where it serves weights, with the transport `peer`; `key`, by"
+    " which peers know one another",
     "refusals": "hash: who refused the newest version and has no other weights, and whether anybody uses it",
     "events": "stream, 10,000 entries: the timeline",
     "metrics": "stream, 10,000 entries: one JSON object a step",

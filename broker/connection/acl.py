@@ -50,8 +50,8 @@ ROLES: Mapping[str, Role] = {
     ),
     "generator": Role(
         "publish_samples save_partials take_evaluations fail_sample return_task fail_task renew_tasks drop_dead_letters"
-        " note_verdict heartbeat append_telemetry add_counts",
-        f"{_SERVICE} hmget hgetall xread xrange xrevrange",
+        " note_verdict announce_peer find_peers heartbeat append_telemetry add_counts",
+        f"{_SERVICE} evalsha_ro hmget hgetall xread xrange xrevrange",
         "WEIGHTS CHUNKS ORDERS RUN_CONTROL",
         only=_WORKER,
         on="TASKS EVAL_TASKS",
@@ -66,8 +66,8 @@ ROLES: Mapping[str, Role] = {
     ),
     "trainer": Role(
         "take_over read_pipeline claim_scores reclaim_scores discard_scores diagnose_group close_group journal_batch"
-        " complete_step commit_step forget_consumers finish_run add_version put_chunk keep_samples take_eval_samples"
-        " drop_dead_letters"
+        " complete_step commit_step forget_consumers finish_run add_version put_chunk announce_peer find_peers"
+        " keep_samples take_eval_samples drop_dead_letters"
         " heartbeat append_telemetry add_counts",
         f"{_SERVICE} {_LEDGER} get hgetall xgroup|create xinfo|groups xrange xdel",
     ),

@@ -31,6 +31,7 @@ class Keys:
         self.weights = self._key("weights")
         self.chunks = self._key("chunks")
         self.refusals = self._key("refusals")
+        self.peers = self._key("peers")
         self.events = self._key("events")
         self.metrics = self._key("metrics")
         self.services = self._key("services")

@@ -55,15 +55,15 @@ class LocalWeights:
         raise errors[0] if errors else InfraError(f"a part of weights version {manifest.version} is gone")
 
     def _routes(self, manifest: Manifest, published: list[Manifest]) -> list[Route]:
-        """From the cheapest to the last resort, which is a whole state that was put back where a chain was lost."""
+        """From the cheapest to the dearest; among them whole states that were put back, or that another reader has."""
         found = [find_route(published, manifest)]
         if self._held is not None:
             found.append(find_route(published, manifest, self._held))
-        routes = sorted((route for route in found if route is not None), key=lambda route: route.size)
+        routes = [route for route in found if route is not None]
         direct = Route(manifest, ())
         if direct not in routes and self._store.has(manifest.state):
             routes.append(direct)
-        return routes
+        return sorted(routes, key=lambda route: route.size)
 
     def _follow(self, route: Route, target: Manifest) -> Path:
         if route.start is not None:
@@ -80,11 +80,13 @@ class LocalWeights:
                 self._apply(manifest)
             verify("the state after its deltas", chunk_digests(self._path), target.state.chunks)
         self._held = HeldState(target.version, state_digest(target.state.chunks))
+        self._store.offer(target.state, self._path)
         return self._path
 
     def drop(self) -> None:
         """Free the disk; the next version comes from a whole one."""
         self._held = None
+        self._store.withdraw()
         if self._path.is_relative_to(self._folder):
             self._path.unlink(missing_ok=True)
 
@@ -106,6 +108,7 @@ class LocalWeights:
 
     def _own(self) -> None:
         """Have the state where it can be changed: a shared file is for everyone."""
+        self._store.withdraw()
         if self._path == self._state:
             return
         self._folder.mkdir(parents=True, exist_ok=True)

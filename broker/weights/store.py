@@ -14,7 +14,7 @@ import structlog
 from broker.connection.connection import BLOCK_MS, Connection
 from broker.flow.fencing import accepted, term_number
 from broker.weights.delta_writer import DeltaWriter
-from broker.weights.transports import Transport, make_transport
+from broker.weights.transports import PeerOrigin, PeerReader, Receiver, Transport, make_transport
 from broker.weights.versions import clear_leftovers, find_route, split
 from schemas.codec import decode, encode
 from schemas.digests import chunk_digests, state_digest
@@ -54,6 +54,15 @@ class WeightStore:
         """The last version that was put back: it can be had by itself, and need not have a chain."""
         self._cleared = ""
         """The term that has cleared up after those before it."""
+        self._origin: PeerOrigin | None = None
+        self._reader: PeerReader | None = None
+
+    def serve(self, peer: PeerOrigin | PeerReader) -> None:
+        """Use what this process serves to others from now on: the trainer's, or a reader's."""
+        if isinstance(peer, PeerOrigin):
+            self._origin = peer
+        else:
+            self._reader = peer
 
     def publish(
         self,
@@ -168,7 +177,7 @@ class WeightStore:
 
     def _have(self, payloads: list[Payload]) -> bool:
         return all(
-            self._transport_of(kind).holds([payload for payload in payloads if payload.uri.startswith(kind)])
+            self._receiver_of(kind).holds([payload for payload in payloads if payload.uri.startswith(kind)])
             for kind in {payload.uri.partition(":")[0] + ":" for payload in payloads}
         )
 
@@ -241,11 +250,30 @@ class WeightStore:
 
     def fetch(self, payload: Payload, folder: Path) -> Path:
         """A verified local file, in ``folder`` where it does not lie in a shared one; InfraError: damaged or gone."""
-        return self._transport_of(payload.uri).fetch(payload, folder)
+        return self._receiver_of(payload.uri).fetch(payload, folder)
+
+    def offer(self, payload: Payload, path: Path) -> None:
+        """Let others have a whole state that is held here, if it is of the transport ``peer`` and we serve."""
+        if self._reader is not None and payload.uri.startswith("peer:"):
+            self._reader.offer(payload, path)
+
+    def withdraw(self) -> None:
+        """Let nobody have the whole state that is held here any more: its file is about to change."""
+        if self._reader is not None:
+            self._reader.withdraw()
 
     def _transport_of(self, uri: str) -> Transport:
         """The transport that a published version came by."""
         kind, _, place = uri.partition(":")
+        if kind == "peer" and self._origin is not None:
+            return self._origin
         if kind not in ("file", "redis"):
-            raise InfraError(f"weights {uri!r} came by {kind!r}, which this release does not know")
+            raise InfraError(f"weights {uri!r} came by {kind!r}, which this process does not serve or know")
         return make_transport(self._connection, kind, Path(place).parent)
+
+    def _receiver_of(self, uri: str) -> Receiver:
+        """What fetches a published version here; where nothing is served, it comes from peers all the same."""
+        if uri.startswith("peer:") and self._origin is None:
+            self._reader = self._reader or PeerReader(self._connection)
+            return self._reader
+        return self._transport_of(uri)

@@ -92,5 +92,5 @@ def clear_leftovers(folder: Path, leader_term: int, published: Sequence[Manifest
     named |= {manifest.delta.payload.uri for manifest in published if manifest.delta is not None}
     for path in folder.glob("*-t*"):
         found = _OWN.fullmatch(path.name) or _PUBLISHED.fullmatch(path.name)
-        if found and int(found[1]) < leader_term and f"file:{path}" not in named:
+        if found and int(found[1]) < leader_term and not {f"file:{path}", f"peer:{path.name}"} & named:
             path.unlink(missing_ok=True)

@@ -69,6 +69,7 @@ class Trainer:
                 self.publisher.abandon()
                 self.checkpoints.abandon()
         finally:
+            self.publisher.stop_serving()
             self.step_log.flush()
 
     def run_term(self, stop: StopFlag) -> bool:

@@ -14,7 +14,7 @@ import torch
 from broker.flow.fencing import term_number
 from broker.heartbeat import FRESH_S
 from broker.weights.delta_writer import DeltaWriter
-from broker.weights.transports import make_transport
+from broker.weights.transports import PeerOrigin, make_transport
 from consumers.trainer.context import TrainerContext, describe_broken
 from consumers.trainer.leadership import Leadership
 from schemas.codec import Array
@@ -41,7 +41,16 @@ class WeightPublisher:
         self._leadership = leadership
         self._store = context.broker.weights
         self._folder = (settings.folder or config.folder / "weights").resolve()
-        self._transport = make_transport(context.broker.connection, settings.transport, self._folder)
+        self._peers: PeerOrigin | None = None
+        if settings.transport == "peer" or any(item.state.uri.startswith("peer:") for item in self._store.published()):
+            # Versions that came so before the setting was changed go on so.
+            self._peers = PeerOrigin(context.broker.connection, self._folder, settings.peer)
+            self._store.serve(self._peers)
+        self._transport = (
+            self._peers
+            if self._peers is not None and settings.transport == "peer"
+            else make_transport(context.broker.connection, settings.transport, self._folder)
+        )
         self._deltas = DeltaWriter(self._folder, settings.max_chain) if settings.deltas else None
         self._keep = settings.keep
         vocabulary = context.rank_group.step.policy.causal_lm.config.get_text_config().vocab_size
@@ -72,6 +81,11 @@ class WeightPublisher:
         """Send what is left; the thread ends."""
         self._wait_sent()
         self._executor.shutdown()
+
+    def stop_serving(self) -> None:
+        """Give no version to anybody any more, at the end of this process."""
+        if self._peers is not None:
+            self._peers.close()
 
     def _publish_and_wait(self) -> None:
         self._publish()

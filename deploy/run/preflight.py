@@ -19,6 +19,8 @@ from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
 from broker.api.address import listen, read_token
+from broker.connection.connection import find_url
+from broker.weights.peers.registry import refuse_tls
 from consumers.trainer.metrics.trackers import check_trackers
 from deploy.run.findings import Finding, examine, one_line
 from deploy.run.model_files import check_hub_or_folder, check_tokenizer
@@ -98,10 +100,12 @@ def _need(package: str, what: str, extra: str) -> None:
 
 
 def check_folders(config: TidemillConfig) -> str:
-    """ConfigError for a folder that can't be made or written."""
+    """ConfigError for a folder that can't be made or written, or a broker beside which weights can't go their way."""
     _check_writable("run.folder", config.folder)
     publish = config.trainer.publish
-    if publish.transport == "file" and publish.folder is not None:
+    if publish.transport == "peer":
+        refuse_tls(find_url(config.broker.url) or "")
+    if publish.transport in ("file", "peer") and publish.folder is not None:
         _check_writable("trainer.publish.folder", publish.folder.resolve())
     if config.warm_start is not None:
         _check_writable("model.path", Path(config.model.path).resolve())

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
+from collections.abc import Iterator
 
 import structlog
 
 from broker.client import Broker
 from broker.heartbeat import HeartbeatThread, check_name
+from broker.weights.peers.node import PeerNode
+from broker.weights.transports import PeerReader
 from producers.engines.base import Engine, EngineSettings
 from producers.engines.factory import make_engine
 from producers.engines.sampling import check_sampling
@@ -97,7 +101,7 @@ class Generator:
 
     async def run(self, stop: StopFlag) -> None:
         """Start the engine, work, hand back what is unfinished, close."""
-        with self._heartbeat:
+        with self._heartbeat, passing_on(self._config, self._name, self._broker):
             async with asyncio.TaskGroup() as group:
                 # Orders are followed from the start: an engine takes long to load, and must not begin in a pause.
                 group.create_task(self._pause.run(stop))
@@ -161,6 +165,19 @@ class Generator:
                 "evaluating": float(self._updates.evaluating),
             },
         )
+
+
+@contextlib.contextmanager
+def passing_on(config: TidemillConfig, name: str, broker: Broker) -> Iterator[None]:
+    """With the transport ``peer``, serve the weights that are fetched here to other generators."""
+    if config.trainer.publish.transport != "peer":
+        yield
+        return
+    with contextlib.closing(
+        PeerReader(broker.connection, PeerNode(broker.connection, name, config.trainer.publish.peer))
+    ) as reader:
+        broker.weights.serve(reader)
+        yield
 
 
 class RateMeter:

@@ -95,7 +95,8 @@ class WeightUpdater:
         self._name = name
         self._local = LocalWeights(broker.weights, folder)
         self._model = ServedModel(config)
-        self._keep_copy = config.trainer.publish.deltas
+        # What others may fetch from here stays, as does what the next delta goes on from.
+        self._keep_copy = config.trainer.publish.deltas or config.trainer.publish.transport == "peer"
         self._drains = config.generator.update == "drain"
         self._pause = pause
         self._tolerance = config.generator.probe_tolerance or TOLERANCE[config.model.dtype]

@@ -132,21 +132,48 @@ class ParallelConfig(Section):
         return f"tensor {self.tensor}, context {self.context}, replicate {self.replicate}"
 
 
+class PeerConfig(Section):
+    """Serving weights to one another, with the transport peer: the trainer, and each generator what it has fetched."""
+
+    host: str | None = Field(
+        None,
+        min_length=1,
+        description="Address of this machine for the others, by default the one from which it reaches the broker. Where"
+        " the broker is on the same machine that is 127.0.0.1: set it if generators are elsewhere.",
+    )
+    port: int = Field(
+        0,
+        ge=0,
+        le=65535,
+        description="Port to serve weights at, 0: any free one. Several services of one machine need 0.",
+    )
+    uplinks: int = Field(
+        2,
+        ge=1,
+        description="How many generators the trainer gives each part of a version to while others want it too; they"
+        " give it to the rest.",
+    )
+    streams: int = Field(4, ge=1, le=32, description="Connections over which a generator fetches at once.")
+
+
 class PublishConfig(Section):
     """Publication of new weights to the generators."""
 
-    transport: Literal["file", "redis"] = Field(
-        "file", description="file: safetensors in a folder that all can read. redis: chunks in the broker."
+    transport: Literal["file", "redis", "peer"] = Field(
+        "file",
+        description="file: safetensors in a folder that all can read. redis: chunks in the broker. peer: from the"
+        " trainer and from one another, over TCP.",
     )
     folder: Path | None = Field(
         None,
-        description="Folder of the file transport, shared by all services of this run, and by no other; "
-        "weights/ in the run's folder by default.",
+        description="Folder of versions: with file, shared by all services of this run and by no other; with peer, of"
+        " the trainer alone. weights/ in the run's folder by default.",
     )
+    peer: PeerConfig = Field(default_factory=PeerConfig)
     delta: Annotated[Literal["auto", "on", "off"], BeforeValidator(_switch)] = Field(
         "auto",
         description="Publish what changed since the version before, where that is at most half of the weights. "
-        "auto: with the transport redis; a file is read as fast as a delta is applied.",
+        "auto: with the transports redis and peer; a file is read as fast as a delta is applied.",
     )
     max_chain: int = Field(8, ge=1, description="Deltas that a late reader applies at most after a whole version.")
     keep: int = Field(3, ge=2, description="Versions kept for late readers, and the older ones that they build on.")
@@ -155,7 +182,7 @@ class PublishConfig(Section):
     @property
     def deltas(self) -> bool:
         """Return whether versions may be published as deltas."""
-        return self.delta == "on" or (self.delta == "auto" and self.transport == "redis")
+        return self.delta == "on" or (self.delta == "auto" and self.transport != "file")
 
 
 AGGREGATION_NAMES = ("constant", "prompt_mean", "sequence_mean", "token_mean")

@@ -29,7 +29,7 @@ class TensorSpec(msgspec.Struct, frozen=True, array_like=True, gc=False):
 class Payload(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Bytes that a transport carries. size: bytes.
 
-    uri: ``file:PATH`` or ``redis:KEY``. chunks: a BLAKE3-128 hex digest for each 1 MB.
+    uri: ``file:PATH``, ``redis:KEY`` or ``peer:NAME``. chunks: a BLAKE3-128 hex digest for each 1 MB.
     """
 
     uri: str

@@ -24,7 +24,7 @@ A feeder, two generators with a scripted engine, two reward services, a trainer 
 server run as processes of their own, the network between them is a proxy, and faults hit all of it at random. Then
 everything is healed, the run comes to rest, and the logs of all processes are held against the promises.
 The seed fixes kinds, victims and lengths of the faults; what they meet depends on the machine's timing.
-With an odd seed weights travel through the broker, with an even one through files.
+Seeds 0, 3, 6 ... send weights through files, 1, 4, 7 ... through the broker, 2, 5, 8 ... from peer to peer.
 """
 
 

@@ -147,7 +147,7 @@ PARTS = (
     "readmit",
 )
 """Keys without which a run can't go on as it was."""
-BESIDE = ("weights", "chunks", "dead", "evals", "services", "refusals")
+BESIDE = ("weights", "chunks", "dead", "evals", "services", "refusals", "peers")
 """Keys whose loss may cost no sample."""
 
 

@@ -82,7 +82,7 @@ def configuration(folder: Path, seed: int, workload: str) -> dict[str, Any]:
             "checkpoint": {"every": CHECKPOINT_EVERY, "keep": 3},
             "batch_timeout_s": 300,
             "trackers": [f"{USER_TRACKER}:Tracker"],
-            "publish": {"transport": "redis" if seed % 2 else "file"},
+            "publish": {"transport": ("file", "redis", "peer")[seed % 3]},
         },
         "log": {"format": "json", "level": "info"},
     }

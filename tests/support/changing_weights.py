@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save
 from broker.client import Broker
 from broker.flow.fencing import term_number
 from broker.weights.delta_writer import DeltaWriter
-from broker.weights.transports import make_transport
+from broker.weights.transports import PeerOrigin, make_transport
 from schemas.messages import Manifest, TensorSpec
 
 SPECS = [TensorSpec("a", "bfloat16", [64, 64]), TensorSpec("b", "bfloat16", [0]), TensorSpec("c", "bfloat16", [333])]
@@ -25,8 +25,13 @@ class ChangingWeights:
         self._broker, self._folder, self._leader_term, self._keep = broker, folder / "out", leader_term, keep
         self._folder.mkdir(exist_ok=True)
         self._transport = make_transport(broker.connection, kind, self._folder)
+        if isinstance(self._transport, PeerOrigin):
+            broker.weights.serve(self._transport)
         self._deltas = DeltaWriter(self._folder, max_chain)
         self.bits: npt.NDArray[np.int16] = np.random.default_rng(0).integers(0, 1000, 64 * 64 + 333, dtype=np.int16)
+
+    def close(self) -> None:
+        self._transport.close()
 
     def publish(self, version: int, *, changed: int = 9) -> Manifest:
         """Change some elements and publish; the manifest that generators see."""

@@ -9,7 +9,7 @@ from broker.client import Broker
 from broker.flow.trainer_session import TrainerSession
 from broker.telemetry.stream_lag import read_stream_lags
 from broker.weights.local_copy import LocalWeights
-from broker.weights.transports import make_transport
+from broker.weights.transports import Transport, make_transport
 from schemas.messages import Adapter, Event, Heartbeat, Manifest, Score
 from tests.support.prompt_groups import claim_batch, make_task, make_trajectory
 from tests.support.trainer_sessions import take_over
@@ -58,11 +58,12 @@ def publish_weights(
     kind: str = "redis",
     content: bytes = WEIGHTS,
     adapter: Adapter | None = None,
+    transport: Transport | None = None,
 ) -> None:
     """The weights of the trainer with this term, by default through the broker itself."""
     file = folder / "new.safetensors"
     file.write_bytes(content)
-    transport = make_transport(broker.connection, kind, folder)
+    transport = transport or make_transport(broker.connection, kind, folder)
     broker.weights.publish(
         transport,
         file,

@@ -7,12 +7,16 @@ from pathlib import Path
 from broker.connection.connection import Connection
 from broker.weights.transports.base import Form, Location, Receiver, Sender, Transport
 from broker.weights.transports.file import FileTransport
+from broker.weights.transports.peer import PeerOrigin, PeerReader
 from broker.weights.transports.redis import RedisTransport
+from schemas.config.trainer import PeerConfig
 
 __all__ = [
     "FileTransport",
     "Form",
     "Location",
+    "PeerOrigin",
+    "PeerReader",
     "Receiver",
     "RedisTransport",
     "Sender",
@@ -22,5 +26,10 @@ __all__ = [
 
 
 def make_transport(connection: Connection, kind: str, folder: Path) -> Transport:
-    """The transport ``file`` over this folder, or ``redis`` through the broker."""
+    """The trainer's transport: ``file`` over this folder, ``redis`` through the broker, or ``peer``, which serves it.
+
+    Settings of ``peer`` are the default ones; ``PeerOrigin`` takes others.
+    """
+    if kind == "peer":
+        return PeerOrigin(connection, folder, PeerConfig())
     return FileTransport(folder) if kind == "file" else RedisTransport(connection)

@@ -17,14 +17,10 @@ Form = Literal["whole", "delta"]
 
 
 class Location(Protocol):
-    """Place of the bytes of versions: names them, looks at them, and frees them."""
+    """Place of the bytes of versions: names them, checks them, and frees them."""
 
     def uri(self, version: int, leader_term: str, form: Form = "whole") -> str:
         """Return the URI under which a version's bytes are, or would be."""
-        ...
-
-    def holds(self, payloads: Sequence[Payload]) -> bool:
-        """Whether all bytes of these payloads are there."""
         ...
 
     def check(self, payload: Payload) -> None:
@@ -43,9 +39,17 @@ class Sender(Protocol):
         """Make ``file`` readable under ``uri``, and consume it."""
         ...
 
+    def close(self) -> None:
+        """End what runs for readers, if anything does; nothing is put any more."""
+        ...
+
 
 class Receiver(Protocol):
     """A reader's side of a transport."""
+
+    def holds(self, payloads: Sequence[Payload]) -> bool:
+        """Whether all bytes of these payloads are there."""
+        ...
 
     def fetch(self, payload: Payload, folder: Path) -> Path:
         """A verified local file, in ``folder`` where none is shared; InfraError when bytes are damaged or gone."""

@@ -28,6 +28,9 @@ class FileTransport:
         target.parent.mkdir(parents=True, exist_ok=True)
         os.replace(file, target)
 
+    def close(self) -> None:
+        """Nothing runs."""
+
     def fetch(self, payload: Payload, folder: Path) -> Path:
         self.check(payload)
         return _path(payload.uri)

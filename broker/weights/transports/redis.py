@@ -37,6 +37,9 @@ class RedisTransport:
             )
         file.unlink()
 
+    def close(self) -> None:
+        """Nothing runs."""
+
     def fetch(self, payload: Payload, folder: Path) -> Path:
         # One name for all versions: what a reader that was killed leaves is replaced by its successor.
         target = folder / ("delta" if _name(payload.uri).endswith("delta") else "whole")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import subprocess
 from collections.abc import Callable, Iterator, Mapping
@@ -20,7 +21,10 @@ from broker.connection.runs import list_runs
 from broker.connection.scripts import names
 from broker.flow.ledger import SkippedTask
 from broker.queues.tasks import eval_task_id
+from broker.weights.peers.node import PeerNode
+from broker.weights.transports import PeerOrigin, PeerReader
 from schemas.config import BrokerConfig
+from schemas.config.trainer import PeerConfig
 from schemas.errors import ConfigError
 from schemas.messages import Event, Score
 from tests.support.one_group import fetch_weights, move_one_group, publish_weights
@@ -71,6 +75,21 @@ def test_a_group_passes_every_hop_with_each_service_under_its_own_user(
     training.read_pipeline()
     for role in ("feeder", "generator", "reward", "trainer"):
         roles[role].heartbeats.remove(role)
+
+
+def test_weights_go_from_peer_to_peer_under_each_role(roles: dict[str, Broker], tmp_path: Path) -> None:
+    training = take_over(roles["trainer"])
+    reading = roles["generator"]
+    with (
+        contextlib.closing(PeerOrigin(roles["trainer"].connection, tmp_path, PeerConfig())) as origin,
+        contextlib.closing(PeerReader(reading.connection, PeerNode(reading.connection, "g", PeerConfig()))) as reader,
+    ):
+        publish_weights(roles["trainer"], training.leader_term, 1, tmp_path, transport=origin)
+        reading.weights.serve(reader)
+        assert fetch_weights(reading, tmp_path).version == 1
+    for role in ("feeder", "reward"):
+        with pytest.raises(redis.exceptions.NoPermissionError):
+            roles[role].connection.client.hgetall(KEYS.peers)
 
 
 def test_generators_may_all_that_their_work_asks(roles: dict[str, Broker]) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -13,12 +14,15 @@ from safetensors.torch import load_file
 from broker.client import Broker
 from broker.flow.trainer_session import TrainerSession
 from broker.weights.local_copy import LocalWeights
+from broker.weights.peers.node import PeerNode
+from broker.weights.transports import PeerReader
+from schemas.config.trainer import PeerConfig
 from schemas.errors import InfraError
 from schemas.messages import Manifest, Payload, TensorSpec
 from tests.support.changing_weights import ChangingWeights
 from tests.support.trainer_sessions import take_over
 
-pytestmark = [pytest.mark.integration, pytest.mark.parametrize("kind", ["file", "redis"])]
+pytestmark = [pytest.mark.integration, pytest.mark.parametrize("kind", ["file", "redis", "peer"])]
 
 
 @pytest.fixture
@@ -27,13 +31,32 @@ def takeover(broker: Broker) -> TrainerSession:
 
 
 @pytest.fixture
-def trainer(broker: Broker, takeover: TrainerSession, tmp_path: Path, kind: str) -> ChangingWeights:
-    return ChangingWeights(broker, tmp_path, kind, takeover.leader_term)
+def make_trainer(broker: Broker, tmp_path: Path, kind: str) -> Iterator[Callable[[TrainerSession], ChangingWeights]]:
+    with contextlib.ExitStack() as stack:
+        yield lambda session: stack.enter_context(
+            contextlib.closing(ChangingWeights(broker, tmp_path, kind, session.leader_term))
+        )
 
 
 @pytest.fixture
-def generator(broker: Broker, tmp_path: Path) -> LocalWeights:
-    return LocalWeights(broker.weights, tmp_path / "in")
+def trainer(takeover: TrainerSession, make_trainer: Callable[[TrainerSession], ChangingWeights]) -> ChangingWeights:
+    return make_trainer(takeover)
+
+
+@pytest.fixture
+def reading(make_broker: Callable[..., Broker], broker: Broker) -> Broker:
+    """The broker as another process has it, which serves nothing."""
+    return make_broker(broker.connection.keys.run)
+
+
+@pytest.fixture
+def generator(reading: Broker, tmp_path: Path, kind: str) -> Iterator[LocalWeights]:
+    if kind != "peer":
+        yield LocalWeights(reading.weights, tmp_path / "in")
+        return
+    with contextlib.closing(PeerReader(reading.connection, PeerNode(reading.connection, "g", PeerConfig()))) as reader:
+        reading.weights.serve(reader)
+        yield LocalWeights(reading.weights, tmp_path / "in")
 
 
 def payloads(manifest: Manifest) -> list[Payload]:
@@ -44,15 +67,31 @@ def files(folder: Path) -> set[str]:
     return {path.name for path in folder.glob("*")}
 
 
+@pytest.fixture(autouse=True)
+def no_patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What nobody has is given up sooner."""
+    monkeypatch.setattr("broker.weights.peers.download.STALL_S", 0.5)
+
+
 def spoil(broker: Broker, manifest: Manifest, form: str) -> Callable[[bool], None]:
-    """Damage or remove the one chunk of a version's whole state or delta."""
+    """Damage or remove the one chunk of a version's whole state or delta, where the trainer has it."""
     payload = manifest.state if form == "whole" else manifest.delta.payload if manifest.delta else None
     assert payload is not None
     kind, _, place = payload.uri.partition(":")
 
     def act(missing: bool) -> None:
         client, chunks = broker.connection.client, broker.connection.keys.chunks
-        if kind == "file":
+        if kind == "peer":
+            origin = broker.weights._origin
+            assert origin is not None
+            path = origin._path(payload.uri)
+            if missing:
+                origin.node.remove(path.name)
+                path.unlink()
+            else:
+                with path.open("r+b") as stream:
+                    stream.write(b"x" * payload.size)
+        elif kind == "file":
             Path(place).unlink()
             if not missing:
                 Path(place).write_bytes(b"x" * payload.size)
@@ -182,11 +221,16 @@ def test_a_copy_that_was_changed_behind_our_back_is_noticed_and_made_anew(
 
 
 def test_a_restarted_trainer_publishes_whole_and_generators_go_on_from_it(
-    broker: Broker, trainer: ChangingWeights, generator: LocalWeights, tmp_path: Path, kind: str
+    broker: Broker,
+    trainer: ChangingWeights,
+    generator: LocalWeights,
+    tmp_path: Path,
+    make_trainer: Callable[[TrainerSession], ChangingWeights],
+    kind: str,
 ) -> None:
     for version in (1, 2, 3):
         generator.fetch(trainer.publish(version))
-    successor = ChangingWeights(broker, tmp_path, kind, take_over(broker, fresh=False).leader_term)
+    successor = make_trainer(take_over(broker, fresh=False))
     (tmp_path / "out" / "v9-t1.safetensors").write_bytes(b"its manifest never came")
     (tmp_path / "out" / ".part-9-t1.4711").write_bytes(b"half of one")
     seen = [successor.publish(version) for version in (4, 5)]
@@ -197,11 +241,16 @@ def test_a_restarted_trainer_publishes_whole_and_generators_go_on_from_it(
 
 
 def test_a_trainer_that_went_back_gives_no_number_twice(
-    broker: Broker, trainer: ChangingWeights, generator: LocalWeights, tmp_path: Path, kind: str
+    broker: Broker,
+    trainer: ChangingWeights,
+    generator: LocalWeights,
+    tmp_path: Path,
+    make_trainer: Callable[[TrainerSession], ChangingWeights],
+    kind: str,
 ) -> None:
     """It replays versions 2 and 3; whoever reads them gets what was published under these numbers first."""
     first = [trainer.publish(version) for version in (1, 2, 3)]
-    successor = ChangingWeights(broker, tmp_path, kind, take_over(broker, fresh=False).leader_term)
+    successor = make_trainer(take_over(broker, fresh=False))
     successor.bits = trainer.bits.copy()
     assert broker.weights.published() == first
     assert trainer.is_at(generator.fetch(first[-1]))

@@ -1,0 +1,276 @@
+"""One payload from many peers at once: every chunk is compared with its digest, and served on from then on."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import socket
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import structlog
+
+from broker.weights.peers.registry import Peer, PeerRegistry, is_loopback
+from broker.weights.peers.shelf import Chunks, Item
+from broker.weights.peers.wire import Get, Have, connect, held, receive, receive_into, send, sent
+from schemas.digests import CHUNK_BYTES, digest
+from schemas.errors import DiskError, InfraError
+from schemas.messages import Payload
+
+STALL_S = 15.0
+"""Without any chunk for so long, a download is given up."""
+PATIENCE_S = 2.0
+"""After so long without any chunk, the trainer is asked for more than its share."""
+SLOW_S = 2.0
+"""A chunk that was asked for so long ago is asked of somebody else as well."""
+REFRESH_S, MOST_REFRESH_S = 0.05, 1.0
+"""After so long the broker is asked for peers again, each time after twice as long."""
+MOST_WAIT_S = 0.2
+"""A connection that finds nothing asks again after so long at most."""
+ASKED = 4
+"""Peers that one connection's thread asks in a turn, beside the trainer."""
+AVOID_S = 0.5
+"""How long a peer is left alone that could not be reached, or gave something else; each time twice as long."""
+MOST_RANGE = 16
+"""Chunks asked for at once, at most."""
+
+log = structlog.get_logger()
+
+
+class Download:
+    """Fetches ``payload`` into ``file``, which ``run`` opens anew::
+
+    Download(payload, name, file, registry, "generator-0-1a2b3c4d", streams=4).run(serve)
+
+    reader: this process's id among the peers. streams: connections at once. name: of the payload among peers.
+    """
+
+    def __init__(
+        self, payload: Payload, name: str, file: Path, registry: PeerRegistry, reader: str, streams: int
+    ) -> None:
+        self._payload = payload
+        self._name = name
+        self._file = file
+        self._registry = registry
+        self._reader = reader
+        self._streams = streams
+        count = len(payload.chunks)
+        self._range = min(max(1, count // (8 * streams)), MOST_RANGE)
+        self._lock = threading.Lock()
+        self._moved = threading.Condition(self._lock)
+        self._missing: Chunks = np.ones(count, bool)
+        self._asked: npt.NDArray[np.float64] = np.full(count, -np.inf)
+        self._progress = time.monotonic()
+        self._refreshed = -np.inf
+        self._refresh = REFRESH_S
+        self._peers: list[Peer] = []
+        self._key = b""
+        self._avoided: dict[str, tuple[int, float]] = {}
+        """How often each peer failed, and until when it is left alone."""
+        self._open: set[socket.socket] = set()
+        self._over = False
+        self._error: BaseException | None = None
+        self._why = "no peer has it"
+
+    def run(self, item: Item | None) -> None:
+        """Return when all chunks are in the file. item: where they are served while they come.
+
+        InfraError: nothing came for STALL_S, with the last reason.
+        """
+        descriptor = os.open(self._file, os.O_WRONLY)
+        workers = [
+            threading.Thread(target=self._work, args=(descriptor, item), name="download", daemon=True)
+            for _ in range(min(self._streams, max(1, len(self._payload.chunks))))
+        ]
+        try:
+            for worker in workers:
+                worker.start()
+            with self._moved:
+                while self._missing.any() and self._error is None:
+                    left = self._progress + STALL_S - time.monotonic()
+                    if left <= 0:
+                        self._error = InfraError(
+                            f"{self._payload.uri}: {int(self._missing.sum())} of {len(self._missing)} chunks are gone:"
+                            f" no peer gave one for {STALL_S:.0f} s; the last reason: {self._why}"
+                        )
+                    else:
+                        self._moved.wait(left)
+        finally:
+            with self._moved:
+                self._over = True
+                self._moved.notify_all()
+                for stream in self._open:
+                    # Whoever waits for a peer that is silent need not do so any more.
+                    with contextlib.suppress(OSError):
+                        stream.shutdown(socket.SHUT_RDWR)
+            for worker in workers:
+                worker.join()
+            os.close(descriptor)
+        if self._error is not None:
+            raise self._error
+
+    def _work(self, descriptor: int, item: Item | None) -> None:
+        buffer = memoryview(bytearray(CHUNK_BYTES))
+        streams: dict[str, socket.socket] = {}
+        wait = REFRESH_S
+        try:
+            while not self._over:
+                gave = [self._draw_from(peer, streams, descriptor, buffer, item) for peer in self._candidates()]
+                wait = REFRESH_S if any(gave) else min(2 * wait, MOST_WAIT_S)
+                if not any(gave):
+                    with self._moved:
+                        self._moved.wait_for(lambda: self._over, wait * random.uniform(0.5, 1.0))
+        except Exception as error:  # noqa: BLE001 - raised again by run(), in the thread that waits
+            self._fail(error)
+        finally:
+            for stream in streams.values():
+                self._forget(stream)
+
+    def _fail(self, error: BaseException) -> None:
+        with self._moved:
+            self._error = self._error or error
+            self._over = True
+            self._moved.notify_all()
+
+    def _candidates(self) -> Sequence[Peer]:
+        """Some peers to ask: those that pass it on, and at last the trainer."""
+        now = time.monotonic()
+        with self._lock:
+            stale = now - self._refreshed > self._refresh
+            if stale:
+                self._refreshed = now
+                self._refresh = min(2 * self._refresh, MOST_REFRESH_S)
+        if stale:
+            key, peers = self._registry.find()
+            with self._lock:
+                self._key, self._peers = key, [peer for peer in peers if self._may_help(peer)]
+        with self._lock:
+            found = [peer for peer in self._peers if self._avoided.get(peer.id, (0, -np.inf))[1] < now]
+        passing_on = [peer for peer in found if not peer.origin]
+        return [
+            *random.sample(passing_on, min(ASKED, len(passing_on))),
+            *(peer for peer in found if peer.origin),
+        ]
+
+    def _may_help(self, peer: Peer) -> bool:
+        if peer.id == self._reader or self._name not in peer.names:
+            return False
+        if is_loopback(peer.host) and peer.machine != socket.gethostname():
+            self._why = (
+                f"{peer.id} on {peer.machine} says that it is at {peer.host}, which only its own machine reaches:"
+                " set trainer.publish.peer.host there"
+            )
+            return False
+        return True
+
+    def _draw_from(
+        self,
+        peer: Peer,
+        streams: dict[str, socket.socket],
+        descriptor: int,
+        buffer: memoryview,
+        item: Item | None,
+    ) -> bool:
+        """Take from one peer while it has what is missing; returns whether it gave anything. Connections are kept."""
+        gave = False
+        try:
+            if peer.id not in streams:
+                streams[peer.id] = self._connect(peer)
+            while not self._over and self._draw(peer, streams[peer.id], descriptor, buffer, item):
+                gave = True
+        except (OSError, InfraError) as error:
+            if not self._over:
+                self._avoid(peer, str(error))
+            if peer.id in streams:
+                self._forget(streams.pop(peer.id))
+        if len(streams) > ASKED:
+            self._forget(streams.pop(next(iter(streams))))
+        return gave
+
+    def _connect(self, peer: Peer) -> socket.socket:
+        stream = connect(peer.host, peer.port, self._key)
+        with self._lock:
+            self._open.add(stream)
+        return stream
+
+    def _forget(self, stream: socket.socket) -> None:
+        with self._lock:
+            self._open.discard(stream)
+        stream.close()
+
+    def _draw(self, peer: Peer, stream: socket.socket, descriptor: int, buffer: memoryview, item: Item | None) -> bool:
+        """Ask for one range; False if the peer has nothing that is wanted. OSError, InfraError: it broke off."""
+        stalled = time.monotonic() - self._progress > PATIENCE_S
+        send(stream, Have(self._name, self._reader, stalled))
+        bits = np.frombuffer(receive(stream, held).chunks, np.uint8)
+        if not bits.size:
+            return False
+        offered = np.unpackbits(bits, count=len(self._missing)).astype(bool)
+        first, count = self._claim(offered)
+        if not count:
+            return False
+        done = first
+        try:
+            send(stream, Get(self._name, self._reader, stalled, first, count))
+            answer = receive(stream, sent)
+            if not 0 <= answer.count <= count or answer.size != self._size(first, answer.count):
+                raise InfraError(f"it answers with {answer.size} bytes for chunks {first} to {first + count}")
+            for chunk in range(first, first + answer.count):
+                view = buffer[: self._size(chunk, 1)]
+                receive_into(stream, view)
+                if digest(view) != self._payload.chunks[chunk]:
+                    log.warning("a peer sent a damaged chunk", peer=peer.id, uri=self._payload.uri, chunk=chunk)
+                    raise InfraError(f"chunk {chunk} is damaged")
+                self._store(chunk, view, descriptor, item)
+                done = chunk + 1
+            return bool(answer.count)
+        finally:
+            with self._lock:
+                self._asked[done : first + count] = -np.inf
+
+    def _claim(self, offered: Chunks) -> tuple[int, int]:
+        """A range that is offered, missing, and asked of nobody else; each reader begins somewhere else."""
+        now = time.monotonic()
+        with self._lock:
+            wanted = offered & self._missing & (now - self._asked > SLOW_S)
+            places = np.flatnonzero(wanted)
+            if not places.size:
+                return 0, 0
+            first = int(places[random.randrange(places.size)])
+            rest = np.flatnonzero(~wanted[first : first + self._range])
+            count = int(rest[0]) if rest.size else min(self._range, len(wanted) - first)
+            self._asked[first : first + count] = now
+            return first, count
+
+    def _store(self, chunk: int, view: memoryview, descriptor: int, item: Item | None) -> None:
+        written = 0
+        try:
+            while written < len(view):
+                written += os.pwrite(descriptor, view[written:], chunk * CHUNK_BYTES + written)
+        except OSError as error:
+            # No peer's fault.
+            failure = DiskError(f"{self._payload.uri} cannot be written to {self._file}: {error}")
+            self._fail(failure)
+            raise failure from error
+        if item is not None:
+            item.add(chunk)
+        with self._moved:
+            self._missing[chunk] = False
+            self._progress = time.monotonic()
+            if not self._missing.any():
+                self._over = True
+                self._moved.notify_all()
+
+    def _size(self, first: int, count: int) -> int:
+        return max(0, min((first + count) * CHUNK_BYTES, self._payload.size) - first * CHUNK_BYTES)
+
+    def _avoid(self, peer: Peer, why: str) -> None:
+        with self._lock:
+            self._why = f"{peer.id} at {peer.host}:{peer.port}: {why}"
+            failures = self._avoided.get(peer.id, (0, 0.0))[0]
+            self._avoided[peer.id] = (failures + 1, time.monotonic() + AVOID_S * 2**failures)

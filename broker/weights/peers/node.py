@@ -1,0 +1,115 @@
+"""A process's part among the peers: what it holds, the server of that, and its record in the broker."""
+
+from __future__ import annotations
+
+import secrets
+import socket
+import threading
+from pathlib import Path
+
+import structlog
+
+from broker.connection.connection import Connection
+from broker.weights.peers.registry import RENEW_S, Peer, PeerRegistry, find_host, is_loopback
+from broker.weights.peers.server import PeerServer
+from broker.weights.peers.shelf import Item, Shelf
+from schemas.config.trainer import PeerConfig
+from schemas.errors import InfraError
+
+log = structlog.get_logger()
+
+
+class PeerNode:
+    """Serves what is put here, from the first call of ``put`` until ``close``.
+
+    origin: whether it is the trainer's, whose sending ``uplinks`` bounds. id: of this process among the peers.
+    """
+
+    def __init__(self, connection: Connection, service: str, settings: PeerConfig, origin: bool = False) -> None:
+        self.id = f"{service}-{secrets.token_hex(4)}"
+        self.registry = PeerRegistry(connection)
+        self.streams = settings.streams
+        self._origin = origin
+        self._host = settings.host or find_host(connection.url)
+        self._shelf = Shelf(settings.uplinks if origin else None)
+        everywhere = "::" if ":" in self._host else "0.0.0.0"
+        bound = self._host if is_loopback(self._host) else everywhere
+        self._key = b""
+        self._server = PeerServer(self._shelf, bound, settings.port, lambda: self._key)
+        self._begun = False
+        self._stop = threading.Event()
+        self._wake = threading.Event()
+        self._announcing = threading.Lock()
+        self._thread = threading.Thread(target=self._renew, name="peer lease", daemon=True)
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes of weights that left this process so far."""
+        return self._server.sent_bytes
+
+    @property
+    def connections(self) -> int:
+        """Connections of readers that are open now."""
+        return self._server.connections
+
+    def put(self, name: str, path: Path, size: int) -> None:
+        """Serve a whole payload; who looks for it finds us when this returns. InfraError: no file, or no broker."""
+        self._shelf.put(name, path, size)
+        self._announce()
+        self._begin()
+
+    def begin(self, name: str, path: Path, size: int) -> Item:
+        """Serve a payload while it comes in, chunk by chunk."""
+        item = self._shelf.put(name, path, size, complete=False)
+        self._begin()
+        self._wake.set()
+        return item
+
+    def remove(self, name: str) -> None:
+        """Serve a payload no more; its file may be changed then."""
+        self._shelf.remove(name)
+        self._wake.set()
+
+    def names(self) -> list[str]:
+        """Return what is served."""
+        return self._shelf.names()
+
+    def close(self) -> None:
+        """End, and take the record out of the broker."""
+        self._stop.set()
+        self._wake.set()
+        if self._begun:
+            self._thread.join(RENEW_S)
+        self._server.close()
+        for name in self._shelf.names():
+            self._shelf.remove(name)
+        try:
+            with self._announcing:
+                self.registry.announce(self._record(), lease_s=0)
+        except InfraError as error:
+            log.debug("could not sign off", error=str(error))
+
+    def _begin(self) -> None:
+        if not self._begun:
+            self._begun = True
+            self._server.start()
+            self._thread.start()
+
+    def _record(self) -> Peer:
+        return Peer(self.id, self._host, self._server.port, socket.gethostname(), self._origin, self._shelf.names())
+
+    def _announce(self) -> None:
+        with self._announcing:
+            if not self._stop.is_set():
+                self._key = self.registry.announce(self._record())
+
+    def _renew(self) -> None:
+        while not self._stop.is_set():
+            self._wake.wait(RENEW_S)
+            self._wake.clear()
+            try:
+                self._announce()
+            except InfraError as error:
+                # It comes again by itself; until then those who know us go on.
+                log.warning("a peer's lease could not be renewed", error=str(error))
+                self._stop.wait(RENEW_S)

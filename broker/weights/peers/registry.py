@@ -1,0 +1,95 @@
+"""Where the peers of a run are: their records in the broker, each under a lease that its process renews."""
+
+from __future__ import annotations
+
+import ipaddress
+import secrets
+import socket
+from urllib.parse import urlsplit
+
+import msgspec
+import structlog
+
+from broker.connection.connection import Connection
+from schemas.errors import ConfigError
+
+LEASE_S = 10
+RENEW_S = 3.0
+
+log = structlog.get_logger()
+
+
+class Peer(msgspec.Struct, frozen=True, array_like=True):
+    """A process that serves weights.
+
+    names: payloads of which it has something. origin: the trainer, who made them. machine: its host's name.
+    """
+
+    id: str
+    host: str
+    port: int
+    machine: str
+    origin: bool
+    names: list[str]
+
+
+_decoder = msgspec.msgpack.Decoder(Peer)
+
+
+class PeerRegistry:
+    """The peers of the connection's run."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        refuse_tls(connection.url)
+
+    def announce(self, peer: Peer, lease_s: int = LEASE_S) -> bytes:
+        """Note a peer for ``lease_s`` seconds, 0: it leaves; returns the run's key. Tried once: it is renewed."""
+        record = msgspec.msgpack.encode(peer)
+        found = self._connection.run_script_once("announce_peer", peer.id, record, lease_s, secrets.token_hex(32))
+        return bytes(found)
+
+    def find(self) -> tuple[bytes, list[Peer]]:
+        """The run's key, and all peers whose lease goes on. A record that can't be read is another release's."""
+        key, *records = self._connection.run_script("find_peers")
+        peers = []
+        for record in records:
+            try:
+                peers.append(_decoder.decode(record))
+            except msgspec.MsgspecError as error:
+                log.warning("a peer that can't be understood", error=str(error))
+        return bytes(key), peers
+
+
+def refuse_tls(url: str) -> None:
+    """ConfigError for a broker with TLS: peers do not encrypt what they send one another."""
+    if url.startswith("rediss:"):
+        raise ConfigError(
+            "trainer.publish.transport peer sends weights unencrypted, and the broker is asked for TLS (rediss://):"
+            " use redis, which goes through the broker, or file"
+        )
+
+
+def find_host(url: str) -> str:
+    """The address of this machine on the way to the broker; 127.0.0.1 when that is on this machine."""
+    if url.startswith("unix:"):
+        return "127.0.0.1"
+    parts = urlsplit(url)
+    try:
+        family, *_, address = socket.getaddrinfo(parts.hostname, parts.port or 6379, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            # Nothing is sent: the system only chooses the way.
+            probe.connect(address)
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise ConfigError(
+            f"this machine's address can't be found on the way to the broker: {error}; set trainer.publish.peer.host"
+        ) from error
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach the address."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

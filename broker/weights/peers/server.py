@@ -1,0 +1,148 @@
+"""The server of a peer: a thread for each connection, which sends chunks from the shelf as the system copies files."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Callable
+
+import numpy as np
+import structlog
+
+from broker.weights.peers.shelf import Item, Shelf
+from broker.weights.peers.wire import SILENCE_S, Get, Have, Held, PeerError, Sent, admit, questions, receive, send
+from schemas.digests import CHUNK_BYTES
+from schemas.errors import ConfigError
+
+MOST_CONNECTIONS = 128
+"""Most at once; whoever comes then finds the connection closed and asks somebody else."""
+IDLE_S = 60.0
+_LOOK_S = 1.0
+
+log = structlog.get_logger()
+
+
+class PeerServer:
+    """Serves a shelf at ``host``:``port`` from ``start`` to ``close``; port 0 takes a free one.
+
+    key: gives the run's key. sent_bytes: what left it so far.
+    """
+
+    def __init__(self, shelf: Shelf, host: str, port: int, key: Callable[[], bytes]) -> None:
+        self._shelf = shelf
+        self._key = key
+        self._places = threading.BoundedSemaphore(MOST_CONNECTIONS)
+        self._lock = threading.Lock()
+        self._streams: set[socket.socket] = set()
+        self._stop = threading.Event()
+        self.sent_bytes = 0
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._listener = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            self._listener.bind((host, port))
+            self._listener.listen(256)
+        except OSError as error:
+            self._listener.close()
+            raise ConfigError(
+                f"trainer.publish.peer.port: weights can't be served at {host}:{port}, 0 takes a free port:"
+                f" {error.strerror}"
+            ) from error
+        self._listener.settimeout(_LOOK_S)
+        self.port = int(self._listener.getsockname()[1])
+        self._thread = threading.Thread(target=self._accept, name="peers", daemon=True)
+
+    @property
+    def connections(self) -> int:
+        """Return how many are open now."""
+        return len(self._streams)
+
+    def start(self) -> None:
+        """Answer from now on."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """Break off what goes on and answer nobody any more."""
+        self._stop.set()
+        with contextlib.suppress(OSError):
+            # Wakes who waits for a connection; not every system does.
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        with self._lock:
+            streams = list(self._streams)
+        for stream in streams:
+            # Its thread closes it.
+            with contextlib.suppress(OSError):
+                stream.shutdown(socket.SHUT_RDWR)
+        self._thread.join(2 * _LOOK_S)
+
+    def _accept(self) -> None:
+        while not self._stop.is_set():
+            try:
+                stream, _ = self._listener.accept()
+            except TimeoutError:
+                continue
+            except OSError as error:
+                if self._stop.is_set():
+                    return
+                log.warning("a peer could not be accepted", error=str(error))
+                self._stop.wait(_LOOK_S)
+                continue
+            if not self._places.acquire(blocking=False):
+                stream.close()
+                continue
+            threading.Thread(target=self._serve, args=(stream,), name="peer", daemon=True).start()
+
+    def _serve(self, stream: socket.socket) -> None:
+        with self._lock:
+            self._streams.add(stream)
+        try:
+            stream.settimeout(SILENCE_S)
+            stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            if not (key := self._key()):
+                raise PeerError("the run's key is not known yet")
+            admit(stream, key)
+            while not self._stop.is_set():
+                stream.settimeout(IDLE_S)
+                question = receive(stream, questions)
+                stream.settimeout(SILENCE_S)
+                self._answer(stream, question)
+        except (OSError, PeerError) as error:
+            log.debug("a peer left", error=str(error))
+        finally:
+            with self._lock:
+                self._streams.discard(stream)
+            stream.close()
+            self._places.release()
+
+    def _answer(self, stream: socket.socket, question: Have | Get) -> None:
+        item = self._shelf.find(question.name)
+        if isinstance(question, Have):
+            found = item.chunks(question.reader, question.stalled, time.monotonic()) if item is not None else None
+            send(stream, Held(b"" if found is None else np.packbits(found).tobytes()))
+            return
+        taken = 0
+        if item is not None:
+            taken = item.take(question.first, question.count, question.reader, question.stalled, time.monotonic())
+        if item is None or not taken:
+            send(stream, Sent(0, 0))
+            return
+        arrived = False
+        try:
+            send(stream, Sent(taken, item.bytes_of(question.first, taken)))
+            self._send_chunks(stream, item, question.first, taken)
+            arrived = True
+        finally:
+            item.give_back(question.first, taken, arrived)
+
+    def _send_chunks(self, stream: socket.socket, item: Item, first: int, count: int) -> None:
+        for chunk in range(first, first + count):
+            if item.closed:
+                raise PeerError("the payload is served no more")
+            size = item.bytes_of(chunk, 1)
+            if stream.sendfile(item.file, chunk * CHUNK_BYTES, size) != size:
+                raise PeerError("the payload's file is too short")
+            with self._lock:
+                self.sent_bytes += size

@@ -1,0 +1,141 @@
+"""The payloads that a process can serve, and which chunks of them it has.
+
+An item is a file that is open for as long as it is on the shelf, whatever becomes of its name meanwhile.
+"""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from schemas.digests import CHUNK_BYTES
+from schemas.errors import InfraError
+
+RIVAL_S = 2.0
+"""A reader that asked within this time is one who may pass on what it was given."""
+CLOSE_S = 1.0
+"""How long ``Shelf.remove`` waits for chunks that are on their way to a reader."""
+
+Chunks = npt.NDArray[np.bool_]
+
+
+class Item:
+    """One payload of ``size`` bytes in a file: the chunks that are there, and how often each was given.
+
+    uplinks: how often a chunk is given while others can pass it on; None: always.
+    """
+
+    def __init__(self, path: Path, size: int, complete: bool, uplinks: int | None = None) -> None:
+        self.size = size
+        self.count = -(-size // CHUNK_BYTES)
+        self.file = path.open("rb" if complete else "r+b", buffering=0)
+        self._held: Chunks = np.full(self.count, complete)
+        self._given = np.zeros(self.count, np.uint32)
+        self._uplinks = uplinks
+        self._readers: dict[str, float] = {}
+        self._changed = threading.Condition()
+        self._sending = 0
+        self._closed = False
+
+    def add(self, chunk: int) -> None:
+        """Note that a chunk is there."""
+        with self._changed:
+            self._held[chunk] = True
+
+    def chunks(self, reader: str, stalled: bool, now: float) -> Chunks:
+        """Return those that this reader may have, bool [chunks].
+
+        Where ``uplinks`` bounds it: of those that were given least often, so that readers get different ones, and none
+        that was given so often. A reader that is the only one, or that nobody else gives anything, may have all.
+        """
+        with self._changed:
+            return self._offered(reader, stalled, now).copy()
+
+    def _offered(self, reader: str, stalled: bool, now: float) -> Chunks:
+        self._readers[reader] = now
+        self._readers = {name: asked for name, asked in self._readers.items() if now - asked < RIVAL_S}
+        if self._uplinks is None or stalled or len(self._readers) < 2:
+            return self._held
+        least = int(self._given.min(initial=self._uplinks))
+        if least >= self._uplinks:
+            return np.zeros(self.count, bool)
+        offered: Chunks = self._held & (self._given == least)
+        return offered
+
+    def take(self, first: int, count: int, reader: str, stalled: bool, now: float) -> int:
+        """Reserve chunks from ``first`` on; returns how many the reader gets. ``give_back`` must follow."""
+        with self._changed:
+            if self._closed or not 0 <= first < self.count:
+                return 0
+            offered = self._offered(reader, stalled, now)[first : first + count]
+            missing = np.flatnonzero(~offered)
+            taken = int(missing[0]) if missing.size else len(offered)
+            self._given[first : first + taken] += 1
+            self._sending += bool(taken)
+            return taken
+
+    def give_back(self, first: int, count: int, arrived: bool) -> None:
+        """End what ``take`` began; chunks that did not arrive were not given."""
+        with self._changed:
+            self._sending -= 1
+            if not arrived:
+                self._given[first : first + count] -= 1
+            self._changed.notify_all()
+
+    @property
+    def closed(self) -> bool:
+        """Whether the file may be changed now, so that nothing of it may be sent."""
+        return self._closed
+
+    def close(self) -> None:
+        """Give nothing more; returns when nothing is on its way, or after CLOSE_S."""
+        with self._changed:
+            self._closed = True
+            quiet = self._changed.wait_for(lambda: not self._sending, CLOSE_S)
+        if quiet:
+            self.file.close()
+
+    def bytes_of(self, first: int, count: int) -> int:
+        """Return the bytes of these chunks."""
+        return min((first + count) * CHUNK_BYTES, self.size) - first * CHUNK_BYTES
+
+
+class Shelf:
+    """Items by name."""
+
+    def __init__(self, uplinks: int | None = None) -> None:
+        self._uplinks = uplinks
+        self._items: dict[str, Item] = {}
+        self._lock = threading.Lock()
+
+    def put(self, name: str, path: Path, size: int, complete: bool = True) -> Item:
+        """Serve a payload from a file; with ``complete`` False, the chunks that are added. InfraError: no such file."""
+        try:
+            item = Item(path, size, complete, self._uplinks)
+        except OSError as error:
+            raise InfraError(f"{path} cannot be read: {error}") from error
+        with self._lock:
+            before, self._items[name] = self._items.get(name), item
+        if before is not None:
+            before.close()
+        return item
+
+    def find(self, name: str) -> Item | None:
+        """Return an item, None if it is not there."""
+        with self._lock:
+            return self._items.get(name)
+
+    def remove(self, name: str) -> None:
+        """Serve it no more; its file may be changed afterwards."""
+        with self._lock:
+            item = self._items.pop(name, None)
+        if item is not None:
+            item.close()
+
+    def names(self) -> list[str]:
+        """Return what is there, the oldest first."""
+        with self._lock:
+            return list(self._items)

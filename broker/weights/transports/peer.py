@@ -1,0 +1,151 @@
+"""Weights from peers: the trainer serves its files, and whoever has fetched a version serves it too."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from broker.connection.connection import Connection
+from broker.flow.fencing import term_number
+from broker.weights.peers.download import Download
+from broker.weights.peers.node import PeerNode
+from broker.weights.peers.registry import PeerRegistry
+from broker.weights.transports.base import Form
+from schemas.config.trainer import PeerConfig
+from schemas.digests import chunk_digests, verify
+from schemas.errors import DiskError, InfraError
+from schemas.messages import Manifest, Payload
+
+KEPT_DELTAS = 2
+"""Deltas that a reader serves after it applied them: for those who are a version behind."""
+
+_NAME = re.compile(r"v\d+-t\d+\.(?:safetensors|delta)")
+
+
+class PeerOrigin:
+    """The trainer's side: versions are files in a folder of its own, which need not be shared.
+
+    What a trainer before it left there is served again.
+    """
+
+    def __init__(self, connection: Connection, folder: Path, settings: PeerConfig, service: str = "trainer") -> None:
+        self._folder = folder
+        self.node = PeerNode(connection, service, settings, origin=True)
+        if folder.is_dir():
+            for path in sorted(folder.iterdir()):
+                if _NAME.fullmatch(path.name):
+                    self.node.put(path.name, path, path.stat().st_size)
+
+    def uri(self, version: int, leader_term: str, form: Form = "whole") -> str:
+        ending = "safetensors" if form == "whole" else "delta"
+        return f"peer:v{version}-t{term_number(leader_term)}.{ending}"
+
+    def put(self, file: Path, uri: str, leader_term: str) -> None:
+        target = self._path(uri)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        os.replace(file, target)
+        self.node.put(target.name, target, target.stat().st_size)
+
+    def holds(self, payloads: Sequence[Payload]) -> bool:
+        paths = [(self._path(payload.uri), payload.size) for payload in payloads]
+        return all(path.is_file() and path.stat().st_size == size for path, size in paths)
+
+    def check(self, payload: Payload) -> None:
+        path = self._path(payload.uri)
+        try:
+            verify(str(path), chunk_digests(path), payload.chunks)
+        except OSError as error:
+            raise DiskError(f"{path} cannot be read: {error}") from error
+
+    def trim(self, old: Sequence[Manifest], kept: Sequence[Manifest]) -> None:
+        for manifest in old:
+            deltas = [manifest.delta.payload] if manifest.delta is not None else []
+            for payload in [manifest.state, *deltas]:
+                self.node.remove(_name(payload.uri))
+                self._path(payload.uri).unlink(missing_ok=True)
+
+    def fetch(self, payload: Payload, folder: Path) -> Path:
+        self.check(payload)
+        return self._path(payload.uri)
+
+    def close(self) -> None:
+        self.node.close()
+
+    def _path(self, uri: str) -> Path:
+        return self._folder / _name(uri)
+
+
+class PeerReader:
+    """A reader's side: fetches from whoever has a version, and serves what it has itself, if it has a ``node``.
+
+    Of whole states it serves the newest, and of deltas KEPT_DELTAS.
+    """
+
+    def __init__(self, connection: Connection, node: PeerNode | None = None) -> None:
+        self._registry = node.registry if node is not None else PeerRegistry(connection)
+        self._node = node
+
+    def holds(self, payloads: Sequence[Payload]) -> bool:
+        _, peers = self._registry.find()
+        there = {name for peer in peers for name in peer.names if self._node is None or peer.id != self._node.id}
+        return {_name(payload.uri) for payload in payloads} <= there
+
+    def fetch(self, payload: Payload, folder: Path) -> Path:
+        name = _name(payload.uri)
+        # One name for all versions: what a reader that was killed leaves is replaced by its successor.
+        target = folder / ("delta" if name.endswith(".delta") else "whole")
+        aside = target.with_suffix(".part")
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            aside.unlink(missing_ok=True)
+            with aside.open("wb") as stream:
+                stream.truncate(payload.size)
+        except OSError as error:
+            raise DiskError(f"{payload.uri} cannot be written to {target}: {error}") from error
+        item = self._node.begin(name, aside, payload.size) if self._node is not None else None
+        reader, streams = (self._node.id, self._node.streams) if self._node is not None else ("reader", 1)
+        try:
+            Download(payload, name, aside, self._registry, reader, streams).run(item)
+            os.replace(aside, target)
+        except BaseException as error:
+            if self._node is not None:
+                self._node.remove(name)
+            if isinstance(error, OSError):
+                raise DiskError(f"{payload.uri} cannot be written to {target}: {error}") from error
+            raise
+        self._forget_older(name)
+        return target
+
+    def _forget_older(self, name: str) -> None:
+        if self._node is None:
+            return
+        ending = name.rpartition(".")[2]
+        others = [other for other in self._node.names() if other != name and other.endswith(ending)]
+        for other in others if ending == "safetensors" else others[: 1 - KEPT_DELTAS]:
+            self._node.remove(other)
+
+    def offer(self, payload: Payload, path: Path) -> None:
+        """Serve a whole state that was made of another one and deltas."""
+        if self._node is not None and _name(payload.uri) not in self._node.names():
+            self._node.put(_name(payload.uri), path, payload.size)
+
+    def withdraw(self) -> None:
+        """Serve no whole state: its file is about to be changed or deleted."""
+        if self._node is not None:
+            for name in self._node.names():
+                if name.endswith("safetensors"):
+                    self._node.remove(name)
+
+    def close(self) -> None:
+        """Serve no more."""
+        if self._node is not None:
+            self._node.close()
+
+
+def _name(uri: str) -> str:
+    name = uri.removeprefix("peer:")
+    if not _NAME.fullmatch(name):
+        raise InfraError(f"weights {uri!r} are nothing that a peer serves")
+    return name
