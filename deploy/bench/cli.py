@@ -118,10 +118,14 @@ def scale(
 @app.command()
 def weights(
     models: Annotated[str, typer.Option(help="Sizes of the models: 1M, 50M, 500M.")] = "1M,50M",
-    transports: Annotated[str, typer.Option(help="Ways of the weights: file, redis.")] = "file,redis",
+    transports: Annotated[str, typer.Option(help="Ways of the weights: file, redis, peer.")] = "file,redis,peer",
     rounds: Annotated[int, typer.Option(min=1, help="Rounds of ours and of the plain copy, in turns.")] = 5,
     engine: Annotated[str, typer.Option(help="Engine that loads them: transformers or vllm.")] = "transformers",
     folder: Annotated[Path | None, typer.Option(help="Where files are made; the system's folder for such.")] = None,
+    generators: Annotated[
+        str | None, typer.Option(help="Instead: so many generators at once, as 1,2,4,8, fetch random bytes.")
+    ] = None,
+    megabytes: Annotated[int, typer.Option(min=1, help="Size of these.")] = 100,
     url: Url = None,
     as_json: Json = False,
 ) -> None:
@@ -129,12 +133,29 @@ def weights(
     from deploy.bench import report
     from deploy.bench.weights import measure
 
+    kinds = transports.split(",")
+    for kind in kinds:
+        if kind not in ("file", "redis", "peer"):
+            raise typer.BadParameter(f"{kind!r} is none of file, redis and peer", param_hint="--transports")
     rows = []
+    if generators is not None:
+        from deploy.bench.weights_spread import measure as measure_spread
+
+        counts = _numbers(generators, "--generators")
+        with _progress() as progress:
+            bar = progress.add_task(f"{megabytes} MB to generators, rows", total=len(counts) * len(kinds))
+            for kind in kinds:
+                for count in counts:
+                    rows.append(measure_spread(kind, count, megabytes, rounds, url, folder))
+                    progress.advance(bar, 1)
+        if as_json:
+            report.print_json("weights_spread", rows)
+        else:
+            report.print_spread(rows)
+        return
     with _progress() as progress:
         for name in models.split(","):
-            for kind in transports.split(","):
-                if kind not in ("file", "redis"):
-                    raise typer.BadParameter(f"{kind!r} is neither file nor redis", param_hint="--transports")
+            for kind in kinds:
                 bar = progress.add_task(f"{name} through {kind}, rounds", total=rounds)
                 rows.append(measure(name, kind, rounds, engine, url, folder, partial(progress.advance, bar)))
     if as_json:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
+import socket
 import tempfile
 import time
 from collections.abc import Callable
@@ -20,11 +21,13 @@ from broker.connection.connection import open_client
 from broker.flow.progress import TakeoverRequest
 from broker.weights.delta_writer import DeltaWriter
 from broker.weights.local_copy import LocalWeights
-from broker.weights.transports import make_transport
+from broker.weights.peers.node import PeerNode
+from broker.weights.transports import PeerOrigin, PeerReader, make_transport
 from consumers.trainer.model.snapshot import Snapshot
 from deploy.bench.processes import ServerUsage, describe, serving
 from deploy.bench.weights_model import WIRE, WeightsModel, load_times
 from deploy.bench.workload import open_broker
+from schemas.config.trainer import PeerConfig
 from schemas.digests import CHUNK_BYTES
 from schemas.errors import InfraError
 from schemas.messages import Manifest, TensorSpec
@@ -62,10 +65,17 @@ class TransportEnds:
     """A trainer's and a generator's end of one transport, and the model whose weights go from one to the other."""
 
     def __init__(self, url: str, kind: str, folder: Path, model: WeightsModel, clock: Stopwatch) -> None:
-        self.broker = open_broker(url, f"bench-{secrets.token_hex(4)}")
+        run = f"bench-{secrets.token_hex(4)}"
+        self.broker, self._reading = open_broker(url, run), open_broker(url, run)
         self._training = self.broker.trainer_session()
         self._training.take_over(KNOWN)
         self._transport = make_transport(self.broker.connection, kind, folder / "out")
+        self._reader: PeerReader | None = None
+        if isinstance(self._transport, PeerOrigin):
+            self.broker.weights.serve(self._transport)
+            connection = self._reading.connection
+            self._reader = PeerReader(connection, PeerNode(connection, "generator", PeerConfig()))
+            self._reading.weights.serve(self._reader)
         self._folder = folder
         self.model = model
         self._clock = clock
@@ -77,7 +87,14 @@ class TransportEnds:
     def forget(self) -> LocalWeights:
         """The next version is whole; a generator that has nothing."""
         self._deltas = DeltaWriter(self._folder / "out", max_chain=8)
-        return LocalWeights(self.broker.weights, self._folder / "in")
+        return LocalWeights(self._reading.weights, self._folder / "in")
+
+    def close(self) -> None:
+        """Serve no more, and leave nothing in the broker."""
+        if self._reader is not None:
+            self._reader.close()
+        self._transport.close()
+        self.broker.purge()
 
     def publish(self, name: str, file: Path | None = None) -> Manifest:
         """Publish the model's weights, or those in ``file``, timed in its parts."""
@@ -135,7 +152,7 @@ def measure(
             _delay(ends, clock, rounds)
             apply_s, pause_s = asyncio.run(load_times(engine, saved, file, rounds))
         finally:
-            ends.broker.purge()
+            ends.close()
         server = describe(address)
     return {
         "model": name,
@@ -170,6 +187,10 @@ def _copy_plainly(clock: Stopwatch, data: bytes, kind: str, url: str, file: Path
         clock.time("raw", lambda: (file.write_bytes(data), file.read_bytes()))
         file.unlink()
         return
+    if kind == "peer":
+        clock.time("raw", lambda: _send_plainly(data, file))
+        file.unlink()
+        return
     client = open_client(url)
     chunks = [data[start : start + CHUNK_BYTES] for start in range(0, len(data), CHUNK_BYTES)]
     names = [f"{{bench-plain}}:{index}" for index in range(len(chunks))]
@@ -182,6 +203,22 @@ def _copy_plainly(clock: Stopwatch, data: bytes, kind: str, url: str, file: Path
 
     clock.time("raw", there_and_back)
     client.delete(*names)
+
+
+def _send_plainly(data: bytes, file: Path) -> None:
+    """Through one TCP connection into a file."""
+    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as thread:
+
+        def give() -> None:
+            stream, _ = listener.accept()
+            with stream:
+                stream.sendall(data)
+
+        giving = thread.submit(give)
+        with socket.create_connection(listener.getsockname()) as stream, file.open("wb") as target:
+            while piece := stream.recv(CHUNK_BYTES):
+                target.write(piece)
+        giving.result()
 
 
 def _delay(ends: TransportEnds, clock: Stopwatch, rounds: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
 from functools import partial
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from deploy.bench.scale import Lengths, answer_of, open_pending
 from deploy.bench.scale import measure as measure_scale
 from deploy.bench.transport import PIPELINES, PipelineBench, measure, measure_behind
 from deploy.bench.weights import measure as measure_weights
+from deploy.bench.weights_spread import measure as measure_spread
 from deploy.bench.workload import PipelineShape, TrajectoryPool, begin, open_broker
 from schemas.errors import ConfigError, InfraError
 
@@ -117,7 +119,7 @@ def test_a_wrong_option_is_refused(option: str, value: str) -> None:
     assert done.exit_code == 2
 
 
-@pytest.mark.parametrize("kind", ["file", "redis"])
+@pytest.mark.parametrize("kind", ["file", "redis", "peer"])
 def test_weights_give_every_figure_and_leave_nothing(kind: str, tmp_path: Path, server: EmbeddedServer) -> None:
     told: list[int] = []
     row = measure_weights("1M", kind, 1, "transformers", server.url, tmp_path, told.append)
@@ -130,12 +132,24 @@ def test_weights_give_every_figure_and_leave_nothing(kind: str, tmp_path: Path, 
     assert not list(open_client(server.url).scan_iter(match="*bench*"))
 
 
+def test_a_version_reaches_all_generators_though_one_that_they_read_from_is_killed(
+    tmp_path: Path, server: EmbeddedServer
+) -> None:
+    row = measure_spread("peer", 3, 30, 1, server.url, tmp_path)
+    assert row["egress"] <= 2.2
+    assert (row["killed_arrived"], row["killed_by"]) == (3, -signal.SIGKILL)
+    assert row["seconds"] > 0
+    assert row["joiner_s"] > 0
+    assert not list(tmp_path.iterdir())
+    assert not list(open_client(server.url).scan_iter(match="*bench*"))
+
+
 def test_an_unknown_size_or_transport_is_refused_in_a_line() -> None:
     with pytest.raises(ConfigError, match="a model of 7B is not known here, give some of 1M, 50M, 500M"):
         measure_weights("7B", "file", 1, "transformers", None, None, lambda _: None)
     result = CliRunner().invoke(app, ["weights", "--transports", "pigeon"])
     assert result.exit_code == 2
-    assert "'pigeon' is neither file nor redis" in " ".join(result.output.split())
+    assert "'pigeon' is none of file, redis and peer" in " ".join(result.output.split())
 
 
 def test_the_control_plane_is_measured_beside_a_pipeline() -> None:
