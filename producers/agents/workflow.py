@@ -20,6 +20,7 @@ from producers.agents.workers.pool import AgentWorkers
 from producers.conversation.parsing.factory import make_parser
 from producers.conversation.self_check import open_template
 from producers.engines.factory import engine_name
+from producers.verifiers import AGENT
 from producers.workflows.base import FailedSample, RolloutContext, WorkflowServices, play_each
 from producers.workflows.trajectory_builder import SampledCompletion
 from schemas.config import AgentsConfig
@@ -27,12 +28,15 @@ from schemas.errors import ConfigError
 
 log = structlog.get_logger()
 
+AGENTS = {"verifiers": AGENT}
+"""Built-in agents by name."""
+
 
 class AgentWorkflow:
     """Samples are episodes of an agent, which runs in a worker process and asks the policy over HTTP.
 
-    run: the user's function or class, ``file.py:name`` or ``module:name``; args: what a class is built with. command:
-    a program and its arguments instead.
+    run: the user's function or class, ``file.py:name`` or ``module:name``, or one of AGENTS; args: what a class is
+    built with. command: a program and its arguments instead.
     """
 
     def __init__(
@@ -44,7 +48,7 @@ class AgentWorkflow:
             raise ConfigError(
                 f"generator.workflow.args.command {command!r} must be a list: a program and its arguments"
             )
-        self._run = run
+        self._run = run if run is None else AGENTS.get(run, run)
         self._command = command
         self._args = args or {}
         self._stage: Stage | None = None
