@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import re
 from pathlib import Path
 from typing import Any
 
@@ -11,31 +9,11 @@ import pytest
 
 from producers.conversation.self_check import check_bridge
 from producers.rendering.tokenizer import HfTokenizer
-from tests.support.chat_templates import TOOL, StoppingTemplate, tool_call, write_tokenizer
+from tests.support.chat_templates import TOOL, StoppingTemplate, tool_call
 from tests.support.conversations import Turn, can_show, check_exact, play
 from tests.support.programs import skip_or_fail
+from tests.support.trl_templates import real_template, template_files, write_common_tokenizer
 
-STOPS = {
-    "cohere": ["<|END_OF_TURN_TOKEN|>"],
-    "cohere2": ["<|END_RESPONSE|>"],
-    "deepseek": ["<｜end▁of▁sentence｜>"],
-    "diffusion_gemma": ["<turn|>", "<|tool_response>"],
-    "gemma": ["<end_of_turn>"],
-    "gemma4": ["<turn|>", "<|tool_response>"],
-    "glm": ["<|user|>", "<|observation|>"],
-    "gptoss": ["<|return|>", "<|call|>"],
-    "idefics": ["<end_of_utterance>"],
-    "llama": ["<|eot_id|>"],
-    "llava": ["</s>"],
-    "muse": ["<|eot|>"],
-    "phi": ["<|end|>"],
-    "smolvlm": ["<end_of_utterance>"],
-}
-"""Tokens that end an answer, by how the names of a family's templates begin; <|im_end|> for all others."""
-
-SPECIAL = re.compile(
-    r'<\|[^|<>\s]{1,40}\|>|<｜[^｜]{1,40}｜>|</?s>|\[/?[A-Z_]{3,20}\]|<(?:start|end)_of_\w+>|<\|[a-z_"]+>|<[a-z_"]+\|>'
-)
 USER = {"role": "user", "content": "Multiply seven by eight"}
 NEXT = {"role": "user", "content": "Really certain"}
 ANSWERS = [
@@ -57,27 +35,12 @@ CALLS = [
 HABITS = frozenset({"reasoning dropped", "spaces stripped", "arguments written anew"})
 
 
-def template_files() -> list[Path]:
-    found = importlib.util.find_spec("trl")
-    folders = [Path(place) / "chat_templates" for place in (found and found.submodule_search_locations) or ()]
-    return sorted(file for folder in folders for file in folder.glob("*.jinja"))
-
-
 FILES = template_files()
 
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> HfTokenizer:
-    """One tokenizer that has the special tokens of all templates."""
-    sources = [file.read_text(encoding="utf-8") for file in FILES]
-    special = {token for source in sources for token in SPECIAL.findall(source)} | {"</s>"}
-    names = ["<|endoftext|>", "<bos>", *sorted(special - {"<|endoftext|>", "<bos>"})]
-    return HfTokenizer(str(write_tokenizer(tmp_path_factory.mktemp("tokenizer"), names)))
-
-
-def real_template(tokenizer: HfTokenizer, file: Path) -> StoppingTemplate:
-    family = max((name for name in STOPS if file.stem.startswith(name)), key=len, default="")
-    return StoppingTemplate(tokenizer, file.read_text(encoding="utf-8"), STOPS.get(family, ["<|im_end|>"]))
+    return HfTokenizer(str(write_common_tokenizer(tmp_path_factory.mktemp("tokenizer"), FILES)))
 
 
 def test_trl_is_installed_for_its_templates() -> None:
