@@ -157,9 +157,10 @@ class Feeder:
         evaluation = self._config.eval
         if evaluation is None or not self._held_out or state.version <= self._evaluated:
             return
-        last = state.step >= self._config.trainer.steps
+        last = state.step >= state.steps
         # The version that is due, not one that came while nobody looked: generators stop over at it.
-        due = state.version // evaluation.every * evaluation.every
+        every = int(state.control.settings.get("eval_every", evaluation.every))
+        due = state.version // every * every
         version = state.version if self._evaluated < 0 or last else due
         if version <= self._evaluated:
             return

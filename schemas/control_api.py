@@ -179,6 +179,10 @@ class Settings(Answer):
     staleness: int
     batch: int
     concurrency: int | None = Field(description="Most samples in flight in one generator; null: generator.max_samples.")
+    lr: float | None = Field(description="Peak learning rate; null: trainer.optimizer.lr.")
+    steps: int = Field(description="Steps of the whole run.")
+    eval_every: int | None = Field(description="Versions between two evaluations; null: eval.every.")
+    checkpoint_every: int | None = Field(description="Steps between checkpoints; null: trainer.checkpoint.every.")
     changed: list[str] = Field(description="Names of the settings that an order has changed.")
 
 
@@ -188,6 +192,10 @@ class SettingsChange(Answer):
     staleness: int | None = Field(None, ge=0, le=1000)
     batch: int | None = Field(None, ge=1, le=1_000_000)
     concurrency: int | None = Field(None, ge=1, le=1_000_000)
+    lr: float | None = Field(None, gt=0, le=1, allow_inf_nan=False, description="Peak learning rate.")
+    steps: int | None = Field(None, ge=1, le=1_000_000_000, description="Steps of the whole run, more than were taken.")
+    eval_every: int | None = Field(None, ge=1, le=1_000_000)
+    checkpoint_every: int | None = Field(None, ge=1, le=1_000_000)
 
 
 class Scaling(Answer):

@@ -16,7 +16,7 @@ import redis
 
 from broker.connection.connection import BLOCK_MS, Connection
 from broker.connection.scripts import OTHER_RUN
-from broker.flow.run_control import ControlState
+from broker.flow.run_control import ControlState, parse_settings
 from broker.queues.dead_letters import UnusableTask, check_sendable, letter_of
 from schemas.config.run import slots_problem
 from schemas.errors import RefusedError
@@ -24,7 +24,7 @@ from schemas.messages import Task
 from schemas.run_record import JoinedRun
 
 AdmissionAnswer = Literal["ok", "again", "full", "paused", "done", "moved", "starting"]
-Setting = Literal["staleness", "batch", "concurrency"]
+Setting = Literal["staleness", "batch", "concurrency", "lr", "steps", "eval_every", "checkpoint_every"]
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class LedgerState:
     run_id: str = ""
     run_since: float = 0.0
     control: ControlState = field(default_factory=ControlState)
-    settings: dict[str, int] = field(default_factory=dict)
+    settings: dict[str, float] = field(default_factory=dict)
     counters: dict[str, float] = field(default_factory=dict)
 
     @property
@@ -192,13 +192,13 @@ class Ledger:
         """Change control state: that of the run, or why it has failed."""
         self._connection.run_script("set_run_state", name, value)
 
-    def change_settings(self, values: Mapping[Setting, int | None]) -> bool:
+    def change_settings(self, values: Mapping[Setting, float | None]) -> bool:
         """Change settings while the run goes on, all or none; None goes back to the configuration's.
 
         False when no trainer has begun yet. RefusedError when they would leave fewer slots than a batch needs. The
         change outlives restarts of every service.
         """
-        args = [arg for name, value in values.items() for arg in (name, "" if value is None else value)]
+        args = [arg for name, value in values.items() for arg in (name, "" if value is None else repr(value))]
         answer = self._connection.run_script("change_settings", *args)
         if isinstance(answer, list):
             raise RefusedError(str(slots_problem(*(int(value) for value in answer))))
@@ -252,7 +252,7 @@ class Ledger:
             run_since=float(control.get("run_since", 0)),
             started=float(control.get("started", 0)),
             control=ControlState.parse(pairs(raw[6])),
-            settings=changed_settings(control),
+            settings=parse_settings(control),
             counters={name: float(value) for name, value in pairs(raw[7]).items()},
         )
 
@@ -260,11 +260,6 @@ class Ledger:
 def pairs(flat: Sequence[bytes]) -> dict[str, str]:
     """Return a hash from the flat list that scripts return: field, value, field, value."""
     return {flat[at].decode(): flat[at + 1].decode() for at in range(0, len(flat), 2)}
-
-
-def changed_settings(control: dict[str, str]) -> dict[str, int]:
-    """Return the settings that people changed, from the control state."""
-    return {name.removeprefix("set:"): int(value) for name, value in control.items() if name.startswith("set:")}
 
 
 def ended_untrained(counts: dict[str, int]) -> int:

@@ -49,7 +49,7 @@ class PipelineSnapshot:
     counts: dict[str, int]
     batch: int
     staleness: int
-    settings: dict[str, int]
+    settings: dict[str, float]
     paused: bool
     control: ControlState = field(default_factory=ControlState)
 

@@ -41,7 +41,7 @@ class Progress:
     trained: int = 0
     samples: int = 0
     counts: dict[str, int] = field(default_factory=dict)
-    settings: dict[str, int] = field(default_factory=dict)
+    settings: dict[str, float] = field(default_factory=dict)
     pause: PauseMode = "none"
     pause_id: int = 0
     pause_by: str = ""

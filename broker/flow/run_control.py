@@ -25,7 +25,8 @@ class ControlState:
     pause: freeze stops every token and step at once, drain admits nothing new. pause_id: number of the last pause or
     resume; checkpoint, stop: numbers of the last such order, 0 for none. by, since: who paused or resumed, and when
     (Unix seconds). replicas: wanted, by role; scaled: number of the last such order, by role. concurrency: samples in
-    flight in one generator, None for its own. run_id, run_since: identity of the run that is ordered about
+    flight in one generator, None for its own. settings: others that people changed, by name.
+    run_id, run_since: identity of the run that is ordered about
     (schemas/run_record.py), empty while it is not known, and when its first attempt began (Unix seconds).
     """
 
@@ -40,6 +41,7 @@ class ControlState:
     concurrency: int | None = None
     run_id: str = ""
     run_since: float = 0.0
+    settings: Mapping[str, float] = field(default_factory=dict)
 
     @classmethod
     def parse(cls, fields: Mapping[str, str]) -> ControlState:
@@ -58,7 +60,14 @@ class ControlState:
             concurrency=int(concurrency) if concurrency.isdigit() else None,
             run_id=fields.get("run_id", ""),
             run_since=float(fields.get("run_since", 0)),
+            settings=parse_settings(fields),
         )
+
+
+def parse_settings(fields: Mapping[str, str]) -> dict[str, float]:
+    """Settings that people changed, from the fields of a hash: whole numbers as int."""
+    found = {name.removeprefix("set:"): value for name, value in fields.items() if name.startswith("set:")}
+    return {name: int(value) if value.isdigit() else float(value) for name, value in found.items()}
 
 
 def _by_role(fields: Mapping[str, str], prefix: str) -> dict[str, int]:

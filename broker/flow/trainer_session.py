@@ -20,11 +20,11 @@ from broker.connection.connection import BLOCK_MS, Connection
 from broker.connection.counters import COMMIT_SECONDS, COMMITS, FENCED, add_counts
 from broker.connection.keys import TRAINER
 from broker.flow.fencing import accepted, term_number
-from broker.flow.ledger import changed_settings, pairs
+from broker.flow.ledger import pairs
 from broker.flow.owner import Owner, name_taken
 from broker.flow.pipeline import PipelineSnapshot, ScoredSample, Slot
 from broker.flow.progress import Takeover, TakeoverRequest
-from broker.flow.run_control import ControlState
+from broker.flow.run_control import ControlState, parse_settings
 from broker.queues.consumer_group import AT_ONCE, Entry, ensure_group, groups_of, number, with_group
 from schemas.codec import SCHEMA_VERSION, BadMessage, decode, encode
 from schemas.errors import BrokerDamaged, BrokerLost, ConfigError, FencedError
@@ -98,7 +98,7 @@ class TrainerSession:
             counts=counts,
             batch=int(control["batch"]),
             staleness=int(control["staleness"]),
-            settings=changed_settings(control),
+            settings=parse_settings(control),
             paused=control.get("paused") == "1",
             control=ControlState.parse(pairs(raw[6])),
         )

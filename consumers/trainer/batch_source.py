@@ -41,6 +41,7 @@ class BatchSource:
     def __init__(self, context: TrainerContext, pause: PauseFollower, on_idle: Callable[[], None]) -> None:
         self._config = context.config
         self._session = context.session
+        self._settings = context.settings
         self._progress = context.progress
         self._pause = pause
         self._on_idle = on_idle
@@ -113,9 +114,12 @@ class BatchSource:
         return chosen
 
     def _wait_for_outcomes(self, stop: StopFlag) -> bool:
-        """Wait for outcomes, or for the end of a pause; False when asked to stop. InfraError after the deadline."""
+        """Wait for outcomes, or for the end of a pause; False when asked to stop, or when there are steps enough.
+
+        InfraError after the deadline.
+        """
         pipeline = self._pipeline
-        if stop:
+        if stop or self._progress.step >= self._settings.steps:
             return False
         active = self._untaken_slots(pipeline)
         if self._pause.reasons or (not active and self._pause.follow(pipeline.control, drained=True)):

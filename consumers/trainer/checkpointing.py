@@ -29,7 +29,7 @@ class Checkpointing:
         self._rank_group = context.rank_group
         self._session = context.session
         self._progress = context.progress
-        self._every = context.config.trainer.checkpoint.every
+        self._settings = context.settings
         self._batch_files = BatchFiles(context.config.folder)
         self._records = context.config.trainer.record
         self._source: BatchSource | None = None
@@ -83,6 +83,8 @@ class Checkpointing:
                     leader_term=term_number(self._session.leader_term),
                     world=self._rank_group.ranks.world,
                     parallel=self._rank_group.ranks.layout.parallel,
+                    lr=self._settings.lr,
+                    steps=self._settings.steps,
                 )
                 self._context.retry("batches", partial(self._batch_files.write, record))
 
@@ -94,7 +96,7 @@ class Checkpointing:
         with self._context.timer.phase("checkpoint"):
             self.poll()
             last = self.step if self._pending is None else self._pending
-            if self._progress.step - last >= self._every:
+            if self._progress.step - last >= self._settings.checkpoint_every:
                 self._finish_pending()
                 self._begin()
                 self.poll()

@@ -12,6 +12,7 @@ import structlog
 from broker.client import Broker
 from broker.flow.progress import Progress
 from broker.flow.trainer_session import TrainerSession
+from consumers.trainer.live_settings import LiveSettings
 from consumers.trainer.metrics.timing import StepTimer
 from consumers.trainer.rank_group import RankGroup
 from consumers.trainer.step.train_step import TrainStep
@@ -69,7 +70,8 @@ class TrainerContext:
     """The configuration and the objects of which a trainer has one each.
 
     session: this trainer's fenced access to the run. rank_group: computes on all ranks. progress: how far the weights
-    are. timer: where a step's time goes. notify: tells people something through the broker.
+    are. timer: where a step's time goes. settings: those that change while the run goes on.
+    notify: tells people something through the broker.
     """
 
     config: TidemillConfig
@@ -78,6 +80,7 @@ class TrainerContext:
     rank_group: RankGroup
     progress: Progress
     timer: StepTimer
+    settings: LiveSettings
     retry: DiskRetry
     notify: Notify
 
@@ -95,6 +98,7 @@ class TrainerContext:
             rank_group=RankGroup(config, step),
             progress=Progress(),
             timer=StepTimer(),
+            settings=LiveSettings(config),
             retry=DiskRetry(config.trainer.checkpoint.deadline_s, notify),
             notify=notify,
         )

@@ -118,7 +118,7 @@ class Trainer:
     def train(self, stop: StopFlag) -> None:
         """Train as batches come, until trainer.steps are done or the trainer is asked to stop."""
         self.state = "running"
-        while self.progress.step < self.config.trainer.steps and not stop:
+        while self.progress.step < self.context.settings.steps and not stop:
             paused_s = self.pause.waited_s
             with self.timer.phase("wait"):
                 batch = self.batches.next(self.leadership.next_version(), stop)
@@ -132,7 +132,10 @@ class Trainer:
         """Train one step: its batch is in the journal already, and its slots return at the end."""
         with self.timer.phase("assemble"):
             trace = self.step_log.profile_folder(batch.record.step)
-            result = self.rank_group.train(batch.groups, self.progress.version, trace)
+            settings = self.context.settings
+            result = self.rank_group.train(
+                batch.groups, self.progress.version, trace, lr=settings.lr, steps=settings.steps
+            )
         # What is left of the phase: planning, sending, collating.
         parts = {name: seconds for name, seconds in result.seconds.items() if name not in ("other", "total")}
         self.timer.split("assemble", parts)
@@ -156,7 +159,7 @@ class Trainer:
         """Leave a checkpoint; and the model, when all steps are done."""
         self.checkpoints.save_final()
         self.publisher.abandon(tolerated=DiskError)
-        if self.progress.step >= self.config.trainer.steps:
+        if self.progress.step >= self.context.settings.steps:
             self.state = "finishing"
             self.publisher.publish(wait=True)
             if self.config.eval is not None:

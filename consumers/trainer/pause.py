@@ -37,6 +37,7 @@ class PauseFollower:
         self._broker = context.broker
         self._progress = context.progress
         self._retry = context.retry
+        self._settings = context.settings
         self._save = save
         self._written: ControlState | None = None
         self._drained = -1
@@ -57,6 +58,7 @@ class PauseFollower:
     def follow(self, control: ControlState, drained: bool = False) -> bool:
         """Follow the orders; True if the trainer has to pause. drained: nothing is left to train."""
         self._remember(control)
+        self._settings.follow(control.settings)
         if control.checkpoint > self.acknowledged.get("checkpoint", 0):
             self._save()
             self._acknowledge("checkpoint", control.checkpoint)

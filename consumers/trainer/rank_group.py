@@ -35,11 +35,16 @@ log = structlog.get_logger()
 
 
 class Train(msgspec.Struct, tag="train"):
-    """Take an optimizer step over this rank's micro-batches; trace: folder for a profile of it, or nothing."""
+    """Take an optimizer step over this rank's micro-batches; trace: folder for a profile of it, or nothing.
+
+    lr, steps: peak learning rate and steps of the run, as the schedule has them now.
+    """
 
     version: int
     micro_batches: list[list[TrainRow]]
     trace: str
+    lr: float
+    steps: int
 
 
 class Gather(msgspec.Struct, tag="gather"):
@@ -106,14 +111,33 @@ class RankGroup:
         self._snapshot: Snapshot | None = None
         step.optimizer.register_step_pre_hook(lambda *_: self._wait_copied())
 
-    def train(self, groups: Sequence[Group], version: int, trace: Path | None = None) -> StepResult:
+    def train(
+        self,
+        groups: Sequence[Group],
+        version: int,
+        trace: Path | None = None,
+        lr: float | None = None,
+        steps: int | None = None,
+    ) -> StepResult:
         """Take an optimizer step over groups, dealt to the ranks; ``version`` is that of the weights before.
 
-        trace: folder in which every rank writes a profile of it.
+        trace: folder in which every rank writes a profile of it. lr, steps: peak learning rate and steps of the run
+        from now on; as before by default.
         """
+        schedule = self.step.schedule
+        schedule.lr, schedule.steps = lr or schedule.lr, steps or schedule.steps
         plan = self.step.planner.plan(groups)
         for rank in range(1, self.ranks.world):
-            self._send(rank, Train(version, plan.share(self.ranks.layout.dp_rank_of(rank)), str(trace or "")))
+            self._send(
+                rank,
+                Train(
+                    version,
+                    plan.share(self.ranks.layout.dp_rank_of(rank)),
+                    str(trace or ""),
+                    schedule.lr,
+                    schedule.steps,
+                ),
+            )
         return self._run_step(plan.batch(self.ranks.dp_rank), version, trace)
 
     def gather(self, tokens: Sequence[int]) -> tuple[Snapshot, npt.NDArray[np.float32]]:
@@ -198,6 +222,7 @@ class RankGroup:
     def _execute(self, command: Command) -> None:
         if isinstance(command, Train):
             trace = Path(command.trace) if command.trace else None
+            self.step.schedule.lr, self.step.schedule.steps = command.lr, command.steps
             self._run_step(StepBatch.of(command.micro_batches), command.version, trace)
         elif isinstance(command, Gather):
             self.gather(command.tokens)

@@ -95,7 +95,7 @@ def run_replay(config: TidemillConfig, plan: ReplayPlan, on_step: Callable[[int]
             groups = [
                 Group(group.task_id, list(zip(group.samples, group.rewards, strict=True))) for group in record.groups
             ]
-            rank_group.train(groups, record.version)
+            rank_group.train(groups, record.version, lr=record.lr or None, steps=record.steps or None)
             on_step(step)
         answer = rank_group.compare(plan.goal)
         rank_group.dismiss()

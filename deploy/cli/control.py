@@ -97,14 +97,17 @@ def change(
     run: Run,
     settings: Annotated[
         list[str],
-        typer.Argument(metavar="NAME=VALUE...", help="staleness, batch or concurrency; =default for the file's."),
+        typer.Argument(
+            metavar="NAME=VALUE...",
+            help="Such as lr=1e-5 or steps=500; =default for the file's.",
+        ),
     ],
     control: Control = None,
     url: Url = None,
     prefix: Prefix = "tidemill",
     as_json: Json = False,
 ) -> None:
-    """Change the staleness bound, the batch, or the samples in flight of each generator, while the run goes on."""
+    """Change settings while the run goes on, such as the learning rate or the number of steps."""
     from deploy.client import run_commands
 
     run_commands.change(run, control, url, prefix, settings, as_json)

@@ -127,27 +127,25 @@ def _report(answer: Mapping[str, Any], as_json: bool, taken_is_done: bool) -> in
 
 def change(run: str, control: str | None, url: str | None, prefix: str, assignments: list[str], as_json: bool) -> None:
     """``staleness=2 batch=64``, or ``staleness=default``; all are checked before the first is made."""
-    wanted: dict[str, int | None] = {}
+    wanted: dict[str, str | None] = {}
     for assignment in assignments:
         name, _, value = assignment.partition("=")
-        lowest = {"staleness": 0, "batch": 1, "concurrency": 1}.get(name)
-        if lowest is None:
-            raise ConfigError(
-                f"setting {name!r} cannot be changed while the run goes on; staleness, batch and concurrency can"
-            )
-        if value != "default" and not (value.isdigit() and int(value) >= lowest):
-            raise ConfigError(f"{name} {value!r} must be a number of {lowest} or more, or default")
-        wanted[name] = None if value == "default" else int(value)
+        if name not in SettingsChange.model_fields:
+            known = ", ".join(SettingsChange.model_fields)
+            raise ConfigError(f"setting {name!r} cannot be changed while the run goes on; these can: {known}")
+        wanted[name] = None if value == "default" else value
     try:
-        asked = SettingsChange(**wanted)
+        asked = SettingsChange.model_validate(wanted)
     except ValidationError as error:
-        raise ConfigError("; ".join(f"{item['loc'][0]}: {item['msg']}" for item in error.errors())) from error
+        told = (f"{item['loc'][0]} {item['input']!r}: {item['msg']}, or default" for item in error.errors())
+        raise ConfigError("; ".join(told)) from error
     now = open_source(run, control, url, prefix).change(asked)
     if as_json:
         print(now.model_dump_json())
         return
-    for name, number in wanted.items():
-        print(f"{name}: {'as configured, from the next start of the trainer' if number is None else number}")
+    for name, value in wanted.items():
+        later = ", from the next start of the trainer" if name in ("staleness", "batch") else ""
+        print(f"{name}: {f'as configured{later}' if value is None else value}")
 
 
 def print_accepted(answer: Accepted, as_json: bool) -> None:

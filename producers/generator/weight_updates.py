@@ -146,7 +146,8 @@ class WeightUpdater:
             return newest
         now = time.monotonic()
         found = await asyncio.to_thread(self._queue.take_evaluations, self.version, 0)
-        known = EvaluationState(self._every, found.pending, self.evaluating > 0, found.opened)
+        every = int(self._pause.control.settings.get("eval_every", self._every))
+        known = EvaluationState(every, found.pending, self.evaluating > 0, found.opened)
         stored = {item.version: item for item in await asyncio.to_thread(self._broker.weights.published)}
         out = self._refused | self._unreachable
         versions = [version for version in stored if version not in out]

@@ -50,7 +50,8 @@ class StepRecord(Message, kw_only=True, tag="step_record"):
     """Record of an optimizer step: ``step`` steps were done before it, ``version`` names the weights before it.
 
     leader_term: number of the trainer that trained it. world, parallel, threads, torch: ranks, how they shared the
-    model (trainer.parallel), CPU threads of each, and PyTorch's version, on which the last bits of a sum depend.
+    model (trainer.parallel), CPU threads of each, and PyTorch's version, on which the last bits of a sum depend. lr,
+    steps: peak learning rate and steps of the run as they were then; 0 as configured.
     """
 
     step: int
@@ -61,3 +62,5 @@ class StepRecord(Message, kw_only=True, tag="step_record"):
     threads: int
     torch: str
     groups: list[RecordedGroup]
+    lr: float = 0.0
+    steps: int = 0

@@ -11,6 +11,7 @@ from broker.flow.progress import Progress
 from consumers.trainer.checkpoint.store import CheckpointStore
 from consumers.trainer.context import DiskRetry, TrainerContext
 from consumers.trainer.leadership import Leadership
+from consumers.trainer.live_settings import LiveSettings
 from consumers.trainer.metrics.evaluation_log import EvaluationLog
 from consumers.trainer.metrics.timing import StepTimer
 from consumers.trainer.rank_group import RankGroup
@@ -42,5 +43,5 @@ def leadership_in(folder: Path, broker: Broker, window: int = 1, run_id: str = "
     def notify(name: str, level: Literal["info", "warning", "error"], text: str) -> None:
         broker.events.emit(Event(name=name, service="trainer", level=level, text=text))
 
-    context = TrainerContext(config, broker, session, rank_group, progress, timer, retry, notify)
+    context = TrainerContext(config, broker, session, rank_group, progress, timer, LiveSettings(config), retry, notify)
     return Leadership(context, EvaluationLog(folder))

@@ -160,6 +160,6 @@ def _scale(context: Context, body: ScaleRequest, by: str) -> bool:
 
 @router.patch("/settings")
 async def settings(context: InContext, by: By, body: SettingsChange) -> Settings:
-    """Change the staleness bound, the batch, or the samples in flight of each generator, while the run goes on."""
+    """Change settings while the run goes on: what is not given stays, null goes back to the configuration's."""
     await asyncio.to_thread(views.change, context.broker, body, context.name, by)
     return (await asyncio.to_thread(context.poller.refresh)).settings

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import msgspec
 import structlog
@@ -88,7 +88,7 @@ def load_decoder(model_path: str) -> Decode | None:
     return decode
 
 
-SETTINGS: tuple[Setting, ...] = ("staleness", "batch", "concurrency")
+SETTINGS: tuple[Setting, ...] = get_args(Setting)
 EXAMINED = 2000
 """Most trajectories that a search reads, the newest first."""
 
@@ -171,14 +171,16 @@ def trajectory(broker: Broker, task_id: int, sample: int, decode: Decode | None)
 
 
 def change(broker: Broker, wanted: SettingsChange, service: str, by: str) -> None:
-    """Change what is given of the staleness bound, the batch and the samples in flight of each generator; all or none.
+    """Change what is given of the settings that can change while the run goes on; all or none.
 
     Refusal when they do not fit together.
     """
     given = wanted.model_fields_set
     if not given:
         raise Refusal(422, f"nothing to change: give one of {', '.join(SETTINGS)}")
-    values: dict[Setting, int | None] = {name: getattr(wanted, name) for name in SETTINGS if name in given}
+    if wanted.steps is not None and wanted.steps <= (step := broker.ledger.read_state().step):
+        raise Refusal(409, f"the run has taken {step} steps: give it more than these, or stop it")
+    values: dict[Setting, float | None] = {name: getattr(wanted, name) for name in SETTINGS if name in given}
     try:
         begun = broker.ledger.change_settings(values)
     except RefusedError as error:

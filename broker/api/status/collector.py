@@ -177,6 +177,10 @@ class Collector:
                 staleness=ledger.staleness if ledger.leader_term else self._plan.staleness,
                 batch=ledger.batch or self._plan.batch,
                 concurrency=orders.concurrency,
+                lr=ledger.settings.get("lr"),
+                steps=steps,
+                eval_every=_whole(ledger.settings.get("eval_every")),
+                checkpoint_every=_whole(ledger.settings.get("checkpoint_every")),
                 changed=sorted(ledger.settings),
             ),
             scaling=scaling(orders, beats, now, self._plan.scale_hint),
@@ -336,3 +340,7 @@ def natural(name: str) -> list[tuple[int, str]]:
 
 def _sum(services: Sequence[ServiceStatus], role: str) -> float:
     return round(sum(service.tokens_per_s for service in services if service.role == role and service.live), 1)
+
+
+def _whole(value: float | None) -> int | None:
+    return None if value is None else int(value)

@@ -1,7 +1,7 @@
 #!lua flags=allow-oom
 -- KEYS: CTL RUN_CONTROL CHANGES ORDERS
--- ARGV: 'staleness', 'batch' or 'concurrency' and its new value ('' for the configuration's own at the trainer's next
--- start), once or more. The ledger admits by them at once, the trainer assembles its next batch by them, generators
+-- ARGV: the name of a setting and its new value ('' for the configuration's own: of staleness and batch at the trainer's
+-- next start), once or more. The ledger admits by them at once, the trainer assembles its next batch by them, generators
 -- read theirs among the orders. All or none: with fewer slots than a batch needs, no step would ever come. Then the
 -- answer is the staleness, batch and window that do not fit.
 if redis.call('HEXISTS', CTL, 'leader_term') == 0 then return 'starting' end
@@ -14,7 +14,13 @@ if not enough_slots(wanted.staleness, wanted.batch, now[3]) then return {wanted.
 for i = 1, #ARGV, 2 do
   local name, value = ARGV[i], ARGV[i + 1]
   if value == '' then redis.call('HDEL', CTL, 'set:' .. name) else redis.call('HSET', CTL, 'set:' .. name, value) end
-  if name == 'concurrency' then redis.call('HSET', RUN_CONTROL, 'concurrency', value) end
+  if name == 'concurrency' then redis.call('HSET', RUN_CONTROL, 'concurrency', value)
+  elseif name ~= 'staleness' and name ~= 'batch' then
+    -- Services read these among the orders.
+    if value == '' then redis.call('HDEL', RUN_CONTROL, 'set:' .. name) else redis.call('HSET', RUN_CONTROL, 'set:' .. name, value) end
+  end
+  -- So many may be admitted.
+  if name == 'steps' then redis.call('HSET', CTL, 'steps', value ~= '' and value or redis.call('HGET', CTL, 'own_steps')) end
 end
 redis.call('HSET', CTL, 'staleness', wanted.staleness, 'batch', wanted.batch)
 set_slots()

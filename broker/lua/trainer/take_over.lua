@@ -149,7 +149,7 @@ if redis.call('EXISTS', PROMPTS) == 0 and ARGV[2] ~= '' then redis.call('SET', P
 local version = math.max(tonumber(known[2] or 0), lost and own.version_if_lost or own.version)
 redis.call('SET', LEADER_TERM, leader_term)
 redis.call('HSET', CTL, 'schema', string.format('%d', own.schema), 'leader_term', n, 'version', string.format('%d', version), 'state', 'running')
-redis.call('HSET', CTL, 'steps', string.format('%d', own.steps), 'window', string.format('%d', own.window))
+redis.call('HSET', CTL, 'own_steps', string.format('%d', own.steps), 'window', string.format('%d', own.window))
 redis.call('HDEL', CTL, 'cause')
 own_run(own.run_id, own.run_folder, own.run_host)
 redis.call('HDEL', RUN_CONTROL, 'finished')
@@ -198,7 +198,7 @@ for _, seen in ipairs(own.evaluations) do
 end
 redis.call('HSET', CTL, 'paused', (redis.call('HGET', RUN_CONTROL, 'pause') or 'none') == 'none' and '0' or '1')
 if not known_step then
-  for name, value in pairs(own.settings) do redis.call('HSETNX', CTL, 'set:' .. name, string.format('%d', value)) end
+  for name, value in pairs(own.settings) do redis.call('HSETNX', CTL, 'set:' .. name, string.format('%.17g', value)) end
 end
 -- What people set was checked against the configuration of then; where it leaves no room for a batch now, it goes.
 local set = redis.call('HMGET', CTL, 'set:staleness', 'set:batch')
@@ -211,6 +211,11 @@ if not enough_slots(set[1] or own.staleness, set[2] or own.batch, own.window) th
 end
 local concurrency = redis.call('HGET', CTL, 'set:concurrency')
 if concurrency then redis.call('HSET', RUN_CONTROL, 'concurrency', concurrency) end
+for _, name in ipairs({'lr', 'steps', 'eval_every', 'checkpoint_every'}) do
+  local value = redis.call('HGET', CTL, 'set:' .. name)
+  if value then redis.call('HSET', RUN_CONTROL, 'set:' .. name, value) end
+end
+redis.call('HSET', CTL, 'steps', redis.call('HGET', CTL, 'set:steps') or string.format('%d', own.steps))
 for _, name in ipairs({'batch', 'staleness'}) do
   redis.call('HSET', CTL, name, redis.call('HGET', CTL, 'set:' .. name) or string.format('%d', own[name]))
 end

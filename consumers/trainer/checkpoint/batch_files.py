@@ -80,9 +80,20 @@ class BatchFiles:
 
 
 def step_record(
-    groups: Sequence[Group], *, step: int, version: int, leader_term: int, world: int, parallel: dict[str, int]
+    groups: Sequence[Group],
+    *,
+    step: int,
+    version: int,
+    leader_term: int,
+    world: int,
+    parallel: dict[str, int],
+    lr: float = 0.0,
+    steps: int = 0,
 ) -> StepRecord:
-    """The record of a step that trained these groups on weights ``version``, over ``world`` ranks."""
+    """The record of a step that trained these groups on weights ``version``, over ``world`` ranks.
+
+    lr, steps: of the schedule then, 0 as configured.
+    """
     return StepRecord(
         step=step,
         version=version,
@@ -97,6 +108,8 @@ def step_record(
             )
             for group in groups
         ],
+        lr=lr,
+        steps=steps,
     )
 
 

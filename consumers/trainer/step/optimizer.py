@@ -86,15 +86,18 @@ def lr_factor(step: int, settings: OptimizerConfig, steps: int) -> float:
 
 
 class Schedule:
-    """Sets the learning rate of each optimizer step. Its whole state is how many steps there were."""
+    """Sets the learning rate of each optimizer step. Its whole state is how many steps there were.
+
+    lr, steps: the peak, and steps of the run, which people may change under way.
+    """
 
     def __init__(self, optimizer: AdamW, settings: OptimizerConfig, steps: int) -> None:
-        self._optimizer, self.settings, self._steps = optimizer, settings, steps
+        self._optimizer, self.settings, self.lr, self.steps = optimizer, settings, settings.lr, steps
         self.done = 0
 
     def apply(self) -> float:
         """Set the learning rate of the step that comes now; returns it."""
-        lr = self.settings.lr * lr_factor(self.done, self.settings, self._steps)
+        lr = self.lr * lr_factor(self.done, self.settings, self.steps)
         for group in self._optimizer.param_groups:
             group["lr"] = lr
         return lr

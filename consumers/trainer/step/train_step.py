@@ -159,4 +159,5 @@ class TrainStep:
             for part in prepared
             if part.values is not None and part.returns is not None
         ]
+        self.critic.steps = self.schedule.steps
         return self.critic.run(parts, tokens, self.schedule.done)

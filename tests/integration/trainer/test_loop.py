@@ -141,6 +141,44 @@ def test_the_batch_changes_while_the_run_goes_on(
     assert broker.ledger.read_state().balanced
 
 
+def test_learning_rate_steps_and_checkpoints_change_while_the_run_goes_on(
+    trainer: Callable[..., Trainer], broker: Broker, tmp_path: Path
+) -> None:
+    one = trainer(steps=500, optimizer={"lr": 1e-4}, checkpoint={"every": 400})
+    with Pipeline(broker, publish_of_version):
+        thread, errors = in_thread(one, StopFlag())
+        until(lambda: one.progress.step >= 2, "step 2")
+        assert broker.ledger.change_settings({"lr": 0.00025, "checkpoint_every": 1})
+        until(lambda: one.checkpoints.step >= 3, "a checkpoint")
+        last = one.progress.step + 3
+        assert broker.ledger.change_settings({"steps": last})
+        thread.join(60)
+    assert not thread.is_alive()
+    assert not errors
+    rates = [line["train/lr"] for line in read_lines(tmp_path / "run" / "metrics.jsonl")]
+    assert (rates[0], rates[-1], len(rates)) == (1e-4, 0.00025, last)
+    state = broker.ledger.read_state()
+    assert (state.state, state.steps, state.step) == ("finished", last, last)
+    assert state.settings == {"lr": 0.00025, "checkpoint_every": 1, "steps": last}
+    assert state.balanced
+
+
+def test_fewer_steps_end_a_trainer_that_waits_for_a_batch(
+    trainer: Callable[..., Trainer], broker: Broker, tmp_path: Path
+) -> None:
+    one = trainer(steps=500)
+    with Pipeline(broker, publish_of_version):
+        thread, _ = in_thread(one, StopFlag())
+        until(lambda: one.progress.step >= 2, "step 2")
+        broker.run_control.pause("drain", "a test")
+        until(lambda: bool(one.pause.reasons), "the pause")
+        broker.ledger.change_settings({"steps": one.progress.step})
+        broker.run_control.pause("none", "a test")
+        thread.join(60)
+    assert not thread.is_alive()
+    assert broker.ledger.read_state().state == "finished"
+
+
 def test_a_marker_behind_a_line_that_was_cut_off_is_not_swallowed(
     trainer: Callable[..., Trainer], broker: Broker, tmp_path: Path
 ) -> None:

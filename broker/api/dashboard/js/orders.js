@@ -61,13 +61,15 @@ function scale(role, now, wanted) {
   });
 }
 
-function field(name, label, hint, value, min) {
+function field(name, label, hint, value, min, step = 1) {
   return h("div", { class: "field" },
     h("label", { for: `set-${name}` }, label),
-    h("input", { id: `set-${name}`, name, type: "number", min, step: 1, value: value ?? "", placeholder: "configuration's",
+    h("input", { id: `set-${name}`, name, type: "number", min, step, value: value ?? "", placeholder: "configuration's",
       "aria-describedby": `hint-${name}` }),
     h("p", { id: `hint-${name}` }, hint));
 }
+
+const SETTINGS = ["staleness", "batch", "concurrency", "lr", "steps", "eval_every", "checkpoint_every"];
 
 function settings() {
   const now = store.status.settings;
@@ -79,16 +81,20 @@ function settings() {
       field("staleness", "Staleness bound", "Weight versions that a token may be behind when it is trained.", now.staleness, 0),
       field("batch", "Batch", "Prompt groups in one step.", now.batch, 1),
       field("concurrency", "Concurrency", "Samples in flight in each generator.", now.concurrency, 1),
+      field("lr", "Learning rate", "The peak, of which the schedule takes its part.", now.lr, 0, "any"),
+      field("steps", "Steps", "Of the whole run.", now.steps, 1),
+      field("eval_every", "Evaluate every", "Weight versions between two evaluations.", now.eval_every, 1),
+      field("checkpoint_every", "Checkpoint every", "Steps between two checkpoints.", now.checkpoint_every, 1),
     ],
     act: async (form) => {
       const change = {};
-      for (const name of ["staleness", "batch", "concurrency"]) {
+      for (const name of SETTINGS) {
         const value = form.get(name) === "" ? null : Number(form.get(name));
         if (value !== now[name]) change[name] = value;
       }
       if (!Object.keys(change).length) return "Nothing was changed.";
       const set = await ask("PATCH", "v1/settings", change);
-      return `Set: staleness ${set.staleness}, batch ${set.batch}, concurrency ${set.concurrency ?? "as configured"}.`;
+      return `Set: ${Object.keys(change).map((name) => `${name} ${set[name] ?? "as configured"}`).join(", ")}.`;
     },
   });
 }
@@ -104,7 +110,7 @@ function menu() {
   const { scaling, state } = store.status;
   const over = ENDED.includes(state) ? `the run is ${state}` : "";
   const dialog = open("Orders", h("div", { class: "menu" },
-    item("Settings", "Staleness bound, batch and concurrency, while it runs.", settings, over),
+    item("Settings", "Staleness bound, batch, learning rate, steps and others, while it runs.", settings, over),
     item("Checkpoint now", "After the present step.", checkpoint, over),
     item("Stop the run", "In order, with a checkpoint.", stop,
       over || (scaling.by === "supervisor" ? "" : "It was not started with tidemill up: stop its services where they run."))));
