@@ -17,7 +17,7 @@ from producers.datasets.loading import build_dataset
 from producers.datasets.mixture import Mixture, Place, build_mixture
 from producers.tasks import make_task
 from schemas.codec import decode, encode
-from schemas.config import SamplingConfig, TidemillConfig
+from schemas.config import EvalConfig, SamplingConfig, TidemillConfig
 from schemas.errors import ConfigError, DataError, InfraError, RunFailed, describe_error
 from schemas.lifecycle import StopFlag
 from schemas.messages import Event, Kind, Task
@@ -57,6 +57,8 @@ class Feeder:
         self._cursor = self._skipped = self._step = 0
         self._again = False
         self._evaluated = -1
+        self._ordered = -1
+        """The version of the last order to evaluate that was followed."""
         self._unusable = 0
         self._broker_lifetime = ""
         self._balanced = True
@@ -75,10 +77,11 @@ class Feeder:
             self._check(state)
             if state.broker_lifetime != self._broker_lifetime:
                 # The broker was rebuilt: an evaluation under way may be gone.
-                self._broker_lifetime, self._evaluated = state.broker_lifetime, -1
+                self._broker_lifetime, self._evaluated, self._ordered = state.broker_lifetime, -1, -1
             if state.state in ("running", "finishing"):
                 if not state.paused:
                     self._evaluate_if_due(state)
+                    self._evaluate_if_ordered(state)
                 self._state = self.admit(stop, state)
             else:
                 self._state = state.state
@@ -164,6 +167,19 @@ class Feeder:
         version = state.version if self._evaluated < 0 or last else due
         if version <= self._evaluated:
             return
+        self._open_evaluation(evaluation, version)
+        self._evaluated = version
+
+    def _evaluate_if_ordered(self, state: LedgerState) -> None:
+        """Open the evaluation that somebody ordered, when its version is there; once, also over restarts."""
+        version = state.control.evaluate
+        if self._config.eval is None or not self._held_out or version == self._ordered or state.version < version:
+            return
+        if version >= 0:
+            self._open_evaluation(self._config.eval, version)
+        self._ordered = version
+
+    def _open_evaluation(self, evaluation: EvalConfig, version: int) -> None:
         tasks: list[Task | UnusableTask] = []
         limit = self._config.broker.max_message_bytes
         for settings, dataset in zip(evaluation.dataset, self._held_out, strict=True):
@@ -174,7 +190,6 @@ class Feeder:
             ]
         if self._broker.evals.open(version, tasks, self._run):
             log.info("evaluation opened", version=version, prompts=len(tasks))
-        self._evaluated = version
 
 
 def task_of(

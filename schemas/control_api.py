@@ -421,6 +421,13 @@ class WaitRequest(Answer):
     wait_s: float = Field(0.0, ge=0, le=300)
 
 
+class EvaluationRequest(Answer):
+    """Body of POST /v1/evaluations. version: the present one or one to come; the present one by default."""
+
+    version: int | None = Field(None, ge=0, le=2**53)
+    wait_s: float = Field(0.0, ge=0, le=300)
+
+
 class ScaleRequest(Answer):
     """Body of POST /v1/scale."""
 
@@ -431,7 +438,7 @@ class ScaleRequest(Answer):
 class Accepted(Answer):
     """Answer to an order."""
 
-    order: Literal["pause", "resume", "drain", "stop", "checkpoint", "scale", "requeue", "drop"]
+    order: Literal["pause", "resume", "drain", "stop", "checkpoint", "evaluate", "scale", "requeue", "drop"]
     changed: bool = Field(description="False if the order changed nothing.")
     done: bool = Field(description="Whether all services have followed; if not, ``/v1/status`` says when they have.")
     waiting_for: list[str]

@@ -12,6 +12,7 @@ from typing import Any
 from fastapi import APIRouter, FastAPI
 from fastapi.openapi.utils import get_openapi
 from fastapi.responses import FileResponse, Response
+from fastapi.routing import APIRoute
 from starlette.staticfiles import StaticFiles
 
 from broker.api.files.archive import Archive
@@ -20,12 +21,14 @@ from broker.api.routes import control, dead_letters, reads, runs
 from broker.api.routes.context import Context, InContext
 from broker.api.status.prometheus import CONTENT_TYPE
 from broker.api.web import problems
+from broker.api.web.idempotency import HEADER, Idempotency
 from broker.api.web.problems import KINDS, MEDIA_TYPE
 from broker.api.web.refusal import Refusal
-from broker.api.web.security import PROBES, RequestGuard
+from broker.api.web.security import CHANGES, PROBES, RequestGuard
 from schemas.control_api import Health, Problem
 
 PAGE = Path(__file__).parent / "dashboard"
+VIEWER = {"swagger-ui-bundle.js": "text/javascript", "swagger-ui.css": "text/css"}
 LOOP_S = 30.0
 """A reading thread that has not come round for so long is stuck."""
 LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
@@ -60,6 +63,7 @@ def make_app(
         redoc_url=None,
         openapi_url="/openapi.json",
         lifespan=life,
+        generate_unique_id_function=operation_id,
     )
     app.state.context = context
     app.state.archive = Archive(watched=RunFolder(context.config.folder, context.config.run.name))
@@ -68,7 +72,7 @@ def make_app(
         app.include_router(router)
     pages(app)
     app.openapi = lambda: document(app)  # type: ignore[method-assign]
-    return RequestGuard(app, token, hosts, is_public, read_token)
+    return RequestGuard(Idempotency(app), token, hosts, is_public, read_token)
 
 
 def make_files_app(
@@ -82,6 +86,7 @@ def make_files_app(
         docs_url=None,
         redoc_url=None,
         openapi_url="/openapi.json",
+        generate_unique_id_function=operation_id,
     )
     app.state.archive = Archive(folder)
     problems.install(app)
@@ -89,6 +94,11 @@ def make_files_app(
     pages(app)
     app.openapi = lambda: document(app)  # type: ignore[method-assign]
     return RequestGuard(app, token, hosts, is_public, read_token)
+
+
+def operation_id(route: APIRoute) -> str:
+    """The name that generated clients give to a route: that of its function."""
+    return route.name
 
 
 def is_public(path: str) -> bool:
@@ -106,6 +116,16 @@ def pages(app: FastAPI) -> None:
     @app.get("/docs", include_in_schema=False)
     async def docs() -> Response:
         return FileResponse(PAGE / "docs.html")
+
+    @app.get("/assets/vendor/swagger-ui/{name}", include_in_schema=False)
+    async def viewer(name: str) -> Response:
+        kind = VIEWER.get(name)
+        if kind is None:
+            raise Refusal(404, f"no file {name!r} of Swagger UI")
+        # Every browser takes it packed, and the repository holds a third of the bytes.
+        return FileResponse(
+            PAGE / "vendor" / "swagger-ui" / f"{name}.gz", media_type=kind, headers={"Content-Encoding": "gzip"}
+        )
 
     app.mount("/assets", StaticFiles(directory=PAGE), name="assets")
 
@@ -155,10 +175,21 @@ def document(app: FastAPI) -> dict[str, Any]:
         models["Problem"] = Problem.model_json_schema()
         parts["securitySchemes"] = {"token": {"type": "http", "scheme": "bearer"}}
         for path, item in schema["paths"].items():
-            for operation in item.values():
+            for method, operation in item.items():
                 _describe(path, operation)
+                if method.upper() in CHANGES:
+                    operation.setdefault("parameters", []).append(IDEMPOTENCY)
         app.openapi_schema = schema
     return app.openapi_schema
+
+
+IDEMPOTENCY = {
+    "name": HEADER,
+    "in": "header",
+    "required": False,
+    "schema": {"type": "string", "minLength": 1, "maxLength": 255},
+    "description": "A value of your own. Asked again with it, the first answer is repeated and nothing is done twice.",
+}
 
 
 def _describe(path: str, operation: dict[str, Any]) -> None:

@@ -25,8 +25,8 @@ class ControlState:
     pause: freeze stops every token and step at once, drain admits nothing new. pause_id: number of the last pause or
     resume; checkpoint, stop: numbers of the last such order, 0 for none. by, since: who paused or resumed, and when
     (Unix seconds). replicas: wanted, by role; scaled: number of the last such order, by role. concurrency: samples in
-    flight in one generator, None for its own. settings: others that people changed, by name.
-    run_id, run_since: identity of the run that is ordered about
+    flight in one generator, None for its own. settings: others that people changed, by name. evaluate: weight version
+    that is to be evaluated, -1 for none. run_id, run_since: identity of the run that is ordered about
     (schemas/run_record.py), empty while it is not known, and when its first attempt began (Unix seconds).
     """
 
@@ -42,6 +42,7 @@ class ControlState:
     run_id: str = ""
     run_since: float = 0.0
     settings: Mapping[str, float] = field(default_factory=dict)
+    evaluate: int = -1
 
     @classmethod
     def parse(cls, fields: Mapping[str, str]) -> ControlState:
@@ -61,6 +62,7 @@ class ControlState:
             run_id=fields.get("run_id", ""),
             run_since=float(fields.get("run_since", 0)),
             settings=parse_settings(fields),
+            evaluate=int(fields.get("evaluate", -1)),
         )
 
 
@@ -132,6 +134,10 @@ class RunControl:
     def scale(self, role: str, replicas: int, by: str) -> bool:
         """Ask the supervisor for so many replicas; False if that many were asked for already."""
         return self._give(f"replicas:{role}", replicas, by)
+
+    def evaluate(self, version: int, by: str) -> bool:
+        """Ask the feeder for an evaluation of this weight version, as soon as it is there; False if it was asked so."""
+        return self._give("evaluate", version, by)
 
     def _give(self, order: str, value: str | int, by: str) -> bool:
         return bool(self._connection.run_script("set_run_control", order, value, by) == b"ok")

@@ -72,6 +72,21 @@ def checkpoint(run: Run, control: Control = None, wait: Wait = 60.0, as_json: Js
 
 
 @app.command(rich_help_panel=WATCH)
+def evaluate(
+    run: Run,
+    version: Annotated[int | None, typer.Option(min=0, help="A weight version to come; the present one.")] = None,
+    control: Control = None,
+    wait: Wait = 0.0,
+    as_json: Json = False,
+) -> None:
+    """Have the held-out prompts answered with the present weights, beside the evaluations that are due anyway."""
+    from deploy.client import run_commands
+
+    body = {"wait_s": wait} | ({} if version is None else {"version": version})
+    raise typer.Exit(run_commands.order(run, control, "evaluations", body, as_json, taken_is_done=not wait))
+
+
+@app.command(rich_help_panel=WATCH)
 def stop(run: Run, control: Control = None, as_json: Json = False) -> None:
     """End a run in order; started again with the same name it goes on."""
     from deploy.client import run_commands

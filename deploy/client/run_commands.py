@@ -143,9 +143,9 @@ def change(run: str, control: str | None, url: str | None, prefix: str, assignme
     if as_json:
         print(now.model_dump_json())
         return
-    for name, value in wanted.items():
+    for name, given in wanted.items():
         later = ", from the next start of the trainer" if name in ("staleness", "batch") else ""
-        print(f"{name}: {f'as configured{later}' if value is None else value}")
+        print(f"{name}: {f'as configured{later}' if given is None else given}")
 
 
 def print_accepted(answer: Accepted, as_json: bool) -> None:

@@ -37,10 +37,13 @@ class ControlPlane:
         folder: Path | None = None,
         token: str | None = None,
         reader: str | None = None,
+        held_out: bool = False,
         **control: str,
     ) -> None:
+        held = {"eval": {"dataset": {"name": "arithmetic"}, "every": 50}} if held_out else {}
         config = parse_config(
             {
+                **held,
                 "run": {"name": run, "folder": str(folder or Path("runs") / "of-no-test")},
                 "model": {"path": model},
                 "train": {"name": "arithmetic"},

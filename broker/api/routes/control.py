@@ -12,6 +12,7 @@ from broker.api.status.scaling import NOBODY, scale_command
 from broker.api.web.refusal import Refusal
 from schemas.control_api import (
     Accepted,
+    EvaluationRequest,
     PauseMode,
     PauseRequest,
     RunStatus,
@@ -22,6 +23,7 @@ from schemas.control_api import (
 )
 
 router = APIRouter(prefix="/v1", tags=["orders"])
+OVER = ("finished", "failed", "stopped")
 STOP_ELSEWHERE = {
     "kubernetes": "Kubernetes keeps these services running: drain the run, then `kubectl delete -k` what started it",
     "nobody": "no supervisor of this run is alive (it was not started with `tidemill up`): drain the run, then stop its"
@@ -105,6 +107,42 @@ async def checkpoint(context: InContext, by: By, body: WaitRequest | None = None
         waiting_for=[] if done else ["trainer"],
         state=status.state,
         text="the checkpoint is written" if done else "the trainer writes it after its present step",
+    )
+
+
+@router.post("/evaluations")
+async def evaluate(context: InContext, by: By, body: EvaluationRequest | None = None) -> Accepted:
+    """Have the held-out prompts answered with the present weights, or with a version to come."""
+    body = body or EvaluationRequest()
+    if context.config.eval is None:
+        raise Refusal(409, "the configuration has no eval section: there are no held-out prompts")
+    latest = await asyncio.to_thread(context.poller.refresh)
+    if latest.state in OVER:
+        raise Refusal(409, f"the run is {latest.state}: `tidemill eval CONFIG --model FOLDER` needs no run")
+    version = latest.version if body.version is None else body.version
+    known = {one.version: one for one in context.poller.evaluations}
+    if version < latest.version and version not in known:
+        raise Refusal(
+            409,
+            f"version {version} is behind version {latest.version}, and no generator goes back: export a checkpoint"
+            " of it, and `tidemill eval CONFIG --model FOLDER`",
+        )
+    changed = version not in known and await asyncio.to_thread(context.broker.run_control.evaluate, version, by)
+    if changed:
+        await asyncio.to_thread(context.record_event, "evaluation", f"evaluation of version {version} ordered", by)
+
+    def complete(status: RunStatus) -> bool:
+        return any(one.version == version and one.complete for one in context.poller.evaluations)
+
+    status = await context.wait_status(complete, body.wait_s)
+    done = complete(status)
+    return Accepted(
+        order="evaluate",
+        changed=changed,
+        done=done,
+        waiting_for=[] if done else ["feeder" if version > status.version else "generator"],
+        state=status.state,
+        text=f"version {version} is evaluated" if done else f"the evaluation of version {version} is under way",
     )
 
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 from typing import Annotated
 
 from fastapi import APIRouter, Depends, Path, Query, Request
+from fastapi.responses import StreamingResponse
 
 from broker.api.files.archive import Archive
 from broker.api.files.evaluations import PromptSort, read_evaluations, read_prompts
 from broker.api.files.groups import Sort, Wanted
 from broker.api.files.logs import PART, list_logs, read_log
 from broker.api.files.resources import read_alerts
+from broker.api.files.tar import tar_members, tar_size, tar_stream
 from broker.api.web.refusal import Refusal
 from schemas.errors import InfraError
 from schemas.runs_api import (
@@ -167,6 +169,28 @@ def list_checkpoints(archive: InArchive, run: Name) -> Checkpoints:
     """The checkpoints in the run's folder, oldest first."""
     with archive.open(run) as folder:
         return folder.checkpoints()
+
+
+@router.get(
+    "/{run}/checkpoints/{checkpoint}",
+    response_class=StreamingResponse,
+    responses={200: {"description": "The checkpoint's folder as a tar archive.", "content": {"application/x-tar": {}}}},
+)
+def download_checkpoint(
+    archive: InArchive, run: Name, checkpoint: Annotated[str, Path(pattern=r"^step-[0-9]{8,}-t[0-9]{4,}$")]
+) -> StreamingResponse:
+    """A checkpoint whole, as a tar archive."""
+    with archive.open(run) as folder:
+        known = {one.name for one in folder.checkpoints().checkpoints}
+        path = folder.path / "checkpoints" / checkpoint
+    if checkpoint not in known:
+        raise Refusal(404, f"no checkpoint {checkpoint!r} in the run's folder")
+    files = tar_members(path)
+    headers = {
+        "Content-Length": str(tar_size(files)),
+        "Content-Disposition": f'attachment; filename="{checkpoint}.tar"',
+    }
+    return StreamingResponse(tar_stream(path, files), media_type="application/x-tar", headers=headers)
 
 
 @router.get("/{run}/resources")

@@ -1,8 +1,8 @@
 #!lua flags=allow-oom
 -- KEYS: CTL RUN_CONTROL CHANGES ORDERS
--- ARGV: pause, checkpoint, stop or replicas:ROLE; its value; who asks. Each order gets the next number, and whoever
+-- ARGV: pause, checkpoint, stop, evaluate or replicas:ROLE; its value; who asks. Each order gets the next number, and whoever
 -- waits for a change wakes up. Admission looks at `paused` alone. Answers 'same' when nothing changes,
--- and the number of a checkpoint or a stop. The same number of replicas again is an order, too: one that failed may
+-- and the number of a checkpoint or a stop. What is evaluated is a weight version. The same number of replicas again is an order, too: one that failed may
 -- be missing.
 local order, value = ARGV[1], ARGV[2]
 if order == 'pause' then
@@ -14,6 +14,9 @@ elseif order == 'checkpoint' or order == 'stop' then
   local number = redis.call('HINCRBY', RUN_CONTROL, order, 1)
   ordered('run_control')
   return number
+elseif order == 'evaluate' then
+  if redis.call('HGET', RUN_CONTROL, order) == value then return 'same' end
+  redis.call('HSET', RUN_CONTROL, order, value)
 else
   local same = redis.call('HGET', RUN_CONTROL, order) == value
   redis.call('HSET', RUN_CONTROL, order, value)

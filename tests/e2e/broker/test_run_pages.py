@@ -163,6 +163,20 @@ def test_the_use_of_machines_and_the_alerts_of_a_run_are_shown(visit: Open) -> N
     assert saved(seen, "Save queues as CSV").splitlines()[1] == "1000000000,4,0"
 
 
+def test_every_route_is_described_and_tried_without_internet(visit: Open, url: str) -> None:
+    seen = visit("runs")
+    page = seen.page
+    page.goto(f"{url}docs")
+    expect(page.locator(".opblock")).to_have_count(len(seen.routes()), timeout=PATIENCE_MS)
+    runs = page.locator("#operations-runs-list_runs")
+    runs.locator(".opblock-summary-control").click()
+    runs.get_by_role("button", name="Try it out").click()
+    runs.get_by_role("button", name="Execute").click()
+    expect(runs.locator(".live-responses-table")).to_contain_text('"slow"', timeout=PATIENCE_MS)
+    page.set_viewport_size(PHONE)
+    assert page.evaluate("document.documentElement.scrollWidth") <= PHONE["width"]
+
+
 def test_a_log_is_filtered_and_followed(visit: Open, folder: Path) -> None:
     page = visit("logs?run=slow").page
     lines = page.locator(".log-line")

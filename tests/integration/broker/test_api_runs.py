@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
+import tarfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -78,6 +80,22 @@ def test_what_is_not_there_is_a_problem_that_says_so(ui: str, path: str) -> None
     status, problem = ask(ui, f"v1/runs/{path}")
     assert (status, problem["status"]) == (404, 404)
     assert ask(ui, "v1/runs/first/groups?limit=0")[0] == 422
+
+
+def test_a_checkpoint_is_downloaded_whole(broker: Broker, tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "own", state="")
+    checkpoint = folder / "checkpoints" / "step-00000004-t0001"
+    (checkpoint / "parts").mkdir(parents=True)
+    (checkpoint / "model.safetensors").write_bytes(os.urandom(70_000))
+    (checkpoint / "parts" / "rank-0.json").write_text("{}")
+    with ControlPlane(broker, "own", folder=folder) as api:
+        url = f"{api.url}/v1/runs/own/checkpoints/{checkpoint.name}"
+        with urlopen(url, timeout=20) as answer, tarfile.open(fileobj=answer, mode="r|") as archive:
+            archive.extractall(tmp_path / "copy", filter="data")
+        assert api.ask("GET", "/v1/runs/own/checkpoints/step-00000005-t0001")[0] == 404
+        assert api.ask("GET", "/v1/runs/own/checkpoints/..%2Flogs")[0] == 404
+    for file in ("model.safetensors", "parts/rank-0.json"):
+        assert (tmp_path / "copy" / checkpoint.name / file).read_bytes() == (checkpoint / file).read_bytes()
 
 
 def test_without_a_token_nothing_is_read(ui: str) -> None:
