@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from consumers.offline.encoding import Encoded, pad
 from consumers.trainer.data.load_balancing import shares
 from consumers.trainer.distributed.ranks import Ranks
+from consumers.trainer.model.activations import Checkpointing, save_activations
 from consumers.trainer.model.policy import Policy
 from consumers.trainer.step.loss_scale import LossScale
 from schemas.errors import ConfigError
@@ -35,12 +36,12 @@ class MemoryLimits:
     """Settings that save memory and change no result: those of the trainer, with the same meaning and defaults."""
 
     micro_batch_tokens: int = 16384
-    activation_checkpointing: bool = False
+    activation_checkpointing: Checkpointing = False
+    activation_offload: bool = False
 
     def apply(self, model: PreTrainedModel) -> None:
-        """Have the model compute its activations again in backward, if that is wanted; before it is sharded."""
-        if self.activation_checkpointing:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
+        """Have the model keep fewer activations until backward, as is wanted; before it is sharded."""
+        save_activations(model, self.activation_checkpointing, self.activation_offload)
 
 
 DEFAULT_LIMITS = MemoryLimits()

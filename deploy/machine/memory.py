@@ -100,7 +100,11 @@ def trainer_need(config: TidemillConfig, size: ModelSize, memory_gb: float | Non
     trained, frozen = size.parameters, 0.0
     if trainer.lora is not None:
         trained, frozen = trainer.lora.rank * size.linear, float(size.parameters * small)
-    kept = size.layers + ACTIVATIONS if trainer.activation_checkpointing else size.layers * ACTIVATIONS
+    kept = size.layers * ACTIVATIONS
+    if trainer.activation_checkpointing:
+        # Of each layer its input, in main memory where it is offloaded, and of attention what comes out.
+        inputs = 0 if trainer.activation_offload else size.layers
+        kept = inputs + (size.layers if trainer.activation_checkpointing == "selective" else 0) + ACTIVATIONS
     parts = {
         "weights": (4 * trained + frozen) / ranks,
         "gradients": 4 * trained / ranks,

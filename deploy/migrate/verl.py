@@ -65,6 +65,7 @@ RULES = (
     Rule("critic.cliprange_value", "trainer.critic.clip", "with adv_estimator gae"),
     Rule("critic.model.path", "trainer.critic.model", "with adv_estimator gae"),
     Rule(f"{MODEL}.enable_gradient_checkpointing", "trainer.activation_checkpointing", "on there by default", same),
+    Rule(f"{MODEL}.enable_activation_offload", "trainer.activation_offload", convert=same),
     Rule(f"{MODEL}.lora_rank", "trainer.lora.rank", "0: no adapter"),
     Rule(f"{MODEL}.lora_alpha", "trainer.lora.alpha"),
     Rule(f"{MODEL}.target_modules", "trainer.lora.targets", "all-linear is the default"),

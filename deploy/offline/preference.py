@@ -38,7 +38,11 @@ def make_preference_model(config: TidemillConfig, settings: DpoConfig | RewardMo
             heldout,
             settings,
             load_tokenizer=partial(HfTokenizer, trust_remote_code=config.model.trust_remote_code),
-            limits=MemoryLimits(config.trainer.micro_batch_tokens, config.trainer.activation_checkpointing),
+            limits=MemoryLimits(
+                config.trainer.micro_batch_tokens,
+                config.trainer.activation_checkpointing,
+                config.trainer.activation_offload,
+            ),
             seed=config.run.seed,
             progress=_show,
             ranks=ranks,

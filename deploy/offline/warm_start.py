@@ -78,7 +78,11 @@ def _train(config: TidemillConfig, settings: WarmStartConfig, ranks: Ranks) -> N
             settings,
             load_tokenizer=partial(HfTokenizer, trust_remote_code=config.model.trust_remote_code),
             max_length=config.model.max_length,
-            limits=MemoryLimits(config.trainer.micro_batch_tokens, config.trainer.activation_checkpointing),
+            limits=MemoryLimits(
+                config.trainer.micro_batch_tokens,
+                config.trainer.activation_checkpointing,
+                config.trainer.activation_offload,
+            ),
             seed=config.run.seed,
             dtype=config.model.dtype,
             progress=show,

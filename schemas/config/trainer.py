@@ -243,9 +243,14 @@ class TrainerConfig(Section):
         1800.0,
         description="How long a rank waits for the others within a step; pauses and waits for batches don't count.",
     )
-    activation_checkpointing: bool = Field(
+    activation_checkpointing: bool | Literal["selective"] = Field(
         False,
-        description="Compute activations again in backward, of the critic too: less memory, about a third more time.",
+        description="Compute activations again in backward, of the critic too: less memory, about a third more time."
+        " selective: but for attention, whose results are kept.",
+    )
+    activation_offload: bool = Field(
+        False,
+        description="Keep what activation_checkpointing leaves in main memory until backward; needs it.",
     )
     compile: bool = Field(
         False,
@@ -345,6 +350,15 @@ class TrainerConfig(Section):
             raise ValueError(
                 f"trainer.compile with trainer.parallel.tensor {self.parallel.tensor}: cut layers are not compiled;"
                 " leave one of them out"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_offload(self) -> TrainerConfig:
+        if self.activation_offload and not self.activation_checkpointing:
+            raise ValueError(
+                "trainer.activation_offload keeps what trainer.activation_checkpointing leaves in main memory: set that"
+                " to true or selective as well"
             )
         return self
 

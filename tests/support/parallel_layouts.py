@@ -19,6 +19,7 @@ from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM, Qwen3Mo
 from consumers.trainer.data.load_balancing import shares
 from consumers.trainer.distributed.parts import local_part
 from consumers.trainer.distributed.ranks import Ranks
+from consumers.trainer.model.activations import Checkpointing, save_activations
 from consumers.trainer.model.policy import Policy
 from schemas.config import ParallelConfig
 
@@ -44,7 +45,8 @@ class Case:
     tied: bool = False
     vocabulary: int = 96
     rows: int = len(LENGTHS)
-    checkpointing: bool = False
+    checkpointing: Checkpointing = False
+    offload: bool = False
     experts: int = 0
 
 
@@ -63,6 +65,10 @@ CASES = {
     "replicate 2, tensor 2": Case({"replicate": 2, "tensor": 2}),
     "context 2, tensor 2, tied": Case({"context": 2, "tensor": 2}, tied=True),
     "context 2, tensor 2, activations computed again": Case({"context": 2, "tensor": 2}, checkpointing=True),
+    "context 2, tensor 2, attention kept, the rest in main memory": Case(
+        {"context": 2, "tensor": 2}, checkpointing="selective", offload=True
+    ),
+    "shard 4, activations in main memory": Case(checkpointing=True, offload=True),
     "shard 4, experts": Case(experts=8),
     "shard 2, tensor 2, experts cut": Case({"tensor": 2}, experts=8),
     "shard 2, tensor 2, expert 2": Case({"tensor": 2, "expert": 2}, experts=8),
@@ -84,8 +90,7 @@ def run_layouts(report: Path) -> None:
 def run_case(case: Case, ranks: Ranks) -> dict[str, Any]:
     wanted, wanted_norm, whole_bytes = reference(case) if ranks.is_main else ({}, 1.0, 1)
     policy = Policy(make_model(case))
-    if case.checkpointing:
-        policy.causal_lm.gradient_checkpointing_enable({"use_reentrant": False})
+    save_activations(policy.causal_lm, case.checkpointing, case.offload)
     policy = ranks.prepare(policy)
     dealt = shares(
         LENGTHS[: case.rows], LENGTHS[: case.rows], ranks.dp_size, MICRO_BATCH_TOKENS * ranks.layout.context

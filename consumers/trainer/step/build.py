@@ -7,6 +7,7 @@ from consumers.trainer.algorithms.objective import Objective
 from consumers.trainer.data.microbatches import StepPlanner
 from consumers.trainer.distributed.layout import check_model
 from consumers.trainer.distributed.ranks import Ranks
+from consumers.trainer.model.activations import save_activations
 from consumers.trainer.model.compile import compile_layers
 from consumers.trainer.model.lora import make_policy
 from consumers.trainer.model.policy import DTYPES, Policy, load_model
@@ -61,8 +62,8 @@ def build_train_step(
     )
 
     for model in (policy, critic):
-        if model is not None and trainer.activation_checkpointing:
-            model.causal_lm.gradient_checkpointing_enable({"use_reentrant": False})
+        if model is not None:
+            save_activations(model.causal_lm, trainer.activation_checkpointing, trainer.activation_offload)
         if model is not None and trainer.compile:
             compile_layers(model, ranks.accelerator.device.type)
     policy = ranks.prepare(policy, dtype)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import copy
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
 from consumers.trainer.data.microbatches import Group
@@ -158,6 +160,61 @@ def test_activations_computed_again_give_the_same_gradient(model: PreTrainedMode
     groups = make_groups([3, 3], seed=2)
     kept, again = (gradient(make_step(model, activation_checkpointing=on), groups) for on in (False, True))
     assert torch.allclose(kept, again, rtol=1e-5, atol=1e-7)
+
+
+class Attention(TorchDispatchMode):
+    """Counts the calls of attention's forward kernels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls += "attention" in str(func) and "backward" not in str(func)
+        return func(*args, **(kwargs or {}))
+
+
+def test_selective_checkpointing_gives_the_same_gradient_and_computes_attention_once(model: PreTrainedModel) -> None:
+    groups = make_groups([3, 3], seed=2)
+    found, calls = [], []
+    for checkpointing in (False, True, "selective"):
+        step = make_step(model, activation_checkpointing=checkpointing)
+        with Attention() as counted:
+            found.append(gradient(step, groups))
+        calls.append(counted.calls)
+    assert all(torch.allclose(found[0], other, rtol=1e-5, atol=1e-7) for other in found[1:])
+    plain, again, selective = calls
+    assert plain > 0
+    assert again == 2 * plain
+    assert selective == plain
+
+
+@pytest.mark.parametrize("checkpointing", [True, "selective"])
+def test_activations_in_main_memory_give_the_same_gradient(
+    model: PreTrainedModel, checkpointing: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    groups = make_groups([3, 3], seed=2)
+    kept = gradient(make_step(model), groups)
+    moved = 0
+
+    class Counted(torch.autograd.graph.saved_tensors_hooks):
+        """save_on_cpu with a count of what it moves."""
+
+        def __init__(self, pin_memory: bool) -> None:
+            def pack(tensor: torch.Tensor) -> torch.Tensor:
+                nonlocal moved
+                moved += tensor.numel()
+                return tensor.clone()
+
+            super().__init__(pack, lambda tensor: tensor)
+
+    monkeypatch.setattr("torch.autograd.graph.save_on_cpu", Counted)
+    moving = gradient(make_step(model, activation_checkpointing=checkpointing, activation_offload=True), groups)
+    assert torch.allclose(kept, moving, rtol=1e-5, atol=1e-7)
+    config = model.config.get_text_config()
+    tokens = sum(len(item.tokens) for group in groups for item, _ in group.samples)
+    layers = config.num_hidden_layers * config.hidden_size
+    assert layers <= moved / tokens < 4 * layers, "inputs of layers, and no weights"
 
 
 def test_a_step_with_a_broken_gradient_changes_nothing_and_says_so(model: PreTrainedModel) -> None:

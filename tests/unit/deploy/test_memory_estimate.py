@@ -109,6 +109,13 @@ def test_full_training_takes_sixteen_bytes_a_parameter_over_all_ranks_and_an_ada
     assert adapter.parts["optimizer"] < 1
     less = trainer_need(config(activation_checkpointing=True), size, 80.0)
     assert less.parts["activations, roughly"] < full.parts["activations, roughly"] / 8
+    selective, offloaded = (
+        trainer_need(config(**{"activation_checkpointing": True, **more}), size, 80.0)
+        for more in ({"activation_checkpointing": "selective"}, {"activation_offload": True})
+    )
+    sums = [need.parts["activations, roughly"] for need in (offloaded, less, selective)]
+    assert sums == sorted(sums)
+    assert sums[0] < sums[1] / 2
 
 
 def test_two_gpus_tell_what_each_side_has_left() -> None:
