@@ -11,6 +11,7 @@ import pytest
 
 from broker.client import Broker
 from broker.connection.embedded import EmbeddedServer
+from broker.weights.peers.registry import PeerRegistry
 from broker.weights.versions import count_deltas
 from tests.support.up_runs import UpRun, trained_samples
 
@@ -92,12 +93,41 @@ def test_a_policy_learns_with_real_vllm_and_nothing_is_lost(
 
 
 @pytest.mark.timeout(400)
+def test_a_policy_learns_from_weights_that_go_from_peer_to_peer(
+    model: Path, tmp_path: Path, server: EmbeddedServer, make_broker: Callable[..., Broker]
+) -> None:
+    steps = 16
+    config = configuration(model, tmp_path, steps, engine="transformers", replicas=2)
+    config["broker"] = {"url": server.url}
+    config["trainer"]["publish"] = {"transport": "peer"}
+    config["trainer"]["advantage"] = {"keep_zero_variance": True}
+    run = UpRun(tmp_path, config)
+    run.wait_until(lambda: run.steps() >= steps // 2, "half of the steps")
+    peers = PeerRegistry(make_broker("e2e").connection).find()[1]
+    assert sorted(peer.id.rpartition("-")[0] for peer in peers) == ["generator-0", "generator-1", "trainer"]
+    summary = run.finish()
+    rewards = [line["reward/mean"] for line in run.lines("metrics.jsonl")]
+    assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.2
+    assert (summary["exit_reason"], summary["trajectories_lost"], summary["trajectories_trained_twice"]) == (
+        "finished",
+        0,
+        0,
+    )
+    assert summary["max_staleness"] <= 4
+    broker = make_broker("e2e")
+    assert {item.state.uri.partition(":")[0] for item in broker.weights.published()} == {"peer"}
+    assert not [event for event in broker.events.tail(100) if event.level == "error"]
+
+
+@pytest.mark.timeout(400)
 def test_any_service_may_be_killed_and_nothing_is_lost_or_trained_twice(model: Path, tmp_path: Path) -> None:
     steps = 40
     config = configuration(
         model, tmp_path, steps, engine="scripted", args={"token_s": 0.01}, probe_tolerance=1e3, replicas=2
     )
     config["trainer"]["advantage"] = {"keep_zero_variance": True}
+    # A publisher that is killed and one of its readers are the hardest case of weights, too.
+    config["trainer"]["publish"] = {"transport": "peer"}
     run = UpRun(tmp_path, config)
     for at, victim in ((6, "generator-0"), (12, "trainer"), (18, "reward-0"), (24, "feeder"), (28, "trainer")):
         run.wait_until(lambda at=at: run.steps() >= at, f"step {at}")
