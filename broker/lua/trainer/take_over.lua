@@ -64,7 +64,12 @@ if not rebuild then
   local ended = tonumber(redis.call('HGET', COUNTS, 'trained') or 0) + ended_untrained()
   local skipped = tonumber(redis.call('HGET', COUNTS, 'skipped') or 0)
   rebuild = admitted ~= active + ended or admitted ~= tonumber(known[4]) - redis.call('ZCARD', READMIT) - skipped
-    or redis.call('HLEN', GROUPS) - redis.call('HEXISTS', GROUPS, 'run') < 4 * active
+  -- A number of fields would not say it: groups with a curriculum, or whose samples were saved, have more.
+  for _, task in ipairs(rebuild and {} or redis.call('ZRANGE', SLOTS, 0, -1)) do
+    for _, field in ipairs(redis.call('HMGET', GROUPS, task .. ':n', task .. ':kind', task .. ':entry', task .. ':left')) do
+      if not field then rebuild = true end
+    end
+  end
 end
 if rebuild and own.fresh and not damaged and known_step and known_step > 0 then return {'foreign'} end
 local counted = tonumber(redis.call('HGET', COUNTS, 'trained') or 0)

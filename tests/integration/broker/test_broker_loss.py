@@ -220,3 +220,17 @@ def test_tasks_behind_a_gap_in_those_that_are_made_again_are_answered_for_too(br
     assert (admission.answer, admission.next) == ("moved", 5)
     assert admission.admitted == [0, 2, 3, 4]
     assert list(admission.unusable) == [3]
+
+
+def test_a_field_that_a_group_lost_is_noticed_with_a_curriculum_too(broker: Broker) -> None:
+    """A group has a field more then, so a number of fields would not say that another one is gone."""
+    training = take_over(broker)
+    train_one(broker, training, 0)
+    saved = checkpoint(training)
+    tasks = [make_task(1), make_task(2)]
+    broker.ledger.admit_all(tasks, prompts={1: 1, 2: 2})
+    assert not take_over_as(broker, saved)[1].lost
+    broker.connection.client.hdel(broker.connection.keys.groups, "1:left")
+    _, takeover = take_over_as(broker, saved)
+    assert takeover.lost
+    assert broker.ledger.read_state().balanced
