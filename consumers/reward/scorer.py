@@ -18,7 +18,7 @@ from pathlib import Path
 
 from consumers.reward.rewards.signatures import RewardInput
 from consumers.reward.rewards.terms import Term, TermResult, resolve
-from consumers.reward.workers.pool import WorkerPool
+from consumers.reward.workers.pool import LOAD_TIMEOUT_S, START_TIMEOUT_S, WorkerPool
 from consumers.reward.workers.shared import SharedPool
 from schemas.config import RewardTerm
 from schemas.errors import ConfigError, InfraError
@@ -58,12 +58,14 @@ class Scorer:
         self.places = 0
         self._stages: list[tuple[list[int], WorkerPool | SharedPool]] = []
         if plain := [i for i in pooled if not self._terms[i].places]:
-            self._stages.append((plain, WorkerPool(terms, base, workers, timeout_s, env=env, serves=plain)))
+            start_s = _start_timeout_s([self._terms[i] for i in plain])
+            self._stages.append((plain, WorkerPool(terms, base, workers, timeout_s, start_s, env, plain)))
             self.places += workers
         for i in pooled:
             if places := self._terms[i].places:
                 shown = [*env, *self._terms[i].secrets]
-                self._stages.append(([i], SharedPool(terms, base, i, places, timeout_s, env=shown)))
+                start_s = _start_timeout_s([self._terms[i]])
+                self._stages.append(([i], SharedPool(terms, base, i, places, timeout_s, start_s, shown)))
                 self.places += places
 
     def score(self, trajectories: Sequence[Trajectory]) -> list[Score]:
@@ -280,3 +282,9 @@ def check_reward(
         return scorer.score([trajectory])[0]
     finally:
         scorer.close()
+
+
+def _start_timeout_s(terms: Sequence[Term]) -> float:
+    """How long a worker of these terms may take to start: those that load something say so."""
+    loads = any(getattr(term.function, "prepare", None) is not None for term in terms)
+    return LOAD_TIMEOUT_S if loads else START_TIMEOUT_S

@@ -214,7 +214,16 @@ def _check_reward_model(path: str, batch_tokens: int = 16_384) -> None:
         raise ValueError(f"batch_tokens {batch_tokens!r} must be a whole number of 1 or more")
 
 
-@reward(needs=("torch", "train"), check=_check_reward_model, settings=("path", "batch_tokens"))
+def _load_reward_model(path: str, batch_tokens: int = 16_384) -> None:
+    models.load(path)
+
+
+@reward(
+    needs=("torch", "train"),
+    check=_check_reward_model,
+    settings=("path", "batch_tokens"),
+    prepare=_load_reward_model,
+)
 def reward_model(
     prompts: list[str],
     completions: list[str],
@@ -229,8 +238,8 @@ def reward_model(
     """The scores of a reward model in the folder ``path``: a sequence classifier with one label.
 
     `tidemill reward-model` trains one. It gets the policy's token ids, so it needs the policy's tokenizer. Its worker
-    loads it at the first call, which ``reward.timeout_s`` has to allow. Samples of similar length go through it
-    together, ``batch_tokens`` at most in one pass. Of a sample of several rows it reads the one with the last answer.
+    loads it when it starts. Samples of similar length go through it together, ``batch_tokens`` at most in one pass. Of
+    a sample of several rows it reads the one with the last answer.
     """
     return models.scores(path, prompts, completions, prompt_ids, completion_ids, row_ids, batch_tokens)
 

@@ -25,7 +25,7 @@ def scores(
     of a chat. path: its folder or hub id. row_ids: of one row each. batch_tokens: most tokens of a pass, padding
     included. ValueError if it has more labels than one, or another tokenizer.
     """
-    model, tokenizer = _load(path)
+    model, tokenizer = load(path)
     rows = []
     for prompt, completion, asked, said, row in zip(
         prompts, completions, prompt_ids, completion_ids, row_ids, strict=True
@@ -81,7 +81,8 @@ def _same_tokenizer(
 
 
 @lru_cache(maxsize=2)
-def _load(path: str) -> tuple[Any, Any]:
+def load(path: str) -> tuple[Any, Any]:
+    """Model and tokenizer, which stay loaded. ValueError if it has more labels than one."""
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
     model = AutoModelForSequenceClassification.from_pretrained(path)

@@ -55,6 +55,7 @@ def reward(
     settings: tuple[str, ...] = (),
     concurrency: int | None = None,
     secrets: Callable[..., list[str]] | None = None,
+    prepare: Callable[..., None] | None = None,
 ) -> Callable[[F], F]:
     """Declare what a reward function is like.
 
@@ -65,6 +66,7 @@ def reward(
     settings: parameters that the configuration alone gives, whatever fields the task's data has.
     concurrency: calls of an async function in flight at once, in a worker of its own.
     secrets: names of environment variables that its worker is shown, of the arguments of the configuration.
+    prepare: called with the arguments of the configuration when a worker starts, so that no call is charged for it.
     """
 
     def declare(function: F) -> F:
@@ -73,6 +75,7 @@ def reward(
         function.check = check  # type: ignore[attr-defined]
         function.settings = settings  # type: ignore[attr-defined]
         function.secrets = secrets  # type: ignore[attr-defined]
+        function.prepare = prepare  # type: ignore[attr-defined]
         if concurrency is not None:
             function.concurrency = concurrency  # type: ignore[attr-defined]
         return function

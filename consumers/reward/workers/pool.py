@@ -29,6 +29,8 @@ from schemas.guarded_process import CLOSE_TIMEOUT_S, GuardedProcess, environment
 
 T = TypeVar("T")
 START_TIMEOUT_S = 60.0
+LOAD_TIMEOUT_S = 900.0
+"""For a worker that loads what its function needs before its first call."""
 _READY, _ANSWER = msgspec.msgpack.Decoder(Ready), msgspec.msgpack.Decoder(Answer)
 """Made before there are threads: msgspec crashes when several look at a type for the first time."""
 MOST_BYTES = 1 << 16

@@ -25,7 +25,7 @@ from consumers.reward.rewards.clock import CLOCK, CallClock
 from consumers.reward.rewards.signatures import RewardInput
 from consumers.reward.rewards.terms import Term, TermResult, resolve
 from schemas.config import RewardTerm
-from schemas.errors import ConfigError
+from schemas.errors import ConfigError, describe_error
 
 PREFIX = struct.Struct("<I")
 ALIVE = PREFIX.pack(0)
@@ -227,6 +227,12 @@ def _prepare(setup: Setup) -> dict[int, Term]:
         if needs is not None:
             # Imported now, so that no call is charged for it.
             importlib.import_module(needs[0])
+        prepare = getattr(terms[index].function, "prepare", None)
+        if prepare is not None:
+            try:
+                prepare(**terms[index].args)
+            except Exception as error:
+                raise ConfigError(f"reward {terms[index].label!r}: {describe_error(error)}") from error
     return terms
 
 

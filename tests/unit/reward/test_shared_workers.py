@@ -82,6 +82,20 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 def plain(prompt, completion, prompt_ids, completion_ids, **data):
     return 1.0
 
+def loaded(prompt, completion, prompt_ids, completion_ids, path, **data):
+    return float(loads[path])
+
+def load_slowly(path):
+    if path == "missing":
+        raise FileNotFoundError(path)
+    time.sleep(1.5)
+    loads[path] = 4
+
+def loaded_lists(prompts, completions, path, **columns):
+    return [float(loads[path])] * len(prompts)
+
+loads, loaded.prepare, loaded_lists.prepare = {}, load_slowly, load_slowly
+
 def mixed(prompt, completions, **columns):
     return [1.0]
 '''
@@ -260,3 +274,18 @@ def test_a_setting_that_does_not_fit_the_function_is_one_line(base: Path, term: 
         check_reward([RewardTerm(**term)], base)
     assert reason in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("settings", [{}, {"batch": 4}])
+def test_what_a_function_loads_before_its_first_call_counts_against_no_samples_deadline(base: Path, settings: dict):
+    name = "loaded_lists" if settings else "loaded"
+    with scoring(base, of(name, args={"path": "model"}, **settings), timeout_s=1.0) as scorer:
+        assert [score.reward for score in scorer.score([trajectory(), trajectory()])] == [4.0, 4.0]
+
+
+def test_a_worker_that_cannot_load_what_it_needs_says_so(base: Path):
+    with (
+        scoring(base, of("loaded", args={"path": "missing"})) as scorer,
+        pytest.raises(InfraError, match=r"reward 'mine.py:loaded': FileNotFoundError: missing"),
+    ):
+        scorer.score([trajectory()])
