@@ -116,6 +116,50 @@ def scale(
 
 
 @app.command()
+def overlap(
+    gpus: Annotated[str, typer.Option(help="Sizes of the simulated cluster.")] = "8,32,128",
+    staleness: Annotated[str, typer.Option(help="Bounds, in versions; 0 is synchronous.")] = "0,1,2,4,8",
+    groups: Annotated[int, typer.Option(min=1, help="Groups of 8 samples in a step, for each GPU.")] = 8,
+    measured: Annotated[
+        int, typer.Option(min=0, help="Largest cluster that is also run on a real broker; others are simulated only.")
+    ] = 32,
+    steps: Annotated[int, typer.Option(min=2, help="About so many steps on the broker, after the first ones.")] = 4,
+    speedup: Annotated[
+        float, typer.Option(min=1, help="How much faster than the real one 8 GPUs are; larger clusters less.")
+    ] = 50.0,
+    url: Url = None,
+    as_json: Json = False,
+) -> None:
+    """What staleness gains at the lengths of a reasoning run, and the best split of GPUs, on simulated clusters."""
+    from deploy.bench import report
+    from deploy.bench.overlap import SAMPLES, TOKENS, measure, simulate
+    from deploy.planning.cluster import LengthMix, Rates
+
+    rates, mix = Rates(), LengthMix()
+    sizes, bounds = _numbers(gpus, "--gpus"), _numbers(staleness, "--staleness", least=0)
+    rows: list[dict[str, Any]] = []
+    with _progress() as progress:
+        for size in sizes:
+            own = speedup * min(1.0, 8 / size)
+            for bound in bounds:
+                bar = progress.add_task(f"{size} GPUs, staleness {bound}", total=None)
+                plan, row = simulate(size, groups, bound, rates, mix)
+                if size <= measured:
+                    tick = partial(_show, progress, bar)
+                    row |= {"speedup": own, **measure(plan, rates, mix, steps, own, url, tick)}
+                rows.append(row)
+                progress.remove_task(bar)
+    for row in rows:
+        fresh = [one for one in rows if one["gpus"] == row["gpus"] and one["staleness"] == 0]
+        row["times_staleness_0"] = round(row["tokens_per_s"] / fresh[0]["tokens_per_s"], 2) if fresh else None
+    if as_json:
+        stated = {"rates": vars(rates), "lengths": vars(mix), "samples": SAMPLES, "tokens_divided_by": TOKENS}
+        report.print_json("overlap", rows, **stated)
+    else:
+        report.print_overlap(rows)
+
+
+@app.command()
 def weights(
     models: Annotated[str, typer.Option(help="Sizes of the models: 1M, 50M, 500M.")] = "1M,50M",
     transports: Annotated[str, typer.Option(help="Ways of the weights: file, redis, peer.")] = "file,redis,peer",
@@ -347,13 +391,13 @@ def _progress() -> Progress:
     return Progress(*columns, console=Console(stderr=True), transient=True)
 
 
-def _numbers(text: str, option: str) -> list[int]:
+def _numbers(text: str, option: str, least: int = 1) -> list[int]:
     try:
         numbers = [int(part.replace("_", "")) for part in text.split(",")]
     except ValueError as error:
         raise typer.BadParameter(f"{text!r} is not a list of numbers such as 256,1024", param_hint=option) from error
-    if min(numbers) < 1:
-        raise typer.BadParameter(f"{text!r} holds a number below 1", param_hint=option)
+    if min(numbers) < least:
+        raise typer.BadParameter(f"{text!r} holds a number below {least}", param_hint=option)
     return numbers
 
 

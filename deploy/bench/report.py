@@ -51,6 +51,38 @@ def print_transport(rows: Sequence[dict[str, Any]]) -> None:
     Console().print(table)
 
 
+def print_overlap(rows: Sequence[dict[str, Any]]) -> None:
+    """Print the simulated throughput of each cluster and staleness, beside what the real broker made of it."""
+    table = Table(title="Tokens trained a second, simulated and on a real broker")
+    for column in (
+        "GPUs",
+        "staleness",
+        "generate : train",
+        "window",
+        "tokens/s",
+        "on the broker",
+        "times staleness 0",
+        "times all GPUs in turns",
+        "trainer busy",
+        "oldest",
+    ):
+        table.add_column(column, justify="right")
+    for row in rows:
+        table.add_row(
+            str(row["gpus"]),
+            str(row["staleness"]),
+            f"{row['generators']} : {row['trainers']}",
+            str(row["window"]),
+            f"{row['tokens_per_s']:,}",
+            f"{row['measured_tokens_per_s']:,}" if "measured_tokens_per_s" in row else "",
+            f"{row['times_staleness_0']:.2f}" if row["times_staleness_0"] else "",
+            f"{row['times_colocated']:.2f}",
+            f"{row['trainer_busy']:.0%}",
+            str(row.get("measured_oldest", row["oldest"])),
+        )
+    Console().print(table)
+
+
 def print_behind(result: dict[str, Any]) -> None:
     """Print how a long run compares with a fresh one."""
     console = Console()

@@ -18,12 +18,15 @@ from deploy.bench.agents.episodes import measure as measure_episodes
 from deploy.bench.agents.tokens import measure as measure_tokens
 from deploy.bench.cli import app
 from deploy.bench.control import measure as measure_control
+from deploy.bench.overlap import measure as measure_overlap
+from deploy.bench.overlap import simulate
 from deploy.bench.scale import Lengths, answer_of, open_pending
 from deploy.bench.scale import measure as measure_scale
 from deploy.bench.transport import PIPELINES, PipelineBench, measure, measure_behind
 from deploy.bench.weights import measure as measure_weights
 from deploy.bench.weights_spread import measure as measure_spread
 from deploy.bench.workload import PipelineShape, TrajectoryPool, begin, open_broker
+from deploy.planning.cluster import LengthMix, Rates
 from schemas.errors import ConfigError, InfraError
 
 pytestmark = pytest.mark.integration
@@ -187,3 +190,13 @@ def test_the_agents_command_prints_the_parts_that_were_asked_for() -> None:
     done = CliRunner().invoke(app, ["agents", "--parts", "speed"])
     assert done.exit_code == 2
     assert "'speed' is not one of episodes, endpoint, tokens" in " ".join(done.output.split())
+
+
+def test_an_overlap_run_on_the_broker_keeps_the_bound_and_gives_the_figures_of_its_simulation() -> None:
+    rates, mix = Rates(), LengthMix(mean=600, longest=3200)
+    plan, row = simulate(4, 2, 1, rates, mix)
+    measured = measure_overlap(plan, rates, mix, 2, 20.0, None, lambda _: None)
+    assert row["generators"] + row["trainers"] == 4
+    assert measured["measured_steps"] >= 1
+    assert measured["measured_tokens_per_s"] > 0
+    assert measured["measured_oldest"] <= 1

@@ -1,0 +1,116 @@
+"""What a plan is made of: how long answers are, what a GPU can do, and how GPUs and slots are shared out.
+
+Nothing here does I/O; seconds are those of the real system.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+import numpy.typing as npt
+
+from schemas.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class LengthMix:
+    """Generated tokens of a sample, log-normal: mean and sigma before what is above ``longest`` is cut off."""
+
+    mean: float = 6000.0
+    sigma: float = 0.8
+    longest: int = 32768
+
+    def of_group(self, task_id: int, samples: int) -> npt.NDArray[np.int64]:
+        """Lengths of a prompt's samples, int64 [samples]: the same for the same task, whoever asks."""
+        return _lengths(self, task_id, samples)
+
+
+@lru_cache(maxsize=100_000)
+def _lengths(mix: LengthMix, task_id: int, samples: int) -> npt.NDArray[np.int64]:
+    median = np.log(mix.mean) - mix.sigma**2 / 2
+    lengths = np.random.default_rng(task_id).lognormal(median, mix.sigma, samples)
+    return np.clip(np.rint(lengths), 1, mix.longest).astype(np.int64)
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What the hardware does.
+
+    step_s, row_s: a generator's next token for b samples takes step_s + b * row_s seconds. most: samples that it has in
+    flight at most. trained_tokens_per_s: of one GPU of the trainer. publish_s: from the end of a step until generators
+    have its weights. The defaults are rough figures for a dense model of 7 billion parameters in bfloat16 on H100s.
+    """
+
+    step_s: float = 0.012
+    row_s: float = 0.0001
+    most: int = 128
+    trained_tokens_per_s: float = 6000.0
+    publish_s: float = 5.0
+
+    def sampled_tokens_per_s(self) -> float:
+        """Return the tokens a second of a generator that is full."""
+        return self.most / (self.step_s + self.most * self.row_s)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Who does what. generators: of ``generator_gpus`` GPUs each. trainers: GPUs of the trainer.
+
+    batch: groups of a step, of ``samples`` each. staleness, window: as ``flow`` has them.
+    """
+
+    generators: int
+    trainers: int
+    batch: int
+    samples: int
+    staleness: int
+    window: int = 1
+    generator_gpus: int = 1
+
+    def __post_init__(self) -> None:
+        if self.window - 1 > self.staleness * self.batch:
+            raise ConfigError(
+                f"flow.window {self.window} leaves fewer slots than a batch needs: at staleness {self.staleness} and"
+                f" batch_groups {self.batch} it may be {self.staleness * self.batch + 1} at most"
+            )
+
+    @property
+    def gpus(self) -> int:
+        return self.generators * self.generator_gpus + self.trainers
+
+    @property
+    def slots(self) -> int:
+        """Groups that may be in the pipeline."""
+        return (self.staleness + 1) * self.batch - (self.window - 1)
+
+
+def colocated_step_s(layout: Layout, rates: Rates, mix: LengthMix, steps: int) -> float:
+    """Return the mean seconds of a step in which all GPUs generate until the longest answer is there, and then train.
+
+    It is the synchronous way, with nothing lost to the change from one to the other: prompts are dealt out evenly.
+    """
+    engines = layout.gpus // layout.generator_gpus
+    total = 0.0
+    for step in range(steps):
+        groups = [mix.of_group(step * layout.batch + group, layout.samples) for group in range(layout.batch)]
+        lengths = np.concatenate(groups)
+        slowest = max(_alone_s(lengths[engine::engines], rates) for engine in range(engines))
+        total += slowest + float(lengths.sum()) / (rates.trained_tokens_per_s * layout.gpus)
+    return total / steps
+
+
+def _alone_s(lengths: npt.NDArray[np.int64], rates: Rates) -> float:
+    """Seconds in which one engine samples so many tokens each: ``most`` at once, a free place is taken at once."""
+    clock = seconds = 0.0
+    running: list[float] = []
+    waiting = [float(length) for length in lengths[::-1]]
+    while running or waiting:
+        while waiting and len(running) < rates.most:
+            running.append(clock + waiting.pop())
+        first = min(running)
+        seconds += (first - clock) * (rates.step_s + len(running) * rates.row_s)
+        clock = first
+        running = [end for end in running if end > clock]
+    return seconds

@@ -1,0 +1,210 @@
+"""A run's flow of prompt groups on simulated GPUs: admission by slots, generation, choice of groups, training.
+
+The rules are those of the ledger, of the generators and of the trainer, whose own GroupBuffer chooses; what is computed
+takes as long as Rates say. Events are played in order of their time, so that a simulated hour takes a second.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import islice
+
+from broker.flow.pipeline import ScoredSample, Slot
+from consumers.trainer.group_buffer import GroupBuffer
+from deploy.planning.cluster import Layout, LengthMix, Rates
+from schemas.messages import Score
+
+NO_SCORE = Score(reward=0.0)
+"""Of a whole group, which is one sample to the buffer: what it earned decides nothing here."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Figures of the steps after the first ones. busy: shares of the time, of a generator's places those in use.
+
+    oldest: largest age in versions of a trained group, by its admission.
+    """
+
+    seconds: float
+    steps: int
+    tokens: int
+    trainer_busy: float
+    generators_busy: float
+    oldest: int
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.tokens / self.seconds
+
+    @property
+    def step_s(self) -> float:
+        return self.seconds / self.steps
+
+
+@dataclass
+class _Generator:
+    """An engine. clock: tokens that a sample here since the beginning would have; ends: at which clock samples end."""
+
+    clock: float = 0.0
+    at: float = 0.0
+    turn: int = 0
+    ends: list[tuple[float, int]] = field(default_factory=list)
+    place_s: float = 0.0
+
+
+class Simulation:
+    """Simulate a layout::
+
+    outcome = Simulation(layout, Rates(), LengthMix()).run(steps=20)
+    """
+
+    def __init__(self, layout: Layout, rates: Rates, mix: LengthMix, any_order: bool = False) -> None:
+        """any_order: groups are trained as they finish, which no bound allows, to see what the order costs."""
+        self._layout, self._rates, self._mix = layout, rates, mix
+        self._complete: deque[int] | None = deque() if any_order else None
+        self._generators = [_Generator() for _ in range(layout.generators)]
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._numbers = 0
+        self._now = 0.0
+        self._waiting: deque[int] = deque()  # tasks that no generator has
+        self._left: dict[int, int] = {}  # samples that are being generated, by task
+        self._admitted: dict[int, int] = {}  # version at the admission, by task in a slot
+        self._untaken: dict[int, None] = {}  # tasks in slots that the next step doesn't have yet, the oldest first
+        self._tokens: dict[int, int] = {}
+        self._buffer = GroupBuffer(layout.window)
+        self._taken: list[int] = []
+        self._cursor = 0
+        self._version = 0
+        self._training = False
+        self._trained: list[tuple[float, float, int, int]] = []  # end, seconds, tokens and oldest age of each step
+
+    def run(self, steps: int, first: int = 3) -> Outcome:
+        """Train so many steps after the first ones, which fill the pipeline."""
+        self._admit()
+        began = 0.0
+        while len(self._trained) < first + steps:
+            self._now, _, happen = heapq.heappop(self._events)
+            happen()
+            if not began and len(self._trained) == first:
+                began = self._now
+                for generator in self._generators:
+                    self._advance(generator)
+                    generator.place_s = 0.0
+        for generator in self._generators:
+            self._advance(generator)
+        seconds, measured = self._now - began, self._trained[first:]
+        places = self._rates.most * len(self._generators)
+        return Outcome(
+            seconds,
+            steps,
+            sum(tokens for _, _, tokens, _ in measured),
+            sum(spent for _, spent, _, _ in measured) / seconds,
+            sum(generator.place_s for generator in self._generators) / places / seconds,
+            max(age for _, _, _, age in self._trained),
+        )
+
+    def _at(self, when: float, happen: Callable[[], None]) -> None:
+        self._numbers += 1
+        heapq.heappush(self._events, (when, self._numbers, happen))
+
+    def _admit(self) -> None:
+        """Fill the free slots; generators may start these tasks when they have the newest weights."""
+        new = range(self._cursor, self._cursor + self._layout.slots - len(self._admitted))
+        self._cursor = new.stop
+        self._admitted.update(dict.fromkeys(new, self._version))
+        self._untaken.update(dict.fromkeys(new))
+        self._at(self._now + (self._rates.publish_s if self._version else 0.0), lambda: self._start(new))
+
+    def _start(self, tasks: range) -> None:
+        self._waiting += tasks
+        self._deal()
+
+    def _deal(self) -> None:
+        """Give waiting tasks to the generators with the most room."""
+        while self._waiting:
+            generator = min(self._generators, key=lambda one: len(one.ends))
+            if len(generator.ends) >= self._rates.most:
+                return
+            task = self._waiting.popleft()
+            lengths = self._mix.of_group(task, self._layout.samples)
+            self._tokens[task], self._left[task] = int(lengths.sum()), len(lengths)
+            self._advance(generator)
+            for length in lengths:
+                heapq.heappush(generator.ends, (generator.clock + float(length), task))
+            self._expect(generator)
+
+    def _token_s(self, generator: _Generator) -> float:
+        return self._rates.step_s + len(generator.ends) * self._rates.row_s
+
+    def _advance(self, generator: _Generator) -> None:
+        """Bring an engine to the present."""
+        passed = self._now - generator.at
+        generator.at = self._now
+        if generator.ends:
+            generator.clock += passed / self._token_s(generator)
+            generator.place_s += passed * min(len(generator.ends), self._rates.most)
+
+    def _expect(self, generator: _Generator) -> None:
+        """Note when the engine's next sample ends, if nothing joins before."""
+        generator.turn += 1
+        if generator.ends:
+            turn = generator.turn
+            seconds = max(0.0, generator.ends[0][0] - generator.clock) * self._token_s(generator)
+            self._at(self._now + seconds, lambda: self._end_sample(generator, turn))
+
+    def _end_sample(self, generator: _Generator, turn: int) -> None:
+        if turn != generator.turn:
+            return
+        self._advance(generator)
+        complete = False
+        while generator.ends and generator.ends[0][0] <= generator.clock + 1e-6:
+            _, task = heapq.heappop(generator.ends)
+            self._left[task] -= 1
+            if self._left[task] == 0:
+                complete = True
+                if self._complete is not None:
+                    self._complete.append(task)
+                else:
+                    self._buffer.add(ScoredSample(b"", task, 0, 1, b"", NO_SCORE))
+        self._expect(generator)
+        self._deal()
+        if complete:
+            self._train()
+
+    def _train(self) -> None:
+        """Take complete groups in the trainer's order, and train when there are enough."""
+        if self._training:
+            return
+        while len(self._taken) < self._layout.batch:
+            task = self._choose()
+            if task is None:
+                return
+            del self._untaken[task]
+            self._taken.append(task)
+        if len(self._taken) < self._layout.batch:
+            return
+        self._training = True
+        tokens = sum(self._tokens.pop(task) for task in self._taken)
+        seconds = tokens / (self._rates.trained_tokens_per_s * self._layout.trainers)
+        self._at(self._now + seconds, lambda: self._end_step(seconds, tokens))
+
+    def _choose(self) -> int | None:
+        if self._complete is not None:
+            return self._complete.popleft() if self._complete else None
+        slot = self._buffer.choose([Slot(task, task) for task in islice(self._untaken, self._layout.window)])
+        if slot is not None:
+            self._buffer.take(slot.task_id)
+        return slot.task_id if slot else None
+
+    def _end_step(self, seconds: float, tokens: int) -> None:
+        age = self._version - min(self._admitted[task] for task in self._taken)
+        for task in self._taken:
+            del self._admitted[task], self._left[task]
+        self._taken, self._training = [], False
+        self._version += 1
+        self._trained.append((self._now, seconds, tokens, age))
+        self._admit()
+        self._train()
