@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from deploy.cli.options import AFTER, RUN, ConfigFile, Overrides, RunOnDisk, in_ranks, load
+from deploy.cli.options import AFTER, RUN, ConfigFile, Json, Overrides, RunOnDisk, in_ranks, load
 from schemas.errors import ConfigError
 
 app = typer.Typer()
@@ -91,6 +91,30 @@ def convert(
         raise ConfigError(f"{out} exists: name a new file with --out")
     out.write_text(text, encoding="utf-8")
     typer.echo(f"{out}: see the {len(done.notes())} notes at its head, then try: tidemill doctor {out}")
+
+
+@app.command(rich_help_panel=RUN)
+def plan(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    gpus: Annotated[int, typer.Option(min=2, max=1024, help="GPUs for the trainer and the generators together.")] = 8,
+    trained: Annotated[
+        float | None,
+        typer.Option("--trained-tokens-per-s", min=1e-3, help="Of one GPU of the trainer; by default as measured."),
+    ] = None,
+    sampled: Annotated[
+        float | None,
+        typer.Option("--sampled-tokens-per-s", min=1e-3, help="Of a generator that is full; by default as measured."),
+    ] = None,
+    mean: Annotated[
+        float | None, typer.Option("--mean-length", min=1, help="Tokens of an answer; by default as measured.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Simulate splits of GPUs and bounds of staleness, and say which to start from; best after a first short run."""
+    from deploy.planning.command import plan as make_plan
+
+    make_plan(load(config, overrides), gpus, trained, sampled, mean, as_json)
 
 
 @app.command("eval", rich_help_panel=AFTER)

@@ -1,0 +1,92 @@
+"""The rates of a run, from the lines of its metrics: what its own hardware, model and answers gave."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+from deploy.planning.cluster import LengthMix, Rates
+
+TRAINING = ("assemble", "prepare", "forward", "backward", "optimizer", "critic", "other")
+"""Times of a step in which the trainer's ranks work, ``time/NAME_s`` each."""
+LEAST = 5
+"""Steps that a run must have to be read."""
+
+
+@dataclass(frozen=True)
+class Known:
+    """What a plan is made from. source: of each figure, in words."""
+
+    rates: Rates
+    mix: LengthMix
+    source: Mapping[str, str]
+
+
+def stated(max_tokens: int, max_samples: int) -> Known:
+    """Figures without a run: those of Rates, and answers whose mean is a fifth of the longest."""
+    mix = LengthMix(mean=max_tokens / 5, longest=max_tokens)
+    source = {
+        "trained": "stated, a dense model of 7 billion parameters on an H100",
+        "sampled": "stated, a dense model of 7 billion parameters on an H100",
+        "lengths": "stated, a fifth of sampling.max_tokens",
+        "publishing": "stated",
+    }
+    return Known(replace(Rates(), most=max_samples), mix, source)
+
+
+def of_run(file: Path, before: Known, ranks: int, generators: int) -> Known:
+    """Replace the figures that a run's metrics.jsonl has; ranks, generators: those it ran with."""
+    lines = [line for line in _lines(file) if "time/total_s" in line and "train/tokens" in line]
+    lines = lines[len(lines) // 4 :]  # the first steps wait for a pipeline that fills
+    if len(lines) < LEAST:
+        return before
+    words = f"measured, {len(lines)} steps of {file.parent.name}"
+    working = [sum(line.get(f"time/{name}_s", 0.0) for name in TRAINING) for line in lines]
+    trained = median(line["train/tokens"] / seconds for line, seconds in zip(lines, working, strict=True)) / ranks
+    source = {**before.source, "trained": words, "lengths": words, "publishing": f"{words}, in the trainer"}
+    mix = _lengths(lines, before.mix.longest)
+    rates = replace(
+        before.rates,
+        trained_tokens_per_s=trained,
+        publish_s=median(line.get("time/publish_s", 0.0) for line in lines),
+    )
+    generated = sorted(line["perf/generated_tokens_per_s"] for line in lines if line.get("perf/generated_tokens_per_s"))
+    if generated and generators:
+        # They rest while slots are taken: nine tenths of the way up is nearer to what they can than the mean.
+        rates = sampling_at(rates, generated[int(0.9 * (len(generated) - 1))] / generators)
+        waited = fmean(line.get("time/wait_s", 0.0) / line["time/total_s"] for line in lines)
+        source["sampled"] = words + ("" if waited > 0.3 else "; the trainer was waited for, they can do more")
+    return Known(rates, mix, source)
+
+
+def sampling_at(rates: Rates, tokens_per_s: float) -> Rates:
+    """Rates of a generator that samples so many tokens a second when it is full, of which both parts scale alike."""
+    factor = rates.sampled_tokens_per_s() / tokens_per_s
+    return replace(rates, step_s=rates.step_s * factor, row_s=rates.row_s * factor)
+
+
+def _lengths(lines: Sequence[Mapping[str, Any]], longest: int) -> LengthMix:
+    """The log-normal with the run's mean, and its 95th percentile beside its median."""
+    mean = fmean(line["train/length_mean"] for line in lines)
+    middle = median(line["train/length_median"] for line in lines)
+    high = median(line["train/length_p95"] for line in lines)
+    sigma = max(0.0, math.log(high / middle) / 1.645) if high > middle > 0 else 0.0
+    return LengthMix(mean, sigma, longest)
+
+
+def _lines(file: Path) -> list[dict[str, Any]]:
+    """The whole lines of a file that is perhaps being written; none if there is none."""
+    if not file.is_file():
+        return []
+    found = []
+    for text in file.read_text(encoding="utf-8").splitlines():
+        try:
+            found.append(json.loads(text))
+        except json.JSONDecodeError:
+            continue
+    return found

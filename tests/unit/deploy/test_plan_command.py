@@ -1,0 +1,86 @@
+"""``tidemill plan``: what it reads of a run, what it is told, and the settings that it names."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from deploy.cli.app import app
+from deploy.planning.measured import of_run, sampling_at, stated
+
+CONFIG = """
+run: {{name: planned, folder: {folder}}}
+model: {{path: somewhere}}
+train: {{name: arithmetic}}
+sampling: {{n: 4, max_tokens: 1000}}
+reward: {{terms: [{{name: exact}}]}}
+generator: {{max_samples: 16}}
+trainer: {{batch_groups: 4, steps: 10}}
+"""
+
+
+def write_run(folder: Path, wait: float = 8.0, steps: int = 12) -> Path:
+    """A run of 2 ranks: each step 4,000 tokens in 10 s, of which so many were waited."""
+    folder.mkdir(parents=True, exist_ok=True)
+    line = {
+        "train/tokens": 4000.0,
+        "time/total_s": 10.0,
+        "time/wait_s": wait,
+        "time/forward_s": 1.0,
+        "time/backward_s": 1.0,
+        "time/publish_s": 0.5,
+        "perf/generated_tokens_per_s": 600.0,
+        "train/length_mean": 250.0,
+        "train/length_median": 200.0,
+        "train/length_p95": 700.0,
+    }
+    file = folder / "metrics.jsonl"
+    file.write_text("".join(json.dumps({"step": step, **line}) + "\n" for step in range(steps)) + '{"half": ')
+    return file
+
+
+def test_rates_are_read_from_a_run(tmp_path: Path) -> None:
+    known = of_run(write_run(tmp_path), stated(1000, 16), ranks=2, generators=3)
+    assert known.rates.trained_tokens_per_s == pytest.approx(1000.0)
+    assert known.rates.sampled_tokens_per_s() == pytest.approx(200.0)
+    assert known.rates.publish_s == 0.5
+    assert known.mix.mean == 250.0
+    assert known.mix.sigma == pytest.approx(0.76, abs=0.01)
+    assert all(text.startswith("measured, 9 steps") for text in known.source.values())
+
+
+def test_generators_that_were_not_waited_for_are_said_to_do_more(tmp_path: Path) -> None:
+    known = of_run(write_run(tmp_path, wait=0.0), stated(1000, 16), ranks=1, generators=1)
+    assert known.source["sampled"].endswith("the trainer was waited for, they can do more")
+
+
+def test_a_run_of_too_few_steps_changes_nothing(tmp_path: Path) -> None:
+    before = stated(1000, 16)
+    assert of_run(write_run(tmp_path, steps=4), before, 1, 1) is before
+    assert of_run(tmp_path / "none.jsonl", before, 1, 1) is before
+
+
+def test_both_parts_of_a_token_scale_with_the_rate() -> None:
+    rates = sampling_at(stated(1000, 16).rates, 100.0)
+    assert rates.sampled_tokens_per_s() == pytest.approx(100.0)
+
+
+def test_the_command_names_settings_that_share_out_all_gpus(tmp_path: Path) -> None:
+    config = tmp_path / "my.yaml"
+    config.write_text(CONFIG.format(folder=tmp_path / "run"))
+    write_run(tmp_path / "run")
+    given = ["--gpus", "6", "--trained-tokens-per-s", "500", "--json"]
+    done = CliRunner().invoke(app, ["plan", str(config), *given])
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.stdout)
+    assert found["sources"]["trained"] == "given"
+    assert found["sources"]["lengths"].startswith("measured")
+    assert [plan["staleness"] for plan in found["plans"]] == [0, 1, 2, 4, 8]
+    start = found["start_from"]
+    assert start["trainer.processes"] + start["generator.replicas"] == 6
+    speeds = {plan["staleness"]: plan["tokens_per_s"] for plan in found["plans"]}
+    assert speeds[start["flow.staleness"]] >= 0.95 * max(speeds.values())
+    assert speeds[0] < speeds[4]
