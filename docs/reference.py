@@ -29,6 +29,9 @@ from deploy.migrate import trl, verl
 from deploy.migrate.conversion import Rule
 from producers.datasets import DATASETS
 from producers.engines import ENGINES
+from producers.engines.base import ABILITIES
+from producers.engines.http import TESTED
+from producers.engines.http.engine import make_dialect
 from producers.workflows import WORKFLOWS
 from schemas import messages
 from schemas.codec import Array, Message
@@ -104,6 +107,23 @@ def table(heads: list[str], rows: list[list[str]]) -> str:
     """A Markdown table; pipes in cells are escaped."""
     lines = [heads, ["---"] * len(heads), *rows]
     return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
+
+
+def abilities() -> str:
+    """What engines may lack, and which do."""
+    engines = {
+        **{name: ENGINES.get(name).lacks for name in ENGINES.names if name != "http"},
+        **{f"http, {dialect}": make_dialect(dialect).lacks for dialect in TESTED},
+    }
+    rows = [
+        [
+            f"`{ability}`",
+            text,
+            "; ".join(f"{name}: {lacks[ability]}" for name, lacks in engines.items() if ability in lacks),
+        ]
+        for ability, text in ABILITIES.items()
+    ]
+    return table(["Ability", "Is", "Lacking in"], rows)
 
 
 def configuration() -> str:
@@ -309,6 +329,7 @@ def migration_table(rules: tuple[Rule, ...]) -> str:
 
 
 REFERENCES: dict[str, Callable[[], str]] = {
+    "abilities": abilities,
     "metrics": metric_table,
     "configuration": configuration,
     "messages": message_table,

@@ -23,6 +23,7 @@ from broker.connection.embedded import find_server
 from deploy.launchers.factory import Launcher, build_launcher
 from deploy.launchers.gpus import GpuPlan, find_gpus
 from deploy.launchers.local import Local
+from deploy.machine.inference_server import check_inference_server
 from deploy.machine.memory import ModelSize, look_at_memory, model_size
 from deploy.run.findings import Finding, examine, one_line
 from deploy.run.model_files import cached_folder, read_json
@@ -68,6 +69,7 @@ def _look_at_run(file: Path | None, overrides: Sequence[str], step_s: float | No
     findings += check_disks(config.folder if config else Path.cwd())
     if config is not None:
         findings += check_launcher(config)
+        findings += check_inference_server(config)
         findings += inspect(config, thorough=True, step_s=step_s)
     return findings
 

@@ -145,6 +145,7 @@ async def _started(config: TidemillConfig, path: str) -> AsyncIterator[Engine]:
             seed=config.run.seed,
             trust_remote_code=config.model.trust_remote_code,
             args=config.generator.args,
+            http=config.generator.http,
         ),
         config.base,
     )

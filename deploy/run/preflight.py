@@ -11,6 +11,7 @@ import contextlib
 import importlib.util
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -30,7 +31,7 @@ from producers.engines.factory import engine_name
 from producers.engines.sampling import check_sampling
 from producers.engines.vllm.arguments import check_names_of_arguments
 from producers.tasks import make_sampling
-from schemas.config import TidemillConfig, dump_config
+from schemas.config import HttpEngineConfig, TidemillConfig, dump_config
 from schemas.errors import ConfigError
 
 TRIAL_DEADLINE_S = 600.0
@@ -85,6 +86,8 @@ def check_packages(config: TidemillConfig, here: bool = True) -> str:
         _need("torch", "the trainer", "train")
         if engine in ("vllm", "transformers"):
             _need(engine, f"generator.engine {engine}", "vllm" if engine == "vllm" else "train")
+        if config.generator.http is not None:
+            _check_server(config.generator.http)
         if config.trainer.lora is not None:
             _need("peft", "trainer.lora", "train")
     if engine == "vllm":
@@ -92,6 +95,15 @@ def check_packages(config: TidemillConfig, here: bool = True) -> str:
     agents = config.generator.agents
     check_parsers(agents.tool_parser, agents.reasoning_parser, engine == "vllm")
     return f"engine {engine}"
+
+
+def _check_server(http: HttpEngineConfig) -> None:
+    """ConfigError for a server that can't be launched, or not be asked."""
+    _need("httpx", "generator.engine http", "http")
+    if http.command is not None and shutil.which(http.command[0]) is None:
+        raise ConfigError(f"generator.http.command {http.command[0]}: there is no such program")
+    if http.url is None and http.command is None:
+        _need(http.dialect, f"generator.http.dialect {http.dialect} without url or command", http.dialect)
 
 
 def _need(package: str, what: str, extra: str) -> None:

@@ -11,14 +11,14 @@ Life cycle::
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from schemas.config import LoraConfig
+from schemas.config import HttpEngineConfig, LoraConfig
 from schemas.messages import FinishReason, Sampling, Span, WeightSource
 
 
@@ -31,6 +31,7 @@ class EngineSettings:
     recompute: new weights make keys and values of requests in flight anew, else these go on with what they have.
     report_every: tokens after which ``generate`` reports a growing sample to its ``progress``; None never.
     lora: where files that are loaded hold an adapter of the model and not the model; none at first.
+    http: the server of the engine http.
     """
 
     model_path: str
@@ -44,6 +45,20 @@ class EngineSettings:
     report_every: int | None = None
     args: dict[str, Any] = field(default_factory=dict)
     lora: LoraConfig | None = None
+    http: HttpEngineConfig | None = None
+
+
+Ability = Literal["weights", "seeds", "stop", "recompute", "lora", "growing_versions", "cache_usage"]
+ABILITIES: Mapping[Ability, str] = {
+    "weights": "log-probabilities are those of a model, whose weights load replaces and the probe checks",
+    "seeds": "a seed gives the same samples again, whatever runs beside them",
+    "stop": "sampling.stop ends a sample, and its ids hold the stop string",
+    "recompute": "settings.recompute makes keys and values of requests in flight anew after an update",
+    "lora": "settings.lora: what is loaded is an adapter",
+    "growing_versions": "progress is called with a growing sample also after an update came under it",
+    "cache_usage": "cache_usage tells how full the cache is",
+}
+"""What an engine may be without, and still be one; ``Engine.lacks`` names it."""
 
 
 @dataclass(frozen=True)
@@ -82,6 +97,11 @@ ProgressCallback = Callable[[int, Completion], None]
 
 class Engine(Protocol):
     """Generation with weights that change under way. All methods raise InfraError when the engine died."""
+
+    @property
+    def lacks(self) -> Mapping[Ability, str]:
+        """The abilities that this engine is without, each with the reason; known before ``start``."""
+        ...
 
     @property
     def version(self) -> int:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from producers.engines import ENGINES
-from producers.engines.base import Engine, EngineSettings
+from producers.engines.base import Ability, Engine, EngineSettings
 from schemas.errors import ConfigError
 from schemas.plugins import check_method
 
@@ -44,6 +44,14 @@ def find_engine(name: str, base: Path) -> Callable[[EngineSettings], Engine]:
         for method, parameters in _METHODS.items():
             check_method("generator.engine", found, method, parameters)
     return found
+
+
+def check_abilities(engine: Engine, needed: Mapping[Ability, str]) -> None:
+    """ConfigError when the engine lacks what a setting needs. needed: the setting of each ability."""
+    lacks: Mapping[Ability, str] = getattr(engine, "lacks", {})  # a user's own may be silent about it
+    for ability, setting in needed.items():
+        if ability in lacks:
+            raise ConfigError(f"{setting}: the engine can't do that, {lacks[ability]}")
 
 
 def make_engine(name: str, settings: EngineSettings, base: Path) -> Engine:

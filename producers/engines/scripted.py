@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
-from producers.engines.base import Completion, EngineSettings, KvCacheUsage, ProgressCallback
+from producers.engines.base import Ability, Completion, EngineSettings, KvCacheUsage, ProgressCallback
 from producers.engines.sampling import max_new_tokens
 from schemas.errors import ConfigError, DataError, InfraError
 from schemas.messages import FinishReason, Sampling, Span, WeightSource
@@ -66,6 +66,14 @@ class _Running:
 
 class ScriptedEngine:
     """The ``scripted`` engine; ``settings.args`` are the fields of Script. ``load`` reads no file."""
+
+    lacks: Mapping[Ability, str] = {
+        "weights": "there is no model, and load reads no file",
+        "stop": "tokens have no text",
+        "recompute": "there are no keys and values",
+        "lora": "there is no model",
+        "cache_usage": "there is no cache",
+    }
 
     def __init__(self, settings: EngineSettings) -> None:
         try:

@@ -13,8 +13,8 @@ from broker.client import Broker
 from broker.heartbeat import HeartbeatThread, check_name
 from broker.weights.peers.node import PeerNode
 from broker.weights.transports import PeerReader
-from producers.engines.base import Engine, EngineSettings
-from producers.engines.factory import make_engine
+from producers.engines.base import Ability, Engine, EngineSettings
+from producers.engines.factory import check_abilities, make_engine
 from producers.engines.sampling import check_sampling
 from producers.generator.hang_watchdog import HangWatchdog, end_hung_process, end_process
 from producers.generator.pause import PauseFollower
@@ -48,9 +48,25 @@ def run_generator(config: TidemillConfig, name: str) -> None:
         report_every=config.generator.flush_every and max(1, config.generator.flush_every // 2),
         args=config.generator.args,
         lora=config.trainer.lora,
+        http=config.generator.http,
     )
     engine = make_engine(config.generator.engine, settings, config.base)
+    check_abilities(engine, needed_abilities(config))
     asyncio.run(_run_or_leave(Generator(config, name, broker, engine), stop))
+
+
+def needed_abilities(config: TidemillConfig) -> dict[Ability, str]:
+    """What this configuration needs of its engine, with the setting that says so."""
+    samplings = [
+        config.sampling,
+        *(config.eval.sampling_of(one) for one in (config.eval.dataset if config.eval else ())),
+    ]
+    wanted: dict[Ability, tuple[bool, str]] = {
+        "stop": (any(sampling.stop for sampling in samplings), "sampling.stop"),
+        "recompute": (config.generator.update == "recompute", "generator.update recompute"),
+        "lora": (config.trainer.lora is not None, "trainer.lora"),
+    }
+    return {ability: setting for ability, (needed, setting) in wanted.items() if needed}
 
 
 async def _run_or_leave(generator: Generator, stop: StopFlag) -> None:

@@ -20,6 +20,7 @@ from schemas.config.generator import (
     EPISODE_WORKFLOWS,
     REWARDING_WORKFLOWS,
     GeneratorConfig,
+    HttpEngineConfig,
     SamplingConfig,
     WorkflowConfig,
 )
@@ -54,6 +55,7 @@ __all__ = [
     "EvalDataset",
     "FlowConfig",
     "GeneratorConfig",
+    "HttpEngineConfig",
     "KlConfig",
     "LauncherConfig",
     "LogConfig",

@@ -8,6 +8,7 @@ from pydantic import Field, model_validator
 
 from schemas.config.agents import AgentsConfig
 from schemas.config.base import Seconds, Section
+from schemas.urls import hide_password
 
 REFUSED_SAMPLING = (
     "min_p",
@@ -65,13 +66,52 @@ class WorkflowConfig(Section):
     args: dict[str, Any] = Field(default_factory=dict, description="Arguments of the workflow.")
 
 
+class HttpEngineConfig(Section):
+    """The inference server of the engine http: one that is launched with the generator, or one that is there."""
+
+    dialect: Literal["sglang", "vllm"] = Field(description="Whose protocol the server speaks: sglang or vllm.")
+    url: str | None = Field(
+        None,
+        description="Address of a server that is there, such as http://10.0.0.7:30000, for this generator alone. None:"
+        " a server is launched, listens on this machine only, and ends with the generator.",
+    )
+    command: list[str] | None = Field(
+        None,
+        min_length=1,
+        description="Program that launches the server, and its first arguments; options follow them. None: the Python"
+        " that runs Tidemill, with the module of the dialect. For a server with packages of its own:"
+        " [/opt/sglang/bin/python, -m, sglang.launch_server].",
+    )
+    start_s: Seconds = Field(600.0, description="Until then the server has to answer that it is healthy.")
+    update_s: Seconds = Field(
+        600.0, description="A server that has not loaded new weights by then is given up, and the generator ends."
+    )
+    api_key_env: str | None = Field(
+        None, description="Environment variable with the key that the server asks for, sent as a bearer token."
+    )
+
+    @model_validator(mode="after")
+    def _launched_or_there(self) -> HttpEngineConfig:
+        if self.url is not None and not self.url.startswith(("http://", "https://")):
+            raise ValueError(f"generator.http.url {hide_password(self.url)!r} must begin with http:// or https://")
+        if self.url is not None and self.command is not None:
+            raise ValueError(
+                "generator.http.command launches a server, and generator.http.url names one that is there:"
+                " give one of the two"
+            )
+        return self
+
+
 class GeneratorConfig(Section):
     """The generator service."""
 
-    engine: str = Field("auto", description="auto, vllm, transformers, scripted, or your own as module:name.")
+    engine: str = Field("auto", description="auto, vllm, transformers, http, scripted, or your own as module:name.")
     args: dict[str, Any] = Field(
-        default_factory=dict, description="Passed through to the engine (vLLM: AsyncEngineArgs)."
+        default_factory=dict,
+        description="Passed through to the engine (vllm: AsyncEngineArgs; http: options of the server that is"
+        " launched).",
     )
+    http: HttpEngineConfig | None = Field(None, description="The server of the engine http.")
     replicas: int = Field(1, ge=0, description="Generator services that `tidemill up` starts.")
     max_samples: int = Field(64, ge=1, description="Samples in flight in one replica.")
     lease_s: Seconds = Field(30.0, description="Silence of a replica after which another claims its work.")
@@ -103,3 +143,25 @@ class GeneratorConfig(Section):
     )
     workflow: WorkflowConfig = Field(default_factory=WorkflowConfig)
     agents: AgentsConfig = Field(default_factory=AgentsConfig)
+
+    @model_validator(mode="after")
+    def _check_http(self) -> GeneratorConfig:
+        if (self.engine == "http") != (self.http is not None):
+            raise ValueError(
+                "generator.engine http needs generator.http with its dialect, sglang or vllm"
+                if self.http is None
+                else f"generator.http is for generator.engine http, which is {self.engine!r}"
+            )
+        if self.http is None or self.http.url is None:
+            return self
+        if self.args:
+            raise ValueError(
+                f"generator.args {', '.join(self.args)}: these are options of a server that is launched, and the one at"
+                " generator.http.url runs already; start it with them"
+            )
+        if self.replicas > 1:
+            raise ValueError(
+                f"generator.replicas {self.replicas}: the server at generator.http.url is for one generator, which"
+                " pauses it and replaces its weights; start others with a generator.http.url of their own"
+            )
+        return self

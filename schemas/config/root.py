@@ -109,6 +109,10 @@ class TidemillConfig(Section):
             raise ValueError(
                 f"trainer.advantage.filter_term {term!r} is no term of reward.terms, must be one of {', '.join(terms)}"
             )
+        if self.generator.http is not None and self.trainer.lora is not None:
+            raise ValueError(
+                "trainer.lora: the engine http loads whole models only; set generator.engine to vllm or transformers"
+            )
         if self.generator.workflow.name == "agent":
             self._check_agents()
         if (workflow := self.generator.workflow.name) in ("single_turn", "tools"):

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from producers.engines.base import Completion, EngineSettings, KvCacheUsage, ProgressCallback
+from producers.engines.base import Ability, Completion, EngineSettings, KvCacheUsage, ProgressCallback
 from producers.engines.sampling import max_new_tokens
 from producers.engines.transformers.batching import ContinuousBatch, Draw, Row
 from producers.engines.transformers.weights import PeftAdapter, map_tensors
@@ -101,6 +101,8 @@ class TransformersEngine:
     At temperature 0 log-probabilities are those at temperature 1. While paused, ``generate``
     waits and ``logprobs`` works.
     """
+
+    lacks: Mapping[Ability, str] = {"cache_usage": "the cache grows as samples do"}
 
     def __init__(self, settings: EngineSettings) -> None:
         self._settings = settings

@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Awaitable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import Awaitable, Mapping, Sequence
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from producers.engines.base import Completion, EngineSettings, KvCacheUsage, ProgressCallback
+from producers.engines.base import Ability, Completion, EngineSettings, KvCacheUsage, ProgressCallback
+from producers.engines.request_gate import RequestGate
 from producers.engines.sampling import max_new_tokens
 from producers.engines.vllm.boot import boot
 from producers.engines.vllm.lora import VllmAdapter
@@ -31,43 +32,6 @@ if TYPE_CHECKING:
     from vllm.outputs import RequestOutput
     from vllm.sampling_params import SamplingParams
     from vllm.v1.engine.async_llm import AsyncLLM
-
-
-class RequestGate:
-    """Lets requests in unless somebody holds it closed. All in one event loop."""
-
-    def __init__(self) -> None:
-        self._closed = 0
-        self._rejections = 0
-        self._changed = asyncio.Condition()
-
-    async def wait_open(self) -> bool:
-        """Wait until the gate is open; False when ``reject_waiting`` came first."""
-        if not self._closed:
-            return True
-        async with self._changed:
-            then = self._rejections
-            await self._changed.wait_for(lambda: not self._closed or self._rejections != then)
-            return self._rejections == then
-
-    @asynccontextmanager
-    async def held_closed(self) -> AsyncIterator[None]:
-        """Let no request in for as long as the block takes."""
-        self._closed += 1
-        try:
-            yield
-        finally:
-            self._closed -= 1
-            await self._notify()
-
-    async def reject_waiting(self) -> None:
-        """Refuse all requests that wait before the gate now."""
-        self._rejections += 1
-        await self._notify()
-
-    async def _notify(self) -> None:
-        async with self._changed:
-            self._changed.notify_all()
 
 
 T = TypeVar("T")
@@ -85,6 +49,8 @@ class VllmEngine:
     values of older weights. At temperature 0 log-probabilities are those at temperature 1. While
     paused, ``generate`` and ``logprobs`` wait.
     """
+
+    lacks: Mapping[Ability, str] = {}
 
     def __init__(self, settings: EngineSettings) -> None:
         self._settings = settings

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from safetensors import safe_open
@@ -22,7 +23,10 @@ class FileInitInfo(WeightTransferInitInfo):
 
 @dataclass
 class FileUpdateInfo(WeightTransferUpdateInfo):
-    """path: a safetensors file that every worker can read, with all weights under their checkpoint names."""
+    """path: a safetensors file that every worker can read, with all weights under their checkpoint names, or a folder.
+
+    The folder of a model may hold several, each with some of the tensors.
+    """
 
     path: str
 
@@ -55,7 +59,8 @@ class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo
 
 
 def _tensors(path: str) -> Iterator[tuple[str, torch.Tensor]]:
-    """The file's tensors in file order, which is layer by layer; views of the mapped file."""
-    with safe_open(path, framework="pt", device="cpu") as file:
-        for name in file.keys():  # noqa: SIM118 - not a mapping
-            yield name, file.get_tensor(name)
+    """The tensors in file order, which is layer by layer; views of the mapped files."""
+    for part in sorted(Path(path).glob("*.safetensors")) if Path(path).is_dir() else [path]:
+        with safe_open(part, framework="pt", device="cpu") as file:
+            for name in file.keys():  # noqa: SIM118 - not a mapping
+                yield name, file.get_tensor(name)

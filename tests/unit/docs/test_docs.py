@@ -36,6 +36,7 @@ TOOLS = {
     "pytest-timeout",
     "pytest-xdist",
     "ruff",
+    "sglang",
     "types-pyyaml",
 }
 IMPORTED_AS = {"pyyaml": "yaml"}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from producers.engines.vllm.engine import RequestGate
+from producers.engines.request_gate import RequestGate
 
 
 async def settle() -> None:

@@ -23,6 +23,10 @@ def merged(**sections: Any) -> dict[str, Any]:
     return {**MINIMAL, **sections}
 
 
+def http(**server: Any) -> dict[str, Any]:
+    return {"engine": "http", "http": {"dialect": "sglang", **server}}
+
+
 @pytest.mark.parametrize(
     ("data", "message"),
     [
@@ -61,6 +65,20 @@ def merged(**sections: Any) -> dict[str, Any]:
         (merged(generator={"agents": {"env": ["TIDEMILL_CONTROL_TOKEN"]}}), "generator.agents.env: TIDEMILL_CONTROL"),
         (merged(reward={"terms": [{"name": "exact"}], "env": ["A B"]}), "reward.env: 'A B' is no name of an env"),
         (merged(trainer={"optimizer": {"betas": [0.9, -3]}}), "trainer.optimizer.betas.1: -3 is not allowed, must be"),
+        (merged(generator={"engine": "http"}), "generator.engine http needs generator.http with its dialect"),
+        (
+            merged(generator={"http": {"dialect": "vllm"}}),
+            "generator.http is for generator.engine http, which is 'auto'",
+        ),
+        (merged(generator={"engine": "http", "http": {"dialect": "tgi"}}), "generator.http.dialect: 'tgi' is not"),
+        (merged(generator=http(url="10.0.0.7")), "generator.http.url '10.0.0.7' must begin with http://"),
+        (merged(generator=http(url="http://a", command=["b"])), "give one of the two"),
+        (
+            merged(generator={**http(url="http://a"), "args": {"tp": 2}}),
+            "generator.args tp: these are options of a server",
+        ),
+        (merged(generator={**http(url="http://a"), "replicas": 2}), "the server at generator.http.url is for one"),
+        (merged(generator=http(), trainer={"lora": {"rank": 8}}), "trainer.lora: the engine http loads whole models"),
     ],
 )
 def test_a_mistake_is_one_clear_line(data: dict[str, Any], message: str) -> None:

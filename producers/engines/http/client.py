@@ -1,0 +1,127 @@
+"""Requests to an inference server, each with a deadline, and what its answers may be.
+
+A request that could not be sent, or whose answer broke off, is an InfraError: whatever the server was doing, nobody
+knows how far it came. One that was answered with an error is a ``Refused``, for the caller to judge.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+import msgspec
+
+from schemas.errors import InfraError
+from schemas.urls import hide_password
+
+ASK_S = 30.0
+"""Deadline of a request that the server answers at once when it is well."""
+CONNECT_S = 10.0
+
+Body = dict[str, Any]
+
+
+class Refused(Exception):
+    """The server's answer to a request, where that is an error. status: of HTTP; 200 for an error inside a stream."""
+
+    def __init__(self, path: str, status: int, text: str) -> None:
+        self.status, self.text = status, message(text)
+        super().__init__(f"{path} answers {status}: {self.text}")
+
+
+class ServerClient:
+    """Requests to one server, any number at once."""
+
+    def __init__(self, url: str, key: str | None = None) -> None:
+        self.url = url.rstrip("/")
+        headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+        self._http = httpx.AsyncClient(
+            base_url=self.url,
+            headers=headers,
+            limits=limits,
+            timeout=httpx.Timeout(None, connect=CONNECT_S),
+            trust_env=False,
+        )
+
+    @property
+    def shown(self) -> str:
+        """The address without a password."""
+        return hide_password(self.url)
+
+    async def get(self, path: str, deadline_s: float = ASK_S) -> Any:
+        """What a GET answers, decoded where it is JSON."""
+        return await self._ask("GET", path, None, deadline_s)
+
+    async def post(self, path: str, body: Body | None = None, deadline_s: float = ASK_S) -> Any:
+        """What a POST of JSON answers, decoded where it is JSON."""
+        return await self._ask("POST", path, body, deadline_s)
+
+    async def _ask(self, method: str, path: str, body: Body | None, deadline_s: float) -> Any:
+        try:
+            timeout = httpx.Timeout(deadline_s, connect=min(CONNECT_S, deadline_s))
+            response = await self._http.request(method, path, timeout=timeout, **_content(body))
+        except httpx.TransportError as error:
+            raise self._lost(path, error) from error
+        if not response.is_success:
+            raise Refused(path, response.status_code, response.text)
+        try:
+            return msgspec.json.decode(response.content)
+        except msgspec.DecodeError:
+            return response.text
+
+    @asynccontextmanager
+    async def stream(self, path: str, body: Body) -> AsyncIterator[AsyncIterator[Body]]:
+        """The events of a POST, decoded, as the server sends them; the server hears when the block is left early."""
+        try:
+            async with self._http.stream("POST", path, **_content(body)) as response:
+                if not response.is_success:
+                    raise Refused(path, response.status_code, (await response.aread()).decode(errors="replace"))
+                yield _events(path, response)
+        except httpx.TransportError as error:
+            raise self._lost(path, error) from error
+
+    def _lost(self, path: str, error: httpx.TransportError) -> InfraError:
+        return InfraError(f"the server {self.shown} does not answer {path}: {error or type(error).__name__}")
+
+    async def close(self) -> None:
+        """Close all connections."""
+        await self._http.aclose()
+
+
+def _content(body: Body | None) -> dict[str, Any]:
+    if body is None:
+        return {}
+    return {"content": msgspec.json.encode(body), "headers": {"Content-Type": "application/json"}}
+
+
+async def _events(path: str, response: httpx.Response) -> AsyncIterator[Body]:
+    async for line in response.aiter_lines():
+        if not line.startswith("data:"):
+            continue
+        data = line[5:].strip()
+        if data == "[DONE]":
+            return
+        try:
+            event = msgspec.json.decode(data)
+        except msgspec.DecodeError as error:
+            raise InfraError(f"{path} sends an event that is no JSON: {data[:100]!r}") from error
+        if not isinstance(event, dict):
+            raise InfraError(f"{path} sends an event that is no object: {data[:100]!r}")
+        if event.get("error"):
+            raise Refused(path, 200, data)
+        yield event
+
+
+def message(text: str) -> str:
+    """The words of an answer that is an error, in one line, whatever its form."""
+    try:
+        found: Any = msgspec.json.decode(text)
+    except msgspec.DecodeError:
+        found = text
+    for key in ("error", "detail", "message"):
+        if isinstance(found, dict) and found.get(key):
+            found = found[key]
+    return " ".join(str(found).split())[:300] or "nothing"

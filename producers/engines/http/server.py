@@ -1,0 +1,104 @@
+"""A server that this generator launches: in a process group of its own, and gone when the generator is.
+
+A guardian (schemas/guard.py) stands between the two, so that nothing of the server outlives this process, however that
+ends. Its output is passed on to stderr; the last lines are kept, to say why it ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import sys
+from collections import deque
+from collections.abc import Mapping, Sequence
+
+from schemas.errors import ConfigError
+from schemas.guarded_process import GuardedProcess
+
+HOST = "127.0.0.1"
+_TAIL = 12
+_ASK_S = 3.0
+"""A server that is asked to end may take so long. It holds nothing that is not elsewhere."""
+
+
+def free_port() -> int:
+    """A port on which nobody listens now."""
+    with socket.socket() as probe:
+        probe.bind((HOST, 0))
+        return int(probe.getsockname()[1])
+
+
+class LaunchedServer:
+    """The server's processes, from their start to the end of the last of them.
+
+    ended: done when the server has ended by itself; its result says how.
+    """
+
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
+        """Start it, in a running event loop. ConfigError when the system can't."""
+        self._lines: deque[str] = deque(maxlen=_TAIL)
+        output, theirs = os.pipe()
+        try:
+            with open(os.devnull, "rb") as nothing:
+                self._process = GuardedProcess(
+                    command,
+                    "inference-server",
+                    {**environment, **os.environ},
+                    stdin=nothing.fileno(),
+                    stdout=theirs,
+                    stderr=theirs,
+                )
+        except OSError as error:
+            os.close(output)
+            raise ConfigError(f"generator.http.command {command[0]}: {error.strerror}") from error
+        finally:
+            os.close(theirs)
+        self._reading = asyncio.create_task(self._read(output))
+        self.ended = asyncio.create_task(self._wait())
+
+    async def _read(self, output: int) -> None:
+        reader = asyncio.StreamReader()
+        pipe = os.fdopen(output, "rb", 0)
+        await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), pipe)
+        while line := await _next_line(reader):
+            text = line.decode(errors="replace").rstrip()
+            self._lines.append(text)
+            print(text, file=sys.stderr, flush=True)  # noqa: T201 - the server's own words
+
+    async def _wait(self) -> str:
+        await self._process.wait()
+        code = self._process.exit_code
+        how = (
+            "was lost"
+            if code is None
+            else f"ended with exit code {code}"
+            if code >= 0
+            else f"was killed by signal {-code}"
+        )
+        await asyncio.wait({self._reading}, timeout=1.0)
+        return f"the server {how}{self.last_words()}"
+
+    def last_words(self) -> str:
+        """The last line that tells something, for an error message."""
+        told = [line for line in self._lines if "rror" in line] or list(self._lines)
+        return f": {told[-1].strip()[:300]}" if told else ""
+
+    async def close(self) -> None:
+        """Ask the server to end, kill what is left, and wait until all is gone."""
+        self._process.order_end()
+        await asyncio.wait({self.ended}, timeout=_ASK_S)
+        await asyncio.to_thread(self._process.kill)
+        for task in (self.ended, self._reading):
+            task.cancel()
+        await asyncio.gather(self.ended, self._reading, return_exceptions=True)
+
+
+async def _next_line(reader: asyncio.StreamReader) -> bytes:
+    """The next line, or what there is of one that is too long to be kept whole; empty at the end."""
+    try:
+        return await reader.readuntil(b"\n")
+    except asyncio.IncompleteReadError as error:
+        return error.partial
+    except asyncio.LimitOverrunError as error:
+        return await reader.read(error.consumed)

@@ -1,0 +1,216 @@
+"""SGLang's server: its native ``/generate`` and its routes for reinforcement learning.
+
+What is not obvious there: an id outside of the vocabulary ends the server; requests are aborted by the beginning of
+their id; a pause is answered before it has come to the scheduler; a flush of the cache that fails after an update is an
+error though the weights have changed; and a request that is aborted in a pause ends only once it is back in the queue.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from producers.engines.base import Ability, EngineSettings
+from producers.engines.http.client import Body, Refused, ServerClient
+from producers.engines.http.dialect import has_gpu, options
+from producers.engines.http.growing import GrowingSample
+from schemas.errors import ConfigError, InfraError
+from schemas.messages import Sampling
+
+_OURS = {
+    "model_path": "it is model.path",
+    "model": "it is model.path",
+    "host": "a launched server listens on this machine only",
+    "port": "a launched server takes a free one",
+    "dtype": "it is model.dtype",
+    "context_length": "it is model.max_length",
+    "max_running_requests": "it is generator.max_samples",
+    "trust_remote_code": "it is model.trust_remote_code",
+    "weight_version": "weights come from the trainer",
+    "skip_tokenizer_init": "stop strings need the tokenizer",
+    "preferred_sampling_params": "how samples are drawn is set in sampling, and nothing else reaches them",
+    "incremental_streaming_output": "it is always on",
+    "lora_paths": "the engine http loads whole models only",
+    "enable_lora": "the engine http loads whole models only",
+}
+_INFO = "/server_info"
+
+
+class SglangDialect:
+    """SGLang 0.5.23's server."""
+
+    lacks: Mapping[Ability, str] = {
+        "lora": "the server loads whole models only",
+        "seeds": "the server heeds a seed with generator.args.enable_deterministic_inference alone",
+        "growing_versions": "the server tells at a sample's end which version made which token",
+        "cache_usage": "the server does not tell how full its cache is",
+    }
+    path = "/generate"
+
+    def __init__(self) -> None:
+        self._model = Path()
+
+    def command(self, settings: EngineSettings, folder: Path, host: str, port: int) -> list[str]:
+        http = settings.http
+        program = (http and http.command) or [sys.executable, "-m", "sglang.launch_server"]
+        arguments = options(settings.args, _OURS, negative=False)
+        for option, values in () if has_gpu() else _cpu_options(settings).items():
+            if option not in arguments:
+                arguments += [option, *values]
+        return [
+            *program,
+            *("--model-path", str(folder), "--host", host, "--port", str(port)),
+            *("--dtype", settings.dtype, "--context-length", str(settings.max_length)),
+            *("--max-running-requests", str(settings.max_samples), "--random-seed", str(settings.seed)),
+            *("--weight-version", str(settings.version), "--incremental-streaming-output"),
+            *("--sampling-defaults", "openai", "--log-level", "error"),
+            *(("--trust-remote-code",) if settings.trust_remote_code else ()),
+            *arguments,
+        ]
+
+    def environment(self, settings: EngineSettings) -> dict[str, str]:
+        if has_gpu():
+            return {}
+        return {
+            "SGLANG_USE_CPU_ENGINE": "1",
+            "OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // 2)),
+            "OMP_WAIT_POLICY": "PASSIVE",
+        }
+
+    async def check(self, client: ServerClient, settings: EngineSettings, folder: Path) -> str:
+        self._model = folder
+        try:
+            info = await client.get(_INFO)
+            name = f"SGLang {info['version']}"
+            length = info["context_length"]
+        except (Refused, KeyError, TypeError) as error:
+            raise ConfigError(
+                f"generator.http.url {client.shown} is no SGLang server, so it can't be trained with: {error}"
+            ) from error
+        if length is not None and length < settings.max_length:
+            raise ConfigError(
+                f"{name} at {client.shown} must be started with --context-length {settings.max_length}, as"
+                f" model.max_length, or more, and has {length}"
+            )
+        if info.get("preferred_sampling_params") or info.get("skip_tokenizer_init"):
+            raise ConfigError(
+                f"{name} at {client.shown} must be started without --preferred-sampling-params and without"
+                " --skip-tokenizer-init"
+            )
+        return name
+
+    def request(
+        self, name: str, ids: Sequence[int], sampling: Sampling, index: int, max_tokens: int, every: int, salt: str
+    ) -> Body:
+        return {
+            "rid": name,
+            "input_ids": list(ids),
+            "sampling_params": {
+                "temperature": sampling.temperature,
+                "top_p": sampling.top_p,
+                "top_k": sampling.top_k if sampling.top_k > 0 else -1,
+                "max_new_tokens": max_tokens,
+                "sampling_seed": None if sampling.seed is None else sampling.seed + index,
+                "stop": list(sampling.stop) or None,
+                "no_stop_trim": True,
+                "stream_interval": every,
+            },
+            "return_logprob": True,
+            "stream": True,
+            "extra_key": salt,
+        }
+
+    def read(self, sample: GrowingSample, event: Body) -> None:
+        try:
+            meta = event["meta_info"]
+            # Events bring what is new, or all there is; that of a request which is aborted in the queue brings a token
+            # again. The count tells, and what is new is at the end.
+            new = meta["completion_tokens"] - len(sample.tokens)
+            tokens = event["output_ids"][-new:] if new else []
+            given = meta["output_token_logprobs"][-new:] if new else []
+            if new < 0 or len(tokens) != new or [one[1] for one in given] != tokens:
+                raise InfraError(
+                    f"the server says that a sample has {meta['completion_tokens']} tokens, sends {len(tokens)} with"
+                    f" {len(given)} log-probabilities, and has sent {len(sample.tokens)}"
+                )
+            sample.add(tokens, [one[0] for one in given])
+            reason = meta["finish_reason"]
+            if reason is None:
+                return
+            if reason["type"] == "abort" and reason.get("status_code"):
+                raise Refused(self.path, int(reason["status_code"]), str(reason.get("message")))
+            sample.end(reason["type"], meta.get("weight_versions"))
+        except (KeyError, TypeError, IndexError) as error:
+            raise InfraError(f"the server sends an event that can't be read: {error!r}") from error
+
+    async def pause(self, client: ServerClient, recompute: bool) -> None:
+        await client.post("/pause_generation", {"mode": "retract" if recompute else "in_place"})
+        # Answered by the scheduler, after what it was told before: it has paused then.
+        await client.get(_INFO)
+
+    async def resume(self, client: ServerClient) -> None:
+        await client.post("/continue_generation", {})
+
+    async def set_version(self, client: ServerClient, version: int) -> None:
+        await client.post("/update_weight_version", {"new_version": str(version)})
+
+    async def load(self, client: ServerClient, path: Path, version: int, recompute: bool, deadline_s: float) -> None:
+        folder = path
+        with tempfile.TemporaryDirectory(prefix="sglang-", dir=path.parent if path.is_file() else None) as made:
+            if path.is_file():
+                folder = await asyncio.to_thread(_make_folder, Path(made), self._model, path)
+            body = {"model_path": str(folder.resolve()), "weight_version": str(version), "flush_cache": recompute}
+            answer: Any = await client.post("/update_weights_from_disk", body, deadline_s)
+        if not isinstance(answer, dict) or answer.get("success") is not True:
+            raise InfraError(f"to the update to version {version} the server answers {str(answer)[:300]}")
+
+    async def abort(self, client: ServerClient, names: Sequence[str], paused: bool) -> None:
+        if paused:
+            await client.post("/pause_generation", {"mode": "retract"})
+        await asyncio.gather(*(client.post("/abort_request", {"rid": name}) for name in names))
+
+    async def logprobs(self, client: ServerClient, ids: Sequence[int], salt: str) -> list[float]:
+        body = {
+            "input_ids": list(ids),
+            "sampling_params": {"max_new_tokens": 1, "temperature": 1.0},
+            "return_logprob": True,
+            "logprob_start_len": 0,
+            "extra_key": salt,
+        }
+        answer = await client.post(self.path, body, deadline_s=120.0)
+        try:
+            given = answer["meta_info"]["input_token_logprobs"]
+            if [one[1] for one in given] != list(ids):
+                raise InfraError("the server returns log-probabilities of other tokens than those of the probe")
+            return [float(one[0]) for one in given[1:]]
+        except (KeyError, TypeError, IndexError) as error:
+            raise InfraError(f"the server returns no log-probabilities for the probe: {error!r}") from error
+
+
+def _make_folder(folder: Path, model: Path, file: Path) -> Path:
+    """A model's folder around a file of weights: the small files copied, the weights linked."""
+    for part in model.iterdir():
+        if part.is_file() and not part.name.endswith((".safetensors", ".safetensors.index.json")):
+            shutil.copyfile(part, folder / part.name)
+    (folder / "model.safetensors").symlink_to(file.resolve())
+    folder.chmod(0o755)
+    return folder
+
+
+def _cpu_options(settings: EngineSettings) -> dict[str, list[str]]:
+    """What SGLang needs on a CPU, and no more cache than all samples fill."""
+    return {
+        "--device": ["cpu"],
+        "--attention-backend": ["torch_native"],
+        "--grammar-backend": ["none"],
+        "--disable-overlap-schedule": [],
+        "--skip-server-warmup": [],
+        "--mem-fraction-static": ["0.1"],
+        "--max-total-tokens": [str(min(settings.max_samples * settings.max_length, 65_536))],
+    }

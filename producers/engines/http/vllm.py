@@ -1,0 +1,202 @@
+"""vLLM's server: its token-in-token-out route and its routes for reinforcement learning.
+
+The first needs ``--enable-scale-out``, the others ``VLLM_SERVER_DEV_MODE=1``: they are outside of the guard of
+``--api-key``, so such a server belongs into a private network. Weights come as a file that the server reads with our
+loader, which vLLM finds where Tidemill is installed beside it.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from producers.engines.base import Ability, EngineSettings
+from producers.engines.http.client import Body, Refused, ServerClient
+from producers.engines.http.dialect import has_gpu, options
+from producers.engines.http.growing import GrowingSample
+from producers.engines.vllm.plugin import BACKEND
+from schemas.errors import ConfigError, InfraError
+from schemas.messages import Sampling
+
+_OURS = {
+    "model": "it is model.path",
+    "host": "a launched server listens on this machine only",
+    "port": "a launched server takes a free one",
+    "dtype": "it is model.dtype",
+    "max_model_len": "it is model.max_length",
+    "max_num_seqs": "it is generator.max_samples",
+    "trust_remote_code": "it is model.trust_remote_code",
+    "logprobs_mode": "training needs the log-probabilities of the distribution that was sampled from",
+    "generation_config": "how samples are drawn is set in sampling, and nothing else reaches them",
+    "override_generation_config": "how samples are drawn is set in sampling, and nothing else reaches them",
+    "weight_transfer_config": "weights come from the trainer",
+    "enable_scale_out": "it is always on",
+    "enable_lora": "the engine http loads whole models only",
+}
+_GENERATE = "/inference/v1/generate"
+_PREFIX = "generate-tokens-"
+"""What the server puts before the id of a request."""
+
+
+class VllmDialect:
+    """vLLM 0.32's server."""
+
+    lacks: Mapping[Ability, str] = {
+        "lora": "the server loads whole models only",
+        "growing_versions": "the server tells at a sample's end which version made which token",
+        "cache_usage": "the server does not tell how full its cache is",
+    }
+    path = _GENERATE
+
+    def command(self, settings: EngineSettings, folder: Path, host: str, port: int) -> list[str]:
+        http = settings.http
+        program = (http and http.command) or [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+        arguments = options(settings.args, _OURS, negative=True)
+        for option, values in () if has_gpu() else _cpu_options(folder, settings).items():
+            if option not in arguments and f"--no-{option[2:]}" not in arguments:
+                arguments += [option, *values]
+        return [
+            *program,
+            *("--model", str(folder), "--host", host, "--port", str(port)),
+            *("--dtype", settings.dtype, "--max-model-len", str(settings.max_length)),
+            *("--max-num-seqs", str(settings.max_samples), "--seed", str(settings.seed)),
+            *("--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"),
+            *("--weight-transfer-config", f'{{"backend":"{BACKEND}"}}', "--enable-scale-out"),
+            *("--disable-uvicorn-access-log", "--disable-log-stats"),
+            *(("--trust-remote-code",) if settings.trust_remote_code else ()),
+            *arguments,
+        ]
+
+    def environment(self, settings: EngineSettings) -> dict[str, str]:
+        wanted = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_LOGGING_STREAM": "ext://sys.stderr", "VLLM_NO_USAGE_STATS": "1"}
+        if not has_gpu():
+            wanted |= {
+                "TORCHDYNAMO_DISABLE": "1",
+                "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+                "OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // 2)),
+                "OMP_WAIT_POLICY": "PASSIVE",
+                "TORCH_CPP_LOG_LEVEL": "ERROR",
+                "PYTHONWARNINGS": "ignore::FutureWarning",
+            }
+        return wanted | {"VLLM_SERVER_DEV_MODE": "1"}
+
+    async def check(self, client: ServerClient, settings: EngineSettings, folder: Path) -> str:
+        try:
+            version = (await client.get("/version"))["version"]
+            served = (await client.get("/v1/models"))["data"][0]
+        except (Refused, KeyError, IndexError, TypeError) as error:
+            raise ConfigError(f"generator.http.url {client.shown} is no vLLM server: {error}") from error
+        name = f"vLLM {version}"
+        await self._check_routes(client, name)
+        config = (await client.get("/server_info?config_format=json"))["vllm_config"]
+        found = {
+            "max_model_len": (served.get("max_model_len") or 0) >= settings.max_length,
+            "logprobs_mode": config["model_config"]["logprobs_mode"] == "processed_logprobs",
+            "weight_transfer_config": (config.get("weight_transfer_config") or {}).get("backend") == BACKEND,
+        }
+        wanted = {
+            "max_model_len": f"--max-model-len {settings.max_length}, as model.max_length, or more",
+            "logprobs_mode": "--logprobs-mode processed_logprobs",
+            "weight_transfer_config": f'--weight-transfer-config \'{{"backend":"{BACKEND}"}}\', and Tidemill installed',
+        }
+        for setting, right in found.items():
+            if not right:
+                raise ConfigError(f"{name} at {client.shown} must be started with {wanted[setting]}")
+        return name
+
+    async def _check_routes(self, client: ServerClient, name: str) -> None:
+        try:
+            await client.get("/weight_info")
+        except Refused as error:
+            raise ConfigError(
+                f"{name} at {client.shown} has no routes that pause it and load weights, so it can't be trained with:"
+                " start it with VLLM_SERVER_DEV_MODE=1; as it is, it can serve judges only"
+            ) from error
+        try:
+            # What is wrong with this request is told by the route, if there is one.
+            await client.post(_GENERATE, {"token_ids": []})
+        except Refused as error:
+            if error.status in (403, 404):
+                raise ConfigError(
+                    f"{name} at {client.shown} has no {_GENERATE}, so it can't be trained with: start it with"
+                    " --enable-scale-out; as it is, it can serve judges only"
+                ) from error
+
+    def request(
+        self, name: str, ids: Sequence[int], sampling: Sampling, index: int, max_tokens: int, every: int, salt: str
+    ) -> Body:
+        return {
+            "request_id": name,
+            "token_ids": list(ids),
+            "sampling_params": {
+                "temperature": sampling.temperature,
+                "top_p": sampling.top_p,
+                "top_k": max(sampling.top_k, 0),
+                "max_tokens": max_tokens,
+                "seed": None if sampling.seed is None else sampling.seed + index,
+                "stop": list(sampling.stop),
+                "include_stop_str_in_output": True,
+                "logprobs": 0,
+                "detokenize": bool(sampling.stop),
+                "stream_interval": every,
+            },
+            "stream": True,
+            "cache_salt": salt,
+        }
+
+    def read(self, sample: GrowingSample, event: Body) -> None:
+        try:
+            (choice,) = event["choices"]
+            tokens = choice["token_ids"] or []
+            given = (choice["logprobs"] or {"content": []})["content"] or []
+            if [one["token_id"] for one in given] != tokens:
+                raise InfraError(f"the server sends log-probabilities of other tokens than {tokens[:5]}")
+            sample.add(tokens, [one["logprob"] for one in given])
+            if choice["finish_reason"] is not None:
+                sample.end(choice["finish_reason"], choice["weight_versions"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise InfraError(f"the server sends an event that can't be read: {error!r}") from error
+
+    async def pause(self, client: ServerClient, recompute: bool) -> None:
+        await client.post(f"/pause?mode=keep&clear_cache={str(recompute).lower()}")
+
+    async def resume(self, client: ServerClient) -> None:
+        await client.post("/resume")
+
+    async def set_version(self, client: ServerClient, version: int) -> None:
+        await client.post("/update_weight_version", {"new_version": str(version)})
+
+    async def load(self, client: ServerClient, path: Path, version: int, recompute: bool, deadline_s: float) -> None:
+        await client.post("/start_weight_update", None, deadline_s)
+        await client.post("/update_weights", {"update_info": {"path": str(path.resolve())}}, deadline_s)
+        await client.post("/finish_weight_update", {"weight_version": str(version)}, deadline_s)
+        said: Any = await client.get("/weight_info")
+        if said != {"weight_version": str(version)}:
+            raise InfraError(f"after the update to version {version} the server says {said}")
+
+    async def abort(self, client: ServerClient, names: Sequence[str], paused: bool) -> None:
+        await client.post("/abort_requests", {"request_ids": [_PREFIX + name for name in names]})
+
+    async def logprobs(self, client: ServerClient, ids: Sequence[int], salt: str) -> list[float]:
+        sampling = {"temperature": 1.0, "max_tokens": 1, "prompt_logprobs": 0, "detokenize": False}
+        body = {"token_ids": list(ids), "sampling_params": sampling, "cache_salt": salt}
+        answer = await client.post(_GENERATE, body, deadline_s=120.0)
+        try:
+            given = list(zip(ids[1:], answer["prompt_logprobs"][1:], strict=True))
+            return [float(position[str(token)]["logprob"]) for token, position in given]
+        except (KeyError, TypeError, ValueError) as error:
+            raise InfraError(f"the server returns no log-probabilities for the probe: {error!r}") from error
+
+
+def _cpu_options(folder: Path, settings: EngineSettings) -> dict[str, list[str]]:
+    """What vLLM's CPU build does well with, see producers/engines/vllm/boot.py."""
+    from producers.engines.vllm.boot import kv_cache_bytes
+
+    return {
+        "--enforce-eager": [],
+        "--distributed-executor-backend": ["uni"],
+        "--kv-cache-memory-bytes": [str(kv_cache_bytes(folder, settings))],
+    }

@@ -1,0 +1,233 @@
+"""The http engine with a server that fails: what it samples then is never used."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from producers.engines.base import EngineSettings
+from producers.engines.factory import check_abilities
+from producers.engines.http.dialect import options
+from producers.engines.http.engine import HttpEngine
+from producers.engines.http.growing import parse_spans
+from producers.engines.http.vllm import VllmDialect
+from schemas.config import HttpEngineConfig
+from schemas.errors import ConfigError, DataError, InfraError
+from schemas.messages import FileSource, Sampling, Span
+from tests.support.faulty_server import FaultyServer, served
+from tests.support.tiny_model import make_tiny_model
+
+FOUR = Sampling(max_tokens=4)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+def make(model: Path, **http: Any) -> HttpEngine:
+    settings = HttpEngineConfig.model_validate({"dialect": "vllm", **http})
+    return HttpEngine(EngineSettings(str(model), "float32", 256, 8, version=3, http=settings))
+
+
+@asynccontextmanager
+async def started(model: Path) -> AsyncIterator[tuple[HttpEngine, FaultyServer]]:
+    async with served() as server:
+        engine = make(model, url=server.url)
+        await engine.start()
+        try:
+            yield engine, server
+        finally:
+            await engine.close()
+
+
+def play(scenario: Callable[[HttpEngine, FaultyServer], Awaitable[None]], model: Path) -> None:
+    async def whole() -> None:
+        async with started(model) as (engine, server):
+            await scenario(engine, server)
+
+    asyncio.run(whole())
+
+
+def test_a_server_that_is_there_is_given_the_models_weights_first(model: Path) -> None:
+    async def scenario(engine: HttpEngine, server: FaultyServer) -> None:
+        began = server.asked.index("/start_weight_update")
+        assert server.asked[began - 1] == "/pause"
+        assert server.asked[began:][:2] == ["/start_weight_update", "/update_weights"]
+        assert server.version == "3"
+        (completion,) = await engine.generate([5, 6], FOUR)
+        assert (completion.tokens, completion.spans) == ([5] * 4, [Span(3, 0, 4)])
+
+    play(scenario, model)
+
+
+def test_requests_after_an_update_share_no_cache_with_those_before(model: Path) -> None:
+    async def scenario(engine: HttpEngine, server: FaultyServer) -> None:
+        await engine.generate([5, 6], FOUR, n=2)
+        await engine.load(FileSource(model / "model.safetensors"), 4)
+        await engine.generate([5, 6], FOUR)
+        assert len(server.salts) == 3
+        assert len(set(server.salts)) == 2
+        assert server.salts[0] == server.salts[1]
+
+    play(scenario, model)
+
+
+@pytest.mark.parametrize(
+    ("path", "answer"),
+    [
+        ("/pause", (500, {"error": "no"})),
+        ("/start_weight_update", (500, {"error": "no"})),
+        ("/update_weights", (400, {"error": "Weights were updated, but the cache was not flushed"})),
+        ("/finish_weight_update", (503, {})),
+        ("/weight_info", (200, {"weight_version": "3"})),
+        ("/resume", (500, {"error": "no"})),
+    ],
+)
+def test_any_other_answer_to_an_update_than_success_ends_the_engine(
+    model: Path, path: str, answer: tuple[int, Any]
+) -> None:
+    async def scenario(engine: HttpEngine, server: FaultyServer) -> None:
+        server.answers[path] = answer
+        with pytest.raises(InfraError):
+            await engine.load(FileSource(model / "model.safetensors"), 4)
+        server.answers.clear()
+        for call in (engine.generate([5], FOUR), engine.logprobs([5, 6]), engine.resume()):
+            with pytest.raises(InfraError, match="can't be used"):
+                await call
+
+    play(scenario, model)
+
+
+@pytest.mark.parametrize(
+    "spans",
+    [
+        [],
+        [{"version": "3", "start": 0, "end": 3}],
+        [{"version": "3", "start": 0, "end": 2}, {"version": "4", "start": 3, "end": 4}],
+        [{"version": "default", "start": 0, "end": 4}],
+        [{"version": "9", "start": 0, "end": 4}],
+    ],
+    ids=["none", "short", "gap", "not ours", "never loaded"],
+)
+def test_a_sample_whose_versions_are_not_known_is_never_given_out(model: Path, spans: list[dict[str, Any]]) -> None:
+    async def scenario(engine: HttpEngine, server: FaultyServer) -> None:
+        server.spans = spans
+        with pytest.raises(InfraError):
+            await engine.generate([5], FOUR)
+        server.spans = None
+        with pytest.raises(InfraError, match="can't be used"):
+            await engine.generate([5], FOUR)
+
+    play(scenario, model)
+
+
+def test_a_stream_that_breaks_off_or_lacks_log_probabilities_ends_the_engine(model: Path) -> None:
+    async def breaks(engine: HttpEngine, server: FaultyServer) -> None:
+        server.breaks_after = 2
+        with pytest.raises(InfraError, match="without saying how"):
+            await engine.generate([5], FOUR)
+
+    async def lacks(engine: HttpEngine, server: FaultyServer) -> None:
+        server.logprobs_short = 1
+        with pytest.raises(InfraError, match="log-probabilities"):
+            await engine.generate([5], FOUR)
+
+    play(breaks, model)
+    play(lacks, model)
+
+
+def test_a_request_that_the_server_refuses_is_an_error_of_the_data(model: Path) -> None:
+    async def scenario(engine: HttpEngine, server: FaultyServer) -> None:
+        server.answers["/inference/v1/generate"] = (400, {"error": {"message": "too odd"}})
+        with pytest.raises(DataError, match="too odd"):
+            await engine.generate([5], FOUR)
+        server.answers.clear()
+        assert len(await engine.generate([5], FOUR, n=2)) == 2
+
+    play(scenario, model)
+
+
+def test_a_server_that_is_not_well_is_noticed_though_nothing_runs(model: Path) -> None:
+    async def scenario(engine: HttpEngine, server: FaultyServer) -> None:
+        server.healthy = False
+        async with asyncio.timeout(20):
+            await asyncio.shield(engine._failure)
+        with pytest.raises(InfraError, match="not well"):
+            await engine.generate([5], FOUR)
+
+    play(scenario, model)
+
+
+def test_a_plain_openai_server_is_refused_in_a_line(model: Path) -> None:
+    async def scenario(path: str, answer: tuple[int, Any]) -> str:
+        async with served() as server:
+            server.answers[path] = answer
+            engine = make(model, url=server.url)
+            with pytest.raises(ConfigError) as caught:
+                await engine.start()
+            return str(caught.value)
+
+    missing = (404, {"detail": "Not Found"})
+    for path, said in (
+        ("/version", "is no vLLM server"),
+        ("/weight_info", "VLLM_SERVER_DEV_MODE=1; as it is, it can serve judges only"),
+        ("/inference/v1/generate", "--enable-scale-out; as it is, it can serve judges only"),
+    ):
+        text = asyncio.run(scenario(path, missing))
+        assert said in text
+        assert "\n" not in text
+
+
+def test_a_launched_server_that_ends_says_why_and_one_that_hangs_leaves_nothing(model: Path) -> None:
+    async def fails() -> None:
+        engine = make(model, command=[sys.executable, "-c", "raise SystemExit('Error: no such device')"])
+        with pytest.raises(InfraError, match="exit code 1: Error: no such device"):
+            await engine.start()
+
+    async def hangs() -> None:
+        code = "import subprocess, time; subprocess.Popen(['sleep', '300']); time.sleep(300)"
+        engine = make(model, command=[sys.executable, "-c", code], start_s=1.0)
+        with pytest.raises(InfraError, match=r"not healthy after generator.http.start_s 1 s"):
+            await engine.start()
+
+    before = set(psutil.Process().children(recursive=True))
+    asyncio.run(fails())
+    asyncio.run(hangs())
+    deadline = time.monotonic() + 20
+    while set(psutil.Process().children(recursive=True)) - before:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_arguments_become_options_and_those_that_are_ours_are_refused() -> None:
+    args = {"tensor_parallel_size": 2, "enforce_eager": True, "prefix_caching": False, "list": [1, 2], "map": {"a": 1}}
+    assert options(args, {}, negative=True) == [
+        *("--tensor-parallel-size", "2", "--enforce-eager", "--no-prefix-caching"),
+        *("--list", "1", "2", "--map", '{"a": 1}'),
+    ]
+    assert options({"x": False, "y": None}, {}, negative=False) == []
+    settings = EngineSettings("m", "float32", 256, 8, args={"max-model-len": 4}, http=None)
+    with pytest.raises(ConfigError, match=r"generator.args.max-model-len can't be set: it is model.max_length"):
+        VllmDialect().command(settings, Path("m"), "127.0.0.1", 1)
+
+
+def test_spans_without_tokens_are_left_out() -> None:
+    empty, one = {"version": "3", "start": 0, "end": 0}, {"version": "4", "start": 0, "end": 2}
+    assert parse_spans([empty, one], 2) == [Span(4, 0, 2)]
+    assert parse_spans([empty], 0) == []
+
+
+def test_a_setting_that_needs_what_the_engine_lacks_is_refused(model: Path) -> None:
+    engine = make(model)
+    check_abilities(engine, {"stop": "sampling.stop"})
+    with pytest.raises(ConfigError, match=r"trainer.lora: the engine can't do that, the server loads whole models"):
+        check_abilities(engine, {"lora": "trainer.lora"})
