@@ -28,7 +28,7 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3; do \
 
 .DEFAULT_GOAL := help
 INSTALL = $(BIN)/python deploy/machine/install.py --vllm '$(VLLM)' --torch-index '$(TORCH_INDEX)' --record $(VENV)/.vllm
-.PHONY: help setup dev demo check test unit system chaos lint types docs pins clean
+.PHONY: help setup dev demo check test unit system sglang chaos lint types docs pins clean
 
 help: ## List the targets
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1|\2/' | column -t -s '|' 2>/dev/null \
@@ -64,6 +64,9 @@ unit: $(DEV) ## Run the unit tests
 
 system: ## Install the programs that tests drive: Chromium, Slurm, kubectl and others (Debian, Ubuntu; as root)
 	@tests/system.sh
+
+sglang: $(DEV) ## Fetch SGLang's packages for the tests with its real server on a CPU, into .sglang
+	@tests/support/sglang_cpu/install.sh
 
 chaos: $(DEV) ## Break a running system in every way for MINUTES (default 3), with SEED (default 1), and count what was lost
 	$(BIN)/python -m tests.chaos --minutes $(MINUTES) --seed $(SEED) $(ARGS)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from schemas.errors import ConfigError, DataError
@@ -56,3 +56,10 @@ def max_new_tokens(prompt: int, prefix: int, sampling: Sampling, max_length: int
             return 0
         raise DataError(f"prompt of {prompt} tokens leaves no room in model.max_length {max_length}")
     return max(0, min(sampling.max_tokens - prefix, left))
+
+
+def check_vocabulary(ids: Sequence[int], size: int) -> None:
+    """DataError names an id that a model with ``size`` ids does not have, of which an engine may die."""
+    wrong = next((token for token in ids if not 0 <= token < size), None)
+    if wrong is not None:
+        raise DataError(f"token id {wrong} is not in the model's vocabulary of {size}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,7 +12,6 @@ import pytest
 from broker.connection.embedded import EmbeddedServer
 from producers.engines.base import EngineSettings
 from producers.engines.vllm.engine import VllmEngine
-from schemas.messages import FileSource
 from tests.support.tiny_model import make_tiny_model
 from tests.support.vllm_checks import EVERY, Run
 
@@ -46,13 +45,3 @@ def engine(folders: dict[int, Path], run: Run) -> Iterator[VllmEngine]:
     run(engine.start())
     yield engine
     run(engine.close())
-
-
-@pytest.fixture
-def weights(engine: VllmEngine, folders: dict[int, Path], run: Run) -> Callable[[int, int], None]:
-    """Load the weights of a seed as a version."""
-
-    def load(seed: int, version: int) -> None:
-        run(engine.load(FileSource(folders[seed] / "model.safetensors"), version))
-
-    return load

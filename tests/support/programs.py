@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from pathlib import Path
 from typing import NoReturn
 
 import pytest
@@ -22,3 +23,11 @@ def skip_or_fail(why: str) -> NoReturn:
     if os.environ.get("CI"):
         pytest.fail(why)
     pytest.skip(why)
+
+
+def sglang_command() -> list[str]:
+    """What launches a real SGLang server on this CPU; skips the test without its packages, or fails it in CI."""
+    root = Path(__file__).resolve().parents[2]
+    if not (root / ".sglang" / "sglang").is_dir():
+        skip_or_fail("SGLang's packages are not there: make sglang")
+    return [str(root / "tests" / "support" / "sglang_cpu" / "serve.sh")]

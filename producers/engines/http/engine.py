@@ -27,7 +27,7 @@ from producers.engines.http.dialect import Dialect
 from producers.engines.http.growing import GrowingSample
 from producers.engines.http.server import HOST, LaunchedServer, free_port
 from producers.engines.request_gate import RequestGate
-from producers.engines.sampling import max_new_tokens
+from producers.engines.sampling import check_vocabulary, max_new_tokens
 from producers.engines.weight_files import Shapes, check_fits, read_shapes
 from producers.model_folder import resolve_folder
 from schemas.config import HttpEngineConfig
@@ -183,7 +183,7 @@ class HttpEngine:
         if max_tokens == 0:
             return [_nothing("length") for _ in range(n)]
         ids = [*prompt_ids, *prefix]
-        self._check_ids(ids)
+        check_vocabulary(ids, self._vocabulary)
         if not await self._gate.wait_open():
             return [_nothing("abort") for _ in range(n)]
         samples = [asyncio.create_task(self._sample(ids, sampling, max_tokens, k, progress)) for k in range(n)]
@@ -192,12 +192,6 @@ class HttpEngine:
         finally:
             for sample in samples:
                 sample.cancel()
-
-    def _check_ids(self, ids: Sequence[int]) -> None:
-        """A server may die of an id that its model does not have."""
-        wrong = next((token for token in ids if not 0 <= token < self._vocabulary), None)
-        if wrong is not None:
-            raise DataError(f"token id {wrong} is not in the model's vocabulary of {self._vocabulary}")
 
     async def _sample(
         self, ids: list[int], sampling: Sampling, max_tokens: int, index: int, progress: ProgressCallback | None
@@ -275,7 +269,7 @@ class HttpEngine:
                 f"a probe of {len(token_ids)} tokens: must be 2 or more, and below max_length"
                 f" {self._settings.max_length}"
             )
-        self._check_ids(token_ids)
+        check_vocabulary(token_ids, self._vocabulary)
         if not await self._gate.wait_open():
             raise InfraError("the http engine was asked to end before it could answer the probe")
         asked = self._dialect.logprobs(self._alive(), list(token_ids), self._salt())

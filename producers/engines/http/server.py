@@ -44,7 +44,8 @@ class LaunchedServer:
                 self._process = GuardedProcess(
                     command,
                     "inference-server",
-                    {**environment, **os.environ},
+                    # A Python is not to import what happens to lie in the folder that a run is started in.
+                    {"PYTHONSAFEPATH": "1", **environment, **os.environ},
                     stdin=nothing.fileno(),
                     stdout=theirs,
                     stderr=theirs,

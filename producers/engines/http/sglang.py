@@ -8,6 +8,7 @@ error though the weights have changed; and a request that is aborted in a pause 
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import shutil
 import sys
@@ -40,6 +41,8 @@ _OURS = {
     "enable_lora": "the engine http loads whole models only",
 }
 _INFO = "/server_info"
+_KEPT_BACK = 8
+"""Tokens, six at the most so far."""
 
 
 class SglangDialect:
@@ -66,7 +69,7 @@ class SglangDialect:
         return [
             *program,
             *("--model-path", str(folder), "--host", host, "--port", str(port)),
-            *("--dtype", settings.dtype, "--context-length", str(settings.max_length)),
+            *("--dtype", settings.dtype, "--context-length", str(_context_length(folder, settings.max_length))),
             *("--max-running-requests", str(settings.max_samples), "--random-seed", str(settings.seed)),
             *("--weight-version", str(settings.version), "--incremental-streaming-output"),
             *("--sampling-defaults", "openai", "--log-level", "error"),
@@ -129,6 +132,9 @@ class SglangDialect:
     def read(self, sample: GrowingSample, event: Body) -> None:
         try:
             meta = event["meta_info"]
+            reason = meta["finish_reason"]
+            if reason is not None and reason["type"] == "abort" and reason.get("status_code"):
+                raise Refused(self.path, int(reason["status_code"]), str(reason.get("message")))
             # Events bring what is new, or all there is; that of a request which is aborted in the queue brings a token
             # again. The count tells, and what is new is at the end.
             new = meta["completion_tokens"] - len(sample.tokens)
@@ -140,12 +146,8 @@ class SglangDialect:
                     f" {len(given)} log-probabilities, and has sent {len(sample.tokens)}"
                 )
             sample.add(tokens, [one[0] for one in given])
-            reason = meta["finish_reason"]
-            if reason is None:
-                return
-            if reason["type"] == "abort" and reason.get("status_code"):
-                raise Refused(self.path, int(reason["status_code"]), str(reason.get("message")))
-            sample.end(reason["type"], meta.get("weight_versions"))
+            if reason is not None:
+                sample.end(reason["type"], meta.get("weight_versions"))
         except (KeyError, TypeError, IndexError) as error:
             raise InfraError(f"the server sends an event that can't be read: {error!r}") from error
 
@@ -191,6 +193,16 @@ class SglangDialect:
             return [float(one[0]) for one in given[1:]]
         except (KeyError, TypeError, IndexError) as error:
             raise InfraError(f"the server returns no log-probabilities for the probe: {error!r}") from error
+
+
+def _context_length(folder: Path, max_length: int) -> int:
+    """What the server has to be told for samples of ``max_length``: it keeps a few tokens of it back.
+
+    No more than the model knows positions for, or the server does not begin: the longest prompts are refused then.
+    """
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    known = (config.get("text_config") or config).get("max_position_embeddings")
+    return max_length + _KEPT_BACK if known is None else max(max_length, min(max_length + _KEPT_BACK, known))
 
 
 def _make_folder(folder: Path, model: Path, file: Path) -> Path:

@@ -197,6 +197,7 @@ def _cpu_options(folder: Path, settings: EngineSettings) -> dict[str, list[str]]
 
     return {
         "--enforce-eager": [],
-        "--distributed-executor-backend": ["uni"],
+        # By this name, because vLLM takes "uni" for a process more on a CPU.
+        "--distributed-executor-backend": ["vllm.v1.executor.uniproc_executor.UniProcExecutor"],
         "--kv-cache-memory-bytes": [str(kv_cache_bytes(folder, settings))],
     }

@@ -24,7 +24,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from producers.engines.base import Ability, Completion, EngineSettings, KvCacheUsage, ProgressCallback
-from producers.engines.sampling import max_new_tokens
+from producers.engines.sampling import check_vocabulary, max_new_tokens
 from producers.engines.transformers.batching import ContinuousBatch, Draw, Row
 from producers.engines.transformers.weights import PeftAdapter, map_tensors
 from producers.engines.weight_files import check_fits, read_shapes
@@ -110,6 +110,7 @@ class TransformersEngine:
         self._commands: queue.SimpleQueue[Callable[[], None] | _Request] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._failure: str | None = "it was not started"
+        self._vocabulary = 0
         self._loop: asyncio.AbstractEventLoop
         # From here on only the thread's.
         self._model: PreTrainedModel
@@ -160,6 +161,7 @@ class TransformersEngine:
             )
         torch.manual_seed(settings.seed)
         self._model = model.eval().requires_grad_(False).to(_device())
+        self._vocabulary = int(model.get_input_embeddings().weight.shape[0])
         if settings.lora is not None:
             self._adapter = PeftAdapter(self._model, settings.lora)
         else:
@@ -181,6 +183,7 @@ class TransformersEngine:
         max_tokens = max_new_tokens(len(prompt_ids), len(prefix), sampling, self._settings.max_length)
         if max_tokens == 0:
             return [Completion([], np.zeros(0, np.float32), [], "length") for _ in range(n)]
+        check_vocabulary([*prompt_ids, *prefix], self._vocabulary)
         rows = [Row(_draw(sampling, index), max_tokens, sampling.stop) for index in range(n)]
         request = _Request([*prompt_ids, *prefix], rows, asyncio.get_running_loop().create_future(), progress)
         self._commands.put(request)

@@ -22,22 +22,23 @@ from schemas.config import HttpEngineConfig
 from schemas.errors import DataError, InfraError
 from schemas.messages import FileSource, Sampling, Span
 from tests.support.engine_contract import MAX_LENGTH, Subject
+from tests.support.programs import sglang_command
 from tests.support.tiny_model import EOS, make_tiny_model
 from tests.support.vllm_checks import EVERY, Run, reference_logprobs
-
-pytestmark = pytest.mark.e2e
 
 PROMPT = [5, 90, 17, 200, 33, 8, 150, 61]
 SHARED = [3 + (7 * k) % 250 for k in range(300)]  # longer than two blocks of a prefix cache
 LONG = Sampling(max_tokens=450)
 SCRIPT = {"tokens": 250, "min_length": 300, "max_length": 420, "token_s": 0.001}
 
-without_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
+slow = pytest.mark.e2e
+needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
 KINDS = [
     "scripted",
-    "transformers",
-    pytest.param("vllm", marks=without_vllm),
-    pytest.param("http-vllm", marks=without_vllm),
+    pytest.param("transformers", marks=pytest.mark.integration),
+    pytest.param("vllm", marks=[slow, needs_vllm]),
+    pytest.param("http-vllm", marks=[slow, needs_vllm]),
+    pytest.param("http-sglang", marks=slow),
 ]
 
 
@@ -47,7 +48,8 @@ def settings(kind: str, folders: dict[int, Path]) -> EngineSettings:
     if kind == "scripted":
         args = SCRIPT
     elif kind.startswith("http-"):
-        http = HttpEngineConfig.model_validate({"dialect": kind.removeprefix("http-")})
+        command = {"command": sglang_command()} if kind == "http-sglang" else {}
+        http = HttpEngineConfig.model_validate({"dialect": kind.removeprefix("http-"), **command})
     return EngineSettings(
         str(folders[0]), "float32", MAX_LENGTH, 64, version=3, report_every=EVERY, args=args, http=http
     )

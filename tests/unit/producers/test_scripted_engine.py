@@ -1,11 +1,10 @@
-"""The scripted engine keeps the engine contract, without a model."""
+"""What is the scripted engine's own; tests/e2e/producers/test_engine_contract.py has what all engines promise."""
 
 from __future__ import annotations
 
 import asyncio
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ import pytest
 from producers.engines.base import EngineSettings
 from producers.engines.scripted import ScriptedEngine
 from schemas.errors import ConfigError, DataError, InfraError
-from schemas.messages import FileSource, Sampling, Span
+from schemas.messages import Sampling
 
 LONG = {"min_length": 50, "max_length": 50, "token_s": 0.001}
 
@@ -43,52 +42,6 @@ def test_lengths_follow_the_script_and_only_max_tokens_truncates():
         assert (len(full.tokens), full.finish) == (6, "stop")
         assert full.logprobs.shape == (6,)
         assert (full.logprobs <= 0).all()
-
-    asyncio.run(run())
-
-
-def test_a_new_version_shows_in_the_spans_of_running_requests():
-    async def run() -> None:
-        subject = engine(version=3, **LONG)
-        task = asyncio.create_task(subject.generate([1], Sampling(max_tokens=60)))
-        await asyncio.sleep(0.02)
-        await subject.load(FileSource(Path("nowhere")), 7)
-        (completion,) = await task
-        assert [span.version for span in completion.spans] == [3, 7]
-        assert completion.spans[0].start == 0
-        assert completion.spans[0].end == completion.spans[1].start
-        assert completion.spans[1].end == len(completion.tokens)
-
-    asyncio.run(run())
-
-
-def test_pause_keeps_requests_and_abort_returns_what_there_is():
-    async def run() -> None:
-        subject = engine(**LONG)
-        task = asyncio.create_task(subject.generate([1], Sampling(max_tokens=60), n=2))
-        await asyncio.sleep(0.01)
-        await subject.pause()
-        done, _ = await asyncio.wait({task}, timeout=0.1)
-        assert not done
-        await subject.abort_all()
-        for completion in await task:
-            assert completion.finish == "abort"
-            assert len(completion.tokens) == len(completion.logprobs) < 50
-            assert completion.spans == ([Span(0, 0, len(completion.tokens))] if completion.tokens else [])
-        await subject.resume()
-        (later,) = await subject.generate([1], Sampling(max_tokens=60))
-        assert later.finish == "stop"
-
-    asyncio.run(run())
-
-
-def test_a_prefix_counts_as_generated():
-    async def run() -> None:
-        subject = engine(min_length=8, max_length=8)
-        (rest,) = await subject.generate([1], Sampling(max_tokens=5), prefix=[4, 4, 4])
-        assert (len(rest.tokens), rest.finish) == (2, "length")
-        (nothing,) = await subject.generate([1], Sampling(max_tokens=3), prefix=[4, 4, 4])
-        assert (nothing.tokens, nothing.finish) == ([], "length")
 
     asyncio.run(run())
 
