@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -215,16 +216,25 @@ def generator(
     group: Annotated[int, typer.Option(min=1, help="Samples of one prompt.")] = 8,
     tokens: Annotated[int, typer.Option(min=1, help="Most generated tokens of a sample.")] = 128,
     rounds: Annotated[int, typer.Option(min=1, help="Rounds of both, in turns.")] = 5,
+    engine: Annotated[str, typer.Option(help="vllm, http-vllm or http-sglang.")] = "vllm",
+    server: Annotated[
+        str, typer.Option(help="With http: the program that launches it, as generator.http.command.")
+    ] = "",
     url: Url = None,
     as_json: Json = False,
 ) -> None:
-    """Tokens a second through the generator service, beside vLLM's AsyncLLM driven bare in the same process."""
+    """Tokens a second through the generator service, beside its engine, or the engine's server, driven bare."""
+    if len(_choices(engine, ("vllm", "http-vllm", "http-sglang"), "--engine")) > 1:
+        raise typer.BadParameter("one engine at a time", param_hint="--engine")
     from deploy.bench import report
     from deploy.bench.generator import measure
 
     with _progress() as progress:
         bar = progress.add_task("rounds", total=rounds + 1)
-        row = measure(concurrency, samples, group, tokens, rounds, lambda n: progress.advance(bar, n), url)
+        command = shlex.split(server) or None
+        row = measure(
+            concurrency, samples, group, tokens, rounds, lambda n: progress.advance(bar, n), url, engine, command
+        )
     if as_json:
         report.print_json("generator", [row])
     else:

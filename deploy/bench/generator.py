@@ -1,17 +1,19 @@
-"""``tidemill bench generator``: tokens a second through our generator service, beside vLLM's AsyncLLM driven bare.
+"""``tidemill bench generator``: tokens a second through our generator service, beside its engine driven bare.
 
 One engine serves both, in turns, with the same prompts and sampling and as many requests at once; so a busy machine
 slows both. Ours is everything that a run has: tasks from a real server, workflow, version spans, publication,
-leases and heartbeats. Bare is a loop over ``AsyncLLM.generate``.
+leases and heartbeats. Bare is a loop over vLLM's ``AsyncLLM.generate``, or with the engine http a client of the same
+server that posts requests and counts the tokens of the answers.
 """
 
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import shutil
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -22,7 +24,7 @@ from broker.weights.transports import make_transport
 from deploy.bench.processes import describe, serving
 from deploy.bench.workload import ENDLESS
 from producers.engines.base import EngineSettings
-from producers.engines.vllm.engine import VllmEngine
+from producers.engines.factory import make_engine
 from producers.generator.service import Generator
 from schemas.config import parse_config
 from schemas.errors import ConfigError, InfraError
@@ -50,6 +52,8 @@ class Round:
 
 Advance = Callable[[int], None]
 """Told how many rounds were finished since the last call."""
+Ask = Callable[[int, str], Awaitable[int]]
+"""Has the prompt of an index completed, under a name, and returns how many tokens came."""
 
 
 def build(folder: Path, max_length: int) -> int:
@@ -66,20 +70,29 @@ def build(folder: Path, max_length: int) -> int:
 
 
 def measure(
-    concurrency: int, samples: int, group: int, tokens: int, rounds: int, advance: Advance, url: str | None = None
+    concurrency: int,
+    samples: int,
+    group: int,
+    tokens: int,
+    rounds: int,
+    advance: Advance,
+    url: str | None = None,
+    engine: str = "vllm",
+    command: list[str] | None = None,
 ) -> dict[str, Any]:
     """Measure one row: medians over ``rounds`` of both, in turns, after one round of each that does not count.
 
-    samples: of one round, in groups of ``group``, each of up to ``tokens`` generated tokens.
+    samples: of one round, in groups of ``group``, each of up to ``tokens`` generated tokens. engine: vllm, or the
+    dialect of a server that is launched, http-vllm or http-sglang, with ``command`` if that is given.
     """
-    try:
-        import vllm
-    except ImportError as error:
-        raise ConfigError(f"bench generator measures vLLM, which is not installed: {error}") from error
+    if engine == "vllm" and importlib.util.find_spec("vllm") is None:
+        raise ConfigError("bench generator --engine vllm measures vLLM, which is not installed")
+    dialect = engine.partition("-")[2]
+    setting = {"engine": "http", "http": {"dialect": dialect, "command": command}} if dialect else {"engine": engine}
     with tempfile.TemporaryDirectory(prefix="tidemill-bench-") as name, serving(url, "everysec") as server:
         folder = Path(name)
         parameters = build(folder / "model", max_length=PROMPT + tokens + 1)
-        bench = Bench(folder, server, concurrency, group, tokens)
+        bench = Bench(folder, server, concurrency, group, tokens, setting)
         pairs = asyncio.run(bench.run(samples // group, rounds, advance))
         ratios = sorted(ours.per_s / bare.per_s for bare, ours in pairs)
         return {
@@ -96,26 +109,30 @@ def measure(
             "ratio": median(ratios),
             "ratio_range": [ratios[0], ratios[-1]],
             "server": describe(server),
-            "vllm": vllm.__version__,
+            "engine": engine,
+            "release": bench.release,
         }
 
 
 class Bench:
-    """A run with one generator and nobody else."""
+    """A run with one generator and nobody else. setting: of ``generator``, which engine."""
 
-    def __init__(self, folder: Path, url: str, concurrency: int, group: int, tokens: int) -> None:
+    def __init__(
+        self, folder: Path, url: str, concurrency: int, group: int, tokens: int, setting: dict[str, Any]
+    ) -> None:
         self._folder = folder
         self._concurrency = concurrency
         self._group = group
         self._sampling = Sampling(max_tokens=tokens)
-        self._config = parse_config(self._settings(url, tokens))
+        self._config = parse_config(self._settings(url, tokens, setting))
         self._broker = Broker.connect(self._config)
-        self._engine = VllmEngine(
-            EngineSettings(str(folder / "model"), "float32", self._config.model.max_length, concurrency)
-        )
+        length, generator = self._config.model.max_length, self._config.generator
+        settings = EngineSettings(str(folder / "model"), "float32", length, concurrency, http=generator.http)
+        self._engine: Any = make_engine(generator.engine, settings, folder)
         self._next = 0
+        self.release = ""
 
-    def _settings(self, url: str, tokens: int) -> dict[str, Any]:
+    def _settings(self, url: str, tokens: int, setting: dict[str, Any]) -> dict[str, Any]:
         return {
             "run": {"name": f"bench-generator-{time.time_ns()}", "folder": str(self._folder / "run")},
             "model": {"path": str(self._folder / "model"), "dtype": "float32", "max_length": PROMPT + tokens + 1},
@@ -123,7 +140,7 @@ class Bench:
             "sampling": {"n": self._group, "max_tokens": tokens},
             "reward": {"terms": [{"name": "exact"}]},
             "trainer": {"advantage": {"name": "raw"}},
-            "generator": {"engine": "vllm", "max_samples": self._concurrency},
+            "generator": {**setting, "max_samples": self._concurrency},
             "broker": {"url": url},
         }
 
@@ -200,9 +217,26 @@ class Bench:
 
     async def _bare(self, first: int, groups: int) -> Round:
         """As many workers as requests at once, each over the next request of the list."""
+        requests = iter([(i, k) for i in range(first, first + groups) for k in range(self._group)])
+        generated = 0
+        ask = self._ask_vllm() if self._config.generator.http is None else self._ask_server()
+
+        async def work() -> None:
+            nonlocal generated
+            for i, k in requests:
+                generated += await ask(i, f"bare-{i}-{k}.")
+
+        started, cpu = time.perf_counter(), time.process_time()
+        await asyncio.gather(*(work() for _ in range(self._concurrency)))
+        seconds, cpu = time.perf_counter() - started, time.process_time() - cpu
+        return Round(generated / seconds, cpu * 1e6 / generated)
+
+    def _ask_vllm(self) -> Ask:
+        import vllm
         from vllm.inputs.engine import tokens_input
         from vllm.sampling_params import RequestOutputKind, SamplingParams
 
+        self.release = f"vLLM {vllm.__version__}"
         params = SamplingParams(
             temperature=1.0,
             max_tokens=self._sampling.max_tokens,
@@ -211,19 +245,26 @@ class Bench:
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
-        requests = iter([(i, k) for i in range(first, first + groups) for k in range(self._group)])
-        generated = 0
 
-        async def work() -> None:
-            nonlocal generated
-            for i, k in requests:
-                async for output in self._engine.llm.generate(tokens_input(prompt(i)), params, f"bare-{i}-{k}"):
-                    generated += len(output.outputs[0].token_ids)
+        async def ask(index: int, name: str) -> int:
+            generated = 0
+            async for output in self._engine.llm.generate(tokens_input(prompt(index)), params, name):
+                generated += len(output.outputs[0].token_ids)
+            return generated
 
-        started, cpu = time.perf_counter(), time.process_time()
-        await asyncio.gather(*(work() for _ in range(self._concurrency)))
-        seconds, cpu = time.perf_counter() - started, time.process_time() - cpu
-        return Round(generated / seconds, cpu * 1e6 / generated)
+        return ask
+
+    def _ask_server(self) -> Ask:
+        """Post, wait for the whole answer, and count its tokens."""
+        client, dialect = self._engine.client, self._engine.dialect
+        self.release = self._engine.release
+
+        async def ask(index: int, name: str) -> int:
+            body = dialect.request(name, prompt(index), self._sampling, 0, self._sampling.max_tokens, 1, "bare")
+            answer = await client.post(dialect.path, {**body, "stream": False}, DEADLINE_S)
+            return len(answer["output_ids"] if "output_ids" in answer else answer["choices"][0]["token_ids"])
+
+        return ask
 
 
 def prompt(index: int) -> list[int]:

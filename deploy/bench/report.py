@@ -172,7 +172,7 @@ def print_generator(row: dict[str, Any]) -> None:
     Console().print(
         f"{row['concurrency']} samples at once, groups of {row['group']}, up to {row['tokens']} tokens,"
         f" {row['parameters']:,} parameters: {row['tokens_per_s']:,.0f} tokens a second through the service,"
-        f" {row['bare_tokens_per_s']:,.0f} through vLLM {row['vllm']} bare;"
+        f" {row['bare_tokens_per_s']:,.0f} through {row['release']} bare;"
         f" ratio [bold]{row['ratio']:.3f}[/bold] ({row['ratio_range'][0]:.3f}–{row['ratio_range'][1]:.3f},"
         f" {row['rounds']} rounds). Processor time of the service's own process: {row['cpu_us_per_token']:.0f} µs a"
         f" token, of a bare loop's {row['bare_cpu_us_per_token']:.0f}"

@@ -57,10 +57,9 @@ def run_generator(config: TidemillConfig, name: str) -> None:
 
 def needed_abilities(config: TidemillConfig) -> dict[Ability, str]:
     """What this configuration needs of its engine, with the setting that says so."""
-    samplings = [
-        config.sampling,
-        *(config.eval.sampling_of(one) for one in (config.eval.dataset if config.eval else ())),
-    ]
+    samplings = [config.sampling]
+    if config.eval is not None:
+        samplings += [config.eval.sampling_of(one) for one in config.eval.dataset]
     wanted: dict[Ability, tuple[bool, str]] = {
         "stop": (any(sampling.stop for sampling in samplings), "sampling.stop"),
         "recompute": (config.generator.update == "recompute", "generator.update recompute"),

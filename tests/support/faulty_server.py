@@ -79,7 +79,8 @@ class FaultyServer:
                 "finish_reason": "length" if last else None,
                 "weight_versions": spans if last else None,
             }
-            yield f"data: {json.dumps({'choices': [choice]})}\n\n"
+            event = {"text": "a\u2028b\x85c\x0bd", "choices": [choice]}  # as SGLang sends it, not escaped
+            yield f"data: {json.dumps(event, ensure_ascii=False)}\n\n"
         yield "data: [DONE]\n\n"
 
 

@@ -98,11 +98,11 @@ def _content(body: Body | None) -> dict[str, Any]:
 
 
 async def _events(path: str, response: httpx.Response) -> AsyncIterator[Body]:
-    async for line in response.aiter_lines():
-        if not line.startswith("data:"):
+    async for line in _lines(response):
+        if not line.startswith(b"data:"):
             continue
         data = line[5:].strip()
-        if data == "[DONE]":
+        if data == b"[DONE]":
             return
         try:
             event = msgspec.json.decode(data)
@@ -111,8 +111,19 @@ async def _events(path: str, response: httpx.Response) -> AsyncIterator[Body]:
         if not isinstance(event, dict):
             raise InfraError(f"{path} sends an event that is no object: {data[:100]!r}")
         if event.get("error"):
-            raise Refused(path, 200, data)
+            raise Refused(path, 200, data.decode(errors="replace"))
         yield event
+
+
+async def _lines(response: httpx.Response) -> AsyncIterator[bytes]:
+    """Lines as events have them: httpx's own also end at what Unicode calls the end of a line, inside of texts."""
+    rest = b""
+    async for part in response.aiter_bytes():
+        *lines, rest = (rest + part).split(b"\n")
+        for line in lines:
+            yield line
+    if rest:
+        yield rest
 
 
 def message(text: str) -> str:

@@ -51,6 +51,7 @@ class HttpEngine:
     The prefix cache is salted anew with every load, so that no request starts from keys and values of older weights.
     At temperature 0 log-probabilities are those at temperature 1. While paused, ``generate`` and ``logprobs`` wait.
     After an update came under a sample, its ``progress`` is not called before its end: ``growing_versions``.
+    release: name and version of the server, once it has started.
     """
 
     def __init__(self, settings: EngineSettings) -> None:
@@ -60,6 +61,7 @@ class HttpEngine:
         self._settings = settings
         self._dialect = make_dialect(settings.http.dialect)
         self.lacks: Mapping[Ability, str] = self._dialect.lacks
+        self.release = ""
         self._version = settings.version
         self._versions = {settings.version}
         self._server: LaunchedServer | None = None
@@ -83,6 +85,16 @@ class HttpEngine:
     def version(self) -> int:
         return self._version
 
+    @property
+    def client(self) -> ServerClient:
+        """The connection to the server itself, for measuring it without us. InfraError when it is not running."""
+        return self._alive()
+
+    @property
+    def dialect(self) -> Dialect:
+        """The server's protocol."""
+        return self._dialect
+
     def growth(self) -> int | None:
         """Tokens that the server has sent."""
         if not self._requests or self._paused or self._update.locked():
@@ -105,7 +117,7 @@ class HttpEngine:
         self._client = ServerClient(url, read_key(self._http))
         try:
             await self._wait_healthy(self._client)
-            name = await self._dialect.check(self._client, self._settings, folder)
+            self.release = await self._dialect.check(self._client, self._settings, folder)
             if self._server is None:
                 await self._swap(self._client, folder, self._version)
                 await self._dialect.resume(self._client)
@@ -118,7 +130,7 @@ class HttpEngine:
             await self.close()
             raise
         self._watch = asyncio.create_task(self._watch_health(self._client))
-        log.info("inference server", server=name, url=self._client.shown)
+        log.info("inference server", server=self.release, url=self._client.shown)
 
     def _read_model(self) -> Path:
         folder = resolve_folder(self._settings.model_path)

@@ -161,7 +161,7 @@ class TransformersEngine:
             )
         torch.manual_seed(settings.seed)
         self._model = model.eval().requires_grad_(False).to(_device())
-        self._vocabulary = int(model.get_input_embeddings().weight.shape[0])
+        self._vocabulary = int(model.config.get_text_config().vocab_size)
         if settings.lora is not None:
             self._adapter = PeftAdapter(self._model, settings.lora)
         else:
