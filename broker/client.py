@@ -21,6 +21,7 @@ from broker.flow.run_control import RunControl
 from broker.flow.trainer_session import TrainerSession
 from broker.queues.dead_letters import DeadLetters
 from broker.queues.partials import Partials
+from broker.queues.questions import Questions
 from broker.queues.scores import ScoreQueue
 from broker.queues.tasks import TaskQueue
 from broker.telemetry.eval_samples import EvalSamples
@@ -49,6 +50,7 @@ class Broker:
         self.eval_samples = EvalSamples(connection)
         self.dead_letters = DeadLetters(connection)
         self.run_control = RunControl(connection)
+        self.questions = Questions(connection)
         self.owner = RunOwner(connection)
         self.trajectory_store = TrajectoryStore(connection, config.max_message_bytes)
 

@@ -54,7 +54,7 @@ REGISTRIES: dict[str, Registry] = {
 }
 KEY_NOTES = {
     "ctl": "hash: schema, leader_term, broker_lifetime, step, version, cursor, slots, batch, staleness, window, steps,"
-    " max_uncommitted, paused, state, run_id, run_folder, run_host, run_since",
+    " own_steps, max_uncommitted, paused, state, run_id, run_folder, run_host, run_since",
     "leader_term": "string: the newest trainer's leader_term, which fences all others",
     "slots": "sorted set: task id by order of admission; its size is the number of slots held",
     "counts": "hash: admitted, skipped, trained, dropped:REASON, failed:REASON, samples and tokens",
@@ -86,6 +86,8 @@ KEY_NOTES = {
     "eval_samples": "stream: texts and rewards of evaluations' samples, until the trainer has written them to samples/",
     "recent": "stream, 256 entries: trained samples, kept for reading",
     "counters": "hash: leases that expired, duplicates and zombies that were refused, commits and their seconds",
+    "questions": "list: what people have asked the present policy, and no generator has taken yet",
+    "answers": "stream: the newest answers to these",
 }
 """What is behind each key of broker/connection/keys.py; a new key without a line here fails the build."""
 

@@ -421,6 +421,40 @@ class WaitRequest(Answer):
     wait_s: float = Field(0.0, ge=0, le=300)
 
 
+class SpokenTurn(Answer):
+    """A message of a conversation that is asked about."""
+
+    role: str = Field(max_length=64)
+    content: str
+
+
+class GenerateRequest(Answer):
+    """Body of POST /v1/generate: ``prompt``, text as it is, or ``messages``, to which the chat template is applied."""
+
+    prompt: str | None = None
+    messages: list[SpokenTurn] | None = Field(None, min_length=1, max_length=200)
+    n: int = Field(1, ge=1, le=8)
+    max_tokens: int = Field(256, ge=1, le=8192)
+    temperature: float = Field(1.0, ge=0, le=10, allow_inf_nan=False, description="0 is greedy.")
+    top_p: float = Field(1.0, gt=0, le=1, allow_inf_nan=False)
+    wait_s: float = Field(60.0, ge=1, le=300, description="So long a generator may take; then nobody waits.")
+
+
+class GeneratedReply(Answer):
+    """A completion that the present policy was asked for."""
+
+    text: str
+    finish: Finish
+    tokens: TokenTable
+
+
+class Generated(Answer):
+    """Answer to POST /v1/generate."""
+
+    generator: str
+    replies: list[GeneratedReply]
+
+
 class EvaluationRequest(Answer):
     """Body of POST /v1/evaluations. version: the present one or one to come; the present one by default."""
 

@@ -39,6 +39,7 @@ class Runs(Answer):
 
     runs: list[RunHead]
     live: str | None = Field(description="Name of the run that this server watches at its broker; null: none.")
+    playground: bool = Field(False, description="Whether its policy may be asked something: POST /v1/generate.")
 
 
 class RunSummary(Answer):

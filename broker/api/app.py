@@ -17,7 +17,7 @@ from starlette.staticfiles import StaticFiles
 
 from broker.api.files.archive import Archive
 from broker.api.files.run_folder import RunFolder
-from broker.api.routes import control, dead_letters, reads, runs
+from broker.api.routes import control, dead_letters, playground, reads, runs
 from broker.api.routes.context import Context, InContext
 from broker.api.status.prometheus import CONTENT_TYPE
 from broker.api.web import problems
@@ -68,7 +68,7 @@ def make_app(
     app.state.context = context
     app.state.archive = Archive(watched=RunFolder(context.config.folder, context.config.run.name))
     problems.install(app)
-    for router in (reads.router, control.router, dead_letters.router, runs.router, probes):
+    for router in (reads.router, control.router, dead_letters.router, playground.router, runs.router, probes):
         app.include_router(router)
     pages(app)
     app.openapi = lambda: document(app)  # type: ignore[method-assign]

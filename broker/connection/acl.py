@@ -50,7 +50,7 @@ ROLES: Mapping[str, Role] = {
     ),
     "generator": Role(
         "publish_samples save_partials take_evaluations fail_sample return_task fail_task renew_tasks drop_dead_letters"
-        " note_verdict announce_peer find_peers heartbeat append_telemetry add_counts",
+        " take_question answer_question note_verdict announce_peer find_peers heartbeat append_telemetry add_counts",
         f"{_SERVICE} evalsha_ro hmget hgetall xread xrange xrevrange",
         "WEIGHTS CHUNKS ORDERS RUN_CONTROL",
         only=_WORKER,
@@ -74,7 +74,7 @@ ROLES: Mapping[str, Role] = {
     "observer": Role("read_pipeline measure_streams", _LOOKER, "*", ""),
     "operator": Role(
         "read_pipeline measure_streams claim_run change_settings set_run_state set_run_control requeue_group heartbeat"
-        " append_telemetry",
+        " append_telemetry ask_policy",
         f"{_LOOKER} evalsha xdel hdel time",
         "*",
         "",

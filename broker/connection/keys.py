@@ -43,6 +43,8 @@ class Keys:
         self.recent = self._key("recent")
         self.eval_samples = self._key("eval_samples")
         self.counters = self._key("counters")
+        self.questions = self._key("questions")
+        self.answers = self._key("answers")
 
     def _key(self, name: str) -> str:
         return f"{self.base}:{name}"

@@ -26,8 +26,9 @@ class ControlState:
     resume; checkpoint, stop: numbers of the last such order, 0 for none. by, since: who paused or resumed, and when
     (Unix seconds). replicas: wanted, by role; scaled: number of the last such order, by role. concurrency: samples in
     flight in one generator, None for its own. settings: others that people changed, by name. evaluate: weight version
-    that is to be evaluated, -1 for none. run_id, run_since: identity of the run that is ordered about
-    (schemas/run_record.py), empty while it is not known, and when its first attempt began (Unix seconds).
+    that is to be evaluated, -1 for none. asked: how often people asked the policy something. run_id, run_since:
+    identity of the run that is ordered about (schemas/run_record.py), empty while it is not known, and when its first
+    attempt began (Unix seconds).
     """
 
     pause: PauseMode = "none"
@@ -43,6 +44,7 @@ class ControlState:
     run_since: float = 0.0
     settings: Mapping[str, float] = field(default_factory=dict)
     evaluate: int = -1
+    asked: int = 0
 
     @classmethod
     def parse(cls, fields: Mapping[str, str]) -> ControlState:
@@ -63,6 +65,7 @@ class ControlState:
             run_since=float(fields.get("run_since", 0)),
             settings=parse_settings(fields),
             evaluate=int(fields.get("evaluate", -1)),
+            asked=int(fields.get("asked", 0)),
         )
 
 

@@ -95,7 +95,11 @@ class PauseFollower:
         if self._run is not None and control is not None:
             self._run.check(control.run_id, control.run_since)
         # A broker that was wiped holds no orders until the trainer has rebuilt it: the last ones stand.
+        asked = self.control.asked
         self.control = control = self.control if control is None else control
+        if control.asked != asked:
+            async with self._turned:
+                self._turned.notify_all()
         heard = self.reasons.without("starting", "broker silent")
         await self._follow(heard.setting("ordered", control.pause == "freeze"))
         if self.acknowledged.get("pause") != control.pause_id:
@@ -141,6 +145,12 @@ class PauseFollower:
         async with self._turned:
             self._ended = True
             self._turned.notify_all()
+
+    async def wait_question(self, seen: int) -> int | None:
+        """Wait until people have asked something since ``seen``; how often they asked, None when the generator ends."""
+        async with self._turned:
+            await self._turned.wait_for(lambda: self.control.asked != seen or self._ended)
+            return None if self._ended else self.control.asked
 
     async def wait_open(self) -> bool:
         """Wait until nothing pauses; False when the generator ends instead."""

@@ -18,6 +18,7 @@ from producers.engines.factory import check_abilities, make_engine
 from producers.engines.sampling import check_sampling
 from producers.generator.hang_watchdog import HangWatchdog, end_hung_process, end_process
 from producers.generator.pause import PauseFollower
+from producers.generator.question_answering import QuestionAnswering
 from producers.generator.rollout import GeneratorContext
 from producers.generator.task_loop import TaskLoop
 from producers.generator.weight_updates import WeightUpdater
@@ -161,6 +162,7 @@ class Generator:
     async def _work(self, stop: StopFlag) -> None:
         async with asyncio.TaskGroup() as group:
             updates = group.create_task(self._updates.run(stop))
+            group.create_task(QuestionAnswering(self._context, self._task_loop).run(stop))
             await self._task_loop.run(stop)
             stop.set()
             await self._pause.end()

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, suppress
 
 import structlog
 
@@ -213,6 +213,17 @@ class TaskLoop:
                 del self._by_entry[delivery.entry_id]
                 self._queue.release(delivery)
             await self._free(left)
+
+    @asynccontextmanager
+    async def places(self, samples: int) -> AsyncIterator[None]:
+        """Wait for room for so many samples beside those of tasks, and hold it."""
+        async with self._freed:
+            await self._freed.wait_for(lambda: self.in_flight + samples <= self.limit)
+            self.in_flight += samples
+        try:
+            yield
+        finally:
+            await self._free(samples)
 
     async def _free(self, samples: int) -> None:
         async with self._freed:

@@ -53,6 +53,11 @@ class ControlConfig(Section):
         description="Addresses or networks of proxies that are believed about their clients (X-Forwarded-For), who then"
         " have a rate limit each.",
     )
+    playground: bool | None = Field(
+        None,
+        description="Whether people may ask the present policy something, on room that generators have; by default only"
+        " where host is this machine.",
+    )
     deployments: DeploymentsConfig = Field(default_factory=DeploymentsConfig)
     scale_hint: str | None = Field(
         None,

@@ -6,6 +6,7 @@ log-probabilities) has length T and refers to the same position.
 
 from schemas.messages.batches import BatchRecord, GroupRef, Member, RecordedGroup, StepRecord
 from schemas.messages.partials import Call, Partial, Piece
+from schemas.messages.questions import Question, QuestionAnswer, Reply
 from schemas.messages.tasks import ChatMessage, Sampling, Task
 from schemas.messages.telemetry import DeadLetter, Event, Heartbeat
 from schemas.messages.trajectories import (
@@ -41,7 +42,10 @@ __all__ = [
     "Payload",
     "Piece",
     "Probe",
+    "Question",
+    "QuestionAnswer",
     "RecordedGroup",
+    "Reply",
     "Row",
     "Sampling",
     "Score",

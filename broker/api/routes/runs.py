@@ -13,6 +13,8 @@ from broker.api.files.groups import Sort, Wanted
 from broker.api.files.logs import PART, list_logs, read_log
 from broker.api.files.resources import read_alerts
 from broker.api.files.tar import tar_members, tar_size, tar_stream
+from broker.api.routes.context import Context
+from broker.api.routes.playground import may_ask
 from broker.api.web.refusal import Refusal
 from schemas.errors import InfraError
 from schemas.runs_api import (
@@ -53,9 +55,11 @@ Finite = Annotated[float | None, Query(allow_inf_nan=False)]
 
 
 @router.get("")
-def list_runs(archive: InArchive) -> Runs:
+def list_runs(archive: InArchive, request: Request) -> Runs:
     """The runs that this server shows, running and finished, the newest first."""
-    return archive.runs()
+    found = archive.runs()
+    context = getattr(request.app.state, "context", None)
+    return found.model_copy(update={"playground": isinstance(context, Context) and may_ask(context.config.control)})
 
 
 @router.get("/{run}")

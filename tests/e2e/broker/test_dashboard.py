@@ -358,6 +358,23 @@ def test_the_api_is_described_and_tried_without_internet(visit: Open, system: Sy
     assert (seen.errors, seen.elsewhere()) == ([], [])
 
 
+def test_the_present_policy_is_talked_to(visit: Open) -> None:
+    seen = visit()
+    page = seen.page
+    page.locator("#tab-playground").click()
+    page.locator("#play-form [name=as]").select_option("text")
+    page.get_by_label("What is said to the policy").fill("3+4=")
+    page.locator("#play-form [name=max_tokens]").fill("5")
+    page.get_by_role("button", name="Send").click()
+    tokens = page.locator(".play-turn[data-role=assistant] .token")
+    expect(tokens.first).to_be_visible(timeout=PATIENCE_MS)
+    assert 1 <= tokens.count() <= 5
+    tokens.first.hover()
+    expect(page.locator(".play-turn .token-line")).to_contain_text("probability")
+    assert seen.violations() == []
+    assert (seen.errors, seen.elsewhere()) == ([], [])
+
+
 def test_settings_change_while_it_runs(visit: Open) -> None:
     seen = visit()
     page = seen.page

@@ -3,10 +3,11 @@
 import { read } from "./api.js";
 import { place } from "./route.js";
 
-export const archive = { runs: [], live: null };
+export const archive = { runs: [], live: null, playground: false };
 
 export async function loadRuns() {
-  const { runs, live } = await read("v1/runs");
+  const { runs, live, playground } = await read("v1/runs");
+  archive.playground = playground;
   archive.runs = runs;
   archive.live = live;
 }

@@ -13,6 +13,7 @@ import { start as startLetters } from "./letters.js";
 import { start as startLogs } from "./logs.js";
 import { start as startMachine } from "./machine.js";
 import { start as startOrders } from "./orders.js";
+import { start as startPlayground } from "./playground.js";
 import { start as startProgress } from "./progress.js";
 import { start as startRoute } from "./route.js";
 import { showChoice, start as startRuns } from "./runs.js";
@@ -30,7 +31,7 @@ const SERIES = [
 
 for (const start of [
   startHeader, startFlow, startProgress, startServices, startEvents, startTrajectories, startLetters, startOrders,
-  startGrid, startGroups, startEvaluations, startMachine, startLogs, startSetup, startRuns,
+  startGrid, startGroups, startEvaluations, startPlayground, startMachine, startLogs, startSetup, startRuns,
 ]) start();
 
 const history = `v1/metrics-history?limit=10000&${SERIES.map((name) => `name=${encodeURIComponent(name)}`).join("&")}`;
@@ -97,7 +98,7 @@ async function begin() {
   }
   const live = archive.live !== null;
   document.body.classList.toggle("is-files", !live);
-  startRoute(live);
+  startRoute(live, archive.playground);
   showChoice();
   if (live) watch();
   byId("main").classList.add("is-ready");

@@ -6,7 +6,7 @@ import { byId, h, setAttribute } from "./dom.js";
 /** Views in the order of their tabs: [name, title, whether it needs a run's broker]. */
 const VIEWS = [
   ["overview", "Overview", true], ["metrics", "Metrics"], ["groups", "Groups"], ["evaluations", "Evaluations"],
-  ["machine", "Machine"], ["logs", "Logs"], ["setup", "Setup"], ["runs", "Runs"],
+  ["playground", "Playground", true], ["machine", "Machine"], ["logs", "Logs"], ["setup", "Setup"], ["runs", "Runs"],
 ];
 const shows = new Map();
 const hides = new Map();
@@ -47,10 +47,10 @@ function follow() {
   shows.get(view)?.(parts);
 }
 
-/** Begin to follow the address. live: whether this server watches a run's broker. */
-export function start(live) {
+/** Begin to follow the address. live: whether this server watches a run's broker; playground: and may ask its policy. */
+export function start(live, playground) {
   fallback = live ? "overview" : "runs";
-  byId("views").replaceChildren(...VIEWS.filter(([, , broker]) => live || !broker)
+  byId("views").replaceChildren(...VIEWS.filter(([name, , broker]) => (live || !broker) && (playground || name !== "playground"))
     .map(([name, title]) => h("a", { id: `tab-${name}`, href: link(name) }, title)));
   window.addEventListener("hashchange", follow);
   follow();

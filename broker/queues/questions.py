@@ -1,0 +1,70 @@
+"""Questions of people to the present policy: a generator with room answers them beside its work.
+
+Nothing depends on them: a question that nobody takes in time is forgotten, and of a lost one its asker hears nothing.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any, TypeVar
+
+from broker.connection.connection import Connection
+from schemas.codec import BadMessage, Message, decode, encode
+from schemas.messages import Question, QuestionAnswer
+
+M = TypeVar("M", bound=Message)
+MOST_WAITING = 16
+MOST_ANSWERS = 64
+LARGEST = 1 << 22
+BLOCK_MS = 500
+
+
+class Questions:
+    """Both sides of the questions of one run."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+
+    def ask(self, question: Question) -> bool:
+        """Queue a question; False when too many wait."""
+        body = encode(question, LARGEST)
+        return bool(self._connection.run_script("ask_policy", body, MOST_WAITING) == b"ok")
+
+    def position(self) -> bytes:
+        """The place of the newest answer: read it before you ask, for ``wait_answer``."""
+        key = self._connection.keys.answers
+        found: Any = self._connection.run("looking at answers", lambda client: client.xrevrange(key, count=1))
+        return bytes(found[0][0]) if found else b"0-0"
+
+    def wait_answer(self, id: str, position: bytes, wait_s: float) -> QuestionAnswer | None:
+        """The answer to a question; None when there is none in time."""
+        key, deadline = self._connection.keys.answers, time.monotonic() + wait_s
+        while time.monotonic() < deadline:
+            start = position
+            found: Any = self._connection.run(
+                "waiting for an answer", lambda client, start=start: client.xread({key: start}, MOST_ANSWERS, BLOCK_MS)
+            )
+            for _, entries in found or []:
+                for entry, fields in entries:
+                    position = entry
+                    answer = _decoded(fields.get(b"b", b""), QuestionAnswer)
+                    if answer is not None and answer.id == id:
+                        return answer
+        return None
+
+    def take(self) -> Question | None:
+        """Take the oldest question for this generator alone; None when there is none."""
+        body = self._connection.run_script("take_question")
+        return None if body is None else _decoded(body, Question)
+
+    def answer(self, answer: QuestionAnswer) -> None:
+        """Hand an answer to whoever waits for it."""
+        self._connection.run_script("answer_question", encode(answer, LARGEST), MOST_ANSWERS)
+
+
+def _decoded(body: bytes, kind: type[M]) -> M | None:
+    try:
+        return decode(body, kind, LARGEST)
+    except BadMessage:
+        # Of another version of Tidemill.
+        return None

@@ -1,0 +1,42 @@
+"""Questions of people to the present policy, outside of training, and its answers."""
+
+from __future__ import annotations
+
+import msgspec
+
+from schemas.codec import Array, Message
+from schemas.messages.tasks import ChatMessage, Sampling
+from schemas.messages.trajectories import FinishReason
+
+
+class Question(Message, kw_only=True, tag="question"):
+    """A prompt to sample ``n`` completions of. Exactly one of ``text``, ``messages`` is given.
+
+    until: Unix seconds by the broker's clock, after which nobody waits for the answer.
+    """
+
+    id: str
+    until: float
+    sampling: Sampling
+    n: int = 1
+    text: str | None = None
+    messages: list[ChatMessage] | None = None
+
+
+class Reply(msgspec.Struct, frozen=True, gc=False):
+    """A completion of G tokens: ids int32 [G], logprobs float32 [G], versions int32 [G], which sampled each."""
+
+    text: str
+    tokens: Array
+    logprobs: Array
+    versions: Array
+    finish: FinishReason
+
+
+class QuestionAnswer(Message, kw_only=True, tag="question_answer"):
+    """What a generator made of a question. error: why there is nothing, else empty."""
+
+    id: str
+    generator: str
+    replies: list[Reply] = []
+    error: str = ""
