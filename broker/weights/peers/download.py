@@ -114,6 +114,10 @@ class Download:
         if self._error is not None:
             raise self._error
 
+    def abandon(self) -> None:
+        """Have ``run`` end soon, with InfraError unless all is there."""
+        self._fail(InfraError(f"{self._payload.uri}: given up, because this process ends"))
+
     def _work(self, descriptor: int, item: Item | None) -> None:
         buffer = memoryview(bytearray(CHUNK_BYTES))
         streams: dict[str, socket.socket] = {}
@@ -146,9 +150,13 @@ class Download:
                 self._refreshed = now
                 self._refresh = min(2 * self._refresh, MOST_REFRESH_S)
         if stale:
-            key, peers = self._registry.find()
-            with self._lock:
-                self._key, self._peers = key, [peer for peer in peers if self._may_help(peer)]
+            try:
+                key, peers = self._registry.find(once=True)
+                with self._lock:
+                    self._key, self._peers = key, [peer for peer in peers if self._may_help(peer)]
+            except InfraError as error:
+                # Those that are known go on meanwhile.
+                self._why = str(error)
         with self._lock:
             found = [peer for peer in self._peers if self._avoided.get(peer.id, (0, -np.inf))[1] < now]
         passing_on = [peer for peer in found if not peer.origin]

@@ -13,6 +13,7 @@ from broker.connection.connection import Connection
 from broker.weights.peers.registry import RENEW_S, Peer, PeerRegistry, find_host, is_loopback
 from broker.weights.peers.server import PeerServer
 from broker.weights.peers.shelf import Item, Shelf
+from broker.weights.peers.wire import SILENCE_S
 from schemas.config.trainer import PeerConfig
 from schemas.errors import InfraError
 
@@ -35,7 +36,8 @@ class PeerNode:
         everywhere = "::" if ":" in self._host else "0.0.0.0"
         bound = self._host if is_loopback(self._host) else everywhere
         self._key = b""
-        self._server = PeerServer(self._shelf, bound, settings.port, lambda: self._key)
+        self._keyed = threading.Event()
+        self._server = PeerServer(self._shelf, bound, settings.port, self._wait_key)
         self._begun = False
         self._stop = threading.Event()
         self._wake = threading.Event()
@@ -52,10 +54,15 @@ class PeerNode:
         """Connections of readers that are open now."""
         return self._server.connections
 
-    def put(self, name: str, path: Path, size: int) -> None:
-        """Serve a whole payload; who looks for it finds us when this returns. InfraError: no file, or no broker."""
+    def put(self, name: str, path: Path, size: int, at_once: bool = True) -> None:
+        """Serve a whole payload. at_once: who looks for it finds us when this returns, else within a moment.
+
+        InfraError when there is no such file, and with ``at_once`` when there is no broker.
+        """
         self._shelf.put(name, path, size)
-        self._announce()
+        if at_once:
+            self._announce(once=False)
+        self._wake.set()
         self._begin()
 
     def begin(self, name: str, path: Path, size: int) -> Item:
@@ -85,9 +92,14 @@ class PeerNode:
             self._shelf.remove(name)
         try:
             with self._announcing:
-                self.registry.announce(self._record(), lease_s=0)
+                self.registry.announce(self._record(), lease_s=0, once=True)
         except InfraError as error:
             log.debug("could not sign off", error=str(error))
+
+    def _wait_key(self) -> bytes:
+        """The run's key: others may find us in the broker before its answer is here."""
+        self._keyed.wait(SILENCE_S)
+        return self._key
 
     def _begin(self) -> None:
         if not self._begun:
@@ -98,17 +110,18 @@ class PeerNode:
     def _record(self) -> Peer:
         return Peer(self.id, self._host, self._server.port, socket.gethostname(), self._origin, self._shelf.names())
 
-    def _announce(self) -> None:
+    def _announce(self, once: bool) -> None:
         with self._announcing:
             if not self._stop.is_set():
-                self._key = self.registry.announce(self._record())
+                self._key = self.registry.announce(self._record(), once=once)
+                self._keyed.set()
 
     def _renew(self) -> None:
         while not self._stop.is_set():
             self._wake.wait(RENEW_S)
             self._wake.clear()
             try:
-                self._announce()
+                self._announce(once=True)
             except InfraError as error:
                 # It comes again by itself; until then those who know us go on.
                 log.warning("a peer's lease could not be renewed", error=str(error))

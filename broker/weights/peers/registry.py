@@ -43,15 +43,15 @@ class PeerRegistry:
         self._connection = connection
         refuse_tls(connection.url)
 
-    def announce(self, peer: Peer, lease_s: int = LEASE_S) -> bytes:
-        """Note a peer for ``lease_s`` seconds, 0: it leaves; returns the run's key. Tried once: it is renewed."""
+    def announce(self, peer: Peer, lease_s: int = LEASE_S, once: bool = False) -> bytes:
+        """Note a peer for ``lease_s`` seconds, 0: it leaves; returns the run's key. once: it comes again by itself."""
+        run = self._connection.run_script_once if once else self._connection.run_script
         record = msgspec.msgpack.encode(peer)
-        found = self._connection.run_script_once("announce_peer", peer.id, record, lease_s, secrets.token_hex(32))
-        return bytes(found)
+        return bytes(run("announce_peer", peer.id, record, lease_s, secrets.token_hex(32)))
 
-    def find(self) -> tuple[bytes, list[Peer]]:
+    def find(self, once: bool = False) -> tuple[bytes, list[Peer]]:
         """The run's key, and all peers whose lease goes on. A record that can't be read is another release's."""
-        key, *records = self._connection.run_script("find_peers")
+        key, *records = (self._connection.run_script_once if once else self._connection.run_script)("find_peers")
         peers = []
         for record in records:
             try:

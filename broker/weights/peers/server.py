@@ -27,7 +27,7 @@ log = structlog.get_logger()
 class PeerServer:
     """Serves a shelf at ``host``:``port`` from ``start`` to ``close``; port 0 takes a free one.
 
-    key: gives the run's key. sent_bytes: what left it so far.
+    key: gives the run's key, waiting for it if need be. sent_bytes: what left it so far.
     """
 
     def __init__(self, shelf: Shelf, host: str, port: int, key: Callable[[], bytes]) -> None:
@@ -101,21 +101,30 @@ class PeerServer:
         try:
             stream.settimeout(SILENCE_S)
             stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            if not (key := self._key()):
-                raise PeerError("the run's key is not known yet")
-            admit(stream, key)
+            self._admit(stream)
             while not self._stop.is_set():
                 stream.settimeout(IDLE_S)
                 question = receive(stream, questions)
                 stream.settimeout(SILENCE_S)
                 self._answer(stream, question)
-        except (OSError, PeerError) as error:
-            log.debug("a peer left", error=str(error))
+        except (OSError, PeerError):
+            # A reader has what it wanted, or is gone: it asks anew if it is not.
+            pass
         finally:
             with self._lock:
                 self._streams.discard(stream)
             stream.close()
             self._places.release()
+
+    def _admit(self, stream: socket.socket) -> None:
+        """Let in who knows the run's key; PeerError for anybody else, which is told to people."""
+        try:
+            if not (key := self._key()):
+                raise PeerError("the run's key is not known yet")
+            admit(stream, key)
+        except PeerError as error:
+            log.warning("a connection for weights was refused", error=str(error))
+            raise
 
     def _answer(self, stream: socket.socket, question: Have | Get) -> None:
         item = self._shelf.find(question.name)

@@ -86,6 +86,7 @@ class PeerReader:
     def __init__(self, connection: Connection, node: PeerNode | None = None) -> None:
         self._registry = node.registry if node is not None else PeerRegistry(connection)
         self._node = node
+        self._download: Download | None = None
 
     def holds(self, payloads: Sequence[Payload]) -> bool:
         _, peers = self._registry.find()
@@ -107,7 +108,8 @@ class PeerReader:
         item = self._node.begin(name, aside, payload.size) if self._node is not None else None
         reader, streams = (self._node.id, self._node.streams) if self._node is not None else ("reader", 1)
         try:
-            Download(payload, name, aside, self._registry, reader, streams).run(item)
+            self._download = Download(payload, name, aside, self._registry, reader, streams)
+            self._download.run(item)
             os.replace(aside, target)
         except BaseException as error:
             if self._node is not None:
@@ -129,7 +131,7 @@ class PeerReader:
     def offer(self, payload: Payload, path: Path) -> None:
         """Serve a whole state that was made of another one and deltas."""
         if self._node is not None and _name(payload.uri) not in self._node.names():
-            self._node.put(_name(payload.uri), path, payload.size)
+            self._node.put(_name(payload.uri), path, payload.size, at_once=False)
 
     def withdraw(self) -> None:
         """Serve no whole state: its file is about to be changed or deleted."""
@@ -139,7 +141,9 @@ class PeerReader:
                     self._node.remove(name)
 
     def close(self) -> None:
-        """Serve no more."""
+        """Serve no more, and give up what is being fetched."""
+        if self._download is not None:
+            self._download.abandon()
         if self._node is not None:
             self._node.close()
 

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import pytest
@@ -31,13 +32,15 @@ from tests.support.trainer_sessions import take_over
 pytestmark = pytest.mark.integration
 
 CHUNKS = 12
+T = TypeVar("T", PeerOrigin, PeerReader)
 
 
 class Run:
     """A trainer that has published ``data`` as version 1, and generators, each with a connection of its own."""
 
     def __init__(self, make_broker: Callable[..., Broker], folder: Path, stack: contextlib.ExitStack) -> None:
-        self._make_broker, self._folder, self._stack = make_broker, folder, stack
+        self._make_broker, self.folder, self._stack = make_broker, folder, stack
+        self.readers: list[PeerReader] = []
         self.broker = make_broker()
         self.term = take_over(self.broker).leader_term
         self.data = np.random.default_rng(0).bytes(CHUNKS * CHUNK_BYTES - 17)
@@ -56,13 +59,14 @@ class Run:
         return newest
 
     def start_trainer(self) -> PeerOrigin:
-        return self._closing(PeerOrigin(self.broker.connection, self._folder / "out", PeerConfig()))
+        return self._closing(PeerOrigin(self.broker.connection, self.folder / "out", PeerConfig()))
 
     def generator(self, name: str) -> tuple[LocalWeights, PeerNode]:
         broker = self._make_broker(self.broker.connection.keys.run)
         node = PeerNode(broker.connection, name, PeerConfig(streams=2))
-        broker.weights.serve(self._closing(PeerReader(broker.connection, node)))
-        return LocalWeights(broker.weights, self._folder / name), node
+        self.readers.append(self._closing(PeerReader(broker.connection, node)))
+        broker.weights.serve(self.readers[-1])
+        return LocalWeights(broker.weights, self.folder / name), node
 
     def fetch(self, name: str) -> PeerNode:
         """A generator that has fetched the version, and serves it."""
@@ -82,7 +86,7 @@ class Run:
         peer = Peer("other", host, port, machine or socket.gethostname(), False, [name])
         PeerRegistry(self.broker.connection).announce(peer, LEASE_S)
 
-    def _closing(self, peer: PeerOrigin | PeerReader) -> PeerOrigin | PeerReader:
+    def _closing(self, peer: T) -> T:
         return self._stack.enter_context(contextlib.closing(peer))
 
 
@@ -162,6 +166,17 @@ def test_a_peer_that_does_not_answer_is_gone_around(run: Run, behaviour: str, mo
         if behaviour == "refused":
             listener.close()
         run.fetch("g0")
+
+
+def test_a_fetch_is_given_up_when_its_process_ends(run: Run) -> None:
+    run.origin.close()
+    copy, _ = run.generator("g0")
+    with ThreadPoolExecutor(1) as threads:
+        fetching = threads.submit(copy.fetch, run.manifest)
+        until(lambda: (run.folder / "g0" / "whole.part").exists(), "it has begun")
+        run.readers[0].close()
+        with pytest.raises(InfraError, match="given up, because this process ends"):
+            fetching.result(10)
 
 
 def test_only_who_knows_the_runs_key_is_served(run: Run) -> None:
