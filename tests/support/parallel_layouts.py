@@ -19,6 +19,7 @@ from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM, Qwen3Mo
 from consumers.trainer.data.load_balancing import shares
 from consumers.trainer.distributed.parts import local_part
 from consumers.trainer.distributed.ranks import Ranks
+from consumers.trainer.metrics.expert_load import ExpertLoad
 from consumers.trainer.model.activations import Checkpointing, save_activations
 from consumers.trainer.model.policy import Policy
 from schemas.config import ParallelConfig
@@ -88,10 +89,11 @@ def run_layouts(report: Path) -> None:
 
 
 def run_case(case: Case, ranks: Ranks) -> dict[str, Any]:
-    wanted, wanted_norm, whole_bytes = reference(case) if ranks.is_main else ({}, 1.0, 1)
+    wanted, wanted_norm, whole_bytes, wanted_load = reference(case) if ranks.is_main else ({}, 1.0, 1, {})
     policy = Policy(make_model(case))
     save_activations(policy.causal_lm, case.checkpointing, case.offload)
     policy = ranks.prepare(policy)
+    load = ExpertLoad(policy)
     dealt = shares(
         LENGTHS[: case.rows], LENGTHS[: case.rows], ranks.dp_size, MICRO_BATCH_TOKENS * ranks.layout.context
     )[ranks.dp_rank]
@@ -113,17 +115,20 @@ def run_case(case: Case, ranks: Ranks) -> dict[str, Any]:
         "clipped": clipped,
         "micro_batches": len(dealt),
         "share": sum(local_part(p).nbytes for p in policy.parameters()) / whole_bytes,
+        "load": load.result(ranks.sum_over_ranks),
+        "wanted_load": wanted_load,
     }
 
 
-def reference(case: Case) -> tuple[dict[str, Tensor], float, int]:
-    """Gradients by name in one process, their norm, and the bytes of all parameters."""
+def reference(case: Case) -> tuple[dict[str, Tensor], float, int, dict[str, float]]:
+    """Gradients by name in one process, their norm, the bytes of all parameters, and the load of experts."""
     policy = Policy(make_model(case))
+    load = ExpertLoad(policy)
     for row in range(case.rows):
         loss_of(policy, [row]).backward()
     gradients = {name: p.grad for name, p in policy.named_parameters() if p.grad is not None}
     norm = float(torch.nn.utils.get_total_norm(gradients.values()))
-    return gradients, norm, sum(p.nbytes for p in policy.parameters())
+    return gradients, norm, sum(p.nbytes for p in policy.parameters()), load.result(lambda counts: counts)
 
 
 def make_model(case: Case) -> PreTrainedModel:

@@ -37,6 +37,16 @@ def test_the_gradient_is_that_of_one_process(found: dict[str, Any], name: str) -
         assert case["micro_batches"] >= 3, "a gradient is summed over several"
 
 
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.experts])
+def test_the_load_of_experts_is_that_of_one_process(found: dict[str, Any], name: str) -> None:
+    """However tokens and experts are dealt. Where tokens are cut, those that fill a micro-batch up count too."""
+    load = found[name]["load"]
+    assert load.keys() == {"expert_load_max", "experts_unused"}
+    filled = "context" in CASES[name].parallel
+    assert load == pytest.approx(found[name]["wanted_load"], rel=0.05 if filled else 1e-6)
+    assert load["expert_load_max"] > 1
+
+
 @pytest.mark.parametrize("name", EVENLY_CUT)
 def test_a_rank_holds_its_share_of_all_parameters(found: dict[str, Any], name: str) -> None:
     """A quarter of the whole, but for norms, which are not cut by tensor parallelism, and are small."""
