@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import shlex
+import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -14,9 +16,21 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 
 app = typer.Typer(
     name="bench",
-    help="Measure the broker, weights on their way, generation, agents, rewards, the control plane, a trainer's step.",
     no_args_is_help=True,
 )
+
+
+@app.callback()
+def set_up_logs() -> None:
+    """Measure the broker, weights on their way, generation, agents, rewards, the control plane, a trainer's step."""
+    import structlog
+
+    # Standard output is the result's.
+    structlog.configure(
+        wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING),
+        logger_factory=structlog.WriteLoggerFactory(file=sys.stderr),
+    )
+
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]
 Url = Annotated[
@@ -220,6 +234,10 @@ def generator(
     server: Annotated[
         str, typer.Option(help="With http: the program that launches it, as generator.http.command.")
     ] = "",
+    model: Annotated[
+        Path | None, typer.Option(help="Folder of the model; a random one of a million parameters by default.")
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="Type that it computes in.")] = "float32",
     url: Url = None,
     as_json: Json = False,
 ) -> None:
@@ -232,9 +250,8 @@ def generator(
     with _progress() as progress:
         bar = progress.add_task("rounds", total=rounds + 1)
         command = shlex.split(server) or None
-        row = measure(
-            concurrency, samples, group, tokens, rounds, lambda n: progress.advance(bar, n), url, engine, command
-        )
+        told = partial(progress.advance, bar)
+        row = measure(concurrency, samples, group, tokens, rounds, told, url, engine, command, model, dtype)
     if as_json:
         report.print_json("generator", [row])
     else:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import math
 import shutil
 import tempfile
 import time
@@ -25,6 +26,7 @@ from deploy.bench.processes import describe, serving
 from deploy.bench.workload import ENDLESS
 from producers.engines.base import EngineSettings
 from producers.engines.factory import make_engine
+from producers.engines.weight_files import read_shapes
 from producers.generator.service import Generator
 from schemas.config import parse_config
 from schemas.errors import ConfigError, InfraError
@@ -56,17 +58,15 @@ Ask = Callable[[int, str], Awaitable[int]]
 """Has the prompt of an index completed, under a name, and returns how many tokens came."""
 
 
-def build(folder: Path, max_length: int) -> int:
-    """Write a random Qwen2 with a byte tokenizer to ``folder``; returns its number of parameters."""
+def build(folder: Path, max_length: int) -> None:
+    """Write a random Qwen2 with a byte tokenizer to ``folder``."""
     from transformers.utils import logging
 
     from deploy.offline.tiny_model import byte_tokenizer, write_tiny_model
 
     logging.disable_progress_bar()
     tokenizer = byte_tokenizer(["<pad>", "<eos>"], pad_token="<pad>", eos_token="<eos>")
-    return write_tiny_model(
-        folder, tokenizer, 0, hidden=128, intermediate=512, layers=4, heads=4, max_length=max_length
-    )
+    write_tiny_model(folder, tokenizer, 0, hidden=128, intermediate=512, layers=4, heads=4, max_length=max_length)
 
 
 def measure(
@@ -79,11 +79,14 @@ def measure(
     url: str | None = None,
     engine: str = "vllm",
     command: list[str] | None = None,
+    model: Path | None = None,
+    dtype: str = "float32",
 ) -> dict[str, Any]:
     """Measure one row: medians over ``rounds`` of both, in turns, after one round of each that does not count.
 
     samples: of one round, in groups of ``group``, each of up to ``tokens`` generated tokens. engine: vllm, or the
-    dialect of a server that is launched, http-vllm or http-sglang, with ``command`` if that is given.
+    dialect of a server that is launched, http-vllm or http-sglang, with ``command`` if that is given. model: a folder
+    with a Qwen2, by default a random one of a million parameters.
     """
     if engine == "vllm" and importlib.util.find_spec("vllm") is None:
         raise ConfigError("bench generator --engine vllm measures vLLM, which is not installed")
@@ -91,8 +94,9 @@ def measure(
     setting = {"engine": "http", "http": {"dialect": dialect, "command": command}} if dialect else {"engine": engine}
     with tempfile.TemporaryDirectory(prefix="tidemill-bench-") as name, serving(url, "everysec") as server:
         folder = Path(name)
-        parameters = build(folder / "model", max_length=PROMPT + tokens + 1)
-        bench = Bench(folder, server, concurrency, group, tokens, setting)
+        if model is None:
+            build(model := folder / "model", max_length=PROMPT + tokens + 1)
+        bench = Bench(folder, server, concurrency, group, tokens, setting, model, dtype)
         pairs = asyncio.run(bench.run(samples // group, rounds, advance))
         ratios = sorted(ours.per_s / bare.per_s for bare, ours in pairs)
         return {
@@ -100,7 +104,8 @@ def measure(
             "samples": samples // group * group,
             "group": group,
             "tokens": tokens,
-            "parameters": parameters,
+            "parameters": sum(math.prod(shape) for shape in read_shapes(model).values()),
+            "dtype": dtype,
             "rounds": rounds,
             "bare_tokens_per_s": median(bare.per_s for bare, _ in pairs),
             "tokens_per_s": median(ours.per_s for _, ours in pairs),
@@ -118,16 +123,26 @@ class Bench:
     """A run with one generator and nobody else. setting: of ``generator``, which engine."""
 
     def __init__(
-        self, folder: Path, url: str, concurrency: int, group: int, tokens: int, setting: dict[str, Any]
+        self,
+        folder: Path,
+        url: str,
+        concurrency: int,
+        group: int,
+        tokens: int,
+        setting: dict[str, Any],
+        model: Path,
+        dtype: str,
     ) -> None:
         self._folder = folder
+        self._model = model
+        self._dtype = dtype
         self._concurrency = concurrency
         self._group = group
         self._sampling = Sampling(max_tokens=tokens)
         self._config = parse_config(self._settings(url, tokens, setting))
         self._broker = Broker.connect(self._config)
         length, generator = self._config.model.max_length, self._config.generator
-        settings = EngineSettings(str(folder / "model"), "float32", length, concurrency, http=generator.http)
+        settings = EngineSettings(str(model), dtype, length, concurrency, http=generator.http)
         self._engine: Any = make_engine(generator.engine, settings, folder)
         self._next = 0
         self.release = ""
@@ -135,7 +150,7 @@ class Bench:
     def _settings(self, url: str, tokens: int, setting: dict[str, Any]) -> dict[str, Any]:
         return {
             "run": {"name": f"bench-generator-{time.time_ns()}", "folder": str(self._folder / "run")},
-            "model": {"path": str(self._folder / "model"), "dtype": "float32", "max_length": PROMPT + tokens + 1},
+            "model": {"path": str(self._model), "dtype": self._dtype, "max_length": PROMPT + tokens + 1},
             "train": {"name": "arithmetic"},
             "sampling": {"n": self._group, "max_tokens": tokens},
             "reward": {"terms": [{"name": "exact"}]},
@@ -173,7 +188,7 @@ class Bench:
             TakeoverRequest(batch=groups, staleness=0, window=1, steps=ENDLESS, max_uncommitted=1)
         ).leader_term
         file = self._folder / "weights.safetensors"
-        shutil.copyfile(self._folder / "model" / "model.safetensors", file)
+        shutil.copyfile(self._model / "model.safetensors", file)
         self._broker.weights.publish(
             make_transport(self._broker.connection, "file", self._folder / "weights"),
             file,

@@ -200,3 +200,10 @@ def test_an_overlap_run_on_the_broker_keeps_the_bound_and_gives_the_figures_of_i
     assert measured["measured_steps"] >= 1
     assert measured["measured_tokens_per_s"] > 0
     assert measured["measured_oldest"] <= 1
+
+
+def test_what_weights_log_is_not_in_the_result() -> None:
+    """Peers log each connection that ends."""
+    done = CliRunner().invoke(app, ["weights", "--models", "1M", "--transports", "peer", "--rounds", "1", "--json"])
+    assert done.exit_code == 0, done.output
+    assert json.loads(done.stdout)["rows"][0]["bytes_full"] > 0

@@ -1,0 +1,187 @@
+"""Trainer, generator, weights and the GSM8K recipe on this machine's GPUs: ``python -m benchmarks.gpu OUT``.
+
+Each case is a process of its own with a deadline, so that one that fails or hangs costs only its own row, and its
+memory is its own. Results are kept in OUT/results.jsonl as they come: started again, only what is missing or failed is
+measured. Without a GPU every case runs with a tiny model on the CPU: that shows that the command works, and no speed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from benchmarks.gpu.table import table
+from deploy.launchers.gpus import Gpu, find_gpus
+
+PARTS = ("trainer", "generator", "weights", "recipe")
+CASE_DEADLINE_S = 900.0
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row of the result. command: arguments of this Python; its last line, or all it prints, is a JSON object."""
+
+    part: str
+    name: str
+    command: Sequence[str]
+    model: str = ""
+    """Shape of the model that has to be in OUT/SHAPE before."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="benchmarks/gpu.sh", description=__doc__.split("\n")[0] if __doc__ else "")
+    parser.add_argument("out", type=Path, help="folder for models, runs, results.jsonl and table.md")
+    parser.add_argument("--data", type=Path, help="folder with train.jsonl and test.jsonl of GSM8K; needed by recipe")
+    parser.add_argument("--parts", default=",".join(PARTS), help="some of %(default)s")
+    parser.add_argument("--steps", type=int, default=12, help="steps of the recipe, of which the later half count")
+    options = parser.parse_args()
+    parts = options.parts.split(",")
+    if unknown := [part for part in parts if part not in PARTS]:
+        parser.error(f"--parts: {unknown[0]!r} is not one of {', '.join(PARTS)}")
+    if "recipe" in parts and (options.data is None or not (options.data / "train.jsonl").is_file()):
+        parser.error("the part recipe needs --data FOLDER with train.jsonl and test.jsonl, or --parts without it")
+    gpus = find_gpus()
+    cases = [case for case in list_cases(options.out, gpus, options.data, options.steps) if case.part in parts]
+    run_all(cases, options.out, gpus)
+
+
+def list_cases(out: Path, gpus: Sequence[Gpu], data: Path | None, steps: int) -> list[Case]:
+    """What this machine can run: tiny models without a GPU, 7B as an adapter where a GPU has 70 GB or more."""
+    cases: list[Case] = []
+    shapes = ("0.5B", "1.5B") if gpus else ("tiny",)
+    batch = ["samples=128", "mean=400", "bare=true"] if gpus else ["samples=16", "mean=30", "micro_batch_tokens=2048"]
+    variants: dict[str, list[str]] = {"": [], "compile": ["compile=true"]}
+    if gpus:
+        variants["checkpointing"] = ["activation_checkpointing=true"]
+    trainers = [(shape, name, extra) for shape in shapes for name, extra in variants.items()]
+    if any((gpu.memory_gb or 0) >= 70 for gpu in gpus):
+        trainers.append(("7B", "LoRA", ['lora={"rank": 32}', "activation_checkpointing=true"]))
+    for shape, name, extra in trainers:
+        command = ["-m", "benchmarks.gpu.trainer_step", shape, str(out / shape), *batch, *extra]
+        cases.append(Case("trainer", f"{shape} {name}".strip(), command))
+    for shape in shapes:
+        size = ["--concurrency", "256", "--samples", "1024", "--tokens", "512", "--rounds", "3"]
+        size = size if gpus else ["--concurrency", "8", "--samples", "16", "--tokens", "16", "--rounds", "1"]
+        model = ["--model", str(out / shape), "--dtype", "bfloat16" if gpus else "float32", "--json"]
+        cases.append(Case("generator", shape, ["-m", "deploy.cli", "bench", "generator", *size, *model], shape))
+    for size, engine in (("500M", "vllm"),) if gpus else (("1M", "transformers"),):
+        for kind in ("file", "peer"):
+            chosen = ["--models", size, "--transports", kind, "--rounds", "3", "--engine", engine, "--json"]
+            cases.append(Case("weights", f"{size} {kind}", ["-m", "deploy.cli", "bench", "weights", *chosen]))
+    if data is not None:
+        for shape, name, extra in list_recipes(gpus):
+            command = ["-m", "benchmarks.gpu.recipe", shape, str(out / f"recipe-{shape}"), str(steps), str(data)]
+            cases.append(Case("recipe", f"{shape} {name}", [*command, *extra]))
+    return cases
+
+
+def list_recipes(gpus: Sequence[Gpu]) -> list[tuple[str, str, list[str]]]:
+    """Shape, name and settings of the whole runs."""
+    if not gpus:
+        small = ["sampling.max_tokens=16", "eval.sampling.max_tokens=16", "trainer.batch_groups=4"]
+        engine = ["generator.engine=transformers", "generator.args={}", "model.dtype=float32"]
+        return [("tiny", "CPU", [*small, *engine])]
+    if len(gpus) == 1:
+        return [("0.5B", "1 GPU", []), ("1.5B", "1 GPU", [])]
+    share = ["generator.args.gpu_memory_utilization=0.9"]
+    half = len(gpus) // 2
+    split = [*share, f"trainer.processes={half}", f"generator.replicas={len(gpus) - half}"]
+    return [("0.5B", f"{len(gpus)} GPUs", split), ("1.5B", f"{len(gpus)} GPUs", split)]
+
+
+def run_all(cases: Sequence[Case], out: Path, gpus: Sequence[Gpu]) -> None:
+    """Measure what is missing, and write the table."""
+    out.mkdir(parents=True, exist_ok=True)
+    results = out / "results.jsonl"
+    rows = [json.loads(line) for line in results.read_text().splitlines()] if results.is_file() else []
+    known = {(row["part"], row["name"]) for row in rows if "failed" not in row}
+    missing = [case for case in cases if (case.part, case.name) not in known]
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console) as progress, results.open("a", encoding="utf-8") as file:
+        bar = progress.add_task("cases", total=len(missing))
+        for case in missing:
+            progress.update(bar, description=f"{case.part} {case.name}")
+            row = {"part": case.part, "name": case.name, **measure(case, out)}
+            rows.append(row)
+            file.write(json.dumps(row) + "\n")
+            file.flush()
+            if "failed" in row:
+                progress.console.print(f"{case.part} {case.name} failed: {row['failed']}")
+            progress.advance(bar)
+    text = f"{describe(gpus)}\n\n{table(newest(rows))}"
+    (out / "table.md").write_text(text, encoding="utf-8")
+    print(text)
+
+
+def newest(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Of each case the row that was measured last."""
+    return list({(row["part"], row["name"]): row for row in rows}.values())
+
+
+def measure(case: Case, out: Path) -> dict[str, Any]:
+    """The figures of one case; ``failed`` says why there are none, and names the log."""
+    log = out / f"{case.part}-{case.name.replace(' ', '-')}.log"
+    try:
+        with log.open("w", encoding="utf-8") as errors:
+            if case.model:
+                # In a process of its own, since a process that has used a GPU keeps some of its memory.
+                make = [sys.executable, "-m", "benchmarks.gpu.shapes", str(out / case.model), case.model]
+                subprocess.run(make, stdout=errors, stderr=errors, timeout=CASE_DEADLINE_S, check=True)
+            done = subprocess.run(
+                [sys.executable, *case.command],
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+                timeout=CASE_DEADLINE_S,
+                check=False,
+            )
+    except subprocess.CalledProcessError as error:
+        return {"failed": f"no model was made, exit code {error.returncode}, see {log}"}
+    except subprocess.TimeoutExpired:
+        return {"failed": f"not done within {CASE_DEADLINE_S:.0f} s, see {log}"}
+    if done.returncode:
+        return {"failed": f"exit code {done.returncode}, see {log}"}
+    try:
+        # A benchmark prints one object over many lines, the modules here one line after what libraries print.
+        printed = done.stdout.strip()
+        found: dict[str, Any] = json.loads(printed if printed.startswith("{") else printed.splitlines()[-1])
+    except (json.JSONDecodeError, IndexError):
+        return {"failed": f"it printed no figures, see {log}"}
+    return found["rows"][0] if "rows" in found else found
+
+
+def describe(gpus: Sequence[Gpu]) -> str:
+    """The machine and what runs on it, in one line."""
+    import torch
+
+    card = f"{len(gpus)} x {torch.cuda.get_device_name()}" if torch.cuda.is_available() else "no GPU, tiny models"
+    return (
+        f"{time.strftime('%Y-%m-%d')}, {card}, CUDA {torch.version.cuda}, torch {torch.__version__},"
+        f" vllm {_version('vllm')}, Python {platform.python_version()}, tidemill {_version('tidemill')}"
+    )
+
+
+def _version(package: str) -> str:
+    for name in (package, f"{package}-cpu"):
+        try:
+            return version(name)
+        except ModuleNotFoundError:
+            continue
+    return "none"
+
+
+if __name__ == "__main__":
+    main()

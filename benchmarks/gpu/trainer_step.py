@@ -1,0 +1,176 @@
+"""The trainer's whole step on one device: tokens a second, share of the hardware's peak, and memory beside its formula.
+
+``python -m benchmarks.gpu.trainer_step SHAPE FOLDER [SETTING=VALUE ...]`` prints one JSON line. ``limit`` is forward
+and backward of the same packed tokens through the bare model with the plainest cross-entropy, and no optimizer, where
+that fits in memory.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import random
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from transformers import Qwen2ForCausalLM
+
+from benchmarks.gpu.shapes import SHAPES, make_model
+from consumers.trainer.data.microbatches import Group
+from consumers.trainer.metrics.throughput import device_name, peak_flops
+from consumers.trainer.model.packing import choose_kernel, pack, switch_to_packing
+from consumers.trainer.step.build import build_train_step
+from deploy.machine.memory import GB, model_size, trainer_need
+from schemas.codec import Array
+from schemas.config import parse_config
+from schemas.messages import Span, Trajectory
+
+GROUP = 8
+LONGEST = 2048
+ROUNDS = 5
+
+
+def make_groups(samples: int, mean: float, vocabulary: int) -> list[Group]:
+    """Trajectories of log-normal lengths with this mean, 100 tokens of prompt, rewards of 0 and 1."""
+    rng = random.Random(0)
+    groups = []
+    for task_id in range(samples // GROUP):
+        members = []
+        for sample in range(GROUP):
+            completion = min(LONGEST - 100, max(16, int(mean * rng.lognormvariate(-0.32, 0.8))))
+            length = 100 + completion
+            trajectory = Trajectory(
+                run="bench",
+                task_id=task_id,
+                sample=sample,
+                kind="train",
+                tokens=Array.of([rng.randrange(3, vocabulary) for _ in range(length)], "i4"),
+                loss_mask=Array.of([0] * 100 + [1] * completion, "u1"),
+                logprobs=Array.of([0.0] * 100 + [-12.0] * completion, "f4"),
+                spans=[Span(0, 100, length)],
+                turns=[],
+                finish="stop",
+                prompt="",
+                completion="",
+                generator="bench",
+            )
+            members.append((trajectory, float(rng.random() < 0.5)))
+        groups.append(Group(task_id, members))
+    return groups
+
+
+def timed(work: Callable[[], Any], rounds: int) -> list[float]:
+    """Seconds of each round, after one that does not count."""
+    seconds = []
+    for _ in range(rounds + 1):
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        started = time.perf_counter()
+        work()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - started)
+    return seconds[1:]
+
+
+def measure(
+    shape: str, folder: Path, overrides: dict[str, Any], samples: int, mean: float, bare: bool
+) -> dict[str, Any]:
+    """One row. overrides: settings below ``trainer``."""
+    make_model(folder, shape)
+    config = parse_config(
+        {
+            "model": {"path": str(folder), "dtype": "bfloat16", "max_length": LONGEST},
+            "train": {"name": "arithmetic"},
+            "reward": {"terms": [{"name": "exact"}]},
+            "sampling": {"n": GROUP, "max_tokens": LONGEST - 100},
+            "trainer": {"micro_batch_tokens": 16384, **overrides},
+        }
+    )
+    groups = make_groups(samples, mean, SHAPES[shape]["vocab_size"])
+    tokens = sum(len(t.tokens) for group in groups for t, _ in group.samples)
+    step = build_train_step(config)
+    phases: list[dict[str, float]] = []
+    flops: list[float] = []
+
+    def run() -> None:
+        batch = step.planner.plan(groups).batch()
+        result = step.run(batch, version=0)
+        phases.append(dict(result.seconds))
+        flops.append(float(result.metrics["forward_flops"]))
+
+    on_gpu = torch.cuda.is_available()
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats()
+    seconds = timed(run, ROUNDS)
+    peak = torch.cuda.max_memory_allocated() / GB if on_gpu else None
+    size = model_size(json.loads((folder / "config.json").read_text()))
+    need = trainer_need(config, size, None) if size else None
+    best_possible = peak_flops(device_name())
+    row: dict[str, Any] = {
+        "shape": shape,
+        "settings": overrides,
+        "device": device_name() or "cpu",
+        "kernel": choose_kernel(step.policy.device, torch.bfloat16),
+        "packed": step.policy.packed,
+        "samples": samples,
+        "tokens": tokens,
+        "seconds": median(seconds),
+        "tokens_per_s": tokens / median(seconds),
+        "mfu": 3 * flops[-1] / median(seconds) / best_possible if best_possible else None,
+        "phases": {name: round(median(p[name] for p in phases[1:]), 4) for name in phases[-1]},
+        "peak_gb": peak,
+        "formula_gb": need.total if need else None,
+        "formula": dict(need.parts) if need else None,
+    }
+    if bare:
+        micro_batches, device = step.planner.plan(groups).batch().micro_batches, step.policy.device
+        del step, run
+        gc.collect()
+        if on_gpu:
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+        row |= bare_limit(folder, micro_batches, device, tokens)
+    return row
+
+
+def bare_limit(folder: Path, micro_batches: Sequence[Any], device: torch.device, tokens: int) -> dict[str, Any]:
+    """Forward and backward through the bare model in bfloat16 on the same packs."""
+    model: Any = Qwen2ForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).to(device)
+    switch_to_packing(model)
+    packed = []
+    for micro in micro_batches:
+        moved = micro.to(device)
+        found = pack(moved.tokens[:, :-1], moved.lengths)
+        packed.append((found, moved.targets[found.rows]))
+
+    def run() -> None:
+        model.zero_grad(set_to_none=True)
+        for found, targets in packed:
+            logits = model(**found.arguments(), use_cache=False).logits[0]
+            F.cross_entropy(logits, targets).backward()
+
+    try:
+        seconds = timed(run, ROUNDS)
+    except torch.cuda.OutOfMemoryError:
+        return {"limit": "out of memory"}
+    peak = torch.cuda.max_memory_allocated() / GB if torch.cuda.is_available() else None
+    return {"limit_tokens_per_s": tokens / median(seconds), "limit_peak_gb": peak}
+
+
+def main() -> None:
+    shape, folder, *settings = sys.argv[1:]
+    values = {name: json.loads(value) for name, value in (text.split("=", 1) for text in settings)}
+    samples, mean = int(values.pop("samples", 64)), float(values.pop("mean", 400))
+    bare = bool(values.pop("bare", False))
+    print(json.dumps(measure(shape, Path(folder), values, samples, mean, bare)))
+
+
+if __name__ == "__main__":
+    main()
