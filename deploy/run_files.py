@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from schemas.config import TidemillConfig, load_config
 from schemas.errors import ConfigError
+
+if TYPE_CHECKING:
+    from schemas.config import TidemillConfig
 
 CONFIG = "config.yaml"
 SUMMARY = "summary.json"
@@ -43,6 +46,8 @@ def is_run_folder(folder: Path) -> bool:
 
 def config_of(run: str) -> TidemillConfig:
     """The configuration of a run: a YAML file, or the one in effect that ``tidemill up`` left in the run's folder."""
+    from schemas.config import load_config
+
     if run.endswith((".yaml", ".yml")):
         return load_config(run)
     found = [file for folder in (RUNS / run, Path(run)) if (file := folder / CONFIG).is_file()]

@@ -10,8 +10,6 @@ import socket
 from collections.abc import Mapping
 from pathlib import Path
 
-import structlog
-
 from schemas.errors import ConfigError
 from schemas.files import atomic_write
 
@@ -22,8 +20,6 @@ READ_TOKEN = "TIDEMILL_CONTROL_READ_TOKEN"
 """Variable with a second token, for those who may read and order nothing."""
 MIN_TOKEN = 16
 
-log = structlog.get_logger()
-
 
 def announce(folder: Path, url: str) -> None:
     """Write the URL into the run's folder; a folder that can't be written is only logged."""
@@ -31,7 +27,10 @@ def announce(folder: Path, url: str) -> None:
     try:
         atomic_write(file, json.dumps({"url": url, "pid": os.getpid()}))
     except OSError as error:
-        log.warning("cannot say where the control plane listens", file=str(file), error=str(error))
+        # Imported here: those who only look for the address load no logging.
+        import structlog
+
+        structlog.get_logger().warning("cannot say where the control plane listens", file=str(file), error=str(error))
 
 
 def address_of(folder: Path) -> str | None:

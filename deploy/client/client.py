@@ -6,28 +6,20 @@ answers is always preferred: it knows rates, which one look at a broker can't te
 
 from __future__ import annotations
 
-import getpass
 import json
 import os
-import socket
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from http.client import HTTPException
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 from urllib.error import HTTPError, URLError
 from urllib.parse import urlencode
 from urllib.request import ProxyHandler, Request, build_opener
 
 from broker.api.address import address_of, read_token
-from broker.api.routes import views
-from broker.api.routes.views import Search
-from broker.api.status.collector import Collector, PlannedRun
-from broker.api.web.refusal import Refusal
-from broker.client import Broker
 from deploy.client import find
+from deploy.client.find import whoami
 from deploy.run_files import RUNS
-from schemas.config import TidemillConfig, load_config
 from schemas.control_api import (
     Accepted,
     DeadLetters,
@@ -39,20 +31,13 @@ from schemas.control_api import (
     Trajectories,
     TrajectoryDetail,
 )
-from schemas.errors import DataError, InfraError, RefusedError, TidemillError
+from schemas.errors import InfraError, RefusedError, TidemillError
+
+if TYPE_CHECKING:
+    from schemas.config import TidemillConfig
 
 URL = "TIDEMILL_CONTROL_URL"
 ANSWER_S = 30.0
-
-
-def whoami() -> str:
-    """User and machine that give a command, for the timeline."""
-    try:
-        user = getpass.getuser()
-    except (KeyError, OSError):
-        # A container's user may have no name.
-        user = str(os.getuid())
-    return f"{user}@{socket.gethostname()}"
 
 
 class NoControlPlane(InfraError):
@@ -110,6 +95,8 @@ def connect(run: str, url: str | None) -> Client:
     """The control plane of a run, by ``url``, TIDEMILL_CONTROL_URL, or the file it leaves in the run's folder."""
     config: TidemillConfig | None = None
     if run.endswith((".yaml", ".yml")):
+        from schemas.config import load_config
+
         config = load_config(run)
     folder = config.folder if config else RUNS / run
     found = url or os.environ.get(URL) or address_of(folder)
@@ -160,7 +147,11 @@ def open_source(run: str, control: str | None, url: str | None, prefix: str) -> 
         except NoControlPlane:
             if control is not None:
                 raise
-    return Direct(find.find(run, url, prefix), run)
+    broker = find.find(run, url, prefix)
+    # Imported here: a control plane that answers needs nothing of the broker's client.
+    from deploy.client.direct import Direct
+
+    return Direct(broker, run)
 
 
 class ControlPlane:
@@ -196,59 +187,3 @@ class ControlPlane:
     def change(self, wanted: SettingsChange) -> Settings:
         body = wanted.model_dump(exclude_unset=True)
         return Settings.model_validate(self._client.send("PATCH", "/v1/settings", body))
-
-
-class Direct:
-    """A source that reads the broker itself and answers as the control plane would answer."""
-
-    NAME = "command line"
-
-    def __init__(self, broker: Broker, run: str) -> None:
-        self._broker = broker
-        self._collector = Collector(broker, PlannedRun(run))
-
-    def status(self) -> RunStatus:
-        return self._collector.read()
-
-    def timeline(self, limit: int) -> Timeline:
-        return views.timeline(self._broker, limit)
-
-    def letters(self, limit: int) -> DeadLetters:
-        return views.letters(self._broker, limit)
-
-    def letter(self, id: str) -> LetterDetail:
-        with _refusals():
-            return views.letter(self._broker, id)
-
-    def requeue(self, id: str) -> Accepted:
-        with _refusals():
-            changed = views.requeue(self._broker, id, self.NAME, whoami())
-        return views.requeued(changed, self.status().state)
-
-    def drop(self, id: str) -> Accepted:
-        with _refusals():
-            views.drop(self._broker, id, self.NAME, whoami())
-        return views.dropped(self.status().state)
-
-    def trajectories(self, wanted: Mapping[str, Any]) -> Trajectories:
-        search = dict(wanted)
-        limit = int(search.pop("limit"))
-        return views.trajectories(self._broker, Search(**search), limit)
-
-    def trajectory(self, task: int, sample: int) -> TrajectoryDetail:
-        with _refusals():
-            return views.trajectory(self._broker, task, sample, None)
-
-    def change(self, wanted: SettingsChange) -> Settings:
-        with _refusals():
-            views.change(self._broker, wanted, self.NAME, whoami())
-        return self.status().settings
-
-
-@contextmanager
-def _refusals() -> Iterator[None]:
-    """Make a RefusedError of whatever the control plane would answer with a problem."""
-    try:
-        yield
-    except (Refusal, DataError) as error:
-        raise RefusedError(str(error)) from error

@@ -1,29 +1,36 @@
-"""Runs on a broker: finding one, listing and purging them."""
+"""Runs on a broker and in folders: finding one, listing and purging them. The client of the broker is loaded when there
+is one to ask: a run that is over, and a name that is wrong, are told at once."""
 
 from __future__ import annotations
 
+import getpass
 import json
+import os
+import socket
+import time
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import redis
 from rich.console import Console
 from rich.table import Table
 
-from broker.api.status.run_state import LIVE_S
-from broker.client import Broker
-from broker.connection.connection import Connection, check_server_now, find_url, open_client
-from broker.connection.keys import Keys
-from broker.connection.runs import RunInfo, check_schema, list_runs
-from deploy.client.left_runs import LeftRun, date, read_run, read_runs
+from broker.api.files.run_folder import RunFolder
 from deploy.run_files import RUNS
-from schemas.config import BrokerConfig, TidemillConfig, load_config
 from schemas.errors import ConfigError, RefusedError
+from schemas.runs_api import RunHead
 from schemas.urls import hide_password
+
+if TYPE_CHECKING:
+    from broker.client import Broker
+    from broker.connection.runs import RunInfo
+    from schemas.config import TidemillConfig
 
 DEADLINE_S = 5.0
 SOCKET = "broker/broker.sock"
+URLS = ("REDIS_URL", "REDIS_URL_FILE")
+"""Variables that name a server."""
 
 
 class NoSuchRun(ConfigError):
@@ -38,15 +45,36 @@ def find(run: str, url: str | None, prefix: str, *, any_schema: bool = False) ->
     """
     config: TidemillConfig | None = None
     if run.endswith((".yaml", ".yml")):
+        from schemas.config import load_config
+
         config = load_config(run)
         run, prefix = config.run.name, config.broker.prefix
     folder = config.folder if config else RUNS / run
+    named = url or (config and config.broker.url)
+    if not (named or any(map(os.environ.get, URLS))) and not (folder / SOCKET).exists():
+        raise _nowhere(run, folder)
+    return _connect(run, url, prefix, config, folder, any_schema)
+
+
+def _nowhere(run: str, folder: Path) -> NoSuchRun:
+    return NoSuchRun(
+        f"no broker for run {run!r}: no embedded one answers at {folder / SOCKET}; give --url or set REDIS_URL,"
+        " or start the run with `tidemill up`"
+    )
+
+
+def _connect(
+    run: str, url: str | None, prefix: str, config: TidemillConfig | None, folder: Path, any_schema: bool
+) -> Broker:
+    from broker.client import Broker
+    from broker.connection.connection import Connection, check_server_now, find_url
+    from broker.connection.keys import Keys
+    from broker.connection.runs import check_schema, list_runs
+    from schemas.config import BrokerConfig
+
     found = url or find_url(config.broker.url if config else None) or embedded(folder)
     if found is None:
-        raise NoSuchRun(
-            f"no broker for run {run!r}: no embedded one answers at {folder / SOCKET}; give --url or set REDIS_URL,"
-            " or start the run with `tidemill up`"
-        )
+        raise _nowhere(run, folder)
     check_server_now(found)
     settings = BrokerConfig(deadline_s=DEADLINE_S, prefix=prefix)
     broker = Broker(Connection(found, Keys(prefix, run), DEADLINE_S), settings)
@@ -58,20 +86,67 @@ def find(run: str, url: str | None, prefix: str, *, any_schema: bool = False) ->
     return broker
 
 
-def left_run(run: str) -> LeftRun | None:
+def left_run(run: str) -> RunFolder | None:
     """The run as its folder shows it, by its name or its configuration file; None when it left nothing here."""
     if run.endswith((".yaml", ".yml")):
+        from schemas.config import load_config
+
         config = load_config(run)
-        return read_run(config.folder, config.run.name)
-    return read_run(RUNS / run)
+        found = RunFolder(config.folder, config.run.name)
+    else:
+        found = RunFolder(RUNS / run)
+    return found if found.head() is not None else None
+
+
+def left_rows(head: RunHead, summary: dict[str, Any]) -> list[tuple[str, str]]:
+    """A run that no broker has, for people, line by line. summary: what its summary.json holds."""
+    lines = [
+        ("state", f"{head.state}: {head.cause}" if head.cause else head.state),
+        ("step", f"{head.step} of {'?' if head.steps is None else head.steps}"),
+        ("reward", "-" if head.reward is None else f"{head.reward:.4g} in the last step"),
+    ]
+    if head.accuracy is not None:
+        before = "-" if head.accuracy_before is None else f"{head.accuracy_before:.1%}"
+        lines.append(("held-out", f"{before} before, {head.accuracy:.1%} after"))
+    if summary.get("trajectories") is not None:
+        lost, twice = summary.get("trajectories_lost"), summary.get("trajectories_trained_twice")
+        lines.append(("trajectories", f"{summary['trajectories']:,}, {lost} lost, {twice} trained twice"))
+    return [*lines, ("last change", date(head.updated)), ("folder", head.folder)]
+
+
+def left_heads() -> Iterator[RunHead]:
+    """All runs whose folders lie under runs/, by name."""
+    for folder in sorted(RUNS.glob("*")) if RUNS.is_dir() else ():
+        head = RunFolder(folder).head() if folder.is_dir() else None
+        if head is not None:
+            yield head
+
+
+def whoami() -> str:
+    """User and machine that give a command, for the timeline."""
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):
+        # A container's user may have no name.
+        user = str(os.getuid())
+    return f"{user}@{socket.gethostname()}"
+
+
+def date(at: float) -> str:
+    """A time for people."""
+    return time.strftime("%Y-%m-%d %H:%M", time.localtime(at))
 
 
 def embedded(folder: Path) -> str | None:
     """URL of the embedded server in a run's folder, None when there is none that answers."""
-    socket = (folder / SOCKET).resolve()
-    url = f"unix://{socket}"
-    if not socket.exists():
+    file = (folder / SOCKET).resolve()
+    url = f"unix://{file}"
+    if not file.exists():
         return None
+    import redis
+
+    from broker.connection.connection import open_client
+
     try:
         open_client(url).ping()
     except redis.RedisError:
@@ -88,16 +163,26 @@ def size(count: float) -> str:
     return f"{count:.1f} GiB"
 
 
-def show_runs(url: str | None, as_json: bool) -> None:
-    """Runs of one server; without one, of every embedded server under runs/ and of every folder there."""
+def _runs_on_brokers(url: str | None) -> list[RunInfo]:
+    if not (url or any(map(os.environ.get, URLS))) and not any((folder / SOCKET).exists() for folder in RUNS.glob("*")):
+        return []
+    from broker.connection.connection import check_server_now, find_url, open_client
+    from broker.connection.runs import list_runs
+
     found = url or find_url(None)
     urls = [found] if found else [each for folder in sorted(RUNS.glob("*")) if (each := embedded(folder))]
     infos: list[RunInfo] = []
     for each in urls:
         check_server_now(each)
         infos += list_runs(open_client(each))
+    return infos
+
+
+def show_runs(url: str | None, as_json: bool) -> None:
+    """Runs of one server; without one, of every embedded server under runs/ and of every folder there."""
+    infos = _runs_on_brokers(url)
     # A server that is named is asked alone: what lies in this folder may be other runs of the same names.
-    folders = {} if url else {run.name: run for run in read_runs()}
+    folders = {} if url else {run.name: run for run in left_heads()}
     rows: list[dict[str, Any]] = []
     for info in infos:
         left = folders.pop(info.name, None)
@@ -121,6 +206,8 @@ def show_runs(url: str | None, as_json: bool) -> None:
 
 def purge(broker: Broker, run: str, yes: bool, force: bool = False) -> None:
     """Delete a run after asking; RefusedError while its services are alive, unless ``force`` is given."""
+    from broker.api.status.run_state import LIVE_S
+
     alive = broker.heartbeats.list_heard(LIVE_S)
     if alive and not force:
         raise RefusedError(

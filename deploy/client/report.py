@@ -6,7 +6,7 @@ import json
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 from rich.console import Console
@@ -16,8 +16,10 @@ from broker.api.files.evaluations import read_evaluations
 from broker.api.files.logs import list_logs, read_log
 from broker.api.files.run_folder import RunFolder, flatten, mask
 from deploy.run_files import RUNS, config_of
-from schemas.config import TidemillConfig, load_config
 from schemas.errors import ConfigError
+
+if TYPE_CHECKING:
+    from schemas.config import TidemillConfig
 
 LOOK_S = 0.5
 FIGURES = (
@@ -41,6 +43,8 @@ STEPS = 20
 def folder_of(run: str) -> RunFolder:
     """The folder of a run, by its name under runs/, its folder, or its configuration; ConfigError if it is none."""
     if run.endswith((".yaml", ".yml")):
+        from schemas.config import load_config
+
         path = load_config(run).folder
     else:
         path = next((each for each in (RUNS / run, Path(run)) if each.is_dir()), RUNS / run)
@@ -134,6 +138,8 @@ def print_logs(run: str, service: str | None, follow: bool, lines: int) -> None:
 def print_config(run: str, overrides: Sequence[str], changed: bool, as_json: bool) -> None:
     """Print the settings in effect as YAML, or as JSON by dotted name."""
     if run.endswith((".yaml", ".yml")):
+        from schemas.config import load_config
+
         config = load_config(run, list(overrides))
     elif overrides:
         raise ConfigError("overrides belong to a configuration's file: a run has the settings that it was started with")

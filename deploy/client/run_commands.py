@@ -36,10 +36,12 @@ def status(run: str, control: str | None, url: str | None, prefix: str, as_json:
         left = find.left_run(run)
         if url is not None or left is None:
             raise
+        head = left.head()
+        assert head is not None
         if as_json:
-            print(left.to_json())
+            print(json.dumps({**head.model_dump(), "summary": left.summary}))
         else:
-            _print_rows([(name, escape(value)) for name, value in left.rows()])
+            _print_rows([(name, escape(value)) for name, value in find.left_rows(head, left.summary)])
         return OK_EXIT
     if as_json:
         print(found.model_dump_json())

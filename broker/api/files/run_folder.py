@@ -18,7 +18,6 @@ from broker.api.files.groups import GroupFiles
 from broker.api.files.lines import GrowingFile, last_object, parse, read_object
 from broker.api.files.resources import ResourceFile
 from broker.api.status.series import MetricsSeries
-from schemas.config import load_config
 from schemas.errors import ConfigError
 from schemas.metric_names import describe
 from schemas.runs_api import CheckpointHead, Checkpoints, RunConfig, RunHead, RunMetrics
@@ -84,6 +83,9 @@ class RunFolder:
 
     def config(self) -> RunConfig:
         """Settings in effect, secrets masked, and what the trainer ran with."""
+        # Imported here: it takes long, and whoever asks where a run stands needs no settings.
+        from schemas.config import load_config
+
         file = self.path / CONFIG
         changed: list[str] = []
         try:

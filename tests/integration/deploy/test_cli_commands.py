@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 from collections.abc import Callable
 from pathlib import Path
 
@@ -79,9 +80,10 @@ def test_the_status_of_a_run_that_no_broker_has_is_what_its_folder_says(tmp_path
 def test_a_run_that_was_killed_has_a_status_that_says_so(tmp_path: Path) -> None:
     _leave_a_run(tmp_path / "runs" / "old", "finished")
     (tmp_path / "runs" / "old" / "summary.json").unlink()
+    (tmp_path / "runs" / "old" / "up.lock").write_text(f"process {2**22 - 1} on {socket.gethostname()}")
     done = run_tidemill("status", "old", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert "unknown: no broker has this run" in done.stdout
+    assert "unknown: it has no summary.json" in done.stdout
 
 
 def test_runs_are_listed_from_their_folders_where_there_is_no_broker(tmp_path: Path) -> None:

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from broker.api.files.run_folder import RunFolder
 from broker.connection.embedded import EmbeddedServer
-from deploy.client.left_runs import read_run
 from deploy.services.main import command
 from schemas.errors import CONFIG_EXIT
 
@@ -73,6 +73,6 @@ def test_a_wrong_configuration_ends_all_services_at_once_with_one_line_and_no_ta
     assert "accuracy" not in done.stdout
     # The run before has its summary still, kept aside; that of this one says why there is nothing else.
     assert (folder / "summary.json.1").read_text() == before
-    left = read_run(folder)
+    left = RunFolder(folder).head()
     assert left is not None
     assert (left.state, left.cause) == ("failed", f"feeder failed (exit code 2): no file data.jsonl [log: {log}]")

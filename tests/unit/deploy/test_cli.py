@@ -189,3 +189,11 @@ def test_a_run_in_which_everything_fails_ends_with_one_line_and_a_code_of_its_ow
     with pytest.raises(SystemExit) as ended:
         app.main()
     assert (ended.value.code, capsys.readouterr().err) == (code, "tidemill: all fail\n")
+
+
+def test_a_command_on_a_run_loads_no_broker_and_no_web_server_before_it_knows_what_to_ask() -> None:
+    """Each of these takes as long as Python itself needs to start, or longer."""
+    heavy = {"redis", "numpy", "fastapi", "torch", "schemas.config", "structlog"}
+    code = f"import sys; import deploy.client.run_commands; print(sorted({heavy} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout == "[]\n", done.stdout + done.stderr
