@@ -47,6 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _words(options.skip),
         [*(settings.CURRICULUM if options.curriculum else ()), *options.config],
         options.workload,
+        options.judge,
     )
     if not plan.kinds():
         print(
@@ -86,6 +87,9 @@ def parser() -> argparse.ArgumentParser:
         help="what generators do: complete texts, serve agents, or agents for every third task (%(default)s)",
     )
     found.add_argument("--curriculum", action="store_true", help="few prompts, of which a curriculum skips many")
+    found.add_argument(
+        "--judge", action="store_true", help="a reward more, of a judge that refuses, talks nonsense and hangs"
+    )
     found.add_argument("--fault-every", type=float, default=1.6, help="mean seconds between faults (%(default)s)")
     found.add_argument("--folder", type=Path, help="where all files go; a new temporary folder by default")
     found.add_argument("--json", type=Path, help="write the result there too")

@@ -12,6 +12,7 @@ from pathlib import Path
 from rich.console import Console
 
 from broker.connection.keys import Keys
+from deploy.bench.rewards.server import FlakyJudge
 from tests.chaos import faults, faults_broker, faults_network, faults_poison, faults_user, settings
 from tests.chaos.agents import faults as faults_agents
 from tests.chaos.evidence import Evidence, Log, read_logs
@@ -49,6 +50,7 @@ class Plan:
     skip: Sequence[str] = ()
     overrides: Sequence[str] = ()
     workload: str = "both"
+    judge: bool = False
 
     def kinds(self) -> list[Fault]:
         """The kinds that may happen."""
@@ -70,7 +72,12 @@ class Chaos:
         self.plan = plan
         self._console = console
         self._rng = random.Random(plan.seed)
-        config = settings.prepare(plan.folder, plan.seed, plan.workload)
+        # A tenth of the requests refused, a twentieth answered without a verdict, and a few never.
+        self.judge = FlakyJudge(
+            0.1, 0.05, frozenset(range(100, 100_000, 400)), answers=(f"Score: {settings.JUDGE_SAYS:g}",)
+        )
+        judge_url = self.judge.__enter__().url if plan.judge else None
+        config = settings.prepare(plan.folder, plan.seed, plan.workload, judge_url)
         self.server = Server(plan.folder / "broker")
         self.proxy = Proxy(self.server.socket)
         self.keys = Keys("tidemill", settings.RUN)
@@ -122,6 +129,8 @@ class Chaos:
             self.fleet.stop(lambda: None)
             self.server.stop()
             self.proxy.close()
+            if self.plan.judge:
+                self.judge.__exit__(None, None, None)
 
     def logs(self) -> list[Log]:
         """The services' evidence."""

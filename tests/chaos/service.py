@@ -47,7 +47,7 @@ from schemas import guard
 from schemas.messages import Task, Trajectory
 from tests.chaos.agents import calls
 from tests.chaos.evidence import Evidence, digest
-from tests.chaos.settings import is_for_agents
+from tests.chaos.settings import JUDGE_SAYS, is_for_agents
 from tests.chaos.user_code import SMALLEST, Turn, expected
 
 FULL_DISK = "full-disk"
@@ -247,6 +247,7 @@ def _trainer(evidence: Evidence, folder: Path) -> None:
     _once(evidence, service, "build_train_step", "ready")
     trained = Evidence(folder / calls.FOLDER, evidence.name)
     last: dict[str, Any] = {"x": [], "wrong": [], "version": -1}
+    judged = JUDGE_SAYS if "name: judge" in (folder / "config.yaml").read_text() else 0.0
 
     def saving(original: Callable[..., Any]) -> Callable[..., Any]:
         def take(self: CheckpointStore, *args: Any, **kwargs: Any) -> Any:
@@ -276,7 +277,9 @@ def _trainer(evidence: Evidence, folder: Path) -> None:
         def plan(self: StepPlanner, groups: Any) -> Any:
             samples = [sample for group in groups for sample in group.samples]
             last["x"] = [[body.task_id, body.sample, digest(body), body.oldest_version] for body, _ in samples]
-            last["wrong"] = [[body.task_id, body.sample] for body, score in samples if not _is_own(body, score)]
+            last["wrong"] = [
+                [body.task_id, body.sample] for body, score in samples if not _is_own(body, score - judged)
+            ]
             for body, _ in samples:
                 if body.calls:
                     trained.write("trained", **calls.describe(body))

@@ -18,9 +18,11 @@ CURRICULUM = [
     "train.limit=64",
     "train.curriculum.name=band",
     "train.curriculum.between=[0.45,0.6]",
-    "reward.correct_from=1.0",
+    "reward.correct_from=0.5",
 ]
 """Overrides with which few prompts come back often, and of those that were seen many are skipped."""
+JUDGE_SAYS = 7.0
+"""The verdict of the flaky judge on every sample, so that a verdict that it never gave is seen."""
 WORKLOADS = ("text", "agents", "both")
 DEADLINE_S = 8.0
 """Of an agent's episode."""
@@ -41,24 +43,34 @@ def is_for_agents(task_id: int, workload: str) -> bool:
     return workload == "agents" or (workload == "both" and task_id % 3 == 0)
 
 
-def configuration(folder: Path, seed: int, workload: str) -> dict[str, Any]:
-    """The configuration of every service; broker.url comes with each service's command.
+def configuration(folder: Path, seed: int, workload: str, judge_url: str | None = None) -> dict[str, Any]:
+    """The configuration of every service; broker.url comes with each service's command. judge_url: of a third term.
 
     Weights travel through the broker with an odd seed, through the file system with an even one.
     """
     workflow: dict[str, Any] = {"name": f"{USER_CODE}:Turn", "args": {"folder": str(folder)}}
     if workload != "text":
         workflow = {"name": "agent", "args": {"run": f"{AGENT}:run", "args": {"folder": str(folder)}}}
+    terms: list[dict[str, Any]] = [
+        {"name": f"{USER_CODE}:inline"},
+        {"name": f"{USER_CODE}:pooled", "args": {"folder": str(folder)}},
+    ]
+    if judge_url is not None:
+        asked = {
+            "base_url": judge_url,
+            "model": "judge",
+            "template": "{completion}",
+            "parse": {"regex": r"Score: (\d+)"},
+        }
+        terms.append({"name": "judge", "args": asked})
     return {
         "run": {"name": RUN, "folder": str(folder / "run"), "seed": seed},
         "model": {"path": str(folder / "model"), "dtype": "float32", "max_length": 64 if workload == "text" else 224},
         "train": {"name": f"{USER_CODE}:Examples", "args": {"folder": str(folder)}},
         "sampling": {"n": SAMPLES, "max_tokens": 30},
         "reward": {
-            "terms": [
-                {"name": f"{USER_CODE}:inline"},
-                {"name": f"{USER_CODE}:pooled", "args": {"folder": str(folder)}},
-            ],
+            "terms": terms,
+            "correct_term": terms[0]["name"],
             "timeout_s": 2,
             "workers": 1,
         },
@@ -88,7 +100,7 @@ def configuration(folder: Path, seed: int, workload: str) -> dict[str, Any]:
     }
 
 
-def prepare(folder: Path, seed: int, workload: str) -> Path:
+def prepare(folder: Path, seed: int, workload: str, judge_url: str | None = None) -> Path:
     """Write the model (in a process of its own, so that this one never loads PyTorch) and the configuration."""
     folder.mkdir(parents=True, exist_ok=True)
     if not (folder / "model" / "model.safetensors").is_file():
@@ -98,5 +110,5 @@ def prepare(folder: Path, seed: int, workload: str) -> Path:
         )
         subprocess.run([sys.executable, "-c", code, str(folder / "model")], check=True, timeout=120)
     file = folder / "config.yaml"
-    file.write_text(yaml.safe_dump(configuration(folder, seed, workload)))
+    file.write_text(yaml.safe_dump(configuration(folder, seed, workload, judge_url)))
     return file

@@ -17,8 +17,8 @@ class FlakyJudge:
     """An HTTP server with OpenAI's chat completions, in a thread; ``url`` while it is open.
 
     refuse, garble: share of the requests that get 429, or an answer without a verdict. hang: numbers of requests, from
-    0, that get no answer. seconds: that an answer takes. retry_after: what a refusal says. seen, in_flight, most: of
-    requests so far.
+    0, that get no answer. seconds: that an answer takes. retry_after: what a refusal says. answers: given in turns.
+    seen, in_flight, most: of requests so far.
     """
 
     refuse: float = 0.0
@@ -26,6 +26,7 @@ class FlakyJudge:
     hang: frozenset[int] = frozenset()
     seconds: float = 0.0
     retry_after: str = "0.2"
+    answers: tuple[str, ...] = ANSWERS
     seen: int = 0
     refused: int = 0
     garbled: int = 0
@@ -93,7 +94,7 @@ class FlakyJudge:
         if int((answered + 1) * self.garble) > int(answered * self.garble):
             self.garbled += 1
             return _response("200 OK", {"choices": [{"message": {"content": "As a model, I cannot say."}}]})
-        content = ANSWERS[number % len(ANSWERS)]
+        content = self.answers[number % len(self.answers)]
         return _response("200 OK", {"choices": [{"message": {"role": "assistant", "content": content}}]})
 
 
