@@ -5,10 +5,13 @@ from __future__ import annotations
 import copy
 import math
 import shutil
+from collections import defaultdict
 from collections.abc import AsyncIterator
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import structlog
 
 from producers.conversation.messages import Message
@@ -97,15 +100,19 @@ class EnvironmentLoop:
                 environment = await self._use(episode, "__init__", self._worker.open, self._args)
             else:
                 environment = await self._use(episode, "__init__", self._environment, **self._args)
-            await self._steps(episode, environment, describe_task(rollout.task, index), rewards)
+            task = describe_task(rollout.task, index)
+            begun = await self._use(episode, "reset", environment.reset, task)
+            if isinstance(begun, dict):
+                await self._play_turns(episode, environment, read_turn(begun, "reset"), rewards)
+            else:
+                await self._steps(episode, environment, begin(episode.first_messages(), begun), rewards)
         except EpisodeEnded as ended:
             finish = ended.finish
         finally:
             await self._close(environment)
         return episode.finish(finish, math.fsum(rewards) if rewards else None)
 
-    async def _steps(self, episode: Episode, environment: Any, task: dict[str, Any], rewards: list[float]) -> None:
-        messages = begin(episode.first_messages(), await self._use(episode, "reset", environment.reset, task))
+    async def _steps(self, episode: Episode, environment: Any, messages: list[Message], rewards: list[float]) -> None:
         while True:
             answer, message = await episode.ask(messages)
             observed, reward, done = read_step(await self._use(episode, "step", environment.step, answer.content or ""))
@@ -115,6 +122,28 @@ class EnvironmentLoop:
             if done:
                 return
             messages += [message, {"role": "user", "content": observed}]
+
+    async def _play_turns(self, episode: Episode, environment: Any, turn: Turn, rewards: list[float]) -> None:
+        """A game of several players, all of them the policy: each has a conversation, and rows, of its own."""
+        told: dict[str, list[Message]] = {}
+        calls: dict[str, int] = {}
+        earned: dict[int, float] = defaultdict(float)
+        trained = episode.trained
+        while not turn.done:
+            if turn.player not in told:
+                told[turn.player] = begin(episode.first_messages(), turn.text)
+            else:
+                told[turn.player].append({"role": "user", "content": turn.text})
+            answer, message = await episode.ask(told[turn.player], name=turn.player)
+            calls[turn.player] = episode.last_call
+            told[turn.player].append(message)
+            turn = read_turn(await self._use(episode, "step", environment.step, answer.content or ""), "step")
+            for player, reward in turn.rewards.items():
+                if player in calls and (trained is None or player in trained):
+                    # It may come after others have played: it is for what the player did last.
+                    earned[calls[player]] += reward
+                    episode.conversation.set_reward(calls[player], earned[calls[player]])
+                    rewards.append(reward)
 
     async def _use(self, episode: Episode, what: str, method: Any, *args: Any, **keywords: Any) -> Any:
         try:
@@ -157,6 +186,35 @@ def begin(messages: list[Message], observed: Any) -> list[Message]:
     raise DataError(
         "reset must return text, None, or a list of messages with role and content;"
         f" it returned {printable(repr(observed))[:200]}"
+    )
+
+
+@dataclass(frozen=True)
+class Turn:
+    """Whose turn it is in a game of several players, what that player reads, and what has been earned.
+
+    player: empty at the end. rewards: by player.
+    """
+
+    player: str = ""
+    text: str = ""
+    rewards: dict[str, float] = field(default_factory=dict)
+    done: bool = False
+
+
+def read_turn(result: Any, method: str) -> Turn:
+    """The turn that an environment of several players gave. DataError if it is none."""
+    try:
+        turn = msgspec.convert(result, Turn, strict=False)
+        named = turn.done or turn.player.isidentifier()
+        if named and all(math.isfinite(reward) for reward in turn.rewards.values()):
+            return replace(turn, text=printable(turn.text))
+        problem = "a player needs a name of letters, digits and _, and rewards must be finite"
+    except msgspec.ValidationError as error:
+        problem = str(error)
+    raise DataError(
+        f"{method} must return player, text, rewards and done for a game of several players; it returned"
+        f" {printable(repr(result))[:200]}: {problem}"
     )
 
 

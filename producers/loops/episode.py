@@ -17,7 +17,7 @@ import msgspec
 
 from producers.conversation.calls import continued_completion, recorded_completion
 from producers.conversation.chat_template import ChatTemplate
-from producers.conversation.conversation import Conversation, NextPrompt
+from producers.conversation.conversation import MAIN, Conversation, NextPrompt
 from producers.conversation.messages import Message
 from producers.conversation.parsing.answers import AnswerParser, ParsedAnswer
 from producers.conversation.parsing.factory import make_parser
@@ -81,6 +81,11 @@ class Episode:
         self.metrics: dict[str, float] = {"calls": 0.0, "engine_s": 0.0, "tools_s": 0.0, "replayed": 0.0}
         self.last_call = -1
 
+    @property
+    def trained(self) -> list[str] | None:
+        """Names whose tokens are trained, None for all."""
+        return self._parts.settings.train
+
     def first_messages(self) -> list[Message]:
         """The task's prompt as messages. DataError if it is given as token ids."""
         task = self._rollout.task
@@ -95,17 +100,18 @@ class Episode:
         self.metrics[name] = self.metrics.get(name, 0.0) + amount
 
     async def ask(
-        self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] | None = None
+        self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] | None = None, name: str = MAIN
     ) -> tuple[ParsedAnswer, Message]:
         """Sample the next answer; returned with the message that it is in the conversation.
 
-        EpisodeEnded when there won't be another one, or when this one was cut.
+        name: of whom the messages are, where an episode has several conversations. EpisodeEnded when there won't be
+        another one, or when this one was cut.
         """
         if self._rollout.interrupted.is_set():
             raise EpisodeEnded("abort")
         if self.conversation.calls >= self._max_calls:
             raise EpisodeEnded("calls")
-        prompt = await asyncio.to_thread(self.conversation.prompt, messages, tools)
+        prompt = await asyncio.to_thread(self.conversation.prompt, messages, tools, name)
         if self.conversation.calls and len(prompt.ids) >= self._parts.max_length:
             raise EpisodeEnded("length")
         self.count("calls")
@@ -159,7 +165,7 @@ class Episode:
             empty = TrajectoryBuilder(self.index, self._rollout.tokenizer)
             return empty.prompt(self._parts.template.ids("\n"), "").finish("abort")
         data = {"messages": newest_messages(self.conversation.messages(), settings.keep_messages)}
-        sample = self.conversation.sample(self.index, finish, reward=reward, data=data)
+        sample = self.conversation.sample(self.index, finish, reward=reward, data=data, train=settings.train)
         sample.metrics = {**size_metrics(sample), **self.metrics}
         return sample
 

@@ -106,10 +106,12 @@ class Turns:
     """A_k = G_k - mean of G_k of the group's samples that have a call k; G_k = r_k + turn_gamma * G_(k+1).
 
     Each call is judged by what came after it. With turn_gamma 1 and nothing earned before the last call it is
-    ``centered``, if all samples have as many calls.
+    ``centered``, if all samples have as many calls. own: the next call is the next one of the same name, and what
+    others earn does not count, as for players of a game against each other.
     """
 
     turn_gamma: float = 1.0
+    own: bool = False
     per_turn: ClassVar[bool] = True
 
     def __post_init__(self) -> None:

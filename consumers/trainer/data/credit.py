@@ -87,17 +87,27 @@ def _of_names(advantage: Advantage, samples: Samples) -> Credit:
 
 def _of_calls(advantage: AnyAdvantage, samples: Samples, by_name: bool) -> Credit:
     calls = _calls(samples)
+    own = getattr(advantage, "own", False)
     counts = [len(each.rewards) for each in calls]
     keys = []
     for each, group in zip(calls, samples.groups.tolist(), strict=True):
         seen: dict[str, int] = {}
         for name in each.names:
-            compared = name if by_name else ""
+            compared = name if by_name or own else ""
             seen[compared] = seen.get(compared, -1) + 1
             keys.append((group, compared, seen[compared]))
     rewards = np.concatenate([each.rewards for each in calls]) if calls else np.zeros(0)
     owners = np.repeat(np.arange(len(calls)), counts)
-    found = one_each("advantages", advantage(rewards, owners, _numbered(keys)), len(keys))
+    peers = _numbered(keys)
+    if own:
+        # The calls of each name one after the other, as if each were a sample.
+        names = [name for each in calls for name in each.names]
+        owners = _numbered(list(zip(owners.tolist(), names, strict=True)))
+        order = np.argsort(owners, kind="stable")
+        found = np.empty(len(keys))
+        found[order] = one_each("advantages", advantage(rewards[order], owners[order], peers[order]), len(keys))
+    else:
+        found = one_each("advantages", advantage(rewards, owners, peers), len(keys))
     first = np.cumsum([0, *counts])
     credit: list[float | Array] = [
         Array.of(found[first[row.sample] + calls[row.sample].of_token[row.places]], "f4") for row in samples.rows

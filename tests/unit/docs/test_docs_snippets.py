@@ -29,6 +29,7 @@ from producers.datasets.loading import build_dataset
 from producers.datasets.mixture import build_mixture
 from producers.engines.base import EngineSettings
 from producers.engines.scripted import ScriptedEngine
+from producers.loops.environment import read_turn
 from producers.loops.tool_functions import load_tools
 from producers.loops.tool_sources import ToolBox
 from producers.loops.tools import Tools
@@ -294,6 +295,13 @@ def test_the_environment_is_one(snippets: Path) -> None:
     steps = asyncio.run(play())
     assert steps[0][1] == -0.1
     assert [reward for _, reward, done in steps if done] == [1.0]
+
+
+def test_the_game_of_two_players_ends_with_a_reward_for_each(snippets: Path) -> None:
+    game = load("nim.py:Nim", "environment", snippets)()
+    turns = [game.reset({"seed": 7}), *(game.step(taken) for taken in ("2", "2", "1"))]
+    assert [read_turn(turn, "step").player for turn in turns] == ["first", "second", "first", ""]
+    assert turns[-1] == {"rewards": {"first": 1.0, "second": -1.0}, "done": True}
 
 
 def test_the_agent_asks_until_it_is_right(snippets: Path) -> None:

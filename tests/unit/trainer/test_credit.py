@@ -103,6 +103,27 @@ def test_equal_rewards_earned_at_other_calls_are_told_apart_by_turns() -> None:
     assert advantages(Turns(), [(early, 1.0), (late, 1.0)]) == [[0.0, -0.5], [0.0, 0.5]]
 
 
+def test_players_of_a_game_are_judged_by_what_they_earned_themselves() -> None:
+    """White wins the first game at its second move, black the other one at its only move."""
+    white, black = Segment(0, 3, name="white"), Segment(3, 5, name="black")
+    won = sample(
+        5,
+        turns=[assistant(1, 2, 0), assistant(4, 5, 1, -1.0), assistant(2, 3, 2, 1.0)],
+        segments=[white, black],
+        loss_mask=Array.of([0, 1, 1, 0, 1], "u1"),
+    )
+    lost = sample(
+        5,
+        1,
+        turns=[assistant(1, 2, 0), assistant(4, 5, 1, 1.0), assistant(2, 3, 2, -1.0)],
+        segments=[white, black],
+        loss_mask=Array.of([0, 1, 1, 0, 1], "u1"),
+    )
+    got = advantages(Turns(own=True), [(won, 0.0), (lost, 0.0)])
+    assert got == [[1.0, 1.0], [-1.0], [-1.0, -1.0], [1.0]]
+    assert advantages(Turns(), [(won, 0.0), (lost, 0.0)])[1] == [0.0], "together, what one wins the other one loses"
+
+
 @pytest.mark.parametrize("gamma", [-0.1, 1.5])
 def test_a_turn_gamma_out_of_range_is_refused(gamma: float) -> None:
     with pytest.raises(ConfigError, match=rf"turn_gamma {gamma} must be from 0 to 1"):

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from producers.loops.environment import begin, describe_task, read_step
+from producers.loops.environment import begin, describe_task, read_step, read_turn
 from producers.rendering.tokenizer import HfTokenizer
 from producers.workflows.base import FailedSample, find_workflow
 from producers.workflows.trajectory_builder import SampledCompletion
@@ -65,11 +65,26 @@ class NoStep:
     def reset(self, task): ...
 '''
 
+NIM = """
+class Nim:
+    def reset(self, task):
+        self.left, self.turn = 5, 0
+        return {"player": "first", "text": "5 left"}
+
+    def step(self, text):
+        self.left -= int(text)
+        mover, other = ("first", "second") if self.turn == 0 else ("second", "first")
+        if self.left <= 0:
+            return {"rewards": {mover: 1.0, other: -1.0}, "done": True}
+        self.turn = 1 - self.turn
+        return {"player": other, "text": f"{self.left} left"}
+"""
+
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("games")
-    (folder / "games.py").write_text(GAMES, encoding="utf-8")
+    (folder / "games.py").write_text(GAMES + NIM, encoding="utf-8")
     return folder
 
 
@@ -209,3 +224,37 @@ def test_what_an_environment_returns_is_read_with_care():
 def test_wrong_arguments_are_told_before_any_model_loads(base: Path, args: dict[str, Any], message: str):
     with pytest.raises(ConfigError, match=message):
         find_workflow("environment", args, base)
+
+
+def test_a_game_against_itself_is_a_row_for_each_player_with_that_players_rewards(base: Path, tokenizer: HfTokenizer):
+    task = chat_task("You play Nim.")
+    sample = one(base, tokenizer, lambda prompt: "2" if "5 left" in prompt else "1", "Nim", task)
+    assert isinstance(sample, SampledCompletion)
+    trajectory = sample.to_trajectory(task, "run", "generator")
+    rows = {row.name: row for row in trajectory.rows()}
+    assert sorted(rows) == ["first", "second"]
+    answers = [turn for turn in trajectory.turns if turn.role == "assistant"]
+    assert [turn.reward for turn in answers if turn.reward is not None] == [1.0, -1.0]
+    assert trajectory.reward == 0.0
+    engine = SpeakingEngine(tokenizer, lambda prompt: "1")
+    asyncio.run(play(config(base, "Nim"), engine, tokenizer, task))
+    assert "You play Nim.\n\n5 left" in engine.prompts[0]
+    assert "4 left" not in engine.prompts[2], "a player reads nothing of what the other one was told"
+
+
+def test_only_the_players_that_are_named_are_trained_and_rewarded(base: Path, tokenizer: HfTokenizer):
+    task = chat_task("You play Nim.")
+    settings = config(base, "Nim", {"train": ["first"]})
+    engine = SpeakingEngine(tokenizer, lambda prompt: "2" if "5 left" in prompt else "1")
+    (sample,) = asyncio.run(play(settings, engine, tokenizer, task))
+    assert isinstance(sample, SampledCompletion)
+    assert [row.name for row in sample.to_trajectory(task, "run", "generator").rows()] == ["first"]
+    assert sample.reward in (1.0, -1.0)
+
+
+def test_a_turn_that_an_environment_gives_is_read_with_care():
+    assert read_turn({"player": "a", "text": "Go."}, "reset").player == "a"
+    assert read_turn({"done": True, "rewards": {"a": 1}}, "step").rewards == {"a": 1.0}
+    for wrong in ({"text": "Go."}, {"player": "a b"}, {"player": "a", "rewards": {"a": float("nan")}}, {"player": 3}):
+        with pytest.raises(DataError, match="must return player, text, rewards and done"):
+            read_turn(wrong, "reset")
