@@ -20,6 +20,7 @@ from broker.flow.owner import RunOwner
 from broker.flow.run_control import RunControl
 from broker.flow.trainer_session import TrainerSession
 from broker.queues.dead_letters import DeadLetters
+from broker.queues.images import ImageStore
 from broker.queues.partials import Partials
 from broker.queues.questions import Questions
 from broker.queues.scores import ScoreQueue
@@ -47,6 +48,7 @@ class Broker:
         self.events = Events(connection)
         self.metrics = Metrics(connection)
         self.evals = Evals(connection, config.max_message_bytes)
+        self.images = ImageStore(connection)
         self.eval_samples = EvalSamples(connection)
         self.dead_letters = DeadLetters(connection)
         self.run_control = RunControl(connection)

@@ -63,6 +63,7 @@ KEY_NOTES = {
     "tasks": "stream, consumer group `generators`: training tasks",
     "eval_tasks": "stream, consumer group `generators`: evaluation tasks, read first",
     "partials": "hash: TASK:SAMPLE to number and writer of the saved pieces of a sample, TASK:SAMPLE:N to each",
+    "images": "hash: DIGEST to the bytes of an image, DIGEST:groups to how many groups in the pipeline have it",
     "trajectories": "stream, consumer group `reward`: finished samples",
     "scored": "stream, consumer group `trainer`: outcomes of samples",
     "dead": "stream, 1,000 entries: dead letters",

@@ -15,7 +15,7 @@ from producers.datasets.base import Dataset
 from producers.datasets.curriculum import Curriculum, PromptStatistic
 from producers.datasets.loading import build_dataset
 from producers.datasets.mixture import Mixture, Place, build_mixture
-from producers.tasks import make_task
+from producers.tasks import TaskLimits, image_settings, make_task, prepare_images
 from schemas.codec import decode, encode
 from schemas.config import EvalConfig, SamplingConfig, TidemillConfig
 from schemas.errors import ConfigError, DataError, InfraError, RunFailed, describe_error
@@ -52,6 +52,7 @@ class Feeder:
         self._train = train
         self._held_out = held_out
         self._run = JoinedRun(config.folder)
+        self._images = image_settings(config)
         self._curricula = [Curriculum(part.curriculum, config.run.seed, config.sampling.n) for part in train.parts]
         self._chooses = any(curriculum.chooses for curriculum in self._curricula)
         self._cursor = self._skipped = self._step = 0
@@ -103,8 +104,9 @@ class Feeder:
         room = state.capacity - state.active
         while not stop:
             count = min(max(room, 1), AT_ONCE)
-            tasks, prompts = self._propose(count)
-            admission = self._broker.ledger.admit_all(tasks, self._run, prompts)
+            images: dict[str, bytes] = {}
+            tasks, prompts = self._propose(count, images)
+            admission = self._broker.ledger.admit_all(tasks, self._run, prompts, images)
             self._cursor, self._again = admission.next, admission.answer == "again"
             self._skipped += len(admission.skipped)
             room -= len(admission.admitted)
@@ -114,14 +116,17 @@ class Feeder:
                 return admission.answer
         return "stopping"
 
-    def _propose(self, count: int) -> tuple[list[Task | UnusableTask | SkippedTask], dict[int, int]]:
+    def _propose(
+        self, count: int, images: dict[str, bytes]
+    ) -> tuple[list[Task | UnusableTask | SkippedTask], dict[int, int]]:
         """Up to ``count`` tasks from the cursor on, and what the curriculum skips between them.
 
-        Also, by task id, the prompts in whose statistics the outcomes count. A task that is made again is not skipped.
+        Their images are put into ``images``. Also, by task id, the prompts in whose statistics the outcomes count. A
+        task that is made again is not skipped.
         """
         if not self._chooses:
             positions = range(self._cursor, self._cursor + count)
-            return [self._task(position, self._train.at(position)) for position in positions], {}
+            return [self._task(position, self._train.at(position), images) for position in positions], {}
         places = {position: self._train.at(position) for position in range(self._cursor, self._cursor + LOOK_AHEAD)}
         known = self._broker.ledger.read_prompts([place.statistic for place in places.values()])
         tasks: list[Task | UnusableTask | SkippedTask] = []
@@ -131,7 +136,7 @@ class Feeder:
             curriculum = self._curricula[place.part]
             again = self._again and position == self._cursor
             if again or curriculum.takes(position, PromptStatistic.unpack(body), self._step):
-                tasks.append(self._task(position, place))
+                tasks.append(self._task(position, place, images))
                 taken += 1
                 if curriculum.chooses:
                     prompts[position] = place.statistic
@@ -141,10 +146,13 @@ class Feeder:
                 break
         return tasks, prompts
 
-    def _task(self, position: int, place: Place) -> Task | UnusableTask:
-        part, limit = self._train.parts[place.part], self._config.broker.max_message_bytes
+    def _task(self, position: int, place: Place, images: dict[str, bytes]) -> Task | UnusableTask:
+        part, limits = self._train.parts[place.part], self._limits(images)
         dataset, level = self._train.dataset(place), place.level if len(part.levels) > 1 else -1
-        return task_of(dataset, part.label, place.index, position, "train", self._config.sampling, limit, level)
+        return task_of(dataset, part.label, place.index, position, "train", self._config.sampling, limits, level)
+
+    def _limits(self, images: dict[str, bytes]) -> TaskLimits:
+        return TaskLimits(self._config.broker.max_message_bytes, self._images, images)
 
     def _count_unusable(self, task: UnusableTask | None) -> None:
         """Tell of an example that can't be used, None for a good one; RunFailed when there are nothing but such."""
@@ -181,14 +189,15 @@ class Feeder:
 
     def _open_evaluation(self, evaluation: EvalConfig, version: int) -> None:
         tasks: list[Task | UnusableTask] = []
-        limit = self._config.broker.max_message_bytes
+        images: dict[str, bytes] = {}
+        limits = self._limits(images)
         for settings, dataset in zip(evaluation.dataset, self._held_out, strict=True):
             sampling, first = evaluation.sampling_of(settings), len(tasks)
             tasks += [
-                task_of(dataset, settings.label, index, eval_task_id(version, first + index), "eval", sampling, limit)
+                task_of(dataset, settings.label, index, eval_task_id(version, first + index), "eval", sampling, limits)
                 for index in range(len(dataset))
             ]
-        if self._broker.evals.open(version, tasks, self._run):
+        if self._broker.evals.open(version, tasks, self._run, images):
             log.info("evaluation opened", version=version, prompts=len(tasks))
 
 
@@ -199,12 +208,14 @@ def task_of(
     task_id: int,
     kind: Kind,
     sampling: SamplingConfig,
-    max_bytes: int,
+    limits: TaskLimits,
     level: int = -1,
 ) -> Task | UnusableTask:
     """The task for an example; or why there is none, when the dataset ``label`` fails or gives what can't be sent."""
     try:
-        task = make_task(task_id, kind, dataset[index], sampling, label, level)
+        example, max_bytes = dataset[index], limits.max_bytes
+        images = prepare_images(example.images, limits)
+        task = make_task(task_id, kind, example, sampling, label, level, images)
         # Nobody has looked at its parts yet: what a generator could not read is found here, by its index.
         decode(encode(task, max_bytes), Task, max_bytes)
     except (ConfigError, InfraError):

@@ -2,9 +2,51 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
 from producers.datasets.base import Example
-from schemas.config import SamplingConfig
-from schemas.messages import Kind, Sampling, Task
+from producers.model_folder import resolve_folder
+from schemas.config import SamplingConfig, TidemillConfig
+from schemas.errors import DataError
+from schemas.images import ImageSettings, prepare_image, read_image_settings
+from schemas.messages import Image, Kind, Sampling, Task
+
+
+@dataclass(frozen=True)
+class TaskLimits:
+    """What a task may be. max_bytes: of it, and of each of its images.
+
+    settings: how images are scaled, None: there may be none. images: where the bytes of a task's images go, by digest.
+    """
+
+    max_bytes: int
+    settings: ImageSettings | None = None
+    images: dict[str, bytes] = field(default_factory=dict)
+
+
+def image_settings(config: TidemillConfig) -> ImageSettings | None:
+    """How the run's model wants its images; None for a model of text."""
+    if config.model.kind != "vision":
+        return None
+    return read_image_settings(resolve_folder(config.model.path), config.model.max_pixels)
+
+
+def prepare_images(files: Sequence[bytes], limits: TaskLimits) -> list[Image]:
+    """Scale the images of a task; DataError says what is wrong with one."""
+    prepared: list[Image] = []
+    for number, file in enumerate(files, start=1):
+        if limits.settings is None:
+            raise DataError("it has images, and model.kind is text: set it to vision, with a model that reads images")
+        image, body = prepare_image(file, limits.settings, f"image {number}")
+        if image.size > limits.max_bytes:
+            raise DataError(
+                f"image {number} of {image.width} x {image.height} pixels has {image.size} bytes,"
+                f" broker.max_message_bytes is {limits.max_bytes}: lower model.max_pixels"
+            )
+        limits.images[image.digest] = body
+        prepared.append(image)
+    return prepared
 
 
 def make_sampling(settings: SamplingConfig) -> Sampling:
@@ -19,9 +61,18 @@ def make_sampling(settings: SamplingConfig) -> Sampling:
 
 
 def make_task(
-    task_id: int, kind: Kind, example: Example, sampling: SamplingConfig, dataset: str = "", level: int = -1
+    task_id: int,
+    kind: Kind,
+    example: Example,
+    sampling: SamplingConfig,
+    dataset: str = "",
+    level: int = -1,
+    images: Sequence[Image] = (),
 ) -> Task:
-    """The message for one example of the dataset with this label, at a level where it has some."""
+    """The message for one example of the dataset with this label, at a level where it has some.
+
+    images: the example's, prepared for the model.
+    """
     return Task(
         task_id=task_id,
         kind=kind,
@@ -29,6 +80,7 @@ def make_task(
         sampling=make_sampling(sampling),
         text=example.text,
         messages=example.messages,
+        images=list(images),
         data=example.data,
         dataset=dataset,
         level=level,

@@ -69,7 +69,7 @@ ROLES: Mapping[str, Role] = {
         " complete_step commit_step forget_consumers finish_run add_version put_chunk announce_peer find_peers"
         " keep_samples take_eval_samples drop_dead_letters"
         " heartbeat append_telemetry add_counts",
-        f"{_SERVICE} {_LEDGER} get hgetall xgroup|create xinfo|groups xrange xdel",
+        f"{_SERVICE} {_LEDGER} get hgetall hmget xgroup|create xinfo|groups xrange xdel",
     ),
     "observer": Role("read_pipeline measure_streams", _LOOKER, "*", ""),
     "operator": Role(

@@ -39,6 +39,7 @@ class Keys:
         self.failed = self._key("failed")
         self.prompts = self._key("prompts")
         self.partials = self._key("partials")
+        self.images = self._key("images")
         self.run_control = self._key("run_control")
         self.recent = self._key("recent")
         self.eval_samples = self._key("eval_samples")

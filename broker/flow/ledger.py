@@ -18,6 +18,7 @@ from broker.connection.connection import BLOCK_MS, Connection
 from broker.connection.scripts import OTHER_RUN
 from broker.flow.run_control import ControlState, parse_settings
 from broker.queues.dead_letters import UnusableTask, check_sendable, letter_of
+from broker.queues.images import image_args
 from schemas.config.run import slots_problem
 from schemas.errors import RefusedError
 from schemas.messages import Task
@@ -142,18 +143,29 @@ class Ledger:
         tasks: Sequence[Task | UnusableTask | SkippedTask],
         run: JoinedRun | None = None,
         prompts: Mapping[int, int] | None = None,
+        images: Mapping[str, bytes] | None = None,
     ) -> Admission:
         """``admit`` for tasks that follow one another, in one round trip: the first answer but ok, or the last.
 
         run: whose tasks these are; the error of JoinedRun when the broker has another one. prompts: by task id, the
-        number of the prompt in whose statistic the outcome counts.
+        number of the prompt in whose statistic the outcome counts. images: bytes of the tasks' images by digest.
         """
         run = run or JoinedRun()
         calls, unusable = [], []
         for task in tasks:
             body, wrong = (b"", None) if isinstance(task, SkippedTask) else check_sendable(task, self._max_bytes)
             prompt = "" if prompts is None else prompts.get(task.task_id, "")
-            calls.append((task.task_id, body, task.n, letter_of(wrong, self._max_bytes), run.id, prompt))
+            calls.append(
+                (
+                    task.task_id,
+                    body,
+                    task.n,
+                    letter_of(wrong, self._max_bytes),
+                    run.id,
+                    prompt,
+                    *image_args(task if body else None, images or {}),
+                )
+            )
             unusable.append(wrong)
         answers = self._connection.run_scripts("admit_task", calls)
         if any(word == OTHER_RUN for word, _ in answers):

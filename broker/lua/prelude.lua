@@ -166,9 +166,29 @@ local function prompt_of(task)
   return redis.call('HGET', GROUPS, task .. ':prompt') or nil
 end
 
+-- Keep the images of a group that begins, digest and bytes in `args` from `first` to `last`, for as long as the group is there.
+-- IMAGES holds the bytes by digest, each once however many groups have it, and under DIGEST:groups how many these are.
+local function keep_images(task, args, first, last)
+  local digests = {}
+  for i = first, last, 2 do
+    redis.call('HSETNX', IMAGES, args[i], args[i + 1])
+    redis.call('HINCRBY', IMAGES, args[i] .. ':groups', 1)
+    digests[#digests + 1] = args[i]
+  end
+  if #digests > 0 then redis.call('HSET', GROUPS, task .. ':images', table.concat(digests, ',')) end
+end
+
+local function forget_images(digests)
+  for digest in string.gmatch(digests or '', '[^,]+') do
+    if redis.call('HINCRBY', IMAGES, digest .. ':groups', -1) <= 0 then
+      redis.call('HDEL', IMAGES, digest, digest .. ':groups')
+    end
+  end
+end
+
 -- Delete everything that the broker holds of a group; returns how many of its samples had been published.
 local function forget(task)
-  local fields = redis.call('HMGET', GROUPS, task .. ':n', task .. ':kind', task .. ':entry', task .. ':saved')
+  local fields = redis.call('HMGET', GROUPS, task .. ':n', task .. ':kind', task .. ':entry', task .. ':saved', task .. ':images')
   if not fields[1] then return 0 end
   local published = {}
   for first = 0, tonumber(fields[1]) - 1, 1000 do
@@ -179,6 +199,10 @@ local function forget(task)
     end
     redis.call('HDEL', SAMPLES, unpack(samples))
     if fields[4] then forget_partials(samples) end
+  end
+  if fields[5] then
+    forget_images(fields[5])
+    redis.call('HDEL', GROUPS, task .. ':images')
   end
   remove(TRAJECTORIES, REWARD, published)
   remove(task_stream(fields[2]), GENERATORS, {fields[3]})

@@ -15,6 +15,7 @@ import redis
 from broker.connection.connection import Connection
 from broker.connection.scripts import OTHER_RUN
 from broker.queues.dead_letters import UnusableTask, check_sendable, letter_of
+from broker.queues.images import image_args
 from broker.telemetry.pass_at import DatasetResult
 from schemas.codec import BadMessage, decode, encode
 from schemas.messages import Event, Heartbeat, Task
@@ -248,17 +249,32 @@ class Evals:
         self._connection = connection
         self._max_bytes = max_bytes
 
-    def open(self, version: int, tasks: Sequence[Task | UnusableTask], run: JoinedRun | None = None) -> bool:
+    def open(
+        self,
+        version: int,
+        tasks: Sequence[Task | UnusableTask],
+        run: JoinedRun | None = None,
+        images: Mapping[str, bytes] | None = None,
+    ) -> bool:
         """Queue the tasks of one evaluation; False if this version's was opened before.
 
         Samples of a task that can't be sent count as failed, with a dead letter. run: whose tasks these are; the error
-        of JoinedRun when the broker has another one.
+        of JoinedRun when the broker has another one. images: bytes of the tasks' images by digest.
         """
         run = run or JoinedRun()
         args: list[int | bytes | str] = [version, run.id]
         for task in tasks:
             body, wrong = check_sendable(task, self._max_bytes)
-            args += [task.task_id, task.n, body, letter_of(wrong, self._max_bytes), task.dataset]
+            parts = image_args(task if body else None, images or {})
+            args += [
+                task.task_id,
+                task.n,
+                body,
+                letter_of(wrong, self._max_bytes),
+                task.dataset,
+                len(parts) // 2,
+                *parts,
+            ]
         answer = self._connection.run_script("open_evaluation", *args)
         if answer == OTHER_RUN:
             raise run.replaced()

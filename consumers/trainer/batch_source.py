@@ -11,15 +11,17 @@ import structlog
 from broker.flow.pipeline import PipelineSnapshot, ScoredSample, Slot
 from consumers.trainer.algorithms.advantages import has_signal, within
 from consumers.trainer.context import TrainerContext, describe_broken
+from consumers.trainer.data.images import check_place
 from consumers.trainer.data.microbatches import Batch, Group
 from consumers.trainer.group_buffer import FailureStreak, GroupBuffer
 from consumers.trainer.metrics.dataset_metrics import DatasetMeter, curriculum_figures
 from consumers.trainer.metrics.group_metrics import GroupMeter, episode_metrics, term_metrics
 from consumers.trainer.metrics.throughput import CountRate
 from consumers.trainer.pause import PauseFollower
-from schemas.errors import BrokerDamaged, InfraError, RunFailed
+from schemas.errors import BrokerDamaged, DataError, InfraError, RunFailed
+from schemas.images import image_size
 from schemas.lifecycle import StopFlag
-from schemas.messages import BatchRecord, GroupRef, Member
+from schemas.messages import BatchRecord, GroupRef, Member, Trajectory
 
 CLAIM = 2000
 """Most outcomes that are claimed at once."""
@@ -42,6 +44,8 @@ class BatchSource:
         self._config = context.config
         self._session = context.session
         self._settings = context.settings
+        self._images = context.broker.images
+        self._image_settings = context.rank_group.step.planner.images
         self._progress = context.progress
         self._pause = pause
         self._on_idle = on_idle
@@ -161,7 +165,7 @@ class BatchSource:
                 raise BrokerDamaged(f"the broker has lost a part of journaled step {record.step}")
             self._buffer.take(reference.task_id)
             samples = [(body, score.score.reward) for body, score in zip(bodies, scores, strict=True) if body and score]
-            groups.append(Group(reference.task_id, samples))
+            groups.append(Group(reference.task_id, samples, self._fetch_images([body for body, _ in samples])))
         return self._make_batch(record, groups)
 
     def keep_uncommitted(self, records: Sequence[BatchRecord]) -> None:
@@ -294,7 +298,38 @@ class BatchSource:
                 log.warning("group is too old", task_id=task_id, oldest=oldest, version=version)
                 self._end_group(task_id, outcomes, "stale")
                 continue
-            yield Group(task_id, samples), outcomes
+            group = Group(task_id, samples, self._fetch_images([body for body, _ in samples]))
+            problem = self._find_image_problem(group)
+            if problem is not None:
+                log.warning("group has images that do not fit", task_id=task_id, reason=problem)
+                self._failures.failed(task_id, problem)
+                self._end_group(task_id, outcomes, "images", "failed")
+                continue
+            yield group, outcomes
+
+    def _fetch_images(self, samples: Sequence[Trajectory]) -> dict[str, bytes]:
+        """Bytes of the images of samples by digest; BrokerDamaged when one is gone."""
+        wanted = {image.digest for sample in samples for image in sample.images}
+        found = self._images.fetch(wanted) if wanted else {}
+        if len(found) < len(wanted):
+            self._session.read_pipeline()
+            raise BrokerDamaged(f"the broker has lost images of prompt group {samples[0].task_id}")
+        return found
+
+    def _find_image_problem(self, group: Group) -> str | None:
+        """Say why a group's images can't be what its tokens stand for; None where they can."""
+        if not group.images:
+            return None
+        if self._image_settings is None:
+            return "it has images, and this trainer was started with model.kind text"
+        try:
+            grids = {digest: self._image_settings.grid(*image_size(body)) for digest, body in group.images.items()}
+            for sample, _ in group.samples:
+                for image in sample.images:
+                    check_place(image, grids[image.digest], self._image_settings)
+        except DataError as error:
+            return str(error)
+        return None
 
     def _end_group(self, task_id: int, outcomes: Sequence[ScoredSample], reason: str, how: str = "dropped") -> None:
         """End a group without training it; its slot returns."""

@@ -57,6 +57,12 @@ class WeightPublisher:
         generator = torch.Generator().manual_seed(config.run.seed)
         length = min(settings.probe_tokens, config.model.max_length - 1)
         self._probe = torch.randint(vocabulary, (length,), generator=generator).tolist()
+        self._picture: tuple[int, int] | None = None
+        policy = context.rank_group.step.policy
+        if policy.vision is not None:
+            opening, self._picture = policy.vision.probe_tokens(policy.causal_lm)
+            # Behind the picture: what stands for images elsewhere would be text here and there.
+            self._probe = [*opening, *(token for token in self._probe if token != policy.vision.token)]
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="publisher")
         self._sending: Future[None] | None = None
         self._full = False
@@ -110,7 +116,7 @@ class WeightPublisher:
         snapshot, logprobs = rank_group.gather(self._probe)
         if not np.isfinite(logprobs).all():
             raise RunFailed(describe_broken(version))
-        probe = Probe(tokens=Array.of(self._probe, "i4"), logprobs=Array.of(logprobs, "f4"))
+        probe = Probe(tokens=Array.of(self._probe, "i4"), logprobs=Array.of(logprobs, "f4"), image=self._picture)
         adapter = rank_group.step.policy.adapter
 
         def send() -> None:

@@ -37,7 +37,8 @@ log = structlog.get_logger()
 class Train(msgspec.Struct, tag="train"):
     """Take an optimizer step over this rank's micro-batches; trace: folder for a profile of it, or nothing.
 
-    lr, steps: peak learning rate and steps of the run, as the schedule has them now.
+    lr, steps: peak learning rate and steps of the run, as the schedule has them now. images: bytes of the rows' images
+    by digest.
     """
 
     version: int
@@ -45,6 +46,7 @@ class Train(msgspec.Struct, tag="train"):
     trace: str
     lr: float
     steps: int
+    images: dict[str, bytes] = {}
 
 
 class Gather(msgspec.Struct, tag="gather"):
@@ -128,16 +130,9 @@ class RankGroup:
         schedule.lr, schedule.steps = lr or schedule.lr, steps or schedule.steps
         plan = self.step.planner.plan(groups)
         for rank in range(1, self.ranks.world):
-            self._send(
-                rank,
-                Train(
-                    version,
-                    plan.share(self.ranks.layout.dp_rank_of(rank)),
-                    str(trace or ""),
-                    schedule.lr,
-                    schedule.steps,
-                ),
-            )
+            part = self.ranks.layout.dp_rank_of(rank)
+            share, images = plan.share(part), plan.files(part)
+            self._send(rank, Train(version, share, str(trace or ""), schedule.lr, schedule.steps, images))
         return self._run_step(plan.batch(self.ranks.dp_rank), version, trace)
 
     def gather(self, tokens: Sequence[int]) -> tuple[Snapshot, npt.NDArray[np.float32]]:
@@ -223,7 +218,8 @@ class RankGroup:
         if isinstance(command, Train):
             trace = Path(command.trace) if command.trace else None
             self.step.schedule.lr, self.step.schedule.steps = command.lr, command.steps
-            self._run_step(StepBatch.of(command.micro_batches), command.version, trace)
+            batch = StepBatch.of(command.micro_batches, images=self.step.planner.files(command.images))
+            self._run_step(batch, command.version, trace)
         elif isinstance(command, Gather):
             self.gather(command.tokens)
         elif isinstance(command, Save):

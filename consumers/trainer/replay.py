@@ -93,7 +93,8 @@ def run_replay(config: TidemillConfig, plan: ReplayPlan, on_step: Callable[[int]
         for step in range(plan.first, plan.last):
             record = batches.read(step)
             groups = [
-                Group(group.task_id, list(zip(group.samples, group.rewards, strict=True))) for group in record.groups
+                Group(group.task_id, list(zip(group.samples, group.rewards, strict=True)), group.images)
+                for group in record.groups
             ]
             rank_group.train(groups, record.version, lr=record.lr or None, steps=record.steps or None)
             on_step(step)

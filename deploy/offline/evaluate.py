@@ -21,8 +21,9 @@ from deploy.logs import configure_logging
 from producers.datasets.loading import build_dataset
 from producers.engines.base import Engine, EngineSettings
 from producers.engines.factory import engine_name, make_engine
+from producers.rendering.images import ImagePlaces
 from producers.rendering.tokenizer import HfTokenizer
-from producers.tasks import make_task
+from producers.tasks import TaskLimits, image_settings, make_task, prepare_images
 from producers.workflows.base import FailedSample, RolloutContext, WorkflowServices, find_workflow, running
 from schemas.config import EvalConfig, RewardTerm, TidemillConfig
 from schemas.messages import Task, Trajectory
@@ -30,12 +31,13 @@ from schemas.messages import Task, Trajectory
 
 @dataclass(frozen=True)
 class HeldOut:
-    """A dataset to evaluate: the reward terms of its samples, the k of pass@k, and its tasks."""
+    """A dataset to evaluate: reward terms of its samples, the k of pass@k, tasks, and their images by digest."""
 
     label: str
     terms: list[RewardTerm]
     passes: list[int]
     tasks: list[Task]
+    images: dict[str, bytes]
 
 
 def evaluate_model(config: TidemillConfig, evaluation: EvalConfig, model: Path | None) -> None:
@@ -69,9 +71,16 @@ def open_datasets(config: TidemillConfig, evaluation: EvalConfig) -> list[HeldOu
     for one in evaluation.dataset:
         dataset, sampling = build_dataset(one, config.base), evaluation.sampling_of(one)
         first = sum(len(before.tasks) for before in found)
-        tasks = [make_task(first + i, "eval", dataset[i], sampling, one.label) for i in range(len(dataset))]
+        limits = TaskLimits(config.broker.max_message_bytes, image_settings(config))
+        examples = [dataset[i] for i in range(len(dataset))]
+        images = [prepare_images(example.images, limits) for example in examples]
+        tasks = [
+            make_task(first + i, "eval", example, sampling, one.label, images=images[i])
+            for i, example in enumerate(examples)
+        ]
         terms = evaluation.terms_of(one)
-        found.append(HeldOut(one.label, config.reward.terms if terms is None else terms, one.passes(sampling.n), tasks))
+        terms = config.reward.terms if terms is None else terms
+        found.append(HeldOut(one.label, terms, one.passes(sampling.n), tasks, limits.images))
     return found
 
 
@@ -81,6 +90,8 @@ async def _evaluate(config: TidemillConfig, held_out: list[HeldOut], path: str) 
     tokenizer = HfTokenizer(path, config.model.trust_remote_code)
     console = Console(stderr=True)
     tasks = [task for one in held_out for task in one.tasks]
+    places = ImagePlaces.of(config)
+    files = {digest: body for one in held_out for digest, body in one.images.items()}
     async with (
         _started(config, path) as engine,
         running(workflow, WorkflowServices(engine, tokenizer, config)),
@@ -91,7 +102,9 @@ async def _evaluate(config: TidemillConfig, held_out: list[HeldOut], path: str) 
 
             async def answer(task: Task) -> list[Trajectory]:
                 async with room:
-                    samples = workflow.run(RolloutContext(engine, tokenizer, task, range(task.n)))
+                    samples = workflow.run(
+                        RolloutContext(engine, tokenizer, task, range(task.n), places=places, files=files)
+                    )
                     found = [
                         sample.to_trajectory(task, config.run.name, "eval")
                         async for sample in samples
@@ -146,6 +159,7 @@ async def _started(config: TidemillConfig, path: str) -> AsyncIterator[Engine]:
             trust_remote_code=config.model.trust_remote_code,
             args=config.generator.args,
             http=config.generator.http,
+            images=image_settings(config),
         ),
         config.base,
     )

@@ -19,7 +19,7 @@ from producers.agents.episode import task_for_agent
 from producers.agents.workers.pool import AgentWorkers
 from producers.agents.workers.protocol import AgentJob, AgentResult
 from producers.datasets.loading import build_dataset
-from producers.engines.base import Completion, EngineSettings, ProgressCallback
+from producers.engines.base import Completion, EngineSettings, ProgressCallback, PromptImage
 from producers.engines.scripted import ScriptedEngine
 from producers.rendering.tokenizer import HfTokenizer
 from producers.tasks import make_task
@@ -58,6 +58,7 @@ class TrialEngine(ScriptedEngine):
         n: int = 1,
         prefix: Sequence[int] = (),
         progress: ProgressCallback | None = None,
+        images: Sequence[PromptImage] = (),
     ) -> list[Completion]:
         """See Engine."""
         ids = self._answer[: sampling.max_tokens]

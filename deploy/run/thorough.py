@@ -55,10 +55,10 @@ def measure_model(config: TidemillConfig) -> Finding | str:
 def score_first_example(config: TidemillConfig) -> Finding | str:
     """The reward of a first example, answered with its own reference answer where it has one."""
     example = build_dataset(config.train[0].at_levels()[0], config.base)[0]
-    prompt = example.text if example.text is not None else "\n".join(m.content for m in example.messages or [])
+    prompt = example.text if example.text is not None else "\n".join(m.text for m in example.messages or [])
     answer, data, reward = str(example.data.get("answer", "")), example.data, None
     if config.generator.workflow.name in EPISODE_WORKFLOWS:
-        asked = [{"role": m.role, "content": m.content} for m in example.messages or [ChatMessage("user", prompt)]]
+        asked = [{"role": m.role, "content": m.plain} for m in example.messages or [ChatMessage("user", prompt)]]
         data = data | {"messages": [*asked, {"role": "assistant", "content": answer}]}
     if config.generator.workflow.name in REWARDING_WORKFLOWS:
         reward = 1.0

@@ -187,7 +187,7 @@ def task_for_agent(task: Task) -> dict[str, Any]:
     """The task as agents see it: id, prompt as messages, text or token ids, and the data of the dataset."""
     prompt: dict[str, Any] = {"data": task.data, "id": task.task_id}
     if task.messages is not None:
-        prompt["messages"] = [{"role": message.role, "content": message.content} for message in task.messages]
+        prompt["messages"] = [{"role": message.role, "content": message.plain} for message in task.messages]
     elif task.text is not None:
         prompt["text"] = task.text
         prompt["messages"] = [{"role": "user", "content": task.text}]

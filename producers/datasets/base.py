@@ -12,12 +12,14 @@ from schemas.messages import ChatMessage
 class Example:
     """A prompt (text or chat messages, exactly one of them) and the data that its reward needs.
 
-    data: goes to the reward function as keywords, msgpack types only; ``answer`` is the reference.
+    images: files of the messages' images, in their order, as they are. data: goes to the reward function as keywords,
+    msgpack types only; ``answer`` is the reference.
     """
 
     text: str | None = None
     messages: list[ChatMessage] | None = None
     data: dict[str, Any] = field(default_factory=dict)
+    images: list[bytes] = field(default_factory=list)
 
 
 class Dataset(Protocol):

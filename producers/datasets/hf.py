@@ -35,9 +35,11 @@ class HuggingFace:
         chat: bool = False,
         fields: list[str] | dict[str, str] | None = None,
         where: dict[str, Any] | None = None,
+        image: str | list[str] | None = None,
     ) -> None:
+        self._base = base
         self._where = f"{path}[{split}]"
-        self._rows = RowReader(prompt, answer, template, system, chat, fields, where)
+        self._rows = RowReader(prompt, answer, template, system, chat, fields, where, image)
         self._table = self._matching(load_table(base, path, split, name, revision))
 
     def _matching(self, table: Any) -> Any:
@@ -55,7 +57,7 @@ class HuggingFace:
     def __getitem__(self, index: int) -> Example:
         if not 0 <= index < len(self):
             raise IndexError(f"example {index} of {len(self)}")
-        return self._rows.read(self._table[index], f"{self._where} row {index}")
+        return self._rows.read(self._table[index], f"{self._where} row {index}", self._base)
 
 
 def load_table(base: Path, path: str, split: str, name: str | None = None, revision: str | None = None) -> Any:

@@ -23,7 +23,7 @@ from schemas.errors import ConfigError, DataError, InfraError
 class Jsonl:
     """``path`` is one file, a glob (its files in sorted order) or a list of these, relative to ``base``.
 
-    The other arguments are those of RowReader. Blank lines are skipped.
+    The other arguments are those of RowReader. Blank lines are skipped. Paths of images start from the file's folder.
     """
 
     def __init__(
@@ -37,8 +37,9 @@ class Jsonl:
         chat: bool = False,
         fields: list[str] | dict[str, str] | None = None,
         where: dict[str, Any] | None = None,
+        image: str | list[str] | None = None,
     ) -> None:
-        self._rows = RowReader(prompt, answer, template, system, chat, fields, where)
+        self._rows = RowReader(prompt, answer, template, system, chat, fields, where, image)
         self._files = _find(base, [path] if isinstance(path, str) else path)
         self._offsets = [self._index(file) for file in self._files]
         self._ends = list(itertools.accumulate(len(offsets) for offsets in self._offsets))
@@ -58,10 +59,10 @@ class Jsonl:
                 line = file.readline()
         except OSError as error:
             raise InfraError(f"cannot read {self._files[at]}: {error.strerror}") from error
-        return self._parse(line, f"{self._files[at]} at byte {offset}")
+        return self._parse(line, f"{self._files[at]} at byte {offset}", self._files[at].parent)
 
-    def _parse(self, line: bytes, where: str) -> Example:
-        example = self._rows.read(_decode(line, where), where)
+    def _parse(self, line: bytes, where: str, folder: Path, load: bool = True) -> Example:
+        example = self._rows.read(_decode(line, where), where, folder, load)
         _check_numbers(example.data, where)
         return example
 
@@ -73,7 +74,7 @@ class Jsonl:
                 for number, line in enumerate(lines, start=1):
                     place = f"{file}:{number}"
                     if line.strip() and self._rows.takes(_decode(line, place), place):
-                        self._parse(line, place)
+                        self._parse(line, place, file.parent, load=False)
                         offsets.append(offset)
                     offset += len(line)
         except OSError as error:

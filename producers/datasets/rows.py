@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import string
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from producers.datasets.base import Example
+from producers.row_images import load_image, place_images
 from schemas.errors import ConfigError, DataError
-from schemas.messages import ChatMessage
+from schemas.messages import ChatMessage, ContentPart
 
 
 class RowReader:
@@ -27,6 +29,8 @@ class RowReader:
     fields: other fields handed on in ``data``, as a list, or as a mapping of the name that the reward function knows
     to the row's; all of them by default.
     where: rows to take, by the values that fields must have, one or a list of those allowed.
+    image: field, or list of fields, with the row's images, one or a list of them in each. They stand at the marks
+    ``<image>`` of a text, or at the image parts of messages, else before the user's text; such a row is a conversation.
     """
 
     def __init__(
@@ -38,7 +42,9 @@ class RowReader:
         chat: bool = False,
         fields: list[str] | dict[str, str] | None = None,
         where: dict[str, Any] | None = None,
+        image: str | list[str] | None = None,
     ) -> None:
+        self.images = [image] if isinstance(image, str) else image or []
         self.prompt = prompt
         self.answer = answer
         self.template = template
@@ -52,8 +58,11 @@ class RowReader:
         """Whether the row has the values that ``where`` asks for; DataError when it has no such field."""
         return not isinstance(row, Mapping) or all(_field(row, name, where) in few for name, few in self.where.items())
 
-    def read(self, row: Any, where: str) -> Example:
-        """DataError names ``where`` (file and line) and what is wrong with the row."""
+    def read(self, row: Any, where: str, folder: Path = Path(), load: bool = True) -> Example:
+        """DataError names ``where`` (file and line) and what is wrong with the row.
+
+        folder: what paths of images start from. load: else images are only looked for, and the example has empty ones.
+        """
         if not isinstance(row, Mapping):
             raise DataError(f"{where}: must be an object with fields, is {type(row).__name__}")
         data = self._data(row, where)
@@ -63,21 +72,35 @@ class RowReader:
             prompt: Any = self.template.format_map(row)
         else:
             prompt = _field(row, self.prompt, where)
-        if isinstance(prompt, str):
-            if not self.chat:
-                return Example(text=prompt, data=data)
-            return Example(messages=[*self._opening(), ChatMessage("user", prompt)], data=data)
-        messages = _messages(prompt, f"{where}: field {self.prompt!r}")
+        values = self._image_values(row, where)
+        if isinstance(prompt, str) and not self.chat and not values:
+            return Example(text=prompt, data=data)
+        messages = (
+            [ChatMessage("user", prompt)]
+            if isinstance(prompt, str)
+            else _messages(prompt, f"{where}: field {self.prompt!r}", values)
+        )
         if messages[0].role != "system":
             messages = [*self._opening(), *messages]
-        return Example(messages=messages, data=data)
+        messages = place_images(messages, len(values), where)
+        return Example(
+            messages=messages, data=data, images=[load_image(value, where, folder, load) for value in values]
+        )
+
+    def _image_values(self, row: Mapping[str, Any], where: str) -> list[Any]:
+        found: list[Any] = []
+        for name in self.images:
+            value = _field(row, name, where)
+            found += value if isinstance(value, list) else [] if value is None else [value]
+        return found
 
     def _opening(self) -> list[ChatMessage]:
         return [] if self.system is None else [ChatMessage("system", self.system)]
 
     def _data(self, row: Mapping[str, Any], where: str) -> dict[str, Any]:
         if self.fields is None:
-            data = {name: value for name, value in row.items() if name not in (self.prompt, self.answer)}
+            apart = (self.prompt, self.answer, *self.images)
+            data = {name: value for name, value in row.items() if name not in apart}
         else:
             data = {name: _field(row, column, where) for name, column in self.fields.items()}
         if self.answer is not None:
@@ -96,16 +119,42 @@ def _field(row: Mapping[str, Any], name: str, where: str) -> Any:
     return value
 
 
-def _messages(value: Any, where: str) -> list[ChatMessage]:
+def _messages(value: Any, where: str, images: list[Any]) -> list[ChatMessage]:
+    """Messages of a row. images: values of its images, to which those that stand in image parts are added."""
+    own: list[Any] = []
+    found = _read_messages(value, where, own)
+    if own and images:
+        raise DataError(f"{where}: images stand in its messages and in a field of the row, which must be one of them")
+    images += own
+    return found
+
+
+def _read_messages(value: Any, where: str, images: list[Any]) -> list[ChatMessage]:
     if not isinstance(value, list) or not value:
         raise DataError(f"{where} must be text or a list of role and content, is {type(value).__name__}")
     messages = []
     for item in value:
         role, content = (item.get("role"), item.get("content")) if isinstance(item, Mapping) else (None, None)
+        if isinstance(role, str) and isinstance(content, list):
+            messages.append(ChatMessage(role, [_part(part, where, images) for part in content]))
+            continue
         if not isinstance(role, str) or not isinstance(content, str):
-            raise DataError(f"{where}: every message needs a role and a content, both text")
+            raise DataError(f"{where}: every message needs a role and a content, text or a list of parts")
         messages.append(ChatMessage(role, content))
     return messages
+
+
+def _part(part: Any, where: str, images: list[Any]) -> ContentPart:
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    if kind == "text" and isinstance(part.get("text"), str):
+        return ContentPart("text", part["text"])
+    if kind not in ("image", "image_url"):
+        raise DataError(f"{where}: a part of a message is a text or an image, not {kind!r}")
+    value = part.get("image_url") if kind == "image_url" else part.get("image")
+    value = value.get("url") if kind == "image_url" and isinstance(value, Mapping) else value
+    if value is not None:
+        images.append(value)
+    return ContentPart("image")
 
 
 def _placeholders(template: str) -> set[str]:

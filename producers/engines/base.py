@@ -19,7 +19,18 @@ import numpy as np
 import numpy.typing as npt
 
 from schemas.config import HttpEngineConfig, LoraConfig
+from schemas.images import ImageSettings
 from schemas.messages import FinishReason, Sampling, Span, WeightSource
+
+
+@dataclass(frozen=True)
+class PromptImage:
+    """A picture that the tokens [start, end) of a prompt stand for. data: a PNG file, prepared for the model."""
+
+    digest: str
+    start: int
+    end: int
+    data: bytes
 
 
 @dataclass(frozen=True)
@@ -31,7 +42,8 @@ class EngineSettings:
     recompute: new weights make keys and values of requests in flight anew, else these go on with what they have.
     report_every: tokens after which ``generate`` reports a growing sample to its ``progress``; None never.
     lora: where files that are loaded hold an adapter of the model and not the model; none at first.
-    http: the server of the engine http.
+    http: the server of the engine http. images: how images are made into patches; None for a model of text.
+    frozen_vision: files that are loaded lack the vision tower, which stays as it is.
     """
 
     model_path: str
@@ -46,6 +58,8 @@ class EngineSettings:
     args: dict[str, Any] = field(default_factory=dict)
     lora: LoraConfig | None = None
     http: HttpEngineConfig | None = None
+    images: ImageSettings | None = None
+    frozen_vision: bool = False
 
 
 Ability = Literal["weights", "seeds", "stop", "recompute", "lora", "growing_versions", "cache_usage"]
@@ -130,8 +144,9 @@ class Engine(Protocol):
         n: int = 1,
         prefix: Sequence[int] = (),
         progress: ProgressCallback | None = None,
+        images: Sequence[PromptImage] = (),
     ) -> list[Completion]:
-        """Sample n completions of one prompt.
+        """Sample n completions of one prompt, in which ``images`` may stand; those that have some get the argument.
 
         ``progress`` is called once for each sample when it is finished, though others still run, and before
         that each time it has grown by ``settings.report_every`` tokens.
@@ -153,7 +168,7 @@ class Engine(Protocol):
         """
         ...
 
-    async def logprobs(self, token_ids: Sequence[int]) -> npt.NDArray[np.float32]:
+    async def logprobs(self, token_ids: Sequence[int], images: Sequence[PromptImage] = ()) -> npt.NDArray[np.float32]:
         """Log-probability of each token after the first at temperature 1, float32 [T-1]: the probe."""
         ...
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from producers.engines.base import Ability, Completion, EngineSettings, KvCacheUsage, ProgressCallback
+from producers.engines.base import Ability, Completion, EngineSettings, KvCacheUsage, ProgressCallback, PromptImage
 from producers.engines.sampling import max_new_tokens
 from schemas.errors import ConfigError, DataError, InfraError
 from schemas.messages import FinishReason, Sampling, Span, WeightSource
@@ -112,6 +112,7 @@ class ScriptedEngine:
         n: int = 1,
         prefix: Sequence[int] = (),
         progress: ProgressCallback | None = None,
+        images: Sequence[PromptImage] = (),
     ) -> list[Completion]:
         """See Engine; ``prefix`` counts towards ``sampling.max_tokens``."""
         self._check_open()
@@ -172,7 +173,7 @@ class ScriptedEngine:
         self._check_open()
         self._version = version
 
-    async def logprobs(self, token_ids: Sequence[int]) -> npt.NDArray[np.float32]:
+    async def logprobs(self, token_ids: Sequence[int], images: Sequence[PromptImage] = ()) -> npt.NDArray[np.float32]:
         """Zeros: there is no model whose weights a probe could check."""
         self._check_open()
         if len(token_ids) < 2:

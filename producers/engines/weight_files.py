@@ -52,13 +52,35 @@ def _read_header(file: Path) -> Shapes:
     return shapes
 
 
+_OLD_NAMES = (("visual.", "model.visual."), ("model.", "model.language_model."))
+
+
+def today_s_name(name: str) -> str:
+    """The name that transformers gives a tensor of a vision model, of which older model folders have others."""
+    if name.startswith(("model.visual.", "model.language_model.")):
+        return name
+    return next((new + name.removeprefix(old) for old, new in _OLD_NAMES if name.startswith(old)), name)
+
+
 def check_fits(
-    path: Path, new: Mapping[str, tuple[int, ...]], model: Mapping[str, tuple[int, ...]], tied: bool
+    path: Path,
+    new: Mapping[str, tuple[int, ...]],
+    model: Mapping[str, tuple[int, ...]],
+    tied: bool,
+    *,
+    vision: bool = False,
+    frozen: bool = False,
 ) -> None:
     """DataError unless ``new`` (read from ``path``) has exactly the tensors of ``model``.
 
-    With tied embeddings ``lm_head.weight`` may be there or not. Buffers that code derives don't count.
+    With tied embeddings ``lm_head.weight`` may be there or not. Buffers that code derives don't count. vision: the
+    model reads images. frozen: its vision tower is not in the file.
     """
+    if vision:
+        model = {today_s_name(name): shape for name, shape in model.items()}
+        new = {today_s_name(name): shape for name, shape in new.items()}
+    if frozen:
+        model = {name: shape for name, shape in model.items() if not name.startswith("model.visual.")}
 
     def counted(names: Mapping[str, tuple[int, ...]]) -> set[str]:
         return {n for n in names if not n.endswith(_DERIVED) and not (tied and n == "lm_head.weight")}

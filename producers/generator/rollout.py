@@ -22,6 +22,7 @@ from producers.engines.base import Engine
 from producers.generator.outbox import Outbox, PartialSaver
 from producers.generator.pause import PauseFollower
 from producers.generator.weight_updates import WeightUpdater
+from producers.rendering.images import ImagePlaces
 from producers.rendering.tokenizer import HfTokenizer
 from producers.workflows.base import FailedSample, RolloutContext, Workflow, find_workflow, is_service_error
 from producers.workflows.trajectory_builder import SampledCompletion
@@ -53,6 +54,7 @@ class GeneratorContext:
     partials: Partials
     outbox: Outbox
     saver: PartialSaver
+    places: ImagePlaces | None = None
 
     @classmethod
     def create(
@@ -71,7 +73,10 @@ class GeneratorContext:
         tokenizer = HfTokenizer(config.model.path, config.model.trust_remote_code)
         queue, partials = broker.task_queue(name, run), broker.partials(name)
         outbox, saver = Outbox(queue), PartialSaver(partials)
-        return cls(config, name, broker, engine, tokenizer, workflow, pause, updates, queue, partials, outbox, saver)
+        places = ImagePlaces.of(config)
+        return cls(
+            config, name, broker, engine, tokenizer, workflow, pause, updates, queue, partials, outbox, saver, places
+        )
 
     def report(self, name: str, text: str) -> None:
         """Tell people of an event, soon; one that can't be told is logged. Call it in the event loop."""
@@ -135,8 +140,21 @@ class Rollout:
             missing = await asyncio.to_thread(context.queue.find_missing, task)
             saved = await asyncio.to_thread(context.partials.load_partials, task.task_id, missing)
             task = self._task = msgspec.structs.replace(task, partials=longest([*task.partials, *saved]))
+        files = await asyncio.to_thread(context.broker.images.fetch, {image.digest for image in task.images})
+        if any(image.digest not in files for image in task.images):
+            # The group has ended, and took them along; else somebody deleted them.
+            await self._fail(missing, "an image of its prompt is not in the broker")
+            return
         rollout = RolloutContext(
-            context.engine, context.tokenizer, task, missing, self._save, context.report, self._interrupted
+            context.engine,
+            context.tokenizer,
+            task,
+            missing,
+            self._save,
+            context.report,
+            self._interrupted,
+            context.places,
+            files,
         )
         try:
             async with asyncio.TaskGroup() as leaving:

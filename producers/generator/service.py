@@ -22,7 +22,7 @@ from producers.generator.question_answering import QuestionAnswering
 from producers.generator.rollout import GeneratorContext
 from producers.generator.task_loop import TaskLoop
 from producers.generator.weight_updates import WeightUpdater
-from producers.tasks import make_sampling
+from producers.tasks import image_settings, make_sampling
 from producers.workflows.base import WorkflowServices, running
 from schemas.config import TidemillConfig
 from schemas.errors import OK_EXIT
@@ -50,6 +50,8 @@ def run_generator(config: TidemillConfig, name: str) -> None:
         args=config.generator.args,
         lora=config.trainer.lora,
         http=config.generator.http,
+        images=image_settings(config),
+        frozen_vision=config.model.kind == "vision" and config.model.freeze_vision,
     )
     engine = make_engine(config.generator.engine, settings, config.base)
     check_abilities(engine, needed_abilities(config))

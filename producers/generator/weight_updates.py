@@ -18,13 +18,15 @@ import structlog
 
 from broker.client import Broker
 from broker.weights.local_copy import LocalWeights
-from producers.engines.base import Engine
+from producers.engines.base import Engine, PromptImage
 from producers.generator.eval_versions import EvaluationState, next_version
 from producers.generator.pause import PauseFollower
 from producers.model_folder import resolve_folder
+from producers.tasks import image_settings
 from schemas.config import TidemillConfig
 from schemas.digests import base_digest
 from schemas.errors import ConfigError, DataError, InfraError
+from schemas.images import probe_image
 from schemas.lifecycle import StopFlag, until_stopped
 from schemas.messages import Adapter, Event, FileSource, Manifest, Span, WeightSource
 
@@ -95,6 +97,7 @@ class WeightUpdater:
         self._name = name
         self._local = LocalWeights(broker.weights, folder)
         self._model = ServedModel(config)
+        self._images = image_settings(config)
         # What others may fetch from here stays, as does what the next delta goes on from.
         self._keep_copy = config.trainer.publish.deltas or config.trainer.publish.transport == "peer"
         self._drains = config.generator.update == "drain"
@@ -359,7 +362,12 @@ class WeightUpdater:
         """Return what is wrong with the weights in the engine; None when they are what the manifest says."""
         if manifest.probe is None:
             return None
-        ours = await self._engine.logprobs(manifest.probe.tokens.numpy().tolist())
+        tokens = manifest.probe.tokens.numpy().tolist()
+        if manifest.probe.image is None:
+            ours = await self._engine.logprobs(tokens)
+        else:
+            image = self._probe_image(*manifest.probe.image)
+            ours = await self._engine.logprobs(tokens, [image])
         if not np.isfinite(ours).all():
             return (
                 f"weights version {manifest.version} fails its probe: its log-probabilities are not finite here, though"
@@ -373,6 +381,11 @@ class WeightUpdater:
             f"weights version {manifest.version} fails its probe: log-probabilities differ by"
             f" {difference:.2g} nats from the trainer's, {self._tolerance:.2g} is allowed"
         )
+
+    def _probe_image(self, start: int, end: int) -> PromptImage:
+        if self._images is None:
+            raise InfraError("the trainer's model reads images, and this generator was started with model.kind text")
+        return PromptImage("probe", start, end, probe_image(self._images))
 
     async def report_not_finite(self, version: int) -> None:
         """Tell people, once for each version, that its weights gave log-probabilities that are no numbers."""

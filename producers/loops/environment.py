@@ -165,7 +165,7 @@ def describe_task(task: Task, sample: int) -> dict[str, Any]:
     """What an environment is told: prompt and data of the task, and a seed, the same for each attempt at the sample."""
     prompt: dict[str, Any] = {"text": task.text} if task.text is not None else {}
     if task.messages is not None:
-        prompt = {"messages": [{"role": message.role, "content": message.content} for message in task.messages]}
+        prompt = {"messages": [{"role": message.role, "content": message.plain} for message in task.messages]}
     seed = task.task_id * 1000 + sample
     # A copy: the samples of a task must not share lists that one of them may change.
     return {**prompt, "data": copy.deepcopy(task.data), "task_id": task.task_id, "sample": sample, "seed": seed}

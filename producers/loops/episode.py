@@ -90,7 +90,7 @@ class Episode:
         """The task's prompt as messages. DataError if it is given as token ids."""
         task = self._rollout.task
         if task.messages is not None:
-            return [{"role": message.role, "content": message.content} for message in task.messages]
+            return [{"role": message.role, "content": message.plain} for message in task.messages]
         if task.text is None:
             raise DataError(f"task {task.task_id} has a prompt of token ids; this workflow needs text or messages")
         return [{"role": "user", "content": task.text}]

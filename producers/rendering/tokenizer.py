@@ -97,14 +97,14 @@ class HfTokenizer:
         if task.token_ids is not None:
             ids = list(task.token_ids)
         elif task.messages is not None:
-            ids = self._chat_ids([{"role": m.role, "content": m.content} for m in task.messages])
+            ids = self._chat_ids([{"role": m.role, "content": m.plain} for m in task.messages])
         else:
             ids = list(self._tokenizer(task.text or "")["input_ids"])
         if not ids:
             raise DataError(f"task {task.task_id} has an empty prompt")
         return ids
 
-    def _chat_ids(self, messages: list[dict[str, str]]) -> list[int]:
+    def _chat_ids(self, messages: list[dict[str, Any]]) -> list[int]:
         return list(self._apply_template(messages, tokenize=True, add_generation_prompt=True))
 
     def chat_text(

@@ -7,7 +7,7 @@ import functools
 import gc
 import inspect
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -16,13 +16,14 @@ from typing import Any, Protocol
 
 import structlog
 
-from producers.engines.base import Completion, Engine
+from producers.engines.base import Completion, Engine, PromptImage
+from producers.rendering.images import ImagePlaces
 from producers.rendering.tokenizer import HfTokenizer, Tokenizer
 from producers.workflows import WORKFLOWS
 from producers.workflows.trajectory_builder import SampledCompletion, TrajectoryBuilder
 from schemas.config import TidemillConfig
 from schemas.errors import ConfigError, DataError, InfraError, describe_error
-from schemas.messages import Partial, Sampling, Task
+from schemas.messages import Partial, PlacedImage, Sampling, Task
 from schemas.plugins import check_arguments, check_method
 
 log = structlog.get_logger()
@@ -60,7 +61,8 @@ class RolloutContext:
     for whoever has to go on with it if this process dies; it is found again in ``saved``. It is kept soon; await what
     ``save`` returns where it has to be kept before you go on. report: tells people of an event, by a word and a
     sentence. interrupted: set when the process ends soon, and what is unfinished has to be yielded with finish
-    ``abort``; requests in the engine are aborted by themselves.
+    ``abort``; requests in the engine are aborted by themselves. places, files: how images stand in prompts, and the
+    files of the task's images by digest; None and nothing with a model of text.
     """
 
     engine: Engine
@@ -70,16 +72,38 @@ class RolloutContext:
     save: Callable[[Partial], Awaitable[None]] = _keep_nothing
     report: Callable[[str, str], None] = _tell_nobody
     interrupted: asyncio.Event = field(default_factory=asyncio.Event)
+    places: ImagePlaces | None = None
+    files: Mapping[str, bytes] = field(default_factory=dict)
 
     @property
     def sampling(self) -> Sampling:
         """How to sample, seed, length and stop strings included."""
         return self.task.sampling
 
-    @cached_property
+    @property
     def prompt_ids(self) -> list[int]:
-        """Token ids of the task's prompt. DataError if it has none."""
-        return self.tokenizer.prompt_ids(self.task)
+        """Token ids of the task's prompt, as many for an image as it has. DataError if it has none."""
+        return self._prompt[0]
+
+    @property
+    def images(self) -> list[PlacedImage]:
+        """Images of the prompt, where their tokens are."""
+        return self._prompt[1]
+
+    @cached_property
+    def _prompt(self) -> tuple[list[int], list[PlacedImage]]:
+        ids = self.tokenizer.prompt_ids(self.task)
+        if self.places is not None:
+            return self.places.expand(ids, self.task.images)
+        if self.task.images:
+            raise DataError("the prompt has images, and this generator was started with model.kind text")
+        return ids, []
+
+    @cached_property
+    def engine_images(self) -> dict[str, Any]:
+        """What the engine is given beside the prompt's ids: nothing where there are no images."""
+        found = [PromptImage(image.digest, image.start, image.end, self.files[image.digest]) for image in self.images]
+        return {"images": found} if found else {}
 
     @cached_property
     def saved(self) -> dict[int, Partial]:
@@ -88,7 +112,7 @@ class RolloutContext:
 
     async def generate(self, trajectory: TrajectoryBuilder) -> Completion:
         """Sample the policy's next turn after all tokens of ``trajectory``, and add it there."""
-        (completion,) = await self.engine.generate(list(trajectory.tokens), self.sampling)
+        (completion,) = await self.engine.generate(list(trajectory.tokens), self.sampling, **self.engine_images)
         trajectory.generated(completion)
         return completion
 

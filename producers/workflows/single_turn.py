@@ -25,7 +25,7 @@ class SingleTurn:
         fresh: list[TrajectoryBuilder] = []
         groups = [fresh]
         for index in rollout.indices:
-            trajectory = TrajectoryBuilder(index, rollout.tokenizer).prompt(rollout.prompt_ids, prompt)
+            trajectory = TrajectoryBuilder(index, rollout.tokenizer).prompt(rollout.prompt_ids, prompt, rollout.images)
             if index in rollout.saved:
                 groups.append([trajectory.resumed(rollout.saved[index])])
             else:
@@ -63,7 +63,12 @@ async def _generate(rollout: RolloutContext, group: Sequence[TrajectoryBuilder],
 
     prefix = group[0].tokens[len(rollout.prompt_ids) :]
     completions = await rollout.engine.generate(
-        rollout.prompt_ids, rollout.sampling, n=len(group), prefix=prefix, progress=progress
+        rollout.prompt_ids,
+        rollout.sampling,
+        n=len(group),
+        prefix=prefix,
+        progress=progress,
+        **rollout.engine_images,
     )
     for k, completion in enumerate(completions):
         if k not in finished:

@@ -11,7 +11,7 @@ import msgspec
 from producers.engines.base import Completion
 from producers.rendering.tokenizer import Tokenizer
 from schemas.codec import Array
-from schemas.messages import Call, FinishReason, Partial, Segment, Span, Task, Trajectory, Turn
+from schemas.messages import Call, FinishReason, Partial, PlacedImage, Segment, Span, Task, Trajectory, Turn
 
 
 @dataclass
@@ -19,7 +19,7 @@ class SampledCompletion:
     """A finished sample of T tokens, prompt and completion together.
 
     loss_mask: 1 where the policy generated the token. logprobs: natural log, 0 elsewhere.
-    spans, turns, segments: over positions of ``tokens``. data: added to the task's data for the reward. reward,
+    spans, turns, segments, images: over positions of ``tokens``. data: added to the task's data for the reward. reward,
     metrics: as in Trajectory. calls: the model calls of an agent's episode, in the order of time. notes: as in Partial.
     """
 
@@ -38,6 +38,7 @@ class SampledCompletion:
     metrics: dict[str, float] = field(default_factory=dict)
     calls: list[Call] = field(default_factory=list)
     notes: dict[str, str] = field(default_factory=dict)
+    images: list[PlacedImage] = field(default_factory=list)
 
     def to_trajectory(self, task: Task, run: str, generator: str, seconds: float = 0.0) -> Trajectory:
         """The message that this sample of ``task`` travels as; ValueError when its parts do not fit together."""
@@ -63,6 +64,7 @@ class SampledCompletion:
             calls=len(self.calls),
             dataset=task.dataset,
             level=task.level,
+            images=self.images,
         )
 
     def to_partial(self, end: int | None = None) -> Partial:
@@ -99,7 +101,7 @@ class TrajectoryBuilder:
         (completion,) = await engine.generate(trajectory.tokens, sampling)
         sample = trajectory.generated(completion).finish()
 
-    tokens: T ids, all so far. loss_mask, logprobs, spans, turns: as in SampledCompletion.
+    tokens: T ids, all so far. loss_mask, logprobs, spans, turns, images: as in SampledCompletion.
     """
 
     def __init__(self, index: int, tokenizer: Tokenizer) -> None:
@@ -109,16 +111,23 @@ class TrajectoryBuilder:
         self.logprobs: list[float] = []
         self.spans: list[Span] = []
         self.turns: list[Turn] = []
+        self.images: list[PlacedImage] = []
         self._tokenizer = tokenizer
         self._prompt: str | None = None
         self._reason: FinishReason | None = None
 
-    def prompt(self, ids: Sequence[int], text: str | None = None) -> TrajectoryBuilder:
-        """Begin with a prompt, which must come first and once. text: for people and rewards, decoded where None."""
+    def prompt(
+        self, ids: Sequence[int], text: str | None = None, images: Sequence[PlacedImage] = ()
+    ) -> TrajectoryBuilder:
+        """Begin with a prompt, which must come first and once. text: for people and rewards, decoded where None.
+
+        images: those that some of the ids stand for.
+        """
         if self._prompt is not None or self.tokens:
             raise ValueError("a trajectory has one prompt, and it comes first")
         self._prompt = self._tokenizer.decode(ids) if text is None else text
         self._append("prompt", ids, 0, [0.0] * len(ids))
+        self.images = list(images)
         return self
 
     def generated(self, completion: Completion) -> TrajectoryBuilder:
@@ -175,6 +184,7 @@ class TrajectoryBuilder:
             prompt=self._prompt,
             completion=completion,
             data=data or {},
+            images=self.images,
         )
 
     def _append(self, role: str, ids: Sequence[int], mask: int, logprobs: list[float]) -> None:

@@ -11,7 +11,7 @@ from pydantic import Field, PrivateAttr, model_validator
 from schemas.config.base import Section
 from schemas.config.data import EvalConfig, RewardConfig, RewardTerm, TrainDatasets, check_labels
 from schemas.config.deploy import ControlConfig, LauncherConfig, NotifyConfig, ProbesConfig, SupervisorConfig
-from schemas.config.generator import REWARDING_WORKFLOWS, GeneratorConfig, SamplingConfig
+from schemas.config.generator import EPISODE_WORKFLOWS, REWARDING_WORKFLOWS, GeneratorConfig, SamplingConfig
 from schemas.config.offline import DpoConfig, RewardModelConfig, WarmStartConfig
 from schemas.config.run import BrokerConfig, FlowConfig, LogConfig, ModelConfig, RunConfig, count_slots, slots_problem
 from schemas.config.trainer import TrainerConfig
@@ -139,6 +139,29 @@ class TidemillConfig(Section):
         term, terms = self.reward.correct_term, [*self.reward.terms, *self.eval_terms]
         if term is not None and term.partition("#")[0] not in {named.name for named in terms}:
             raise ValueError(f"reward.correct_term {term!r} is the name of no reward term")
+        return self
+
+    @model_validator(mode="after")
+    def _check_vision(self) -> TidemillConfig:
+        model, trainer, parallel = self.model, self.trainer, self.trainer.parallel
+        if model.kind == "text":
+            if model.max_pixels is not None:
+                raise ValueError("model.max_pixels is for images: set model.kind to vision")
+            return self
+        workflow = self.generator.workflow.name
+        refused = {
+            f"generator.engine {self.generator.engine}": self.generator.engine in ("transformers", "http"),
+            f"generator.workflow {workflow}": workflow in EPISODE_WORKFLOWS,
+            "trainer.lora": trainer.lora is not None,
+            "trainer.critic": trainer.critic is not None,
+            f"trainer.parallel.tensor {parallel.tensor}": parallel.tensor > 1,
+            f"trainer.parallel.context {parallel.context}": parallel.context > 1,
+            "warm_start": self.warm_start is not None,
+            "dpo": self.dpo is not None,
+            "reward_model": self.reward_model is not None,
+        }
+        if names := [name for name, there in refused.items() if there]:
+            raise ValueError(f"{names[0]} does not go with model.kind vision: leave it out (docs/vision.md)")
         return self
 
     def _check_agents(self) -> None:

@@ -42,6 +42,22 @@ class ModelConfig(Section):
         description="Compute type of training and generation, and the wire type of weights; the trainer's own weights"
         " and optimizer are float32.",
     )
+    kind: Literal["text", "vision"] = Field(
+        "text",
+        description="text, or vision: a model that reads images, of the families Qwen2.5-VL and Qwen3-VL, see"
+        " docs/vision.md.",
+    )
+    max_pixels: int | None = Field(
+        None,
+        ge=784,
+        description="Most pixels of an image, to which larger ones are scaled down; by default the model's own limit."
+        " An image of Qwen2.5-VL takes a token for each 28 x 28 pixels.",
+    )
+    freeze_vision: bool = Field(
+        True,
+        description="Leave the vision tower of a vision model as it is: it is not trained, and does not travel to the"
+        " generators.",
+    )
     max_length: int = Field(2048, ge=8, description="Longest prompt and completion together, tokens.")
     trust_remote_code: bool = Field(False, description="Run Python code that comes with the model.")
 

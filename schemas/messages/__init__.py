@@ -7,11 +7,12 @@ log-probabilities) has length T and refers to the same position.
 from schemas.messages.batches import BatchRecord, GroupRef, Member, RecordedGroup, StepRecord
 from schemas.messages.partials import Call, Partial, Piece
 from schemas.messages.questions import Question, QuestionAnswer, Reply
-from schemas.messages.tasks import ChatMessage, Sampling, Task
+from schemas.messages.tasks import ChatMessage, ContentPart, Image, Sampling, Task
 from schemas.messages.telemetry import DeadLetter, Event, Heartbeat
 from schemas.messages.trajectories import (
     FinishReason,
     Kind,
+    PlacedImage,
     Row,
     Score,
     ScoreStatus,
@@ -28,6 +29,7 @@ __all__ = [
     "BatchRecord",
     "Call",
     "ChatMessage",
+    "ContentPart",
     "DeadLetter",
     "Delta",
     "Event",
@@ -35,12 +37,14 @@ __all__ = [
     "FinishReason",
     "GroupRef",
     "Heartbeat",
+    "Image",
     "Kind",
     "Manifest",
     "Member",
     "Partial",
     "Payload",
     "Piece",
+    "PlacedImage",
     "Probe",
     "Question",
     "QuestionAnswer",

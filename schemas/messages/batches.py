@@ -33,11 +33,12 @@ class BatchRecord(Message, kw_only=True, tag="batch"):
 
 
 class RecordedGroup(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A prompt group in the order it was trained in, with a reward for each sample."""
+    """A prompt group in the order it was trained in, with a reward for each sample. images: their bytes by digest."""
 
     task_id: int
     samples: list[Trajectory]
     rewards: list[float]
+    images: dict[str, bytes] = {}
 
     def __post_init__(self) -> None:
         if len(self.samples) != len(self.rewards):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -11,11 +11,51 @@ from schemas.messages.partials import Partial
 from schemas.messages.trajectories import Kind
 
 
+class ContentPart(msgspec.Struct, frozen=True, gc=False):
+    """A part of a message: a text, or the place of the task's next image."""
+
+    type: Literal["text", "image"]
+    text: str = ""
+
+
 class ChatMessage(msgspec.Struct, frozen=True, gc=False):
-    """A message of a conversation."""
+    """A message of a conversation: a text, or parts in their order, with which images may stand between texts."""
 
     role: str
-    content: str
+    content: str | list[ContentPart]
+
+    @property
+    def images(self) -> int:
+        """Number of its images."""
+        return 0 if isinstance(self.content, str) else sum(part.type == "image" for part in self.content)
+
+    @property
+    def plain(self) -> str | list[dict[str, str]]:
+        """Its content as chat templates and OpenAI's protocol have it."""
+        if isinstance(self.content, str):
+            return self.content
+        return [
+            {"type": "image"} if part.type == "image" else {"type": "text", "text": part.text} for part in self.content
+        ]
+
+    @property
+    def text(self) -> str:
+        """Its texts, for people: ``<image>`` where there is one."""
+        if isinstance(self.content, str):
+            return self.content
+        return "".join("<image>" if part.type == "image" else part.text for part in self.content)
+
+
+class Image(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """A picture of a task, whose bytes are in the broker beside it, once (schemas/images/).
+
+    digest: of the bytes, a PNG file. width, height: pixels, as the model reads it. size: bytes.
+    """
+
+    digest: str
+    width: int
+    height: int
+    size: int
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -44,6 +84,7 @@ class Task(Message, kw_only=True, tag="task"):
     Exactly one of ``text``, ``messages``, ``token_ids`` is the prompt.
     data: reference answer and metadata, handed to the reward function as keywords.
     dataset: label of the dataset that the prompt is from. level: of difficulty, -1 where it has none.
+    images: of the messages, in their order.
     """
 
     task_id: int
@@ -57,6 +98,7 @@ class Task(Message, kw_only=True, tag="task"):
     dataset: str = ""
     level: int = -1
     partials: list[Partial] = []
+    images: list[Image] = []
 
     def __post_init__(self) -> None:
         given = sum(p is not None for p in (self.text, self.messages, self.token_ids))
@@ -66,3 +108,6 @@ class Task(Message, kw_only=True, tag="task"):
             raise ValueError(f"task n {self.n} must be 1 or more")
         if self.task_id < 0:
             raise ValueError(f"task_id {self.task_id} must be 0 or more")
+        places = sum(message.images for message in self.messages or ())
+        if places != len(self.images):
+            raise ValueError(f"a task has {len(self.images)} images, and its messages have places for {places}")

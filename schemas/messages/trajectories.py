@@ -58,6 +58,14 @@ class Segment(msgspec.Struct, frozen=True, array_like=True, gc=False):
     name: str = "main"
 
 
+class PlacedImage(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """A picture that tokens [start, end) of a trajectory stand for. digest: of its bytes, as in Image."""
+
+    digest: str
+    start: int
+    end: int
+
+
 class Row(msgspec.Struct, frozen=True, gc=False):
     """A token sequence to train. places: int64 [L], where each token stands in the trajectory's arrays.
 
@@ -80,7 +88,7 @@ class Trajectory(Message, kw_only=True, tag="trajectory"):
     finish: ``length`` means truncated; ``calls`` and ``deadline``, that an agent reached that limit.
     reward: what the workflow says that the sample is worth, None: it says nothing. metrics: its numbers, for people.
     calls: model calls, 0 where nobody counts them. seconds: wall time in the generator. dataset, level: of
-    the prompt, as in Task.
+    the prompt, as in Task. images: those that its tokens stand for, in order; none of these tokens was sampled.
     """
 
     run: str
@@ -104,6 +112,7 @@ class Trajectory(Message, kw_only=True, tag="trajectory"):
     calls: int = 0
     dataset: str = ""
     level: int = -1
+    images: list[PlacedImage] = []
 
     def __post_init__(self) -> None:
         # Every trajectory is checked where it is made and at each hop, so each check is one pass without a copy.
@@ -132,6 +141,17 @@ class Trajectory(Message, kw_only=True, tag="trajectory"):
         self._check_numbers()
         if self.segments:
             self._check_segments()
+        if self.images:
+            self._check_images(mask.data)
+
+    def _check_images(self, mask: bytes) -> None:
+        last = 0
+        for image in self.images:
+            if not last <= image.start < image.end <= self.tokens.shape:
+                raise ValueError(f"image [{image.start}, {image.end}) is out of order or range")
+            if mask.find(1, image.start, image.end) >= 0:
+                raise ValueError(f"image [{image.start}, {image.end}) stands where tokens were sampled")
+            last = image.end
 
     def _check_numbers(self) -> None:
         rewards = [turn.reward for turn in self.turns] + [self.reward]

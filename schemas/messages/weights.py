@@ -12,10 +12,14 @@ from schemas.codec import Array, Message
 
 
 class Probe(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """Check of loaded weights: tokens int32 [T], and their log-probabilities float32 [T-1] (token t+1 given 0..t)."""
+    """Check of loaded weights: tokens int32 [T], and their log-probabilities float32 [T-1] (token t+1 given 0..t).
+
+    image: the tokens [start, end) that stand for the fixed picture (schemas/images/), None where there is none.
+    """
 
     tokens: Array
     logprobs: Array
+    image: tuple[int, int] | None = None
 
 
 class TensorSpec(msgspec.Struct, frozen=True, array_like=True, gc=False):

@@ -26,7 +26,7 @@ from broker.client import Broker
 from broker.connection.connection import Connection
 from broker.connection.embedded import EmbeddedServer
 from broker.connection.keys import Keys
-from producers.engines.base import Completion, ProgressCallback
+from producers.engines.base import Completion, ProgressCallback, PromptImage
 from producers.engines.scripted import ScriptedEngine
 from schemas.config import BrokerConfig, parse_config, save_config
 from schemas.messages import Sampling, Trajectory
@@ -67,6 +67,7 @@ class LoggingEngine(ScriptedEngine):
         n: int = 1,
         prefix: Sequence[int] = (),
         progress: ProgressCallback | None = None,
+        images: Sequence[PromptImage] = (),
     ) -> list[Completion]:
         seed = sampling.seed or 0
         call = f"{seed >> 24}-{seed >> 16 & 255}-{seed >> 4 & 4095}"

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from producers.engines.base import Completion, Engine, EngineSettings, ProgressCallback
+from producers.engines.base import Completion, Engine, EngineSettings, ProgressCallback, PromptImage
 from producers.engines.scripted import ScriptedEngine
 from producers.rendering.tokenizer import HfTokenizer
 from producers.workflows.base import FailedSample, Kept, RolloutContext, WorkflowServices, find_workflow, running
@@ -52,6 +52,7 @@ class SpeakingEngine(ScriptedEngine):
         n: int = 1,
         prefix: Sequence[int] = (),
         progress: ProgressCallback | None = None,
+        images: Sequence[PromptImage] = (),
     ) -> list[Completion]:
         prompt = self._tokenizer.decode_all(prompt_ids)
         self.prompts.append(prompt)

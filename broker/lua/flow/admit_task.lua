@@ -1,6 +1,6 @@
--- KEYS: CTL SLOTS COUNTS GROUPS TASKS READMIT FAILED DEAD PROMPTS
+-- KEYS: CTL SLOTS COUNTS GROUPS TASKS READMIT FAILED DEAD PROMPTS IMAGES
 -- ARGV: task id, task body, samples, dead letter ('' when there is a body), the feeder's run, and the prompt in whose
--- statistic its outcome counts ('' for none). Charges one slot and queues the task, or says why not; also which task is
+-- statistic its outcome counts ('' for none), then digest and bytes of each of its images. Charges one slot and queues the task, or says why not; also which task is
 -- next. With neither body nor letter the curriculum skips it: the cursor goes on, unless it is to be made again.
 -- Tasks to be made again come first, then the cursor goes on. Idempotent: a repeat finds that another is next.
 local ctl = redis.call('HMGET', CTL, 'paused', 'slots', 'steps', 'step', 'batch', 'cursor', 'version', 'run_id')
@@ -31,6 +31,7 @@ if ARGV[2] == '' then
   if redis.call('ZREM', READMIT, task) == 0 then redis.call('HINCRBY', CTL, 'cursor', 1) end
   return {'ok', next_task()}
 end
+keep_images(task, ARGV, 7, #ARGV)
 local entry = redis.call('XADD', TASKS, '*', 't', task, 'v', ctl[7], 'b', ARGV[2])
 redis.call('HSET', GROUPS, task .. ':n', ARGV[3], task .. ':kind', 'train', task .. ':entry', entry, task .. ':left', ARGV[3])
 if ARGV[6] ~= '' then redis.call('HSET', GROUPS, task .. ':prompt', ARGV[6]) end

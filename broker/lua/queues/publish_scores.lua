@@ -1,5 +1,5 @@
 #!lua flags=allow-oom
--- KEYS: COUNTS GROUPS SAMPLES EVAL_TASKS TRAJECTORIES SCORED DEAD EVALS PARTIALS
+-- KEYS: COUNTS GROUPS SAMPLES EVAL_TASKS TRAJECTORIES SCORED DEAD EVALS PARTIALS IMAGES
 -- ARGV, eight for each result, at most 1000 of them: trajectory entry, task id, sample, score body, reward ('' when it
 -- failed), loss tokens of the sample, '1' if it is correct, dead letter ('' when none). Returns a word for each: ok, dup or closed.
 -- Publishes the scores and acknowledges the trajectories at once, each once. Bodies stay until they are trained.

@@ -1,5 +1,5 @@
 #!lua flags=allow-oom
--- KEYS: LEADER_TERM COUNTS GROUPS SAMPLES TASKS EVAL_TASKS TRAJECTORIES SCORED JOURNAL PARTIALS
+-- KEYS: LEADER_TERM COUNTS GROUPS SAMPLES TASKS EVAL_TASKS TRAJECTORIES SCORED JOURNAL PARTIALS IMAGES
 -- ARGV: term, step, number of groups, number of scored entries, task ids, scored entries, then trajectory entries.
 -- Deletes the entries of a step that a durable checkpoint covers. Trajectories are named, too, because the data of
 -- the group that names them may be gone.

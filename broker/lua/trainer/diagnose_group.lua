@@ -1,10 +1,13 @@
 #!lua flags=no-writes,allow-oom
--- KEYS: GROUPS SAMPLES TASKS TRAJECTORIES
+-- KEYS: GROUPS SAMPLES TASKS TRAJECTORIES IMAGES
 -- ARGV: task id of a group that holds a slot. Tells whether all is there that the group needs:
 -- 'waiting' for a generator or a score, 'complete' when all outcomes are on their way to the trainer, else 'damaged'.
 local task = ARGV[1]
-local fields = redis.call('HMGET', GROUPS, task .. ':n', task .. ':kind', task .. ':entry', task .. ':left')
+local fields = redis.call('HMGET', GROUPS, task .. ':n', task .. ':kind', task .. ':entry', task .. ':left', task .. ':images')
 if not (fields[1] and fields[2] and fields[3] and fields[4]) then return 'damaged' end
+for digest in string.gmatch(fields[5] or '', '[^,]+') do
+  if redis.call('HEXISTS', IMAGES, digest) == 0 then return 'damaged' end
+end
 local left, missing, open = tonumber(fields[4]), 0, 0
 for sample = 0, tonumber(fields[1]) - 1 do
   local found = redis.call('HGET', SAMPLES, task .. ':' .. sample)

@@ -1,5 +1,5 @@
 #!lua flags=allow-oom
--- KEYS: CTL LEADER_TERM SLOTS COUNTS GROUPS SAMPLES TASKS EVAL_TASKS TRAJECTORIES SCORED DEAD JOURNAL EVALS CHANGES READMIT FAILED WEIGHTS CHUNKS EVENTS METRICS SERVICES PARTIALS RUN_CONTROL COUNTERS RECENT EVAL_SAMPLES ORDERS REFUSALS PROMPTS
+-- KEYS: CTL LEADER_TERM SLOTS COUNTS GROUPS SAMPLES TASKS EVAL_TASKS TRAJECTORIES SCORED DEAD JOURNAL EVALS CHANGES READMIT FAILED WEIGHTS CHUNKS EVENTS METRICS SERVICES PARTIALS IMAGES RUN_CONTROL COUNTERS RECENT EVAL_SAMPLES ORDERS REFUSALS PROMPTS
 -- ARGV: what the trainer knows, as JSON (broker/flow/progress.py, TakeoverRequest), and the statistics of prompts in its
 -- checkpoint. A trainer takes the run over.
 -- What the broker knows wins as long as it can be true. It cannot when its lifetime is not that of the trainer's
@@ -15,7 +15,7 @@ end
 local pipeline = {
   {CTL, 'hash'}, {LEADER_TERM, 'string'}, {SLOTS, 'zset'}, {COUNTS, 'hash'}, {GROUPS, 'hash'}, {SAMPLES, 'hash'},
   {TASKS, 'stream'}, {EVAL_TASKS, 'stream'}, {TRAJECTORIES, 'stream'}, {SCORED, 'stream'}, {JOURNAL, 'hash'},
-  {READMIT, 'zset'},
+  {READMIT, 'zset'}, {IMAGES, 'hash'},
 }
 -- What these hold is made again, or is for people only: the pipeline goes on without it.
 local beside = {
@@ -81,7 +81,7 @@ local unfinished = {}
 for _, id in ipairs(own.unfinished) do unfinished[string.format('%d', id)] = true end
 
 if rebuild then
-  redis.call('DEL', SLOTS, GROUPS, SAMPLES, TASKS, EVAL_TASKS, TRAJECTORIES, SCORED, JOURNAL, READMIT, PARTIALS)
+  redis.call('DEL', SLOTS, GROUPS, SAMPLES, TASKS, EVAL_TASKS, TRAJECTORIES, SCORED, JOURNAL, READMIT, PARTIALS, IMAGES)
   redis.call('DEL', COUNTS)
   for name, value in pairs(own.counts) do redis.call('HSET', COUNTS, name, string.format('%d', value)) end
   for task in pairs(unfinished) do redis.call('ZADD', READMIT, task, task) end

@@ -104,7 +104,10 @@ def step_record(
         torch=str(torch.__version__),
         groups=[
             RecordedGroup(
-                group.task_id, [_bare(sample) for sample, _ in group.samples], [reward for _, reward in group.samples]
+                group.task_id,
+                [_bare(sample) for sample, _ in group.samples],
+                [reward for _, reward in group.samples],
+                dict(group.images),
             )
             for group in groups
         ],

@@ -18,8 +18,10 @@ from torch import Tensor
 
 from consumers.trainer.algorithms.aggregation import Aggregation, Totals
 from consumers.trainer.data.credit import AnyAdvantage, Samples, give_credit, one_each
+from consumers.trainer.data.images import ImageBatch, ImageFiles
 from consumers.trainer.data.load_balancing import Cost, shares
 from consumers.trainer.data.rows import TrainRow, cut_rows, loss_tokens
+from schemas.images import ImageSettings
 from schemas.messages import BatchRecord, Trajectory
 
 TRUNCATED = frozenset(("length", "calls", "deadline"))
@@ -28,10 +30,14 @@ TRUNCATED = frozenset(("length", "calls", "deadline"))
 
 @dataclass(frozen=True)
 class Group:
-    """The samples of one prompt, each with its reward; a partial group has fewer than were asked for."""
+    """The samples of one prompt, each with its reward; a partial group has fewer than were asked for.
+
+    images: bytes of their images by digest.
+    """
 
     task_id: int
     samples: Sequence[tuple[Trajectory, float]]
+    images: Mapping[str, bytes] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -59,7 +65,8 @@ class MicroBatch:
     there is none). sequence, sample, group: int64 [R], index of the row, of its sample and of its group in the batch;
     a sample's rows may be in several micro-batches. lengths: int64 [R], tokens of the row that the model reads.
 
-    With an advantage of tokens there are, until it is computed, rewards in the place of advantages.
+    With an advantage of tokens there are, until it is computed, rewards in the place of advantages. images: those that
+    tokens of the rows stand for, None without any.
     """
 
     tokens: Tensor
@@ -73,10 +80,12 @@ class MicroBatch:
     sample: Tensor
     group: Tensor
     lengths: Tensor
+    images: ImageBatch | None = None
 
     def to(self, device: torch.device) -> MicroBatch:
         """Copy all tensors to another device."""
-        return MicroBatch(**{name: getattr(self, name).to(device) for name in self.__dataclass_fields__})
+        values: dict[str, Any] = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        return MicroBatch(**{name: value.to(device) for name, value in values.items() if value is not None})
 
 
 @dataclass(frozen=True)
@@ -86,7 +95,7 @@ class StepPlan:
     shares: indices of the rows of each data-parallel rank's micro-batches, ``[dp_rank][micro-batch][...]``.
     rewards, advantages: float64. lengths: loss tokens over all rows of a sample, int64. groups: index of each sample's
     group, int64. truncated: whether a sample ended at a limit, of tokens, calls or time, bool. costs: work of each row,
-    float64 [R].
+    float64 [R]. images: their files, and how they are cut; None for a model of text.
     """
 
     rows: list[TrainRow]
@@ -98,14 +107,22 @@ class StepPlan:
     groups: npt.NDArray[np.int64]
     truncated: npt.NDArray[np.bool_]
     costs: npt.NDArray[np.float64]
+    images: ImageFiles | None = None
 
     def share(self, dp_rank: int) -> list[list[TrainRow]]:
         """Rows of each micro-batch of a rank."""
         return [[self.rows[r] for r in rows] for rows in self.shares[dp_rank]]
 
+    def files(self, dp_rank: int) -> dict[str, bytes]:
+        """Bytes of the images of a rank's rows by digest."""
+        if self.images is None:
+            return {}
+        wanted = {image.digest for rows in self.share(dp_rank) for row in rows for image in row.images}
+        return {digest: body for digest, body in self.images.files.items() if digest in wanted}
+
     def batch(self, dp_rank: int = 0) -> StepBatch:
         """Tensors of the micro-batches of a rank, with the plan that they are a part of."""
-        return StepBatch.of(self.share(dp_rank), self)
+        return StepBatch.of(self.share(dp_rank), self, self.images)
 
 
 @dataclass(frozen=True)
@@ -116,9 +133,14 @@ class StepBatch:
     plan: StepPlan | None = None
 
     @classmethod
-    def of(cls, micro_batches: Sequence[Sequence[TrainRow]], plan: StepPlan | None = None) -> StepBatch:
+    def of(
+        cls,
+        micro_batches: Sequence[Sequence[TrainRow]],
+        plan: StepPlan | None = None,
+        images: ImageFiles | None = None,
+    ) -> StepBatch:
         """Make the tensors of a rank's rows, listed for each micro-batch."""
-        return cls([collate(rows) for rows in micro_batches], plan)
+        return cls([collate(rows, images) for rows in micro_batches], plan)
 
 
 @dataclass(frozen=True)
@@ -131,7 +153,7 @@ class StepPlanner:
     max_tokens: longest completion that sampling allows. micro_batch_tokens: most tokens of a micro-batch, with padding
     unless ``packed``; a longer row gets one of its own. cost: work of a row, which ranks share evenly. by_name: see
     data/credit.py. mask_truncated: samples that ended at a limit have weight 0 and count in no mean of the loss; their
-    rewards are compared with the others' all the same.
+    rewards are compared with the others' all the same. images: how the model wants images, None for one of text.
     """
 
     advantage: AnyAdvantage
@@ -143,6 +165,11 @@ class StepPlanner:
     packed: bool = True
     by_name: bool = False
     mask_truncated: bool = False
+    images: ImageSettings | None = None
+
+    def files(self, bodies: Mapping[str, bytes]) -> ImageFiles | None:
+        """These images with the way in which the model wants them; None for a model of text."""
+        return None if self.images is None else ImageFiles(self.images, bodies)
 
     def plan(self, groups: Sequence[Group]) -> StepPlan:
         """Advantages and weights over the whole step, and its rows dealt to ``dp_size`` ranks.
@@ -180,6 +207,7 @@ class StepPlanner:
                     sequence=r,
                     sample=row.sample,
                     group=int(index[row.sample]),
+                    images=list(row.images),
                 )
                 for r, (row, advantage) in enumerate(zip(rows, credit.rows, strict=True))
             ],
@@ -191,10 +219,11 @@ class StepPlanner:
             groups=index,
             truncated=truncated,
             costs=np.array(costs, dtype=np.float64),
+            images=self.files({digest: body for group in groups for digest, body in group.images.items()}),
         )
 
 
-def collate(rows: Sequence[TrainRow]) -> MicroBatch:
+def collate(rows: Sequence[TrainRow], images: ImageFiles | None = None) -> MicroBatch:
     """Tensors of one micro-batch. Without rows it is one short row without a loss token: a rank that has
     nothing to do still takes part in the collectives of the others."""
     longest = max((len(row.tokens) for row in rows), default=0)
@@ -232,4 +261,5 @@ def collate(rows: Sequence[TrainRow]) -> MicroBatch:
         group=torch.tensor([row.group for row in rows] or [-1]),
         # A forward pass leaves out the last token, which predicts nothing.
         lengths=torch.tensor([max(1, len(row.tokens) - 1) for row in rows] or [1]),
+        images=None if images is None else images.batch([row.images for row in rows], shape[1]),
     )

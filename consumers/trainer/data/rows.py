@@ -16,7 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from schemas.codec import Array
-from schemas.messages import Span, Trajectory, versions_of
+from schemas.errors import DataError
+from schemas.messages import PlacedImage, Span, Trajectory, versions_of
 
 Places: TypeAlias = slice | npt.NDArray[np.int64]
 
@@ -27,7 +28,7 @@ class TrainRow(msgspec.Struct, frozen=True, gc=False):
     tokens: int32 [L]. loss_mask: uint8 [L], 0 at context. logprobs: float32 [L]. spans: weight versions, of context
     too. advantage: of each of its loss tokens, or float32 [L] where they differ; see MicroBatch. weight: of each of
     its loss tokens in the step's loss. sequence, sample, group: its index, and those of its sample and group, in the
-    batch.
+    batch. images: those that its tokens stand for.
     """
 
     tokens: Array
@@ -39,6 +40,7 @@ class TrainRow(msgspec.Struct, frozen=True, gc=False):
     sequence: int
     sample: int
     group: int
+    images: list[PlacedImage] = []
 
     def versions(self) -> Any:
         """Return the weight version of each token, int32 [L]; -1 where no span covers it."""
@@ -61,6 +63,7 @@ class CutRow:
     places: Places
     name: str
     loss_tokens: int
+    images: Sequence[PlacedImage] = ()
 
 
 def cut_rows(trajectory: Trajectory, sample: int) -> list[CutRow]:
@@ -70,7 +73,17 @@ def cut_rows(trajectory: Trajectory, sample: int) -> list[CutRow]:
         mask = trajectory.loss_mask
         count = mask.data.count(1, 1)
         return [
-            CutRow(sample, trajectory.tokens, mask, trajectory.logprobs, trajectory.spans, slice(None), name, count)
+            CutRow(
+                sample,
+                trajectory.tokens,
+                mask,
+                trajectory.logprobs,
+                trajectory.spans,
+                slice(None),
+                name,
+                count,
+                trajectory.images,
+            )
         ]
     tokens, logprobs, versions = trajectory.tokens.numpy(), trajectory.logprobs.numpy(), trajectory.versions()
     found = []
@@ -92,6 +105,7 @@ def cut_rows(trajectory: Trajectory, sample: int) -> list[CutRow]:
                 row.places,
                 row.name,
                 count,
+                _images(trajectory.images, row.places),
             )
         )
     return found
@@ -103,6 +117,22 @@ def loss_tokens(rows: Sequence[CutRow], samples: int) -> npt.NDArray[np.int64]:
     for row in rows:
         total[row.sample] += row.loss_tokens
     return total
+
+
+def _images(images: Sequence[PlacedImage], places: npt.NDArray[np.int64]) -> list[PlacedImage]:
+    """The images that stand in a row, by its own positions. places: where its tokens stand in the sample's arrays.
+
+    DataError for one of which a row has a part.
+    """
+    found = []
+    for image in images:
+        start, end = np.searchsorted(places, (image.start, image.end)).tolist()
+        if start == end:
+            continue
+        if end - start != image.end - image.start:
+            raise DataError(f"a row of a sample has {end - start} of the {image.end - image.start} tokens of an image")
+        found.append(PlacedImage(image.digest, start, end))
+    return found
 
 
 def _spans(versions: npt.NDArray[np.int32]) -> list[Span]:

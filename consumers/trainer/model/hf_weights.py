@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import AutoTokenizer, PreTrainedModel
 
+from consumers.trainer.data.images import probe_batch
 from consumers.trainer.model.lora import NAME, peft_config
 from consumers.trainer.model.policy import DTYPES, Policy
 from schemas.config import ModelConfig
@@ -29,6 +30,7 @@ from schemas.messages import TensorSpec
 
 _SAFETENSORS = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 _PREFIX = "causal_lm."
+_TOWER = "model.visual."
 _ADAPTER = re.compile(rf"{re.escape(_PREFIX)}(.+)\.lora_([AB])\.{NAME}\.weight")
 _UNDER = ".base_layer."
 """The part of a name that peft inserts for a layer that it adapts."""
@@ -72,17 +74,30 @@ def save_adapter(policy: Policy, folder: Path, dtype: str, path: str) -> None:
 
 @torch.no_grad()
 def reference_logprobs(policy: Policy, tokens: Sequence[int]) -> npt.NDArray[np.float32]:
-    """Log-probability of each token after the first at temperature 1, float32 [T-1], by the model's own forward."""
+    """Log-probability of each token after the first at temperature 1, float32 [T-1], by the model's own forward.
+
+    The probe of a vision model begins with the fixed picture.
+    """
     ids = torch.tensor([list(tokens)], device=policy.device)
-    scores = policy(ids, ids[:, 1:], torch.ones_like(ids[:, 1:], dtype=torch.bool))
+    images = None
+    if policy.vision is not None:
+        _, (start, _) = policy.vision.probe_tokens(policy.causal_lm)
+        images = probe_batch(policy.vision.settings, len(tokens), start).to(policy.device)
+    scores = policy(ids, ids[:, 1:], torch.ones_like(ids[:, 1:], dtype=torch.bool), images=images)
     found: npt.NDArray[np.float32] = scores.logprobs[0].float().cpu().numpy()
     return found
 
 
 def wire_weights(policy: Policy) -> Iterator[tuple[str, Tensor]]:
-    """Weights to publish: the adapter by peft's names where there is one, otherwise all of ``named_weights``."""
+    """Weights to publish: the adapter by peft's names where there is one, otherwise all of ``named_weights``.
+
+    A frozen vision tower stays where it is.
+    """
     if policy.adapter is None:
-        yield from named_weights(policy)
+        frozen = policy.vision is not None and policy.vision.frozen
+        for name, tensor in named_weights(policy):
+            if not (frozen and name.startswith(_TOWER)):
+                yield name, tensor
         return
     for name, tensor in policy.named_parameters():
         if found := _ADAPTER.fullmatch(name):

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from transformers.utils.hub import cached_file
 
 from consumers.trainer.model.policy import Policy, load_model
+from consumers.trainer.model.vision import VisionTower, image_settings_of
 from schemas.config import LoraConfig, TidemillConfig
 from schemas.digests import base_digest
 from schemas.errors import ConfigError, DataError
@@ -30,10 +31,19 @@ def make_policy(config: TidemillConfig) -> Policy:
     """The policy of a run before its first step. ConfigError says what is wrong with model.path or trainer.lora."""
     model, settings = config.model, config.trainer.lora
     if settings is None:
-        return Policy(load_model(model.path, "float32", model.trust_remote_code))
+        return load_policy(config, model.path, "float32")
     causal_lm = load_model(model.path, model.dtype, model.trust_remote_code)
     adapter = adapt(causal_lm, settings, _base(model.path), config.run.seed)
     return Policy(causal_lm, adapter)
+
+
+def load_policy(config: TidemillConfig, path: str, dtype: str) -> Policy:
+    """A policy of the run's kind without an adapter, of the model at ``path``; ConfigError says what is wrong."""
+    model = config.model
+    if model.kind == "text":
+        return Policy(load_model(path, dtype, model.trust_remote_code))
+    causal_lm = load_model(path, dtype, model.trust_remote_code, vision=True)
+    return Policy(causal_lm, vision=VisionTower(causal_lm, image_settings_of(model), model.freeze_vision))
 
 
 def adapt(model: PreTrainedModel, settings: LoraConfig, base: str, seed: int) -> Adapter:

@@ -120,7 +120,10 @@ def switch_to_packing(model: PreTrainedModel) -> bool:
     alone = model.base_model(input_ids=tokens, use_cache=False).last_hidden_state
     former = model.config._attn_implementation
     try:
-        model.set_attn_implementation(ATTENTION)
+        # A vision tower's attention is not causal, and keeps its own.
+        model.set_attn_implementation(
+            {"text_config": ATTENTION} if hasattr(model.config, "vision_config") else ATTENTION
+        )
         packed = pack(tokens, lengths)
         found = model.base_model(**packed.arguments(), use_cache=False).last_hidden_state[0]
     except (TypeError, ValueError):

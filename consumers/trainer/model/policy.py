@@ -10,18 +10,20 @@ from __future__ import annotations
 import inspect
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from consumers.trainer.data.images import ImageBatch
 from consumers.trainer.data.load_balancing import Cost
 from consumers.trainer.distributed.parts import ParallelModule, local_part
 from consumers.trainer.model.dropout import train_without_dropout
 from consumers.trainer.model.head import score
 from consumers.trainer.model.packing import pack, switch_to_packing
+from consumers.trainer.model.vision import VisionTower, load_vision_model
 from schemas.errors import ConfigError
 from schemas.messages import Adapter
 
@@ -46,13 +48,23 @@ class Policy(ParallelModule):
         (scores.logprobs * weights).sum().neg().backward()
     """
 
-    def __init__(self, causal_lm: PreTrainedModel, adapter: Adapter | None = None) -> None:
-        """Wrap a loaded model. adapter: the part of it that is trained (lora.py); None when all of it is."""
+    def __init__(
+        self, causal_lm: PreTrainedModel, adapter: Adapter | None = None, vision: VisionTower | None = None
+    ) -> None:
+        """Wrap a loaded model. adapter: the part of it that is trained (lora.py); None when all of it is.
+
+        vision: of a model that reads images.
+        """
         super().__init__()
+        self.vision = vision
         self.adapter = adapter
         self.causal_lm = causal_lm
         self.chunked = _head_is_plain(causal_lm)
         self.packed = self.chunked and switch_to_packing(causal_lm)
+        if vision is not None and not self.chunked:
+            raise ConfigError(
+                f"model.kind vision: {type(causal_lm).__name__} scales or caps its logits, which is not supported here"
+            )
 
     @property
     def device(self) -> torch.device:
@@ -80,28 +92,40 @@ class Policy(ParallelModule):
         lengths: Tensor | None = None,
         temperature: float = 1.0,
         entropy_gradient: bool = False,
+        images: ImageBatch | None = None,
     ) -> TokenScores:
         """Log-probability and entropy of ``targets`` where ``mask`` is set.
 
         tokens: int64 [R, T], right-padded. targets: int64 [R, T-1], token t+1 at position t. mask: bool [R, T-1].
         lengths: int64 [R], how many of a row's first T-1 tokens are read, the masked ones among them; all when None.
-        entropy_gradient: whether entropy is differentiable (an entropy bonus needs it).
+        entropy_gradient: whether entropy is differentiable (an entropy bonus needs it). images: those that some of the
+        tokens stand for; only a model with ``vision`` takes them.
         """
         inputs = tokens[:, :-1]
         if self.packed and lengths is not None:
             packed = pack(inputs, lengths, self.context)
-            hidden = self.causal_lm.base_model(**packed.arguments(), use_cache=False).last_hidden_state[0]
+            hidden = self._hidden(packed.arguments(), images, packed.rows)[0]
             own = packed.part_of(mask)
             scores = self._score(hidden[own], packed.part_of(targets)[own], temperature, entropy_gradient)
             scores = (packed.whole(scores[0], own, mask), packed.whole(scores[1], own, mask))
         elif self.chunked:
             # Right padding lies after every position that counts: causal attention needs no mask for it.
-            features = self.causal_lm.base_model(input_ids=inputs, use_cache=False).last_hidden_state[mask]
+            features = self._hidden({"input_ids": inputs}, images)[mask]
             scores = self._score(features, targets[mask], temperature, entropy_gradient)
         else:
             logits = self.causal_lm(input_ids=inputs, use_cache=False).logits[mask]
             scores = _score_logits(logits, targets[mask], temperature, entropy_gradient)
         return TokenScores(*(_scatter(values, mask) for values in scores))
+
+    def _hidden(self, arguments: dict[str, Any], images: ImageBatch | None, rows: Tensor | None = None) -> Tensor:
+        """The last hidden states. arguments: of the model's base. rows: where packed tokens stand."""
+        base: Any = self.causal_lm.base_model
+        if self.vision is not None:
+            ids = arguments.pop("input_ids")
+            arguments |= self.vision.arguments(self.causal_lm, ids, rows, images)
+            base = base.language_model
+        hidden: Tensor = base(**arguments, use_cache=False).last_hidden_state
+        return hidden
 
     def _score(
         self, features: Tensor, targets: Tensor, temperature: float, entropy_gradient: bool
@@ -113,12 +137,14 @@ class Policy(ParallelModule):
         return score(features, weight, bias, targets, temperature, entropy_gradient, part)
 
 
-def load_model(path: str | Path, dtype: str, trust_remote_code: bool = False) -> PreTrainedModel:
+def load_model(path: str | Path, dtype: str, trust_remote_code: bool = False, vision: bool = False) -> PreTrainedModel:
     """Load a causal language model for training, in ``dtype`` and without dropout, from a folder or hub id.
 
-    ConfigError says what is wrong.
+    vision: one that reads images, too. ConfigError says what is wrong.
     """
     try:
+        if vision:
+            return train_without_dropout(load_vision_model(path, DTYPES[dtype], trust_remote_code), str(path))
         model = AutoModelForCausalLM.from_pretrained(
             str(path), dtype=DTYPES[dtype], trust_remote_code=trust_remote_code
         )

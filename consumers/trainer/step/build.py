@@ -9,7 +9,7 @@ from consumers.trainer.distributed.layout import check_model
 from consumers.trainer.distributed.ranks import Ranks
 from consumers.trainer.model.activations import save_activations
 from consumers.trainer.model.compile import compile_layers
-from consumers.trainer.model.lora import make_policy
+from consumers.trainer.model.lora import load_policy, make_policy
 from consumers.trainer.model.policy import DTYPES, Policy, load_model
 from consumers.trainer.step.critic import Critic, CriticStep
 from consumers.trainer.step.loss_scale import LossScale
@@ -59,7 +59,10 @@ def build_train_step(
         packed=policy.packed,
         by_name=trainer.advantage.by_name,
         mask_truncated=trainer.mask_truncated,
+        images=None if policy.vision is None else policy.vision.settings,
     )
+    if policy.vision is not None:
+        policy.vision.always = ranks.world > 1
 
     for model in (policy, critic):
         if model is not None:
@@ -114,8 +117,10 @@ def reference_policy(config: TidemillConfig, ranks: Ranks) -> Policy | None:
     settings, model = config.trainer.kl, config.model
     if not settings.coef or config.trainer.lora_off:
         return None
-    policy = Policy(load_model(settings.model or model.path, model.dtype, model.trust_remote_code))
+    policy = load_policy(config, settings.model or model.path, model.dtype)
     policy.requires_grad_(False)
+    if policy.vision is not None:
+        policy.vision.always = ranks.world > 1 and settings.device != "cpu"
     if settings.device == "cpu":
         return policy
     return ranks.prepare(policy, DTYPES[model.dtype]) if ranks.world > 1 else policy.to(ranks.accelerator.device)

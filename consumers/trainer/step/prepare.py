@@ -142,6 +142,7 @@ class Preparation:
             micro.mask.to(device),
             micro.lengths.to(device),
             temperature=self.temperature,
+            images=None if micro.images is None else micro.images.to(device),
         )
         logprobs: Tensor = scores.logprobs.to(micro.mask.device)
         return logprobs

@@ -144,6 +144,7 @@ class TrainStep:
             micro.lengths,
             temperature=self.preparation.temperature,
             entropy_gradient=self.objective.entropy_coef != 0.0,
+            images=micro.images,
         )
         output = self.objective(part.inputs(scores.logprobs), scores.entropy, meter.version)
         loss = torch.where(micro.mask, output.loss * micro.weights, 0.0).sum()

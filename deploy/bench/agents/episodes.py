@@ -20,7 +20,7 @@ import numpy as np
 from deploy.bench.agents.model import END, write_model
 from deploy.bench.agents.tool_use import LAST_ANSWER, tool_call
 from producers.agents.workflow import AgentWorkflow
-from producers.engines.base import Completion, EngineSettings, ProgressCallback
+from producers.engines.base import Completion, EngineSettings, ProgressCallback, PromptImage
 from producers.engines.scripted import ScriptedEngine
 from producers.rendering.tokenizer import HfTokenizer
 from producers.workflows.base import FailedSample, RolloutContext, WorkflowServices, running
@@ -76,6 +76,7 @@ class FixedTimeEngine(ScriptedEngine):
         n: int = 1,
         prefix: Sequence[int] = (),
         progress: ProgressCallback | None = None,
+        images: Sequence[PromptImage] = (),
     ) -> list[Completion]:
         """See Engine. Which turn it is follows from the turns that the prompt has: tools, user, and two for each."""
         await asyncio.sleep(self._call_s)

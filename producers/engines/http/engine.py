@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 import structlog
 
-from producers.engines.base import Ability, Completion, EngineSettings, KvCacheUsage, ProgressCallback
+from producers.engines.base import Ability, Completion, EngineSettings, KvCacheUsage, ProgressCallback, PromptImage
 from producers.engines.http.client import Body, Refused, ServerClient
 from producers.engines.http.dialect import Dialect
 from producers.engines.http.growing import GrowingSample
@@ -189,6 +189,7 @@ class HttpEngine:
         n: int = 1,
         prefix: Sequence[int] = (),
         progress: ProgressCallback | None = None,
+        images: Sequence[PromptImage] = (),
     ) -> list[Completion]:
         """See Engine; ``prefix`` counts towards ``sampling.max_tokens``."""
         max_tokens = max_new_tokens(len(prompt_ids), len(prefix), sampling, self._settings.max_length)
@@ -275,7 +276,7 @@ class HttpEngine:
     def _salt(self) -> str:
         return f"{self._session}-{self._loads}"
 
-    async def logprobs(self, token_ids: Sequence[int]) -> npt.NDArray[np.float32]:
+    async def logprobs(self, token_ids: Sequence[int], images: Sequence[PromptImage] = ()) -> npt.NDArray[np.float32]:
         if not 2 <= len(token_ids) < self._settings.max_length:
             raise DataError(
                 f"a probe of {len(token_ids)} tokens: must be 2 or more, and below max_length"

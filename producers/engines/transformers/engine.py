@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from producers.engines.base import Ability, Completion, EngineSettings, KvCacheUsage, ProgressCallback
+from producers.engines.base import Ability, Completion, EngineSettings, KvCacheUsage, ProgressCallback, PromptImage
 from producers.engines.sampling import check_vocabulary, max_new_tokens
 from producers.engines.transformers.batching import ContinuousBatch, Draw, Row
 from producers.engines.transformers.weights import PeftAdapter, map_tensors
@@ -105,6 +105,8 @@ class TransformersEngine:
     lacks: Mapping[Ability, str] = {"cache_usage": "the cache grows as samples do"}
 
     def __init__(self, settings: EngineSettings) -> None:
+        if settings.images is not None:
+            raise ConfigError("generator.engine transformers reads no images: with model.kind vision set it to vllm")
         self._settings = settings
         self._version = settings.version
         self._commands: queue.SimpleQueue[Callable[[], None] | _Request] = queue.SimpleQueue()
@@ -178,6 +180,7 @@ class TransformersEngine:
         n: int = 1,
         prefix: Sequence[int] = (),
         progress: ProgressCallback | None = None,
+        images: Sequence[PromptImage] = (),
     ) -> list[Completion]:
         """See Engine; ``prefix`` counts towards ``sampling.max_tokens``."""
         max_tokens = max_new_tokens(len(prompt_ids), len(prefix), sampling, self._settings.max_length)
@@ -205,7 +208,7 @@ class TransformersEngine:
         check_fits(path, read_shapes(path), shapes, _tied(self._model))
         return map_tensors(path, shapes)
 
-    async def logprobs(self, token_ids: Sequence[int]) -> npt.NDArray[np.float32]:
+    async def logprobs(self, token_ids: Sequence[int], images: Sequence[PromptImage] = ()) -> npt.NDArray[np.float32]:
         if not 2 <= len(token_ids) <= self._settings.max_length:
             raise DataError(f"a probe of {len(token_ids)} tokens: must be 2 to max_length {self._settings.max_length}")
         return await self._ask(lambda: self._score(list(token_ids)))

@@ -20,6 +20,7 @@ _OURS = {
     "override_generation_config": "how samples are drawn is set in sampling, and nothing else reaches them",
     "weight_transfer_config": "weights come from the trainer",
     "enable_lora": "trainer.lora says so",
+    "mm_device_do_normalize": "images are made into patches as the trainer does it",
     "max_loras": "one version is in use at a time",
     "max_lora_rank": "it follows from trainer.lora.rank",
 }

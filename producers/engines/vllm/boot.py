@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from producers.engines.base import EngineSettings
 from producers.engines.vllm.arguments import checked_args
+from producers.engines.vllm.images import image_arguments
 from producers.engines.vllm.lora import lora_arguments
 from producers.engines.vllm.plugin import BACKEND, OWNER_VARIABLE
 from schemas.errors import ConfigError, InfraError
@@ -58,6 +59,7 @@ def engine_arguments(folder: Path, settings: EngineSettings, on_cpu: bool, devic
         **_defaults(settings),
         **(_cpu_defaults(folder, settings) if on_cpu else {}),
         **lora_arguments(settings.lora),
+        **image_arguments(settings.images, on_cpu),
         **checked_args(settings.args, [field.name for field in fields(AsyncEngineArgs)]),
     }
     check_parallel(arguments, on_cpu, devices)

@@ -17,10 +17,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from producers.engines.base import Ability, Completion, EngineSettings, KvCacheUsage, ProgressCallback
+from producers.engines.base import Ability, Completion, EngineSettings, KvCacheUsage, ProgressCallback, PromptImage
 from producers.engines.request_gate import RequestGate
 from producers.engines.sampling import max_new_tokens
 from producers.engines.vllm.boot import boot
+from producers.engines.vllm.images import prompt_input, stand_in_for_torchvision
 from producers.engines.vllm.lora import VllmAdapter
 from producers.engines.vllm.requests import GrowingCompletion, OnOutput, final_output, sampling_params
 from producers.engines.weight_files import Shapes, check_fits, read_shapes
@@ -29,6 +30,7 @@ from schemas.errors import ConfigError, DataError, InfraError
 from schemas.messages import FinishReason, Sampling, WeightSource
 
 if TYPE_CHECKING:
+    from vllm.inputs.engine import EngineInput
     from vllm.outputs import RequestOutput
     from vllm.sampling_params import SamplingParams
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -54,6 +56,8 @@ class VllmEngine:
 
     def __init__(self, settings: EngineSettings) -> None:
         self._settings = settings
+        if settings.images is not None:
+            stand_in_for_torchvision()
         self._version = settings.version
         self._llm: AsyncLLM | None = None
         self._shapes: Shapes = {}
@@ -124,6 +128,7 @@ class VllmEngine:
         n: int = 1,
         prefix: Sequence[int] = (),
         progress: ProgressCallback | None = None,
+        images: Sequence[PromptImage] = (),
     ) -> list[Completion]:
         """See Engine; ``prefix`` counts towards ``sampling.max_tokens``."""
         max_tokens = max_new_tokens(len(prompt_ids), len(prefix), sampling, self._settings.max_length)
@@ -134,8 +139,9 @@ class VllmEngine:
         # One request for each, as vLLM itself would make of them, but each can be heard of by itself.
         ids = [*prompt_ids, *prefix]
         shared = len(ids) // self._alive().vllm_config.cache_config.block_size
+        prompt = await self._prompt(ids, images)
         self._shared += shared
-        samples = [asyncio.create_task(self._sample(ids, sampling, max_tokens, k, progress)) for k in range(n)]
+        samples = [asyncio.create_task(self._sample(prompt, sampling, max_tokens, k, progress)) for k in range(n)]
         try:
             return await asyncio.gather(*samples)
         finally:
@@ -143,8 +149,16 @@ class VllmEngine:
             for sample in samples:
                 sample.cancel()
 
+    async def _prompt(self, ids: list[int], images: Sequence[PromptImage]) -> EngineInput:
+        """A prompt as vLLM takes it; images are cut in a thread."""
+        # The tower's work on an image is kept by its name, which must not outlive the tower's weights.
+        salt = "" if self._settings.frozen_vision else f"-{self._loads}"
+        if not images:
+            return prompt_input(ids, images, self._settings.images, salt)
+        return await asyncio.to_thread(prompt_input, ids, images, self._settings.images, salt)
+
     async def _sample(
-        self, ids: list[int], sampling: Sampling, max_tokens: int, index: int, progress: ProgressCallback | None
+        self, prompt: EngineInput, sampling: Sampling, max_tokens: int, index: int, progress: ProgressCallback | None
     ) -> Completion:
         every = self._settings.report_every if progress is not None else None
         params = sampling_params(sampling, index, max_tokens, every)
@@ -155,7 +169,7 @@ class VllmEngine:
             if progress is not None and every is not None and growing.since_report >= every and not output.finished:
                 progress(index, growing.report(self._version_starts(name)))
 
-        completion = growing.completion(await self._request(ids, params, on_output, abortable=True))
+        completion = growing.completion(await self._request(prompt, params, on_output, abortable=True))
         if progress is not None and completion.finish != "abort":
             progress(index, completion)
         return completion
@@ -166,7 +180,7 @@ class VllmEngine:
         (internal,) = processor.external_req_ids[name]
         return processor.request_states[internal].weight_version_starts
 
-    async def logprobs(self, token_ids: Sequence[int]) -> npt.NDArray[np.float32]:
+    async def logprobs(self, token_ids: Sequence[int], images: Sequence[PromptImage] = ()) -> npt.NDArray[np.float32]:
         from vllm.sampling_params import RequestOutputKind, SamplingParams
 
         if not 2 <= len(token_ids) < self._settings.max_length:
@@ -183,7 +197,8 @@ class VllmEngine:
         )
         if not await self._gate.wait_open():
             raise InfraError("the vllm engine was asked to end before it could answer the probe")
-        output = await self._request(list(token_ids), params, None, abortable=False)
+        prompt = await self._prompt(list(token_ids), images)
+        output = await self._request(prompt, params, None, abortable=False)
         if output.prompt_logprobs is None or len(output.prompt_logprobs) != len(token_ids):
             raise InfraError("vllm returned no log-probabilities for the probe")
         given = zip(token_ids[1:], list(output.prompt_logprobs)[1:], strict=True)
@@ -196,7 +211,8 @@ class VllmEngine:
         if self._adapter is not None:
             self._adapter.check(path, shapes)
         else:
-            check_fits(path, shapes, self._shapes, self._tied)
+            frozen = self._settings.frozen_vision
+            check_fits(path, shapes, self._shapes, self._tied, vision=self._settings.images is not None, frozen=frozen)
         async with self._loading, self._gate.held_closed():
             if self._adapter is not None and self._adapter.request is None:
                 # What began without any adapter would go on without one, and its spans would not say so.
@@ -295,13 +311,13 @@ class VllmEngine:
             raise InfraError(f"the vllm engine core failed: {_line(error)}") from error
 
     async def _request(
-        self, ids: list[int], params: SamplingParams, on_output: OnOutput | None, abortable: bool
+        self, prompt: EngineInput, params: SamplingParams, on_output: OnOutput | None, abortable: bool
     ) -> RequestOutput:
         """Run one request, which has passed the gate, to its end or to the engine's."""
         llm = self._alive()
         name = f"r{next(self._ids)}"
         adapter = self._adapter.request if self._adapter is not None else None
-        task = asyncio.create_task(final_output(llm, name, ids, params, str(self._loads), on_output, adapter))
+        task = asyncio.create_task(final_output(llm, name, prompt, params, str(self._loads), on_output, adapter))
         if abortable:
             self._requests[name] = task
         try:

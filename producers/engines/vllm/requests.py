@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
@@ -13,6 +13,7 @@ from schemas.errors import InfraError
 from schemas.messages import FinishReason, Sampling, Span
 
 if TYPE_CHECKING:
+    from vllm.inputs.engine import EngineInput
     from vllm.lora.request import LoRARequest
     from vllm.outputs import CompletionOutput, RequestOutput
     from vllm.sampling_params import SamplingParams
@@ -27,17 +28,16 @@ _FINISH: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort":
 async def final_output(
     llm: AsyncLLM,
     name: str,
-    ids: list[int],
+    prompt: EngineInput,
     params: SamplingParams,
     salt: str,
     on_output: OnOutput | None,
     adapter: LoRARequest | None,
 ) -> RequestOutput:
     """Run a request under ``adapter`` to its end. ``on_output`` hears each output; nothing is cached across salts."""
-    from vllm.inputs.engine import tokens_input
-
     final: RequestOutput | None = None
-    async for output in llm.generate(tokens_input(ids, cache_salt=salt), params, name, lora_request=adapter):
+    prompt = cast("EngineInput", {**prompt, "cache_salt": salt})
+    async for output in llm.generate(prompt, params, name, lora_request=adapter):
         if on_output is not None:
             on_output(name, output)
         final = output

@@ -39,7 +39,7 @@ TOOLS = {
     "sglang",
     "types-pyyaml",
 }
-IMPORTED_AS = {"pyyaml": "yaml"}
+IMPORTED_AS = {"pillow": "PIL", "pyyaml": "yaml"}
 
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from producers.engines.base import Completion, EngineSettings, ProgressCallback
+from producers.engines.base import Completion, EngineSettings, ProgressCallback, PromptImage
 from producers.engines.scripted import ScriptedEngine
 from producers.rendering.tokenizer import HfTokenizer
 from producers.workflows.base import RolloutContext
@@ -46,6 +46,7 @@ class Recording(ScriptedEngine):
         n: int = 1,
         prefix: Sequence[int] = (),
         progress: ProgressCallback | None = None,
+        images: Sequence[PromptImage] = (),
     ) -> list[Completion]:
         self.calls.append((list(prompt_ids), n, list(prefix)))
         completions = await super().generate(prompt_ids, sampling, n, prefix)

@@ -37,6 +37,19 @@ def http(**server: Any) -> dict[str, Any]:
         ({"model": {"path": "m"}}, "train: required and missing; reward: required and missing"),
         (merged(reward={}), "reward.terms: required and missing"),
         (merged(reward={"terms": []}), "reward.terms: [] is not allowed, must be"),
+        (merged(model={"path": "m", "max_pixels": 9000}), "model.max_pixels is for images: set model.kind to vision"),
+        (
+            merged(model={"path": "m", "kind": "vision"}, generator={"workflow": {"name": "tools"}}),
+            "generator.workflow tools does not go with model.kind vision: leave it out",
+        ),
+        (
+            merged(model={"path": "m", "kind": "vision"}, trainer={"lora": {}}),
+            "trainer.lora does not go with model.kind vision: leave it out",
+        ),
+        (
+            merged(model={"path": "m", "kind": "vision"}, generator={"engine": "transformers"}),
+            "generator.engine transformers does not go with model.kind vision",
+        ),
         (merged(reward=None, generator={"workflow": {"name": "mine.py:Own"}}), "reward: None is not allowed"),
         (merged(sampling={"n": 1}), "sampling.n is 1: set sampling.n to 2 or more"),
         (merged(sampling={"min_p": 0.1}), "sampling.min_p is not supported: it changes the distribution"),

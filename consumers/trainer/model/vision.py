@@ -1,0 +1,149 @@
+"""Models that read images: how the policy puts what their vision tower makes into the text.
+
+The tower runs on all images of a micro-batch, beside one another and each by itself; text is packed as ever. Which
+tokens stand for an image is known by position, because the policy may sample the same token, which then is text. So the
+parts of the model are called here one by one, and a trial run compares the outcome with the model's own forward pass.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForImageTextToText, PreTrainedModel
+from transformers.utils.hub import cached_file
+
+from consumers.trainer.data.images import ImageBatch, probe_batch
+from schemas.config import ModelConfig
+from schemas.errors import ConfigError
+from schemas.images import ImageSettings, read_image_settings
+
+FAMILIES = ("qwen2_5_vl", "qwen3_vl")
+"""Model types that are tested; of others the trial run decides."""
+_PARTS = ("visual", "language_model", "get_image_features", "get_input_embeddings")
+TOLERANCE = 1e-3
+"""Largest relative difference of the trial run's hidden states in float32."""
+
+
+def load_vision_model(path: str | Path, dtype: torch.dtype, trust_remote_code: bool = False) -> PreTrainedModel:
+    """Load a model that reads images and writes text; OSError or ValueError if it can't be."""
+    model: PreTrainedModel = AutoModelForImageTextToText.from_pretrained(
+        str(path), dtype=dtype, trust_remote_code=trust_remote_code
+    )
+    return model
+
+
+def image_settings_of(model: ModelConfig) -> ImageSettings:
+    """How a vision model, a folder or a hub id, wants its images; ConfigError if it takes none."""
+    folder = Path(model.path)
+    if not folder.is_dir():
+        try:
+            folder = Path(str(cached_file(model.path, "preprocessor_config.json"))).parent
+        except OSError as error:
+            raise ConfigError(f"model.kind vision: model.path {model.path}: {str(error).splitlines()[0]}") from error
+    return read_image_settings(folder, model.max_pixels)
+
+
+class VisionTower:
+    """The vision part of a policy's model. frozen: it has no gradient. settings: how the model wants its images."""
+
+    def __init__(self, model: PreTrainedModel, settings: ImageSettings, frozen: bool) -> None:
+        """ConfigError when the model is not built as we know it."""
+        base, kind = model.base_model, model.config.model_type
+        lacking = [name for name in _PARTS if not hasattr(base, name)]
+        token = getattr(model.config, "image_token_id", None)
+        if lacking or not isinstance(token, int):
+            raise ConfigError(
+                f"model.kind vision: a model of type {kind} has no {lacking[0] if lacking else 'image_token_id'};"
+                f" supported are {', '.join(FAMILIES)}"
+            )
+        self.settings = settings
+        self.frozen = frozen
+        self.token = token
+        self.always = False
+        """Whether the tower runs also where there are no images: ranks that share it must run it equally often."""
+        if frozen:
+            base.visual.requires_grad_(False)
+        self._check(model)
+
+    def probe_tokens(self, model: PreTrainedModel) -> tuple[list[int], tuple[int, int]]:
+        """Tokens of the fixed picture with those that open and close it, and which of them stand for it."""
+        config = model.config
+        opening = [
+            value for name in ("vision_start_token_id",) if isinstance(value := getattr(config, name, None), int)
+        ]
+        closing = [value for name in ("vision_end_token_id",) if isinstance(value := getattr(config, name, None), int)]
+        return [*opening, *[self.token] * 4, *closing], (len(opening), len(opening) + 4)
+
+    def arguments(
+        self, model: PreTrainedModel, ids: Tensor, rows: Tensor | None, images: ImageBatch | None
+    ) -> dict[str, Any]:
+        """Embeddings, positions and further arguments of the language model.
+
+        ids: int64 [1, N] packed, or [R, T] where ``rows`` is None. rows: bool [R, T'], the places of the N tokens in
+        the micro-batch.
+        """
+        base: Any = model.base_model
+        embeddings = base.get_input_embeddings()(ids)
+        found: dict[str, Any] = {}
+        if images is not None and images.marks is not None and images.patches is not None:
+            length = ids.shape[1] if rows is None else rows.shape[1]
+            marks, positions = images.marks[:, :length], images.positions[:, :, :length]
+            if rows is not None:
+                marks, positions = marks[rows][None], positions[:, rows][:, None]
+            features, deep = self._features(base, images.patches, images.grids)
+            embeddings = embeddings.masked_scatter(marks[..., None], features.to(embeddings.dtype))
+            found["position_ids"] = positions
+            if deep:
+                found |= {"visual_pos_masks": marks, "deepstack_visual_embeds": deep}
+        elif self.always:
+            probe = probe_batch(self.settings).to(embeddings.device)
+            features, deep = self._features(base, probe.patches, probe.grids)
+            # What the other ranks wait for; it changes nothing.
+            embeddings = embeddings + 0.0 * torch.stack([part.sum() for part in (features, *deep)]).sum()
+        return {"inputs_embeds": embeddings, **found}
+
+    def _features(self, base: Any, patches: Tensor, grids: Tensor) -> tuple[Tensor, list[Tensor]]:
+        """What the tower makes of images, [tokens, H], and what further layers of the text get of it."""
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not self.frozen):
+            out = base.get_image_features(patches, grids, return_dict=True)
+        deep = [torch.cat(list(part)) for part in getattr(out, "deepstack_features", None) or []]
+        return torch.cat(list(out.pooler_output)), deep
+
+    @torch.no_grad()
+    def _check(self, model: PreTrainedModel) -> None:
+        """ConfigError unless the parts, called one by one, compute what the model does on a picture with text."""
+        if model.device.type == "meta":
+            return
+        base: Any = model.base_model
+        length = 12
+        picture, (start, end) = self.probe_tokens(model)
+        ids = torch.tensor([[*picture, *range(1, 1 + length - len(picture) % length)]], device=model.device)
+        ids = torch.where((ids == self.token) & (torch.arange(ids.shape[1]) >= end), 0, ids)
+        images = probe_batch(self.settings, ids.shape[1], start).to(model.device)
+        types = torch.zeros_like(ids).masked_fill(images.marks, 1)
+        try:
+            own = base(
+                input_ids=ids,
+                pixel_values=images.patches,
+                image_grid_thw=images.grids,
+                mm_token_type_ids=types,
+                use_cache=False,
+            ).last_hidden_state
+            base.rope_deltas = None
+            found = base.language_model(**self.arguments(model, ids, None, images), use_cache=False).last_hidden_state
+        except (TypeError, ValueError, RuntimeError, AttributeError, KeyError) as error:
+            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            raise ConfigError(
+                f"model.kind vision: a model of type {model.config.model_type} can't be run as those of"
+                f" {', '.join(FAMILIES)}: {reason[:200]}"
+            ) from error
+        difference = float((found - own).float().norm() / own.float().norm().clamp(min=1e-9))
+        if not difference < (TOLERANCE if own.dtype == torch.float32 else 30 * TOLERANCE):
+            raise ConfigError(
+                f"model.kind vision: a model of type {model.config.model_type} computes another result than we do on a"
+                f" picture (relative difference {difference:.2g}), so it can't be trained; supported are"
+                f" {', '.join(FAMILIES)}"
+            )

@@ -1,0 +1,86 @@
+"""Prompts with images, as vLLM's engine core takes them after its own preparation, which is left out.
+
+We make the patches, so that they are the trainer's, and place them by position: a sampled token that looks like one of
+an image is text, as it is for the trainer.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from producers.engines.base import PromptImage
+from schemas.errors import DataError
+from schemas.images import ImageSettings, cut_patches, join_patches
+
+if TYPE_CHECKING:
+    from vllm.inputs.engine import EngineInput
+
+MOST_IMAGES = 64
+"""Images of one prompt."""
+
+
+def stand_in_for_torchvision() -> None:
+    """Let vLLM, here and in its processes, import what stands in for torchvision where that is not installed.
+
+    Call it before transformers is imported.
+    """
+    if importlib.util.find_spec("torchvision") is None:
+        folder = str(Path(__file__).parent / "without_torchvision")
+        sys.path.append(folder)
+        before = os.environ.get("PYTHONPATH")
+        os.environ["PYTHONPATH"] = f"{before}{os.pathsep}{folder}" if before else folder
+
+
+def image_arguments(settings: ImageSettings | None, on_cpu: bool) -> dict[str, Any]:
+    """vLLM's arguments for a model that reads images; nothing for one of text."""
+    if settings is None:
+        return {}
+    # What is left out needs the library's own processor, which on a CPU cannot run.
+    skipped = {"skip_mm_profiling": True} if on_cpu else {}
+    # Patches come normalised, as the trainer has them: vLLM would do that once more.
+    return {
+        "mm_device_do_normalize": False,
+        "limit_mm_per_prompt": {"image": MOST_IMAGES, "video": 0},
+        "mm_processor_cache_gb": 0,
+        **skipped,
+    }
+
+
+def prompt_input(
+    ids: list[int], images: Sequence[PromptImage], settings: ImageSettings | None, salt: str
+) -> EngineInput:
+    """A prompt of tokens, with images in it. DataError if an image does not have the tokens that stand for it.
+
+    salt: tells apart what the vision tower made of the same image.
+    """
+    from transformers import BatchFeature
+    from vllm.inputs.engine import mm_input, tokens_input
+    from vllm.multimodal.inputs import MultiModalFieldConfig, MultiModalKwargsItems, PlaceholderRange
+
+    if not images:
+        return tokens_input(ids)
+    if settings is None:
+        raise DataError("this prompt has images, and the engine was started with model.kind text")
+    cut = [cut_patches(image.data, settings) for image in images]
+    for image, (_, (_, down, across)) in zip(images, cut, strict=True):
+        tokens = down * across // settings.merge**2
+        if image.end - image.start != tokens:
+            raise DataError(f"an image of {tokens} tokens stands at {image.end - image.start} of the prompt")
+    patches, grids = (torch.from_numpy(array) for array in join_patches(cut))
+    fields = {
+        "pixel_values": MultiModalFieldConfig.flat_from_sizes("image", grids.prod(-1)),
+        "image_grid_thw": MultiModalFieldConfig.batched("image", keep_on_cpu=True),
+    }
+    return mm_input(
+        ids,
+        MultiModalKwargsItems.from_hf_inputs(BatchFeature({"pixel_values": patches, "image_grid_thw": grids}), fields),
+        {"image": [f"{image.digest}{salt}" for image in images]},
+        {"image": [PlaceholderRange(offset=image.start, length=image.end - image.start) for image in images]},
+    )

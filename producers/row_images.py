@@ -1,0 +1,92 @@
+"""Images of rows: what a column may hold of them, and where they stand in a conversation."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import io
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from schemas.errors import DataError
+from schemas.messages import ChatMessage, ContentPart
+
+MARK = "<image>"
+"""What stands in a text for an image of its row, as in Geometry3K."""
+_KINDS = "a path, bytes, a data: URL, or an image of the datasets library"
+
+
+def load_image(value: Any, where: str, folder: Path, load: bool = True) -> bytes:
+    """The file of one image. folder: what a path starts from. load: else a file is only looked for, and b"" returned.
+
+    DataError, which begins with ``where``, if there is none.
+    """
+    if isinstance(value, bytes | bytearray | memoryview):
+        return bytes(value)
+    if isinstance(value, Mapping):
+        held = value.get("bytes")
+        held = value.get("path") if held is None else held
+        if held is None:
+            raise DataError(
+                f"{where}: an image needs bytes or a path, it has {', '.join(map(repr, value)) or 'nothing'}"
+            )
+        return load_image(held, where, folder, load)
+    if isinstance(value, str):
+        return _load_text(value, where, folder, load)
+    if callable(getattr(value, "save", None)):
+        file = io.BytesIO()
+        value.save(file, "PNG")
+        return file.getvalue()
+    raise DataError(f"{where}: an image is {_KINDS}, not {type(value).__name__}")
+
+
+def _load_text(value: str, where: str, folder: Path, load: bool) -> bytes:
+    if value.startswith("data:"):
+        head, _, body = value.partition(",")
+        try:
+            if not head.endswith(";base64"):
+                raise ValueError("it is not in base64")
+            return base64.b64decode(body, validate=True)
+        except (ValueError, binascii.Error) as error:
+            raise DataError(f"{where}: the data: URL of an image can't be read: {error}") from error
+    if "://" in value:
+        raise DataError(f"{where}: the image {value[:100]} is not on this machine; an image is {_KINDS}")
+    file = folder / Path(value).expanduser()
+    try:
+        if load:
+            return file.read_bytes()
+        if not file.is_file():
+            raise FileNotFoundError(2, "No such file or directory")
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise DataError(f"{where}: the image {file} can't be read: {reason}") from error
+    return b""
+
+
+def place_images(messages: list[ChatMessage], count: int, where: str) -> list[ChatMessage]:
+    """Put places for ``count`` images into messages of text: at ``<image>``, else before the first text of the user.
+
+    Messages that have places already stay as they are. DataError if there is another number of places.
+    """
+    if count and not any(message.images for message in messages):
+        marked = [ChatMessage(message.role, _parts(message.text)) for message in messages]
+        if any(message.images for message in marked):
+            messages = [new if new.images else old for new, old in zip(marked, messages, strict=True)]
+        else:
+            first = next((at for at, message in enumerate(messages) if message.role == "user"), len(messages) - 1)
+            parts = [*[ContentPart("image")] * count, ContentPart("text", messages[first].text)]
+            messages = [*messages[:first], ChatMessage(messages[first].role, parts), *messages[first + 1 :]]
+    places = sum(message.images for message in messages)
+    if places != count:
+        raise DataError(f"{where}: it has {count} images, and its messages have places for {places}")
+    return messages
+
+
+def _parts(text: str) -> list[ContentPart]:
+    """The parts of a text with marks for images."""
+    found: list[ContentPart] = []
+    for at, piece in enumerate(text.split(MARK)):
+        found += [ContentPart("image")] if at else []
+        found += [ContentPart("text", piece)] if piece else []
+    return found

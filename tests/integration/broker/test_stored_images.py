@@ -1,0 +1,131 @@
+"""Images in the broker: each is there once, from the admission of its task to the end of the last group that has it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+import pytest
+
+from broker.client import Broker
+from broker.queues.tasks import eval_task_id
+from schemas.digests import digest
+from schemas.errors import BrokerDamaged
+from schemas.messages import ChatMessage, ContentPart, Image, Sampling, Score, Task
+from tests.support.prompt_groups import claim_batch, generate_and_score, make_trajectory
+from tests.support.trainer_sessions import take_over
+
+pytestmark = pytest.mark.integration
+MB = 1 << 20
+
+
+def make_image(data: bytes) -> Image:
+    return Image(digest(data), 56, 56, len(data))
+
+
+def task_with(task_id: int, *images: bytes, n: int = 2, kind: str = "train") -> Task:
+    content = [ContentPart("image")] * len(images) + [ContentPart("text", "what?")]
+    return Task(
+        task_id=task_id,
+        kind=kind,
+        n=n,
+        sampling=Sampling(),
+        messages=[ChatMessage("user", content)],
+        images=[make_image(data) for data in images],
+    )
+
+
+def files(*images: bytes) -> dict[str, bytes]:
+    return {digest(data): data for data in images}
+
+
+def stored(broker: Broker) -> int:
+    return broker.connection.client.hlen(broker.connection.keys.images) // 2
+
+
+def received(broker: Broker) -> int:
+    return int(broker.connection.client.info("stats")["total_net_input_bytes"])
+
+
+def test_an_image_is_there_until_a_checkpoint_covers_the_step_of_its_group(broker: Broker) -> None:
+    training = take_over(broker)
+    assert broker.ledger.admit_all([task_with(0, b"one", b"two")], images=files(b"one", b"two")).answer == "ok"
+    assert broker.images.fetch([digest(b"two"), digest(b"none")]) == files(b"two")
+    generate_and_score(broker, 0, (Score(reward=1.0), Score(reward=0.0)))
+    record = claim_batch(training)
+    training.journal_batch(record)
+    training.complete_step(record)
+    assert stored(broker) == 2, "a trainer that has to replay the step needs them"
+    training.commit_steps([record])
+    assert stored(broker) == 0
+
+
+def test_groups_with_the_same_image_share_it_and_the_last_one_takes_it_along(broker: Broker) -> None:
+    training = take_over(broker)
+    tasks = [task_with(0, b"same", b"same"), task_with(1, b"same", b"other")]
+    broker.ledger.admit_all(tasks, images=files(b"same", b"other"))
+    assert stored(broker) == 2
+    assert training.drop_group(1, "stale", [])
+    assert broker.images.fetch(files(b"same", b"other")) == files(b"same")
+    assert training.drop_group(0, "stale", [])
+    assert stored(broker) == 0
+
+
+def test_a_task_that_is_admitted_twice_counts_once(broker: Broker) -> None:
+    training = take_over(broker)
+    for answer in ("ok", "moved"):
+        assert broker.ledger.admit_all([task_with(0, b"one")], images=files(b"one")).answer == answer
+    training.drop_group(0, "stale", [])
+    assert stored(broker) == 0
+
+
+def test_images_of_an_evaluation_go_with_its_prompts(broker: Broker) -> None:
+    take_over(broker)
+    tasks = [task_with(eval_task_id(0, index), b"one", kind="eval") for index in range(2)]
+    assert broker.evals.open(0, tasks, images=files(b"one"))
+    assert stored(broker) == 1
+    queue, rewards = broker.task_queue("g"), broker.score_queue("r")
+    for delivery in queue.read(10, 10):
+        number = delivery.message.task_id
+        queue.publish(number, [make_trajectory(number, i, "eval") for i in range(2)])
+    rewards.publish([(item, Score(reward=1.0)) for item in rewards.read(10, 10)])
+    assert stored(broker) == 0
+
+
+def test_a_task_that_kills_its_generators_takes_its_images_along(make_broker: Callable[..., Broker]) -> None:
+    broker = make_broker(max_deliveries=1)
+    take_over(broker)
+    broker.ledger.admit_all([task_with(0, b"one")], images=files(b"one"))
+    broker.task_queue("a").read(1, 10)
+    for name in ("b", "c"):
+        broker.task_queue(name).claim_stale(0.0, 10)
+    assert stored(broker) == 0
+    assert broker.ledger.read_state().failed == {"dead_letter": 1}
+
+
+def test_an_image_of_a_megabyte_crosses_the_broker_once_for_eight_samples(broker: Broker) -> None:
+    training = take_over(broker)
+    image, before = os.urandom(MB), received(broker)
+    broker.ledger.admit_all([task_with(0, image, n=8)], images=files(image))
+    assert broker.images.fetch([digest(image)]) == files(image)
+    generate_and_score(broker, 0, tuple(Score(reward=1.0) for _ in range(8)))
+    record = claim_batch(training)
+    training.journal_batch(record)
+    training.complete_step(record)
+    training.commit_steps([record])
+    assert received(broker) - before < 1.1 * MB
+    assert stored(broker) == 0
+
+
+def test_a_group_whose_image_is_gone_is_damaged(broker: Broker) -> None:
+    training = take_over(broker)
+    broker.ledger.admit_all([task_with(0, b"one")], images=files(b"one"))
+    assert training.diagnose_group(0) == "waiting"
+    broker.connection.client.delete(broker.connection.keys.images)
+    with pytest.raises(BrokerDamaged, match="lost a part of prompt group 0"):
+        training.diagnose_group(0)
+
+
+def test_a_task_names_as_many_images_as_its_messages_have_places() -> None:
+    with pytest.raises(ValueError, match="a task has 0 images, and its messages have places for 1"):
+        Task(task_id=0, kind="train", n=1, sampling=Sampling(), messages=[ChatMessage("user", [ContentPart("image")])])

@@ -1,0 +1,105 @@
+"""Rows with images: what a column may hold, and where its images stand in the conversation."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image as Pillow
+
+from producers.datasets.jsonl import Jsonl
+from producers.datasets.rows import RowReader
+from schemas.errors import ConfigError, DataError
+from schemas.messages import ContentPart
+
+IMAGE, TEXT = ContentPart("image"), ContentPart("text", "how many?")
+
+
+def png(color: str = "red") -> bytes:
+    file = io.BytesIO()
+    Pillow.new("RGB", (56, 56), color).save(file, "PNG")
+    return file.getvalue()
+
+
+def read(row: dict[str, Any], folder: Path = Path(), **settings: Any) -> Any:
+    return RowReader(answer=None, image="image", **settings).read(row, "file:1", folder)
+
+
+@pytest.mark.parametrize("form", ["path", "bytes", "mapping", "url", "object", "list"])
+def test_an_image_may_be_given_in_any_form_that_a_table_has(form: str, tmp_path: Path) -> None:
+    (tmp_path / "a.png").write_bytes(png())
+    value: Any = {
+        "path": "a.png",
+        "bytes": png(),
+        "mapping": {"bytes": png(), "path": None},
+        "url": f"data:image/png;base64,{base64.b64encode(png()).decode()}",
+        "object": Pillow.open(io.BytesIO(png())),
+        "list": ["a.png"],
+    }[form]
+    example = read({"prompt": "how many?", "image": value}, tmp_path)
+    assert [Pillow.open(io.BytesIO(data)).getpixel((0, 0)) for data in example.images] == [(255, 0, 0)]
+    assert example.text is None
+    assert [message.content for message in example.messages] == [[IMAGE, TEXT]]
+
+
+def test_images_stand_at_the_marks_of_a_text_else_before_it() -> None:
+    row = {"prompt": "here <image> and <image>?", "image": [png(), png("blue")]}
+    (message,) = read(row).messages
+    assert message.content == [
+        ContentPart("text", "here "),
+        IMAGE,
+        ContentPart("text", " and "),
+        IMAGE,
+        ContentPart("text", "?"),
+    ]
+    (message,) = read({"prompt": "how many?", "image": [png(), png()]}).messages
+    assert message.content == [IMAGE, IMAGE, TEXT]
+
+
+def test_messages_may_have_parts_with_or_without_the_image_in_them() -> None:
+    parts = [{"type": "image"}, {"type": "text", "text": "how many?"}]
+    (message,) = read({"prompt": [{"role": "user", "content": parts}], "image": png()}).messages
+    assert message.content == [IMAGE, TEXT]
+    url = f"data:image/png;base64,{base64.b64encode(png()).decode()}"
+    parts = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "how many?"}]
+    example = RowReader(answer=None).read({"prompt": [{"role": "user", "content": parts}]}, "file:1")
+    assert example.images == [png()]
+    assert example.messages[0].content == [IMAGE, TEXT]
+
+
+def test_a_row_without_an_image_is_text_and_image_columns_are_no_data() -> None:
+    example = read({"prompt": "how many?", "image": None, "level": 3})
+    assert example.text == "how many?"
+    assert example.data == {"level": 3}
+
+
+@pytest.mark.parametrize(
+    ("row", "problem"),
+    [
+        ({"prompt": "?", "image": "none.png"}, "file:1: the image none.png can't be read: No such file"),
+        ({"prompt": "?", "image": "https://a/b.png"}, "is not on this machine"),
+        ({"prompt": "?", "image": 3}, "an image is a path, bytes, a data: URL, or an image of the datasets library"),
+        ({"prompt": "<image> <image>", "image": png()}, "it has 1 images, and its messages have places for 2"),
+        ({"prompt": "?"}, "no field 'image'"),
+    ],
+)
+def test_what_is_wrong_with_a_row_is_said_by_its_place(row: dict[str, Any], problem: str) -> None:
+    with pytest.raises(DataError, match=problem):
+        read(row)
+
+
+def test_a_file_names_images_beside_it_and_a_missing_one_is_found_when_it_is_opened(tmp_path: Path) -> None:
+    folder = tmp_path / "figures"
+    folder.mkdir()
+    (folder / "1.png").write_bytes(png())
+    file = folder / "rows.jsonl"
+    file.write_text(json.dumps({"prompt": "?", "answer": "1", "image": "1.png"}) + "\n")
+    (data,) = Jsonl(tmp_path, "figures/rows.jsonl", image="image")[0].images
+    assert data == png()
+    (folder / "1.png").unlink()
+    with pytest.raises(ConfigError, match=r"rows.jsonl:1: the image .*1.png can't be read"):
+        Jsonl(tmp_path, "figures/rows.jsonl", image="image")
