@@ -7,7 +7,7 @@
 #   TORCH_INDEX  Extra pip arguments for PyTorch. Empty, because pip's own settings may know where to look. On a
 #                Linux machine without a GPU give it PyTorch's own index of CPU wheels, else pip fetches the CUDA build:
 #                make demo TORCH_INDEX="--index-url https://download.pytorch.org/whl/cpu"
-#   MINUTES      Length of make chaos; SEED its seed.
+#   MINUTES      Length of make chaos, and of make soak; SEED: the seed of make chaos.
 #   JOBS         Processes that run tests, 2 by default; 0 runs them in one, for a debugger.
 #   ARGS         Passed on: make test ARGS="-k ledger", make demo ARGS="trainer.steps=50".
 
@@ -28,7 +28,7 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3; do \
 
 .DEFAULT_GOAL := help
 INSTALL = $(BIN)/python deploy/machine/install.py --vllm '$(VLLM)' --torch-index '$(TORCH_INDEX)' --record $(VENV)/.vllm
-.PHONY: help setup dev demo check test unit system sglang chaos lint types docs pins clean
+.PHONY: help setup dev demo check test unit system sglang chaos soak lint types docs pins clean
 
 help: ## List the targets
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1|\2/' | column -t -s '|' 2>/dev/null \
@@ -70,6 +70,9 @@ sglang: $(DEV) ## Fetch SGLang's packages for the tests with its real server on 
 
 chaos: $(DEV) ## Break a running system in every way for MINUTES (default 3), with SEED (default 1), and count what was lost
 	$(BIN)/python -m tests.chaos --minutes $(MINUTES) --seed $(SEED) $(ARGS)
+
+soak: $(DEV) ## Train without an end for MINUTES, 60 are fair (default 3), and name whatever grows
+	$(BIN)/python -m benchmarks.soak --minutes $(MINUTES) $(ARGS)
 
 lint: $(DEV) types ## Check style, types and the direction of imports
 	$(BIN)/ruff check .

@@ -85,7 +85,7 @@ def _look(root: psutil.Process, seconds: dict[str, dict[int, float]], usage: Usa
         return
     for process in family:
         try:
-            name = _name(process, root)
+            name = process_name(process, root)
             times = process.cpu_times()
             seconds.setdefault(name, {})[process.pid] = times.user + times.system
             if memory:
@@ -95,7 +95,7 @@ def _look(root: psutil.Process, seconds: dict[str, dict[int, float]], usage: Usa
     usage.peak_mb = max(usage.peak_mb, total / 1e6)
 
 
-def _name(process: psutil.Process, root: psutil.Process) -> str:
+def process_name(process: psutil.Process, root: psutil.Process) -> str:
     """The service that a process is, or a part of: an engine core and reward workers have their own lines."""
     line = " ".join(process.cmdline())
     if found := SERVICE.search(line):

@@ -1,0 +1,176 @@
+"""A run that never ends, watched: what grows? ``make soak MINUTES=60``, or ``python -m benchmarks.soak --minutes 60``.
+
+The arithmetic demo trains without an end. Every few seconds the memory, file descriptors and threads of each of its
+processes are noted, and the server's memory, keys and streams. At the end what is left behind the warm-up is compared,
+its first tenth with its last: memory may grow by 3 %, the others not at all. What grows is named, and the exit code is
+1 then. Each look is a line of --out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import psutil
+
+from benchmarks.end_to_end.process_meter import process_name
+from broker.connection.connection import open_client
+from deploy.bench.processes import serving
+
+CONFIG = Path(__file__).parents[1] / "examples" / "arithmetic" / "config.yaml"
+STEPS = 1_000_000_000
+START_DEADLINE_S = 600.0
+STOP_S = 90.0
+MOST_GROWTH = 0.03
+"""Of memory, between the first and the last tenth."""
+SMALL_MB = 2.0
+"""Growth that is the allocator's and no leak, in a process that is small."""
+Look = dict[str, float]
+
+
+def look(root: psutil.Process, url: str) -> Look:
+    """Figures of all processes and of the server, by ``NAME/WHAT``; those of one name are added up."""
+    found: Look = {}
+    for process in [root, *root.children(recursive=True)]:
+        with suppress(psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
+            name = process_name(process, root)
+            memory, files, threads = process.memory_full_info().uss / 1e6, process.num_fds(), process.num_threads()
+            for what, value in (("memory_mb", memory), ("files", files), ("threads", threads), ("processes", 1)):
+                found[f"{name}/{what}"] = found.get(f"{name}/{what}", 0.0) + value
+    client: Any = open_client(url)
+    try:
+        found["server/used_memory_mb"] = client.info("memory")["used_memory"] / 1e6
+        found["server/clients"] = client.info("clients")["connected_clients"]
+        keys = sorted(key.decode() for key in client.scan_iter(count=1000))
+        found["server/keys"] = len(keys)
+        for key in keys:
+            kind = client.type(key)
+            if kind in SIZES:
+                # Versions and steps are part of some names: what counts is how much there is of a kind.
+                short = "".join("N" if part.isdigit() else part for part in _parts(key))
+                found[f"key {short}/length"] = found.get(f"key {short}/length", 0.0) + SIZES[kind](client, key)
+    finally:
+        client.close()
+    return found
+
+
+SIZES = {
+    b"stream": lambda client, key: client.xlen(key),
+    b"hash": lambda client, key: client.hlen(key),
+    b"zset": lambda client, key: client.zcard(key),
+    b"set": lambda client, key: client.scard(key),
+    b"list": lambda client, key: client.llen(key),
+}
+
+
+def _parts(key: str) -> list[str]:
+    """A key's name, cut at colons, which stay."""
+    return [part for word in key.split(":") for part in (":", word)][1:]
+
+
+def growth(looks: Sequence[Look]) -> list[dict[str, Any]]:
+    """What grew between the first and the last tenth of the looks, the most first."""
+    tenth = max(1, len(looks) // 10)
+    rows = []
+    for name in sorted({name for one in looks for name in one}):
+        before = median(one.get(name, 0.0) for one in looks[:tenth])
+        after = median(one.get(name, 0.0) for one in looks[-tenth:])
+        most = max(one.get(name, 0.0) for one in looks)
+        is_memory = name.endswith("_mb")
+        allowed = max(SMALL_MB, MOST_GROWTH * before) if is_memory else max(0.0, peak(looks, name) - before)
+        rows.append(
+            {
+                "name": name,
+                "before": round(before, 2),
+                "after": round(after, 2),
+                "most": round(most, 2),
+                "grows": after - before > allowed,
+            }
+        )
+    return rows
+
+
+def peak(looks: Sequence[Look], name: str) -> float:
+    """The most of the first half: a pipeline's lengths go up and down, and grow only beyond what they had before."""
+    return max(one.get(name, 0.0) for one in looks[: max(1, len(looks) // 2)])
+
+
+def watch(
+    process: subprocess.Popen[bytes], folder: Path, url: str, seconds: float, every: float, out: Path
+) -> list[Look]:
+    """Look until the time is up; RuntimeError when the run ends before."""
+    root, end = psutil.Process(process.pid), time.monotonic() + START_DEADLINE_S
+    while not (folder / "metrics.jsonl").is_file():
+        if process.poll() is not None or time.monotonic() > end:
+            raise RuntimeError("the run did not come to its first step")
+        time.sleep(1.0)
+    looks, began = list[Look](), time.monotonic()
+    with out.open("w", encoding="utf-8") as lines:
+        while time.monotonic() - began < seconds:
+            if process.poll() is not None:
+                raise RuntimeError(f"the run ended by itself with exit code {process.returncode}")
+            looks.append(look(root, url))
+            lines.write(json.dumps({"seconds": round(time.monotonic() - began, 1), **looks[-1]}) + "\n")
+            lines.flush()
+            time.sleep(every)
+    return looks
+
+
+def main() -> int:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=60.0)
+    parser.add_argument("--warm-up", type=float, help="Minutes that are not judged; by default a sixth.")
+    parser.add_argument("--every", type=float, default=5.0, help="Seconds between two looks.")
+    parser.add_argument("--engine", default="transformers", help="Of the generator.")
+    parser.add_argument("--out", type=Path, default=Path("soak.jsonl"))
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("settings", nargs="*", metavar="KEY=VALUE", help="Further settings of the run.")
+    options = parser.parse_args()
+    warm_up = options.minutes / 6 if options.warm_up is None else options.warm_up
+    with tempfile.TemporaryDirectory(prefix="tidemill-soak-") as base, serving(None, "everysec") as url:
+        folder = Path(base) / "run"
+        settings = [f"run.folder={folder}", f"generator.engine={options.engine}", f"trainer.steps={STEPS}"]
+        settings.append(f"broker.url={url}")
+        command = [sys.executable, "-P", "-m", "deploy.cli", "up", str(CONFIG), *settings, *options.settings]
+        with (Path(base) / "log").open("wb") as log:
+            process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=dict(os.environ))
+            try:
+                looks = watch(process, folder, url, options.minutes * 60, options.every, options.out)
+            except RuntimeError as error:
+                print(f"{error}: {(Path(base) / 'log').read_text(errors='replace')[-1500:]}", file=sys.stderr)
+                return 1
+            finally:
+                if process.poll() is None:
+                    process.send_signal(signal.SIGTERM)
+                    with suppress(subprocess.TimeoutExpired):
+                        process.wait(STOP_S)
+                if process.poll() is None:
+                    process.kill()
+        steps = sum(1 for _ in (folder / "metrics.jsonl").open(encoding="utf-8"))
+    rows = growth(looks[int(len(looks) * warm_up / options.minutes) :])
+    grown = [row for row in rows if row["grows"]]
+    if options.json:
+        print(json.dumps({"benchmark": "soak", "minutes": options.minutes, "steps": steps, "rows": rows}, indent=2))
+    else:
+        for row in rows:
+            mark = "  GROWS" if row["grows"] else ""
+            print(f"{row['name']:<60} {row['before']:>10,.1f} {row['after']:>10,.1f} {row['most']:>10,.1f}{mark}")
+        print(f"{steps} steps in {options.minutes:g} minutes; {len(grown)} things grow")
+    return 1 if grown else 0
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    sys.exit(main())
