@@ -21,7 +21,7 @@ from pathlib import Path
 
 from broker.api.address import listen, read_token
 from broker.connection.connection import find_url
-from broker.weights.peers.registry import refuse_tls
+from broker.weights.peers.certificate import has_tls
 from consumers.trainer.metrics.trackers import check_trackers
 from deploy.run.findings import Finding, examine, one_line
 from deploy.run.model_files import check_hub_or_folder, check_tokenizer
@@ -84,6 +84,8 @@ def check_packages(config: TidemillConfig, here: bool = True) -> str:
     engine = engine_name(config.generator.engine)
     if here:
         _need("torch", "the trainer", "train")
+        if config.trainer.publish.transport == "peer" and has_tls(find_url(config.broker.url) or ""):
+            _need("cryptography", "trainer.publish.transport peer beside a broker with TLS", "tls")
         if engine in ("vllm", "transformers"):
             _need(engine, f"generator.engine {engine}", "vllm" if engine == "vllm" else "train")
         if config.generator.http is not None:
@@ -112,11 +114,9 @@ def _need(package: str, what: str, extra: str) -> None:
 
 
 def check_folders(config: TidemillConfig) -> str:
-    """ConfigError for a folder that can't be made or written, or a broker beside which weights can't go their way."""
+    """ConfigError for a folder that can't be made or written."""
     _check_writable("run.folder", config.folder)
     publish = config.trainer.publish
-    if publish.transport == "peer":
-        refuse_tls(find_url(config.broker.url) or "")
     if publish.transport in ("file", "peer") and publish.folder is not None:
         _check_writable("trainer.publish.folder", publish.folder.resolve())
     if config.warm_start is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import random
 import socket
@@ -15,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import structlog
 
+from broker.weights.peers import certificate
 from broker.weights.peers.registry import Peer, PeerRegistry, is_loopback
 from broker.weights.peers.shelf import Chunks, Item
 from broker.weights.peers.wire import Get, Have, connect, held, receive, receive_into, send, sent
@@ -107,7 +109,8 @@ class Download:
                 for stream in self._open:
                     # Whoever waits for a peer that is silent need not do so any more.
                     with contextlib.suppress(OSError):
-                        stream.shutdown(socket.SHUT_RDWR)
+                        # Not that of ssl, which another thread's call would not outlive.
+                        socket.socket.shutdown(stream, socket.SHUT_RDWR)
             for worker in workers:
                 worker.join()
             os.close(descriptor)
@@ -201,7 +204,8 @@ class Download:
         return gave
 
     def _connect(self, peer: Peer) -> socket.socket:
-        stream = connect(peer.host, peer.port, self._key)
+        secure = functools.partial(certificate.secure, fingerprint=peer.fingerprint) if self._registry.tls else None
+        stream = connect(peer.host, peer.port, self._key, secure)
         with self._lock:
             self._open.add(stream)
         return stream

@@ -10,6 +10,7 @@ from pathlib import Path
 import structlog
 
 from broker.connection.connection import Connection
+from broker.weights.peers.certificate import make_certificate
 from broker.weights.peers.registry import RENEW_S, Peer, PeerRegistry, find_host, is_loopback
 from broker.weights.peers.server import PeerServer
 from broker.weights.peers.shelf import Item, Shelf
@@ -37,7 +38,8 @@ class PeerNode:
         bound = self._host if is_loopback(self._host) else everywhere
         self._key = b""
         self._keyed = threading.Event()
-        self._server = PeerServer(self._shelf, bound, settings.port, self._wait_key)
+        context, self._fingerprint = make_certificate() if self.registry.tls else (None, "")
+        self._server = PeerServer(self._shelf, bound, settings.port, self._wait_key, context)
         self._begun = False
         self._stop = threading.Event()
         self._wake = threading.Event()
@@ -108,7 +110,15 @@ class PeerNode:
             self._thread.start()
 
     def _record(self) -> Peer:
-        return Peer(self.id, self._host, self._server.port, socket.gethostname(), self._origin, self._shelf.names())
+        return Peer(
+            self.id,
+            self._host,
+            self._server.port,
+            socket.gethostname(),
+            self._origin,
+            self._shelf.names(),
+            self._fingerprint,
+        )
 
     def _announce(self, once: bool) -> None:
         with self._announcing:

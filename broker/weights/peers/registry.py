@@ -11,6 +11,7 @@ import msgspec
 import structlog
 
 from broker.connection.connection import Connection
+from broker.weights.peers.certificate import has_tls
 from schemas.errors import ConfigError
 
 LEASE_S = 10
@@ -23,6 +24,7 @@ class Peer(msgspec.Struct, frozen=True, array_like=True):
     """A process that serves weights.
 
     names: payloads of which it has something. origin: the trainer, who made them. machine: its host's name.
+    fingerprint: of its certificate, empty without TLS.
     """
 
     id: str
@@ -31,17 +33,18 @@ class Peer(msgspec.Struct, frozen=True, array_like=True):
     machine: str
     origin: bool
     names: list[str]
+    fingerprint: str = ""
 
 
 _decoder = msgspec.msgpack.Decoder(Peer)
 
 
 class PeerRegistry:
-    """The peers of the connection's run."""
+    """The peers of the connection's run. tls: whether they speak TLS, as the broker does."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
-        refuse_tls(connection.url)
+        self.tls = has_tls(connection.url)
 
     def announce(self, peer: Peer, lease_s: int = LEASE_S, once: bool = False) -> bytes:
         """Note a peer for ``lease_s`` seconds, 0: it leaves; returns the run's key. once: it comes again by itself."""
@@ -59,15 +62,6 @@ class PeerRegistry:
             except msgspec.MsgspecError as error:
                 log.warning("a peer that can't be understood", error=str(error))
         return bytes(key), peers
-
-
-def refuse_tls(url: str) -> None:
-    """ConfigError for a broker with TLS: peers do not encrypt what they send one another."""
-    if url.startswith("rediss:"):
-        raise ConfigError(
-            "trainer.publish.transport peer sends weights unencrypted, and the broker is asked for TLS (rediss://):"
-            " use redis, which goes through the broker, or file"
-        )
 
 
 def find_host(url: str) -> str:

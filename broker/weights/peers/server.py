@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Callable
@@ -27,12 +29,15 @@ log = structlog.get_logger()
 class PeerServer:
     """Serves a shelf at ``host``:``port`` from ``start`` to ``close``; port 0 takes a free one.
 
-    key: gives the run's key, waiting for it if need be. sent_bytes: what left it so far.
+    key: gives the run's key, waiting for it if need be. tls: with the server's certificate. sent_bytes: what left it.
     """
 
-    def __init__(self, shelf: Shelf, host: str, port: int, key: Callable[[], bytes]) -> None:
+    def __init__(
+        self, shelf: Shelf, host: str, port: int, key: Callable[[], bytes], tls: ssl.SSLContext | None = None
+    ) -> None:
         self._shelf = shelf
         self._key = key
+        self._tls = tls
         self._places = threading.BoundedSemaphore(MOST_CONNECTIONS)
         self._lock = threading.Lock()
         self._streams: set[socket.socket] = set()
@@ -75,7 +80,8 @@ class PeerServer:
         for stream in streams:
             # Its thread closes it.
             with contextlib.suppress(OSError):
-                stream.shutdown(socket.SHUT_RDWR)
+                # Not that of ssl, which another thread's call would not outlive.
+                socket.socket.shutdown(stream, socket.SHUT_RDWR)
         self._thread.join(2 * _LOOK_S)
 
     def _accept(self) -> None:
@@ -101,6 +107,8 @@ class PeerServer:
         try:
             stream.settimeout(SILENCE_S)
             stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            if self._tls is not None:
+                stream = self._secure(stream, self._tls)
             self._admit(stream)
             while not self._stop.is_set():
                 stream.settimeout(IDLE_S)
@@ -115,6 +123,15 @@ class PeerServer:
                 self._streams.discard(stream)
             stream.close()
             self._places.release()
+
+    def _secure(self, stream: socket.socket, tls: ssl.SSLContext) -> socket.socket:
+        """The same connection under TLS; OSError when that fails."""
+        secured = tls.wrap_socket(stream, server_side=True)
+        with self._lock:
+            # The other one has no connection any more.
+            self._streams.discard(stream)
+            self._streams.add(secured)
+        return secured
 
     def _admit(self, stream: socket.socket) -> None:
         """Let in who knows the run's key; PeerError for anybody else, which is told to people."""
@@ -151,7 +168,14 @@ class PeerServer:
             if item.closed:
                 raise PeerError("the payload is served no more")
             size = item.bytes_of(chunk, 1)
-            if stream.sendfile(item.file, chunk * CHUNK_BYTES, size) != size:
+            if isinstance(stream, ssl.SSLSocket):
+                # The system can't encrypt what it copies.
+                data = os.pread(item.file.fileno(), size, chunk * CHUNK_BYTES)
+                stream.sendall(data)
+                sent = len(data)
+            else:
+                sent = stream.sendfile(item.file, chunk * CHUNK_BYTES, size)
+            if sent != size:
                 raise PeerError("the payload's file is too short")
             with self._lock:
                 self.sent_bytes += size

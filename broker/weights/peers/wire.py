@@ -1,7 +1,8 @@
 """What peers say to one another over TCP: a handshake by the run's key, then requests and answers.
 
 A frame is its length, 4 bytes big-endian, and a MessagePack map. The bytes of chunks follow their answer as they are.
-Bytes are neither encrypted nor signed: readers compare them with digests that come from the broker.
+Nothing is signed: readers compare chunks with digests that come from the broker. Where the broker has TLS, all of it is
+under TLS (certificate.py).
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import hmac
 import secrets
 import socket
 import struct
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import msgspec
@@ -104,11 +106,18 @@ def receive_into(stream: socket.socket, view: memoryview) -> None:
         at += read
 
 
-def connect(host: str, port: int, key: bytes) -> socket.socket:
-    """Return a connection to a peer of this run. PeerError when it is none, OSError when nobody answers."""
+def connect(
+    host: str, port: int, key: bytes, secure: Callable[[socket.socket], socket.socket] | None = None
+) -> socket.socket:
+    """Return a connection to a peer of this run. PeerError when it is none, OSError when nobody answers.
+
+    secure: makes it one of TLS.
+    """
     stream = socket.create_connection((host, port), SILENCE_S)
     try:
         stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if secure is not None:
+            stream = secure(stream)
         theirs, ours = receive_exactly(stream, _NONCE), secrets.token_bytes(_NONCE)
         stream.sendall(ours + _proof(key, b"reader", theirs, ours))
         if not hmac.compare_digest(receive_exactly(stream, _NONCE), _proof(key, b"server", ours, theirs)):

@@ -17,10 +17,14 @@ from broker.client import Broker
 from broker.connection.connection import Connection, check_server_now
 from broker.connection.embedded import START_DEADLINE_S, EmbeddedServer, wait_ready
 from broker.connection.keys import Keys
+from broker.weights.peers.node import PeerNode
+from broker.weights.transports import PeerOrigin, PeerReader
 from schemas.config import BrokerConfig
+from schemas.config.trainer import PeerConfig
 from schemas.errors import ConfigError
-from tests.support.one_group import move_one_group
+from tests.support.one_group import fetch_weights, move_one_group, publish_weights
 from tests.support.programs import find_program, skip_or_fail
+from tests.support.trainer_sessions import take_over
 
 pytestmark = pytest.mark.integration
 
@@ -151,6 +155,22 @@ def test_a_group_passes_every_hop_over_tls(port: int, certificates: Path, tmp_pa
     url = f"rediss://127.0.0.1:{port}/0?ssl_ca_certs={certificates / 'ca.crt'}"
     assert check_server_now(url) == []
     move_one_group({role: connect(url) for role in ("feeder", "generator", "reward", "trainer", "observer")}, tmp_path)
+
+
+def test_weights_go_from_peer_to_peer_beside_it(port: int, certificates: Path, tmp_path: Path) -> None:
+    pytest.importorskip("cryptography")
+    url = f"rediss://127.0.0.1:{port}/0?ssl_ca_certs={certificates / 'ca.crt'}"
+    training, reading = connect(url), connect(url)
+    training.purge()
+    leader_term = take_over(training).leader_term
+    with (
+        contextlib.closing(PeerOrigin(training.connection, tmp_path, PeerConfig())) as origin,
+        contextlib.closing(PeerReader(reading.connection, PeerNode(reading.connection, "g", PeerConfig()))) as reader,
+    ):
+        publish_weights(training, leader_term, 1, tmp_path, transport=origin)
+        reading.weights.serve(reader)
+        assert fetch_weights(reading, tmp_path).version == 1
+        assert all(peer.fingerprint for peer in origin.node.registry.find()[1])
 
 
 @pytest.mark.parametrize("query", ["?ssl_ca_certs={other}", ""], ids=["another CA", "the system's CAs"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -15,10 +16,8 @@ import pytest
 import structlog
 
 from broker.client import Broker
-from broker.connection.connection import Connection
-from broker.connection.keys import Keys
 from broker.weights.local_copy import LocalWeights
-from broker.weights.peers import wire
+from broker.weights.peers import certificate, wire
 from broker.weights.peers.node import PeerNode
 from broker.weights.peers.registry import LEASE_S, Peer, PeerRegistry
 from broker.weights.transports import PeerOrigin, PeerReader
@@ -235,10 +234,44 @@ def test_a_loopback_address_of_another_machine_is_named(run: Run, monkeypatch: p
         run.generator("g0")[0].fetch(run.manifest)
 
 
-def test_peers_are_refused_beside_a_broker_with_tls() -> None:
-    connection = Connection("rediss://h:6380/0", Keys("tidemill", "r"), 1.0)
-    with pytest.raises(ConfigError, match=r"peer sends weights unencrypted, and the broker is asked for TLS"):
-        PeerReader(connection)
+@pytest.fixture
+def secured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As beside a broker with TLS."""
+    pytest.importorskip("cryptography")
+    monkeypatch.setattr("broker.weights.peers.registry.has_tls", lambda url: True)
+
+
+def test_beside_a_broker_with_tls_peers_have_it_too(secured: None, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    run.fetch("g0")
+    run.fetch("g1")
+    _, peers = PeerRegistry(run.broker.connection).find()
+    assert len({peer.fingerprint for peer in peers}) == 3
+    plain = next(peer for peer in peers if peer.origin)
+    monkeypatch.setattr("broker.weights.peers.wire.SILENCE_S", 0.3)
+    with pytest.raises((OSError, InfraError)):
+        wire.connect(plain.host, plain.port, b"key")
+
+
+def test_another_certificate_than_the_brokers_is_refused(secured: None, run: Run) -> None:
+    key, (peer,) = PeerRegistry(run.broker.connection).find()
+    with pytest.raises(InfraError, match="its certificate is not the one that the broker names"):
+        wire.connect(peer.host, peer.port, key, lambda stream: certificate.secure(stream, "0" * 64))
+
+
+def test_a_peer_that_ends_while_it_serves_under_tls_costs_nothing(secured: None, run: Run) -> None:
+    first = run.fetch("g0")
+    copy, _ = run.generator("g1")
+    with ThreadPoolExecutor(1) as threads:
+        reading = threads.submit(copy.fetch, run.manifest)
+        until(lambda: first.sent_bytes > 0, "it reads from it")
+        first.close()
+        assert reading.result(30).read_bytes() == run.data
+
+
+def test_tls_without_its_package_is_refused_in_a_line(secured: None, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cryptography", None)
+    with pytest.raises(ConfigError, match=r"needs the package cryptography: pip install 'tidemill\[tls\]'"):
+        PeerNode(run.broker.connection, "g", PeerConfig())
 
 
 def test_a_port_that_is_taken_is_named(run: Run) -> None:

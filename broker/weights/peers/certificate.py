@@ -1,0 +1,88 @@
+"""TLS between peers, where the broker has it: a certificate for each process, known by its fingerprint in the broker.
+
+It is made anew at each start, signed by itself, and never leaves the process but for its public half. Readers take none
+but the one whose fingerprint the broker names, so no authority is needed.
+"""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import hmac
+import os
+import socket
+import ssl
+import tempfile
+from pathlib import Path
+
+from broker.weights.peers.wire import PeerError
+from schemas.errors import ConfigError
+
+VALID = datetime.timedelta(days=3650)
+"""Of no use to anybody: what counts is the record in the broker, whose lease is short."""
+
+
+def has_tls(url: str) -> bool:
+    """Whether a broker's URL asks for TLS, so that peers use it, too."""
+    return url.startswith("rediss:")
+
+
+def make_certificate() -> tuple[ssl.SSLContext, str]:
+    """A server's context with a new certificate, and the fingerprint of that; ConfigError without ``cryptography``."""
+    try:
+        from cryptography import x509
+        from cryptography.hazmat.primitives import hashes, serialization
+        from cryptography.hazmat.primitives.asymmetric import ec
+    except ImportError as error:
+        raise ConfigError(
+            "trainer.publish.transport peer beside a broker with TLS needs the package cryptography:"
+            f" pip install 'tidemill[tls]': {error}"
+        ) from error
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "tidemill peer")])
+    now = datetime.datetime.now(datetime.UTC)
+    certificate = (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(name)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        # Clocks of machines differ.
+        .not_valid_before(now - datetime.timedelta(days=1))
+        .not_valid_after(now + VALID)
+        .sign(key, hashes.SHA256())
+    )
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    password = os.urandom(32)
+    with tempfile.TemporaryDirectory(prefix="tidemill-") as folder:
+        # ssl reads files only; this one is encrypted, in a folder of ours alone, and gone in a moment.
+        file = Path(folder) / "pem"
+        file.write_bytes(
+            certificate.public_bytes(serialization.Encoding.PEM)
+            + key.private_bytes(
+                serialization.Encoding.PEM,
+                serialization.PrivateFormat.PKCS8,
+                serialization.BestAvailableEncryption(password),
+            )
+        )
+        context.load_cert_chain(file, password=password)
+    return context, _fingerprint(certificate.public_bytes(serialization.Encoding.DER))
+
+
+def secure(stream: socket.socket, fingerprint: str) -> ssl.SSLSocket:
+    """Make a reader's connection one of TLS, to the certificate with this fingerprint; PeerError for any other."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    # The fingerprint says who it is, and nothing else would.
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    secured = context.wrap_socket(stream)
+    if not hmac.compare_digest(_fingerprint(secured.getpeercert(binary_form=True) or b""), fingerprint):
+        secured.close()
+        raise PeerError("its certificate is not the one that the broker names")
+    return secured
+
+
+def _fingerprint(certificate: bytes) -> str:
+    return hashlib.sha256(certificate).hexdigest()
