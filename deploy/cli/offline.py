@@ -138,14 +138,34 @@ def export(
     step: Annotated[int | None, typer.Option(help="The checkpoint of this step; the newest whole one.")] = None,
     to: Annotated[Path | None, typer.Option(help="A new folder; exports/CHECKPOINT in the run's folder.")] = None,
     adapter: Annotated[bool, typer.Option("--adapter", help="Only the adapter of trainer.lora, for peft.")] = False,
+    push: Annotated[
+        str | None, typer.Option(metavar="REPOSITORY", help="Upload it to the Hugging Face hub as well: me/my-model.")
+    ] = None,
+    private: Annotated[bool, typer.Option("--private", help="With --push: a new repository is private.")] = False,
+    as_json: Json = False,
 ) -> None:
-    """Write a checkpoint as a Hugging Face model with its tokenizer, for transformers and vLLM."""
+    """Write a checkpoint as a Hugging Face model with its tokenizer and a model card, for transformers and vLLM."""
     from deploy.run_files import config_of
 
     config = config_of(run)
     from deploy.offline.checkpoints import export_model
 
-    export_model(config, step, to, adapter)
+    export_model(config, step, to, adapter, push, private, as_json)
+
+
+@app.command(rich_help_panel=AFTER)
+def batches(
+    run: RunOnDisk,
+    step: Annotated[int | None, typer.Option(min=0, help="The samples of this step; by default a line a step.")] = None,
+    as_json: Json = False,
+) -> None:
+    """List what the recorded batches of a run hold; with --json a line each, of samples with their tokens."""
+    from deploy.run_files import config_of
+
+    config = config_of(run)
+    from deploy.offline.batches import print_batches
+
+    print_batches(config, step, as_json)
 
 
 @app.command(rich_help_panel=AFTER)

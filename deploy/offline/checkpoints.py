@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import time
@@ -17,13 +18,25 @@ from consumers.trainer.checkpoint.compare import Comparison
 from consumers.trainer.checkpoint.convert import export_checkpoint
 from consumers.trainer.replay import ReplayPlan, plan_replay, run_replay
 from deploy.logs import configure_logging
+from deploy.offline.hub import push, write_card
 from deploy.services import torchrun
 from schemas.config import TidemillConfig
 from schemas.errors import ERROR_EXIT, OK_EXIT
 
 
-def export_model(config: TidemillConfig, step: int | None, to: Path | None, adapter: bool = False) -> None:
-    """Export and print one line; what is done meanwhile goes to stderr."""
+def export_model(
+    config: TidemillConfig,
+    step: int | None,
+    to: Path | None,
+    adapter: bool = False,
+    push_to: str | None = None,
+    private: bool = False,
+    as_json: bool = False,
+) -> None:
+    """Export and print one line, or JSON; what is done meanwhile goes to stderr.
+
+    push_to: a repository of the Hugging Face hub that it goes to as well; private: whether a new one is.
+    """
     configure_logging(config, "export", "export")
     console = Console(stderr=True)
     began = time.monotonic()
@@ -35,7 +48,17 @@ def export_model(config: TidemillConfig, step: int | None, to: Path | None, adap
                 console.print(f"export: {text}", highlight=False, soft_wrap=True)
 
         path, folder = export_checkpoint(config, step, to, stage, adapter)
+        write_card(config, folder, path.name, adapter)
+        address = None
+        if push_to is not None:
+            stage(f"uploading to {push_to}")
+            address = push(folder, push_to, private)
     size = sum(file.stat().st_size for file in folder.iterdir()) / 1e6
+    if as_json:
+        print(json.dumps({"folder": str(folder), "checkpoint": path.name, "megabytes": round(size, 1), "url": address}))
+        return
+    if address is not None:
+        print(f"{address}: uploaded")
     print(f"{folder}: {path.name} in {config.model.dtype}, {size:.1f} MB, {time.monotonic() - began:.0f} s")
 
 

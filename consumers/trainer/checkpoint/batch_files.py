@@ -10,17 +10,19 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
-import torch
 import zstandard
 
 from consumers.trainer.checkpoint.files import refuse_older_names
-from consumers.trainer.data.microbatches import Group
 from schemas.codec import BadMessage, decode, encode
 from schemas.errors import ConfigError, DiskError
 from schemas.files import atomic_write
 from schemas.messages import RecordedGroup, StepRecord, Trajectory
+
+if TYPE_CHECKING:
+    from consumers.trainer.data.microbatches import Group
 
 FOLDER = "batches"
 LARGEST = 1 << 32
@@ -94,6 +96,9 @@ def step_record(
 
     lr, steps: of the schedule then, 0 as configured.
     """
+    # Imported here: to read the files takes no PyTorch.
+    import torch
+
     return StepRecord(
         step=step,
         version=version,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -21,6 +23,7 @@ from deploy.run_files import config_of
 from schemas.config import TidemillConfig, parse_config, save_config
 from schemas.errors import ConfigError
 from tests.support.command_line import run_tidemill
+from tests.support.hub_server import TOKEN, Hub
 from tests.support.tiny_model import make_tiny_model
 from tests.support.trajectories import make_groups
 
@@ -135,3 +138,43 @@ def test_the_command_finds_a_run_by_its_folder_and_shows_what_it_does(run: Tidem
     assert done.stdout.startswith("out: step-00000001-t0001 in float32, ")
     assert "export: writing out" in done.stderr
     assert (tmp_path / "out/tokenizer.json").is_file()
+
+
+def test_an_export_goes_to_the_hub_with_a_card_of_the_runs_figures(
+    trained: tuple[Path, TrainStep], model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(trained[0], folder)
+    save_config(configuration(folder, model), folder / "config.yaml")
+    lines = [{"step": step, "reward/mean": step / 4} for step in (1, 2, 3)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    evaluation = {"version": 2, "n": 8, "scored": 8, "failed": 0, "off_version": 0, "mean": 0.625}
+    (folder / "evaluations.jsonl").write_text(json.dumps(evaluation) + "\n")
+    with Hub() as hub:
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", hub.url)
+        monkeypatch.setenv("HF_TOKEN", TOKEN)
+        arguments = ["export", str(folder), "--step", "2", "--to", str(tmp_path / "out"), "--push", "me/sums"]
+        done = run_tidemill(*arguments, "--private", "--json")
+        assert done.returncode == 0, done.stderr
+        said = json.loads(done.stdout)
+        assert (said["url"].endswith("/me/sums"), hub.repositories) == (True, {"me/sums": True})
+        sent = hub.files["me/sums"]
+        assert hub.messages == ["Tidemill export of out"]
+        assert {name: len(content) for name, content in sent.items()} == {
+            file.name: file.stat().st_size for file in (tmp_path / "out").iterdir()
+        }
+        card = sent["README.md"].decode()
+        front = yaml.safe_load(card.split("---")[1])
+        assert (front["library_name"], front["tags"]) == ("transformers", ["reinforcement-learning", "tidemill"])
+        assert "# exported, step 2" in card
+        assert "0.375 over the first 2 steps" in card
+        assert "| 2 | 8 | 0.625 |" in card
+        assert "lr: 0.001" in card
+
+        monkeypatch.setenv("HF_TOKEN", "hf_wrong")
+        refused = run_tidemill(*arguments[:4], "--to", str(tmp_path / "other"), "--push", "me/sums")
+        assert (refused.returncode, refused.stderr.splitlines()[-1][:41]) == (
+            2,
+            "tidemill: --push me/sums: the hub answers",
+        )
+    assert "hf_wrong" not in refused.stderr

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -175,3 +177,25 @@ def test_recorded_steps_of_an_adapter_come_out_equal(
     for first in (0, EVERY):
         assert replay_steps(config, "", first, None) == 0
         assert "to the bit" in capsys.readouterr().out
+
+
+def test_recorded_batches_are_listed_and_read_by_any_messagepack_library(finished: TidemillConfig) -> None:
+    listed = run_tidemill("batches", str(finished.folder), "--json")
+    assert listed.returncode == 0, listed.stderr
+    steps = [json.loads(line) for line in listed.stdout.splitlines()]
+    assert [(one["step"], one["groups"], one["samples"]) for one in steps] == [(step, 2, 4) for step in range(STEPS)]
+    samples = [
+        json.loads(line)
+        for line in run_tidemill("batches", str(finished.folder), "--step", "1", "--json").stdout.splitlines()
+    ]
+    page = (Path(__file__).parents[3] / "docs" / "operations.md").read_text(encoding="utf-8")
+    space: dict[str, Any] = {}
+    exec(page.partition("```python\nimport msgpack")[2].partition("```")[0].join(("import msgpack", "")), space)
+    (file,) = (finished.folder / "batches").glob("step-00000001-*")
+    plain = list(space["read_batch"](file))
+    assert [(task, tokens.tolist(), reward) for task, tokens, _, _, reward in plain] == [
+        (one["task"], one["tokens"], one["reward"]) for one in samples
+    ]
+    assert [logprobs.tolist() for _, _, logprobs, _, _ in plain] == [one["logprobs"] for one in samples]
+    assert "reward" in run_tidemill("batches", str(finished.folder)).stdout
+    assert run_tidemill("batches", str(finished.folder), "--step", "99").returncode == 2

@@ -1,0 +1,108 @@
+"""An exported model for others: its model card with the figures of the run, and the way to the Hugging Face hub."""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from broker.api.files.evaluations import read_evaluations
+from broker.api.files.run_folder import RunFolder, mask
+from schemas.config import TidemillConfig
+from schemas.errors import ConfigError, InfraError
+
+CARD = "README.md"
+TAGS = ["reinforcement-learning", "tidemill"]
+
+
+def write_card(config: TidemillConfig, folder: Path, checkpoint: str, adapter: bool) -> None:
+    """Write the model card into an exported model's folder."""
+    (folder / CARD).write_text(make_card(config, checkpoint, adapter), encoding="utf-8")
+
+
+def make_card(config: TidemillConfig, checkpoint: str, adapter: bool) -> str:
+    """The card: what the model was made of and how, and what was measured; nothing that the run's folder has not."""
+    run = RunFolder(config.folder, config.run.name)
+    step = int(checkpoint.split("-")[1])
+    datasets = [str(one.args.get("path") or one.name) for one in config.train]
+    front: dict[str, Any] = {"library_name": "peft" if adapter else "transformers", "tags": TAGS}
+    if not Path(config.model.path).is_absolute() and config.model.path.count("/") == 1:
+        front["base_model"] = config.model.path
+    front["pipeline_tag"] = "text-generation"
+    rows = [
+        ("Base model", config.model.path),
+        ("Data", ", ".join(datasets)),
+        ("Reward", ", ".join(term.name for term in config.reward.terms)),
+        ("Loss", f"{config.trainer.loss.name}, advantage {config.trainer.advantage.name}"),
+        ("Steps", f"{step}, of {config.trainer.batch_groups} prompts with {config.sampling.n} samples each"),
+        ("Peak learning rate", f"{config.trainer.optimizer.lr:g}"),
+        ("Staleness bound", str(config.flow.staleness)),
+        *_rewards(run, step),
+    ]
+    evaluations = [
+        f"| {one.version} | {one.scored} | {one.mean:.4g} |"
+        for one in read_evaluations(run.path)
+        if one.mean is not None
+    ]
+    parts = [
+        f"---\n{yaml.safe_dump(front, sort_keys=False)}---\n\n# {config.run.name}, step {step}",
+        f"{'An adapter' if adapter else 'A model'} trained by reinforcement learning with Tidemill"
+        f" {version('tidemill')}. The figures are those of its run.",
+        "\n".join(["| | |", "| --- | --- |", *(f"| {name} | {_cell(value)} |" for name, value in rows)]),
+    ]
+    if evaluations:
+        table = ["| Weight version | Samples | Mean reward |", "| --- | --- | --- |", *evaluations]
+        parts += ["## Evaluations on held-out prompts", "\n".join(table)]
+    changed = config.model_dump(mode="json", exclude_defaults=True, include={"sampling", "reward", "trainer", "flow"})
+    parts += ["## Settings", f"```yaml\n{yaml.safe_dump(_masked(changed), sort_keys=False)}```"]
+    return "\n\n".join(parts) + "\n"
+
+
+def push(folder: Path, repository: str, private: bool) -> str:
+    """Upload an exported model to the hub, in one commit; returns its address. The token is the hub client's own.
+
+    ConfigError when the repository's name or the token is wrong, InfraError when the hub does not answer.
+    """
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalTokenNotFoundError
+
+    hub = HfApi()
+    try:
+        address = hub.create_repo(repository, private=private, exist_ok=True)
+        hub.upload_folder(repo_id=repository, folder_path=folder, commit_message=f"Tidemill export of {folder.name}")
+    except (HFValidationError, LocalTokenNotFoundError) as error:
+        raise ConfigError(f"--push {repository}: {' '.join(str(error).split())}") from error
+    except HfHubHTTPError as error:
+        status = error.response.status_code if error.response is not None else 0
+        text = f"--push {repository}: the hub answers {status}: {' '.join(str(error).split())}"
+        raise (ConfigError if status in (400, 401, 403, 404, 409) else InfraError)(text) from error
+    except OSError as error:
+        raise InfraError(f"--push {repository}: the hub does not answer: {error}") from error
+    return str(address)
+
+
+def _rewards(run: RunFolder, step: int) -> list[tuple[str, str]]:
+    found = run.metrics(-1, 1_000_000, {"reward/mean"})
+    means = [
+        mean
+        for at, mean in zip(found.step, found.series.get("reward/mean", []), strict=False)
+        if mean is not None and at <= step
+    ]
+    if not means:
+        return []
+    first, last = means[:20], means[-20:]
+    text = f"{sum(first) / len(first):.4g} over the first {len(first)} steps, {sum(last) / len(last):.4g} over the last"
+    return [("Mean reward", text)]
+
+
+def _cell(value: str) -> str:
+    return value.replace("|", "\\|").replace("\n", " ")
+
+
+def _masked(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    return {
+        key: _masked(value, f"{prefix}{key}.") if isinstance(value, dict) else mask(f"{prefix}{key}", value)
+        for key, value in tree.items()
+    }
