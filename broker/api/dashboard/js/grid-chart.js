@@ -70,7 +70,7 @@ export class GridChart {
     this.settings = settings;
     this.shown = series.map((one, index) => [one, index]).filter(([one]) => one.label && !one.label.endsWith(" (raw)")).map(([, index]) => index);
     this.legend.replaceChildren(...this.lines.map((line) => h("span", { class: "key", style: `--key: var(${look(line.index).colour})` },
-      h("i"), this.lines.length > 1 ? line.run : "", h("b", null, number(line.values.findLast((v) => v !== null))))));
+      h("i", { class: look(line.index).dash ? "is-dashed" : null }), this.lines.length > 1 ? line.run : "", h("b", null, number(line.values.findLast((v) => v !== null))))));
     setAttribute(this.canvas, "aria-label", this.lines.length
       ? `${this.name}: ${this.lines.map((line) => `${line.run} ${number(line.values.find((v) => v !== null))} at first, ${number(line.values.findLast((v) => v !== null))} now`).join("; ")}`
       : `${this.name}: no value`);

@@ -35,7 +35,7 @@ const scaled = (value, unit) => (value === null ? null : value / unit);
 
 function draw() {
   const begin = found.time[0] ?? 0;
-  const names = [...new Set(CHARTS.flatMap(([, field]) => Object.keys(found[field])))].sort();
+  const names = [...new Set(CHARTS.filter(([, field]) => field !== "queues").flatMap(([, field]) => Object.keys(found[field])))].sort();
   for (const [title, field, about, unit] of CHARTS) {
     const columns = found[field];
     if (!charts.has(title)) {

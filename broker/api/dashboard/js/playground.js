@@ -30,7 +30,8 @@ function reply({ text, finish, tokens }, generator) {
     spans[chosen].classList.add("is-chosen");
     setText(line, told(tokens, chosen));
   };
-  const box = h("div", { class: "tokens", tabindex: "0", role: "group", "aria-label": "Tokens of the answer; arrow keys walk through them" }, spans);
+  const box = h("div", { class: "tokens", tabindex: "0", role: "group", "aria-label": "Tokens of the answer; arrow keys walk through them" },
+    h("div", { class: "turn-text" }, spans));
   box.addEventListener("pointerover", (event) => event.target.dataset.index && setText(line, told(tokens, Number(event.target.dataset.index))));
   box.addEventListener("click", (event) => event.target.dataset.index && choose(Number(event.target.dataset.index)));
   box.addEventListener("keydown", (event) => {
