@@ -9,6 +9,7 @@ thread watches the loop and tells which function blocks it. The process ends wit
 from __future__ import annotations
 
 import asyncio
+import codecs
 import contextvars
 import importlib
 import importlib.util
@@ -150,7 +151,12 @@ def describe(error: BaseException) -> str:
         text = " ".join(str(error).split())
     except Exception:  # noqa: BLE001 - user code: even the text of an exception may raise
         text = ""
-    return f"{type(error).__name__}: {text}".rstrip(": ")[:400].encode("utf-8", "backslashreplace").decode()
+    return one_line(f"{type(error).__name__}: {text}".rstrip(": "))
+
+
+def one_line(text: str) -> str:
+    """Shorten a text that is told to people."""
+    return text[:400].encode("utf-8", "backslashreplace").decode()
 
 
 def full_name(error: BaseException) -> str:
@@ -267,6 +273,19 @@ class AsyncEpisode(Episode):
             return json.loads(self._notes[name])
 
 
+_MOST_BYTES = 60 << 20
+"""Of a line; the generator reads no longer ones."""
+
+
+def _escape_halves(error: UnicodeError) -> tuple[str, int]:
+    """Replace half characters, which UTF-8 does not have, by the text of their escapes, within JSON."""
+    assert isinstance(error, UnicodeEncodeError)
+    return "".join(f"\\\\u{ord(half):04x}" for half in error.object[error.start : error.end]), error.end
+
+
+codecs.register_error("tidemill.halves", _escape_halves)
+
+
 class Connection:
     """The lines to and from the generator, for any thread. A copy of this process made by a fork has none."""
 
@@ -277,8 +296,10 @@ class Connection:
         self._count = 0
 
     def send(self, message: dict[str, Any]) -> None:
-        """Send a line. It has to be JSON."""
-        data = json.dumps(message).encode() + b"\n"
+        """Send a line. It has to be JSON; RefusedError if it is too long. Half characters are sent as their escapes."""
+        data = json.dumps(message, ensure_ascii=False).encode("utf-8", "tidemill.halves") + b"\n"
+        if len(data) > _MOST_BYTES:
+            raise RefusedError(f"what an agent says may have {_MOST_BYTES} bytes as JSON, this has {len(data)}")
         end_a_copy()
         with self._lock:
             try:
@@ -461,7 +482,7 @@ class Runner:
         except BaseException as error:  # noqa: BLE001 - user code may raise anything, to exit included
             ended.update(kind="raised", error=describe(error), error_type=full_name(error))
             if isinstance(error, RefusedError):
-                ended["error"] = str(error)
+                ended["error"] = one_line(str(error))
         # What it has left running is over, too.
         for task, owner in list(self._owners.items()):
             if owner == number and task is not self._running[number]:

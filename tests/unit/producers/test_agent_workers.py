@@ -267,6 +267,23 @@ def test_any_other_result_is_an_error_of_one_line(base: Path, what: str, reason:
     assert (result.kind, result.error) == ("raised", reason)
 
 
+@pytest.mark.parametrize(
+    ("what", "found"),
+    [
+        ("{'data': {'a': chr(0xd800)}}", {"a": "\\ud800"}),
+        ("{'metrics': {chr(0xd800): 1}}", {}),
+        ("{'data': {'a': 'x' * (65 << 20)}}", "what an agent says may have 62914560 bytes as JSON, this has 6815749"),
+        ("{'x' * (65 << 20): 1}", "run returned 'xxxx"),
+    ],
+    ids=["half a character", "half a character in a name", "too much", "a long name"],
+)
+def test_an_agent_that_says_what_cannot_be_told_costs_its_neighbour_nothing(base: Path, what: str, found: object):
+    neighbour, result = play(base, job("wait", name="neighbour", seconds=3), job("returns", what=what))
+    assert neighbour.kind == "returned"
+    assert (result.kind, result.data) == ("returned", found) if isinstance(found, dict) else result.kind == "raised"
+    assert isinstance(found, dict) or result.error.startswith(found)
+
+
 def test_what_an_agent_says_is_kept_even_when_it_does_not_end(base: Path):
     ended, late = play(base, job("says"), job("says", name="late", deadline_s=0.5, then="hang"))
     assert (ended.kind, ended.reward, ended.data) == ("returned", 0.25, {"log": ["a"]})
