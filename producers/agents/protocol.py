@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
+from producers.conversation.messages import content_text
 from producers.conversation.parsing.answers import ParsedAnswer
 
 AnswerFinish = Literal["stop", "length", "tool_calls"]
@@ -38,6 +39,12 @@ class CallRequest:
     name: str = "main"
     template_args: dict[str, Any] | None = None
     ignored: list[str] = field(default_factory=list)
+
+    @property
+    def characters(self) -> int:
+        """Length of the text that its prompt has at least."""
+        texts = [content_text(message.get("content")) for message in self.messages or ()]
+        return len(self.prompt_text or "") + sum(len(text or "") for text in texts)
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ ENDED = "the episode is over: its sample is finished, or another process has it"
 class Policy:
     """What all sessions of a generator share. max_length: tokens of the model, prompt and answer.
 
-    encode: token ids of plain text, for prompts that are no messages.
+    encode: token ids of plain text, for prompts that are no messages. longest_token: characters of one at most.
     """
 
     engine: Engine
@@ -43,6 +43,7 @@ class Policy:
     max_length: int
     max_calls: int
     encode: Callable[[str], list[int]]
+    longest_token: int
 
 
 @dataclass
@@ -135,17 +136,16 @@ class Session:
         assert task is not None
         self._tasks.add(task)
         try:
+            least = self._least_tokens(request)
+            if least > self._policy.max_length:
+                self.limit = "length"
+                raise self._too_long(f"at least {least}")
             async with self._lock:
                 prompt = await asyncio.to_thread(self._prompt, request)
             room = self._policy.max_length - len(prompt.ids)
             if room < 1:
                 self.limit = "length"
-                raise SessionError(
-                    400,
-                    "context_length_exceeded",
-                    f"This model's maximum context length is {self._policy.max_length} tokens, the prompt has"
-                    f" {len(prompt.ids)}.",
-                )
+                raise self._too_long(str(len(prompt.ids)))
             answers = await self._answer(request, prompt, room)
             try:
                 # No agent may go on with an answer that is lost if this process dies now.
@@ -192,8 +192,11 @@ class Session:
         self.metrics.update(metrics)
 
     async def count_tokens(self, request: CallRequest) -> int:
-        """Number of tokens of the prompt that the request would have."""
+        """Number of tokens of the prompt that the request would have; at least so many of one that is far too long."""
         self._check_open()
+        least = self._least_tokens(request)
+        if least > self._policy.max_length:
+            return least
         async with self._lock:
             return len((await asyncio.to_thread(self._prompt, request)).ids)
 
@@ -219,6 +222,17 @@ class Session:
     def _check_open(self) -> None:
         if self._ended:
             raise SessionError(410, "session_ended", ENDED)
+
+    def _least_tokens(self, request: CallRequest) -> int:
+        """How many tokens its text has at least: to cut one that is far too long into tokens takes minutes itself."""
+        return request.characters // self._policy.longest_token
+
+    def _too_long(self, tokens: str) -> SessionError:
+        return SessionError(
+            400,
+            "context_length_exceeded",
+            f"This model's maximum context length is {self._policy.max_length} tokens, the prompt has {tokens}.",
+        )
 
     def _prompt(self, request: CallRequest) -> NextPrompt:
         if request.messages is not None:

@@ -78,6 +78,7 @@ class AgentWorkflow:
             max_length=config.model.max_length,
             max_calls=settings.max_calls,
             encode=tokenizer.encode,
+            longest_token=tokenizer.longest_token,
         )
         sessions = Sessions()
         self._server = EndpointServer(sessions, settings)

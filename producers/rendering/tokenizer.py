@@ -82,6 +82,11 @@ class HfTokenizer:
         added = self._tokenizer.added_tokens_decoder.items()
         return frozenset(self._tokenizer.all_special_ids) | {id for id, token in added if token.special}
 
+    @cached_property
+    def longest_token(self) -> int:
+        """Characters of the longest token: no text has fewer tokens than its length by this."""
+        return max(map(len, self._tokenizer.get_vocab()), default=1)
+
     @property
     def chat_template(self) -> str:
         """The source of the chat template, of all of them if there are several, '' without one."""
@@ -130,7 +135,7 @@ class HfTokenizer:
     @cached_property
     def _own_arguments(self) -> frozenset[str]:
         """Names that the library's call itself takes, so that a template can't have them."""
-        return frozenset(inspect.signature(self._tokenizer.apply_chat_template).parameters) | {"messages"}
+        return frozenset(inspect.signature(self._tokenizer.apply_chat_template).parameters) | {"messages", "self"}
 
     def _apply_template(self, messages: list[dict[str, Any]], **settings: Any) -> Any:
         if not (self._tokenizer.chat_template or settings.get("chat_template")):

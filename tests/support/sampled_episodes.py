@@ -190,7 +190,8 @@ class Stage:
         """Play one episode of a client with these habits."""
         async with self._turn:
             parser = AskedParser(self._tokenizer.decode)
-            policy = Policy(self._engine, parser, self._places, self._max_length, 99, self._tokenizer.encode)
+            encode, longest = self._tokenizer.encode, self._tokenizer.longest_token
+            policy = Policy(self._engine, parser, self._places, self._max_length, 99, encode, longest)
             self._number += 1
             sampling = Sampling(max_tokens=LONGEST)
             task = Task(task_id=self._number, kind="train", n=1, text="x", sampling=sampling)

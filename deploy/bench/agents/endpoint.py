@@ -153,7 +153,8 @@ async def _our_server(settings: EngineSettings, tokens: int) -> AsyncIterator[_O
     tokenizer, sessions = HfTokenizer(settings.model_path), Sessions()
     parser = make_parser("hermes", None, tokenizer, vllm=True)
     places = EnginePlaces(settings.max_samples)
-    policy = Policy(engine, parser, places, settings.max_length, CALLS, tokenizer.encode)
+    encode, longest = tokenizer.encode, tokenizer.longest_token
+    policy = Policy(engine, parser, places, settings.max_length, CALLS, encode, longest)
     server = EndpointServer(sessions, AgentsConfig())
     gc.collect()
     gc.freeze()  # as the generator and vLLM's server do

@@ -59,7 +59,7 @@ def read_json(body: bytes) -> JSON:
     """The object that a request's body is."""
     try:
         return msgspec.json.decode(body, type=JSON)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise bad_request(f"the body is not a JSON object: {error}") from error
 
 

@@ -36,7 +36,7 @@ class Scene:
         self.may_save = asyncio.Event()
         self.may_save.set()
         parser = make_parser("hermes", None, tokenizer, vllm=False)
-        policy = Policy(self.engine, parser, EnginePlaces(8), 4096, 50, tokenizer.encode)
+        policy = Policy(self.engine, parser, EnginePlaces(8), 4096, 50, tokenizer.encode, tokenizer.longest_token)
         self.session = Session(
             policy, Conversation(ChatTemplate(tokenizer)), Sampling(max_tokens=100), saved, self._save
         )
@@ -63,6 +63,32 @@ async def turns() -> None:
     """Let all that can go on do so, threads included."""
     for _ in range(20):
         await asyncio.sleep(0.005)
+
+
+@pytest.mark.parametrize("name", ["self", "messages", "tokenize"])
+def test_an_argument_that_no_template_can_have_is_named(tokenizer: HfTokenizer, name: str) -> None:
+    async def scene() -> None:
+        messages = [{"role": "user", "content": "?"}]
+        with pytest.raises(SessionError, match=f"a chat template has no argument {name}") as caught:
+            await Scene(tokenizer).session.complete(CallRequest(messages=messages, template_args={name: 1}))
+        assert caught.value.status == 400
+
+    run(scene)
+
+
+def test_a_text_that_cannot_fit_is_refused_before_it_is_cut_into_tokens(
+    tokenizer: HfTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scene() -> None:
+        play = Scene(tokenizer)
+        monkeypatch.setattr(tokenizer, "encode", lambda text: pytest.fail("it was"))
+        with pytest.raises(SessionError, match="4096 tokens, the prompt has at least 10000") as caught:
+            await play.ask("x" * 10_000 * tokenizer.longest_token)
+        assert (caught.value.code, play.session.limit) == ("context_length_exceeded", "length")
+        messages = [{"role": "user", "content": "x" * 10_000 * tokenizer.longest_token}]
+        assert await play.session.count_tokens(CallRequest(messages=messages)) == 10_000
+
+    run(scene)
 
 
 def test_an_answer_leaves_when_it_is_saved_and_not_before(tokenizer: HfTokenizer) -> None:
