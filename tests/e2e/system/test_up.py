@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -147,3 +148,32 @@ def test_any_service_may_be_killed_and_nothing_is_lost_or_trained_twice(model: P
         if "step" in line:
             replayed.setdefault(line["step"], []).append(line["samples"])
     assert all(times[0] == again for times in replayed.values() for again in times[1:])
+
+
+@pytest.mark.timeout(400)
+def test_a_mixture_with_a_curriculum_goes_on_after_kills_and_says_what_it_skipped(model: Path, tmp_path: Path) -> None:
+    rows = [json.dumps({"prompt": f"{number}+0=", "answer": str(number)}) for number in range(10, 40)]
+    (tmp_path / "facts.jsonl").write_text("\n".join(rows))
+    config = configuration(model, tmp_path, 14, engine="scripted", args={"token_s": 0.01}, probe_tolerance=1e3)
+    # Few prompts, hardly ever solved, so that they come back and most are left out.
+    curriculum = {"name": "band", "between": [0.9, 1.0], "floor": 0.4}
+    config["train"] = [
+        {"name": "arithmetic", "weight": 3, "limit": 24, "curriculum": curriculum},
+        {"name": "jsonl", "label": "facts", "weight": 1, "args": {"path": "facts.jsonl"}},
+    ]
+    config["trainer"]["advantage"] = {"keep_zero_variance": True}
+    run = UpRun(tmp_path, config)
+    for at, victim in ((4, "feeder"), (8, "trainer")):
+        run.wait_until(lambda at=at: run.steps() >= at, f"step {at}")
+        run.wait_until(lambda victim=victim: run.service(victim) is not None, f"process of {victim}")
+        process = run.service(victim)
+        assert process is not None
+        process.kill()
+    summary = run.finish()
+    samples = trained_samples(run)
+    assert len(samples) == len(set(samples))
+    assert (summary["trajectories_lost"], summary["trajectories_trained_twice"]) == (0, 0)
+    named: set[str] = set().union(*run.lines("metrics.jsonl"))
+    skipped = [line["data/skipped_fraction"] for line in run.lines("metrics.jsonl") if "data/skipped_fraction" in line]
+    assert 0 < skipped[-1] < 0.6
+    assert {"data/arithmetic/solve_rate", "data/facts/solve_rate"} <= named
