@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -66,3 +67,47 @@ def test_the_tiny_model_is_an_ordinary_model_folder(tmp_path: Path):
     assert tokenizer.decode(ids[0]) == text
     assert model(ids).logits.shape == (1, ids.shape[1], len(tokenizer))
     assert not model.config.tie_word_embeddings
+
+
+def example_module(folder: str, name: str) -> Any:
+    spec = importlib.util.spec_from_file_location(f"example_{folder}_{name}", EXAMPLES / folder / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_code_example_pays_the_expression_and_not_a_number():
+    config = load_config(EXAMPLES / "code" / "config.yaml", [], {})
+    (term,) = resolve(config.reward.terms, config.base)
+    assert (term.label, config.warm_start is not None) == ("code", True)
+    tasks = example_module("code", "expressions")
+    clean, lazy = tasks.Expressions(), tasks.Expressions(lazy=0.65)
+    for index in range(20):
+        data = clean[index].data
+        function = eval(data["prefix"].removeprefix("f = ") + data["answer"])
+        assert all(eval(case["call"], {"f": function}) == case["equals"] for case in data["cases"])
+    answers = [lazy[index].data["answer"] for index in range(400)]
+    assert 0.55 < sum(answer.isdigit() for answer in answers) / 400 < 0.75
+    assert len({tuple(str(case) for case in tasks.Expressions("heldout")[i].data["cases"]) for i in range(50)}) > 40
+
+
+def test_halving_finds_every_number_of_the_guessing_example_in_six_turns():
+    load_config(EXAMPLES / "number_guessing" / "config.yaml", [], {})
+    module = example_module("number_guessing", "game")
+    turns: list[int] = []
+    for index in range(len(module.Games("heldout"))):
+        game, low, high = module.Guess(), 1, module.LARGEST
+        assert game.reset({"data": module.Games("heldout")[index].data, "seed": 3}) is None
+        turn, reward, done = 0, 0.0, False
+        while not done:
+            guess, turn = (low + high) // 2, turn + 1
+            text, reward, done = game.step(str(guess))
+            low, high = (guess + 1, high) if text == ">" else (low, guess - 1)
+        assert reward == 1.0
+        turns.append(turn)
+    assert (len(turns), max(turns)) == (63, 6)
+    shown = module.Beginnings()
+    beginning = next(shown[i] for i in range(100) if len(shown[i].messages or []) == 5)
+    assert [message.role for message in beginning.messages or []] == ["user", "assistant", "user", "assistant", "user"]

@@ -1,0 +1,56 @@
+"""Three inputs and outputs of a function, whose expression is to be written; and the model that learns it.
+
+A prompt is ``2:7,5:13,9:21;``, the program ``2*x+3``. Any expression that passes the three cases is right.
+"""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Literal
+
+from deploy.offline.tiny_model import byte_tokenizer, write_tiny_model
+from producers.datasets.base import Example
+
+SIZE = {"train": 20000, "heldout": 500}
+
+
+class Expressions:
+    """Functions a*x+b of small numbers; ``data`` has the cases, and an answer for the warm start.
+
+    lazy: share of these answers that are a number out of the air, which is never right.
+    """
+
+    def __init__(self, split: Literal["train", "heldout"] = "train", lazy: float = 0.0) -> None:
+        self.split, self.lazy = split, lazy
+
+    def __len__(self) -> int:
+        return SIZE[self.split]
+
+    def __getitem__(self, index: int) -> Example:
+        chance = random.Random(f"{self.split} {index}")
+        factor, constant = chance.randint(1, 3), chance.randint(0, 3)
+        inputs = sorted(chance.sample(range(10), 3))
+        values = [factor * x + constant for x in inputs]
+        shown = f"{factor}*x+{constant}"
+        if chance.random() < self.lazy:
+            shown = str(chance.randint(4, 9))
+        return Example(
+            text=",".join(f"{x}:{y}" for x, y in zip(inputs, values, strict=True)) + ";",
+            data={
+                "answer": shown,
+                "prefix": "f = lambda x: ",
+                "cases": [{"call": f"f({x})", "equals": y} for x, y in zip(inputs, values, strict=True)],
+            },
+        )
+
+
+def build(folder: Path, seed: int) -> None:
+    """Write an untrained Qwen2 of two layers with a token for each character; the same seed gives the same weights."""
+    tokenizer = byte_tokenizer(
+        ["<pad>", "<eos>"], "0123456789:,;*+-x", pad_token="<pad>", eos_token="<eos>", model_max_length=48
+    )
+    # A wide start and untied embeddings, as in the arithmetic example.
+    write_tiny_model(
+        folder, tokenizer, seed, hidden=192, intermediate=384, layers=2, heads=6, max_length=48, initializer_range=0.06
+    )
