@@ -133,7 +133,8 @@ def check_libraries() -> list[Finding]:
         text = "not installed: the transformers engine generates, slower"
         return [*findings, Finding("vLLM", "warn", text, "make setup VLLM=cpu or VLLM=cuda, on Linux")]
     vllm = probe("import vllm; print(vllm.__version__)")
-    advice = "" if vllm.level == "ok" else "make clean, then make setup; torchvision must not be installed for the CPU"
+    broken = "make clean, then make setup; on a CPU no torchvision may be installed but that of PyTorch's own CPU index"
+    advice = "" if vllm.level == "ok" else broken
     return [*findings, Finding("vLLM", vllm.level, vllm.text, advice)]
 
 

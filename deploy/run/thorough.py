@@ -9,6 +9,7 @@ import json
 from collections import deque
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import numpy as np
 
@@ -31,21 +32,24 @@ def measure_model(config: TidemillConfig) -> Finding | str:
     if config.warm_start is not None and not (Path(path) / "config.json").is_file():
         return f"{path} is not there yet, warm_start makes it"
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
     from consumers.trainer.model.lora import targets
+    from producers.rendering.images import ImagePlaces
     from producers.rendering.tokenizer import HfTokenizer
 
     try:
         settings = AutoConfig.from_pretrained(path, trust_remote_code=trust)
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(settings, trust_remote_code=trust)
+            kind: Any = AutoModelForImageTextToText if config.model.kind == "vision" else AutoModelForCausalLM
+            model = kind.from_config(settings, trust_remote_code=trust)
     except (OSError, ValueError) as error:
         raise ConfigError(f"model.path {path}: {error}") from error
     if Path(path).expanduser().is_dir():
         HfTokenizer(path, trust)
+        ImagePlaces.of(config)
     count = sum(parameter.numel() for parameter in model.parameters())
-    text = f"{count / 1e6:,.1f}M parameters"
+    text = f"{count / 1e6:,.1f}M parameters{', reads images' if config.model.kind == 'vision' else ''}"
     if config.trainer.lora is not None:
         return f"{text}, an adapter of {', '.join(targets(model, config.trainer.lora.targets))}"
     state = count * STATE_BYTES / GB

@@ -62,7 +62,8 @@ def build_train_step(
         images=None if policy.vision is None else policy.vision.settings,
     )
     if policy.vision is not None:
-        policy.vision.always = ranks.world > 1
+        # A tower that is trained moves on by its momentum in a step of text alone, on however many ranks.
+        policy.vision.always = ranks.world > 1 or not policy.vision.frozen
 
     for model in (policy, critic):
         if model is not None:

@@ -25,8 +25,9 @@ from broker.weights.peers.node import PeerNode
 from broker.weights.transports import PeerOrigin, PeerReader
 from schemas.config import BrokerConfig
 from schemas.config.trainer import PeerConfig
+from schemas.digests import digest
 from schemas.errors import ConfigError
-from schemas.messages import Event, Score
+from schemas.messages import ChatMessage, ContentPart, Event, Image, Sampling, Score, Task
 from tests.support.one_group import fetch_weights, move_one_group, publish_weights
 from tests.support.prompt_groups import claim_batch, make_task, make_trajectory
 from tests.support.trainer_sessions import take_over
@@ -118,6 +119,24 @@ def test_a_task_that_nobody_can_make_is_given_up_and_asked_for_again_by_the_oper
     (letter,) = roles["observer"].dead_letters.list()
     assert roles["operator"].dead_letters.requeue(letter.id) == "ok"
     assert roles["feeder"].ledger.admit(make_task(0)).answer == "ok"
+
+
+def test_images_are_stored_and_read_by_those_who_need_them(roles: dict[str, Broker]) -> None:
+    training, image = take_over(roles["trainer"]), b"a picture"
+    name = digest(image)
+    task = Task(
+        task_id=0,
+        kind="train",
+        n=2,
+        sampling=Sampling(),
+        messages=[ChatMessage("user", [ContentPart("image")])],
+        images=[Image(name, 28, 28, len(image))],
+    )
+    assert roles["feeder"].ledger.admit_all([task], images={name: image}).answer == "ok"
+    for role in ("generator", "trainer"):
+        assert roles[role].images.fetch([name]) == {name: image}
+    assert training.drop_group(0, "stale", [])
+    assert roles["trainer"].images.fetch([name]) == {}
 
 
 def test_rewards_may_all_that_their_work_asks(roles: dict[str, Broker], urls: dict[str, str]) -> None:

@@ -12,7 +12,7 @@ from broker.queues.tasks import eval_task_id
 from schemas.digests import digest
 from schemas.errors import BrokerDamaged
 from schemas.messages import ChatMessage, ContentPart, Image, Sampling, Score, Task
-from tests.support.prompt_groups import claim_batch, generate_and_score, make_trajectory
+from tests.support.prompt_groups import claim_batch, generate_and_score, make_batch_record, make_trajectory
 from tests.support.trainer_sessions import take_over
 
 pytestmark = pytest.mark.integration
@@ -129,3 +129,35 @@ def test_a_group_whose_image_is_gone_is_damaged(broker: Broker) -> None:
 def test_a_task_names_as_many_images_as_its_messages_have_places() -> None:
     with pytest.raises(ValueError, match="a task has 0 images, and its messages have places for 1"):
         Task(task_id=0, kind="train", n=1, sampling=Sampling(), messages=[ChatMessage("user", [ContentPart("image")])])
+
+
+def test_nothing_is_left_of_the_images_of_200_tasks_whose_generator_is_killed_on_the_way(broker: Broker) -> None:
+    training = take_over(broker, batch=10, staleness=1)
+    dead, alive, rewards = broker.task_queue("dead"), broker.task_queue("alive"), broker.score_queue("r")
+    admitted = step = 0
+    while step < 20:
+        while admitted < 200:
+            image = f"image {admitted // 2}".encode()
+            if broker.ledger.admit_all([task_with(admitted, image, n=1)], images=files(image)).answer != "ok":
+                break
+            admitted += 1
+        if step < 10:
+            # It takes tasks, and is never heard of again.
+            assert dead.read(7, 10)
+        taken = [*alive.claim_stale(0.0, 100), *alive.read(100, 10)]
+        for delivery in taken:
+            task = delivery.message
+            assert broker.images.fetch([task.images[0].digest]), "its image is there as long as somebody needs it"
+            alive.publish(task.task_id, [make_trajectory(task.task_id, 0)])
+            alive.release(delivery)
+        rewards.publish([(item, Score(reward=1.0)) for item in rewards.read(100, 10)])
+        outcomes = training.claim_scores(1000)
+        for first in range(0, len(outcomes), 10):
+            record = make_batch_record(outcomes[first : first + 10], step)
+            training.journal_batch(record)
+            training.complete_step(record)
+            training.commit_steps([record])
+            step += 1
+    assert broker.ledger.read_state().trained == 200
+    assert stored(broker) == 0
+    assert not broker.connection.client.exists(broker.connection.keys.images)
