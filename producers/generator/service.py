@@ -64,6 +64,7 @@ def needed_abilities(config: TidemillConfig) -> dict[Ability, str]:
     if config.eval is not None:
         samplings += [config.eval.sampling_of(one) for one in config.eval.dataset]
     wanted: dict[Ability, tuple[bool, str]] = {
+        "training": (True, f"generator.engine {config.generator.engine}"),
         "stop": (any(sampling.stop for sampling in samplings), "sampling.stop"),
         "recompute": (config.generator.update == "recompute", "generator.update recompute"),
         "lora": (config.trainer.lora is not None, "trainer.lora"),

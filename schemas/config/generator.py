@@ -69,7 +69,10 @@ class WorkflowConfig(Section):
 class HttpEngineConfig(Section):
     """The inference server of the engine http: one that is launched with the generator, or one that is there."""
 
-    dialect: Literal["sglang", "vllm"] = Field(description="Whose protocol the server speaks: sglang or vllm.")
+    dialect: Literal["sglang", "vllm", "openai"] = Field(
+        description="Whose protocol the server speaks: sglang, vllm, or openai, for `tidemill eval` only: such a server"
+        " can't be trained with."
+    )
     url: str | None = Field(
         None,
         description="Address of a server that is there, such as http://10.0.0.7:30000, for this generator alone. None:"
@@ -94,6 +97,8 @@ class HttpEngineConfig(Section):
     def _launched_or_there(self) -> HttpEngineConfig:
         if self.url is not None and not self.url.startswith(("http://", "https://")):
             raise ValueError(f"generator.http.url {hide_password(self.url)!r} must begin with http:// or https://")
+        if self.dialect == "openai" and self.url is None:
+            raise ValueError("generator.http.dialect openai is for a server that is there: give its generator.http.url")
         if self.url is not None and self.command is not None:
             raise ValueError(
                 "generator.http.command launches a server, and generator.http.url names one that is there:"
@@ -148,7 +153,7 @@ class GeneratorConfig(Section):
     def _check_http(self) -> GeneratorConfig:
         if (self.engine == "http") != (self.http is not None):
             raise ValueError(
-                "generator.engine http needs generator.http with its dialect, sglang or vllm"
+                "generator.engine http needs generator.http with its dialect: sglang, vllm or openai"
                 if self.http is None
                 else f"generator.http is for generator.engine http, which is {self.engine!r}"
             )

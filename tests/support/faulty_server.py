@@ -1,7 +1,11 @@
-"""A server that speaks as vLLM's does, and fails as it is told: for faults only, never as proof of compatibility."""
+"""A server that speaks as vLLM's does, and fails as it is told: for faults only, never as proof of compatibility.
+
+As a program it takes vLLM's options, of which it heeds ``--port`` only, and samples a token every 10 ms.
+"""
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import json
 import socket
@@ -21,6 +25,7 @@ class FaultyServer:
 
     answers: what a path answers instead: status and body. spans: of a sample, instead of the right ones.
     logprobs_short: how many log-probabilities are left out. breaks_after: events after which a stream ends.
+    token_s: seconds that a token takes.
     """
 
     def __init__(self) -> None:
@@ -32,6 +37,7 @@ class FaultyServer:
         self.asked: list[str] = []
         self.salts: list[str] = []
         self.healthy = True
+        self.token_s = 0.0
         self.url = ""
 
     async def answer(self, request: Request) -> Response:
@@ -43,6 +49,9 @@ class FaultyServer:
         body = await request.json() if await request.body() else {}
         if path == "/health":
             return Response(status_code=200 if self.healthy else 503)
+        if path == "/inference/v1/generate" and "prompt_logprobs" in body.get("sampling_params", {}):
+            probe = [{str(token): {"logprob": 0.0}} for token in body["token_ids"][1:]]
+            return JSONResponse({"prompt_logprobs": [None, *probe]})
         if path == "/inference/v1/generate" and body.get("token_ids"):
             self.salts.append(body["cache_salt"])
             return StreamingResponse(self._events(body["sampling_params"]["max_tokens"]))
@@ -70,6 +79,7 @@ class FaultyServer:
         for k in range(tokens):
             if k == self.breaks_after:
                 return
+            await asyncio.sleep(self.token_s)
             last = k == tokens - 1
             spans = self.spans if self.spans is not None else [{"version": self.version, "start": 0, "end": tokens}]
             content = [{"token_id": 5, "logprob": -1.0}] if k >= self.logprobs_short else []
@@ -88,12 +98,10 @@ class FaultyServer:
 async def served() -> AsyncIterator[FaultyServer]:
     """A faulty server on a free port of this machine."""
     faulty = FaultyServer()
-    app = FastAPI()
-    app.add_api_route("/{path:path}", faulty.answer, methods=["GET", "POST"])
     listener = socket.socket()
     listener.bind(("127.0.0.1", 0))
     faulty.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-    server = uvicorn.Server(uvicorn.Config(app, log_level="critical", lifespan="off"))
+    server = uvicorn.Server(uvicorn.Config(make_app(faulty), log_level="critical", lifespan="off"))
     running = asyncio.create_task(server.serve([listener]))
     try:
         yield faulty
@@ -101,3 +109,19 @@ async def served() -> AsyncIterator[FaultyServer]:
         server.should_exit = True
         server.force_exit = True
         await running
+
+
+def make_app(faulty: FaultyServer) -> FastAPI:
+    """All paths are the server's to answer."""
+    app = FastAPI()
+    app.add_api_route("/{path:path}", faulty.answer, methods=["GET", "POST"])
+    return app
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--port", type=int)
+    options, _ = parser.parse_known_args()
+    slow = FaultyServer()
+    slow.token_s = 0.01
+    uvicorn.run(make_app(slow), port=options.port, log_level="critical", lifespan="off")

@@ -19,12 +19,14 @@ from schemas.urls import hide_password
 ASK_S = 30.0
 """Deadline of a request that the server answers at once when it is well."""
 CONNECT_S = 10.0
+_IDLE_S = 1.0
+"""How long an unused connection is kept: one that the server closes as it is used again would be a server lost."""
 
 Body = dict[str, Any]
 
 
 class Refused(Exception):
-    """The server's answer to a request, where that is an error. status: of HTTP; 200 for an error inside a stream."""
+    """The server's answer to a request, where that is an error. status: of HTTP, or as an event of a stream says."""
 
     def __init__(self, path: str, status: int, text: str) -> None:
         self.status, self.text = status, message(text)
@@ -37,7 +39,7 @@ class ServerClient:
     def __init__(self, url: str, key: str | None = None) -> None:
         self.url = url.rstrip("/")
         headers = {} if key is None else {"Authorization": f"Bearer {key}"}
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=_IDLE_S)
         self._http = httpx.AsyncClient(
             base_url=self.url,
             headers=headers,
@@ -110,8 +112,10 @@ async def _events(path: str, response: httpx.Response) -> AsyncIterator[Body]:
             raise InfraError(f"{path} sends an event that is no JSON: {data[:100]!r}") from error
         if not isinstance(event, dict):
             raise InfraError(f"{path} sends an event that is no object: {data[:100]!r}")
-        if event.get("error"):
-            raise Refused(path, 200, data.decode(errors="replace"))
+        if wrong := event.get("error"):
+            # Without a code it is what was asked that is wrong.
+            code = wrong.get("code") if isinstance(wrong, dict) else None
+            raise Refused(path, code if isinstance(code, int) else 400, data.decode(errors="replace"))
         yield event
 
 

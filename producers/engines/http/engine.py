@@ -25,6 +25,7 @@ from producers.engines.base import Ability, Completion, EngineSettings, KvCacheU
 from producers.engines.http.client import Body, Refused, ServerClient
 from producers.engines.http.dialect import Dialect
 from producers.engines.http.growing import GrowingSample
+from producers.engines.http.openai import OpenAiEngine
 from producers.engines.http.server import HOST, LaunchedServer, free_port
 from producers.engines.request_gate import RequestGate
 from producers.engines.sampling import check_vocabulary, max_new_tokens
@@ -45,6 +46,9 @@ _EVENT_TOKENS = 16
 """Tokens between two events of a stream, where no reports ask for fewer: each event costs both sides some work."""
 
 
+_NO_SERVER = "generator.engine http needs generator.http with its dialect: sglang, vllm or openai"
+
+
 class HttpEngine:
     """The ``http`` engine; ``settings.http`` says which server, ``settings.args`` are options of one that is launched.
 
@@ -56,7 +60,7 @@ class HttpEngine:
 
     def __init__(self, settings: EngineSettings) -> None:
         if settings.http is None:
-            raise ConfigError("generator.engine http needs generator.http with its dialect, sglang or vllm")
+            raise ConfigError(_NO_SERVER)
         self._http: HttpEngineConfig = settings.http
         self._settings = settings
         self._dialect = make_dialect(settings.http.dialect)
@@ -199,16 +203,21 @@ class HttpEngine:
         check_vocabulary(ids, self._vocabulary)
         if not await self._gate.wait_open():
             return [_nothing("abort") for _ in range(n)]
-        samples = [asyncio.create_task(self._sample(ids, sampling, max_tokens, k, progress)) for k in range(n)]
+        # Without a wait after the gate: an update that begins now has to know of each of them.
+        names = [self._open(ids, sampling, max_tokens, k, progress) for k in range(n)]
+        samples = [asyncio.create_task(self._sample(name, k, progress)) for k, name in enumerate(names)]
         try:
             return await asyncio.gather(*samples)
         finally:
             for sample in samples:
                 sample.cancel()
+            for name in names:
+                self._requests.pop(name)[1].cancel()
 
-    async def _sample(
+    def _open(
         self, ids: list[int], sampling: Sampling, max_tokens: int, index: int, progress: ProgressCallback | None
-    ) -> Completion:
+    ) -> str:
+        """Begin the request for a sample; returns its name."""
         client = self._alive()
         every = self._settings.report_every if progress is not None else None
         # Servers may abort by the beginning of an id, so that none must be the beginning of another.
@@ -221,13 +230,12 @@ class HttpEngine:
             if progress is not None and every is not None and sample.is_due(every):
                 progress(index, sample.report())
 
-        task = asyncio.create_task(self._stream(client, sample, body, report))
-        self._requests[name] = sample, task
-        try:
-            await self._first(task)
-        finally:
-            del self._requests[name]
-            task.cancel()
+        self._requests[name] = sample, asyncio.create_task(self._stream(client, sample, body, report))
+        return name
+
+    async def _sample(self, name: str, index: int, progress: ProgressCallback | None) -> Completion:
+        sample, task = self._requests[name]
+        await self._first(task)
         completion = sample.completion()
         self._check_versions(completion)
         if progress is not None and completion.finish != "abort":
@@ -243,6 +251,8 @@ class HttpEngine:
                 self._dialect.read(sample, event)
                 self._heard += len(sample.tokens) - before
                 report()
+        if sample.finish is None:
+            raise InfraError("the server ended a sample without saying how")
 
     def _check_versions(self, completion: Completion) -> None:
         """Fail unless all spans are of versions that were loaded here, in the order in which they were."""
@@ -260,16 +270,11 @@ class HttpEngine:
         try:
             return await task
         except Refused as error:
-            if error.status in (200, 400, 422):
+            if error.status in (400, 422):
                 raise DataError(f"the server refuses the request: {error.text}") from error
             self._fail(str(error))
         except InfraError as error:
-            # The stream may break a moment before the server's end is known, which says more.
-            if self._server is not None:
-                await asyncio.wait({self._server.ended, self._failure}, timeout=1.0)
-                if self._server.ended.done():
-                    self._fail(self._server.ended.result())
-            self._fail(str(error))
+            await self._fail_with(error)
         self._alive()
         raise AssertionError("unreachable")
 
@@ -322,8 +327,8 @@ class HttpEngine:
             self._fail(str(error))
             raise InfraError(f"the server refuses: {error}") from error
         except InfraError as error:
-            self._fail(str(error))
-            raise
+            await self._fail_with(error)
+            raise InfraError(f"the http engine can't be used: {self._failure.result()}") from error
 
     async def pause(self) -> None:
         async with self._update:
@@ -342,7 +347,7 @@ class HttpEngine:
     async def abort_all(self) -> None:
         client = self._alive()
         await self._gate.reject_waiting()
-        tasks = {name: task for name, (_, task) in self._requests.items()}
+        tasks = {name: task for name, (_, task) in self._requests.items() if not task.done()}
         try:
             async with asyncio.timeout(_ABORT_DEADLINE_S):
                 # More than once: a request that is on its way is not known to the server yet.
@@ -374,9 +379,26 @@ class HttpEngine:
             raise InfraError(f"the http engine can't be used: {self._failure.result()}")
         return self._client
 
+    async def _fail_with(self, error: InfraError) -> None:
+        """Fail for a request that was lost, a moment before the end of the server is known, which says more."""
+        if self._server is not None:
+            await asyncio.wait({self._server.ended, self._failure}, timeout=1.0)
+            if self._server.ended.done():
+                self._fail(self._server.ended.result())
+        self._fail(str(error))
+
     def _fail(self, reason: str) -> None:
         if not self._failure.done():
             self._failure.set_result(reason)
+
+
+def build_engine(settings: EngineSettings) -> HttpEngine | OpenAiEngine:
+    """The ``http`` engine for the dialect of ``settings.http``."""
+    if settings.http is None:
+        raise ConfigError(_NO_SERVER)
+    if settings.http.dialect == "openai":
+        return OpenAiEngine(settings, settings.http, read_key(settings.http))
+    return HttpEngine(settings)
 
 
 def read_key(http: HttpEngineConfig) -> str | None:

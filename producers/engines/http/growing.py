@@ -56,9 +56,9 @@ class GrowingSample:
         return self._completion([Span(self.version, 0, self.reported)], "abort")
 
     def completion(self) -> Completion:
-        """The whole completion. InfraError when the server stopped sending before the end."""
+        """The whole completion, after ``end``."""
         if self.finish is None or self.spans is None:
-            raise InfraError("the server ended a sample without saying how")
+            raise InfraError("a sample that has not ended was asked for")
         return self._completion(self.spans, self.finish)
 
     def _completion(self, spans: list[Span], finish: FinishReason) -> Completion:

@@ -61,11 +61,16 @@ class LaunchedServer:
     async def _read(self, output: int) -> None:
         reader = asyncio.StreamReader()
         pipe = os.fdopen(output, "rb", 0)
-        await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), pipe)
-        while line := await _next_line(reader):
-            text = line.decode(errors="replace").rstrip()
-            self._lines.append(text)
-            print(text, file=sys.stderr, flush=True)  # noqa: T201 - the server's own words
+        transport, _ = await asyncio.get_running_loop().connect_read_pipe(
+            lambda: asyncio.StreamReaderProtocol(reader), pipe
+        )
+        try:
+            while line := await _next_line(reader):
+                text = line.decode(errors="replace").rstrip()
+                self._lines.append(text)
+                print(text, file=sys.stderr, flush=True)  # noqa: T201 - the server's own words
+        finally:
+            transport.close()
 
     async def _wait(self) -> str:
         await self._process.wait()

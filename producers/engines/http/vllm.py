@@ -113,7 +113,7 @@ class VllmDialect:
         except Refused as error:
             raise ConfigError(
                 f"{name} at {client.shown} has no routes that pause it and load weights, so it can't be trained with:"
-                " start it with VLLM_SERVER_DEV_MODE=1; as it is, it can serve judges only"
+                " start it with VLLM_SERVER_DEV_MODE=1; as it is, it serves tidemill eval (dialect openai) and judges"
             ) from error
         try:
             # What is wrong with this request is told by the route, if there is one.
@@ -122,7 +122,7 @@ class VllmDialect:
             if error.status in (403, 404):
                 raise ConfigError(
                     f"{name} at {client.shown} has no {_GENERATE}, so it can't be trained with: start it with"
-                    " --enable-scale-out; as it is, it can serve judges only"
+                    " --enable-scale-out; as it is, it serves tidemill eval (dialect openai) and judges"
                 ) from error
 
     def request(

@@ -17,6 +17,7 @@ import pytest
 
 from producers.engines.base import ABILITIES, Completion, EngineSettings
 from producers.engines.factory import make_engine
+from producers.engines.http.engine import HttpEngine, build_engine
 from producers.rendering.tokenizer import HfTokenizer
 from schemas.config import HttpEngineConfig
 from schemas.errors import DataError, InfraError
@@ -430,6 +431,24 @@ def test_the_fill_of_the_cache_is_told_or_it_is_said_that_it_is_not(subject: Sub
         assert 0 < usage.used < usage.tokens
         await subject.engine.abort_all()
         await running
+
+    subject.run(scenario())
+
+
+def test_the_openai_protocol_of_the_same_server_answers_evaluations(subject: Subject) -> None:
+    if not isinstance(subject.engine, HttpEngine):
+        pytest.skip("there is no server")
+    http = HttpEngineConfig.model_validate({"dialect": "openai", "url": subject.engine.client.url})
+    plain = build_engine(EngineSettings(str(subject.folders[0]), "float32", MAX_LENGTH, 8, http=http))
+    greedy = Sampling(max_tokens=8, temperature=0)
+    tokenizer = HfTokenizer(str(subject.folders[0]))
+
+    async def scenario() -> None:
+        await plain.start()
+        (found,), (ours,) = await plain.generate(PROMPT, greedy), await subject.engine.generate(PROMPT, greedy)
+        assert tokenizer.decode(found.tokens) == tokenizer.decode(ours.tokens)
+        assert found.finish == ours.finish
+        await plain.close()
 
     subject.run(scenario())
 

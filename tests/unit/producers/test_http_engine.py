@@ -16,7 +16,7 @@ import pytest
 from producers.engines.base import EngineSettings
 from producers.engines.factory import check_abilities
 from producers.engines.http.dialect import options
-from producers.engines.http.engine import HttpEngine
+from producers.engines.http.engine import HttpEngine, build_engine
 from producers.engines.http.growing import parse_spans
 from producers.engines.http.vllm import VllmDialect
 from schemas.config import HttpEngineConfig
@@ -133,8 +133,9 @@ def test_a_sample_whose_versions_are_not_known_is_never_given_out(model: Path, s
 def test_a_stream_that_breaks_off_or_lacks_log_probabilities_ends_the_engine(model: Path) -> None:
     async def breaks(engine: HttpEngine, server: FaultyServer) -> None:
         server.breaks_after = 2
-        with pytest.raises(InfraError, match="without saying how"):
-            await engine.generate([5], FOUR)
+        for _ in range(2):
+            with pytest.raises(InfraError, match="can't be used: the server ended a sample without saying how"):
+                await engine.generate([5], FOUR)
 
     async def lacks(engine: HttpEngine, server: FaultyServer) -> None:
         server.logprobs_short = 1
@@ -143,6 +144,18 @@ def test_a_stream_that_breaks_off_or_lacks_log_probabilities_ends_the_engine(mod
 
     play(breaks, model)
     play(lacks, model)
+
+
+def test_a_caller_who_leaves_at_once_leaves_no_request_behind(model: Path) -> None:
+    async def scenario(engine: HttpEngine, server: FaultyServer) -> None:
+        server.token_s = 0.01
+        leaving = asyncio.create_task(engine.generate([5], Sampling(max_tokens=200), n=2))
+        await asyncio.sleep(0)
+        leaving.cancel()
+        await asyncio.wait({leaving})
+        assert engine.growth() is None
+
+    play(scenario, model)
 
 
 def test_a_request_that_the_server_refuses_is_an_error_of_the_data(model: Path) -> None:
@@ -179,12 +192,33 @@ def test_a_plain_openai_server_is_refused_in_a_line(model: Path) -> None:
     missing = (404, {"detail": "Not Found"})
     for path, said in (
         ("/version", "is no vLLM server"),
-        ("/weight_info", "VLLM_SERVER_DEV_MODE=1; as it is, it can serve judges only"),
-        ("/inference/v1/generate", "--enable-scale-out; as it is, it can serve judges only"),
+        ("/weight_info", "VLLM_SERVER_DEV_MODE=1; as it is, it serves tidemill eval"),
+        ("/inference/v1/generate", "--enable-scale-out; as it is, it serves tidemill eval"),
     ):
         text = asyncio.run(scenario(path, missing))
         assert said in text
         assert "\n" not in text
+
+
+def test_a_plain_openai_server_answers_evaluations_and_is_not_trained_with(model: Path) -> None:
+    http = HttpEngineConfig.model_validate({"dialect": "openai", "url": "http://nowhere"})
+
+    async def scenario() -> None:
+        async with served() as server:
+            server.answers["/v1/models"] = (200, {"data": [{"id": "small"}]})
+            server.answers["/v1/completions"] = (200, {"choices": [{"text": "42", "finish_reason": "stop"}]})
+            settings = EngineSettings(str(model), "float32", 256, 8, http=http.model_copy(update={"url": server.url}))
+            engine = build_engine(settings)
+            with pytest.raises(ConfigError, match="the engine can't do that, OpenAI's protocol"):
+                check_abilities(engine, {"training": "generator.engine http"})
+            await engine.start()
+            completions = await engine.generate([5, 6], FOUR, n=2)
+            assert [len(completion.tokens) for completion in completions] == [2, 2]
+            with pytest.raises(ConfigError, match="serves evaluations and judges"):
+                await engine.load(FileSource(model / "model.safetensors"), 4)
+            await engine.close()
+
+    asyncio.run(scenario())
 
 
 def test_a_launched_server_that_ends_says_why_and_one_that_hangs_leaves_nothing(model: Path) -> None:

@@ -91,6 +91,7 @@ def http(**server: Any) -> dict[str, Any]:
             "generator.args tp: these are options of a server",
         ),
         (merged(generator={**http(url="http://a"), "replicas": 2}), "the server at generator.http.url is for one"),
+        (merged(generator=http(dialect="openai")), "generator.http.dialect openai is for a server that is there"),
         (merged(generator=http(), trainer={"lora": {"rank": 8}}), "trainer.lora: the engine http loads whole models"),
     ],
 )

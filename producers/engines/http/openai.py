@@ -1,0 +1,151 @@
+"""A server of which only OpenAI's protocol is known: it answers evaluations, and can't be trained with.
+
+It tells neither which ids it sampled nor their log-probabilities nor whose weights they are: ids are those of its text,
+and log-probabilities are no numbers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
+
+import numpy as np
+import numpy.typing as npt
+
+from producers.engines.base import Ability, Completion, EngineSettings, KvCacheUsage, ProgressCallback
+from producers.engines.http.client import Body, Refused, ServerClient
+from producers.engines.sampling import max_new_tokens
+from producers.rendering.tokenizer import HfTokenizer
+from schemas.config import HttpEngineConfig
+from schemas.errors import ConfigError, DataError, InfraError
+from schemas.messages import FinishReason, Sampling, Span, WeightSource
+
+_ONLY = "a server that speaks OpenAI's protocol only serves evaluations and judges"
+_REQUEST_S = 600.0
+_FINISH: dict[str, FinishReason] = {"stop": "stop", "length": "length"}
+
+
+class OpenAiEngine:
+    """The ``http`` engine of the dialect ``openai``: ``generate``, for evaluation, and nothing else."""
+
+    lacks: Mapping[Ability, str] = {
+        "training": "OpenAI's protocol tells neither ids nor log-probabilities nor versions, and takes no weights",
+        "weights": "the server's are not ours",
+        "seeds": "a server may ignore them",
+        "recompute": "no weights are loaded",
+        "lora": "no weights are loaded",
+        "growing_versions": "no weights are loaded",
+        "cache_usage": "the server does not tell how full its cache is",
+    }
+
+    def __init__(self, settings: EngineSettings, http: HttpEngineConfig, key: str | None) -> None:
+        self._settings = settings
+        self._client = ServerClient(http.url or "", key)
+        self._tokenizer: HfTokenizer | None = None
+        self._model = ""
+        self._heard = 0
+        self._active = 0
+
+    @property
+    def version(self) -> int:
+        return self._settings.version
+
+    def growth(self) -> int | None:
+        """Samples that the server has answered."""
+        return self._heard if self._active else None
+
+    def cache_usage(self) -> KvCacheUsage | None:
+        """Not known."""
+        return None
+
+    async def start(self) -> None:
+        """Ask which model is served. ConfigError when the server has none."""
+        try:
+            self._model = str((await self._client.get("/v1/models"))["data"][0]["id"])
+        except (Refused, KeyError, IndexError, TypeError) as error:
+            raise ConfigError(f"generator.http.url {self._client.shown} is no OpenAI server: {error}") from error
+        self._tokenizer = await asyncio.to_thread(
+            HfTokenizer, self._settings.model_path, self._settings.trust_remote_code
+        )
+
+    async def generate(
+        self,
+        prompt_ids: Sequence[int],
+        sampling: Sampling,
+        n: int = 1,
+        prefix: Sequence[int] = (),
+        progress: ProgressCallback | None = None,
+    ) -> list[Completion]:
+        """See Engine, but for log-probabilities, which are no numbers, and ids, which are those of the text."""
+        max_tokens = max_new_tokens(len(prompt_ids), len(prefix), sampling, self._settings.max_length)
+        if sampling.top_k > 0:
+            raise DataError("sampling.top_k is no setting of OpenAI's protocol: set it to -1")
+        body = {
+            "model": self._model,
+            "prompt": [*prompt_ids, *prefix],
+            "max_tokens": max_tokens,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            **({"stop": list(sampling.stop)} if sampling.stop else {}),
+        }
+        self._active += 1
+        try:
+            return list(await asyncio.gather(*(self._sample(body, sampling, k, progress) for k in range(n))))
+        finally:
+            self._active -= 1
+
+    async def _sample(
+        self, body: Body, sampling: Sampling, index: int, progress: ProgressCallback | None
+    ) -> Completion:
+        seed = {} if sampling.seed is None else {"seed": sampling.seed + index}
+        try:
+            answer = await self._client.post("/v1/completions", {**body, **seed}, _REQUEST_S)
+        except Refused as error:
+            if error.status in (400, 422):
+                raise DataError(f"the server refuses the request: {error.text}") from error
+            raise InfraError(str(error)) from error
+        completion = self._completion(answer)
+        self._heard += 1
+        if progress is not None:
+            progress(index, completion)
+        return completion
+
+    def _completion(self, answer: Any) -> Completion:
+        if self._tokenizer is None:
+            raise InfraError("the http engine is not running: it was not started")
+        try:
+            (choice,) = answer["choices"]
+            text, finish = str(choice["text"]), _FINISH[choice["finish_reason"]]
+        except (KeyError, TypeError, ValueError) as error:
+            raise InfraError(f"the server {self._client.shown} answers what can't be read: {error!r}") from error
+        tokens = self._tokenizer.encode(text)
+        spans = [Span(self.version, 0, len(tokens))] if tokens else []
+        return Completion(tokens, np.full(len(tokens), np.nan, np.float32), spans, finish)
+
+    async def load(self, source: WeightSource, version: int) -> None:
+        """ConfigError."""
+        self._refuse()
+
+    async def logprobs(self, token_ids: Sequence[int]) -> npt.NDArray[np.float32]:
+        """ConfigError."""
+        self._refuse()
+
+    async def pause(self) -> None:
+        """ConfigError."""
+        self._refuse()
+
+    async def resume(self) -> None:
+        """ConfigError."""
+        self._refuse()
+
+    async def abort_all(self) -> None:
+        """ConfigError."""
+        self._refuse()
+
+    def _refuse(self) -> NoReturn:
+        raise ConfigError(f"generator.http.dialect openai: {_ONLY}")
+
+    async def close(self) -> None:
+        """Close all connections."""
+        await self._client.close()
