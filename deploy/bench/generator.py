@@ -275,7 +275,8 @@ class Bench:
         self.release = self._engine.release
 
         async def ask(index: int, name: str) -> int:
-            body = dialect.request(name, prompt(index), self._sampling, 0, self._sampling.max_tokens, 1, "bare")
+            tokens = self._sampling.max_tokens
+            body = dialect.request(name, prompt(index), self._sampling, 0, tokens, tokens, "bare")
             answer = await client.post(dialect.path, {**body, "stream": False}, DEADLINE_S)
             return len(answer["output_ids"] if "output_ids" in answer else answer["choices"][0]["token_ids"])
 

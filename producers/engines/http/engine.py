@@ -42,8 +42,8 @@ _ABORT_DEADLINE_S = 30.0
 _HEALTH_EVERY_S = 1.0
 _HEALTH_DEADLINE_S = 30.0
 """A server that says nothing for so long is lost. One whose processes have ended is noticed at once."""
-_EVENT_TOKENS = 16
-"""Tokens between two events of a stream, where no reports ask for fewer: each event costs both sides some work."""
+_EVENT_TOKENS = 32
+"""Tokens between two events of a stream, where no reports ask for fewer: an event costs as much as a token does."""
 
 
 _NO_SERVER = "generator.engine http needs generator.http with its dialect: sglang, vllm or openai"
