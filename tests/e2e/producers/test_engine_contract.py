@@ -27,6 +27,8 @@ from tests.support.programs import sglang_command
 from tests.support.tiny_model import EOS, make_tiny_model
 from tests.support.vllm_checks import EVERY, Run, reference_logprobs
 
+pytestmark = pytest.mark.timeout(900)  # the first test of a kind waits for its server
+
 PROMPT = [5, 90, 17, 200, 33, 8, 150, 61]
 SHARED = [3 + (7 * k) % 250 for k in range(300)]  # longer than two blocks of a prefix cache
 LONG = Sampling(max_tokens=450)
