@@ -368,6 +368,7 @@ class ByteTokenizer:
     chat_template = "messages"
     stop_ids = frozenset({SPECIAL["<eos>"]})
     special_ids = frozenset(SPECIAL.values())
+    longest_token = max(map(len, SPECIAL))
 
     def decode_all(self, ids: Sequence[int]) -> str:
         names = {token: name for name, token in SPECIAL.items()}
