@@ -14,7 +14,7 @@ import torch
 from broker.flow.fencing import term_number
 from broker.heartbeat import FRESH_S
 from broker.weights.delta_writer import DeltaWriter
-from broker.weights.transports import PeerOrigin, make_transport
+from broker.weights.transports import PeerOrigin, Transport, make_transport
 from consumers.trainer.context import TrainerContext, describe_broken
 from consumers.trainer.leadership import Leadership
 from schemas.codec import Array
@@ -41,16 +41,8 @@ class WeightPublisher:
         self._leadership = leadership
         self._store = context.broker.weights
         self._folder = (settings.folder or config.folder / "weights").resolve()
+        self._transport: Transport | None = None
         self._peers: PeerOrigin | None = None
-        if settings.transport == "peer" or any(item.state.uri.startswith("peer:") for item in self._store.published()):
-            # Versions that came so before the setting was changed go on so.
-            self._peers = PeerOrigin(context.broker.connection, self._folder, settings.peer)
-            self._store.serve(self._peers)
-        self._transport = (
-            self._peers
-            if self._peers is not None and settings.transport == "peer"
-            else make_transport(context.broker.connection, settings.transport, self._folder)
-        )
         self._deltas = DeltaWriter(self._folder, settings.max_chain) if settings.deltas else None
         self._keep = settings.keep
         vocabulary = context.rank_group.step.policy.causal_lm.config.get_text_config().vocab_size
@@ -97,8 +89,26 @@ class WeightPublisher:
         self._publish()
         self._wait_sent()
 
+    def _open_transport(self) -> Transport:
+        """The transport of the settings; the first time also begin to serve peers, if any version is theirs.
+
+        Only now, because a trainer that has not taken over yet can't mend the broker's keys.
+        """
+        if self._transport is None:
+            settings, connection = self._context.config.trainer.publish, self._context.broker.connection
+            # Versions that came so before the setting was changed go on so.
+            if settings.transport == "peer" or any(
+                manifest.state.uri.startswith("peer:") for manifest in self._store.published()
+            ):
+                self._peers = PeerOrigin(connection, self._folder, settings.peer)
+                self._store.serve(self._peers)
+            own = self._peers if settings.transport == "peer" else None
+            self._transport = own or make_transport(connection, settings.transport, self._folder)
+        return self._transport
+
     def _publish(self) -> None:
         self._wait_sent()
+        self._open_transport()
         version = self._context.progress.version
         newest = self._store.newest()
         if newest is None or newest.version < version or (newest.version == version and not self._store.holds(newest)):
@@ -112,6 +122,7 @@ class WeightPublisher:
             self._folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise DiskError(f"cannot write weights version {version} to {file}: {error}") from error
+        transport = self._open_transport()
         rank_group = self._context.rank_group
         snapshot, logprobs = rank_group.gather(self._probe)
         if not np.isfinite(logprobs).all():
@@ -124,7 +135,7 @@ class WeightPublisher:
             try:
                 digests = snapshot.write(file)
                 self._store.publish(
-                    self._transport,
+                    transport,
                     file,
                     version=version,
                     step=step,

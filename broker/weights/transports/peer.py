@@ -36,7 +36,7 @@ class PeerOrigin:
         if folder.is_dir():
             for path in sorted(folder.iterdir()):
                 if _NAME.fullmatch(path.name):
-                    self.node.put(path.name, path, path.stat().st_size)
+                    self.node.put(path.name, path, path.stat().st_size, at_once=False)
 
     def uri(self, version: int, leader_term: str, form: Form = "whole") -> str:
         ending = "safetensors" if form == "whole" else "delta"

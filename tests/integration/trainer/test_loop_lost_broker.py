@@ -148,3 +148,19 @@ def test_weights_that_vanish_while_all_wait_for_them_are_published_again(
     thread.join(30)
     assert not thread.is_alive()
     assert not errors
+
+
+@pytest.mark.parametrize("transport", ["file", "peer"])
+def test_a_trainer_that_starts_beside_broken_keys_of_weights_mends_them(
+    trainer: Callable[..., Trainer], broker: Broker, transport: str
+) -> None:
+    client, keys = broker.connection.client, broker.connection.keys
+    for key in (keys.weights, keys.peers):
+        client.set(key, "hello")
+    one, stop = trainer(publish={"transport": transport}), StopFlag()
+    thread, errors = in_thread(one, stop)
+    until(lambda: client.type(keys.weights) == b"stream", "the first version")
+    stop.set()
+    thread.join(30)
+    assert not thread.is_alive()
+    assert not errors
