@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import sys
 import time
 from collections.abc import Callable
 from functools import wraps
@@ -22,8 +23,9 @@ from consumers.trainer.rank_group import RankGroup
 from consumers.trainer.service import run_trainer
 from consumers.trainer.step.train_step import TrainStep
 from consumers.trainer.step_log import StepLog
+from deploy.offline.checkpoints import replay_steps
 from schemas.config import parse_config
-from tests.support.forked_ranks import DEADLINE_S, start_ranks, wait_for_exit_codes
+from tests.support.forked_ranks import DEADLINE_S, run_in_ranks, start_ranks, wait_for_exit_codes
 
 
 def _named(ending: str) -> Callable[..., bool]:
@@ -96,6 +98,16 @@ def run_trainer_to_its_end(
 ) -> list[int | None]:
     """``start_trainer``, and wait; the exit code of each rank, None for one that had to be killed."""
     return wait_for_exit_codes(start_trainer(data, output, point, victim))
+
+
+def replay_in_ranks(data: dict[str, Any], first: int, output: Path) -> str:
+    """Replay a run's recorded steps in as many ranks as trained them; returns what they printed."""
+    run_in_ranks(data["trainer"]["processes"], _replay, data, first, output=output)
+    return output.read_text()
+
+
+def _replay(data: dict[str, Any], first: int) -> None:
+    sys.exit(replay_steps(parse_config(data), "", first, None))
 
 
 def _train(data: dict[str, Any], point: str | None, victim: int) -> None:

@@ -15,8 +15,8 @@ from broker.connection.embedded import EmbeddedServer
 from broker.connection.keys import Keys
 from consumers.trainer.checkpoint.convert import export_checkpoint
 from schemas.config import BrokerConfig, parse_config
-from tests.support.deterministic_run import Pipeline, make_config
-from tests.support.killed_trainers import run_trainer_to_its_end
+from tests.support.deterministic_run import EVERY, STEPS, Pipeline, make_config
+from tests.support.killed_trainers import replay_in_ranks, run_trainer_to_its_end
 from tests.support.parallel_steps import make_divisible_model
 from tests.support.tiny_model import make_tiny_model
 
@@ -84,23 +84,43 @@ def test_the_weights_are_those_of_an_undisturbed_run(
     assert weights(data) == undisturbed
 
 
-def test_ranks_that_share_layers_too(
-    server: EmbeddedServer, make_broker: Callable[..., Broker], tmp_path: Path
+PARTS: dict[str, Any] = {"processes": 4, "parallel": {"tensor": 2}, "checkpoint": {"every": EVERY, "keep": 9}}
+"""Each layer cut in two, and each part sharded over two ranks."""
+
+
+@pytest.fixture(scope="module")
+def divisible(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_divisible_model(tmp_path_factory.mktemp("divisible") / "model")
+
+
+@pytest.fixture(scope="module")
+def quiet(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("quiet")
+
+
+@pytest.fixture(scope="module")
+def undisturbed_parts(server: EmbeddedServer, divisible: Path, quiet: Path) -> bytes:
+    return of_a_quiet_run(server, "undisturbed-parts", divisible, quiet, **PARTS)
+
+
+def test_recorded_steps_of_ranks_that_share_layers_come_out_equal(
+    undisturbed_parts: bytes, make_broker: Callable[..., Broker], divisible: Path, quiet: Path
 ) -> None:
-    """Each layer cut in two, and each part sharded over two ranks."""
-    model = make_divisible_model(tmp_path / "model")
-    layout: dict[str, Any] = {"processes": 4, "parallel": {"tensor": 2}}
-    quiet, disturbed = (tmp_path / name for name in ("quiet", "disturbed"))
-    for folder in (quiet, disturbed):
-        folder.mkdir()
-    undisturbed = of_a_quiet_run(server, "undisturbed-parts", model, quiet, **layout)
-    broker = make_broker()
-    data = settings(disturbed, model, broker, **layout)
+    data = settings(quiet, divisible, make_broker("undisturbed-parts"), **PARTS)
+    told = replay_in_ranks(data, EVERY, quiet / "replay.txt")
+    assert f"equal: steps {EVERY} to {STEPS - 1} of run undisturbed-parts, trained again from" in told
+    assert "to the bit" in told
+
+
+def test_ranks_that_share_layers_too(
+    undisturbed_parts: bytes, make_broker: Callable[..., Broker], divisible: Path, tmp_path: Path
+) -> None:
+    data = settings(tmp_path, divisible, (broker := make_broker()), **PARTS)
     with Pipeline(broker):
         for point, victim in (("optimizer step", 3), ("half of the tensors written", 2)):
-            codes = train(data, disturbed, point, victim)
+            codes = train(data, tmp_path, point, victim)
             assert codes[victim] == -signal.SIGKILL
             assert None not in codes, "the others end too"
             assert codes[0] != 0, "and rank 0 says that something was wrong"
-        assert train(data, disturbed) == [0] * 4, (disturbed / "output.txt").read_text()[-3000:]
-    assert weights(data) == undisturbed
+        assert train(data, tmp_path) == [0] * 4, (tmp_path / "output.txt").read_text()[-3000:]
+    assert weights(data) == undisturbed_parts
