@@ -193,6 +193,7 @@ IDEMPOTENCY = {
 
 
 def _describe(path: str, operation: dict[str, Any]) -> None:
+    operation["summary"] = operation.get("description", path).partition("\n")[0].partition(". ")[0].rstrip(".")
     answers = operation["responses"]
     statuses = {503} if path in PROBES else set(OF_EVERY_ROUTE)
     if answers.pop("422", None) is not None:

@@ -107,7 +107,7 @@ RULES = (
     Rule("fp16", note="set model.dtype to float16"),
     Rule("logging_steps", note="every step is logged"),
     Rule("use_liger_kernel", note="logits are never held whole, without a kernel"),
-    Rule("push_to_hub", note="tidemill export writes a folder that huggingface_hub uploads"),
+    Rule("push_to_hub", note="tidemill export --push uploads a checkpoint as a model"),
     Rule("ddp_find_unused_parameters", note="the model is sharded by FSDP2"),
 )
 AGGREGATIONS = {"grpo": "sequence_mean", "sapo": "sequence_mean", "dr_grpo": "constant"}
@@ -142,13 +142,15 @@ def read_script(file: Path, text: str) -> dict[str, Any] | None:
     if "reward_funcs" in trainer:
         functions = trainer["reward_funcs"]
         items = functions.elts if isinstance(functions, ast.List | ast.Tuple) else [functions]
-        found["reward_funcs"] = [_function(item, file) for item in items]
+        found["reward_funcs"] = [_function(item, file, _imported(text)) for item in items]
     if "load_dataset" in calls:
         arguments = [_literal(argument) for argument in calls["load_dataset"].args]
         named = {word.arg: _literal(word.value) for word in calls["load_dataset"].keywords}
         found["dataset_name"] = named.get("path", arguments[0] if arguments else None)
         found["dataset_config"] = named.get("name", arguments[1] if len(arguments) > 1 else None)
         found["dataset_train_split"] = named.get("split", "train")
+        if found["dataset_name"] == "json" and named.get("data_files"):
+            found["data_files"] = named["data_files"]
     if "LoraConfig" in calls and "peft_config" in trainer:
         lora = {word.arg: _literal(word.value) for word in calls["LoraConfig"].keywords}
         names = {"r": "lora_r", "lora_alpha": "lora_alpha", "target_modules": "lora_target_modules"}
@@ -168,11 +170,20 @@ class Unread(str):
     """Source of a value that only running the script could tell."""
 
 
-def _function(node: ast.expr, file: Path) -> str:
-    """A reward function by its name: TRL's own, or the one in the script."""
+def _imported(text: str) -> dict[str, str]:
+    """Modules by the names that a script imports from them."""
+    nodes = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.ImportFrom) and not node.level]
+    return {alias.asname or alias.name: node.module or "" for node in nodes for alias in node.names}
+
+
+def _function(node: ast.expr, file: Path, imported: Mapping[str, str]) -> str:
+    """A reward function by its name: TRL's own, one of a file beside the script, or the one in the script."""
     name = ast.unparse(node.func if isinstance(node, ast.Call) else node)
     if isinstance(node, ast.Constant) or name in REWARDS:
         return str(_literal(node)) if isinstance(node, ast.Constant) else name
+    beside = Path(*imported.get(name, "").split(".")).with_suffix(".py") if imported.get(name) else None
+    if beside is not None and (file.parent / beside).is_file():
+        return f"{beside.as_posix()}:{name}"
     return f"{file.stem}_rewards.py:{name}"
 
 
@@ -279,7 +290,8 @@ def _rewards(done: Conversion, known: Mapping[str, Any]) -> None:
         elif ":" in function:
             script, _, name = function.partition(":")
             terms.append({"name": function})
-            done.to_do.append(f"{script}: move the reward function {name} there, from the script that trains")
+            if script.endswith("_rewards.py"):
+                done.to_do.append(f"{script}: move the reward function {name} there, from the script that trains")
         elif "." in function:
             terms.append({"name": ":".join(function.rsplit(".", 1))})
         else:
@@ -304,7 +316,13 @@ def _data(done: Conversion, known: Mapping[str, Any]) -> None:
     args["split"] = known.get("dataset_train_split", "train")
     judged = any(term["name"] == "math" for term in done.config["reward"]["terms"])
     args["answer"] = "solution" if judged else None
-    done.config["train"] = {"name": "hf", "args": args, **done.config.get("train", {})}
+    files = known.get("data_files")
+    if isinstance(files, str | list):
+        # Lines of JSON, which need no library here.
+        given = {"name": "jsonl", "args": {"path": files, "answer": args["answer"]}}
+    else:
+        given = {"name": "hf", "args": args}
+    done.config["train"] = {**given, **done.config.get("train", {})}
     if known.get("eval_strategy", "no") not in ("no", False):
         split = known.get("dataset_test_split", "test")
         done.set("eval.dataset", {"name": "hf", "args": {**args, "split": split}})

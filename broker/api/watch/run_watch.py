@@ -115,6 +115,9 @@ def resource_line(status: RunStatus, now: float) -> dict[str, Any]:
         for service in status.services
         if service.live
     }
-    queues = {stream.name: stream.waiting + stream.pending for stream in status.streams}
+    # What the trainer has taken stays there until a checkpoint covers it: that is no queue.
+    queues = {
+        stream.name: stream.waiting + (0 if stream.name == "scored" else stream.pending) for stream in status.streams
+    }
     line: dict[str, Any] = {"time": round(now, 1), "services": {name: used for name, used in services.items() if used}}
     return {**line, "queues": queues, "slots": status.ledger.active, "broker_bytes": status.memory_bytes}

@@ -190,7 +190,7 @@ def test_recorded_batches_are_listed_and_read_by_any_messagepack_library(finishe
     ]
     page = (Path(__file__).parents[3] / "docs" / "operations.md").read_text(encoding="utf-8")
     space: dict[str, Any] = {}
-    exec(page.partition("```python\nimport msgpack")[2].partition("```")[0].join(("import msgpack", "")), space)
+    exec(page.partition('```python title="read_batch.py"\n')[2].partition("```")[0], space)
     (file,) = (finished.folder / "batches").glob("step-00000001-*")
     plain = list(space["read_batch"](file))
     assert [(task, tokens.tolist(), reward) for task, tokens, _, _, reward in plain] == [

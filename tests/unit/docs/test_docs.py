@@ -165,7 +165,8 @@ def test_every_dependency_in_use_is_justified_and_no_other() -> None:
 @each_page
 def test_every_python_block_is_a_file_that_a_test_runs(page: Path) -> None:
     titles = {title for title, _ in fences(page, "python")}
-    tests = (ROOT / "tests/unit/docs/test_docs_snippets.py").read_text(encoding="utf-8")
+    files = ("unit/docs/test_docs_snippets.py", "integration/deploy/test_replay.py", "e2e/deploy/test_from_trl.py")
+    tests = "".join((ROOT / "tests" / file).read_text(encoding="utf-8") for file in files)
     assert all(title and (title in tests or page.name == "README.md") for title in titles)
 
 

@@ -12,7 +12,7 @@ const CHARTS = [
   ["processors", "cpu", "Processors in use by a service and its children; 1 is one of them.", 1],
   ["memory, GiB", "memory_bytes", "Resident memory; what processes share counts in each of them.", 2 ** 30],
   ["GPU memory, GiB", "gpu_memory_bytes", "As nvidia-smi tells it, where there is one.", 2 ** 30],
-  ["queues", "queues", "Entries that wait or are in work, by stream. A queue that grows is before the bottleneck.", 1],
+  ["queues", "queues", "Entries that wait or are in work, by stream; of scored those that wait. A queue that grows is before the bottleneck.", 1],
 ];
 const charts = new Map();
 let timer = 0;
