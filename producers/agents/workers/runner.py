@@ -149,7 +149,7 @@ def describe(error: BaseException) -> str:
     """Tell an exception as one line."""
     try:
         text = " ".join(str(error).split())
-    except Exception:  # noqa: BLE001 - user code: even the text of an exception may raise
+    except BaseException:  # noqa: BLE001 - user code: even the text of an exception may raise
         text = ""
     return one_line(f"{type(error).__name__}: {text}".rstrip(": "))
 
@@ -401,6 +401,15 @@ class Selector(selectors.DefaultSelector):
         return found
 
 
+class AgentTask(asyncio.Task):  # type: ignore[type-arg]
+    """A task of an episode, which no other one can cancel: some agents cancel all tasks of their loop at the end."""
+
+    owner: int | None = None
+
+    def cancel(self, msg: Any = None) -> bool:
+        return _EPISODE.get() in (None, self.owner) and super().cancel(msg)
+
+
 class Runner:
     """Runs the episodes of one process."""
 
@@ -446,10 +455,10 @@ class Runner:
         self._call = self._agent.build()
 
     def _make_task(self, loop: asyncio.AbstractEventLoop, coroutine: Any, **given: Any) -> asyncio.Task[Any]:
-        task = asyncio.Task(coroutine, loop=loop, **given)
-        episode = _EPISODE.get()
-        if episode is not None:
-            self._owners[task] = episode
+        task = AgentTask(coroutine, loop=loop, **given)
+        task.owner = _EPISODE.get()
+        if task.owner is not None:
+            self._owners[task] = task.owner
         return task
 
     def _obey(self, order: dict[str, Any]) -> None:

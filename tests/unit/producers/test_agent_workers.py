@@ -85,6 +85,14 @@ async def daemonizes(task, episode):
 async def raises(task, episode):
     raise {"exit": SystemExit, "value": ValueError, "interrupt": KeyboardInterrupt}[task["what"]]("no\\nluck")
 
+async def cancels_all_tasks(task, episode):
+    mine = [asyncio.ensure_future(asyncio.sleep(3600)), asyncio.current_task()]
+    await asyncio.sleep(0.1)
+    for other in asyncio.all_tasks() - {mine[1]}:
+        other.cancel()
+    await asyncio.wait(mine[:1])
+    return 4.0
+
 async def returns(task, episode):
     return eval(task["what"])
 
@@ -208,6 +216,7 @@ def test_a_function_a_plain_one_and_a_class_run_as_episodes(base: Path):
         ("forks", "returned", ""),
         ("forks_and_returns", "returned", ""),
         ("exits_in_a_task", "returned", ""),
+        ("cancels_all_tasks", "returned", ""),
     ],
 )
 def test_an_agent_that_misbehaves_ends_in_time_and_its_neighbour_goes_on(base: Path, do: str, kind: str, reason: str):
