@@ -63,6 +63,7 @@ def sampling_params(sampling: Sampling, index: int, max_tokens: int, every: int 
         detokenize=bool(sampling.stop),
         output_kind=RequestOutputKind.FINAL_ONLY if every is None else RequestOutputKind.DELTA,
         stream_interval=every,
+        skip_clone=True,  # made for this request alone, so that vLLM need not copy it deeply
     )
 
 
