@@ -1,10 +1,13 @@
 """How losses stand stale data: two-digit addition, learned in one process from batches that are exactly so old.
 
-Every batch is sampled by the weights of ``staleness`` versions ago, as in a run whose pipeline is always full.
-One JSON line a run; a run that has its line already is not repeated, so it may be interrupted at any time::
+Every batch is sampled by the weights of ``staleness`` versions ago, as in a run whose pipeline is always full. Each
+loss has, at each staleness, the learning rate of RATES that was best for it on other seeds (TUNING), so that what is
+compared is losses and not rates. One JSON line a run; a run that has its line already is not repeated, so it may be
+interrupted at any time::
 
-    python -m benchmarks.staleness run --out benchmarks/results/staleness.jsonl
-    python -m benchmarks.staleness plot --out benchmarks/results/staleness.jsonl --image docs/images/staleness.png
+    python -m benchmarks.staleness run
+    python -m benchmarks.staleness table
+    python -m benchmarks.staleness plot --image docs/images/staleness.png
 """
 
 from __future__ import annotations
@@ -14,8 +17,10 @@ import functools
 import json
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any, Literal
 
 import torch
@@ -31,8 +36,11 @@ from producers.datasets.arithmetic import Arithmetic
 from schemas.config import TidemillConfig, load_config
 
 CONFIG = Path(__file__).with_name("staleness.yaml")
-STALENESS = (4, 0, 8, 1)  # in the order of interest
+STALENESS = (0, 1, 4, 8)
 SEEDS = (0, 1, 2, 3, 4)
+TUNING = (100,)
+"""Seeds on which learning rates are chosen, and nothing else."""
+RATES = (2e-4, 4e-4, 8e-4, 1.6e-3)
 MAX_TOKENS = 4  # three digits and the end of sequence
 
 # What is trained by each name. gspo's own bounds are for long answers: with four tokens nothing would be left.
@@ -42,26 +50,39 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "cispo": {"name": "cispo"},
     "decoupled_ppo": {"name": "decoupled_ppo"},
     "gspo": {"name": "gspo", "args": {"clip_low": 0.2, "clip_high": 0.28}},
-    "decoupled_ppo (recomputed)": {"name": "decoupled_ppo", "proximal": "recompute"},
-    "unclipped": {"name": "reinforce", "args": {"truncate": 1e9}},
 }
-COMPARED = ("ppo", "dppo", "cispo", "decoupled_ppo", "gspo")
 FRESH = "ppo"
 """Stands for all at staleness 0: with r = 1 everywhere the five have the same gradient."""
 
+# Samples of a prompt for each advantage: compared with the step's, or with those of the same prompt.
+SAMPLES = {"reinforce_pp": 1, "centered": 8}
 
-def configuration(variant: str, seed: int, settings: argparse.Namespace) -> TidemillConfig:
-    """The same model, data and trainer for every loss."""
-    overrides = [
-        f"run.seed={seed}",
-        f"model.path=runs/cache/staleness-{seed}",
-        f"sampling.n={settings.samples}",
-        f"trainer.steps={settings.steps}",
-        f"trainer.batch_groups={settings.prompts}",
-        f"trainer.optimizer.lr={settings.lr}",
-        f"trainer.loss={json.dumps(VARIANTS[variant])}",
-    ]
-    return load_config(CONFIG, overrides, environment={})
+
+@dataclass(frozen=True)
+class Cell:
+    """One run. prompts: groups of a step, of as many samples as its advantage has (SAMPLES)."""
+
+    advantage: str
+    loss: str
+    staleness: int
+    seed: int
+    lr: float
+    steps: int
+    prompts: int
+
+    def configuration(self) -> TidemillConfig:
+        """The same model, data and trainer for every loss."""
+        overrides = [
+            f"run.seed={self.seed}",
+            f"model.path=runs/cache/staleness-{self.seed}",
+            f"sampling.n={SAMPLES[self.advantage]}",
+            f"trainer.steps={self.steps}",
+            f"trainer.batch_groups={self.prompts}",
+            f"trainer.optimizer.lr={self.lr}",
+            f"trainer.advantage.name={self.advantage}",
+            f"trainer.loss={json.dumps(VARIANTS[self.loss])}",
+        ]
+        return load_config(CONFIG, overrides, environment={})
 
 
 @functools.cache
@@ -118,44 +139,55 @@ class Task:
         return next(self._order)
 
 
-def train(variant: str, staleness: int, seed: int, settings: argparse.Namespace) -> dict[str, Any]:
-    """One run: accuracy along the way, and the means of what shows instability."""
-    config = configuration(variant, seed, settings)
+def train(cell: Cell, every: int) -> dict[str, Any]:
+    """One run: accuracy each so many steps, and the means of what shows instability."""
+    config = cell.configuration()
     if config.warm_start is not None:
         make_model(config, config.warm_start)
-    torch.manual_seed(seed)
+    torch.manual_seed(cell.seed)
     task = Task(config)
     step = build_train_step(config, policy=Policy(load_model(config.model.path, config.model.dtype)))
     waiting: deque[list[Group]] = deque()
-    started, curve, seen = time.perf_counter(), [], []
-    for version in range(settings.steps):
-        if version % settings.every == 0:
+    started, curve, seen = time.process_time(), [], []
+    for version in range(cell.steps):
+        if version % every == 0:
             curve.append([version, round(task.accuracy(step.policy), 4)])
-        while len(waiting) <= staleness:
+        while len(waiting) <= cell.staleness:
             waiting.append(task.groups(step.policy, version))
         seen.append(step.run(step.planner.plan(waiting.popleft()).batch(), version).metrics)
-    curve.append([settings.steps, round(task.accuracy(step.policy), 4)])
+    curve.append([cell.steps, round(task.accuracy(step.policy), 4)])
     means = {k: sum(m[k] for m in seen) / len(seen) for k in ("kl", "ess", "entropy", "clip_fraction", "ratio_max")}
     return {
-        **key(variant, staleness, seed, settings),
+        **asdict(cell),
         "accuracy": curve,
         **{name: round(value, 5) for name, value in means.items()},
         "final_entropy": round(seen[-1]["entropy"], 4),
-        "seconds": round(time.perf_counter() - started, 1),
+        "cpu_s": round(time.process_time() - started, 1),
     }
 
 
-def key(variant: str, staleness: int, seed: int, settings: argparse.Namespace) -> dict[str, Any]:
-    """What tells one run from another."""
-    return {
-        "loss": variant,
-        "staleness": staleness,
-        "seed": seed,
-        "steps": settings.steps,
-        "prompts": settings.prompts,
-        "samples": settings.samples,
-        "lr": settings.lr,
-    }
+def cells(settings: argparse.Namespace, advantage: str) -> Iterator[Cell]:
+    """The runs of an advantage: first those that choose rates, then, with these, the ones that are compared."""
+    size = (settings.steps, settings.samples // SAMPLES[advantage])
+    pairs = [(s, loss) for s in settings.staleness for loss in settings.losses if s or loss == FRESH]
+    for seed in TUNING:
+        for staleness, loss in pairs:
+            for lr in RATES:
+                yield Cell(advantage, loss, staleness, seed, lr, *size)
+    for seed in settings.seeds:  # outermost, so that whatever is done when time is up compares all losses alike
+        for staleness, loss in pairs:
+            yield Cell(
+                advantage, loss, staleness, seed, best_rate(read(settings.out), advantage, loss, staleness), *size
+            )
+
+
+def best_rate(runs: Sequence[dict[str, Any]], advantage: str, loss: str, staleness: int) -> float:
+    """The rate with the highest accuracy on the TUNING seeds, the mean of the run's last two looks."""
+    found: dict[float, list[float]] = {}
+    for run in runs:
+        if run["seed"] in TUNING and (run["advantage"], run["loss"], run["staleness"]) == (advantage, loss, staleness):
+            found.setdefault(run["lr"], []).append(fmean(accuracy for _, accuracy in run["accuracy"][-2:]))
+    return max(found, key=lambda lr: fmean(found[lr]))
 
 
 def read(file: Path) -> list[dict[str, Any]]:
@@ -169,36 +201,34 @@ def main() -> None:
     parser.add_argument("action", choices=("run", "plot", "table"))
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/staleness.jsonl"))
     parser.add_argument("--image", type=Path, default=Path("docs/images/staleness.png"))
-    parser.add_argument("--losses", nargs="+", choices=tuple(VARIANTS), default=COMPARED)
+    parser.add_argument("--advantages", nargs="+", choices=tuple(SAMPLES), default=tuple(SAMPLES))
+    parser.add_argument("--losses", nargs="+", choices=tuple(VARIANTS), default=tuple(VARIANTS))
     parser.add_argument("--staleness", nargs="+", type=int, default=STALENESS)
     parser.add_argument("--seeds", nargs="+", type=int, default=SEEDS)
-    parser.add_argument("--all-fresh", action="store_true", help="Staleness 0 for every loss, not once for all.")
-    parser.add_argument("--steps", type=int, default=120)
-    parser.add_argument("--prompts", type=int, default=128, help="Groups in a step.")
-    parser.add_argument("--samples", type=int, default=1, help="Samples in a group.")
-    parser.add_argument("--lr", type=float, default=1.2e-3)
-    parser.add_argument("--every", type=int, default=30, help="Steps between two looks at the accuracy.")
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--samples", type=int, default=128, help="Samples in a step.")
+    parser.add_argument("--every", type=int, default=25, help="Steps between two looks at the accuracy.")
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="Begin no run after so long.")
     settings = parser.parse_args()
     if settings.action != "run":
         from benchmarks.staleness_plot import plot, table
 
-        runs = read(settings.out)
+        runs = [run for run in read(settings.out) if run["seed"] not in TUNING]
         print(table(runs)) if settings.action == "table" else plot(runs, settings.image)
         return
     torch.set_num_threads(1)
     settings.out.parent.mkdir(parents=True, exist_ok=True)
-    for seed in settings.seeds:  # outermost, so that whatever is done when time is up compares all losses alike
-        for staleness in settings.staleness:
-            for variant in settings.losses:
-                wanted = key(variant, staleness, seed, settings)
-                if staleness == 0 and variant in COMPARED and variant != FRESH and not settings.all_fresh:
-                    continue
-                if any(wanted.items() <= run.items() for run in read(settings.out)):
-                    continue
-                result = train(variant, staleness, seed, settings)
-                with settings.out.open("a", encoding="utf-8") as out:
-                    out.write(json.dumps(result) + "\n")
-                print(f"{variant} staleness {staleness} seed {seed}: {result['accuracy']}", flush=True)
+    end = time.monotonic() + 60 * settings.minutes
+    for advantage in settings.advantages:
+        for cell in cells(settings, advantage):
+            if any(asdict(cell).items() <= run.items() for run in read(settings.out)):
+                continue
+            if time.monotonic() > end:
+                return
+            result = train(cell, settings.every)
+            with settings.out.open("a", encoding="utf-8") as out:
+                out.write(json.dumps(result) + "\n")
+            print(f"{cell}: {result['accuracy']}", flush=True)
 
 
 if __name__ == "__main__":
