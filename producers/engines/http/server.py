@@ -75,15 +75,11 @@ class LaunchedServer:
     async def _wait(self) -> str:
         await self._process.wait()
         code = self._process.exit_code
-        how = (
-            "was lost"
-            if code is None
-            else f"ended with exit code {code}"
-            if code >= 0
-            else f"was killed by signal {-code}"
-        )
+        if code is None or code < 0:
+            # What it last complained of has nothing to do with that.
+            return "the server was lost" if code is None else f"the server was killed by signal {-code}"
         await asyncio.wait({self._reading}, timeout=1.0)
-        return f"the server {how}{self.last_words()}"
+        return f"the server ended with exit code {code}{self.last_words()}"
 
     def last_words(self) -> str:
         """The last line that tells something, for an error message."""
