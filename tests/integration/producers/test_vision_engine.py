@@ -26,7 +26,7 @@ from schemas.messages import Span
 from tests.support import vision_samples
 from tests.support.vision_samples import Found, VisionSample
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 COUNT = 64
 
 
