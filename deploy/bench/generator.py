@@ -278,7 +278,10 @@ class Bench:
             tokens = self._sampling.max_tokens
             body = dialect.request(name, prompt(index), self._sampling, 0, tokens, tokens, "bare")
             answer = await client.post(dialect.path, {**body, "stream": False}, DEADLINE_S)
-            return len(answer["output_ids"] if "output_ids" in answer else answer["choices"][0]["token_ids"])
+            if "meta_info" in answer:
+                # Of SGLang's ids the answer may hold the last part only, where streams bring only what is new.
+                return int(answer["meta_info"]["completion_tokens"])
+            return len(answer["choices"][0]["token_ids"])
 
         return ask
 
