@@ -144,6 +144,8 @@ def _model(
         model: PreTrainedModel = Qwen2_5_VLForConditionalGeneration(settings).float()
         return model
     vision |= {"deepstack_visual_indexes": [0], "num_position_embeddings": 64}
+    # As in the models of the hub: vLLM asks for it, transformers always does so.
+    text["rope_parameters"]["mrope_interleaved"] = True
     deep: PreTrainedModel = Qwen3VLForConditionalGeneration(
         Qwen3VLConfig(text_config=text, vision_config=vision, **tokens)
     ).float()
