@@ -11,7 +11,7 @@ from tests.chaos.surviving_steps import Sample, Step, Violation, surviving_steps
 
 SLACK_S = 0.5
 """How much later than an answer its line of evidence may be."""
-TAKEOVER_S = 180.0
+TAKEOVER_S = 60.0
 """Within this time after the server forgot something the trainer has taken the run over again."""
 
 
