@@ -1,5 +1,5 @@
 #!lua flags=allow-oom
--- KEYS: CTL LEADER_TERM SLOTS COUNTS GROUPS SAMPLES TASKS EVAL_TASKS TRAJECTORIES SCORED DEAD JOURNAL EVALS CHANGES READMIT FAILED WEIGHTS CHUNKS EVENTS METRICS SERVICES PARTIALS IMAGES RUN_CONTROL COUNTERS RECENT EVAL_SAMPLES ORDERS REFUSALS PEERS PROMPTS
+-- KEYS: CTL LEADER_TERM SLOTS COUNTS GROUPS SAMPLES TASKS EVAL_TASKS TRAJECTORIES SCORED DEAD JOURNAL EVALS CHANGES READMIT FAILED WEIGHTS CHUNKS EVENTS METRICS SERVICES PARTIALS IMAGES RUN_CONTROL COUNTERS RECENT EVAL_SAMPLES ORDERS REFUSALS PEERS PROMPTS QUESTIONS ANSWERS
 -- ARGV: what the trainer knows, as JSON (broker/flow/progress.py, TakeoverRequest), and the statistics of prompts in its
 -- checkpoint. A trainer takes the run over.
 -- What the broker knows wins as long as it can be true. It cannot when its lifetime is not that of the trainer's
@@ -22,7 +22,7 @@ local beside = {
   {WEIGHTS, 'stream'}, {CHUNKS, 'hash'}, {DEAD, 'stream'}, {EVALS, 'hash'}, {CHANGES, 'stream'}, {FAILED, 'zset'},
   {PARTIALS, 'hash'}, {EVENTS, 'stream'}, {METRICS, 'stream'}, {SERVICES, 'hash'},
   {RUN_CONTROL, 'hash'}, {COUNTERS, 'hash'}, {RECENT, 'stream'}, {EVAL_SAMPLES, 'stream'}, {ORDERS, 'stream'},
-  {REFUSALS, 'hash'}, {PEERS, 'hash'}, {PROMPTS, 'string'},
+  {REFUSALS, 'hash'}, {PEERS, 'hash'}, {PROMPTS, 'string'}, {QUESTIONS, 'list'}, {ANSWERS, 'stream'},
 }
 local function drop_foreign(types)
   local dropped = false

@@ -54,7 +54,7 @@ def test_a_policy_is_trained_over_vllms_own_server_and_a_killed_server_costs_no_
     assert generator is not None
     (server,) = [process for process in servers(run) if process.parent() not in servers(run)]
     os.kill(server.pid, signal.SIGKILL)
-    generator.wait(timeout=60)
+    generator.wait(timeout=10)
     summary = run.finish(360)
     assert "was killed by signal 9" in run.output.read_text()
     assert summary["exit_reason"] == "finished"

@@ -180,7 +180,18 @@ def test_an_older_trainer_does_not_take_a_newer_ones_broker_for_lost(broker: Bro
         old.drop_group(0, "stale", [])
 
 
-PIPELINE = ("slots", "counts", "groups", "samples", "tasks", "eval_tasks", "trajectories", "scored", "journal")
+PIPELINE = (
+    "slots",
+    "counts",
+    "groups",
+    "samples",
+    "tasks",
+    "eval_tasks",
+    "trajectories",
+    "scored",
+    "journal",
+    "images",
+)
 
 
 LEDGER = ("ctl", "readmit")
