@@ -108,6 +108,8 @@ class Task(Message, kw_only=True, tag="task"):
             raise ValueError(f"task n {self.n} must be 1 or more")
         if self.task_id < 0:
             raise ValueError(f"task_id {self.task_id} must be 0 or more")
+        if self.messages is not None and not isinstance(self.messages, list):
+            raise ValueError(f"a task's messages must be a list, are {type(self.messages).__name__}")
         places = sum(message.images for message in self.messages or ())
         if places != len(self.images):
             raise ValueError(f"a task has {len(self.images)} images, and its messages have places for {places}")

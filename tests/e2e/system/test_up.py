@@ -99,6 +99,7 @@ def test_a_policy_learns_from_weights_that_go_from_peer_to_peer(
 ) -> None:
     steps = 16
     config = configuration(model, tmp_path, steps, engine="transformers", replicas=2)
+    make_broker("e2e").purge()
     config["broker"] = {"url": server.url}
     config["trainer"]["publish"] = {"transport": "peer"}
     config["trainer"]["advantage"] = {"keep_zero_variance": True}

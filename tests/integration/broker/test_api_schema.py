@@ -45,7 +45,13 @@ def test_generated_requests_get_described_answers(broker: Broker, monkeypatch: p
             def check(case: Any) -> None:
                 if isinstance(case.body, dict) and isinstance(case.body.get("wait_s"), int | float):
                     case.body["wait_s"] = 0
-                case.call_and_validate(checks=CHECKS)
+                checks = CHECKS
+                if case.path == "/v1/generate":
+                    # No generator is there: 503, which is described, and 500 is not.
+                    checks = [each for each in CHECKS if each is not not_a_server_error]
+                    if isinstance(case.body, dict):
+                        case.body["wait_s"] = 1
+                case.call_and_validate(checks=checks)
 
             check()
         assert {"/v1/status", "/v1/pause", "/v1/scale", "/v1/settings", "/metrics", "/readyz"} <= seen

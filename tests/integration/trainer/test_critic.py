@@ -175,6 +175,7 @@ def test_a_trainer_that_leaves_a_critic_out_says_so_as_an_event(model: PreTraine
         rank_group=SimpleNamespace(checkpoint_store=store, load=lambda path: store.load(path, step)),
         session=None,
         progress=Progress(),
+        settings=None,
         notify=lambda *event: events.append(event),
     )
     assert Checkpointing(cast(TrainerContext, context)).load_latest()

@@ -25,8 +25,10 @@ PARSE = {"regex": r"Score: (\d+)", "min": 1, "max": 10}
 ARGS = {"base_url": "http://127.0.0.1:9/v1", "model": "m", "template": "Rate {completion}", "parse": PARSE}
 
 
-def ask(server: FlakyJudge, *completions: str, timeout_s: float = 20.0, **settings: Any) -> list[Any]:
-    """What the judge says of each completion, asked side by side: a number or an exception."""
+def ask(
+    server: FlakyJudge, *completions: str, timeout_s: float = 20.0, in_turn: bool = False, **settings: Any
+) -> list[Any]:
+    """What the judge says of each completion, asked side by side or in turn: a number or an exception."""
 
     async def one(completion: str) -> float:
         CLOCK.set(CallClock(timeout_s))
@@ -35,6 +37,8 @@ def ask(server: FlakyJudge, *completions: str, timeout_s: float = 20.0, **settin
         return await judge("12+34=", completion, [], [], **args, **data)
 
     async def all_of_them() -> list[Any]:
+        if in_turn:
+            return [await one(completion) for completion in completions]
         return await asyncio.gather(*(one(completion) for completion in completions), return_exceptions=True)
 
     return asyncio.run(all_of_them())
@@ -148,7 +152,7 @@ def test_the_same_question_is_asked_once_also_side_by_side():
         assert server.seen == 1
         ask(server, "46", "46", cache=0)
         assert server.seen == 3
-        ask(server, "a", "b", "a", cache=1)
+        ask(server, "a", "b", "a", cache=1, in_turn=True)
         assert server.seen == 6, "a loop of its own remembers nothing of another, and one place is one place"
 
 

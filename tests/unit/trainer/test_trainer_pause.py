@@ -27,7 +27,8 @@ class Follower(PauseFollower):
         self.saves = 0
         self.told: list[str] = []
         retry = DiskRetry(30.0, lambda *event: self.told.append(event[2]))
-        context = SimpleNamespace(broker=None, progress=self.progress, rank_group=store, retry=retry)
+        settings = SimpleNamespace(follow=lambda changed: None)
+        context = SimpleNamespace(broker=None, progress=self.progress, rank_group=store, retry=retry, settings=settings)
         super().__init__(cast(TrainerContext, context), self.count_save)
 
     def count_save(self) -> None:
