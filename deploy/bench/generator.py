@@ -14,7 +14,7 @@ import math
 import shutil
 import tempfile
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -232,17 +232,10 @@ class Bench:
 
     async def _bare(self, first: int, groups: int) -> Round:
         """As many workers as requests at once, each over the next request of the list."""
-        requests = iter([(i, k) for i in range(first, first + groups) for k in range(self._group)])
-        generated = 0
+        requests = [(i, f"bare-{i}-{k}.") for i in range(first, first + groups) for k in range(self._group)]
         ask = self._ask_vllm() if self._config.generator.http is None else self._ask_server()
-
-        async def work() -> None:
-            nonlocal generated
-            for i, k in requests:
-                generated += await ask(i, f"bare-{i}-{k}.")
-
         started, cpu = time.perf_counter(), time.process_time()
-        await asyncio.gather(*(work() for _ in range(self._concurrency)))
+        generated = await count_tokens(ask, requests, self._concurrency)
         seconds, cpu = time.perf_counter() - started, time.process_time() - cpu
         return Round(generated / seconds, cpu * 1e6 / generated)
 
@@ -284,6 +277,17 @@ class Bench:
             return len(answer["choices"][0]["token_ids"])
 
         return ask
+
+
+async def count_tokens(ask: Ask, requests: Sequence[tuple[int, str]], concurrency: int) -> int:
+    """Ask all requests, so many at once, and return how many tokens came."""
+    left = iter(requests)
+
+    async def work() -> int:
+        # Each adds up its own: a common sum would be read before the wait, while others add to it.
+        return sum([await ask(index, name) for index, name in left])
+
+    return sum(await asyncio.gather(*(work() for _ in range(concurrency))))
 
 
 def prompt(index: int) -> list[int]:
