@@ -117,8 +117,9 @@ class WeightStore:
             probe=probe,
             adapter=adapter,
         )
-        sent = self._connection.run_script("add_version", leader_term, version, encode(manifest, _MOST))
-        answer = accepted(self._connection, sent, leader_term)
+        with transport.spreading(delta.payload if delta else state, leader_term):
+            sent = self._connection.run_script("add_version", leader_term, version, encode(manifest, _MOST))
+            answer = accepted(self._connection, sent, leader_term)
         if answer == b"exists":
             self._check_own(version, leader_term)
         if deltas is not None:

@@ -14,7 +14,7 @@ import torch
 from broker.flow.fencing import term_number
 from broker.heartbeat import FRESH_S
 from broker.weights.delta_writer import DeltaWriter
-from broker.weights.transports import PeerOrigin, Transport, make_transport
+from broker.weights.transports import NcclOrigin, PeerOrigin, Transport, make_transport
 from consumers.trainer.context import TrainerContext, describe_broken
 from consumers.trainer.leadership import Leadership
 from schemas.codec import Array
@@ -97,12 +97,16 @@ class WeightPublisher:
         if self._transport is None:
             settings, connection = self._context.config.trainer.publish, self._context.broker.connection
             # Versions that came so before the setting was changed go on so.
-            if settings.transport == "peer" or any(
+            if settings.transport == "nccl":
+                self._peers = nccl = NcclOrigin(connection, self._folder, settings)
+                nccl.process.check()
+            elif settings.transport == "peer" or any(
                 manifest.state.uri.startswith("peer:") for manifest in self._store.published()
             ):
                 self._peers = PeerOrigin(connection, self._folder, settings.peer)
+            if self._peers is not None:
                 self._store.serve(self._peers)
-            own = self._peers if settings.transport == "peer" else None
+            own = self._peers if settings.from_peers else None
             self._transport = own or make_transport(connection, settings.transport, self._folder)
         return self._transport
 

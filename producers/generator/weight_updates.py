@@ -21,7 +21,6 @@ from broker.weights.local_copy import LocalWeights
 from producers.engines.base import Engine, PromptImage
 from producers.generator.eval_versions import EvaluationState, next_version
 from producers.generator.pause import PauseFollower
-from producers.model_folder import resolve_folder
 from producers.tasks import image_settings
 from schemas.config import TidemillConfig
 from schemas.digests import base_digest
@@ -29,6 +28,7 @@ from schemas.errors import ConfigError, DataError, InfraError
 from schemas.images import probe_image
 from schemas.lifecycle import StopFlag, until_stopped
 from schemas.messages import Adapter, Event, FileSource, Manifest, Span, WeightSource
+from schemas.model_folder import resolve_folder
 
 
 class ServedModel:
@@ -99,7 +99,7 @@ class WeightUpdater:
         self._model = ServedModel(config)
         self._images = image_settings(config)
         # What others may fetch from here stays, as does what the next delta goes on from.
-        self._keep_copy = config.trainer.publish.deltas or config.trainer.publish.transport == "peer"
+        self._keep_copy = config.trainer.publish.deltas or config.trainer.publish.from_peers
         self._drains = config.generator.update == "drain"
         self._pause = pause
         self._tolerance = config.generator.probe_tolerance or TOLERANCE[config.model.dtype]

@@ -26,6 +26,7 @@ from schemas.config.generator import (
 )
 from schemas.config.loading import dump_config, load_config, parse_config, save_config
 from schemas.config.offline import DpoConfig, PreferenceConfig, RewardModelConfig, WarmStartConfig
+from schemas.config.publish import PublishConfig
 from schemas.config.root import TidemillConfig
 from schemas.config.run import BrokerConfig, FlowConfig, LogConfig, ModelConfig, RunConfig
 from schemas.config.trainer import (
@@ -34,7 +35,6 @@ from schemas.config.trainer import (
     LoraConfig,
     OptimizerConfig,
     ParallelConfig,
-    PublishConfig,
     TrainerConfig,
 )
 

@@ -1,21 +1,16 @@
-"""The trainer: optimizer, adapter, critic, checkpoints and how weights are published."""
+"""The trainer: optimizer, adapter, critic, checkpoints, and how its ranks share the model."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from schemas.config.algorithm import RECIPES, AdvantageConfig, KlConfig, LossConfig, RejectionConfig
 from schemas.config.base import Seconds, Section
+from schemas.config.publish import PublishConfig
 
 Decay = Annotated[float, Field(ge=0, lt=1)]
-
-
-def _switch(value: Any) -> Any:
-    """Undo YAML's reading of a plain on or off as true or false."""
-    return {True: "on", False: "off"}.get(value, value) if isinstance(value, bool) else value
 
 
 class OptimizerConfig(Section):
@@ -132,59 +127,6 @@ class ParallelConfig(Section):
         return f"tensor {self.tensor}, context {self.context}, replicate {self.replicate}"
 
 
-class PeerConfig(Section):
-    """Serving weights to one another, with the transport peer: the trainer, and each generator what it has fetched."""
-
-    host: str | None = Field(
-        None,
-        min_length=1,
-        description="Address of this machine for the others, by default the one from which it reaches the broker. Where"
-        " the broker is on the same machine that is 127.0.0.1: set it if generators are elsewhere.",
-    )
-    port: int = Field(
-        0,
-        ge=0,
-        le=65535,
-        description="Port to serve weights at, 0: any free one. Several services of one machine need 0.",
-    )
-    uplinks: int = Field(
-        2,
-        ge=1,
-        description="How many generators the trainer gives each part of a version to while others want it too; they"
-        " give it to the rest.",
-    )
-    streams: int = Field(4, ge=1, le=32, description="Connections over which a generator fetches at once.")
-
-
-class PublishConfig(Section):
-    """Publication of new weights to the generators."""
-
-    transport: Literal["file", "redis", "peer"] = Field(
-        "file",
-        description="file: safetensors in a folder that all can read. redis: chunks in the broker. peer: from the"
-        " trainer and from one another, over TCP.",
-    )
-    folder: Path | None = Field(
-        None,
-        description="Folder of versions: with file, shared by all services of this run and by no other; with peer, of"
-        " the trainer alone. weights/ in the run's folder by default.",
-    )
-    peer: PeerConfig = Field(default_factory=PeerConfig)
-    delta: Annotated[Literal["auto", "on", "off"], BeforeValidator(_switch)] = Field(
-        "auto",
-        description="Publish what changed since the version before, where that is at most half of the weights. "
-        "auto: with the transports redis and peer; a file is read as fast as a delta is applied.",
-    )
-    max_chain: int = Field(8, ge=1, description="Deltas that a late reader applies at most after a whole version.")
-    keep: int = Field(3, ge=2, description="Versions kept for late readers, and the older ones that they build on.")
-    probe_tokens: int = Field(32, ge=2, description="Length of the probe that every generator checks after an update.")
-
-    @property
-    def deltas(self) -> bool:
-        """Return whether versions may be published as deltas."""
-        return self.delta == "on" or (self.delta == "auto" and self.transport != "file")
-
-
 AGGREGATION_NAMES = ("constant", "prompt_mean", "sequence_mean", "token_mean")
 """Built-in ones, as consumers/trainer/algorithms/aggregation.py registers them."""
 
@@ -251,6 +193,12 @@ class TrainerConfig(Section):
     activation_offload: bool = Field(
         False,
         description="Keep what activation_checkpointing leaves in main memory until backward; needs it.",
+    )
+    router_replay: bool = Field(
+        False,
+        description="Of a mixture of experts: generators note to which experts the routers sent each token, and"
+        " training sends it to the same; 1 byte (2 above 254 experts) for each layer and expert of a token"
+        " in its message.",
     )
     compile: bool = Field(
         False,
@@ -349,6 +297,15 @@ class TrainerConfig(Section):
         if self.compile and self.parallel.tensor > 1:
             raise ValueError(
                 f"trainer.compile with trainer.parallel.tensor {self.parallel.tensor}: cut layers are not compiled;"
+                " leave one of them out"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_router_replay(self) -> TrainerConfig:
+        if self.router_replay and self.compile:
+            raise ValueError(
+                "trainer.router_replay with trainer.compile: layers that are compiled can't be told their experts;"
                 " leave one of them out"
             )
         return self

@@ -15,7 +15,7 @@ from broker.weights.peers.registry import RENEW_S, Peer, PeerRegistry, find_host
 from broker.weights.peers.server import PeerServer
 from broker.weights.peers.shelf import Item, Shelf
 from broker.weights.peers.wire import SILENCE_S
-from schemas.config.trainer import PeerConfig
+from schemas.config.publish import PeerConfig
 from schemas.errors import InfraError
 
 log = structlog.get_logger()
@@ -40,7 +40,7 @@ class PeerNode:
         self._keyed = threading.Event()
         context, self._fingerprint = make_certificate() if self.registry.tls else (None, "")
         self._server = PeerServer(self._shelf, bound, settings.port, self._wait_key, context)
-        self._begun = False
+        self._beginning = threading.Lock()
         self._stop = threading.Event()
         self._wake = threading.Event()
         self._announcing = threading.Lock()
@@ -87,7 +87,9 @@ class PeerNode:
         """End, and take the record out of the broker."""
         self._stop.set()
         self._wake.set()
-        if self._begun:
+        with self._beginning:
+            begun = self._thread.ident is not None
+        if begun:
             self._thread.join(RENEW_S)
         self._server.close()
         for name in self._shelf.names():
@@ -104,10 +106,10 @@ class PeerNode:
         return self._key
 
     def _begin(self) -> None:
-        if not self._begun:
-            self._begun = True
-            self._server.start()
-            self._thread.start()
+        with self._beginning:
+            if self._thread.ident is None and not self._stop.is_set():
+                self._server.start()
+                self._thread.start()
 
     def _record(self) -> Peer:
         return Peer(

@@ -82,7 +82,8 @@ class PeerServer:
             with contextlib.suppress(OSError):
                 # Not that of ssl, which another thread's call would not outlive.
                 socket.socket.shutdown(stream, socket.SHUT_RDWR)
-        self._thread.join(2 * _LOOK_S)
+        if self._thread.ident is not None:
+            self._thread.join(2 * _LOOK_S)
 
     def _accept(self) -> None:
         while not self._stop.is_set():

@@ -72,7 +72,7 @@ class PeerError(InfraError):
     """A peer is gone, silent, no peer of this run, or says what makes no sense."""
 
 
-def send(stream: socket.socket, message: Have | Get | Held | Sent) -> None:
+def send(stream: socket.socket, message: msgspec.Struct) -> None:
     """Send one frame. OSError when the peer is gone."""
     body = _encoder.encode(message)
     stream.sendall(_LENGTH.pack(len(body)) + body)

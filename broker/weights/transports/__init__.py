@@ -7,14 +7,17 @@ from pathlib import Path
 from broker.connection.connection import Connection
 from broker.weights.transports.base import Form, Location, Receiver, Sender, Transport
 from broker.weights.transports.file import FileTransport
+from broker.weights.transports.nccl import NcclOrigin, NcclReader
 from broker.weights.transports.peer import PeerOrigin, PeerReader
 from broker.weights.transports.redis import RedisTransport
-from schemas.config.trainer import PeerConfig
+from schemas.config.publish import PublishConfig
 
 __all__ = [
     "FileTransport",
     "Form",
     "Location",
+    "NcclOrigin",
+    "NcclReader",
     "PeerOrigin",
     "PeerReader",
     "Receiver",
@@ -26,10 +29,12 @@ __all__ = [
 
 
 def make_transport(connection: Connection, kind: str, folder: Path) -> Transport:
-    """The trainer's transport: ``file`` over this folder, ``redis`` through the broker, or ``peer``, which serves it.
+    """The trainer's transport: ``file`` over this folder, ``redis`` through the broker, or ``peer`` and ``nccl``.
 
-    Settings of ``peer`` are the default ones; ``PeerOrigin`` takes others.
+    Settings of these two, which serve the folder, are the default ones; ``PeerOrigin`` and ``NcclOrigin`` take others.
     """
     if kind == "peer":
-        return PeerOrigin(connection, folder, PeerConfig())
+        return PeerOrigin(connection, folder, PublishConfig().peer)
+    if kind == "nccl":
+        return NcclOrigin(connection, folder, PublishConfig())
     return FileTransport(folder) if kind == "file" else RedisTransport(connection)

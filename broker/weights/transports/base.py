@@ -7,6 +7,7 @@ a collective one, can bring a sender and a receiver without pretending to be a f
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -37,6 +38,13 @@ class Sender(Protocol):
 
     def put(self, file: Path, uri: str, leader_term: str) -> None:
         """Make ``file`` readable under ``uri``, and consume it."""
+        ...
+
+    def spreading(self, payload: Payload, leader_term: str) -> AbstractContextManager[None]:
+        """Around the moment in which readers learn of ``payload``, which was put: bring it to them, if they don't come.
+
+        What goes wrong there costs readers time alone, and raises nothing but FencedError.
+        """
         ...
 
     def close(self) -> None:

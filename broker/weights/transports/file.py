@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 from broker.flow.fencing import term_number
@@ -27,6 +28,9 @@ class FileTransport:
         target = _path(uri)
         target.parent.mkdir(parents=True, exist_ok=True)
         os.replace(file, target)
+
+    def spreading(self, payload: Payload, leader_term: str) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def close(self) -> None:
         """Nothing runs."""

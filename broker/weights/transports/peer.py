@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 from broker.connection.connection import Connection
@@ -13,7 +14,7 @@ from broker.weights.peers.download import Download
 from broker.weights.peers.node import PeerNode
 from broker.weights.peers.registry import PeerRegistry
 from broker.weights.transports.base import Form
-from schemas.config.trainer import PeerConfig
+from schemas.config.publish import PeerConfig
 from schemas.digests import chunk_digests, verify
 from schemas.errors import DiskError, InfraError
 from schemas.messages import Manifest, Payload
@@ -48,6 +49,9 @@ class PeerOrigin:
         os.replace(file, target)
         self.node.put(target.name, target, target.stat().st_size)
 
+    def spreading(self, payload: Payload, leader_term: str) -> AbstractContextManager[None]:
+        return nullcontext()
+
     def holds(self, payloads: Sequence[Payload]) -> bool:
         paths = [(self._path(payload.uri), payload.size) for payload in payloads]
         return all(path.is_file() and path.stat().st_size == size for path, size in paths)
@@ -63,7 +67,7 @@ class PeerOrigin:
         for manifest in old:
             deltas = [manifest.delta.payload] if manifest.delta is not None else []
             for payload in [manifest.state, *deltas]:
-                self.node.remove(_name(payload.uri))
+                self.node.remove(payload_name(payload.uri))
                 self._path(payload.uri).unlink(missing_ok=True)
 
     def fetch(self, payload: Payload, folder: Path) -> Path:
@@ -74,7 +78,7 @@ class PeerOrigin:
         self.node.close()
 
     def _path(self, uri: str) -> Path:
-        return self._folder / _name(uri)
+        return self._folder / payload_name(uri)
 
 
 class PeerReader:
@@ -87,28 +91,23 @@ class PeerReader:
         self._registry = node.registry if node is not None else PeerRegistry(connection)
         self._node = node
         self._download: Download | None = None
+        self._closed = False
 
     def holds(self, payloads: Sequence[Payload]) -> bool:
         _, peers = self._registry.find()
         there = {name for peer in peers for name in peer.names if self._node is None or peer.id != self._node.id}
-        return {_name(payload.uri) for payload in payloads} <= there
+        return {payload_name(payload.uri) for payload in payloads} <= there
 
     def fetch(self, payload: Payload, folder: Path) -> Path:
-        name = _name(payload.uri)
-        # One name for all versions: what a reader that was killed leaves is replaced by its successor.
-        target = folder / ("delta" if name.endswith(".delta") else "whole")
-        aside = target.with_suffix(".part")
-        try:
-            target.parent.mkdir(parents=True, exist_ok=True)
-            aside.unlink(missing_ok=True)
-            with aside.open("wb") as stream:
-                stream.truncate(payload.size)
-        except OSError as error:
-            raise DiskError(f"{payload.uri} cannot be written to {target}: {error}") from error
+        name = payload_name(payload.uri)
+        target, aside = make_room(payload, folder)
         item = self._node.begin(name, aside, payload.size) if self._node is not None else None
         reader, streams = (self._node.id, self._node.streams) if self._node is not None else ("reader", 1)
         try:
             self._download = Download(payload, name, aside, self._registry, reader, streams)
+            if self._closed:
+                # close() came before it could see this download.
+                self._download.abandon()
             self._download.run(item)
             os.replace(aside, target)
         except BaseException as error:
@@ -117,10 +116,11 @@ class PeerReader:
             if isinstance(error, OSError):
                 raise DiskError(f"{payload.uri} cannot be written to {target}: {error}") from error
             raise
-        self._forget_older(name)
+        self.forget_older(name)
         return target
 
-    def _forget_older(self, name: str) -> None:
+    def forget_older(self, name: str) -> None:
+        """Serve nothing that the payload of this name replaces."""
         if self._node is None:
             return
         ending = name.rpartition(".")[2]
@@ -130,8 +130,8 @@ class PeerReader:
 
     def offer(self, payload: Payload, path: Path) -> None:
         """Serve a whole state that was made of another one and deltas."""
-        if self._node is not None and _name(payload.uri) not in self._node.names():
-            self._node.put(_name(payload.uri), path, payload.size, at_once=False)
+        if self._node is not None and payload_name(payload.uri) not in self._node.names():
+            self._node.put(payload_name(payload.uri), path, payload.size, at_once=False)
 
     def withdraw(self) -> None:
         """Serve no whole state: its file is about to be changed or deleted."""
@@ -141,15 +141,32 @@ class PeerReader:
                     self._node.remove(name)
 
     def close(self) -> None:
-        """Serve no more, and give up what is being fetched."""
+        """Serve no more, and give up what is being fetched or would be."""
+        self._closed = True
         if self._download is not None:
             self._download.abandon()
         if self._node is not None:
             self._node.close()
 
 
-def _name(uri: str) -> str:
+def payload_name(uri: str) -> str:
+    """The name under which peers know a payload. InfraError when the URI is not of theirs."""
     name = uri.removeprefix("peer:")
     if not _NAME.fullmatch(name):
         raise InfraError(f"weights {uri!r} are nothing that a peer serves")
     return name
+
+
+def make_room(payload: Payload, folder: Path) -> tuple[Path, Path]:
+    """Return where a payload is to be in ``folder``, and an empty file of its size beside, until it is whole."""
+    # One name for all versions: what a reader that was killed leaves is replaced by its successor.
+    target = folder / ("delta" if payload.uri.endswith(".delta") else "whole")
+    aside = target.with_suffix(".part")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        aside.unlink(missing_ok=True)
+        with aside.open("wb") as stream:
+            stream.truncate(payload.size)
+    except OSError as error:
+        raise DiskError(f"{payload.uri} cannot be written to {target}: {error}") from error
+    return target, aside

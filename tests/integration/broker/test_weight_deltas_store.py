@@ -16,7 +16,7 @@ from broker.flow.trainer_session import TrainerSession
 from broker.weights.local_copy import LocalWeights
 from broker.weights.peers.node import PeerNode
 from broker.weights.transports import PeerReader
-from schemas.config.trainer import PeerConfig
+from schemas.config.publish import PeerConfig
 from schemas.errors import InfraError
 from schemas.messages import Manifest, Payload, TensorSpec
 from tests.support.changing_weights import ChangingWeights

@@ -21,7 +21,7 @@ from broker.weights.peers import certificate, wire
 from broker.weights.peers.node import PeerNode
 from broker.weights.peers.registry import LEASE_S, Peer, PeerRegistry
 from broker.weights.transports import PeerOrigin, PeerReader
-from schemas.config.trainer import PeerConfig
+from schemas.config.publish import PeerConfig
 from schemas.digests import CHUNK_BYTES
 from schemas.errors import ConfigError, InfraError
 from schemas.messages import Manifest
@@ -167,6 +167,11 @@ def test_a_peer_that_does_not_answer_is_gone_around(run: Run, behaviour: str, mo
         run.fetch("g0")
 
 
+def test_a_process_that_never_served_anything_ends_in_order(run: Run) -> None:
+    run.generator("g0")
+    run.readers[0].close()
+
+
 def test_a_fetch_is_given_up_when_its_process_ends(run: Run) -> None:
     run.origin.close()
     copy, _ = run.generator("g0")
@@ -176,6 +181,8 @@ def test_a_fetch_is_given_up_when_its_process_ends(run: Run) -> None:
         run.readers[0].close()
         with pytest.raises(InfraError, match="given up, because this process ends"):
             fetching.result(10)
+    with pytest.raises(InfraError, match="given up, because this process ends"):
+        copy.fetch(run.manifest)
 
 
 def test_only_who_knows_the_runs_key_is_served(run: Run) -> None:

@@ -1,0 +1,116 @@
+"""The roll of a version: who takes part in its broadcast, as the broker says; scripts decide, by its clock.
+
+Who waits for a roll or a note sleeps in the broker, which wakes it when one of them changes.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from broker.connection.connection import BLOCK_MS, Connection
+from broker.flow.fencing import accepted
+
+GRACE_S = 1.0
+"""After the end of its time a roll that nobody has closed is left: its trainer is gone."""
+
+
+@dataclass(frozen=True)
+class Seat:
+    """A place on a closed roll: ``rank`` of ``size`` in the communicator of this number; the trainer has rank 0."""
+
+    communicator: int
+    rank: int
+    size: int
+    backend: str
+
+
+class Roll:
+    """The calls of a run, for the trainer or the one member of this name. InfraError when there is no broker."""
+
+    def __init__(self, connection: Connection, member: str) -> None:
+        self._connection = connection
+        self._member = member
+
+    def open(self, leader_term: str, payload: str, backend: str, roll_s: float) -> None:
+        """Call those who want the payload, for so many seconds. FencedError once another trainer took over."""
+        answer = self._connection.run_script("open_roll", leader_term, payload, backend, int(roll_s * 1000))
+        accepted(self._connection, answer, leader_term)
+
+    def close(self, leader_term: str, payload: str, communicator: int, roll_s: float) -> Seat | None:
+        """Wait until all known members have answered, at most ``roll_s``; the trainer's seat, None if nobody came.
+
+        communicator: the one it holds, 0 for none.
+        """
+        keys, deadline = self._connection.keys, time.monotonic() + roll_s + GRACE_S
+        while time.monotonic() < deadline:
+            position = self._position(keys.roll_answers)
+            found = self._connection.run_script_once("close_roll", leader_term, payload, communicator)
+            if not isinstance(accepted(self._connection, found, leader_term), int):
+                number, size, backend = found
+                return Seat(int(number), 0, int(size), _text(backend)) if int(size) > 1 else None
+            self._wait_change(keys.roll_answers, position, found / 1000)
+        return None
+
+    def answer(
+        self, payload: str, communicator: int, backends: Sequence[str], given_up: Callable[[], bool]
+    ) -> Seat | None:
+        """Answer the call for a payload if there is one, and wait until it is closed; None: not on its roll.
+
+        communicator: the one this member holds, 0 for none. backends: those that it has; without any it is not waited
+        for. given_up: whether to wait no longer.
+        """
+        deadline: float | None = None
+        while not given_up():
+            position = self._position(self._connection.keys.roll_changes)
+            found = self._connection.run_script_once(
+                "answer_roll", self._member, payload, communicator, " ".join(backends)
+            )
+            if not isinstance(found, int):
+                if found is None:
+                    return None
+                number, rank, size, backend = found
+                return Seat(int(number), int(rank), int(size), _text(backend))
+            deadline = deadline or time.monotonic() + found / 1000 + GRACE_S
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                break
+            self._wait_change(self._connection.keys.roll_changes, position, left_s)
+        self.leave()
+        return None
+
+    def leave(self) -> None:
+        """Be on no roll, and be waited for by none."""
+        self._connection.run_script_once("answer_roll", self._member, "", 0, "")
+
+    def tell(self, communicator: int, key: str, note: bytes) -> None:
+        """Leave a note for those who make this communicator."""
+        self._connection.run_script_once("meet", communicator, key, note)
+
+    def find_note(self, communicator: int, key: str, deadline: float) -> bytes:
+        """The note of this key, waiting until ``deadline``, monotonic seconds; empty when nobody left one."""
+        while (left_s := deadline - time.monotonic()) > 0:
+            position = self._position(self._connection.keys.roll_changes)
+            found: list[bytes] = self._connection.run_script_once("meet", communicator, "", "")
+            notes: dict[bytes, bytes] = dict(zip(found[::2], found[1::2], strict=True))
+            if (note := notes.get(key.encode())) is not None:
+                return note
+            self._wait_change(self._connection.keys.roll_changes, position, left_s)
+        return b""
+
+    def _position(self, key: str) -> bytes:
+        """The newest entry of a stream of changes; read it before what may change."""
+        found: Any = self._connection.run_once("looking for a roll", lambda client: client.xrevrange(key, count=1))
+        return bytes(found[0][0]) if found else b"0-0"
+
+    def _wait_change(self, key: str, position: bytes, timeout_s: float) -> None:
+        """Return when there is an entry after ``position``, at the latest after the timeout, or BLOCK_MS."""
+        block_ms = max(1, min(BLOCK_MS, math.ceil(1000 * timeout_s)))
+        self._connection.run_once("waiting for a roll", lambda client: client.xread({key: position}, 1, block_ms))
+
+
+def _text(answer: Any) -> str:
+    return answer.decode() if isinstance(answer, bytes) else str(answer)

@@ -1,0 +1,177 @@
+"""The process in which broadcasts happen: ``python -m broker.weights.collective.worker``, orders on stdin.
+
+The only file of the broker that loads torch, which is why nothing imports it. It holds the communicator of the last
+broadcast, made of its backend's class alone: no default process group is needed, and none is touched.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import Store
+
+from broker.weights.collective.protocol import (
+    Done,
+    Failed,
+    Found,
+    Moving,
+    Ready,
+    TakePart,
+    Told,
+    Wanted,
+    found,
+    orders,
+)
+from broker.weights.peers.wire import receive, send
+from schemas.errors import InfraError, describe_error
+
+PIECE_BYTES = 16 << 20
+"""Bytes of one collective operation: what a deadline can be given to."""
+MOVING_S = 0.5
+
+
+class BrokerStore(Store):
+    """The store by which ranks find one another: it lies in the broker, which this process reaches by its service.
+
+    So only who may read the run's keys learns an address, and no port is open for the meeting itself.
+    """
+
+    def __init__(self, service: socket.socket) -> None:
+        super().__init__()
+        self._service = service
+        self._known: dict[str, bytes] = {}
+
+    def set(self, key: str, value: str | bytes) -> None:
+        """Tell the other ranks."""
+        note = value.encode() if isinstance(value, str) else value
+        self._known[key] = note
+        send(self._service, Told(key, note))
+
+    def get(self, key: str) -> bytes:
+        """What a rank has told, waiting for it. TimeoutError when it has not in time."""
+        if key not in self._known:
+            send(self._service, Wanted(key))
+            answer: Found = receive(self._service, found)
+            if not answer.note:
+                raise TimeoutError("not all of the roll came")
+            self._known[key] = answer.note
+        return self._known[key]
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        """Wait for all of these notes; the service has the deadline."""
+        for key in keys:
+            self.get(key)
+
+    def check(self, keys: list[str]) -> bool:
+        """Whether these notes are known here."""
+        return all(key in self._known for key in keys)
+
+
+class Communicator:
+    """The connections between the ranks of one roll. The constructor meets the others; RuntimeError if they don't."""
+
+    def __init__(self, order: TakePart, service: socket.socket) -> None:
+        self.number = order.communicator
+        self._root = order.rank == 0
+        self._device = torch.device("cuda" if order.backend == "nccl" else "cpu")
+        self._group: Any = _connect(order, BrokerStore(service))
+        self._options = dist.BroadcastOptions()
+        self._options.rootRank = 0
+        self._options.rootTensor = 0
+
+    def broadcast(self, data: torch.Tensor) -> Iterator[None]:
+        """Fill ``data``, uint8 [bytes] in host memory, from rank 0's; yields after each piece."""
+        for piece in data.split(PIECE_BYTES):
+            moved = piece.to(self._device) if self._root or self._device.type == "cpu" else _like(piece, self._device)
+            self._group.broadcast([moved], self._options).wait()
+            if self._device.type == "cuda":
+                torch.cuda.synchronize(self._device)
+                if not self._root:
+                    piece.copy_(moved)
+            yield
+
+
+def _like(piece: torch.Tensor, device: torch.device) -> torch.Tensor:
+    return torch.empty_like(piece, device=device)
+
+
+def _connect(order: TakePart, store: BrokerStore) -> object:
+    patience = timedelta(seconds=order.silence_s)
+    if order.backend == "nccl":
+        nccl = dist.ProcessGroupNCCL.Options()
+        nccl._timeout = patience
+        return dist.ProcessGroupNCCL(store, order.rank, order.size, nccl)
+    # Its options are not in its type stub.
+    gloo: Any = dist.ProcessGroupGloo
+    options = gloo._Options()
+    options._timeout = patience
+    options._devices = [gloo.create_device(hostname=order.host)]
+    return gloo(store, order.rank, order.size, options)
+
+
+class Worker:
+    """Takes part in one broadcast after the other, as its service says."""
+
+    def __init__(self, service: socket.socket) -> None:
+        self._service = service
+        self._communicator: Communicator | None = None
+        self._told = 0.0
+
+    def run(self) -> int:
+        """Serve until the service is gone."""
+        send(self._service, Ready(["nccl", "gloo"] if _has_nccl() else ["gloo"]))
+        while True:
+            try:
+                order = receive(self._service, orders)
+            except (InfraError, OSError):
+                return 0
+            try:
+                self._take_part(order)
+            except (RuntimeError, ValueError, OSError, TimeoutError) as error:
+                self._communicator = None
+                send(self._service, Failed(describe_error(error)))
+                if order.backend == "nccl":
+                    # What a broken communicator left on the device goes with its process.
+                    return 1
+            else:
+                send(self._service, Done())
+
+    def _take_part(self, order: TakePart) -> None:
+        if self._communicator is None or self._communicator.number != order.communicator:
+            self._communicator = None
+            self._communicator = Communicator(order, self._service)
+        self._say_moving()
+        # What a receiver writes into this memory is in the file.
+        data = torch.from_file(order.file, shared=order.rank != 0, size=order.bytes, dtype=torch.uint8)
+        for _ in self._communicator.broadcast(data):
+            self._say_moving()
+
+    def _say_moving(self) -> None:
+        # Not at each piece: nobody reads them while the service is stopped.
+        if time.monotonic() - self._told > MOVING_S:
+            self._told = time.monotonic()
+            send(self._service, Moving())
+
+
+def _has_nccl() -> bool:
+    return torch.cuda.is_available() and dist.is_nccl_available()
+
+
+def main() -> int:
+    """Serve on stdin; what libraries print goes to stderr."""
+    service = socket.socket(fileno=os.dup(0))
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.dup2(2, 1)
+    return Worker(service).run()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

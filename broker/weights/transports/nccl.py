@@ -1,0 +1,145 @@
+"""Weights by one broadcast to all generators that are ready for it, and from peers for all others.
+
+The trainer serves each version as with ``peer`` before anybody hears of it, and calls the roll while they do. So who
+is late, or on a roll whose broadcast fails, has the same version a little later; the engine never sees either, since
+bytes are received into a file beside, and loaded once they have been compared with the manifest's digests.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import structlog
+
+from broker.connection.connection import Connection
+from broker.weights.collective.process import BroadcastProcess
+from broker.weights.collective.roll import Roll
+from broker.weights.peers.certificate import has_tls
+from broker.weights.peers.node import PeerNode
+from broker.weights.peers.registry import find_host
+from broker.weights.transports.peer import PeerOrigin, PeerReader, make_room, payload_name
+from schemas.config.publish import PublishConfig
+from schemas.digests import chunk_digests, verify
+from schemas.errors import DiskError, InfraError
+from schemas.messages import Payload
+
+MOST_FAILURES = 3
+"""After so many broadcasts in a row that failed there is none for the next PAUSE versions."""
+PAUSE = 8
+
+log = structlog.get_logger()
+
+
+def warn_unencrypted(url: str) -> None:
+    """Say in a line that broadcasts have no TLS, where the broker at this URL has it."""
+    if has_tls(url):
+        log.warning(
+            "trainer.publish.transport nccl: the broker has TLS, but broadcasts of weights are not encrypted; set peer"
+            " where others can listen"
+        )
+
+
+class NcclOrigin(PeerOrigin):
+    """The trainer's side. broadcasts: how many arrived, as far as the trainer could see."""
+
+    def __init__(self, connection: Connection, folder: Path, settings: PublishConfig, service: str = "trainer") -> None:
+        super().__init__(connection, folder, settings.peer, service)
+        warn_unencrypted(connection.url)
+        self._roll = Roll(connection, self.node.id)
+        self._roll_s = settings.nccl.roll_s
+        self.process = BroadcastProcess(settings.nccl, settings.peer.host or find_host(connection.url))
+        self.process.start()
+        self.broadcasts = 0
+        self._failures = 0
+        self._pause = 0
+
+    @contextmanager
+    def spreading(self, payload: Payload, leader_term: str) -> Iterator[None]:
+        name, backends = payload_name(payload.uri), self.process.backends()
+        if self._pause:
+            self._pause -= 1
+            backends = ()
+        if backends:
+            self._roll.open(leader_term, name, backends[0], self._roll_s)
+        yield
+        if backends:
+            try:
+                self._broadcast(name, payload, leader_term)
+            except InfraError as error:
+                self._failures += 1
+                if self._failures >= MOST_FAILURES:
+                    self._failures, self._pause = 0, PAUSE
+                log.warning("generators fetch weights from peers", payload=name, reason=str(error), next=self._pause)
+
+    def _broadcast(self, name: str, payload: Payload, leader_term: str) -> None:
+        held = self.process.communicator
+        seat = self._roll.close(leader_term, name, held, self._roll_s)
+        if seat is None:
+            log.info("no generator was ready for a broadcast", payload=name)
+            return
+        started = time.monotonic()
+        self.process.take_part(seat, self._path(payload.uri), payload.size, self._roll)
+        self.broadcasts += 1
+        self._failures = 0
+        took = round(time.monotonic() - started, 3)
+        (log.debug if held == seat.communicator else log.info)(
+            "weights were broadcast", payload=name, generators=seat.size - 1, backend=seat.backend, seconds=took
+        )
+
+    def close(self) -> None:
+        self.process.close()
+        super().close()
+
+
+class NcclReader(PeerReader):
+    """A generator's side: takes part in broadcasts, fetches what it missed, and serves both to others."""
+
+    def __init__(self, connection: Connection, node: PeerNode, settings: PublishConfig) -> None:
+        super().__init__(connection, node)
+        self._serving = node
+        self._roll = Roll(connection, node.id)
+        self.process = BroadcastProcess(settings.nccl, settings.peer.host or find_host(connection.url))
+        self.process.start()
+        self.received = 0
+
+    def fetch(self, payload: Payload, folder: Path) -> Path:
+        try:
+            path = self._receive(payload, folder)
+        except InfraError as error:
+            log.warning("weights come from peers", payload=payload.uri, reason=str(error))
+            path = None
+        if self.process.closed:
+            raise InfraError(f"{payload.uri} is given up, because this process ends")
+        return path or super().fetch(payload, folder)
+
+    def _receive(self, payload: Payload, folder: Path) -> Path | None:
+        """Take part in the payload's broadcast; None where we are not on its roll."""
+        name, process = payload_name(payload.uri), self.process
+        seat = self._roll.answer(name, process.communicator, process.backends(), lambda: process.closed)
+        if seat is None:
+            return None
+        target, aside = make_room(payload, folder)
+        try:
+            process.take_part(seat, aside, payload.size, self._roll)
+            verify(payload.uri, chunk_digests(aside), payload.chunks)
+            os.replace(aside, target)
+            self._serving.put(name, target, payload.size, at_once=False)
+        except OSError as error:
+            raise DiskError(f"{payload.uri} cannot be written to {target}: {error}") from error
+        finally:
+            aside.unlink(missing_ok=True)
+        self.forget_older(name)
+        self.received += 1
+        return target
+
+    def close(self) -> None:
+        self.process.close()
+        try:
+            self._roll.leave()
+        except InfraError as error:
+            log.debug("could not leave the roll", error=str(error))
+        super().close()
