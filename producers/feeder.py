@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import structlog
 
@@ -55,6 +55,7 @@ class Feeder:
         self._images = image_settings(config)
         self._curricula = [Curriculum(part.curriculum, config.run.seed, config.sampling.n) for part in train.parts]
         self._chooses = any(curriculum.chooses for curriculum in self._curricula)
+        self._sampling = config.sampling
         self._cursor = self._skipped = self._step = 0
         self._again = False
         self._evaluated = -1
@@ -101,6 +102,7 @@ class Feeder:
     def admit(self, stop: StopFlag, state: LedgerState) -> str:
         """Admit as long as there is room; returns what stopped it. state: of the ledger just now."""
         self._step, self._skipped = state.step, state.skipped
+        self._follow(state.control.settings)
         room = state.capacity - state.active
         while not stop:
             count = min(max(room, 1), AT_ONCE)
@@ -115,6 +117,14 @@ class Feeder:
             if admission.answer not in ("ok", "moved", "again"):
                 return admission.answer
         return "stopping"
+
+    def _follow(self, settings: Mapping[str, float]) -> None:
+        """Sample what is admitted from now on as people order it, else as configured; evaluations stay as they are."""
+        configured = self._config.sampling
+        temperature = float(settings.get("temperature", configured.temperature))
+        if temperature != self._sampling.temperature:
+            log.info("sampling temperature changed", temperature=temperature)
+            self._sampling = configured.model_copy(update={"temperature": temperature})
 
     def _propose(
         self, count: int, images: dict[str, bytes]
@@ -149,7 +159,7 @@ class Feeder:
     def _task(self, position: int, place: Place, images: dict[str, bytes]) -> Task | UnusableTask:
         part, limits = self._train.parts[place.part], self._limits(images)
         dataset, level = self._train.dataset(place), place.level if len(part.levels) > 1 else -1
-        return task_of(dataset, part.label, place.index, position, "train", self._config.sampling, limits, level)
+        return task_of(dataset, part.label, place.index, position, "train", self._sampling, limits, level)
 
     def _limits(self, images: dict[str, bytes]) -> TaskLimits:
         return TaskLimits(self._config.broker.max_message_bytes, self._images, images)

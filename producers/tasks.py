@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from producers.datasets.base import Example
-from producers.model_folder import resolve_folder
 from schemas.config import SamplingConfig, TidemillConfig
 from schemas.errors import DataError
 from schemas.images import ImageSettings, prepare_image, read_image_settings
 from schemas.messages import Image, Kind, Sampling, Task
+from schemas.model_folder import resolve_folder
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ _DTYPES: dict[str, np.dtype[Any]] = {
     "i4": np.dtype("<i4"),
     "f4": np.dtype("<f4"),
     "u1": np.dtype("u1"),
+    "u2": np.dtype("<u2"),
 }
 _SIZES = {name: dtype.itemsize for name, dtype in _DTYPES.items()}
 
@@ -36,7 +37,7 @@ class BadMessage(DataError):
 class Array(msgspec.Struct, frozen=True, gc=False):
     """A one-dimensional numeric buffer.
 
-    dtype: ``i4`` (int32), ``f4`` (float32) or ``u1`` (uint8), little-endian.
+    dtype: ``i4`` (int32), ``f4`` (float32), ``u1`` (uint8) or ``u2`` (uint16), little-endian.
     shape: number of elements.
     data: the raw buffer, ``shape * itemsize`` bytes.
     """

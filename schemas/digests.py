@@ -20,6 +20,8 @@ from blake3 import blake3
 
 from schemas.errors import DataError, InfraError
 
+DIGEST = "[0-9a-f]{32}"
+"""A digest as a regular expression."""
 CHUNK_BYTES = 1024 * 1024
 """Larger chunks cost the server twice the time, and keep it from its other clients for as long."""
 

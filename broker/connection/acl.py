@@ -44,15 +44,16 @@ class Role:
 
 ROLES: Mapping[str, Role] = {
     "feeder": Role(
-        "read_pipeline admit_task open_evaluation drop_dead_letters heartbeat append_telemetry",
+        "read_pipeline admit_tasks open_evaluation drop_dead_letters heartbeat append_telemetry",
         f"{_SERVICE} {_LEDGER} getrange",
         "CHANGES RUN_CONTROL",
     ),
     "generator": Role(
         "publish_samples save_partials take_evaluations fail_sample return_task fail_task renew_tasks drop_dead_letters"
-        " take_question answer_question note_verdict announce_peer find_peers heartbeat append_telemetry add_counts",
-        f"{_SERVICE} evalsha_ro hmget hgetall xread xrange xrevrange",
-        "WEIGHTS CHUNKS ORDERS RUN_CONTROL",
+        " take_question answer_question note_verdict announce_peer find_peers answer_roll meet heartbeat"
+        " append_telemetry add_counts keep_images",
+        f"{_SERVICE} evalsha_ro hmget hgetall xread xrange xrevrange multi exec",
+        "WEIGHTS CHUNKS ORDERS RUN_CONTROL ROLL_CHANGES",
         only=_WORKER,
         on="TASKS EVAL_TASKS",
     ),
@@ -67,9 +68,10 @@ ROLES: Mapping[str, Role] = {
     "trainer": Role(
         "take_over read_pipeline claim_scores reclaim_scores discard_scores diagnose_group close_group journal_batch"
         " complete_step commit_step forget_consumers finish_run add_version put_chunk announce_peer find_peers"
-        " keep_samples take_eval_samples drop_dead_letters"
+        " open_roll close_roll meet keep_samples take_eval_samples drop_dead_letters"
         " heartbeat append_telemetry add_counts",
         f"{_SERVICE} {_LEDGER} get hgetall hmget xgroup|create xinfo|groups xrange xdel",
+        "ROLL_ANSWERS ROLL_CHANGES",
     ),
     "observer": Role("read_pipeline measure_streams", _LOOKER, "*", ""),
     "operator": Role(

@@ -49,6 +49,9 @@ somebody runs long, scripts were flushed or the server replaced between our load
 FREE_BYTES = 1 << 20
 """Memory that dead letters leave free when work was refused for want of it."""
 
+ABORTED = "Transaction discarded because of: "
+"""Before the refusal of a whole transaction; redis-py takes off what stands before it."""
+
 GONE = frozenset({"NOGROUP", "UNBLOCKED"})
 """First words of the answer to a reader whose stream or group was deleted."""
 
@@ -123,7 +126,7 @@ def error_code(error: redis.RedisError) -> str:
         return "LOADING"
     if isinstance(error, redis.exceptions.NoScriptError):
         return "NOSCRIPT"
-    return str(error).rpartition(" of pipeline caused error: ")[2].partition(" ")[0]
+    return str(error).rpartition(" of pipeline caused error: ")[2].removeprefix(ABORTED).partition(" ")[0]
 
 
 class Connection:
@@ -144,6 +147,8 @@ class Connection:
         self.authority = False
         """Whether this process mends a damaged broker itself (the trainer); the others wait for that."""
         self._scripts: dict[str, Script] = {}
+        self._loaded: dict[str, int] = {}
+        """Scripts that the server has for sure, with the number of connections at which it was given them."""
         self._lock = threading.Lock()
 
     def _connected(self) -> None:
@@ -242,6 +247,39 @@ class Connection:
     def run_scripts(self, name: str, calls: Sequence[Sequence[str | bytes | int | float]]) -> list[Any]:
         """Run one script several times in one round trip; each call is as atomic as alone."""
         return self.run(name, self._evaluate_all, name, calls)
+
+    def run_script_with_fields(
+        self, name: str, key: str, calls: Sequence[tuple[Sequence[str | bytes], Sequence[str | bytes | int | float]]]
+    ) -> list[Any]:
+        """Put fields into the hash ``key`` and run one script, for each call at once: both, or neither.
+
+        A call is fields with their values, in turns, and the script's arguments. So what is large reaches the server
+        without passing through Lua, where it would be copied three times.
+        """
+        return self.run(name, self._evaluate_with_fields, name, key, calls)
+
+    def _evaluate_with_fields(
+        self, client: redis.Redis, name: str, key: str, calls: Sequence[tuple[Sequence[Any], Sequence[Any]]]
+    ) -> list[Any]:
+        script = self._script(name)
+        if self._loaded.get(name) != self.connections:
+            # A transaction is not undone where a script is unknown, so this is not left to the answer.
+            client.script_load(script.text)
+            self._loaded[name] = self.connections
+        pipe: Any = client.pipeline(transaction=False)
+        for fields, args in calls:
+            pipe.execute_command("MULTI")
+            pipe.execute_command("HSET", key, *fields)
+            script.send(pipe, args)
+            pipe.execute_command("EXEC")
+        answers = []
+        for replies in pipe.execute()[3::4]:
+            if failed := next((reply for reply in replies if isinstance(reply, redis.ResponseError)), None):
+                if isinstance(failed, redis.exceptions.NoScriptError):
+                    self._loaded.pop(name, None)
+                raise failed
+            answers.append(replies[1])
+        return answers
 
     def _evaluate(self, client: redis.Redis, name: str, args: tuple[Any, ...]) -> Any:
         return self._script(name).call(client, args)

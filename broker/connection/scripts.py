@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ from broker.connection.keys import Keys
 
 DECLARES = "-- KEYS: "
 PRELUDE = "prelude"
+_DEFINED = re.compile(r"^local (?:function )?([\w, ]+)", re.MULTILINE)
 OTHER_RUN = b"other_run"
 """Answer to a caller whose run does not have the name (any more): nothing was done."""
 
@@ -73,7 +75,7 @@ def declared(name: str) -> list[str]:
 
 
 def source(name: str) -> str:
-    """Text of one script: its shebang if it has one, its keys as locals, the prelude, its own body."""
+    """Text of one script: its shebang if it has one, its keys as locals, what it uses of the prelude, its own body."""
     text = body(name)
     shebang = ""
     if text.startswith("#!"):
@@ -81,7 +83,17 @@ def source(name: str) -> str:
         shebang += "\n"
     keys = declared(name)
     numbered = ", ".join(f"KEYS[{index}]" for index in range(1, len(keys) + 1))
-    return f"{shebang}local {', '.join(keys)} = {numbered}\n{body(PRELUDE)}\n{text}"
+    return f"{shebang}local {', '.join(keys)} = {numbered}\n{_used_prelude(text)}\n{text}"
+
+
+def _used_prelude(text: str) -> str:
+    """The paragraphs of the prelude that a script uses: each call of a script makes all its functions anew."""
+    used: list[str] = []
+    for paragraph in reversed(body(PRELUDE).split("\n\n")):
+        defined = [name for names in _DEFINED.findall(paragraph) for name in names.replace(",", " ").split()]
+        if any(re.search(rf"\b{name}\b", part) for name in defined for part in (text, *used)):
+            used.insert(0, paragraph)
+    return "\n\n".join(used)
 
 
 def reads_only(name: str) -> bool:

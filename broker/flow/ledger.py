@@ -17,6 +17,7 @@ import redis
 from broker.connection.connection import BLOCK_MS, Connection
 from broker.connection.scripts import OTHER_RUN
 from broker.flow.run_control import ControlState, parse_settings
+from broker.queues.consumer_group import split_calls
 from broker.queues.dead_letters import UnusableTask, check_sendable, letter_of
 from broker.queues.images import image_args
 from schemas.config.run import slots_problem
@@ -25,7 +26,7 @@ from schemas.messages import Task
 from schemas.run_record import JoinedRun
 
 AdmissionAnswer = Literal["ok", "again", "full", "paused", "done", "moved", "starting"]
-Setting = Literal["staleness", "batch", "concurrency", "lr", "steps", "eval_every", "checkpoint_every"]
+Setting = Literal["staleness", "batch", "concurrency", "lr", "steps", "temperature", "eval_every", "checkpoint_every"]
 
 
 @dataclass(frozen=True)
@@ -151,30 +152,25 @@ class Ledger:
         number of the prompt in whose statistic the outcome counts. images: bytes of the tasks' images by digest.
         """
         run = run or JoinedRun()
-        calls, unusable = [], []
+        parts: list[tuple[bytes | str | int, ...]] = []
+        unusable = []
         for task in tasks:
             body, wrong = (b"", None) if isinstance(task, SkippedTask) else check_sendable(task, self._max_bytes)
             prompt = "" if prompts is None else prompts.get(task.task_id, "")
-            calls.append(
-                (
-                    task.task_id,
-                    body,
-                    task.n,
-                    letter_of(wrong, self._max_bytes),
-                    run.id,
-                    prompt,
-                    *image_args(task if body else None, images or {}),
-                )
-            )
+            pictures = image_args(task if body else None, images or {})
+            letter = letter_of(wrong, self._max_bytes)
+            parts.append((task.task_id, body, task.n, letter, prompt, len(pictures) // 2, *pictures))
             unusable.append(wrong)
-        answers = self._connection.run_scripts("admit_task", calls)
-        if any(word == OTHER_RUN for word, _ in answers):
+        answers = self._connection.run_scripts("admit_tasks", [[run.id, *call] for call in split_calls(parts)])
+        if any(OTHER_RUN in words for words in answers):
             raise run.replaced()
-        refusal = next((word.decode() for word, _ in answers if word not in (b"ok", b"skipped")), "ok")
-        skipped = [task.task_id for task, (word, _) in zip(tasks, answers, strict=True) if word == b"skipped"]
-        admitted = [task.task_id for task, (word, _) in zip(tasks, answers, strict=True) if word == b"ok"]
+        said = [word.decode() for words in answers for word in words[:-1]]
+        # A broker that no trainer has begun to use says so once for a call.
+        refusal = next((word for word in said if word not in ("ok", "skipped")), "ok")
+        words = dict(zip((task.task_id for task in tasks), said, strict=refusal != "starting"))
+        skipped, admitted = ([one for one, word in words.items() if word == kind] for kind in ("skipped", "ok"))
         failed = {wrong.task_id: wrong for wrong in unusable if wrong is not None and wrong.task_id in admitted}
-        return Admission(cast(AdmissionAnswer, refusal), int(answers[-1][1]), admitted, failed, skipped)
+        return Admission(cast(AdmissionAnswer, refusal), int(answers[-1][-1]), admitted, failed, skipped)
 
     def read_prompts(self, prompts: Sequence[int]) -> list[bytes]:
         """The statistics of prompts by their number, four bytes each; fewer where nothing is known."""

@@ -25,7 +25,8 @@ from broker.flow.owner import Owner, name_taken
 from broker.flow.pipeline import PipelineSnapshot, ScoredSample, Slot
 from broker.flow.progress import Takeover, TakeoverRequest
 from broker.flow.run_control import ControlState, parse_settings
-from broker.queues.consumer_group import AT_ONCE, Entry, ensure_group, groups_of, number, with_group
+from broker.queues.bodies import body_name, read_bodies
+from broker.queues.consumer_group import Entry, ensure_group, groups_of, number, with_group
 from schemas.codec import SCHEMA_VERSION, BadMessage, decode, encode
 from schemas.errors import BrokerDamaged, BrokerLost, ConfigError, FencedError
 from schemas.messages import BatchRecord, DeadLetter, Score, Trajectory
@@ -152,25 +153,16 @@ class TrainerSession:
         position = self._connection.run("looking at scores", last_delivered)
         self._connection.run("waiting for scores", lambda client: client.xread({keys.scored: position}, 1, timeout_ms))
 
-    def fetch_trajectories(self, ids: Sequence[bytes]) -> list[Trajectory | None]:
-        """Bodies of trajectory entries; None where one is gone or unreadable."""
+    def fetch_trajectories(self, places: Sequence[bytes]) -> list[Trajectory | BadMessage | None]:
+        """Trajectories by their places (ENTRY/BODY); None where one is gone, BadMessage where it can't be trained."""
+        bodies = read_bodies(self._connection, [body_name(place) for place in places])
+        return [None if body is None else self._check(body) for body in bodies]
 
-        bodies: dict[bytes, Trajectory | None] = {}
-        for first in range(0, len(ids), AT_ONCE):
-            bodies |= self._connection.run("fetching trajectories", self._fetch, ids[first : first + AT_ONCE])
-        return [bodies.get(entry_id) for entry_id in ids]
-
-    def _fetch(self, client: redis.Redis, ids: Sequence[bytes]) -> dict[bytes, Trajectory | None]:
-        pipe = client.pipeline(transaction=False)
-        for first, last in _runs(ids):
-            pipe.xrange(self._connection.keys.trajectories, first, last)
-        return {entry: self._body(fields.get(b"b", b"")) for found in pipe.execute() for entry, fields in found}
-
-    def _body(self, body: bytes) -> Trajectory | None:
+    def _check(self, body: bytes) -> Trajectory | BadMessage:
         try:
             return decode(body, Trajectory, self._max_bytes)
-        except BadMessage:
-            return None
+        except BadMessage as error:
+            return error
 
     def drop_group(
         self,
@@ -262,27 +254,32 @@ class TrainerSession:
                 return entries
 
     def _parse(self, entries: list[Any]) -> list[ScoredSample]:
-        outcomes = []
-        for entry_id, raw in entries:
-            fields = raw if isinstance(raw, dict) else dict(zip(raw[::2], raw[1::2], strict=True)) if raw else {}
-            self._seen.add(entry_id)
-            try:
-                score = decode(fields.get(b"b", b""), Score, self._max_bytes)
-            except BadMessage as error:
-                score = Score(status="error", reason=str(error), scorer="trainer")
-            body = fields.get(b"e", b"-")
-            outcomes.append(
-                ScoredSample(
-                    scored_id=entry_id,
-                    task_id=number(fields.get(b"t")),
-                    sample=number(fields.get(b"s")),
-                    group_size=number(fields.get(b"n")),
-                    trajectory_id=None if body == b"-" or score.status != "ok" else body,
-                    score=score,
-                    excluded=body != b"-" and score.status != "ok",
-                )
-            )
-        return outcomes
+        self._seen.update([entry_id for entry_id, _ in entries])
+        return [self._read_score(entry_id, raw) for entry_id, raw in entries]
+
+    def _read_score(self, entry_id: bytes, raw: Any) -> ScoredSample:
+        """Read an entry of the scores, whose fields and values follow one another."""
+        if isinstance(raw, dict):
+            fields = raw
+        else:
+            names = iter(raw or ())
+            fields = dict(zip(names, names, strict=True))
+        get = fields.get
+        try:
+            score = decode(get(b"b", b""), Score, self._max_bytes)
+        except BadMessage as error:
+            score = Score(status="error", reason=str(error), scorer="trainer")
+        body, counts = get(b"e", b"-"), score.status == "ok"
+        published = body != b"-"
+        return ScoredSample(
+            entry_id,
+            number(get(b"t")),
+            number(get(b"s")),
+            number(get(b"n")),
+            body if published and counts else None,
+            score,
+            published and not counts,
+        )
 
     def discard_scores(self, outcomes: Sequence[ScoredSample]) -> None:
         """Remove outcomes of groups that ended before; what no task can be read from becomes a dead letter."""
@@ -308,21 +305,3 @@ class TrainerSession:
 def _in_255(rate: float | None) -> int | str:
     """A solve rate as statistics of prompts have it; "" when it is not known."""
     return "" if rate is None else round(255 * rate)
-
-
-def _runs(ids: Sequence[bytes]) -> list[tuple[bytes, bytes]]:
-    """First and last of each stretch of entries that follow one another without a gap, as one script call adds them.
-
-    Reading a stretch costs the server and us little more than reading one entry.
-    """
-    runs: list[tuple[bytes, bytes]] = []
-    after = None
-    for entry_id in ids:
-        moment, _, number = entry_id.partition(b"-")
-        place = (moment, int(number))
-        if runs and place == after:
-            runs[-1] = (runs[-1][0], entry_id)
-        else:
-            runs.append((entry_id, entry_id))
-        after = (moment, place[1] + 1)
-    return runs

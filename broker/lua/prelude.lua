@@ -1,5 +1,6 @@
 -- Code shared by all scripts. The keys that a script declares in its KEYS line are locals here, under the names of
 -- broker/connection/keys.py; a script reaches no other key.
+-- A script is given those paragraphs that it uses, so no function has an empty line in it.
 -- A refused write (out of memory) does not undo earlier ones, so in every script the first write is one
 -- that memory limits refuse, and acknowledgements come last.
 local GENERATORS, REWARD, TRAINER = 'generators', 'reward', 'trainer'
@@ -14,6 +15,11 @@ end
 local function ordered(what)
   redis.call('XADD', ORDERS, 'MAXLEN', '16', '*', 'w', what)
   changed(what)
+end
+
+-- Wake those who wait for a roll to close, or for a note. Answers wake the trainer alone, which waits for those.
+local function roll_changed(what)
+  redis.call('XADD', ROLL_CHANGES, 'MAXLEN', '16', '*', 'w', what)
 end
 
 -- Keep a dead letter for people; all are counted, and the newest are kept: so many, so many bytes, at least one.
@@ -110,9 +116,14 @@ local function outcomes_known(task, count)
   return left
 end
 
--- SAMPLES holds a sample's entry in the trajectories, '=' before it once it is scored, '-' when it failed.
-local function entry_of(sample)
-  return (string.gsub(sample, '^=', ''))
+-- SAMPLES holds where a sample is, as ENTRY/BODY: its entry in the trajectories and the field of its body in BODIES; '='
+-- before it once it is scored, '-' alone when it failed. Bodies are large and never pass through a script.
+local function entry_of(place)
+  return string.match(place, '^=?([^/]*)')
+end
+
+local function body_of(place)
+  return string.match(place, '/(.*)$') or ''
 end
 
 -- Acknowledge and delete entries of a stream, a thousand at a time: Lua cannot unpack many more.
@@ -122,6 +133,21 @@ local function remove(stream, group, entries)
     redis.call('XACK', stream, group, unpack(entries, first, last))
     redis.call('XDEL', stream, unpack(entries, first, last))
   end
+end
+
+-- Delete fields of a hash, a thousand at a time.
+local function delete_fields(key, fields)
+  for first = 1, #fields, 1000 do
+    redis.call('HDEL', key, unpack(fields, first, math.min(first + 999, #fields)))
+  end
+end
+
+-- Delete the trajectories at these places, entry and body of each.
+local function remove_trajectories(places)
+  local entries, bodies = {}, {}
+  for i, place in ipairs(places) do entries[i], bodies[i] = entry_of(place), body_of(place) end
+  remove(TRAJECTORIES, REWARD, entries)
+  delete_fields(BODIES, bodies)
 end
 
 -- How many pieces of a sample are saved; PARTIALS holds that number, and who wrote them, as NUMBER:WRITER.
@@ -134,9 +160,7 @@ local function forget_partials(samples)
   for _, sample in ipairs(samples) do
     local fields = {sample}
     for piece = 0, piece_count(redis.call('HGET', PARTIALS, sample)) - 1 do fields[#fields + 1] = sample .. ':' .. piece end
-    for first = 1, #fields, 1000 do
-      redis.call('HDEL', PARTIALS, unpack(fields, first, math.min(first + 999, #fields)))
-    end
+    delete_fields(PARTIALS, fields)
   end
 end
 
@@ -166,16 +190,18 @@ local function prompt_of(task)
   return redis.call('HGET', GROUPS, task .. ':prompt') or nil
 end
 
--- Keep the images of a group that begins, digest and bytes in `args` from `first` to `last`, for as long as the group is there.
+-- Keep images of a group, digest and bytes in `args` from `first` to `last`, for as long as the group is there.
 -- IMAGES holds the bytes by digest, each once however many groups have it, and under DIGEST:groups how many these are.
 local function keep_images(task, args, first, last)
-  local digests = {}
+  local known = redis.call('HGET', GROUPS, task .. ':images') or ''
   for i = first, last, 2 do
-    redis.call('HSETNX', IMAGES, args[i], args[i + 1])
-    redis.call('HINCRBY', IMAGES, args[i] .. ':groups', 1)
-    digests[#digests + 1] = args[i]
+    if not string.find(',' .. known .. ',', ',' .. args[i] .. ',', 1, true) then
+      redis.call('HSETNX', IMAGES, args[i], args[i + 1])
+      redis.call('HINCRBY', IMAGES, args[i] .. ':groups', 1)
+      known = known == '' and args[i] or known .. ',' .. args[i]
+    end
   end
-  if #digests > 0 then redis.call('HSET', GROUPS, task .. ':images', table.concat(digests, ',')) end
+  if known ~= '' then redis.call('HSET', GROUPS, task .. ':images', known) end
 end
 
 local function forget_images(digests)
@@ -186,8 +212,9 @@ local function forget_images(digests)
   end
 end
 
--- Delete everything that the broker holds of a group; returns how many of its samples had been published.
-local function forget(task)
+-- Delete everything that the broker holds of a group; returns how many of its samples had been published. places: where these
+-- are noted instead of being deleted, by a caller that deletes many at once.
+local function forget(task, places)
   local fields = redis.call('HMGET', GROUPS, task .. ':n', task .. ':kind', task .. ':entry', task .. ':saved', task .. ':images')
   if not fields[1] then return 0 end
   local published = {}
@@ -195,7 +222,7 @@ local function forget(task)
     local samples = {}
     for sample = first, math.min(first + 1000, tonumber(fields[1])) - 1 do samples[#samples + 1] = task .. ':' .. sample end
     for _, found in ipairs(redis.call('HMGET', SAMPLES, unpack(samples))) do
-      if found and found ~= '-' then published[#published + 1] = entry_of(found) end
+      if found and found ~= '-' then published[#published + 1] = found end
     end
     redis.call('HDEL', SAMPLES, unpack(samples))
     if fields[4] then forget_partials(samples) end
@@ -204,7 +231,11 @@ local function forget(task)
     forget_images(fields[5])
     redis.call('HDEL', GROUPS, task .. ':images')
   end
-  remove(TRAJECTORIES, REWARD, published)
+  if places then
+    for _, place in ipairs(published) do places[(string.gsub(place, '^=', ''))] = true end
+  else
+    remove_trajectories(published)
+  end
   remove(task_stream(fields[2]), GENERATORS, {fields[3]})
   redis.call('HDEL', GROUPS, task .. ':n', task .. ':kind', task .. ':entry', task .. ':left', task .. ':open', task .. ':saved', task .. ':prompt')
   if fields[2] == 'eval' then redis.call('HDEL', GROUPS, task .. ':dataset', task .. ':scored', task .. ':correct') end

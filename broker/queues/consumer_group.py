@@ -241,7 +241,7 @@ def split_calls(parts: Sequence[tuple[bytes | str | int, ...]]) -> list[list[byt
     calls: list[list[bytes | str | int]] = []
     count = size = 0
     for part in parts:
-        length = sum(len(item) for item in part if isinstance(item, bytes))
+        length = sum([len(item) for item in part if type(item) is bytes])
         if not calls or count == AT_ONCE or size + length > BYTES_AT_ONCE:
             calls.append([])
             count = size = 0

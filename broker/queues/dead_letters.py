@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import builtins
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import msgspec
 
 from broker.connection.connection import Connection
+from broker.connection.stream_pages import read_page
 from schemas.codec import BadMessage, decode, encode
 from schemas.errors import DataError, printable
 from schemas.messages import DeadLetter, Task
@@ -41,6 +43,13 @@ class DeadLetters:
             "reading dead letters", lambda client: client.xrevrange(self._connection.keys.dead, count=count)
         )
         return [_filed(entry, fields) for entry, fields in reversed(found)]
+
+    def page(self, count: int, cursor: str | None, newest: bool) -> tuple[builtins.list[StoredLetter], str | None]:
+        """A page of letters, from the oldest on or from the newest back, and the cursor of the following one."""
+        found, following = read_page(
+            self._connection, self._connection.keys.dead, "dead letters", count, cursor, newest
+        )
+        return [_filed(entry, fields) for entry, fields in found], following
 
     def get(self, id: str) -> StoredLetter:
         """Return a letter by its id; DataError when it is not there."""

@@ -12,10 +12,11 @@ from typing import Any
 from broker.connection.connection import BLOCK_MS, Connection
 from broker.connection.counters import DUPLICATE, add_counts
 from broker.connection.keys import REWARD
+from broker.queues.bodies import read_bodies
 from broker.queues.consumer_group import ConsumerGroup, Delivery, Entry, number, split_calls
 from broker.queues.dead_letters import LIMIT, letter_bytes
 from schemas.codec import BadMessage, decode, encode
-from schemas.messages import DeadLetter, Score, Trajectory
+from schemas.messages import DeadLetter, Score, Trajectory, UncheckedTrajectory
 
 
 class ScoreQueue(ConsumerGroup):
@@ -86,16 +87,21 @@ class ScoreQueue(ConsumerGroup):
         return letter_bytes(letter, self._max_bytes)
 
     def _decode(self, entries: list[tuple[str, Entry, int]]) -> list[Delivery[Trajectory]]:
-        deliveries = []
-        for stream, (entry_id, fields), times in entries:
+        deliveries: list[Delivery[Trajectory]] = []
+        bodies = read_bodies(self._connection, [fields.get(b"b", b"") for _, (_, fields), _ in entries])
+        for (stream, (entry_id, fields), times), body in zip(entries, bodies, strict=True):
             if not fields:
                 self._release(stream, entry_id)
                 continue
             task_id, sample = number(fields.get(b"t")), number(fields.get(b"s"))
+            if body is None:
+                self._file_without_body(entry_id, fields, abs(times))
+                self._release(stream, entry_id)
+                continue
             try:
                 if abs(times) > self._max_deliveries:
                     raise BadMessage(f"delivered {abs(times)} times, its reward services died or stalled each time")
-                trajectory = decode(fields.get(b"b", b""), Trajectory, self._max_bytes)
+                trajectory = decode(body, UncheckedTrajectory, self._max_bytes)
                 if (trajectory.task_id, trajectory.sample) != (task_id, sample):
                     raise BadMessage(
                         f"is sample {trajectory.task_id}:{trajectory.sample}, its entry says {task_id}:{sample}"
@@ -105,22 +111,31 @@ class ScoreQueue(ConsumerGroup):
                     source="trajectories",
                     reason=str(error),
                     deliveries=abs(times),
-                    payload=fields.get(b"b", b""),
+                    payload=body,
                     task_id=task_id,
                     sample=sample,
                 )
-                filed = letter_bytes(letter, self._max_bytes)
-                if task_id >= 0 and sample >= 0:
-                    score = Score(status="error", reason=str(error), scorer="reward")
-                    scored = _scored(entry_id, task_id, sample, score, encode(score), 0)
-                    self._connection.run_script("publish_scores", *scored, filed)
-                    self._release(stream, entry_id)
-                else:
-                    self._connection.run_script("dead_letter", entry_id, filed)
-                    self._release(stream, entry_id)
+                score = Score(status="error", reason=str(error), scorer="reward")
+                scored = _scored(entry_id, task_id, sample, score, encode(score), 0)
+                self._connection.run_script("publish_scores", *scored, letter_bytes(letter, self._max_bytes))
+                self._release(stream, entry_id)
                 continue
             deliveries.append(Delivery(entry_id, stream, trajectory))
         return deliveries
+
+    def _file_without_body(self, entry_id: bytes, fields: dict[bytes, bytes], times: int) -> None:
+        """File an entry that leads to no body as a dead letter, unless its group ended or the broker lost a part."""
+        task_id, sample = number(fields.get(b"t")), number(fields.get(b"s"))
+        letter = DeadLetter(
+            source="trajectories",
+            reason="its body is not there",
+            deliveries=times,
+            payload=fields.get(b"b", b""),
+            task_id=task_id,
+            sample=sample,
+        )
+        named = f"{task_id}:{sample}" if task_id >= 0 and sample >= 0 else ""
+        self._connection.run_script("dead_letter", entry_id, letter_bytes(letter, self._max_bytes), named)
 
 
 def _scored(

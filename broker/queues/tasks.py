@@ -6,7 +6,7 @@ task says which weight version it is for.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -16,7 +16,8 @@ from broker.connection.connection import BLOCK_MS, Connection
 from broker.connection.counters import CLOSED, DUPLICATE, add_counts
 from broker.connection.keys import GENERATORS
 from broker.connection.scripts import OTHER_RUN
-from broker.queues.consumer_group import ConsumerGroup, Delivery, Entry, number, split_calls
+from broker.queues.bodies import BodyNames
+from broker.queues.consumer_group import AT_ONCE, ConsumerGroup, Delivery, Entry, number, split_calls
 from broker.queues.dead_letters import letter_bytes
 from schemas.codec import BadMessage, decode, encode
 from schemas.errors import printable
@@ -36,6 +37,9 @@ def eval_version(task_id: int) -> int:
     """The version that an evaluation task is for."""
     return task_id // EVAL_BASE - 1
 
+
+PARCEL_BYTES = 256 << 10
+"""Bytes of bodies in one transaction: with more the server copies them from memory instead of its cache."""
 
 log = structlog.get_logger()
 
@@ -64,6 +68,7 @@ class TaskQueue(ConsumerGroup):
         super().__init__(connection, [keys.eval_tasks, keys.tasks], GENERATORS, consumer, max_deliveries)
         self._max_bytes = max_bytes
         self._run = run or JoinedRun()
+        self._bodies = BodyNames()
 
     def read(self, count: int, block_ms: int = BLOCK_MS, evaluations: bool = True) -> list[Delivery[Task]]:
         """Read up to ``count`` tasks of each kind; empty after ``block_ms`` without any.
@@ -105,11 +110,12 @@ class TaskQueue(ConsumerGroup):
 
     def publish_all(self, results: Sequence[tuple[int, Sequence[Trajectory]]]) -> list[list[str]]:
         """``publish`` for several tasks in one round trip."""
-        calls: list[tuple[int, list[int | bytes | str]]] = []
         refused: set[tuple[int, int]] = set()
-        for place, (task_id, trajectories) in enumerate(results):
+        parcel = _Parcel(self._run.id)
+        parcels = [parcel]
+        for task_id, trajectories in results:
             off = [item.sample for item in trajectories if off_version(item)]
-            parts: list[tuple[int | bytes | str, ...]] = []
+            off_text = f",{','.join(map(str, off))}," if off else ""
             for trajectory in trajectories:
                 try:
                     body = encode(trajectory, self._max_bytes)
@@ -117,22 +123,32 @@ class TaskQueue(ConsumerGroup):
                     self.fail_sample(task_id, trajectory.sample, str(error))
                     refused.add((task_id, trajectory.sample))
                     continue
-                parts.append((trajectory.sample, trajectory.loss_mask.data.count(1), body))
-            begin: list[int | bytes | str] = [task_id, self._run.id, f",{','.join(map(str, off))}," if off else ""]
-            calls += [(place, [*begin, *call]) for call in split_calls(parts)]
-        answers = self._connection.run_scripts("publish_samples", [call for _, call in calls])
-        words: list[list[bytes]] = [[] for _ in results]
-        for (place, _), answer in zip(calls, answers, strict=True):
-            words[place] += answer
-        said = [word for of_task in words for word in of_task]
-        if OTHER_RUN in said:
+                if not parcel.has_room(len(body)):
+                    parcel = _Parcel(self._run.id)
+                    parcels.append(parcel)
+                tokens = trajectory.loss_mask.data.count(1)
+                parcel.add(task_id, off_text, trajectory.sample, tokens, self._bodies.next_name(), body)
+        answers = self._connection.run_script_with_fields(
+            "publish_samples",
+            self._connection.keys.bodies,
+            [(parcel.bodies, parcel.arguments()) for parcel in parcels if parcel.samples],
+        )
+        said = [word.decode() for words in answers for word in words]
+        if OTHER_RUN.decode() in said:
             raise self._run.replaced()
-        add_counts(self._connection, {f"{DUPLICATE}:publish": said.count(b"dup"), CLOSED: said.count(b"closed")})
-        following = [iter(of_task) for of_task in words]
+        add_counts(self._connection, {f"{DUPLICATE}:publish": said.count("dup"), CLOSED: said.count("closed")})
+        following = iter(said)
         return [
-            ["failed" if (task_id, item.sample) in refused else next(answer).decode() for item in trajectories]
-            for (task_id, trajectories), answer in zip(results, following, strict=True)
+            ["failed" if refused and (task_id, item.sample) in refused else next(following) for item in trajectories]
+            for task_id, trajectories in results
         ]
+
+    def keep_images(self, task_id: int, images: Mapping[str, bytes]) -> None:
+        """Keep images that an episode has beside its task's, by digest, for as long as its prompt group is there."""
+        parts = split_calls(list(images.items()))
+        answers = self._connection.run_scripts("keep_images", [[task_id, self._run.id, *part] for part in parts])
+        if OTHER_RUN in answers:
+            raise self._run.replaced()
 
     def fail_sample(
         self, task_id: int, sample: int, reason: str, broken_version: int = -1, kind: str = "workflow"
@@ -218,6 +234,37 @@ class TaskQueue(ConsumerGroup):
             "fail_task", stream.rpartition(":")[2], entry_id, task, letter_bytes(letter, self._max_bytes)
         )
         self._release(stream, entry_id)
+
+
+class _Parcel:
+    """Samples that one call of publish_samples hands over, of one task after another, with their bodies by name."""
+
+    def __init__(self, run: str) -> None:
+        self.bodies: list[str | bytes] = []
+        self.samples = 0
+        self._run = run
+        self._bytes = 0
+        self._tasks: list[tuple[int, str, list[str | int]]] = []
+
+    def has_room(self, size: int) -> bool:
+        """Whether a sample whose body has so many bytes may be added."""
+        return not self.samples or (self.samples < AT_ONCE and self._bytes + size <= PARCEL_BYTES)
+
+    def add(self, task_id: int, off_version: str, sample: int, tokens: int, name: str, body: bytes) -> None:
+        """Add a sample: off_version lists those of its task that are not of the evaluation's version."""
+        if not self._tasks or self._tasks[-1][0] != task_id:
+            self._tasks.append((task_id, off_version, []))
+        self._tasks[-1][2].extend((sample, tokens, name))
+        self.bodies += (name, body)
+        self.samples += 1
+        self._bytes += len(body)
+
+    def arguments(self) -> list[str | int]:
+        """Return the arguments of the script."""
+        found: list[str | int] = [self._run]
+        for task_id, off, samples in self._tasks:
+            found += (task_id, off, len(samples) // 3, *samples)
+        return found
 
 
 def off_version(trajectory: Trajectory) -> bool:

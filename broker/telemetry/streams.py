@@ -14,6 +14,7 @@ import redis
 
 from broker.connection.connection import Connection
 from broker.connection.scripts import OTHER_RUN
+from broker.connection.stream_pages import read_page
 from broker.queues.dead_letters import UnusableTask, check_sendable, letter_of
 from broker.queues.images import image_args
 from broker.telemetry.pass_at import DatasetResult
@@ -169,6 +170,11 @@ class Events:
         )
         return _noted(reversed(found))
 
+    def page(self, count: int, cursor: str | None, newest: bool) -> tuple[list[StoredEvent], str | None]:
+        """A page of events, from the oldest on or from the newest back, and the cursor of the following one."""
+        found, following = read_page(self._connection, self._connection.keys.events, "events", count, cursor, newest)
+        return _noted(found), following
+
     def read_after(self, id: str, count: int, block_ms: int | None = None) -> list[StoredEvent]:
         """Read up to ``count`` events after ``id``, oldest first; waits up to ``block_ms`` for one if given."""
         key = self._connection.keys.events
@@ -242,6 +248,10 @@ def _figures(entries: Iterable[tuple[bytes, dict[bytes, bytes]]]) -> list[dict[s
     return lines
 
 
+KEPT_EVALUATIONS = 1000
+"""Complete evaluations that the broker keeps, the newest; all are in the run's folder, in evaluations.jsonl."""
+
+
 class Evals:
     """Evaluations on held-out prompts, each opened once and counted as scores arrive."""
 
@@ -262,7 +272,7 @@ class Evals:
         of JoinedRun when the broker has another one. images: bytes of the tasks' images by digest.
         """
         run = run or JoinedRun()
-        args: list[int | bytes | str] = [version, run.id]
+        args: list[int | bytes | str] = [version, run.id, KEPT_EVALUATIONS]
         for task in tasks:
             body, wrong = check_sendable(task, self._max_bytes)
             parts = image_args(task if body else None, images or {})

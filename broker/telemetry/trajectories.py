@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from broker.connection.connection import Connection
+from broker.connection.stream_pages import Entry, read_page
+from broker.queues.bodies import body_name, read_bodies
 from broker.queues.consumer_group import number
 from schemas.codec import BadMessage, decode, encode
 from schemas.messages import Score, Trajectory
@@ -26,28 +28,38 @@ PAGE_BYTES = 4 << 20
 """Bytes of a reply that are aimed at, by the sizes of the entries before."""
 SEARCH_BYTES = 64 << 20
 """Bytes of trajectories after which a search ends: what it asks of the broker for one look of one person."""
+TRAINED, PIPELINE = "trained", "pipeline"
+"""Where a trajectory is, in places."""
 SCORES = 5000
 """Scores that a search looks through."""
 
 
 @dataclass(frozen=True)
 class StoredTrajectory:
-    """A trajectory as stored. time: Unix seconds when it was published, or trained. step: that trained it, or None."""
+    """A trajectory as stored. time: Unix seconds when it was published, or trained. step: that trained it, or None.
+
+    place: where it stands in the order of a search.
+    """
 
     trajectory: Trajectory
     score: Score | None
     state: Literal["generated", "scored", "trained"]
     time: float
     step: int | None = None
+    place: str = ""
 
 
 @dataclass(frozen=True)
 class SearchResult:
-    """Result of a search, newest first. examined: trajectories read; complete: whether there were no more."""
+    """Result of a search. examined: trajectories read; complete: whether there were no more.
+
+    next: place of the last one that was read, to go on after it; None when there were no more.
+    """
 
     items: list[StoredTrajectory]
     examined: int
     complete: bool
+    next: str | None = None
 
 
 @dataclass
@@ -78,92 +90,118 @@ class TrajectoryStore:
         step: int,
         trained: Sequence[tuple[Trajectory, float]],
         terms: Mapping[tuple[int, int], Mapping[str, float]] | None = None,
-    ) -> None:
+    ) -> list[Trajectory]:
         """Keep some samples of a step: the best, the worst, the longest and one more, each with its reward.
 
-        terms: of the rewards, by task id and sample.
+        Returned: those that are kept. terms: of the rewards, by task id and sample.
         """
         bodies = [(item, encode(item[0], self._max_bytes)) for item in choose(trained, step)]
         kept = [(item, body) for item, body in bodies if len(body) <= LONGEST_KEPT]
         if not kept:
-            return
+            return []
         args: list[str | bytes | int] = [step, min(KEEP, KEEP_BYTES // max(len(body) for _, body in kept))]
         for (trajectory, reward), body in kept:
             place = (trajectory.task_id, trajectory.sample)
             score = Score(reward=reward, components=dict((terms or {}).get(place, {})))
             args += [*place, encode(score), body]
         self._connection.run_script("keep_samples", *args)
+        return [trajectory for (trajectory, _), _ in kept]
 
     def search(
-        self, wanted: Callable[[StoredTrajectory], bool], limit: int, examine: int, only_trained: bool = False
+        self,
+        wanted: Callable[[StoredTrajectory], bool],
+        limit: int,
+        examine: int,
+        only_trained: bool = False,
+        after: str | None = None,
+        newest: bool = True,
     ) -> SearchResult:
-        """Return up to ``limit`` trajectories that are ``wanted``, newest first, from the newest ``examine``.
+        """Return up to ``limit`` trajectories that are ``wanted``, of the first ``examine`` after the place ``after``.
 
-        It ends early after SEARCH_BYTES.
+        It ends early after SEARCH_BYTES. Trained ones that are kept come before those in the pipeline.
 
-        only_trained: look among the trained ones that are kept; the pipeline may hold more than ``examine`` others.
+        newest: from the newest back. only_trained: look among the trained ones that are kept; the pipeline may hold
+        more than ``examine`` others.
         """
         items: list[StoredTrajectory] = []
         examined = 0
         reading = _Reading()
-        for seen in self._kept(reading) if only_trained else self._all(self._scores(), reading):
-            if examined >= examine or reading.size > SEARCH_BYTES:
-                return SearchResult(items, examined, False)
+        place = after
+        for seen in self._from(after, newest, only_trained, reading):
+            if examined >= examine or reading.size > SEARCH_BYTES or len(items) >= limit:
+                return SearchResult(items, examined, False, place)
             examined += 1
+            place = seen.place
             if wanted(seen):
                 items.append(seen)
-                if len(items) >= limit:
-                    return SearchResult(items, examined, False)
         return SearchResult(items, examined, True)
 
     def get(self, task_id: int, sample: int) -> StoredTrajectory | None:
         """Return a sample; None when it is neither in the pipeline nor kept. A trained one is in both for a while."""
-        for seen in self._kept(_Reading()):
+        for seen in self._kept(_Reading(), None, newest=True):
             if (seen.trajectory.task_id, seen.trajectory.sample) == (task_id, sample):
                 return seen
-        keys = self._connection.keys
-        entry: Any = self._connection.run(
-            "looking for a sample", lambda client: client.hget(keys.samples, f"{task_id}:{sample}")
-        )
-        if entry and entry != b"-":
-            id = entry.removeprefix(b"=")
-            found: Any = self._connection.run(
-                "reading a trajectory", lambda client: client.xrange(keys.trajectories, id, id)
-            )
-            for entry_id, fields in found:
-                live = self._live(entry_id, fields, self._scores())
-                if live is not None:
-                    return live
+        entry = self._entry(task_id, sample)
+        if entry is not None:
+            id = entry.removeprefix(b"=").partition(b"/")[0]
+            return self._live(id, read_bodies(self._connection, [body_name(entry)])[0], self._scores())
         return None
 
-    def _all(self, scores: dict[tuple[int, int], Score], reading: _Reading) -> Iterator[StoredTrajectory]:
-        known: set[tuple[int, int]] = set()
-        for entry_id, fields in self._pages(self._connection.keys.trajectories, reading):
-            live = self._live(entry_id, fields, scores)
-            if live is not None:
-                known.add((live.trajectory.task_id, live.trajectory.sample))
-                yield live
-        for seen in self._kept(reading):
-            if (seen.trajectory.task_id, seen.trajectory.sample) not in known:
-                yield seen
+    def _from(
+        self, after: str | None, newest: bool, only_trained: bool, reading: _Reading
+    ) -> Iterator[StoredTrajectory]:
+        """All after a place: the trained ones that are kept and then the pipeline, or all of it backwards.
 
-    def _pages(self, stream: str, reading: _Reading) -> Iterator[tuple[bytes, dict[bytes, bytes]]]:
-        """A stream from its newest entry backwards, a few at a time: bodies are large."""
-        last = "+"
+        One that is in both is given where the pipeline has it.
+        """
+        stream, _, id = (after or "").partition(":")
+        order = [TRAINED] if only_trained else [PIPELINE, TRAINED] if newest else [TRAINED, PIPELINE]
+        for each in order[order.index(stream) if stream in order else 0 :]:
+            begin = id if each == stream else None
+            if each == PIPELINE:
+                yield from self._in_pipeline(reading, begin, newest)
+                continue
+            for seen in self._kept(reading, begin, newest):
+                if only_trained or self._entry(seen.trajectory.task_id, seen.trajectory.sample) is None:
+                    yield seen
+
+    def _entry(self, task_id: int, sample: int) -> bytes | None:
+        """What the pipeline knows of a sample's trajectory; None if it has none."""
+        entry: Any = self._connection.run(
+            "looking for a sample",
+            lambda client: client.hget(self._connection.keys.samples, f"{task_id}:{sample}"),
+        )
+        return entry if entry and entry != b"-" else None
+
+    def _in_pipeline(self, reading: _Reading, after: str | None, newest: bool) -> Iterator[StoredTrajectory]:
+        scores = self._scores()
+        for id, fields in self._pages(
+            self._connection.keys.trajectories, reading, after, newest, bodies_elsewhere=True
+        ):
+            live = self._live(id, fields.get(b"b"), scores)
+            if live is not None:
+                yield live
+
+    def _pages(
+        self, stream: str, reading: _Reading, after: str | None, newest: bool, bodies_elsewhere: bool = False
+    ) -> Iterator[Entry]:
+        """A stream after an entry, forwards or back, a few at a time: bodies are large.
+
+        bodies_elsewhere: its entries name their bodies, and are given with these in their place.
+        """
         while True:
             count = reading.next_page()
-            page: Any = self._connection.run(
-                "reading trajectories",
-                lambda client, last, count: client.xrevrange(stream, last, "-", count),
-                last,
-                count,
-            )
-            for entry in page:
+            page, after = read_page(self._connection, stream, "trajectories", max(1, count - 1), after, newest)
+            entries = self._with_bodies(page) if bodies_elsewhere else page
+            for entry in entries:
                 reading.add(entry[1])
                 yield entry
-            if len(page) < count:
+            if after is None:
                 return
-            last = f"({page[-1][0].decode()}"
+
+    def _with_bodies(self, page: Sequence[Entry]) -> list[Entry]:
+        bodies = read_bodies(self._connection, [fields.get(b"b", b"") for _, fields in page])
+        return [(id, fields | {b"b": body or b""}) for (id, fields), body in zip(page, bodies, strict=True)]
 
     def _scores(self) -> dict[tuple[int, int], Score]:
         found: Any = self._connection.run(
@@ -176,22 +214,21 @@ class TrajectoryStore:
                 scores[number(fields.get(b"t")), number(fields.get(b"s"))] = score
         return scores
 
-    def _live(
-        self, id: bytes, fields: dict[bytes, bytes], scores: dict[tuple[int, int], Score]
-    ) -> StoredTrajectory | None:
-        trajectory = self._body(fields.get(b"b", b""))
+    def _live(self, id: bytes, body: bytes | None, scores: dict[tuple[int, int], Score]) -> StoredTrajectory | None:
+        trajectory = self._body(body or b"")
         if trajectory is None:
             return None
         score = scores.get((trajectory.task_id, trajectory.sample))
-        return StoredTrajectory(trajectory, score, "scored" if score else "generated", _time(id))
+        state: Literal["generated", "scored"] = "scored" if score else "generated"
+        return StoredTrajectory(trajectory, score, state, _time(id), place=f"{PIPELINE}:{id.decode()}")
 
-    def _kept(self, reading: _Reading) -> Iterator[StoredTrajectory]:
-        for id, fields in self._pages(self._connection.keys.recent, reading):
+    def _kept(self, reading: _Reading, after: str | None, newest: bool) -> Iterator[StoredTrajectory]:
+        for id, fields in self._pages(self._connection.keys.recent, reading, after, newest):
             trajectory = self._body(fields.get(b"b", b""))
             if trajectory is not None:
-                yield StoredTrajectory(
-                    trajectory, _score(fields.get(b"r", b"")), "trained", _time(id), number(fields.get(b"p"))
-                )
+                score, step = _score(fields.get(b"r", b"")), number(fields.get(b"p"))
+                place = f"{TRAINED}:{id.decode()}"
+                yield StoredTrajectory(trajectory, score, "trained", _time(id), step, place)
 
     def _body(self, body: bytes) -> Trajectory | None:
         try:

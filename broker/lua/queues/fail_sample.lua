@@ -1,4 +1,4 @@
--- KEYS: COUNTS GROUPS SAMPLES TASKS EVAL_TASKS TRAJECTORIES SCORED DEAD EVALS PARTIALS IMAGES
+-- KEYS: COUNTS GROUPS SAMPLES TASKS EVAL_TASKS TRAJECTORIES SCORED DEAD EVALS PARTIALS IMAGES BODIES
 -- ARGV: task id, sample, dead letter, failed score, the generator's run. Marks a sample that can't be made as failed: its
 -- group goes on without it.
 local task, field = ARGV[1], ARGV[1] .. ':' .. ARGV[2]

@@ -1,5 +1,5 @@
 #!lua flags=allow-oom
--- KEYS: SLOTS COUNTS GROUPS SAMPLES TASKS EVAL_TASKS TRAJECTORIES DEAD FAILED CHANGES EVALS PARTIALS IMAGES PROMPTS
+-- KEYS: SLOTS COUNTS GROUPS SAMPLES TASKS EVAL_TASKS TRAJECTORIES DEAD FAILED CHANGES EVALS PARTIALS IMAGES PROMPTS BODIES
 -- ARGV: stream, entry, task id ('' when the entry doesn't tell), dead letter.
 -- Ends a task that no generator can read or survive: dead letter, and its group fails. Once. Of an evaluation only
 -- the missing samples fail: the others are scored.

@@ -1,11 +1,30 @@
 -- KEYS: EVALS EVAL_TASKS GROUPS COUNTS DEAD IMAGES
--- ARGV: version, the feeder's run, then task id, samples, body, dead letter ('' when there is a body), dataset,
+-- ARGV: version, the feeder's run, evaluations kept, then task id, samples, body, dead letter ('' when there is a body), dataset,
 -- number of images, and digest and bytes of each image, of each.
 -- Queues one evaluation; a repeat does nothing. A task that is too large to be sent counts as failed.
 local version = ARGV[1]
 if differs(redis.call('HGET', GROUPS, 'run'), ARGV[2]) then return 'other_run' end
 if redis.call('HSETNX', EVALS, version .. ':n', 0) == 0 then return 0 end
-local i = 3
+-- The oldest go once they are complete: of those under way samples are still to come.
+local function forget_old(kept)
+  local of_version, versions = {}, {}
+  for _, name in ipairs(redis.call('HKEYS', EVALS)) do
+    local number, rest = string.match(name, '^(%d+):(.*)$')
+    if number then
+      of_version[number] = of_version[number] or {}
+      table.insert(of_version[number], name)
+      if rest == 'n' then versions[#versions + 1] = number end
+    end
+  end
+  table.sort(versions, function(a, b) return tonumber(a) < tonumber(b) end)
+  for k = 1, #versions - kept do
+    local v = redis.call('HMGET', EVALS, versions[k] .. ':n', versions[k] .. ':scored', versions[k] .. ':failed')
+    if tonumber(v[2] or 0) + tonumber(v[3] or 0) >= tonumber(v[1]) then delete_fields(EVALS, of_version[versions[k]]) end
+  end
+end
+-- Each has five fields at least.
+if redis.call('HLEN', EVALS) > 5 * tonumber(ARGV[3]) then forget_old(tonumber(ARGV[3])) end
+local i = 4
 while i <= #ARGV do
   local task, samples, dataset = ARGV[i], ARGV[i + 1], ARGV[i + 4]
   redis.call('HINCRBY', EVALS, version .. ':n', samples)

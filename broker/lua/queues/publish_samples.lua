@@ -1,36 +1,59 @@
--- KEYS: COUNTS GROUPS SAMPLES TASKS EVAL_TASKS TRAJECTORIES PARTIALS EVALS
--- ARGV: task id, the generator's run, samples of an evaluation that are not of its version (`,0,3,`), then sample index,
--- generated tokens and body of each, at most 1000. The first delivery of a sample wins, whoever brings it; the task is
--- acknowledged with its last sample. Returns one word a sample: ok, dup, or closed; or other_run, and takes none.
-local task, answers, fields, marks, tokens = ARGV[1], {}, {}, {}, 0
-for i = 4, #ARGV, 3 do fields[#fields + 1] = task .. ':' .. ARGV[i] end
-if #fields == 0 then return answers end
-local group = redis.call('HMGET', GROUPS, task .. ':kind', task .. ':saved', 'run')
-if differs(group[3], ARGV[2]) then return {'other_run'} end
-local kind = group[1]
-local present = redis.call('HMGET', SAMPLES, unpack(fields))
-local taken, finished = {}, {}
-for k, field in ipairs(fields) do
-  local i = 3 * k + 1
-  if not kind then
-    answers[k] = 'closed'
-  elseif present[k] or taken[field] then
-    answers[k] = 'dup'
-  else
-    taken[field] = true
-    finished[#finished + 1] = field
-    marks[#marks + 1] = field
-    marks[#marks + 1] = redis.call('XADD', TRAJECTORIES, '*', 't', task, 's', ARGV[i], 'b', ARGV[i + 2])
-    if string.find(ARGV[3], ',' .. ARGV[i] .. ',', 1, true) then off_version(task) end
-    tokens = tokens + tonumber(ARGV[i + 1])
-    answers[k] = 'ok'
+-- KEYS: COUNTS GROUPS SAMPLES TASKS EVAL_TASKS TRAJECTORIES PARTIALS EVALS BODIES
+-- ARGV: the generator's run, then for each task its id, those of its samples that are of an evaluation and not of its
+-- version (`,0,3,`), the number of its samples, at most 1000, and of each the index, the generated tokens and the field of
+-- its body in BODIES. The bodies were put there just before, in the same transaction, under names that nobody else has;
+-- those of samples that are not taken are deleted. The first delivery of a sample wins, whoever brings it; a task is
+-- acknowledged with its last sample. Returns one word a sample: ok, dup, or closed; or other_run alone, and takes none.
+local answers, unused = {}, {}
+-- An error, before anything is noted, where BODIES is no hash and holds none of them.
+redis.call('HLEN', BODIES)
+local others = differs(redis.call('HGET', GROUPS, 'run'), ARGV[1])
+
+-- The samples of one task, whose arguments lie from `first` to `last`.
+local function publish(task, off, first, last)
+  local fields, marks, finished, taken, tokens = {}, {}, {}, {}, 0
+  for i = first, last, 3 do fields[#fields + 1] = task .. ':' .. ARGV[i] end
+  local group = redis.call('HMGET', GROUPS, task .. ':kind', task .. ':saved')
+  local present = redis.call('HMGET', SAMPLES, unpack(fields))
+  for k, field in ipairs(fields) do
+    local i = first + 3 * (k - 1)
+    local body, place = ARGV[i + 2], present[k] or taken[field]
+    if not group[1] then
+      answers[#answers + 1] = 'closed'
+      unused[#unused + 1] = body
+    elseif place then
+      answers[#answers + 1] = 'dup'
+      -- The same delivery again, whose answer was lost, brings the body that is there.
+      if body_of(place) ~= body then unused[#unused + 1] = body end
+    else
+      finished[#finished + 1] = field
+      marks[#marks + 1] = field
+      taken[field] = redis.call('XADD', TRAJECTORIES, '*', 't', task, 's', ARGV[i], 'b', body) .. '/' .. body
+      marks[#marks + 1] = taken[field]
+      if string.find(off, ',' .. ARGV[i] .. ',', 1, true) then off_version(task) end
+      tokens = tokens + tonumber(ARGV[i + 1])
+      answers[#answers + 1] = 'ok'
+    end
   end
-end
-if #marks > 0 then
+  if #marks == 0 then return end
   redis.call('HSET', SAMPLES, unpack(marks))
-  if kind == 'train' then redis.call('HINCRBY', COUNTS, 'published', #marks / 2) end
+  if group[1] == 'train' then redis.call('HINCRBY', COUNTS, 'published', #finished) end
   redis.call('HINCRBY', COUNTS, 'tokens_generated', tokens)
   if group[2] then forget_partials(finished) end
-  outcomes_known(task, #marks / 2)
+  outcomes_known(task, #finished)
 end
+
+local at = 2
+while at <= #ARGV do
+  local first = at + 3
+  local last = first + 3 * tonumber(ARGV[at + 2]) - 1
+  if others then
+    for i = first, last, 3 do unused[#unused + 1] = ARGV[i + 2] end
+  elseif last > first then
+    publish(ARGV[at], ARGV[at + 1], first, last)
+  end
+  at = last + 1
+end
+delete_fields(BODIES, unused)
+if others then return {'other_run'} end
 return answers

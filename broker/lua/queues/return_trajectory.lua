@@ -3,12 +3,13 @@
 -- ARGV: trajectory entry, task id, sample, consumer. Gives a trajectory of a reward service that ends to another one at
 -- once, as a new entry: what a consumer holds, others get only after its lease.
 local entry, field = ARGV[1], ARGV[2] .. ':' .. ARGV[3]
-if redis.call('HGET', SAMPLES, field) ~= entry then return 'closed' end
+local place = redis.call('HGET', SAMPLES, field) or '-'
+if place ~= entry .. '/' .. body_of(place) then return 'closed' end
 local pending = redis.pcall('XPENDING', TRAJECTORIES, REWARD, entry, entry, 1)
 if pending.err or #pending == 0 or pending[1][2] ~= ARGV[4] then return 'closed' end
 local old = redis.call('XRANGE', TRAJECTORIES, entry, entry)
 if #old == 0 then return 'closed' end
-redis.call('HSET', SAMPLES, field, redis.call('XADD', TRAJECTORIES, '*', unpack(old[1][2])))
+redis.call('HSET', SAMPLES, field, redis.call('XADD', TRAJECTORIES, '*', unpack(old[1][2])) .. '/' .. body_of(place))
 redis.call('XACK', TRAJECTORIES, REWARD, entry)
 redis.call('XDEL', TRAJECTORIES, entry)
 return 'ok'

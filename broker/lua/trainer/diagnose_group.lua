@@ -1,5 +1,5 @@
 #!lua flags=no-writes,allow-oom
--- KEYS: GROUPS SAMPLES TASKS TRAJECTORIES IMAGES
+-- KEYS: GROUPS SAMPLES TASKS TRAJECTORIES IMAGES BODIES
 -- ARGV: task id of a group that holds a slot. Tells whether all is there that the group needs:
 -- 'waiting' for a generator or a score, 'complete' when all outcomes are on their way to the trainer, else 'damaged'.
 local task = ARGV[1]
@@ -16,6 +16,7 @@ for sample = 0, tonumber(fields[1]) - 1 do
   elseif found ~= '-' then
     if string.sub(found, 1, 1) ~= '=' then open = open + 1 end
     local entry = entry_of(found)
+    if redis.call('HEXISTS', BODIES, body_of(found)) == 0 then return 'damaged' end
     if #redis.call('XRANGE', TRAJECTORIES, entry, entry) == 0 then return 'damaged' end
   end
 end

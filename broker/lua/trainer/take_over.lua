@@ -1,5 +1,5 @@
 #!lua flags=allow-oom
--- KEYS: CTL LEADER_TERM SLOTS COUNTS GROUPS SAMPLES TASKS EVAL_TASKS TRAJECTORIES SCORED DEAD JOURNAL EVALS CHANGES READMIT FAILED WEIGHTS CHUNKS EVENTS METRICS SERVICES PARTIALS IMAGES RUN_CONTROL COUNTERS RECENT EVAL_SAMPLES ORDERS REFUSALS PEERS PROMPTS QUESTIONS ANSWERS
+-- KEYS: CTL LEADER_TERM SLOTS COUNTS GROUPS SAMPLES TASKS EVAL_TASKS TRAJECTORIES SCORED DEAD JOURNAL EVALS CHANGES READMIT FAILED WEIGHTS CHUNKS EVENTS METRICS SERVICES PARTIALS IMAGES RUN_CONTROL COUNTERS RECENT EVAL_SAMPLES ORDERS REFUSALS PEERS ROLL ROLL_ANSWERS ROLL_CHANGES PROMPTS QUESTIONS ANSWERS BODIES
 -- ARGV: what the trainer knows, as JSON (broker/flow/progress.py, TakeoverRequest), and the statistics of prompts in its
 -- checkpoint. A trainer takes the run over.
 -- What the broker knows wins as long as it can be true. It cannot when its lifetime is not that of the trainer's
@@ -15,14 +15,15 @@ end
 local pipeline = {
   {CTL, 'hash'}, {LEADER_TERM, 'string'}, {SLOTS, 'zset'}, {COUNTS, 'hash'}, {GROUPS, 'hash'}, {SAMPLES, 'hash'},
   {TASKS, 'stream'}, {EVAL_TASKS, 'stream'}, {TRAJECTORIES, 'stream'}, {SCORED, 'stream'}, {JOURNAL, 'hash'},
-  {READMIT, 'zset'}, {IMAGES, 'hash'},
+  {READMIT, 'zset'}, {IMAGES, 'hash'}, {BODIES, 'hash'},
 }
 -- What these hold is made again, or is for people only: the pipeline goes on without it.
 local beside = {
   {WEIGHTS, 'stream'}, {CHUNKS, 'hash'}, {DEAD, 'stream'}, {EVALS, 'hash'}, {CHANGES, 'stream'}, {FAILED, 'zset'},
   {PARTIALS, 'hash'}, {EVENTS, 'stream'}, {METRICS, 'stream'}, {SERVICES, 'hash'},
   {RUN_CONTROL, 'hash'}, {COUNTERS, 'hash'}, {RECENT, 'stream'}, {EVAL_SAMPLES, 'stream'}, {ORDERS, 'stream'},
-  {REFUSALS, 'hash'}, {PEERS, 'hash'}, {PROMPTS, 'string'}, {QUESTIONS, 'list'}, {ANSWERS, 'stream'},
+  {REFUSALS, 'hash'}, {PEERS, 'hash'}, {ROLL, 'hash'}, {ROLL_ANSWERS, 'stream'}, {ROLL_CHANGES, 'stream'}, {PROMPTS, 'string'},
+  {QUESTIONS, 'list'}, {ANSWERS, 'stream'},
 }
 local function drop_foreign(types)
   local dropped = false
@@ -81,7 +82,7 @@ local unfinished = {}
 for _, id in ipairs(own.unfinished) do unfinished[string.format('%d', id)] = true end
 
 if rebuild then
-  redis.call('DEL', SLOTS, GROUPS, SAMPLES, TASKS, EVAL_TASKS, TRAJECTORIES, SCORED, JOURNAL, READMIT, PARTIALS, IMAGES)
+  redis.call('DEL', SLOTS, GROUPS, SAMPLES, TASKS, EVAL_TASKS, TRAJECTORIES, SCORED, JOURNAL, READMIT, PARTIALS, IMAGES, BODIES)
   redis.call('DEL', COUNTS)
   for name, value in pairs(own.counts) do redis.call('HSET', COUNTS, name, string.format('%d', value)) end
   for task in pairs(unfinished) do redis.call('ZADD', READMIT, task, task) end
@@ -216,7 +217,7 @@ if not enough_slots(set[1] or own.staleness, set[2] or own.batch, own.window) th
 end
 local concurrency = redis.call('HGET', CTL, 'set:concurrency')
 if concurrency then redis.call('HSET', RUN_CONTROL, 'concurrency', concurrency) end
-for _, name in ipairs({'lr', 'steps', 'eval_every', 'checkpoint_every'}) do
+for _, name in ipairs({'lr', 'steps', 'temperature', 'eval_every', 'checkpoint_every'}) do
   local value = redis.call('HGET', CTL, 'set:' .. name)
   if value then redis.call('HSET', RUN_CONTROL, 'set:' .. name, value) end
 end
