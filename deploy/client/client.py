@@ -113,7 +113,7 @@ def _token_file(config: TidemillConfig | None) -> Path | None:
 
 
 class Source(Protocol):
-    """A control plane or a broker that can be asked about a run.
+    """A control plane or a broker that can be asked about a run. Lists begin with the newest.
 
     RefusedError says why something is not done; InfraError that nobody answers.
     """
@@ -164,10 +164,10 @@ class ControlPlane:
         return RunStatus.model_validate(self._client.get("/v1/status"))
 
     def timeline(self, limit: int) -> Timeline:
-        return Timeline.model_validate(self._client.get("/v1/timeline", limit=limit))
+        return Timeline.model_validate(self._client.get("/v1/timeline", limit=limit, order="newest"))
 
     def letters(self, limit: int) -> DeadLetters:
-        return DeadLetters.model_validate(self._client.get("/v1/dead-letters", limit=limit))
+        return DeadLetters.model_validate(self._client.get("/v1/dead-letters", limit=limit, order="newest"))
 
     def letter(self, id: str) -> LetterDetail:
         return LetterDetail.model_validate(self._client.get(f"/v1/dead-letters/{id}"))
@@ -179,7 +179,7 @@ class ControlPlane:
         return Accepted.model_validate(self._client.send("DELETE", f"/v1/dead-letters/{id}"))
 
     def trajectories(self, wanted: Mapping[str, Any]) -> Trajectories:
-        return Trajectories.model_validate(self._client.get("/v1/trajectories", **wanted))
+        return Trajectories.model_validate(self._client.get("/v1/trajectories", **wanted, order="newest"))
 
     def trajectory(self, task: int, sample: int) -> TrajectoryDetail:
         return TrajectoryDetail.model_validate(self._client.get(f"/v1/trajectories/{task}/{sample}"))

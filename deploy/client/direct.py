@@ -9,6 +9,7 @@ from typing import Any
 from broker.api.routes import views
 from broker.api.routes.views import Search
 from broker.api.status.collector import Collector, PlannedRun
+from broker.api.web.paging import Page
 from broker.api.web.refusal import Refusal
 from broker.client import Broker
 from deploy.client.find import whoami
@@ -39,10 +40,10 @@ class Direct:
         return self._collector.read()
 
     def timeline(self, limit: int) -> Timeline:
-        return views.timeline(self._broker, limit)
+        return views.timeline(self._broker, Page(limit, order="newest"))
 
     def letters(self, limit: int) -> DeadLetters:
-        return views.letters(self._broker, limit)
+        return views.letters(self._broker, Page(limit, order="newest"))
 
     def letter(self, id: str) -> LetterDetail:
         with _refusals():
@@ -61,7 +62,7 @@ class Direct:
     def trajectories(self, wanted: Mapping[str, Any]) -> Trajectories:
         search = dict(wanted)
         limit = int(search.pop("limit"))
-        return views.trajectories(self._broker, Search(**search), limit)
+        return views.trajectories(self._broker, Search(**search), Page(limit, order="newest"))
 
     def trajectory(self, task: int, sample: int) -> TrajectoryDetail:
         with _refusals():

@@ -18,8 +18,8 @@ from rich.table import Table
 
 from broker.api.files.run_folder import RunFolder
 from deploy.run_files import RUNS
+from schemas.control_api.run_folders import RunHead
 from schemas.errors import ConfigError, RefusedError
-from schemas.runs_api import RunHead
 from schemas.urls import hide_password
 
 if TYPE_CHECKING:
@@ -204,7 +204,7 @@ def show_runs(url: str | None, as_json: bool) -> None:
     Console().print(table if rows else "no runs")
 
 
-def purge(broker: Broker, run: str, yes: bool, force: bool = False) -> None:
+def purge(broker: Broker, run: str, yes: bool, force: bool = False, as_json: bool = False) -> None:
     """Delete a run after asking; RefusedError while its services are alive, unless ``force`` is given."""
     from broker.api.status.run_state import LIVE_S
 
@@ -219,4 +219,5 @@ def purge(broker: Broker, run: str, yes: bool, force: bool = False) -> None:
         if input(f"Delete all data of run {run} in the broker ({size(broker.measure_memory())})?{note} [y/N] ") != "y":
             print("nothing was deleted")
             return
-    print(f"deleted {broker.purge()} keys")
+    deleted = broker.purge()
+    print(json.dumps({"run": run, "deleted_keys": deleted}) if as_json else f"deleted {deleted} keys")

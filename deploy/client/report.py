@@ -8,13 +8,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import yaml
 from rich.console import Console
 from rich.table import Table
 
 from broker.api.files.evaluations import read_evaluations
+from broker.api.files.lines import last_object
 from broker.api.files.logs import list_logs, read_log
-from broker.api.files.run_folder import RunFolder, flatten, mask
+from broker.api.files.run_folder import METRICS, RunFolder, flatten, mask
 from deploy.run_files import RUNS, config_of
 from schemas.errors import ConfigError
 
@@ -94,9 +94,24 @@ def show_run(run: str, as_json: bool) -> None:
     print(f"more: tidemill ui {head.folder}")
 
 
+def describe_ending(config: TidemillConfig, code: int) -> dict[str, Any]:
+    """What ``tidemill up --json`` prints of a run that it has left: where it is, how it ended, its newest step.
+
+    summary is what summary.json holds, metrics the newest line of metrics.jsonl; {} where there is none.
+    """
+    folder = RunFolder(config.folder, config.run.name)
+    return {
+        "run": folder.name,
+        "folder": str(folder.path),
+        "exit_code": code,
+        "summary": folder.summary,
+        "metrics": last_object(folder.path / METRICS, "step"),
+    }
+
+
 def first_and_last(folder: RunFolder) -> dict[str, tuple[float, float]]:
     """Means of each metric of the report over the first and the last steps."""
-    found = folder.metrics(-1, 10_000, set(FIGURES)).series
+    found = folder.metrics(None, 10_000, set(FIGURES)).series
     means = {}
     for name in FIGURES:
         values = [value for value in found.get(name, []) if value is not None]
@@ -110,8 +125,11 @@ def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.4g}"
 
 
-def print_logs(run: str, service: str | None, follow: bool, lines: int) -> None:
-    """Print the newest lines of a run's logs, and with ``follow`` those that come."""
+def print_logs(run: str, service: str | None, follow: bool, lines: int, as_json: bool = False) -> None:
+    """Print the newest lines of a run's logs, and with ``follow`` those that come.
+
+    as_json: each is an object of its service and its line.
+    """
     folder = folder_of(run)
     known = [head.service for head in list_logs(folder.path).logs]
     if service is not None and service not in known:
@@ -127,7 +145,10 @@ def print_logs(run: str, service: str | None, follow: bool, lines: int) -> None:
                 shown = part.lines if name in ends else part.lines[len(part.lines) - min(lines, len(part.lines)) :]
                 ends[name] = part.end
                 for line in shown:
-                    print(line if service else f"{name}: {line}", flush=follow)
+                    if as_json:
+                        print(json.dumps({"service": name, "line": line}, ensure_ascii=False), flush=follow)
+                    else:
+                        print(line if service else f"{name}: {line}", flush=follow)
             if not follow:
                 return
             time.sleep(LOOK_S)
@@ -146,9 +167,12 @@ def print_config(run: str, overrides: Sequence[str], changed: bool, as_json: boo
     else:
         config = config_of(run)
     tree = masked(config, changed)
-    print(json.dumps(flatten(tree)) if as_json else yaml.safe_dump(tree, sort_keys=False, allow_unicode=True), end="")
     if as_json:
-        print()
+        print(json.dumps(flatten(tree)))
+        return
+    import yaml
+
+    print(yaml.safe_dump(tree, sort_keys=False, allow_unicode=True), end="")
 
 
 def masked(config: TidemillConfig, changed: bool) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
@@ -16,20 +17,28 @@ URL_FILE = "redis_url"
 SERVER = "server"
 
 
-def print_users(config: TidemillConfig) -> None:
-    """ACL lines for the server on stdout, user names with new passwords on stderr."""
+def print_users(config: TidemillConfig, as_json: bool = False) -> None:
+    """ACL lines for the server on stdout, user names with new passwords on stderr; as JSON both on stdout."""
     keys = Keys(config.broker.prefix, config.run.name)
     passwords = acl.new_passwords()
-    for line in acl.acl_lines(keys, passwords):
+    lines = list(acl.acl_lines(keys, passwords))
+    if as_json:
+        users = [
+            {"role": role, "user": acl.user(role, keys), "password": password} for role, password in passwords.items()
+        ]
+        print(json.dumps({"users": users, "acl": lines}))
+        return
+    for line in lines:
         print(line)
     for role, password in passwords.items():
         print(acl.user(role, keys), password, file=sys.stderr)
 
 
-def write_users(config: TidemillConfig, folder: Path, url: str) -> None:
+def write_users(config: TidemillConfig, folder: Path, url: str, as_json: bool = False) -> None:
     """Write a folder for each role with its URL, and one for the server with its users; ConfigError if that can't be.
 
-    url: of the server, without a user. Passwords that are in the folder already are kept.
+    url: of the server, without a user. Passwords that are in the folder already are kept. as_json: print the names of
+    the files.
     """
     parts = urlsplit(url)
     if parts.scheme not in ("redis", "rediss", "unix") or "@" in parts.netloc:
@@ -50,6 +59,9 @@ def write_users(config: TidemillConfig, folder: Path, url: str) -> None:
             atomic_write(folder / role / URL_FILE, f"{parts._replace(netloc=place).geturl()}\n", private=True)
     except OSError as error:
         raise ConfigError(f"cannot write users to {error.filename or folder}: {error.strerror}") from error
+    if as_json:
+        urls = {role: str(folder / role / URL_FILE) for role in acl.ROLES}
+        print(json.dumps({"urls": urls, "users": str(folder / SERVER / "users.conf"), "password": str(password_file)}))
 
 
 def _password_of(file: Path) -> str | None:

@@ -9,8 +9,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from broker.api.files.run_folder import RunFolder
+from broker.api.web.paging import Page, cut
 from broker.api.web.refusal import Refusal
-from schemas.runs_api import RunHead, Runs
+from schemas.control_api.run_folders import RunHead, Runs
 
 OPEN = 32
 """Runs whose metrics are kept in memory."""
@@ -26,12 +27,12 @@ class Archive:
         self._open: OrderedDict[str, RunFolder] = OrderedDict()
         self._lock = threading.Lock()
 
-    def runs(self) -> Runs:
-        """All runs, the newest first."""
+    def runs(self, page: Page) -> Runs:
+        """A page of all runs, by when their files changed."""
         with self._lock:
             heads = [head for folder in self._folders() if (head := folder.head()) is not None]
-        heads.sort(key=lambda head: -head.updated)
-        return Runs(runs=heads, live=self._watched.name if self._watched else None)
+        shown, following = cut(heads, lambda head: (head.updated, head.name), page)
+        return Runs(runs=shown, live=self._watched.name if self._watched else None, next=following)
 
     @contextmanager
     def open(self, name: str) -> Iterator[RunFolder]:

@@ -10,7 +10,8 @@ from pydantic import ValidationError
 
 from broker.api.files.groups import FOLDER
 from broker.api.files.lines import read_objects
-from schemas.runs_api import EvaluationPrompt, EvaluationPrompts, GroupSample, RunEvaluation
+from broker.api.web.paging import Page
+from schemas.control_api.run_folders import EvaluationPrompt, EvaluationPrompts, GroupSample, RunEvaluation
 
 FILE = "evaluations.jsonl"
 _KNOWN = ("n", "scored", "failed", "off_version", "mean", "length", "time", "wall_s")
@@ -40,7 +41,7 @@ def read_evaluations(folder: Path) -> list[RunEvaluation]:
 
 
 def read_prompts(
-    folder: Path, version: int, sort: PromptSort, text: str | None, offset: int, limit: int
+    folder: Path, version: int, sort: PromptSort, text: str | None, page: Page
 ) -> EvaluationPrompts | None:
     """The prompts of an evaluation with their samples; None when they are not kept."""
     file = samples_file(folder, version)
@@ -51,12 +52,13 @@ def read_prompts(
         wanted = text.lower()
         prompts = [one for one in prompts if any(wanted in part.lower() for part in _texts(one))]
     prompts.sort(key=lambda one: _order(one, sort))
-    more = offset + limit
+    first = page.number() or 0
+    more = first + page.limit
     return EvaluationPrompts(
         version=version,
-        prompts=prompts[offset:more],
+        prompts=prompts[first:more],
         total=len(prompts),
-        next=more if more < len(prompts) else None,
+        next=str(more) if more < len(prompts) else None,
     )
 
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import statistics
-from collections.abc import Callable, Iterator, Mapping
+from array import array
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -12,10 +15,12 @@ from typing import Any, Literal
 from pydantic import ValidationError
 
 from broker.api.files.lines import GrowingFile, parse
-from schemas.runs_api import GroupDetail, GroupHead, Groups, GroupSample
+from broker.api.web.paging import Page
+from schemas.control_api.run_folders import GroupDetail, GroupHead, Groups, GroupSample, Histogram
 
 FOLDER = "samples"
 HEAD_CHARACTERS = 200
+BINS = 10
 TRUNCATED = ("length", "calls", "deadline")
 Sort = Literal["newest", "oldest", "reward_low", "reward_high", "spread", "longest"]
 _ORDER: dict[str, Callable[[GroupHead], Any]] = {
@@ -26,6 +31,16 @@ _ORDER: dict[str, Callable[[GroupHead], Any]] = {
     "spread": lambda head: (-(head.std or 0.0), -head.step),
     "longest": lambda head: (-(head.tokens or 0.0), -head.step),
 }
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A group that is kept. place: of its line in the file. values: of its samples, the reward and each term."""
+
+    head: GroupHead
+    file: str
+    place: int
+    values: Mapping[str, array[float]]
 
 
 @dataclass(frozen=True)
@@ -58,34 +73,36 @@ class GroupFiles:
     def __init__(self, folder: Path) -> None:
         self._folder = folder / FOLDER
         self._files: dict[str, GrowingFile] = {}
-        self._heads: dict[tuple[int, int], tuple[GroupHead, str, int]] = {}
-        """By step and task: the head, and where the line is. A step that is trained again replaces its groups."""
+        self._kept: dict[tuple[int, int], Kept] = {}
+        """By step and task. A step that is trained again replaces its groups."""
 
-    def list(self, wanted: Wanted, sort: Sort, offset: int, limit: int) -> Groups:
+    def list(self, wanted: Wanted, sort: Sort, page: Page) -> Groups:
         """Groups that are wanted, in this order."""
         self._follow()
-        found = [entry for entry in self._heads.values() if wanted.fits(entry[0])]
+        found = [kept for kept in self._kept.values() if wanted.fits(kept.head)]
         if wanted.text:
-            found = [entry for entry in found if self._has_text(entry, wanted.text)]
-        heads = sorted((head for head, _, _ in found), key=_ORDER[sort])
-        more = offset + limit
+            found = [kept for kept in found if self._has_text(kept, wanted.text)]
+        heads = sorted((kept.head for kept in found), key=_ORDER[sort])
+        first = page.number() or 0
+        more = first + page.limit
         return Groups(
-            groups=heads[offset:more],
+            groups=heads[first:more],
             total=len(heads),
-            kept=len(self._heads),
-            next=more if more < len(heads) else None,
+            kept=len(self._kept),
+            next=str(more) if more < len(heads) else None,
+            histograms=_histograms(found),
         )
 
     def get(self, step: int, task_id: int) -> GroupDetail | None:
         """A group with its samples; None if it is not kept, or not any more."""
         self._follow()
-        entry = self._heads.get((step, task_id))
-        line = parse(self._line(entry)) if entry else None
-        if entry is None or line is None:
+        kept = self._kept.get((step, task_id))
+        line = parse(self._line(kept)) if kept else None
+        if kept is None or line is None:
             return None
         try:
             return GroupDetail(
-                **entry[0].model_dump(),
+                **kept.head.model_dump(),
                 full_prompt=str(line.get("prompt", "")),
                 data=line.get("data", {}),
                 samples=[GroupSample.model_validate(sample) for sample in line["samples"]],
@@ -102,24 +119,24 @@ class GroupFiles:
             for begin, line in self._files.setdefault(name, GrowingFile(file)).read():
                 if begin < 0:
                     self._forget(name)
-                elif (head := _head(line)) is not None:
-                    self._heads[head.step, head.task_id] = (head, name, begin)
+                elif (read := _read(line)) is not None:
+                    self._kept[read[0].step, read[0].task_id] = Kept(read[0], name, begin, read[1])
 
     def _forget(self, name: str) -> None:
-        self._heads = {key: entry for key, entry in self._heads.items() if entry[1] != name}
+        self._kept = {key: kept for key, kept in self._kept.items() if kept.file != name}
 
-    def _line(self, entry: tuple[GroupHead, str, int]) -> bytes:
+    def _line(self, kept: Kept) -> bytes:
         try:
-            with (self._folder / entry[1]).open("rb") as stream:
-                stream.seek(entry[2])
+            with (self._folder / kept.file).open("rb") as stream:
+                stream.seek(kept.place)
                 return stream.readline()
         except OSError:
             return b""
 
-    def _has_text(self, entry: tuple[GroupHead, str, int], text: str) -> bool:
-        line = self._line(entry)
-        # As JSON writes it: most lines are left out without being parsed.
-        if json.dumps(text)[1:-1].lower().encode() not in line.lower():
+    def _has_text(self, kept: Kept, text: str) -> bool:
+        line = self._line(kept)
+        # As JSON writes it: most lines are left out without being parsed. Other letters stand there by number.
+        if text.isascii() and json.dumps(text)[1:-1].lower().encode() not in line.lower():
             return False
         found = parse(line) or {}
         return any(text.lower() in part.lower() for part in _texts(found))
@@ -130,15 +147,38 @@ def _texts(line: Mapping[str, Any]) -> Iterator[str]:
     yield from (str(sample.get("completion", "")) for sample in line.get("samples", []))
 
 
-def _head(raw: bytes) -> GroupHead | None:
-    """The head of a group's line; None if it is none."""
+def _histograms(found: Sequence[Kept]) -> list[Histogram]:
+    """Mean rewards of groups, rewards of their samples, and the terms of these, in the order of their labels."""
+    values: dict[str, list[float]] = defaultdict(list)
+    for kept in found:
+        for name, of_samples in kept.values.items():
+            values[name].extend(of_samples)
+    means = [kept.head.mean for kept in found if kept.head.mean is not None]
+    terms = sorted(values.keys() - {"reward"})
+    named = [("solve_rate", means), ("reward", values["reward"]), *((name, values[name]) for name in terms)]
+    return [_histogram(name, numbers) for name, numbers in named]
+
+
+def _histogram(name: str, values: Sequence[float]) -> Histogram:
+    low, high = min(values, default=0.0), max(values, default=1.0)
+    low, high = min(low, 0.0), max(high, 1.0)
+    counts = [0] * BINS
+    # In halves, since the distance of two numbers may be larger than any number.
+    width = high / 2 - low / 2
+    for value in values:
+        counts[min(BINS - 1, int(BINS * ((value / 2 - low / 2) / width)))] += 1
+    return Histogram(name=name, low=low, high=high, counts=counts)
+
+
+def _read(raw: bytes) -> tuple[GroupHead, dict[str, array[float]]] | None:
+    """The head of a group's line, and the rewards of its samples with their terms; None if it is none."""
     line = parse(raw)
     if line is None:
         return None
     try:
         samples = [GroupSample.model_validate(sample) for sample in line["samples"]]
         rewards = [sample.reward for sample in samples if sample.reward is not None]
-        return GroupHead(
+        head = GroupHead(
             step=line["step"],
             version=line["version"],
             task_id=line["task_id"],
@@ -153,3 +193,9 @@ def _head(raw: bytes) -> GroupHead | None:
         )
     except (ValidationError, KeyError, TypeError):
         return None
+    values = {"reward": array("d", rewards)}
+    for sample in samples:
+        for name, value in sample.terms.items():
+            if math.isfinite(value):
+                values.setdefault(name, array("d")).append(value)
+    return head, values

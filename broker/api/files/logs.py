@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from schemas.runs_api import LogHead, LogPart, Logs
+from schemas.control_api.run_folders import LogHead, LogPart, Logs
 
 FOLDER = "logs"
 PART = 256 * 1024

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from broker.api.files.lines import GrowingFile, parse, read_objects
-from schemas.runs_api import AlertRecord, Alerts, Resources
+from schemas.control_api.run_folders import AlertRecord, Alerts, Resources
 
 RESOURCES, ALERTS = "resources.jsonl", "alerts.jsonl"
 

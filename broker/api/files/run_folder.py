@@ -9,8 +9,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from broker.api.address import address_of
 from broker.api.files.evaluations import FILE as EVALUATIONS
 from broker.api.files.evaluations import read_evaluations
@@ -18,9 +16,9 @@ from broker.api.files.groups import GroupFiles
 from broker.api.files.lines import GrowingFile, last_object, parse, read_object
 from broker.api.files.resources import ResourceFile
 from broker.api.status.series import MetricsSeries
+from schemas.control_api.run_folders import CheckpointHead, Checkpoints, RunConfig, RunHead, RunMetrics
 from schemas.errors import ConfigError
 from schemas.metric_names import describe
-from schemas.runs_api import CheckpointHead, Checkpoints, RunConfig, RunHead, RunMetrics
 from schemas.urls import hide_password
 
 SUMMARY, METRICS, CONFIG, LOCK, ENVIRONMENT = (
@@ -98,17 +96,16 @@ class RunFolder:
         masked = {name: mask(name, value) for name, value in settings.items()}
         return RunConfig(settings=masked, changed=changed, environment=read_object(self.path / ENVIRONMENT))
 
-    def metrics(self, after: int, limit: int, names: set[str] | None) -> RunMetrics:
-        """Figures of the steps after ``after``, oldest first."""
+    def metrics(self, cursor: int | None, limit: int, names: set[str] | None, newest: bool = False) -> RunMetrics:
+        """Figures of a page of steps: after the step ``cursor``, or, from the newest back, before it."""
         self._follow()
-        step, series = self._series.page(after, limit, names)
-        more = bool(step) and bool(self._series.steps) and step[-1] < self._series.steps[-1]
+        found = self._series.history(cursor, limit, newest, names)
         return RunMetrics(
-            step=step,
-            series=series,
-            names=self._series.names,
-            about={name: text for name in self._series.names if (text := describe(name))},
-            next=step[-1] if more else None,
+            step=found.step,
+            series=found.series,
+            names=found.names,
+            about={name: text for name in found.names if (text := describe(name))},
+            next=found.next,
         )
 
     def checkpoints(self) -> Checkpoints:
@@ -177,6 +174,9 @@ def time_of(path: Path) -> float:
 
 def _raw_settings(file: Path) -> dict[str, Any]:
     """Settings as the file has them, by dotted name; {} if it is none."""
+    # Imported here: it takes long, and most who ask about a run need no settings.
+    import yaml
+
     try:
         found = yaml.safe_load(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError):

@@ -6,9 +6,11 @@ They are what an agent's client sent and got, in OpenAI's form, of whatever shap
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 from schemas.control_api import SpokenMessage, ToolUse
+from schemas.digests import DIGEST
 
 REASONING = ("reasoning_content", "reasoning", "thinking")
 
@@ -22,7 +24,8 @@ def spoken_messages(messages: Any) -> list[SpokenMessage]:
             continue
         text, answered = text_of(message.get("content")), message.get("tool_call_id")
         if message.get("role") == "tool" and isinstance(answered, str) and answered in waiting:
-            waiting.pop(answered).result = text
+            use = waiting.pop(answered)
+            use.result, use.images = text, images_of(message.get("content"))
             continue
         uses = []
         calls = message.get("tool_calls")
@@ -34,8 +37,23 @@ def spoken_messages(messages: Any) -> list[SpokenMessage]:
                 if isinstance(call.get("id"), str):
                     waiting[call["id"]] = use
         reasoning = next((message[key] for key in REASONING if isinstance(message.get(key), str)), "")
-        shown.append(SpokenMessage(role=str(message.get("role")), text=text, reasoning=reasoning or None, tools=uses))
+        shown.append(
+            SpokenMessage(
+                role=str(message.get("role")),
+                text=text,
+                reasoning=reasoning or None,
+                tools=uses,
+                images=images_of(message.get("content")),
+            )
+        )
     return shown
+
+
+def images_of(content: Any) -> list[str]:
+    """Return the digests of the images in a message's content."""
+    parts = [part for part in content if isinstance(part, dict)] if isinstance(content, list | tuple) else []
+    found = [part.get("digest") for part in parts if part.get("type") == "image"]
+    return [digest for digest in found if isinstance(digest, str) and re.fullmatch(DIGEST, digest)]
 
 
 def text_of(content: Any) -> str:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from fastapi import APIRouter, Path, Query
+from fastapi import APIRouter, Path
 
 from broker.api.routes import views
 from broker.api.routes.context import By, InContext
+from broker.api.routes.paging import page_of
+from broker.api.web.paging import Page
 from broker.queues.dead_letters import KEPT
 from schemas.control_api import Accepted, DeadLetters, LetterDetail
 
@@ -16,9 +18,9 @@ Letter = Annotated[str, Path(pattern=r"^[0-9]{1,19}-[0-9]{1,19}$", description="
 
 
 @router.get("")
-def list_letters(context: InContext, limit: Annotated[int, Query(ge=1, le=KEPT)] = 100) -> DeadLetters:
-    """The newest messages that could not be processed, newest first."""
-    return views.letters(context.broker, limit)
+def list_letters(context: InContext, page: Annotated[Page, page_of(100, KEPT)]) -> DeadLetters:
+    """The messages that could not be processed and are kept. A cursor is the id of a letter."""
+    return views.letters(context.broker, page)
 
 
 @router.get("/{id}")

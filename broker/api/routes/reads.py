@@ -10,11 +10,15 @@ from fastapi import APIRouter, Header, Path, Query
 from fastapi.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from broker.api.files.pictures import ANSWER, Digest, kept_picture, picture_answer
 from broker.api.routes import views
 from broker.api.routes.context import InContext
+from broker.api.routes.paging import page_of
 from broker.api.routes.views import Search
 from broker.api.status.collector import evaluation
-from broker.api.web.sse import Hub, Page
+from broker.api.web.paging import Page, cut
+from broker.api.web.sse import Hub
+from broker.api.web.sse import Page as OpenPage
 from broker.telemetry.streams import KEEP_LINES, StoredEvent
 from schemas.control_api import (
     Evaluations,
@@ -26,6 +30,7 @@ from schemas.control_api import (
     Timeline,
     Trajectories,
     TrajectoryDetail,
+    Weights,
 )
 
 JSON = "application/json"
@@ -33,13 +38,14 @@ EVENT_ID = r"^[0-9]{1,19}(-[0-9]{1,19})?$"
 MAX_TASK = 2**53
 
 router = APIRouter(prefix="/v1", tags=["reading"])
-Count = Annotated[int, Query(ge=1, le=1000, description="At most so many.")]
+Few = Annotated[Page, page_of(1000, 1000)]
+Some = Annotated[Page, page_of(100, 1000)]
 
 
 class PageResponse(StreamingResponse):
     """A page's stream, which has left the hub when it ends, also where not even its first byte could be sent."""
 
-    def __init__(self, hub: Hub, page: Page, missed: Sequence[StoredEvent], headers: Mapping[str, str]) -> None:
+    def __init__(self, hub: Hub, page: OpenPage, missed: Sequence[StoredEvent], headers: Mapping[str, str]) -> None:
         super().__init__(hub.stream(page, missed), headers=headers, media_type="text/event-stream")
         self._hub = hub
         self._page = page
@@ -67,12 +73,11 @@ async def services(context: InContext) -> Services:
 @router.get("/metrics-history", response_model=MetricsHistory)
 def metrics_history(
     context: InContext,
-    after: Annotated[int, Query(ge=-1, le=MAX_TASK, description="Only steps after this one.")] = -1,
-    limit: Annotated[int, Query(ge=1, le=KEEP_LINES, description="The newest so many.")] = 1000,
+    page: Annotated[Page, page_of(1000, KEEP_LINES)],
     name: Annotated[list[str] | None, Query(description="Only these series; repeat it for more.")] = None,
 ) -> Response:
-    """The trainer's figures, step by step, as columns."""
-    found = context.poller.history(after, limit, set(name) if name else None)
+    """The trainer's figures as columns, in which steps always rise. A cursor is the number of a step."""
+    found = context.poller.history(page.number(), page.limit, page.newest, set(name) if name else None)
     return Response(found.model_dump_json(), media_type=JSON)
 
 
@@ -83,9 +88,9 @@ def throughput_history(context: InContext) -> Response:
 
 
 @router.get("/timeline")
-def timeline(context: InContext, limit: Count = 100) -> Timeline:
-    """The newest events, oldest first."""
-    return views.timeline(context.broker, limit)
+def timeline(context: InContext, page: Some) -> Timeline:
+    """The events that are kept. A cursor is the id of an event."""
+    return views.timeline(context.broker, page)
 
 
 @router.get(
@@ -119,9 +124,16 @@ async def events(
     return PageResponse(context.hub, page, missed, headers)
 
 
+@router.get("/weights")
+def weights(context: InContext, page: Few) -> Weights:
+    """The weight versions that are kept for generators; which of them has what, /v1/services says."""
+    return views.weights(context.broker, page)
+
+
 @router.get("/trajectories")
 def trajectories(
     context: InContext,
+    page: Annotated[Page, page_of(50, 200)],
     task_id: Annotated[int | None, Query(ge=0, le=MAX_TASK)] = None,
     version: Annotated[int | None, Query(ge=0, le=MAX_TASK, description="One that sampled any of its tokens.")] = None,
     finish: Finish | None = None,
@@ -129,11 +141,10 @@ def trajectories(
     kind: Literal["train", "eval"] | None = None,
     reward_min: Annotated[float | None, Query(allow_inf_nan=False)] = None,
     reward_max: Annotated[float | None, Query(allow_inf_nan=False)] = None,
-    limit: Annotated[int, Query(ge=1, le=200)] = 50,
 ) -> Trajectories:
-    """Search what is in the pipeline, and the trained samples that are kept for reading. Newest first."""
+    """Search the trained samples that are kept for reading, and after them what is in the pipeline."""
     search = Search(task_id, version, finish, state, kind, reward_min, reward_max)
-    return views.trajectories(context.broker, search, limit)
+    return views.trajectories(context.broker, search, page)
 
 
 @router.get("/trajectories/{task_id}/{sample}")
@@ -146,7 +157,15 @@ def trajectory(
     return views.trajectory(context.broker, task_id, sample, context.decoder())
 
 
+@router.get("/images/{digest}", response_class=Response, responses=ANSWER)
+def image(context: InContext, digest: Digest) -> Response:
+    """A picture that the policy was shown, as the model reads it: of the pipeline, or kept in the run's folder."""
+    stored = context.broker.images.fetch([digest]).get(digest)
+    return picture_answer(digest, stored or kept_picture(context.config.folder, digest))
+
+
 @router.get("/evaluations")
-def evaluations(context: InContext) -> Evaluations:
-    """All evaluations on held-out prompts."""
-    return Evaluations(evaluations=[evaluation(result) for result in context.broker.evals.read_results()])
+def evaluations(context: InContext, page: Few) -> Evaluations:
+    """Evaluations on held-out prompts, by version."""
+    shown, following = cut(context.broker.evals.read_results(), lambda result: (result.version, ""), page)
+    return Evaluations(evaluations=[evaluation(result) for result in shown], next=following)

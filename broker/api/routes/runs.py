@@ -5,19 +5,21 @@ from __future__ import annotations
 from typing import Annotated
 
 from fastapi import APIRouter, Depends, Path, Query, Request
-from fastapi.responses import StreamingResponse
+from fastapi.responses import Response, StreamingResponse
 
 from broker.api.files.archive import Archive
 from broker.api.files.evaluations import PromptSort, read_evaluations, read_prompts
 from broker.api.files.groups import Sort, Wanted
 from broker.api.files.logs import PART, list_logs, read_log
+from broker.api.files.pictures import ANSWER, Digest, kept_picture, picture_answer
 from broker.api.files.resources import read_alerts
 from broker.api.files.tar import tar_members, tar_size, tar_stream
 from broker.api.routes.context import Context
+from broker.api.routes.paging import page_of
 from broker.api.routes.playground import may_ask
+from broker.api.web.paging import Page, cut
 from broker.api.web.refusal import Refusal
-from schemas.errors import InfraError
-from schemas.runs_api import (
+from schemas.control_api.run_folders import (
     Alerts,
     Checkpoints,
     EvaluationPrompts,
@@ -32,6 +34,7 @@ from schemas.runs_api import (
     Runs,
     RunSummary,
 )
+from schemas.errors import InfraError
 
 MOST = 2**53
 router = APIRouter(prefix="/v1/runs", tags=["runs"])
@@ -48,16 +51,19 @@ def archive_of(request: Request) -> Archive:
 InArchive = Annotated[Archive, Depends(archive_of)]
 Name = Annotated[str, Path(max_length=255, description="Name of the run, from the list.")]
 Number = Annotated[int, Path(ge=0, le=MOST)]
-Offset = Annotated[int, Query(ge=0, le=MOST, description="So many are left out first.")]
+Few = Annotated[Page, page_of(1000, 1000)]
 Limit = Annotated[int, Query(ge=1, le=1000, description="At most so many.")]
+Cursor = Annotated[
+    str | None, Query(max_length=300, description="`next` of the page before; without it the first page.")
+]
 Text = Annotated[str | None, Query(max_length=200, description="In the prompt or a completion, whatever its case.")]
 Finite = Annotated[float | None, Query(allow_inf_nan=False)]
 
 
 @router.get("")
-def list_runs(archive: InArchive, request: Request) -> Runs:
-    """The runs that this server shows, running and finished, the newest first."""
-    found = archive.runs()
+def list_runs(archive: InArchive, request: Request, page: Few) -> Runs:
+    """The runs that this server shows, running and finished, by when their files changed."""
+    found = archive.runs(page)
     context = getattr(request.app.state, "context", None)
     return found.model_copy(update={"playground": isinstance(context, Context) and may_ask(context.config.control)})
 
@@ -81,13 +87,15 @@ def show_config(archive: InArchive, run: Name) -> RunConfig:
 def read_metrics(
     archive: InArchive,
     run: Name,
-    after: Annotated[int, Query(ge=-1, le=MOST, description="Only steps after this one.")] = -1,
-    limit: Annotated[int, Query(ge=1, le=10_000, description="At most so many steps, the oldest first.")] = 1000,
+    page: Annotated[Page, page_of(1000, 10_000)],
     name: Annotated[list[str] | None, Query(description="Only these series; repeat it for more.")] = None,
 ) -> RunMetrics:
-    """The figures of a run's steps, as columns, with what each is."""
+    """The figures of a run's steps as columns, in which steps always rise, with what each is.
+
+    A cursor is the number of a step.
+    """
     with archive.open(run) as folder:
-        return folder.metrics(after, limit, set(name) if name is not None else None)
+        return folder.metrics(page.number(), page.limit, set(name) if name is not None else None, page.newest)
 
 
 @router.get("/{run}/groups")
@@ -100,14 +108,14 @@ def list_groups(
     mean_from: Finite = None,
     mean_to: Finite = None,
     text: Text = None,
-    sort: Sort = "newest",
-    offset: Offset = 0,
+    sort: Sort = "oldest",
+    cursor: Cursor = None,
     limit: Limit = 50,
 ) -> Groups:
     """The prompt groups that are kept of a run's steps: search them, and sort by reward, spread or length."""
     wanted = Wanted(step_from, step_to, task_id, mean_from, mean_to, text)
     with archive.open(run) as folder:
-        return folder.groups.list(wanted, sort, offset, limit)
+        return folder.groups.list(wanted, sort, Page(limit, cursor))
 
 
 @router.get("/{run}/groups/{step}/{task_id}")
@@ -120,11 +128,19 @@ def show_group(archive: InArchive, run: Name, step: Number, task_id: Number) -> 
     return found
 
 
+@router.get("/{run}/images/{digest}", response_class=Response, responses=ANSWER)
+def show_image(archive: InArchive, run: Name, digest: Digest) -> Response:
+    """A picture that the policy was shown in a sample that is kept, as the model reads it."""
+    with archive.open(run) as folder:
+        return picture_answer(digest, kept_picture(folder.path, digest))
+
+
 @router.get("/{run}/evaluations")
-def list_evaluations(archive: InArchive, run: Name) -> RunEvaluations:
+def list_evaluations(archive: InArchive, run: Name, page: Few) -> RunEvaluations:
     """The complete evaluations of a run on held-out prompts, by version."""
     with archive.open(run) as folder:
-        return RunEvaluations(evaluations=read_evaluations(folder.path))
+        shown, following = cut(read_evaluations(folder.path), lambda one: (one.version, ""), page)
+    return RunEvaluations(evaluations=shown, next=following)
 
 
 @router.get("/{run}/evaluations/{version}")
@@ -134,22 +150,23 @@ def show_evaluation(
     version: Number,
     sort: PromptSort = "worst",
     text: Text = None,
-    offset: Offset = 0,
+    cursor: Cursor = None,
     limit: Limit = 50,
 ) -> EvaluationPrompts:
     """The prompts of an evaluation with their samples, the worst first."""
     with archive.open(run) as folder:
-        found = read_prompts(folder.path, version, sort, text, offset, limit)
+        found = read_prompts(folder.path, version, sort, text, Page(limit, cursor))
     if found is None:
         raise Refusal(404, f"no samples of the evaluation of version {version} are kept")
     return found
 
 
 @router.get("/{run}/logs")
-def list_service_logs(archive: InArchive, run: Name) -> Logs:
-    """The logs of a run's services on this machine."""
+def list_service_logs(archive: InArchive, run: Name, page: Few) -> Logs:
+    """The logs of a run's services on this machine, by name."""
     with archive.open(run) as folder:
-        return list_logs(folder.path)
+        shown, following = cut(list_logs(folder.path).logs, lambda one: (0, one.service), page)
+    return Logs(logs=shown, next=following)
 
 
 @router.get("/{run}/logs/{service}")
@@ -169,10 +186,11 @@ def read_service_log(
 
 
 @router.get("/{run}/checkpoints")
-def list_checkpoints(archive: InArchive, run: Name) -> Checkpoints:
-    """The checkpoints in the run's folder, oldest first."""
+def list_checkpoints(archive: InArchive, run: Name, page: Few) -> Checkpoints:
+    """The checkpoints in the run's folder, by step."""
     with archive.open(run) as folder:
-        return folder.checkpoints()
+        shown, following = cut(folder.checkpoints().checkpoints, lambda one: (one.step, one.name), page)
+    return Checkpoints(checkpoints=shown, next=following)
 
 
 @router.get(
@@ -210,7 +228,8 @@ def read_resources(
 
 
 @router.get("/{run}/alerts")
-def list_alerts(archive: InArchive, run: Name) -> Alerts:
-    """The alerts that fired, the newest first."""
+def list_alerts(archive: InArchive, run: Name, page: Few) -> Alerts:
+    """The alerts that fired, by when they did."""
     with archive.open(run) as folder:
-        return read_alerts(folder.path)
+        shown, following = cut(read_alerts(folder.path).alerts, lambda one: (one.fired, one.name), page)
+    return Alerts(alerts=shown, next=following)

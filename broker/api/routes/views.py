@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import math
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ import msgspec
 import structlog
 
 from broker.api.routes.conversation import spoken_messages
+from broker.api.web.paging import Page, cut, wrong
 from broker.api.web.refusal import Refusal
 from broker.api.web.sse import timeline_event
 from broker.client import Broker
@@ -27,6 +29,7 @@ from broker.telemetry.trajectories import StoredTrajectory
 from schemas.control_api import (
     Accepted,
     DeadLetters,
+    ImageRange,
     LetterDetail,
     LetterHead,
     RunState,
@@ -38,6 +41,8 @@ from schemas.control_api import (
     TrajectoryDetail,
     TrajectoryHead,
     TurnRange,
+    Weights,
+    WeightVersion,
 )
 from schemas.errors import RefusedError
 from schemas.messages import Event
@@ -90,7 +95,7 @@ def load_decoder(model_path: str) -> Decode | None:
 
 SETTINGS: tuple[Setting, ...] = get_args(Setting)
 EXAMINED = 2000
-"""Most trajectories that a search reads, the newest first."""
+"""Most trajectories that a page of a search reads."""
 
 
 def record_event(
@@ -100,15 +105,17 @@ def record_event(
     broker.events.emit(Event(name=name, service=service, level=level, text=f"{text} by {by}", data={"by": by}))
 
 
-def timeline(broker: Broker, limit: int) -> Timeline:
-    """The newest events, oldest first."""
-    return Timeline(events=[timeline_event(noted) for noted in broker.events.newest(limit)])
+def timeline(broker: Broker, page: Page) -> Timeline:
+    """A page of the events that are kept."""
+    found, following = broker.events.page(page.limit, page.entry(), page.newest)
+    return Timeline(events=[timeline_event(noted) for noted in found], next=following)
 
 
-def letters(broker: Broker, limit: int) -> DeadLetters:
-    """The newest messages that could not be processed, newest first."""
-    found = [letter_head(filed) for filed in reversed(broker.dead_letters.list(limit))]
-    return DeadLetters(letters=found, total=broker.ledger.read_state().dead_letters)
+def letters(broker: Broker, page: Page) -> DeadLetters:
+    """A page of the messages that could not be processed and are kept."""
+    found, following = broker.dead_letters.page(page.limit, page.entry(), page.newest)
+    heads = [letter_head(filed) for filed in found]
+    return DeadLetters(letters=heads, total=broker.ledger.read_state().dead_letters, next=following)
 
 
 def letter(broker: Broker, id: str) -> LetterDetail:
@@ -152,12 +159,15 @@ def dropped(state: RunState) -> Accepted:
     return Accepted(order="drop", changed=True, done=True, waiting_for=[], state=state, text="deleted")
 
 
-def trajectories(broker: Broker, search: Search, limit: int) -> Trajectories:
-    """Search what is in the pipeline, and the trained samples that are kept for reading; newest first."""
-    found = broker.trajectory_store.search(search.wants, limit, EXAMINED, search.state == "trained")
-    return Trajectories(
-        trajectories=[head(seen) for seen in found.items], examined=found.examined, complete=found.complete
+def trajectories(broker: Broker, search: Search, page: Page) -> Trajectories:
+    """Search the trained samples that are kept for reading, and what is in the pipeline."""
+    if page.cursor is not None and not re.fullmatch(r"(trained|pipeline):[0-9]{1,19}-[0-9]{1,19}", page.cursor):
+        raise wrong(page.cursor)
+    found = broker.trajectory_store.search(
+        search.wants, page.limit, EXAMINED, search.state == "trained", page.cursor, page.newest
     )
+    heads = [head(seen) for seen in found.items]
+    return Trajectories(trajectories=heads, examined=found.examined, complete=found.complete, next=found.next)
 
 
 def trajectory(broker: Broker, task_id: int, sample: int, decode: Decode | None) -> TrajectoryDetail:
@@ -190,6 +200,29 @@ def change(broker: Broker, wanted: SettingsChange, service: str, by: str) -> Non
     for name, value in values.items():
         text = f"{name} set to {value}" if value is not None else f"{name} set back to the configuration's"
         record_event(broker, service, "settings", text, by)
+
+
+def weights(broker: Broker, page: Page) -> Weights:
+    """Return a page of the weight versions that are kept."""
+    shown, following = cut(broker.weights.published(), lambda one: (one.version, ""), page)
+    return Weights(
+        next=following,
+        weights=[
+            WeightVersion(
+                version=one.version,
+                step=one.step,
+                leader_term=one.leader_term,
+                transport=(one.state if one.whole or one.delta is None else one.delta.payload).uri.partition(":")[0],
+                bytes=one.state.size,
+                whole=one.whole,
+                delta_base=one.delta.base if one.delta else None,
+                delta_bytes=one.delta.payload.size if one.delta else None,
+                tensors=len(one.tensors),
+                adapter_rank=one.adapter.rank if one.adapter else None,
+            )
+            for one in shown
+        ],
+    )
 
 
 HEAD_CHARACTERS = 200
@@ -274,11 +307,13 @@ def detail(seen: StoredTrajectory, decode: Decode | None) -> TrajectoryDetail:
         | {
             "full_prompt": body.prompt,
             "full_completion": body.completion,
+            "temperature": body.temperature,
             "seconds": body.seconds,
             "components": dict(score.components) if score else {},
             "score_reason": score.reason if score else "",
             "turns": [TurnRange(**msgspec.structs.asdict(turn)) for turn in body.turns],
             "segments": [SegmentRange(**msgspec.structs.asdict(segment)) for segment in body.segments],
+            "images": [ImageRange(**msgspec.structs.asdict(image)) for image in body.images],
             "messages": spoken_messages(body.data.get("messages")),
             "workflow_reward": body.reward,
             "metrics": body.metrics,

@@ -7,6 +7,8 @@ import time
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+from statistics import median
 
 from broker.api.status.bottleneck import Evidence, find_bottleneck
 from broker.api.status.run_state import LOADING, is_live, pause_status, run_state
@@ -34,6 +36,8 @@ from schemas.messages import Heartbeat
 MEMORY_EVERY_S = 10.0
 RECENT = 20
 """Steps that figures of "now" are taken from."""
+STOPPED = 10
+"""A step that took so many times the median was not worked on all the time."""
 ROLES = ("supervisor", "control", "feeder", "generator", "reward", "trainer")
 OVER = ("stopped", "finished", "failed")
 NOT_LOAD = ("tokens_per_s",)
@@ -179,6 +183,7 @@ class Collector:
                 concurrency=orders.concurrency,
                 lr=ledger.settings.get("lr"),
                 steps=steps,
+                temperature=ledger.settings.get("temperature"),
                 eval_every=_whole(ledger.settings.get("eval_every")),
                 checkpoint_every=_whole(ledger.settings.get("checkpoint_every")),
                 changed=sorted(ledger.settings),
@@ -235,10 +240,19 @@ class Collector:
         )
 
     def _remaining(self, steps: int) -> float | None:
-        done, walls = self.history.steps[-RECENT:], self.history.last("wall_s", RECENT)
-        if len(done) < 2 or len(walls) != len(done) or walls[-1] < walls[0]:
+        recent = self.history.since(0, RECENT, {"wall_s", "time/paused_s"})
+        walls = recent.series.get("wall_s", [None] * len(recent.step))
+        paused = recent.series.get("time/paused_s", [None] * len(recent.step))
+        took = []
+        for before, now in pairwise(zip(recent.step, walls, paused, strict=True)):
+            if before[1] is not None and now[1] is not None and now[1] >= before[1]:
+                # Less than nothing where the clock was set back.
+                took.append((now[1] - before[1] - (now[2] or 0.0)) / (now[0] - before[0]))
+        took = [seconds for seconds in took if seconds >= 0]
+        if not took:
             return None
-        return max(0, steps - done[-1]) * (walls[-1] - walls[0]) / (done[-1] - done[0])
+        working = [seconds for seconds in took if seconds <= STOPPED * median(took)]
+        return max(0, steps - recent.step[-1]) * sum(working) / len(working)
 
     def _evidence(
         self,

@@ -22,7 +22,6 @@ from schemas.errors import InfraError, TidemillError
 
 EVERY_S = 1.0
 EVENTS_AT_ONCE = 200
-BLOCK_MS = 1000
 REWARDS = 240
 
 log = structlog.get_logger()
@@ -44,7 +43,10 @@ class StatusPoller:
         every_s: float = EVERY_S,
         measure_memory: bool = True,
     ) -> None:
-        """deployments: who scales, on Kubernetes. every_s: pause between two looks. measure_memory: see Collector."""
+        """deployments: who scales, on Kubernetes. measure_memory: see Collector.
+
+        every_s: pause between two looks, and how long the end may wait for a read of the timeline.
+        """
         self._broker = broker
         self._deployments = deployments
         self._every_s = every_s
@@ -122,10 +124,10 @@ class StatusPoller:
             self.on_metrics(new)
         return status
 
-    def history(self, after: int, limit: int, names: set[str] | None) -> MetricsHistory:
-        """Step metrics as columns."""
+    def history(self, cursor: int | None, limit: int, newest: bool, names: set[str] | None) -> MetricsHistory:
+        """A page of step metrics as columns."""
         with self._lock:
-            return self._collector.history.since(after, limit, names)
+            return self._collector.history.history(cursor, limit, newest, names)
 
     def throughput(self) -> ThroughputHistory:
         """Tokens a second of the last minutes."""
@@ -169,7 +171,7 @@ class StatusPoller:
                 if position is None:
                     newest = self._broker.events.newest(1)
                     position = newest[-1].id if newest else "0-0"
-                events = self._broker.events.read_after(position, EVENTS_AT_ONCE, BLOCK_MS)
+                events = self._broker.events.read_after(position, EVENTS_AT_ONCE, int(1000 * self._every_s))
             except (TidemillError, redis.RedisError) as error:
                 log.warning("cannot follow the timeline", error=str(error))
                 self._stop.wait(1.0)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from array import array
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -73,11 +73,24 @@ class MetricsSeries:
             names=self.names,
         )
 
-    def page(self, after: int, limit: int, names: set[str] | None) -> tuple[list[int], dict[str, list[float | None]]]:
-        """The oldest ``limit`` steps after step ``after``, and all their series, or those of ``names``."""
-        first = bisect_right(self.steps, after)
-        part = slice(first, first + limit)
-        return self.steps[part], self._part(part, names)
+    def history(self, cursor: int | None, limit: int, newest: bool, names: set[str] | None) -> MetricsHistory:
+        """A page of steps: ``limit`` after the step ``cursor``, or, from the newest back, before it."""
+        if newest:
+            end = len(self.steps) if cursor is None else bisect_left(self.steps, cursor)
+            first = max(0, end - limit)
+            following = self.steps[first] if first > 0 and end > 0 else None
+        else:
+            first = 0 if cursor is None else bisect_right(self.steps, cursor)
+            end = min(len(self.steps), first + limit)
+            following = self.steps[end - 1] if first < end < len(self.steps) else None
+        part = slice(first, end)
+        return MetricsHistory(
+            step=self.steps[part],
+            series=self._part(part, names),
+            staleness=self.histograms[part],
+            names=self.names,
+            next=None if following is None else str(following),
+        )
 
     def _part(self, part: slice, names: set[str] | None) -> dict[str, list[float | None]]:
         return {

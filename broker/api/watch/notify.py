@@ -75,10 +75,10 @@ class Notifier:
     def _deliver(self, way: Callable[[bytes], str | None], body: bytes) -> None:
         problem = None
         for attempt in range(TRIES):
+            time.sleep(RETRY_S * attempt)
             problem = way(body)
             if problem is None:
                 return
-            time.sleep(RETRY_S * attempt)
         log.warning("a notice was not delivered", problem=problem)
         self._on_failure(f"a notice was not delivered: {problem}")
 

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from schemas.control_api import Answer
+from schemas.control_api.base import Answer
 
 
 class RunHead(Answer):
@@ -35,9 +35,10 @@ class RunHead(Answer):
 
 
 class Runs(Answer):
-    """Answer to GET /v1/runs, the newest first."""
+    """Answer to GET /v1/runs: the oldest is the one whose files have changed least lately."""
 
     runs: list[RunHead]
+    next: str | None = Field(None, description="`cursor` of the following page; null: this was the last.")
     live: str | None = Field(description="Name of the run that this server watches at its broker; null: none.")
     playground: bool = Field(False, description="Whether its policy may be asked something: POST /v1/generate.")
 
@@ -60,13 +61,13 @@ class RunConfig(Answer):
 
 
 class RunMetrics(Answer):
-    """Answer to GET /v1/runs/{run}/metrics: columns, oldest first."""
+    """Answer to GET /v1/runs/{run}/metrics: columns."""
 
     step: list[int]
     series: dict[str, list[float | None]] = Field(description="Values by name, each list as long as ``step``.")
     names: list[str] = Field(description="Names of all series, also of those that were not requested.")
     about: dict[str, str] = Field(description="What a series is, by name, where that is known.")
-    next: int | None = Field(description="Ask with this as ``after`` for the steps that follow; null: there are none.")
+    next: str | None = Field(None, description="`cursor` of the following page; null: this was the last.")
 
 
 class GroupHead(Answer):
@@ -85,13 +86,23 @@ class GroupHead(Answer):
     prompt: str = Field(description="First 200 characters of the prompt.")
 
 
+class Histogram(Answer):
+    """How many have which value: equal bins from ``low`` to ``high``."""
+
+    name: str = Field(description="solve_rate: mean reward of a group; reward, or a term of it by label: of a sample.")
+    low: float
+    high: float
+    counts: list[int]
+
+
 class Groups(Answer):
     """Answer to GET /v1/runs/{run}/groups."""
 
     groups: list[GroupHead]
     total: int = Field(description="Groups that fit, in all.")
     kept: int = Field(description="Groups in the run's folder.")
-    next: int | None = Field(description="Ask with this as ``offset`` for more; null: there are none.")
+    next: str | None = Field(None, description="`cursor` of the following page; null: this was the last.")
+    histograms: list[Histogram] = Field(description="Over all groups that fit: mean rewards, rewards, their terms.")
 
 
 class GroupSample(Answer):
@@ -108,6 +119,9 @@ class GroupSample(Answer):
     newest_version: int | None
     generator: str
     seconds: float
+    images: list[str] = Field(
+        default_factory=list, description="Digests of the images that the policy was shown, in their order."
+    )
 
 
 class GroupDetail(GroupHead):
@@ -138,6 +152,7 @@ class RunEvaluations(Answer):
     """Answer to GET /v1/runs/{run}/evaluations, by version."""
 
     evaluations: list[RunEvaluation]
+    next: str | None = Field(None, description="`cursor` of the following page; null: this was the last.")
 
 
 class EvaluationPrompt(Answer):
@@ -157,7 +172,7 @@ class EvaluationPrompts(Answer):
     version: int
     prompts: list[EvaluationPrompt]
     total: int
-    next: int | None
+    next: str | None = Field(None, description="`cursor` of the following page; null: this was the last.")
 
 
 class LogHead(Answer):
@@ -172,6 +187,7 @@ class Logs(Answer):
     """Answer to GET /v1/runs/{run}/logs."""
 
     logs: list[LogHead]
+    next: str | None = Field(None, description="`cursor` of the following page; null: this was the last.")
 
 
 class LogPart(Answer):
@@ -194,9 +210,10 @@ class CheckpointHead(Answer):
 
 
 class Checkpoints(Answer):
-    """Answer to GET /v1/runs/{run}/checkpoints, oldest first."""
+    """Answer to GET /v1/runs/{run}/checkpoints."""
 
     checkpoints: list[CheckpointHead]
+    next: str | None = Field(None, description="`cursor` of the following page; null: this was the last.")
 
 
 class Resources(Answer):
@@ -222,6 +239,7 @@ class AlertRecord(Answer):
 
 
 class Alerts(Answer):
-    """Answer to GET /v1/runs/{run}/alerts, the newest first."""
+    """Answer to GET /v1/runs/{run}/alerts."""
 
     alerts: list[AlertRecord]
+    next: str | None = Field(None, description="`cursor` of the following page; null: this was the last.")

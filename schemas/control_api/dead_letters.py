@@ -1,0 +1,36 @@
+"""Messages that could not be processed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import Field
+
+from schemas.control_api.base import Answer
+
+
+class LetterHead(Answer):
+    """A dead letter as a list shows it."""
+
+    id: str
+    time: float
+    source: str
+    reason: str
+    deliveries: int
+    task_id: int | None
+    sample: int | None
+    bytes: int
+
+
+class DeadLetters(Answer):
+    """Answer to GET /v1/dead-letters."""
+
+    letters: list[LetterHead]
+    next: str | None = Field(None, description="`cursor` of the following page; null: this was the last.")
+    total: int = Field(description="Number of all dead letters so far; only the newest are kept.")
+
+
+class LetterDetail(LetterHead):
+    """A dead letter in full. payload: decoded where it is MessagePack, else hexadecimal digits."""
+
+    payload: Any

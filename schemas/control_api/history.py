@@ -1,0 +1,80 @@
+"""What happened in a run: figures of its steps, events, evaluations, and the weight versions that there are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import Field
+
+from schemas.control_api.base import Answer, Level
+from schemas.control_api.status import EvaluationStatus
+
+
+class MetricsHistory(Answer):
+    """Answer to GET /v1/metrics-history, and the data of the SSE event ``metrics``: columns, ready for charts."""
+
+    step: list[int] = Field(
+        description="Numbers of steps, rising; of a step that was trained again, the last time counts."
+    )
+    series: dict[str, list[float | None]] = Field(
+        description="Values by name of the series, each list as long as ``step``."
+    )
+    staleness: list[dict[str, int]] = Field(description="Number of loss tokens by age, for each step.")
+    names: list[str] = Field(description="Names of all series, also of those that were not requested.")
+    next: str | None = Field(None, description="`cursor` of the following page; null: this was the last.")
+
+
+class ThroughputHistory(Answer):
+    """Answer to GET /v1/throughput-history: the last 15 minutes, one point a second, columns of equal length."""
+
+    time: list[float] = Field(description="Rising, Unix seconds.")
+    generated_tokens: list[float] = Field(description="Per second.")
+    trained_tokens: list[float] = Field(description="Per second.")
+
+
+class TimelineEvent(Answer):
+    """An event of the timeline, and the data of the SSE event ``event``. Last-Event-ID takes its ``id``."""
+
+    id: str
+    time: float
+    name: str
+    service: str
+    level: Level
+    text: str
+    data: dict[str, Any]
+
+
+class Timeline(Answer):
+    """Answer to GET /v1/timeline."""
+
+    events: list[TimelineEvent]
+    next: str | None = Field(None, description="`cursor` of the following page; null: this was the last.")
+
+
+class Evaluations(Answer):
+    """Answer to GET /v1/evaluations, by version."""
+
+    evaluations: list[EvaluationStatus]
+    next: str | None = Field(None, description="`cursor` of the following page; null: this was the last.")
+
+
+class WeightVersion(Answer):
+    """A published version of the weights that generators can still fetch."""
+
+    version: int
+    step: int
+    leader_term: int = Field(description="Number of the trainer that made it.")
+    transport: str = Field(description="How its bytes travel: file, redis or peer, which those of nccl do as well.")
+    bytes: int = Field(description="Of the whole version.")
+    whole: bool = Field(description="Whether it can be fetched whole; else only as the difference.")
+    delta_base: int | None = Field(description="Version that the difference is against; null: there is none.")
+    delta_bytes: int | None = Field(description="Of the difference.")
+    tensors: int
+    adapter_rank: int | None = Field(description="Of an adapter; null: all weights of the model.")
+
+
+class Weights(Answer):
+    """Answer to GET /v1/weights."""
+
+    weights: list[WeightVersion]
+    next: str | None = Field(None, description="`cursor` of the following page; null: this was the last.")

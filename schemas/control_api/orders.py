@@ -1,0 +1,80 @@
+"""Orders and settings: what is asked of a run, and what became of it."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from schemas.control_api.base import Answer, RequestBody, RunState
+
+
+class Settings(Answer):
+    """Settings that can be changed while the run goes on; null: there is no such bound."""
+
+    staleness: int
+    batch: int
+    concurrency: int | None = Field(description="Most samples in flight in one generator; null: generator.max_samples.")
+    lr: float | None = Field(description="Peak learning rate; null: trainer.optimizer.lr.")
+    steps: int = Field(description="Steps of the whole run.")
+    temperature: float | None = Field(description="Sampling temperature of new tasks; null: sampling.temperature.")
+    eval_every: int | None = Field(description="Versions between two evaluations; null: eval.every.")
+    checkpoint_every: int | None = Field(description="Steps between checkpoints; null: trainer.checkpoint.every.")
+    changed: list[str] = Field(description="Names of the settings that an order has changed.")
+
+
+class SettingsChange(RequestBody):
+    """Body of PATCH /v1/settings: an absent setting stays, null restores the configured value."""
+
+    staleness: int | None = Field(None, ge=0, le=1000)
+    batch: int | None = Field(None, ge=1, le=1_000_000)
+    concurrency: int | None = Field(None, ge=1, le=1_000_000)
+    lr: float | None = Field(None, gt=0, le=1, allow_inf_nan=False, description="Peak learning rate.")
+    steps: int | None = Field(None, ge=1, le=1_000_000_000, description="Steps of the whole run, more than were taken.")
+    temperature: float | None = Field(
+        None,
+        gt=0,
+        le=10,
+        allow_inf_nan=False,
+        description="Sampling temperature of what is admitted from now on.",
+    )
+    eval_every: int | None = Field(None, ge=1, le=1_000_000)
+    checkpoint_every: int | None = Field(None, ge=1, le=1_000_000)
+
+
+class PauseRequest(RequestBody):
+    """Body of POST /v1/pause. wait_s: seconds to wait until the pause is done; the answer says whether it is."""
+
+    mode: Literal["freeze", "drain"] = "freeze"
+    wait_s: float = Field(0.0, ge=0, le=300)
+
+
+class WaitRequest(RequestBody):
+    """Body of POST /v1/resume, drain and checkpoint. wait_s: seconds to wait until the order is done."""
+
+    wait_s: float = Field(0.0, ge=0, le=300)
+
+
+class EvaluationRequest(RequestBody):
+    """Body of POST /v1/evaluations. version: the present one or one to come; the present one by default."""
+
+    version: int | None = Field(None, ge=0, le=2**53)
+    wait_s: float = Field(0.0, ge=0, le=300)
+
+
+class ScaleRequest(RequestBody):
+    """Body of POST /v1/scale."""
+
+    role: Literal["generator", "reward"]
+    replicas: int = Field(ge=0, le=1000)
+
+
+class Accepted(Answer):
+    """Answer to an order."""
+
+    order: Literal["pause", "resume", "drain", "stop", "checkpoint", "evaluate", "scale", "requeue", "drop"]
+    changed: bool = Field(description="False if the order changed nothing.")
+    done: bool = Field(description="Whether all services have followed; if not, ``/v1/status`` says when they have.")
+    waiting_for: list[str]
+    state: RunState
+    text: str
