@@ -52,4 +52,16 @@ export async function ask(method, path, body) {
   }
 }
 
+/** A file, however long it takes to come; the browser keeps a large one on its disk. */
+export async function download(path) {
+  try {
+    const response = await fetch(path, { headers: headers() });
+    if (!response.ok) throw new Refused(response.status, await problem(response));
+    return await response.blob();
+  } catch (error) {
+    if (error instanceof Refused) throw error;
+    throw new Refused(0, "the connection broke");
+  }
+}
+
 export const read = (path) => ask("GET", path);

@@ -6,7 +6,7 @@ import { place } from "./route.js";
 export const archive = { runs: [], live: null, playground: false };
 
 export async function loadRuns() {
-  const { runs, live, playground } = await read("v1/runs");
+  const { runs, live, playground } = await read("v1/runs?order=newest");
   archive.playground = playground;
   archive.runs = runs;
   archive.live = live;
@@ -34,7 +34,7 @@ const figures = new Map();
 const empty = () => ({ names: [], about: {}, series: {} });
 export const figuresOf = (run) => figures.get(run) ?? empty();
 
-const query = (names, after) => new URLSearchParams([["limit", MOST], ["after", after], ...names.map((name) => ["name", name])]);
+const query = (names, after) => new URLSearchParams([["limit", MOST], ...(after < 0 ? [] : [["cursor", after]]), ...names.map((name) => ["name", name])]);
 
 /** Load series of a run that are not here yet. */
 export async function loadSeries(run, wanted) {

@@ -2,6 +2,7 @@
 
 import { h } from "./dom.js";
 import { plural } from "./format.js";
+import { pictures } from "./pictures.js";
 
 const LINE = 90;
 
@@ -18,6 +19,7 @@ function toolUse(tool) {
   return fold(name, [
     h("h4", null, "Arguments"), h("pre", null, tool.arguments),
     h("h4", null, "Result"), tool.result === null ? h("p", { class: "aside" }, "None was given back.") : h("pre", null, tool.result),
+    pictures(tool.images),
   ]);
 }
 
@@ -25,7 +27,7 @@ function message(one) {
   const reasoning = one.reasoning === null ? null
     : fold(`Reasoning, ${plural(one.reasoning.length, "character")}`, h("p", { class: "message-text" }, one.reasoning));
   return h("li", { class: "turn", "data-role": one.role }, h("span", { class: "turn-role" }, one.role),
-    h("div", { class: "message" }, reasoning, one.text ? h("p", { class: "message-text" }, one.text) : null, one.tools.map(toolUse)));
+    h("div", { class: "message" }, reasoning, one.text ? h("p", { class: "message-text" }, one.text) : null, pictures(one.images), one.tools.map(toolUse)));
 }
 
 /** The messages of an episode. */

@@ -15,8 +15,10 @@ const PROMPTS = 1000;
 const PAGE = 100;
 let rows = PAGE;
 let table = null;
+let opened = 0;
 
 async function show() {
+  const mine = ++opened;
   const [run] = chosen();
   const host = byId("evaluation-list");
   if (run === undefined) return host.replaceChildren(h("p", { class: "empty" }, "No run is here yet."));
@@ -25,11 +27,14 @@ async function show() {
     found = (await read(of(run, "evaluations"))).evaluations;
   } catch (error) {
     if (!(error instanceof Refused)) throw error;
-    return host.replaceChildren(h("p", { class: "problem" }, error.message));
+    if (mine === opened) host.replaceChildren(h("p", { class: "problem" }, error.message));
+    return;
   }
+  // Another run may have been chosen meanwhile.
+  if (mine !== opened) return;
   host.replaceChildren(found.length ? versions(found) : h("p", { class: "empty" }, "No evaluation is complete yet."));
   setText(byId("evaluation-note"), found.length ? plural(found.length, "evaluation") : "");
-  await prompts(run, found.filter((one) => one.prompts).slice(-COLUMNS));
+  await prompts(run, found.filter((one) => one.prompts).slice(-COLUMNS).reverse());
 }
 
 /** Figures of each dataset that are numbers, under their names. */
@@ -51,20 +56,22 @@ function versions(found) {
       `${count(one.scored)} of ${count(one.n)}`, one.off_version ? count(one.off_version) : "–", duration(one.wall_s)];
   };
   const heads = ["Version", "Mean reward", "Since version 0", ...names, "Tokens", "Scored", "Other weights", "After"];
-  return h("div", { class: "table-box", tabindex: "0", role: "region", "aria-label": "Evaluations by version" },
+  return h("div", { class: "table-box", tabindex: "0", role: "region", "aria-label": "Table of evaluations by version" },
     h("table", { class: "table" },
       h("thead", null, h("tr", null, heads.map((name) => h("th", { scope: "col" }, name)))),
       h("tbody", null, [...found].reverse().map((one) => h("tr", null, cells(one).map((cell, index) => h(index ? "td" : "th", index ? null : { scope: "row" }, cell)))))));
 }
 
-/** Prompts of the newest versions whose samples are kept: rows are prompts, the worst of the newest version first. */
+/** Prompts of the newest versions whose samples are kept, the newest first: rows are prompts, its worst first. */
 async function prompts(run, kept) {
   const host = byId("prompt-list");
   byId("prompt-panel").hidden = !kept.length;
   if (!kept.length) return;
   const text = byId("prompt-search").value.trim();
   const query = new URLSearchParams({ limit: PROMPTS, sort: "worst", ...(text ? { text } : {}) });
+  const mine = opened;
   const found = await Promise.all(kept.map((one) => read(of(run, `evaluations/${one.version}?${query}`))));
+  if (mine !== opened) return;
   const lines = new Map();
   found.forEach((evaluation, column) => {
     for (const one of evaluation.prompts) {
@@ -73,16 +80,16 @@ async function prompts(run, kept) {
       lines.get(key).cells[column] = one;
     }
   });
-  const mean = (line) => line.cells.at(-1)?.mean ?? Infinity;
+  const mean = (line) => line.cells[0]?.mean ?? Infinity;
   table = { run, kept, lines: [...lines.values()].sort((a, b) => mean(a) - mean(b) || a.index - b.index) };
-  setText(byId("prompt-note"), `${plural(table.lines.length, "prompt")}, the worst of version ${kept.at(-1).version} first; choose a figure to read the samples`);
+  setText(byId("prompt-note"), `${plural(table.lines.length, "prompt")}, the worst of version ${kept[0].version} first; choose a figure to read the samples`);
   host.replaceChildren(promptTable());
 }
 
 function promptTable() {
   const { kept, lines } = table;
   return h("div", null,
-    h("div", { class: "table-box", tabindex: "0", role: "region", "aria-label": "Prompts by version" }, h("table", { class: "table" },
+    h("div", { class: "table-box", tabindex: "0", role: "region", "aria-label": "Table of prompts by version" }, h("table", { class: "table" },
       h("thead", null, h("tr", null, h("th", { scope: "col" }, "Prompt"), kept.map((one) => h("th", { scope: "col" }, `v${one.version}`)))),
       h("tbody", null, lines.slice(0, rows).map((line) => h("tr", null,
         h("th", { scope: "row", class: "prompt-cell" }, h("span", null, line.dataset ? `${line.dataset} ` : "", `${line.index}`), line.prompt.slice(0, 160)),

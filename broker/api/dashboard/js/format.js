@@ -44,6 +44,12 @@ export function duration(seconds) {
   return hours < 48 ? `${hours} h ${minutes % 60} min` : `${Math.floor(hours / 24)} d ${hours % 24} h`;
 }
 
+/** Seconds that ticks of an axis stand at, in steps of a time people know: 1:20, or 5 min, 2 h 5 min. */
+export const TIME_STEPS = [1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 21600, 43200, 86400, 172800, 604800];
+export const timeTicks = (ticks) => ticks.map((tick) => tick === 0 ? "0"
+  : ticks.every((one) => one % 60 === 0) ? duration(tick).replace(/ 0 (s|min|h)$/, "")
+  : `${Math.floor(tick / 60)}:${String(tick % 60).padStart(2, "0")}`);
+
 export function bytes(value) {
   if (!known(value)) return DASH;
   for (const [size, name] of [[2 ** 30, "GiB"], [2 ** 20, "MiB"], [2 ** 10, "KiB"]])

@@ -2,7 +2,7 @@
 
 import { colour } from "./charts.js";
 import { h, setAttribute, setText } from "./dom.js";
-import { duration, short, small } from "./format.js";
+import { TIME_STEPS, short, small, timeTicks } from "./format.js";
 
 const COLOURS = ["--blue", "--orange", "--green", "--violet", "--bad"];
 const SYNC = "grid";
@@ -27,6 +27,19 @@ export const number = (value) => {
   const size = Math.abs(value);
   return size >= 1e4 ? short(value) : size !== 0 && size < 1e-2 ? small(value) : String(+value.toPrecision(4));
 };
+
+/** Of a line that is 0 throughout 0 to 1, where uPlot would take 0 to 100; else as uPlot does. */
+const rangeOf = (_, low, high) => (low === 0 && high === 0 ? [0, 1] : uPlot.rangeNum(low, high, 0.1, true));
+
+/** The value at this place, or the nearest one of a line that has points on both sides but none here. */
+export function near(xs, values, at) {
+  const known = (place) => values[place] !== null && values[place] !== undefined;
+  let [left, right] = [at, at];
+  while (left >= 0 && !known(left)) left--;
+  while (right < values.length && !known(right)) right++;
+  if (left < 0 || right >= values.length) return null;
+  return values[xs[at] - xs[left] <= xs[right] - xs[at] ? left : right];
+}
 
 export class GridChart {
   /** about: what the metric is, in words. */
@@ -86,14 +99,16 @@ export class GridChart {
   }
 
   options(series) {
-    const axis = { stroke: colour("--ink-3"), font: "10.5px Inter, sans-serif", grid: { stroke: colour("--line"), width: 1 }, ticks: { show: false }, gap: 4 };
-    const words = this.settings.axis === "time" ? (tick) => duration(tick).replace(/ \d+ s$/, "") : short;
+    // uPlot takes whole pixels: of a fraction it would scale the digits after the point alone on a sharp display.
+    const axis = { stroke: colour("--ink-3"), font: "11px Inter, sans-serif", grid: { stroke: colour("--line"), width: 1 }, ticks: { show: false }, gap: 4 };
+    const time = this.settings.axis === "time";
+    const words = time ? timeTicks : (ticks) => ticks.map((tick) => (tick === null ? "" : short(tick)));
     return {
       width: this.canvas.clientWidth, height: this.canvas.clientHeight, padding: [8, 10, 0, 0], legend: { show: false },
       cursor: { sync: { key: SYNC, scales: ["x", null] }, drag: { x: true, y: false }, points: { size: 6 }, y: false },
-      scales: { x: { time: false }, y: this.settings.log ? { distr: 3 } : {} },
+      scales: { x: { time: false }, y: this.settings.log ? { distr: 3 } : { range: rangeOf } },
       axes: [
-        { ...axis, grid: { show: false }, size: 24, space: 60, values: (_, ticks) => ticks.map((tick) => (tick === null ? "" : words(tick))) },
+        { ...axis, grid: { show: false }, size: 24, space: 60, values: (_, ticks) => words(ticks), ...(time ? { incrs: TIME_STEPS } : {}) },
         { ...axis, size: 50, space: 28, values: (_, ticks) => ticks.map((tick) => (tick === null ? "" : number(tick))) },
       ],
       series,
@@ -109,7 +124,7 @@ export class GridChart {
     const away = left < 0 || idx === null;
     this.shown.forEach((column, index) => {
       const values = plot.data[column];
-      const value = away ? values.findLast((v) => v !== null && v !== undefined) : values[idx];
+      const value = away ? values.findLast((v) => v !== null && v !== undefined) : near(plot.data[0], values, idx);
       const label = this.legend.children[index]?.querySelector("b");
       if (label) setText(label, number(value ?? null));
     });

@@ -5,36 +5,37 @@ import { chosen, of } from "./archive.js";
 import { byId, h, setText } from "./dom.js";
 import { count, figure, percent, plural } from "./format.js";
 import { csv, save } from "./grid-chart.js";
+import { pictures } from "./pictures.js";
 import { go, link, register } from "./route.js";
 import { sideBySide } from "./samples.js";
 
 const PAGE = 50;
 const MOST = 1000;
-const BINS = 10;
 const PAUSE_MS = 300;
 let timer = 0;
 let asked = 0;
+let opened = 0;
 let shown = [];
 let more = null;
 
-function query(offset, limit = PAGE) {
-  const wanted = new URLSearchParams({ limit, offset });
+function query(cursor, limit = PAGE) {
+  const wanted = new URLSearchParams({ limit, cursor });
   for (const [name, value] of new FormData(byId("group-search"))) if (value.trim() !== "") wanted.set(name, value.trim());
   return wanted;
 }
 
-async function search(offset = 0) {
+async function search(cursor = 0) {
   const [run] = chosen();
   const number = ++asked;
   if (run === undefined) return setText(byId("group-note"), "No run is here yet.");
   try {
-    const found = await read(of(run, `groups?${query(offset)}`));
+    const found = await read(of(run, `groups?${query(cursor)}`));
     if (number !== asked) return;
-    shown = offset ? shown.concat(found.groups) : found.groups;
+    shown = cursor ? shown.concat(found.groups) : found.groups;
     more = found.next;
     setText(byId("group-note"), `${plural(found.total, "group")} of ${count(found.kept)} that are kept`);
     list(found.kept);
-    if (!offset) rates(run, number);
+    if (!cursor) charts(found.histograms);
   } catch (error) {
     if (!(error instanceof Refused)) throw error;
     setText(byId("group-note"), error.message);
@@ -53,25 +54,26 @@ function row(one) {
     h("span", { class: "group-id" }, h("b", null, `step ${count(one.step)}`), h("span", null, `prompt ${one.task_id}`)),
     h("span", { class: "group-reward" }, h("b", null, figure(one.mean)), h("span", null, `${figure(one.min, 2)} to ${figure(one.max, 2)}`)),
     h("span", { class: "group-text" }, one.prompt),
-    h("span", { class: "group-facts" }, h("span", null, `${plural(one.n, "sample")} · ${count(one.tokens)} tokens`),
+    h("span", { class: "group-facts" }, h("span", null, `${plural(one.n, "sample")} · ${plural(one.tokens, "token")}`),
       h("span", null, one.truncated ? `${plural(one.truncated, "sample")} cut` : "none cut"))));
 }
 
-/** How many groups have which mean reward: prompts by solve rate. */
-async function rates(run, number) {
-  const found = await read(of(run, `groups?${query(0, MOST)}`));
-  if (number !== asked) return;
-  const means = found.groups.map((one) => one.mean).filter((mean) => mean !== null);
-  const [low, high] = [Math.min(0, ...means), Math.max(1, ...means)];
-  const bins = Array(BINS).fill(0);
-  for (const mean of means) bins[Math.min(BINS - 1, Math.floor((BINS * (mean - low)) / (high - low)))]++;
-  const most = Math.max(1, ...bins);
-  const words = bins.map((number, index) => `${figure(low + (index * (high - low)) / BINS, 1)}: ${number}`).join(", ");
-  byId("group-rates").replaceChildren(
-    h("h3", null, "Prompts by mean reward"),
-    h("div", { class: "rates", role: "img", "aria-label": `Groups by mean reward, from ${words}` }, bins.map((number, index) =>
-      h("span", { style: `--share: ${number / most}`, title: `${plural(number, "group")} (${percent(number / (means.length || 1))}) from ${figure(low + (index * (high - low)) / BINS, 2)}` }, h("i")))),
-    h("p", { class: "aside" }, means.length ? `${figure(low, 1)} to ${figure(high, 1)}, ${plural(means.length, "group")}` : "no reward yet"));
+const TITLES = { solve_rate: "Prompts by mean reward", reward: "Samples by reward" };
+
+/** How many prompts have which mean reward, that is solve rate; how many samples which reward, and which of each term. */
+function charts(histograms) {
+  // With one term the reward says the same.
+  const wanted = histograms.length === 3 ? histograms.slice(0, 2) : histograms;
+  byId("group-rates").replaceChildren(...wanted.map(({ name, low, high, counts }) => {
+    const [most, total] = [Math.max(1, ...counts), counts.reduce((sum, number) => sum + number, 0)];
+    const at = (index, places) => figure(low + (index * (high - low)) / counts.length, places);
+    const title = TITLES[name] ?? `Samples by ${name}`;
+    return h("div", null,
+      h("h3", null, title),
+      h("div", { class: "rates", role: "img", "aria-label": `${title}, from ${counts.map((number, index) => `${at(index, 1)}: ${number}`).join(", ")}` },
+        counts.map((number, index) => h("span", { style: `--share: ${number / most}`, title: `${count(number)} (${percent(number / (total || 1))}) from ${at(index, 2)}` }, h("i")))),
+      h("p", { class: "aside" }, total ? `${at(0, 1)} to ${at(counts.length, 1)}, ${plural(total, name === "solve_rate" ? "group" : "sample")}` : "no reward yet"));
+  }));
 }
 
 async function exportGroups() {
@@ -83,6 +85,7 @@ async function exportGroups() {
 }
 
 async function open(step, task) {
+  const mine = ++opened;
   const [run] = chosen();
   const host = byId("group-detail");
   let one;
@@ -90,8 +93,10 @@ async function open(step, task) {
     one = await read(of(run, `groups/${step}/${task}`));
   } catch (error) {
     if (!(error instanceof Refused)) throw error;
-    return host.replaceChildren(h("p", { class: "problem" }, error.message), back());
+    if (mine === opened) host.replaceChildren(h("p", { class: "problem" }, error.message), back());
+    return;
   }
+  if (mine !== opened) return;
   const others = shown.findIndex((head) => head.step === one.step && head.task_id === one.task_id);
   const beside = (by, text) => {
     const head = others < 0 ? undefined : shown[others + by];
@@ -104,6 +109,7 @@ async function open(step, task) {
         h("button", { type: "button", class: "button small", onclick: () => save(new Blob([JSON.stringify(one, null, 2)], { type: "application/json" }), `${run}-step-${one.step}-prompt-${one.task_id}.json`) }, "Save as JSON"))),
     h("p", { class: "aside" }, `mean reward ${figure(one.mean)}, deviation ${figure(one.std)} · ${plural(one.n, "sample")} · trained weights of version ${one.version}`),
     h("h3", null, "Prompt"), h("pre", { class: "prompt", tabindex: "0", "aria-label": "Prompt" }, one.full_prompt),
+    pictures([...new Set(one.samples.flatMap((sample) => sample.images))], of(run, "images")) ?? "",
     Object.keys(one.data).length ? h("dl", { class: "facts" }, Object.entries(one.data).map(([name, value]) => h("div", null, h("dt", null, name), h("dd", null, value)))) : "",
     one.samples.length ? sideBySide(one.samples) : h("p", { class: "empty" }, "No sample was scored."));
   host.querySelector("h2").scrollIntoView({ block: "nearest" });

@@ -71,7 +71,7 @@ function showAll() {
 async function refresh() {
   let found;
   try {
-    found = await read(`v1/dead-letters?limit=${MOST}`);
+    found = await read(`v1/dead-letters?limit=${MOST}&order=newest`);
   } catch (error) {
     if (!(error instanceof Refused)) throw error;
     seen = -1;

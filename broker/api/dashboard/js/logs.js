@@ -91,8 +91,12 @@ async function show([wanted]) {
     if (!(error instanceof Refused)) throw error;
     setText(byId("log-note"), error.message);
   }
+  // Another run may have been chosen meanwhile.
+  if (mine !== opened) return;
   const names = found.map((one) => one.service);
-  service = names.includes(wanted) ? wanted : names.includes("trainer") ? "trainer" : names[0] ?? null;
+  // A service that has nothing to complain of writes nothing.
+  const written = ["trainer", "up", ...names].find((name) => found.some((one) => one.service === name && one.bytes));
+  service = names.includes(wanted) ? wanted : written ?? names[0] ?? null;
   byId("log-service").replaceChildren(...found.map((one) => h("option", { value: one.service, selected: one.service === service }, `${one.service} (${bytes(one.bytes)})`)));
   [lines, end] = [[], null];
   if (service === null) {

@@ -66,7 +66,7 @@ async function load(mine) {
   const [run] = chosen();
   if (run === undefined) return setText(byId("machine-note"), "No run is here yet.");
   try {
-    const [resources, fired] = await Promise.all([read(of(run, "resources?points=600")), read(of(run, "alerts"))]);
+    const [resources, fired] = await Promise.all([read(of(run, "resources?points=600")), read(of(run, "alerts?order=newest"))]);
     if (mine !== opened) return;
     found = resources;
     draw();

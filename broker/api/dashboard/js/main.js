@@ -34,17 +34,17 @@ for (const start of [
   startGrid, startGroups, startEvaluations, startPlayground, startMachine, startLogs, startSetup, startRuns,
 ]) start();
 
-const history = `v1/metrics-history?limit=10000&${SERIES.map((name) => `name=${encodeURIComponent(name)}`).join("&")}`;
+const history = `v1/metrics-history?limit=10000&order=newest&${SERIES.map((name) => `name=${encodeURIComponent(name)}`).join("&")}`;
 
 /** What the stream does not tell: everything before it. Called at each connection. */
 async function fill() {
-  const got = await Promise.allSettled([read(history), read("v1/evaluations"), read("v1/timeline?limit=200"),
+  const got = await Promise.allSettled([read(history), read("v1/evaluations"), read("v1/timeline?limit=200&order=newest"),
     read("v1/throughput-history")]);
   const [metrics, evaluations, timeline, past] = got.map((one) => one.value);
   if (metrics) replaceMetrics(metrics);
   if (evaluations) setEvaluations(evaluations.evaluations);
   if (past) addPast(past);
-  if (timeline) addEvents(timeline.events);
+  if (timeline) addEvents(timeline.events.reverse());
   emit("connected");
   for (const one of got) if (one.reason && !(one.reason instanceof Refused)) throw one.reason;
 }

@@ -69,7 +69,7 @@ function field(name, label, hint, value, min, step = 1) {
     h("p", { id: `hint-${name}` }, hint));
 }
 
-const SETTINGS = ["staleness", "batch", "concurrency", "lr", "steps", "eval_every", "checkpoint_every"];
+const SETTINGS = ["staleness", "batch", "concurrency", "lr", "steps", "temperature", "eval_every", "checkpoint_every"];
 
 function settings() {
   const now = store.status.settings;
@@ -83,6 +83,7 @@ function settings() {
       field("concurrency", "Concurrency", "Samples in flight in each generator.", now.concurrency, 1),
       field("lr", "Learning rate", "The peak, of which the schedule takes its part.", now.lr, 0, "any"),
       field("steps", "Steps", "Of the whole run.", now.steps, 1),
+      field("temperature", "Temperature", "Of sampling, for prompts that are admitted from now on.", now.temperature, 0, "any"),
       field("eval_every", "Evaluate every", "Weight versions between two evaluations.", now.eval_every, 1),
       field("checkpoint_every", "Checkpoint every", "Steps between two checkpoints.", now.checkpoint_every, 1),
     ],

@@ -6,6 +6,7 @@ import { conversation, rowsOf } from "./conversation.js";
 import { open } from "./dialogs.js";
 import { h, setAttribute, setText } from "./dom.js";
 import { count, duration, figure, percent, plural, reward, task, versions } from "./format.js";
+import { pictures } from "./pictures.js";
 import { legend, shades } from "./shades.js";
 
 const MODES = [["version", "Version"], ["logprob", "Log-probability"], ["mask", "Mask"]];
@@ -115,6 +116,7 @@ function facts(one) {
     ...Object.entries(one.components).map(([name, value]) => [name, figure(value)]),
     ...(known(one.workflow_reward) ? [["Workflow's reward", figure(one.workflow_reward)]] : []),
     ["Finish", one.finish], ["Versions", versions(one)], ["Tokens", count(one.tokens)], ["Made in", duration(one.seconds)],
+    ["Temperature", figure(one.temperature)],
     ...(one.calls ? [["Model calls", count(one.calls)]] : []), ...(one.rows > 1 ? [["Rows", count(one.rows)]] : []),
     ...Object.entries(one.metrics).map(([name, value]) => [name, Number.isInteger(value) ? count(value) : figure(value)]),
     ["Generator", one.generator], ["State", one.step === null ? one.state : `trained in step ${count(one.step)}`],
@@ -131,9 +133,24 @@ function content(one) {
     h("h3", null, "Prompt"), h("pre", { tabindex: "0" }, one.full_prompt),
     h("h3", null, "Completion"), h("pre", { tabindex: "0" }, one.full_completion),
   ];
-  const title = spoken.length || plain.length ? [h("h3", null, "Tokens")] : [];
-  return [facts(one), spoken, plain, title, tokens(one)].flat(2).filter(known);
+  // A conversation shows them where they stand.
+  const shown = one.images.length && !one.messages.some((message) => message.images.length || message.tools.some((tool) => tool.images.length))
+    ? [h("h3", null, "Images"), pictures([...new Set(one.images.map((image) => image.digest))])] : [];
+  const title = spoken.length || plain.length || shown.length ? [h("h3", null, "Tokens")] : [];
+  return [facts(one), spoken, shown, plain, title, tokens(one)].flat(2).filter(known);
 }
+
+/** What the list knew of a sample that has left the broker since. */
+const left = (head) => [
+  h("p", { class: "aside" }, "It has left the broker: a sample can be read until it is trained, a few of each step for some time" +
+    " longer. This is what the list showed of it; search again for newer ones."),
+  h("dl", { class: "facts" }, [
+    ["Reward", reward(head)], ["Finish", head.finish], ["Versions", versions(head)], ["Tokens", count(head.tokens)],
+    ["Generator", head.generator],
+  ].map(([name, value]) => h("div", null, h("dt", null, name), h("dd", null, value)))),
+  h("h3", null, "Prompt"), h("pre", { tabindex: "0" }, head.prompt),
+  h("h3", null, "Completion"), h("pre", { tabindex: "0" }, head.completion),
+];
 
 /** Open the reader at one of a list of heads. */
 export function openReader(heads, index) {
@@ -159,8 +176,8 @@ export function openReader(heads, index) {
       if (heads[index] === head) body.replaceChildren(...content(one));
     } catch (error) {
       if (!(error instanceof Refused)) throw error;
-      body.replaceChildren(h("p", { class: "problem" }, error.status === 404
-        ? "It was trained and is not kept any more: search again for newer ones." : error.message));
+      if (heads[index] !== head) return;
+      body.replaceChildren(...(error.status === 404 ? left(head) : [h("p", { class: "problem" }, error.message)]));
     }
   }
 

@@ -43,6 +43,7 @@ function follow() {
     const [, mine] = tab.id.split("tab-");
     setAttribute(tab, "aria-current", mine === view ? "page" : null);
     setAttribute(tab, "href", link(mine));
+    if (mine === view) byId("views").scrollLeft = tab.offsetLeft + tab.offsetWidth / 2 - byId("views").clientWidth / 2;
   }
   shows.get(view)?.(parts);
 }

@@ -34,7 +34,7 @@ function list() {
   const found = archive.runs.filter((run) => [run.name, run.model, run.state].some((part) => part?.toLowerCase().includes(text)));
   const heads = ["", "Run", "State", "Step", "Reward", "Accuracy", "Time", "Last change", "Model", ""];
   byId("run-list").replaceChildren(found.length
-    ? h("div", { class: "table-box", tabindex: "0", role: "region", "aria-label": "Runs" }, h("table", { class: "table" },
+    ? h("div", { class: "table-box", tabindex: "0", role: "region", "aria-label": "Table of runs" }, h("table", { class: "table" },
       h("thead", null, h("tr", null, heads.map((name, index) => (name ? h("th", { scope: "col" }, name) : h("td", null, h("span", { class: "hidden" }, index ? "Live" : "Compare")))))),
       h("tbody", null, found.map(row))))
     : h("p", { class: "empty" }, archive.runs.length ? "No run fits." : "No run has been here yet."));

@@ -17,6 +17,7 @@ export const best = (samples) => samples.reduce((a, b) => ((b.reward ?? -Infinit
 
 const marked = (parts) => parts.map(([kind, text]) => (kind === "same" ? text : h(kind === "added" ? "ins" : "del", null, text)));
 
+/** top: the best one; null where there is nothing to compare with. */
 function card(one, top, compared) {
   const facts = [
     ...Object.entries(one.terms).map(([name, value]) => [name, figure(value)]),
@@ -35,13 +36,13 @@ function card(one, top, compared) {
 
 /** An element with the samples, and controls for their order and the difference to the best. */
 export function sideBySide(samples) {
-  const top = best(samples);
+  const top = samples.length > 1 ? best(samples) : null;
   let sort = "reward";
   let compared = false;
   const list = h("ul", { class: "samples", tabindex: "0", "aria-label": "Samples side by side" });
   const fill = () => {
     const [by] = SORTS[sort];
-    list.replaceChildren(...[...samples].sort((a, b) => by(a) - by(b) || a.sample - b.sample).map((one) => card(one, top, compared)));
+    list.replaceChildren(...[...samples].sort((a, b) => by(a) - by(b) || (b === top) - (a === top) || a.sample - b.sample).map((one) => card(one, top, compared)));
   };
   const buttons = [[false, "Texts"], [true, "Difference to the best"]].map(([value, label]) => h("button", {
     type: "button", "aria-pressed": value === compared, onclick: () => {
@@ -56,7 +57,7 @@ export function sideBySide(samples) {
   } }, Object.entries(SORTS).map(([name, [, label]]) => h("option", { value: name }, label)));
   fill();
   return h("div", { class: "side" },
-    h("div", { class: "side-bar" }, h("div", { class: "switch", role: "group", "aria-label": "What is shown of the texts" }, buttons),
-      samples.length > 1 ? h("label", { class: "quiet" }, "Order", choice) : null),
+    top === null ? null : h("div", { class: "side-bar" },
+      h("div", { class: "switch", role: "group", "aria-label": "What is shown of the texts" }, buttons), h("label", { class: "quiet" }, "Order", choice)),
     list);
 }

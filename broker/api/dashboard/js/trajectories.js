@@ -22,7 +22,7 @@ const select = (name, label, options) => h("label", { class: "filter" }, h("span
 
 function query() {
   const given = new FormData(byId("search"));
-  const wanted = new URLSearchParams({ limit });
+  const wanted = new URLSearchParams({ limit, order: "newest" });
   for (const [name, value] of given) if (value.trim() !== "") wanted.set(name, value.trim());
   return wanted;
 }
