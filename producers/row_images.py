@@ -14,6 +14,7 @@ from schemas.messages import ChatMessage, ContentPart
 
 MARK = "<image>"
 """What stands in a text for an image of its row, as in Geometry3K."""
+_PNG_MODES = ("1", "L", "LA", "I", "I;16", "P", "RGB", "RGBA")
 _KINDS = "a path, bytes, a data: URL, or an image of the datasets library"
 
 
@@ -34,22 +35,42 @@ def load_image(value: Any, where: str, folder: Path, load: bool = True) -> bytes
         return load_image(held, where, folder, load)
     if isinstance(value, str):
         return _load_text(value, where, folder, load)
-    if callable(getattr(value, "save", None)):
-        file = io.BytesIO()
-        value.save(file, "PNG")
-        return file.getvalue()
+    if is_pillow_image(value):
+        return png_file(value)
     raise DataError(f"{where}: an image is {_KINDS}, not {type(value).__name__}")
+
+
+def is_pillow_image(value: Any) -> bool:
+    """Whether a value is an image of Pillow, as the library ``datasets`` and many tools give them."""
+    return not isinstance(value, type) and callable(getattr(value, "save", None)) and hasattr(value, "mode")
+
+
+def png_file(image: Any) -> bytes:
+    """An image of Pillow as a PNG file; colours that such a file can't have, as those of print, become RGB."""
+    file = io.BytesIO()
+    (image if image.mode in _PNG_MODES else image.convert("RGB")).save(file, "PNG")
+    return file.getvalue()
+
+
+def read_data_url(value: str, where: str) -> bytes:
+    """The bytes of a ``data:`` URL in base64. DataError, which begins with ``where``, if it is none."""
+    head, _, body = value.partition(",")
+    try:
+        if not (head.startswith("data:") and head.endswith(";base64")):
+            raise ValueError("it is not in base64")
+        return base64.b64decode(body, validate=True)
+    except (ValueError, binascii.Error) as error:
+        raise DataError(f"{where}: the data: URL of an image can't be read: {error}") from error
+
+
+def make_data_url(data: bytes, kind: str = "image/png") -> str:
+    """An image file as a ``data:`` URL. kind: its media type."""
+    return f"data:{kind};base64,{base64.b64encode(data).decode()}"
 
 
 def _load_text(value: str, where: str, folder: Path, load: bool) -> bytes:
     if value.startswith("data:"):
-        head, _, body = value.partition(",")
-        try:
-            if not head.endswith(";base64"):
-                raise ValueError("it is not in base64")
-            return base64.b64decode(body, validate=True)
-        except (ValueError, binascii.Error) as error:
-            raise DataError(f"{where}: the data: URL of an image can't be read: {error}") from error
+        return read_data_url(value, where)
     if "://" in value:
         raise DataError(f"{where}: the image {value[:100]} is not on this machine; an image is {_KINDS}")
     file = folder / Path(value).expanduser()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ from producers.agents.workers.pool import AgentWorkers
 from producers.agents.workers.protocol import AgentJob, AgentResult
 from producers.conversation.chat_template import ChatTemplate
 from producers.conversation.conversation import BEGINNINGS, Conversation, History
+from producers.conversation.images import ImageLimits, episode_images, task_messages
 from producers.workflows.base import FailedSample, RolloutContext
 from producers.workflows.trajectory_builder import SampledCompletion, size_metrics
 from schemas.config import AgentsConfig
@@ -28,7 +29,10 @@ SETTLE_S = 5.0
 
 @dataclass(frozen=True)
 class Stage:
-    """What all episodes of a generator share. base_url: of the endpoint, without a session. clock: for deadlines."""
+    """What all episodes of a generator share.
+
+    base_url: of the endpoint, without a session. clock: for deadlines. images: what agents may send.
+    """
 
     settings: AgentsConfig
     policy: Policy
@@ -38,6 +42,7 @@ class Stage:
     workers: AgentWorkers
     alarm: FailureAlarm
     base_url: str
+    images: ImageLimits
     clock: Callable[[], float] = time.monotonic
 
 
@@ -56,15 +61,16 @@ class Episode:
 
     async def play(self) -> SampledCompletion | FailedSample:
         """Run the agent, again when its process died, until there is an outcome or it has failed for good."""
-        settings, partial = self._stage.settings, self._rollout.saved.get(self._index)
+        settings, rollout = self._stage.settings, self._rollout
+        partial = rollout.saved.get(self._index)
         attempt = 0
         while True:
             session = Session(
                 self._stage.policy,
-                Conversation(self._stage.template, self._stage.history),
-                self._rollout.sampling,
+                Conversation(self._stage.template, self._stage.history, episode_images(rollout, self._stage.images)),
+                rollout.sampling,
                 partial,
-                self._rollout.save,
+                rollout.save,
                 self._index,
             )
             self._stage.sessions.add(session)
@@ -92,7 +98,7 @@ class Episode:
         task = self._rollout.task
         job = AgentJob(
             episode_id=f"{task.task_id}-{self._index}",
-            task=task_for_agent(task),
+            task=task_for_agent(task, self._rollout.files),
             base_url=f"{self._stage.base_url}/s/{session.token}/v1",
             api_key=session.token,
             deadline_s=self._deadline - self._stage.clock(),
@@ -183,11 +189,14 @@ class Episode:
         }
 
 
-def task_for_agent(task: Task) -> dict[str, Any]:
-    """The task as agents see it: id, prompt as messages, text or token ids, and the data of the dataset."""
+def task_for_agent(task: Task, files: Mapping[str, bytes]) -> dict[str, Any]:
+    """The task as agents see it: id, prompt as messages, text or token ids, and the data of the dataset.
+
+    files: of its images by digest.
+    """
     prompt: dict[str, Any] = {"data": task.data, "id": task.task_id}
     if task.messages is not None:
-        prompt["messages"] = [{"role": message.role, "content": message.plain} for message in task.messages]
+        prompt["messages"] = task_messages(task, files)
     elif task.text is not None:
         prompt["text"] = task.text
         prompt["messages"] = [{"role": "user", "content": task.text}]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import secrets
 import time
 from collections import Counter
@@ -236,7 +237,8 @@ class Session:
 
     def _prompt(self, request: CallRequest) -> NextPrompt:
         if request.messages is not None:
-            return self.conversation.prompt(request.messages, request.tools, request.name, request.template_args)
+            messages = self.conversation.images.resolve(request.messages)
+            return self.conversation.prompt(messages, request.tools, request.name, request.template_args)
         if request.prompt_ids is not None:
             return self.conversation.raw_prompt(request.prompt_ids, request.name)
         return self.conversation.raw_prompt(self._policy.encode(request.prompt_text or ""), request.name)
@@ -290,9 +292,14 @@ class Session:
                 begun = time.monotonic()
                 self.counts.queue_s += begun - waited
                 self._check_open()
-                generate = self._policy.engine.generate
-                jobs = [generate(prompt.ids, sampling, n=len(fresh))] if fresh else []
-                jobs += [generate(prompt.ids, sampling, prefix=found[k].tokens.numpy().tolist()) for k in growing]
+                generate = functools.partial(
+                    self._policy.engine.generate,
+                    prompt.ids,
+                    sampling,
+                    **self.conversation.images.for_engine(prompt.images),
+                )
+                jobs = [generate(n=len(fresh))] if fresh else []
+                jobs += [generate(prefix=found[k].tokens.numpy().tolist()) for k in growing]
                 results = [completion for part in await asyncio.gather(*jobs) for completion in part]
                 self.counts.engine_s += time.monotonic() - begun
             for k, completion in zip([*fresh, *growing], results, strict=True):

@@ -17,6 +17,7 @@ from producers.agents.session import Policy
 from producers.agents.sessions import Sessions
 from producers.agents.workers.check import check_agent
 from producers.agents.workers.pool import AgentWorkers
+from producers.conversation.images import ImageLimits
 from producers.conversation.parsing.factory import make_parser
 from producers.conversation.self_check import open_template
 from producers.engines.factory import engine_name
@@ -94,6 +95,7 @@ class AgentWorkflow:
             workers=workers,
             alarm=FailureAlarm(settings.alarm),
             base_url=base_url,
+            images=ImageLimits.of(config),
             clock=services.clock,
         )
 

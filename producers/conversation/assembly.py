@@ -4,13 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from producers.conversation.calls import AnsweredCall, row_ids
-from schemas.messages import Segment, Span, Turn
+from producers.conversation.calls import AnsweredCall, row_ids, row_images
+from producers.engines.routed_experts import RoutedExpertsArray, unknown
+from schemas.messages import PlacedImage, Segment, Span, Turn
+
+
+@dataclass(frozen=True)
+class _Row:
+    """Token ids of a row, and the images at their places in it."""
+
+    ids: npt.NDArray[Any]
+    images: list[PlacedImage]
 
 
 @dataclass
@@ -23,6 +33,18 @@ class Arrays:
     spans: list[Span] = field(default_factory=list)
     turns: list[Turn] = field(default_factory=list)
     segments: list[Segment] = field(default_factory=list)
+    images: list[PlacedImage] = field(default_factory=list)
+    experts: list[npt.NDArray[Any] | int] = field(default_factory=list)
+    """Of each segment's tokens, [T, L, k]; a number of tokens where nothing is known."""
+
+    def routed_experts(self) -> npt.NDArray[Any] | None:
+        """The experts of all tokens, as in SampledCompletion."""
+        first = next((part for part in self.experts if not isinstance(part, int)), None)
+        if first is None:
+            return None
+        parts = [unknown(part, first) if isinstance(part, int) else part for part in self.experts]
+        whole: npt.NDArray[Any] = np.concatenate(parts)
+        return whole
 
     def read(self, role: str, ids: Sequence[int]) -> None:
         """Add tokens that the policy read."""
@@ -82,7 +104,7 @@ def join_rows(every: dict[int, AnsweredCall], kept: Sequence[AnsweredCall], numb
         rows[place].append(call)
         ends[call.number] = place
     arrays = Arrays()
-    earlier: list[npt.NDArray[Any]] = []
+    earlier: list[_Row] = []
     for row in rows:
         if any(call.completion.tokens for call in row):
             _add_row(arrays, every, row, earlier, numbers)
@@ -93,26 +115,41 @@ def _add_row(
     arrays: Arrays,
     every: dict[int, AnsweredCall],
     row: Sequence[AnsweredCall],
-    earlier: list[npt.NDArray[Any]],
+    earlier: list[_Row],
     numbers: dict[int, int],
 ) -> None:
     first = row[0]
     prompt = row_ids(every, first.parent) + first.suffix
-    whole = np.asarray(row_ids(every, row[-1].number), np.int32)
-    lengths = [_common_prefix(whole[: len(prompt)], other) for other in earlier]
+    whole = _Row(np.asarray(row_ids(every, row[-1].number), np.int32), row_images(every, row[-1].number))
+    lengths = [_common_prefix(whole, other, len(prompt)) for other in earlier]
     shared = max(lengths, default=0)
     parent = lengths.index(shared) if shared else -1
     start = len(arrays.tokens)
     arrays.read("prompt", prompt[shared:])
+    length, experts = len(prompt), RoutedExpertsArray()
     for k, call in enumerate(row):
+        length += (len(call.suffix) if k else 0) + len(call.completion.tokens)
+        experts.add(call.completion, length)
         if k:
             arrays.read(str(call.new[-1].get("role", "user")) if call.new else "user", call.suffix)
         arrays.sampled(call, numbers[call.number])
+    found = experts.whole(len(whole.ids))
+    arrays.experts.append(len(arrays.tokens) - start if found is None else found[shared:])
     arrays.segments.append(Segment(start, len(arrays.tokens), parent, shared, first.name))
+    begin = start - shared
+    arrays.images += [
+        PlacedImage(image.digest, begin + image.start, begin + image.end)
+        for image in whole.images
+        if image.start >= shared
+    ]
     earlier.append(whole)
 
 
-def _common_prefix(one: npt.NDArray[Any], other: npt.NDArray[Any]) -> int:
-    size = min(len(one), len(other))
-    different = np.flatnonzero(one[:size] != other[:size])
-    return int(different[0]) if len(different) else size
+def _common_prefix(one: _Row, other: _Row, most: int) -> int:
+    """Return how many tokens, at most so many, two rows have in common: an image wholly, or nothing of it."""
+    size = min(most, len(other.ids))
+    different = np.flatnonzero(one.ids[:size] != other.ids[:size])
+    same = int(different[0]) if len(different) else size
+    pairs = zip_longest(one.images, other.images)
+    unlike = next((pair for pair in pairs if pair[0] != pair[1]), ())
+    return min([same, *(image.start for image in unlike if image is not None)])

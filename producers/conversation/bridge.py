@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from producers.conversation.chat_template import MARK, ChatTemplate
-from producers.conversation.messages import Message, arguments_value, content_text, longest_word
+from producers.conversation.messages import Message, arguments_value, image_digests, longest_word, part_text
 from schemas.errors import DataError
 
 _SYSTEM = ("system", "developer")
@@ -86,7 +86,9 @@ def shorten(before: Sequence[Message]) -> list[Message]:
 
 
 def _render_marked(template: ChatTemplate, turn: NewTurn, new: bool) -> str:
-    before = shorten(turn.before) if template.short_history else turn.before
+    # Templates may number the images of a conversation.
+    short = template.short_history and not image_digests(turn.before)
+    before = shorten(turn.before) if short else turn.before
     messages = [*before, mark_answer(turn.answer), *(turn.new if new else ())]
     return template.render(messages, turn.tools, generation_prompt=new, args=turn.args)
 
@@ -114,8 +116,10 @@ def _by_mark(template: ChatTemplate, turn: NewTurn) -> str | None:
 
 def _place_of_new(template: ChatTemplate, tail: str, new: Sequence[Message]) -> int | None:
     """Return where the first new message stands in what follows an answer, so that nothing is looked for in it."""
-    text = content_text(new[0].get("content")) if new else None
-    found = tail.rfind(template.shield(text.strip())) if text and text.strip() else -1
+    content = new[0].get("content") if new else None
+    parts = content if isinstance(content, list) else [content]
+    text = next((text.strip() for text in map(part_text, parts) if text and text.strip()), None)
+    found = tail.rfind(template.shield(text)) if text else -1
     return found if found >= 0 else None
 
 

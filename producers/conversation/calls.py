@@ -12,7 +12,7 @@ import numpy as np
 from producers.conversation.messages import Message
 from producers.engines.base import Completion
 from schemas.codec import Array
-from schemas.messages import Call, Span
+from schemas.messages import Call, PlacedImage, Span
 
 
 @dataclass
@@ -20,10 +20,10 @@ class AnsweredCall:
     """A model call and where it stands among the others.
 
     parent: number of the call whose row it extends, None: a row of its own. suffix: ids of its prompt after the
-    parent's row, all without a parent. length: tokens of its row, answer included. new: messages after the parent's
-    answer, all without a parent. chain: digest of all messages, answer included, None for prompts of ids. asked: the
-    same for all choices of one request. record: the call as it is saved, but for its key. used: a later request
-    contains its answer.
+    parent's row, all without a parent. images: of the suffix, at their places in the row. length: tokens of its row,
+    answer included. new: messages after the parent's answer, all without a parent. chain: digest of all messages,
+    answer included, None for prompts of ids. asked: the same for all choices of one request. record: the call as it is
+    saved, but for its key. used: a later request contains its answer.
     """
 
     number: int
@@ -40,14 +40,18 @@ class AnsweredCall:
     digest: bytes
     segment: int
     record: Call
+    images: Sequence[PlacedImage] = ()
     used: bool = False
     removed: bool = False
     reward: float | None = None
 
 
-def ids_digest(ids: Sequence[int]) -> bytes:
-    """Return the digest of a prompt's token ids, 16 bytes."""
-    return hashlib.blake2b(np.asarray(ids, "<i4").tobytes(), digest_size=16).digest()
+def ids_digest(ids: Sequence[int], images: Sequence[PlacedImage] = ()) -> bytes:
+    """Return the digest of a prompt's token ids, and of the images that some of them stand for, 16 bytes."""
+    hashed = hashlib.blake2b(np.asarray(ids, "<i4").tobytes(), digest_size=16)
+    for image in images:
+        hashed.update(f"{image.digest} {image.start} {image.end}".encode())
+    return hashed.digest()
 
 
 def digest_key(digest: bytes, repeat: int) -> bytes:
@@ -89,6 +93,7 @@ def continued_completion(call: Call, more: Completion) -> Completion:
         np.concatenate([call.logprobs.numpy(), more.logprobs]),
         spans,
         more.finish,
+        more.routed_experts,
     )
 
 
@@ -100,3 +105,12 @@ def row_ids(calls: dict[int, AnsweredCall], last: int | None) -> list[int]:
         pieces += [call.completion.tokens, call.suffix]
         last = call.parent
     return [token for piece in reversed(pieces) for token in piece]
+
+
+def row_images(calls: dict[int, AnsweredCall], last: int | None) -> list[PlacedImage]:
+    """Return the images of a call's row, in order and at their places in it."""
+    pieces: list[Sequence[PlacedImage]] = []
+    while last is not None:
+        pieces.append(calls[last].images)
+        last = calls[last].parent
+    return [image for piece in reversed(pieces) for image in piece]

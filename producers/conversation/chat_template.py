@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
-from producers.conversation.messages import Message, arguments_value, content_text, reasoning_text
+from producers.conversation.messages import Message, arguments_value, content_text, part_text, reasoning_text
 from producers.rendering.tokenizer import HfTokenizer
 from schemas.errors import DataError
 
@@ -160,6 +160,8 @@ class ChatTemplate:
             text = self.shield(text)
         if text is not None:
             fitted["content"] = [{"type": "text", "text": text}] if self._wants_parts else text
+        else:
+            fitted["content"] = [self._fit_part(part) for part in message["content"]]
         if message.get("role") != "assistant":
             return fitted
         reasoning = reasoning_text(message)
@@ -174,6 +176,11 @@ class ChatTemplate:
             fitted["content"] = style[0]
         fitted["tool_calls"] = [_fit_call(call, style[1]) for call in message["tool_calls"]]
         return fitted
+
+    def _fit_part(self, part: Any) -> Any:
+        """Write a part of a user's or a tool's message beside which there are images: a text, or the place of one."""
+        text = part_text(part)
+        return {"type": part["type"]} if text is None else {"type": "text", "text": self.shield(text)}
 
 
 _LOOK = {

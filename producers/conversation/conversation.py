@@ -16,14 +16,15 @@ import msgspec
 
 from producers.conversation.assembly import choose_calls, join_rows
 from producers.conversation.bridge import NewTurn, find_kept_suffix, find_suffix
-from producers.conversation.calls import AnsweredCall, digest_key, ids_digest, record_completion, row_ids
+from producers.conversation.calls import AnsweredCall, digest_key, ids_digest, record_completion, row_ids, row_images
 from producers.conversation.chat_template import ChatTemplate
+from producers.conversation.images import EpisodeImages
 from producers.conversation.messages import Message, extend_chain, message_key, settings_key
 from producers.engines.base import Completion
 from producers.workflows.trajectory_builder import SampledCompletion
 from schemas.codec import Array
 from schemas.errors import DataError
-from schemas.messages import Call, FinishReason, Partial
+from schemas.messages import Call, FinishReason, Partial, PlacedImage
 
 History = Literal["held", "template"]
 Why = Literal["joined", "first", "history rewritten", "tools changed", "template", "no bridge", "raw"]
@@ -38,7 +39,7 @@ class NextPrompt:
 
     ids: its token ids. segment: the row that it extends, None: a new one begins. why: how it came about; ``first``
     begins a conversation, ``template`` and ``no bridge`` say that its turns could not be joined, ``raw`` that the
-    client gave ids. The rest is the conversation's own.
+    client gave ids. images: those that some of the ids stand for. The rest is the conversation's own.
     """
 
     ids: list[int]
@@ -53,11 +54,12 @@ class NextPrompt:
     system: bytes | None = None
     repeated: tuple[int, ...] = ()
     asked: object = field(default_factory=object, repr=False)
+    images: list[PlacedImage] = field(default_factory=list)
 
     @cached_property
     def digest(self) -> bytes:
-        """Digest of the token ids."""
-        return ids_digest(self.ids)
+        """Digest of the token ids and the images."""
+        return ids_digest(self.ids, self.images)
 
 
 class Conversation:
@@ -70,10 +72,12 @@ class Conversation:
         sample = conversation.sample(index, "stop", reward=1.0)
 
     history: ``held`` keeps all that was sampled in the context; ``template`` begins a new row where the chat template
-    rewrites what was before. Not safe for threads that add at once; no I/O.
+    rewrites what was before. images: those of its messages, which name them by digest. Not safe for threads that add at
+    once; no I/O.
     """
 
-    def __init__(self, template: ChatTemplate, history: History = "held") -> None:
+    def __init__(self, template: ChatTemplate, history: History = "held", images: EpisodeImages | None = None) -> None:
+        self.images = images or EpisodeImages()
         self._template = template
         self._history = history
         self._calls: dict[int, AnsweredCall] = {}
@@ -108,8 +112,10 @@ class Conversation:
         if not found:
             asked = any(message.get("role") == "assistant" for message in messages)
             why: Why = "history rewritten" if asked and self._calls else "first"
-            ids = self._encode(messages, tools, args)
-            return NextPrompt(ids, None, why, name, None, 0, list(messages), chain, settings, system, repeated)
+            ids, images = self._encode(messages, tools, args)
+            return NextPrompt(
+                ids, None, why, name, None, 0, list(messages), chain, settings, system, repeated, images=images
+            )
         restored = list(messages)
         for place, call in found:
             restored[place] = call.answer
@@ -123,12 +129,18 @@ class Conversation:
         else:
             suffix, why = self._suffix(NewTurn(restored[:place], parent.answer, new, None, tools, args), parent)
         if suffix is None:
-            ids = self._encode(restored, tools, args)
-            return NextPrompt(ids, None, why, name, None, 0, list(messages), chain, settings, system, repeated)
+            ids, images = self._encode(restored, tools, args)
+            return NextPrompt(
+                ids, None, why, name, None, 0, list(messages), chain, settings, system, repeated, images=images
+            )
         held = row_ids(self._calls, parent.number)
+        more, images = self.images.expand(suffix, new, len(held))
+        images = [*row_images(self._calls, parent.number), *images]
         segment = parent.segment if self._tails[parent.segment] == parent.number else None
-        ids = held + suffix
-        return NextPrompt(ids, segment, why, name, parent.number, len(held), new, chain, settings, system, repeated)
+        ids = held + more
+        return NextPrompt(
+            ids, segment, why, name, parent.number, len(held), new, chain, settings, system, repeated, images=images
+        )
 
     def raw_prompt(self, ids: Sequence[int], name: str = MAIN) -> NextPrompt:
         """Return the same for a prompt of token ids: it is joined where it begins with all ids held of an answer."""
@@ -146,7 +158,8 @@ class Conversation:
         if best is None:
             return NextPrompt(ids, None, "raw", name, new=new)
         segment = best.segment if self._tails[best.segment] == best.number else None
-        return NextPrompt(ids, segment, "raw", name, best.number, best.length, new)
+        images = row_images(self._calls, best.number)
+        return NextPrompt(ids, segment, "raw", name, best.number, best.length, new, images=images)
 
     def key(self, prompt: NextPrompt, ahead: int = 0) -> bytes:
         """Return the key of a call with this prompt. ahead: calls with the same ids that are not answered yet."""
@@ -176,6 +189,7 @@ class Conversation:
             digest=prompt.digest,
             segment=segment,
             record=record_completion(completion),
+            images=[image for image in prompt.images if image.start >= prompt.held],
         )
         if prompt.chain is not None:
             call.chain = extend_chain(prompt.chain, message_key(answer))
@@ -276,9 +290,12 @@ class Conversation:
             completion=self._template.decode(last.completion.tokens),
             data=dict(data or {}),
             segments=arrays.segments,
+            routed_experts=arrays.routed_experts(),
             reward=reward,
             metrics=dict(metrics or {}),
             calls=self.records(),
+            images=arrays.images,
+            files=self.images.files_beside_the_task(arrays.images),
         )
 
     def _delivered(self) -> list[AnsweredCall]:
@@ -333,8 +350,8 @@ class Conversation:
 
     def _encode(
         self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] | None, args: dict[str, Any] | None
-    ) -> list[int]:
-        return self._template.ids(self._template.render(messages, tools, args=args))
+    ) -> tuple[list[int], list[PlacedImage]]:
+        return self.images.expand(self._template.ids(self._template.render(messages, tools, args=args)), messages)
 
     def _agent(self, prompt: NextPrompt) -> str:
         """Name the agent that begins a row: as it was called or, without a name, by its first system prompt."""

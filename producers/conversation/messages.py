@@ -30,13 +30,31 @@ def content_text(content: Any) -> str | None:
         return json.dumps(content)
     texts = []
     for part in content:
-        if isinstance(part, str):
-            texts.append(part)
-        elif isinstance(part, dict) and part.get("type") in _TEXT_PARTS and isinstance(part.get("text"), str):
-            texts.append(part["text"])
-        else:
+        text = part_text(part)
+        if text is None:
             return None
+        texts.append(text)
     return "".join(texts)
+
+
+def part_text(part: Any) -> str | None:
+    """Return the text of a part of a message's content; None for one that is no text."""
+    if isinstance(part, dict) and part.get("type") in _TEXT_PARTS:
+        part = part.get("text")
+    return part if isinstance(part, str) else None
+
+
+def shown_text(content: Any) -> str:
+    """Return the text of a message's content, images left out."""
+    text = content_text(content)
+    return "".join(part_text(part) or "" for part in content) if text is None else text
+
+
+def image_digests(messages: Sequence[Message]) -> list[str]:
+    """Return the digests of the images of messages in their order, as conversation/images.py has put them there."""
+    contents = (message.get("content") for message in messages)
+    parts = (part for content in contents if isinstance(content, list) for part in content)
+    return [part["digest"] for part in parts if isinstance(part, dict) and "digest" in part]
 
 
 def reasoning_text(message: Message) -> str | None:
@@ -65,7 +83,7 @@ def arguments_value(arguments: Any) -> Any:
 def message_key(message: Message, reasoning: bool = True) -> bytes:
     """Return the digest of a message, 16 bytes. reasoning: whether that of an answer counts."""
     text = content_text(message.get("content"))
-    shown: Any = message.get("content") if text is None else text
+    shown: Any = _joined_texts(message["content"]) if text is None else text
     answer = message.get("role") == "assistant"
     parts: list[Any] = [message.get("role"), shown.strip() if answer and text is not None else shown]
     if answer:
@@ -74,6 +92,20 @@ def message_key(message: Message, reasoning: bool = True) -> bytes:
     else:
         parts.append(message.get("name"))
     return _digest(b"", json.dumps(parts, sort_keys=True, default=str).encode())
+
+
+def _joined_texts(content: Sequence[Any]) -> list[Any]:
+    """Return mixed content with its texts joined as far as they follow one another, however a client has cut them."""
+    found: list[Any] = []
+    for part in content:
+        text = part_text(part)
+        if text is None:
+            found.append(part)
+        elif text and found and isinstance(found[-1], str):
+            found[-1] += text
+        elif text:
+            found.append(text)
+    return found
 
 
 def extend_chain(chain: bytes, key: bytes) -> bytes:
@@ -88,7 +120,7 @@ def settings_key(tools: Sequence[Any] | None, args: dict[str, Any] | None) -> by
 
 def longest_word(message: Message) -> str:
     """Return a word of a message that a chat template shows in any notation, lower case; '' if there is none."""
-    text = content_text(message.get("content")) or ""
+    text = shown_text(message.get("content"))
     words = re.findall(r"[A-Za-z]+", text[:20_000])
     longest = max(words, key=len, default="")
     return longest.lower() if len(longest) >= _SHORTEST else ""

@@ -1,12 +1,14 @@
-"""The workflow ``environment``: anything with ``reset`` and ``step`` over text, which rewards each turn."""
+"""The workflow ``environment``: anything with ``reset`` and ``step`` over text or images, which rewards each turn."""
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import math
+import os
 import shutil
 from collections import defaultdict
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from typing import Any
 import msgspec
 import structlog
 
+from producers.conversation.images import Content, content_of, join_content, task_messages
 from producers.conversation.messages import Message
 from producers.loops.environments import ENVIRONMENTS
 from producers.loops.environments.worker import EnvironmentWorker
@@ -31,13 +34,18 @@ log = structlog.get_logger()
 _WHERE = "generator.workflow.args.environment"
 
 
+def _interpreter(python: str, base: Path) -> str:
+    """A command as it is, a path from the configuration's folder."""
+    return str(base.resolve() / python) if os.sep in python else python
+
+
 class EnvironmentLoop:
     """Plays each sample in an environment of its own, until that is done.
 
     environment: a class, as file.py:Name, or one of ENVIRONMENTS by name. args: what it is built with. python: an
-    interpreter for it, with packages that need not fit ours; it lives in a process then, as these do. max_turns:
-    most answers of an episode, ``agents.max_calls`` where None; one that reaches it ends with finish ``calls``.
-    timeout_s: longest time of a step.
+    interpreter for it, a path from the configuration's folder or a command, with packages that need not fit ours; it
+    lives in a process then, as these do. max_turns: most answers of an episode, ``agents.max_calls`` where None; one
+    that reaches it ends with finish ``calls``. timeout_s: longest time of a step.
 
     An environment that raises or takes too long fails its sample, which is then not trained.
     """
@@ -65,7 +73,7 @@ class EnvironmentLoop:
 
         One for another interpreter is looked for at the start.
         """
-        if python is not None and shutil.which(str(python)) is None:
+        if python is not None and shutil.which(_interpreter(str(python), base)) is None:
             raise ConfigError(f"generator.workflow.args.python {python!r} must be an interpreter that can be run")
         if python is None or environment in ENVIRONMENTS:
             _find_environment(ENVIRONMENTS.get(environment, environment), args or {}, base)
@@ -75,7 +83,8 @@ class EnvironmentLoop:
         base = services.config.base
         if self._name in ENVIRONMENTS or self._python is not None:
             name = ENVIRONMENTS.get(self._name, self._name)
-            self._worker = EnvironmentWorker(name, base, self._python, services.config.generator.agents.env)
+            python = None if self._python is None else _interpreter(self._python, base)
+            self._worker = EnvironmentWorker(name, base, python, services.config.generator.agents.env)
             await self._worker.start()
         else:
             self._environment = _find_environment(self._name, self._args, base)
@@ -100,12 +109,14 @@ class EnvironmentLoop:
                 environment = await self._use(episode, "__init__", self._worker.open, self._args)
             else:
                 environment = await self._use(episode, "__init__", self._environment, **self._args)
-            task = describe_task(rollout.task, index)
+            task = describe_task(rollout.task, index, rollout.files)
             begun = await self._use(episode, "reset", environment.reset, task)
             if isinstance(begun, dict):
-                await self._play_turns(episode, environment, read_turn(begun, "reset"), rewards)
+                turn = await asyncio.to_thread(read_turn, begun, "reset")
+                await self._play_turns(episode, environment, turn, rewards)
             else:
-                await self._steps(episode, environment, begin(episode.first_messages(), begun), rewards)
+                messages = await asyncio.to_thread(begin, episode.first_messages(), begun)
+                await self._steps(episode, environment, messages, rewards)
         except EpisodeEnded as ended:
             finish = ended.finish
         finally:
@@ -115,7 +126,8 @@ class EnvironmentLoop:
     async def _steps(self, episode: Episode, environment: Any, messages: list[Message], rewards: list[float]) -> None:
         while True:
             answer, message = await episode.ask(messages)
-            observed, reward, done = read_step(await self._use(episode, "step", environment.step, answer.content or ""))
+            stepped = await self._use(episode, "step", environment.step, answer.content or "")
+            observed, reward, done = await asyncio.to_thread(read_step, stepped)
             if reward is not None:
                 episode.conversation.set_reward(episode.last_call, reward)
                 rewards.append(reward)
@@ -131,13 +143,14 @@ class EnvironmentLoop:
         trained = episode.trained
         while not turn.done:
             if turn.player not in told:
-                told[turn.player] = begin(episode.first_messages(), turn.text)
+                told[turn.player] = await asyncio.to_thread(begin, episode.first_messages(), turn.text)
             else:
                 told[turn.player].append({"role": "user", "content": turn.text})
             answer, message = await episode.ask(told[turn.player], name=turn.player)
             calls[turn.player] = episode.last_call
             told[turn.player].append(message)
-            turn = read_turn(await self._use(episode, "step", environment.step, answer.content or ""), "step")
+            stepped = await self._use(episode, "step", environment.step, answer.content or "")
+            turn = await asyncio.to_thread(read_turn, stepped, "step")
             for player, reward in turn.rewards.items():
                 if player in calls and (trained is None or player in trained):
                     # It may come after others have played: it is for what the player did last.
@@ -161,11 +174,14 @@ class EnvironmentLoop:
             log.warning("an environment could not be closed", environment=self._name, reason=describe_error(error))
 
 
-def describe_task(task: Task, sample: int) -> dict[str, Any]:
-    """What an environment is told: prompt and data of the task, and a seed, the same for each attempt at the sample."""
+def describe_task(task: Task, sample: int, files: Mapping[str, bytes] | None = None) -> dict[str, Any]:
+    """What an environment is told: prompt and data of the task, and a seed, the same for each attempt at the sample.
+
+    files: of the task's images by digest.
+    """
     prompt: dict[str, Any] = {"text": task.text} if task.text is not None else {}
     if task.messages is not None:
-        prompt = {"messages": [{"role": message.role, "content": message.plain} for message in task.messages]}
+        prompt = {"messages": task_messages(task, files or {})}
     seed = task.task_id * 1000 + sample
     # A copy: the samples of a task must not share lists that one of them may change.
     return {**prompt, "data": copy.deepcopy(task.data), "task_id": task.task_id, "sample": sample, "seed": seed}
@@ -175,16 +191,17 @@ def begin(messages: list[Message], observed: Any) -> list[Message]:
     """The first prompt: the task's with the first observation, or the messages that ``reset`` returned in its place."""
     if observed is None:
         return messages
-    if isinstance(observed, str):
-        text = printable(observed)
+    if isinstance(observed, list) and observed and all(_is_message(message) for message in observed):
+        contents = [content_of(message["content"]) for message in observed]
+        if None not in contents:
+            return [{**message, "content": content} for message, content in zip(observed, contents, strict=True)]
+    elif (content := content_of(observed)) is not None:
         if messages and messages[-1]["role"] == "user":
             # Many templates refuse two turns of the user in a row.
-            return [*messages[:-1], {"role": "user", "content": f"{messages[-1]['content']}\n\n{text}"}]
-        return [*messages, {"role": "user", "content": text}]
-    if isinstance(observed, list) and observed and all(_is_message(message) for message in observed):
-        return [{**message, "content": printable(message["content"])} for message in observed]
+            return [*messages[:-1], {"role": "user", "content": join_content(messages[-1]["content"], content)}]
+        return [*messages, {"role": "user", "content": content}]
     raise DataError(
-        "reset must return text, None, or a list of messages with role and content;"
+        "reset must return text, images, None, or a list of messages with role and content;"
         f" it returned {printable(repr(observed))[:200]}"
     )
 
@@ -197,7 +214,7 @@ class Turn:
     """
 
     player: str = ""
-    text: str = ""
+    text: Any = ""
     rewards: dict[str, float] = field(default_factory=dict)
     done: bool = False
 
@@ -207,8 +224,9 @@ def read_turn(result: Any, method: str) -> Turn:
     try:
         turn = msgspec.convert(result, Turn, strict=False)
         named = turn.done or turn.player.isidentifier()
-        if named and all(math.isfinite(reward) for reward in turn.rewards.values()):
-            return replace(turn, text=printable(turn.text))
+        content = content_of(turn.text)
+        if named and content is not None and all(math.isfinite(reward) for reward in turn.rewards.values()):
+            return replace(turn, text=content)
         problem = "a player needs a name of letters, digits and _, and rewards must be finite"
     except msgspec.ValidationError as error:
         problem = str(error)
@@ -218,27 +236,27 @@ def read_turn(result: Any, method: str) -> Turn:
     )
 
 
-def read_step(result: Any) -> tuple[str, float | None, bool]:
-    """What ``step`` returned: text, reward (None: it says nothing), and whether that was the end. DataError if not."""
-    text = reward = done = None
+def read_step(result: Any) -> tuple[Content, float | None, bool]:
+    """What ``step`` returned: what is seen, reward (None: none is said), whether that was the end. DataError if not."""
+    seen: Content | None = None
+    reward = done = None
     try:
-        text, reward, done = result
+        observed, reward, done = result
+        seen = content_of(observed)
         reward = None if reward is None else float(reward)
         done = bool(done)
     except (TypeError, ValueError):
         done = None
-    if done is None or not (isinstance(text, str) or done) or (reward is not None and not math.isfinite(reward)):
+    if done is None or (seen is None and not done) or (reward is not None and not math.isfinite(reward)):
         raise DataError(
-            f"step must return (text, reward, done), a finite reward or None; it returned"
+            f"step must return (text or images, reward, done), a finite reward or None; it returned"
             f" {printable(repr(result))[:200]}"
         )
-    return printable(text) if isinstance(text, str) else "", reward, done
+    return seen or "", reward, done
 
 
 def _is_message(message: Any) -> bool:
-    return (
-        isinstance(message, dict) and isinstance(message.get("role"), str) and isinstance(message.get("content"), str)
-    )
+    return isinstance(message, dict) and isinstance(message.get("role"), str) and "content" in message
 
 
 def _find_environment(name: Any, args: Any, base: Path) -> Any:

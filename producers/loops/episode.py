@@ -18,6 +18,7 @@ import msgspec
 from producers.conversation.calls import continued_completion, recorded_completion
 from producers.conversation.chat_template import ChatTemplate
 from producers.conversation.conversation import MAIN, Conversation, NextPrompt
+from producers.conversation.images import ImageLimits, episode_images, task_messages
 from producers.conversation.messages import Message
 from producers.conversation.parsing.answers import AnswerParser, ParsedAnswer
 from producers.conversation.parsing.factory import make_parser
@@ -36,12 +37,16 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class LoopParts:
-    """What all episodes of a workflow share. max_length: tokens that the engine has room for."""
+    """What all episodes of a workflow share. max_length: tokens that the engine has room for.
+
+    images: what tools and environments may show.
+    """
 
     template: ChatTemplate
     parser: AnswerParser
     settings: AgentsConfig
     max_length: int
+    images: ImageLimits
 
     @classmethod
     async def create(cls, services: WorkflowServices) -> LoopParts:
@@ -54,7 +59,7 @@ class LoopParts:
         template = await open_template(services)
         template.render([{"role": "user", "content": "Hello"}])
         parser = await asyncio.to_thread(make_parser, agents.tool_parser, agents.reasoning_parser, tokenizer, vllm)
-        return cls(template, parser, agents, config.model.max_length)
+        return cls(template, parser, agents, config.model.max_length, ImageLimits.of(config))
 
 
 class EpisodeEnded(Exception):
@@ -73,7 +78,8 @@ class Episode:
         self._rollout = rollout
         self.index = index
         self._max_calls = max_calls
-        self.conversation = Conversation(parts.template, parts.settings.history)
+        images = episode_images(rollout, parts.images)
+        self.conversation = Conversation(parts.template, parts.settings.history, images)
         saved = rollout.saved.get(index)
         self._recorded: dict[bytes, Call] = {call.key: call for call in saved.calls} if saved is not None else {}
         seed = rollout.sampling.seed
@@ -90,7 +96,7 @@ class Episode:
         """The task's prompt as messages. DataError if it is given as token ids."""
         task = self._rollout.task
         if task.messages is not None:
-            return [{"role": message.role, "content": message.plain} for message in task.messages]
+            return task_messages(task, self._rollout.files)
         if task.text is None:
             raise DataError(f"task {task.task_id} has a prompt of token ids; this workflow needs text or messages")
         return [{"role": "user", "content": task.text}]
@@ -111,7 +117,7 @@ class Episode:
             raise EpisodeEnded("abort")
         if self.conversation.calls >= self._max_calls:
             raise EpisodeEnded("calls")
-        prompt = await asyncio.to_thread(self.conversation.prompt, messages, tools, name)
+        prompt = await asyncio.to_thread(self._prompt, messages, tools, name)
         if self.conversation.calls and len(prompt.ids) >= self._parts.max_length:
             raise EpisodeEnded("length")
         self.count("calls")
@@ -129,6 +135,9 @@ class Episode:
             raise EpisodeEnded("length")
         return answer, message
 
+    def _prompt(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] | None, name: str) -> NextPrompt:
+        return self.conversation.prompt(self.conversation.images.resolve(messages), tools, name)
+
     async def sample_call(self, prompt: NextPrompt) -> Completion:
         """Sample one answer from the engine, or take it, or its beginning, from the record of an earlier attempt."""
         call = self._recorded.get(self.conversation.key(prompt))
@@ -137,7 +146,8 @@ class Episode:
             return recorded_completion(call)
         prefix = call.tokens.numpy().tolist() if call is not None else []
         began = time.monotonic()
-        (rest,) = await self._rollout.engine.generate(prompt.ids, self._sampling, prefix=prefix)
+        images = self.conversation.images.for_engine(prompt.images)
+        (rest,) = await self._rollout.engine.generate(prompt.ids, self._sampling, prefix=prefix, **images)
         self.count("engine_s", time.monotonic() - began)
         return rest if call is None else continued_completion(call, rest)
 

@@ -18,6 +18,7 @@ from typing import Any, Literal
 import pydantic
 import structlog
 
+from producers.conversation.images import Content, image_part
 from producers.loops.tool_functions import Tool, ToolError, ToolLost
 from schemas.errors import ConfigError, describe_error, printable
 from schemas.guarded_process import environment
@@ -98,8 +99,11 @@ class McpTool:
     def __init__(self, connection: _Connection, name: str) -> None:
         self._connection, self._name = connection, name
 
-    async def call(self, arguments: str, timeout_s: float) -> str:
-        """The texts of the result. ToolError for one that is an error; ToolLost if the server can't be reached."""
+    async def call(self, arguments: str, timeout_s: float) -> Content:
+        """The texts and images of the result.
+
+        ToolError for one that is an error; ToolLost if the server can't be reached.
+        """
         try:
             values = json.loads(arguments or "{}")
         except ValueError as error:
@@ -122,10 +126,12 @@ class McpTool:
         except Exception as error:  # noqa: BLE001 - a user's server: however it fails, the connection is of no use
             log.warning("a call of an MCP tool failed", tool=self._name, reason=describe_error(error))
             await self._lose(session)
-        text = printable("\n".join(_text(block) for block in result.content))
         if result.is_error:
-            raise ToolError(text or "the tool failed")
-        return text
+            raise ToolError(printable("\n".join(_text(block) for block in result.content)) or "the tool failed")
+        parts = [_image(block) or {"type": "text", "text": printable(_text(block))} for block in result.content]
+        if any(part["type"] != "text" for part in parts):
+            return parts
+        return "\n".join(part["text"] for part in parts)
 
     async def _lose(self, session: Any) -> None:
         await self._connection.drop(session)
@@ -232,6 +238,13 @@ async def _list_tools(session: Any) -> dict[str, dict[str, Any]]:
         from mcp_types import PaginatedRequestParams
 
         params = PaginatedRequestParams(cursor=page.next_cursor)
+
+
+def _image(block: Any) -> dict[str, Any] | None:
+    """A block of a result as a part of content, if it is an image."""
+    if getattr(block, "type", None) != "image":
+        return None
+    return image_part(f"data:{block.mime_type};base64,{block.data}")
 
 
 def _text(block: Any) -> str:

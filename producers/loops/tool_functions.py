@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import json
 import typing
@@ -11,6 +12,7 @@ from typing import Any, Protocol, TypeVar
 
 import pydantic
 
+from producers.conversation.images import Content, content_of
 from producers.loops.user_code import DeadlineExceeded, call_user
 from schemas.errors import ConfigError, DataError, describe_error, printable
 from schemas.plugins import load
@@ -29,8 +31,8 @@ class ToolLost(DataError):
 class Tool(Protocol):
     """Something that the policy may call."""
 
-    async def call(self, arguments: str, timeout_s: float) -> str:
-        """The result as text. arguments: JSON that the policy wrote. ToolError: wrong ones, or it failed. ToolLost."""
+    async def call(self, arguments: str, timeout_s: float) -> Content:
+        """The result. arguments: JSON that the policy wrote. ToolError: wrong ones, or it failed. ToolLost."""
         ...
 
 
@@ -72,8 +74,8 @@ class FunctionTool:
             },
         }
 
-    async def call(self, arguments: str, timeout_s: float) -> str:
-        """The result as text: JSON, unless it is text already. ToolError for wrong arguments, or when it fails.
+    async def call(self, arguments: str, timeout_s: float) -> Content:
+        """The result: text or images, all else as JSON. ToolError for wrong arguments, or when it fails.
 
         InfraError and ConfigError are passed on.
         """
@@ -81,7 +83,10 @@ class FunctionTool:
         keywords = {field.alias or name: getattr(values, name) for name, field in type(values).model_fields.items()}
         try:
             result = await call_user(self._function, timeout_s, **keywords)
-            return printable(result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str))
+            content = await asyncio.to_thread(content_of, result)
+            if isinstance(content, str) or (content and any(part["type"] != "text" for part in content)):
+                return content
+            return printable(json.dumps(result, ensure_ascii=False, default=str))
         except DeadlineExceeded as error:
             raise ToolError(f"{self.name} {error}") from error
 

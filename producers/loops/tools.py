@@ -9,6 +9,7 @@ from typing import Any
 
 import structlog
 
+from producers.conversation.images import Content, map_texts
 from producers.conversation.messages import Message
 from producers.conversation.parsing.answers import ParsedAnswer, ToolCall
 from producers.loops.episode import Episode, EpisodeEnded, LoopParts
@@ -16,7 +17,7 @@ from producers.loops.tool_functions import Tool, ToolError, ToolLost
 from producers.loops.tool_sources import ToolBox
 from producers.workflows.base import FailedSample, RolloutContext, WorkflowServices, is_service_error, play_each
 from producers.workflows.trajectory_builder import SampledCompletion
-from schemas.errors import ConfigError, describe_error
+from schemas.errors import ConfigError, DataError, describe_error
 from schemas.messages import FinishReason
 
 log = structlog.get_logger()
@@ -31,8 +32,8 @@ class Tools:
 
     tools: functions, as file.py:name; ``python: {...}``, an interpreter in the sandbox; ``mcp: {...}``, a server.
     parallel: calls of one answer at once. timeout_s: longest time of one call. longest_result: characters of a result,
-    which is cut in its middle. max_calls: most model calls of an episode, ``agents.max_calls`` where None; one that
-    reaches it ends with finish ``calls``.
+    each text of which is cut in its middle; images may be in it, if the policy reads them. max_calls: most model calls
+    of an episode, ``agents.max_calls`` where None; one that reaches it ends with finish ``calls``.
 
     What goes wrong with a call is told to the policy as its result: a tool that there is not, arguments that can't be
     read, whatever the function raises.
@@ -105,25 +106,29 @@ class Tools:
             return [{"role": "user", "content": UNREADABLE}]
         places = asyncio.Semaphore(self._parallel)
 
-        async def result(call: ToolCall) -> str:
+        async def result(call: ToolCall) -> Content:
             async with places:
                 return await self._call(episode, tools, call)
 
-        texts = await episode.until_interrupted(_all(result(call) for call in answer.tool_calls))
+        results = await episode.until_interrupted(_all(result(call) for call in answer.tool_calls))
         if answer.failures:
-            texts[-1] += f"\n{UNREADABLE}"
+            *_, last = results
+            extra = f"\n{UNREADABLE}"
+            results[-1] = last + extra if isinstance(last, str) else [*last, {"type": "text", "text": extra}]
         return [
-            {"role": "tool", "tool_call_id": call.id, "name": call.name, "content": text}
-            for call, text in zip(answer.tool_calls, texts, strict=True)
+            {"role": "tool", "tool_call_id": call.id, "name": call.name, "content": content}
+            for call, content in zip(answer.tool_calls, results, strict=True)
         ]
 
-    async def _call(self, episode: Episode, tools: Mapping[str, Tool], call: ToolCall) -> str:
+    async def _call(self, episode: Episode, tools: Mapping[str, Tool], call: ToolCall) -> Content:
         episode.count("tool_calls")
         tool = tools.get(call.name)
         try:
             if tool is None:
                 raise ToolError(f"there is no tool {call.name}; there are: {', '.join(tools)}")
-            return shorten(await tool.call(call.arguments, self._timeout_s), self._longest_result)
+            found = await tool.call(call.arguments, self._timeout_s)
+            shown = await self._show(episode, found, call.name)
+            return map_texts(shown, lambda text: shorten(text, self._longest_result))
         except ToolError as error:
             reason = str(error)
         except ToolLost:
@@ -135,8 +140,14 @@ class Tools:
         episode.count("tool_errors")
         return shorten(f"error: {reason}", self._longest_result)
 
+    async def _show(self, episode: Episode, found: Content, name: str) -> Content:
+        try:
+            return await asyncio.to_thread(episode.conversation.images.resolve_content, found, f"the result of {name}")
+        except DataError as error:
+            raise ToolError(str(error)) from error
 
-async def _all(calls: Any) -> list[str]:
+
+async def _all(calls: Any) -> list[Content]:
     return list(await asyncio.gather(*calls))
 
 

@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from producers.model_folder import resolve_folder
 from producers.tasks import image_settings
 from schemas.config import TidemillConfig
 from schemas.errors import ConfigError, DataError
 from schemas.images import ImageSettings
 from schemas.messages import Image, PlacedImage
+from schemas.model_folder import resolve_folder
 
 
 @dataclass(frozen=True)

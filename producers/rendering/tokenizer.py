@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import numpy as np
 
-from producers.model_folder import resolve_folder
 from schemas.errors import ConfigError, DataError
 from schemas.messages import Task
+from schemas.model_folder import resolve_folder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

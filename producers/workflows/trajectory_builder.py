@@ -7,11 +7,24 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
+import numpy.typing as npt
 
 from producers.engines.base import Completion
+from producers.engines.routed_experts import RoutedExpertsArray
 from producers.rendering.tokenizer import Tokenizer
 from schemas.codec import Array
-from schemas.messages import Call, FinishReason, Partial, PlacedImage, Segment, Span, Task, Trajectory, Turn
+from schemas.messages import (
+    Call,
+    FinishReason,
+    Partial,
+    PlacedImage,
+    RoutedExperts,
+    Segment,
+    Span,
+    Task,
+    Trajectory,
+    Turn,
+)
 
 
 @dataclass
@@ -21,6 +34,8 @@ class SampledCompletion:
     loss_mask: 1 where the policy generated the token. logprobs: natural log, 0 elsewhere.
     spans, turns, segments, images: over positions of ``tokens``. data: added to the task's data for the reward. reward,
     metrics: as in Trajectory. calls: the model calls of an agent's episode, in the order of time. notes: as in Partial.
+    routed_experts: uint8 or uint16 [T, L, k], as in Trajectory.
+    files: by digest, those of ``images`` that are not the task's.
     """
 
     index: int
@@ -39,6 +54,8 @@ class SampledCompletion:
     calls: list[Call] = field(default_factory=list)
     notes: dict[str, str] = field(default_factory=dict)
     images: list[PlacedImage] = field(default_factory=list)
+    routed_experts: npt.NDArray[Any] | None = None
+    files: dict[str, bytes] = field(default_factory=dict)
 
     def to_trajectory(self, task: Task, run: str, generator: str, seconds: float = 0.0) -> Trajectory:
         """The message that this sample of ``task`` travels as; ValueError when its parts do not fit together."""
@@ -65,7 +82,13 @@ class SampledCompletion:
             dataset=task.dataset,
             level=task.level,
             images=self.images,
+            temperature=task.sampling.temperature,
+            routed_experts=self._routed_experts(task),
         )
+
+    def _routed_experts(self, task: Task) -> RoutedExperts | None:
+        # Nobody trains an evaluation.
+        return None if self.routed_experts is None or task.kind == "eval" else RoutedExperts.of(self.routed_experts)
 
     def to_partial(self, end: int | None = None) -> Partial:
         """What was generated before position ``end``, with positions counted from the first generated token.
@@ -112,6 +135,7 @@ class TrajectoryBuilder:
         self.spans: list[Span] = []
         self.turns: list[Turn] = []
         self.images: list[PlacedImage] = []
+        self._experts = RoutedExpertsArray()
         self._tokenizer = tokenizer
         self._prompt: str | None = None
         self._reason: FinishReason | None = None
@@ -134,6 +158,7 @@ class TrajectoryBuilder:
         """Add tokens that the policy sampled. Directly after others of its own they go on with the same turn."""
         start = len(self.tokens)
         self._append("assistant", completion.tokens, 1, completion.logprobs.tolist())
+        self._experts.add(completion, len(self.tokens))
         self._add_spans(completion.spans, start)
         self._reason = completion.finish
         return self
@@ -185,6 +210,7 @@ class TrajectoryBuilder:
             completion=completion,
             data=data or {},
             images=self.images,
+            routed_experts=self._experts.whole(len(self.tokens)),
         )
 
     def _append(self, role: str, ids: Sequence[int], mask: int, logprobs: list[float]) -> None:

@@ -42,7 +42,12 @@ def prepare_image(data: bytes, settings: ImageSettings, where: str = "image") ->
             scaled = turned.convert("RGB").resize((width, height), Pillow.Resampling.BICUBIC)
     except DataError as error:
         raise DataError(f"{where}: {str(error).removeprefix(f'{where}: ')}") from error
-    except (UnidentifiedImageError, OSError, ValueError, SyntaxError, Pillow.DecompressionBombError) as error:
+    except UnidentifiedImageError as error:
+        # Its own text has an address in memory, and an agent may show it to the policy.
+        raise DataError(
+            f"{where} can't be decoded ({', '.join(FORMATS)} can): it is no image of these kinds"
+        ) from error
+    except (OSError, ValueError, SyntaxError, Pillow.DecompressionBombError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise DataError(f"{where} can't be decoded ({', '.join(FORMATS)} can): {reason}") from error
     file = io.BytesIO()

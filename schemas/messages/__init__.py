@@ -13,6 +13,7 @@ from schemas.messages.trajectories import (
     FinishReason,
     Kind,
     PlacedImage,
+    RoutedExperts,
     Row,
     Score,
     ScoreStatus,
@@ -20,6 +21,7 @@ from schemas.messages.trajectories import (
     Span,
     Trajectory,
     Turn,
+    UncheckedTrajectory,
     versions_of,
 )
 from schemas.messages.weights import Adapter, Delta, FileSource, Manifest, Payload, Probe, TensorSpec, WeightSource
@@ -50,6 +52,7 @@ __all__ = [
     "QuestionAnswer",
     "RecordedGroup",
     "Reply",
+    "RoutedExperts",
     "Row",
     "Sampling",
     "Score",
@@ -61,6 +64,7 @@ __all__ = [
     "TensorSpec",
     "Trajectory",
     "Turn",
+    "UncheckedTrajectory",
     "WeightSource",
     "versions_of",
 ]

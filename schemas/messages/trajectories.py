@@ -13,13 +13,13 @@ from typing import Any, Literal
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from schemas.codec import Array, Message
 
 Kind = Literal["train", "eval"]
 FinishReason = Literal["stop", "length", "abort", "calls", "deadline"]
 ScoreStatus = Literal["ok", "error", "timeout"]
-_minimum, _maximum = np.minimum.reduce, np.maximum.reduce
 
 
 class Span(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -66,6 +66,29 @@ class PlacedImage(msgspec.Struct, frozen=True, array_like=True, gc=False):
     end: int
 
 
+class RoutedExperts(msgspec.Struct, frozen=True, gc=False):
+    """The experts to which a mixture's routers sent each of T tokens.
+
+    layers: L hidden layers of the model, those without experts included. k: experts of a token in a layer. chosen: u1
+    or u2 [T * L * k], numbers of experts; the largest number of the type where nobody noted the choice.
+    """
+
+    layers: int
+    k: int
+    chosen: Array
+
+    @classmethod
+    def of(cls, chosen: npt.NDArray[Any]) -> RoutedExperts:
+        """Pack choices, uint8 or uint16 [T, L, k]."""
+        dtype = "u1" if chosen.itemsize == 1 else "u2"
+        return cls(chosen.shape[1], chosen.shape[2], Array.of(chosen.reshape(-1), dtype))
+
+    def numpy(self) -> npt.NDArray[Any]:
+        """A read-only view of the choices, uint8 or uint16 [T, L, k]."""
+        found: npt.NDArray[Any] = self.chosen.numpy().reshape(-1, self.layers, self.k)
+        return found
+
+
 class Row(msgspec.Struct, frozen=True, gc=False):
     """A token sequence to train. places: int64 [L], where each token stands in the trajectory's arrays.
 
@@ -89,6 +112,8 @@ class Trajectory(Message, kw_only=True, tag="trajectory"):
     reward: what the workflow says that the sample is worth, None: it says nothing. metrics: its numbers, for people.
     calls: model calls, 0 where nobody counts them. seconds: wall time in the generator. dataset, level: of
     the prompt, as in Task. images: those that its tokens stand for, in order; none of these tokens was sampled.
+    temperature: with which its tokens were sampled, that of the task; 0 is greedy.
+    routed_experts: of each token, where trainer.router_replay asks for them; None: nobody noted any.
     """
 
     run: str
@@ -113,9 +138,12 @@ class Trajectory(Message, kw_only=True, tag="trajectory"):
     dataset: str = ""
     level: int = -1
     images: list[PlacedImage] = []
+    temperature: float = 1.0
+    routed_experts: RoutedExperts | None = None
 
     def __post_init__(self) -> None:
-        # Every trajectory is checked where it is made and at each hop, so each check is one pass without a copy.
+        # Each trajectory is checked where it is made and where it is trained: each check is one pass without a copy, by
+        # methods of arrays, whose calls cost half of what a ufunc's cost.
         tokens, mask, logprobs = self.tokens, self.loss_mask, self.logprobs
         if not (
             tokens.shape == mask.shape == logprobs.shape
@@ -127,13 +155,14 @@ class Trajectory(Message, kw_only=True, tag="trajectory"):
         if self.task_id < 0 or self.sample < 0:
             raise ValueError(f"task_id {self.task_id} and sample {self.sample} must be 0 or more")
         if tokens.shape:
-            if (smallest := _minimum(tokens.numpy())) < 0:
+            ids = tokens.numpy()
+            if (smallest := ids[ids.argmin()]) < 0:
                 raise ValueError(f"tokens must be 0 or more, smallest is {smallest}")
             if mask.data.translate(None, b"\0\1"):
                 raise ValueError(f"loss_mask must hold 0 and 1, largest is {max(mask.data)}")
             values = logprobs.numpy()
             # Both are NaN if any is, and NaN passes no comparison.
-            if not ((highest := _maximum(values)) < math.inf and _minimum(values) > -math.inf):
+            if not ((highest := values[values.argmax()]) < math.inf and values[values.argmin()] > -math.inf):
                 raise ValueError("logprobs hold NaN or infinity")
             if highest > 1e-4:
                 raise ValueError(f"logprobs must be 0 or less, largest is {highest}")
@@ -143,6 +172,18 @@ class Trajectory(Message, kw_only=True, tag="trajectory"):
             self._check_segments()
         if self.images:
             self._check_images(mask.data)
+        if self.routed_experts is not None:
+            self._check_experts(self.routed_experts)
+
+    def _check_experts(self, routed: RoutedExperts) -> None:
+        expected = self.tokens.shape * routed.layers * routed.k
+        if routed.layers < 1 or routed.k < 1 or routed.chosen.dtype not in ("u1", "u2"):
+            raise ValueError(
+                f"routed_experts of {routed.layers} layers, {routed.k} experts and type {routed.chosen.dtype}:"
+                " must be 1 or more, and u1 or u2"
+            )
+        if routed.chosen.shape != expected:
+            raise ValueError(f"routed_experts has {routed.chosen.shape} entries, must be {expected}")
 
     def _check_images(self, mask: bytes) -> None:
         last = 0
@@ -154,12 +195,16 @@ class Trajectory(Message, kw_only=True, tag="trajectory"):
             last = image.end
 
     def _check_numbers(self) -> None:
-        rewards = [turn.reward for turn in self.turns] + [self.reward]
-        if wrong := [value for value in rewards if value is not None and not math.isfinite(value)]:
+        rewards = [turn.reward for turn in self.turns] if self.turns else []
+        if self.reward is not None:
+            rewards.append(self.reward)
+        if rewards and (wrong := [value for value in rewards if value is not None and not math.isfinite(value)]):
             raise ValueError(f"reward {wrong[0]} is not finite")
         for name, value in self.metrics.items():
             if not math.isfinite(value):
                 raise ValueError(f"metrics.{name} {value} is not finite")
+        if not 0 <= self.temperature < math.inf:
+            raise ValueError(f"temperature {self.temperature} must be 0 or more")
 
     def _check_segments(self) -> None:
         end, lengths = 0, list[int]()
@@ -204,7 +249,7 @@ class Trajectory(Message, kw_only=True, tag="trajectory"):
     @property
     def oldest_version(self) -> int:
         """Return the version of the oldest loss token; -1 if there is none."""
-        return min((span.version for span in self.spans), default=-1)
+        return min([span.version for span in self.spans], default=-1)
 
     def rows(self) -> list[Row]:
         """Return the rows to train, one for each segment."""
@@ -222,9 +267,20 @@ class Trajectory(Message, kw_only=True, tag="trajectory"):
         return versions_of(self.spans, len(self.tokens))
 
 
+class UncheckedTrajectory(Trajectory, kw_only=True, tag="trajectory"):
+    """A trajectory as a reward service reads it: each value has its type, but no value is compared with another.
+
+    Who made it has checked it, and the trainer checks it again.
+    """
+
+    def __post_init__(self) -> None:
+        pass
+
+
 def versions_of(spans: Sequence[Span], length: int) -> Any:
     """Return the weight version of each of ``length`` tokens, int32; -1 where no span covers it."""
-    versions = np.full(length, -1, dtype=np.int32)
+    versions = np.empty(length, dtype=np.int32)
+    versions.fill(-1)
     for span in spans:
         versions[span.start : span.end] = span.version
     return versions

@@ -12,15 +12,17 @@ from producers.agents.endpoint.errors import bad_request
 from producers.agents.endpoint.protocols import (
     JSON,
     Asker,
+    ImageForm,
     Message,
     Question,
+    content_parts,
     convert,
     function_tools,
     ignored_settings,
+    image_url,
     named_events,
     read_json,
     stop_strings,
-    text_parts,
     usage_counts,
 )
 from producers.agents.protocol import Answer, CallRequest
@@ -49,7 +51,7 @@ def read_messages(data: JSON, asker: Asker) -> Question:
         raise bad_request("messages must not be empty")
     messages: list[Message] = []
     if body.system:
-        messages.append({"role": "system", "content": text_parts(body.system, "system")})
+        messages.append({"role": "system", "content": content_parts(body.system, "system")})
     for at, message in enumerate(body.messages):
         messages += _chat_messages(message, f"messages[{at}]")
     call = CallRequest(
@@ -95,13 +97,26 @@ def _user(role: str, content: list[JSON], where: str) -> list[Message]:
             texts.append(block)
             continue
         if texts:
-            messages.append({"role": role, "content": text_parts(texts, where)})
+            messages.append({"role": role, "content": content_parts(texts, where, images=IMAGES)})
             texts = []
-        result = text_parts(block.get("content") or "", where)
+        result = content_parts(block.get("content") or "", where, images=IMAGES)
         messages.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": result})
     if texts or not messages:
-        messages.append({"role": role, "content": text_parts(texts, where)})
+        messages.append({"role": role, "content": content_parts(texts, where, images=IMAGES)})
     return messages
+
+
+def _url(block: JSON, where: str) -> str:
+    source = block.get("source")
+    source = source if isinstance(source, dict) else {}
+    if source.get("type") == "base64" and isinstance(source.get("data"), str):
+        return f"data:{source.get('media_type')};base64,{source['data']}"
+    if source.get("type") == "url":
+        return image_url(source.get("url"), where)
+    raise bad_request(f"{where}: an image of source {source.get('type')!r} is not supported, only base64")
+
+
+IMAGES = ImageForm("image", _url)
 
 
 def _assistant(content: list[JSON], where: str) -> Message:
@@ -110,7 +125,7 @@ def _assistant(content: list[JSON], where: str) -> Message:
     thoughts = [str(block.get("thinking", "")) for block in content if block.get("type") == "thinking"]
     calls = [block for block in content if block.get("type") == "tool_use"]
     if texts:
-        message["content"] = text_parts(texts, where)
+        message["content"] = content_parts(texts, where)
     if thoughts:
         message["reasoning_content"] = "".join(thoughts)
     if calls:

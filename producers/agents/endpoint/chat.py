@@ -11,21 +11,24 @@ from producers.agents.endpoint.errors import bad_request
 from producers.agents.endpoint.protocols import (
     JSON,
     Asker,
+    ImageForm,
     Message,
     Question,
     answer_message,
+    content_parts,
     convert,
     data_events,
     finite,
     ignored_settings,
+    image_url,
     stop_strings,
-    text_parts,
     token_name,
     usage_counts,
 )
 from producers.agents.protocol import Answer, CallRequest
 
 DONE = b"data: [DONE]\n\n"
+IMAGES = ImageForm("image_url", lambda part, where: image_url(part.get("image_url"), where))
 
 
 class ChatBody(msgspec.Struct):
@@ -153,12 +156,13 @@ def usage(answers: Sequence[Answer]) -> JSON:
 
 
 def _message(message: JSON, where: str) -> Message:
-    """A message with the field's present names, and text only."""
+    """A message with the field's present names. Images may be in what users and tools say."""
     role = message.get("role")
     if not isinstance(role, str):
         raise bad_request(f"{where}: a message must have a role")
     if message.get("content") is not None:
-        message = message | {"content": text_parts(message["content"], where, ("text", "refusal"))}
+        images = IMAGES if role in ("user", "tool") else None
+        message = message | {"content": content_parts(message["content"], where, ("text", "refusal"), images)}
     if role == "developer":
         message = message | {"role": "system"}
     if role == "assistant" and "reasoning" in message and message.get("reasoning_content") is None:

@@ -113,22 +113,51 @@ def stop_strings(stop: str | list[str] | None) -> list[str]:
     return [text for text in ([stop] if isinstance(stop, str) else stop or []) if text]
 
 
-def text_parts(content: Any, where: str, kinds: Sequence[str] = ("text",)) -> str | list[Message]:
-    """Content as text, or as several parts of text in OpenAI's form. ``where`` names it in errors."""
+@dataclass(frozen=True)
+class ImageForm:
+    """How a protocol writes an image: the type of such a part, and what gives its URL."""
+
+    kind: str
+    url: Callable[[JSON, str], str]
+
+
+def content_parts(
+    content: Any, where: str, kinds: Sequence[str] = ("text",), images: ImageForm | None = None
+) -> str | list[Message]:
+    """Content as text, or as parts in OpenAI's form. ``where`` names it in errors.
+
+    kinds: of parts that are texts. images: how those are written, None: there may be none.
+    """
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
         raise bad_request(f"{where}: content must be text or a list of parts")
-    texts = [_text(part, where, kinds) for part in content]
-    return "".join(texts) if len(texts) < 2 else [{"type": "text", "text": text} for text in texts]
+    found: list[Message] = []
+    for part in content:
+        if images is not None and isinstance(part, dict) and part.get("type") == images.kind:
+            found.append({"type": "image_url", "image_url": {"url": images.url(part, where)}})
+        else:
+            text = _text(part, where, kinds, [*kinds, *([images.kind] if images else [])])
+            found.append({"type": "text", "text": text})
+    if len(found) < 2 and all("text" in part for part in found):
+        return "".join(part["text"] for part in found)
+    return found
 
 
-def _text(part: Any, where: str, kinds: Sequence[str]) -> str:
+def image_url(value: Any, where: str) -> str:
+    """The URL of an image, which is text, or an object that has it."""
+    url = value.get("url") if isinstance(value, dict) else value
+    if not isinstance(url, str):
+        raise bad_request(f"{where}: an image must have a URL with its data in base64, such as data:image/png;base64,…")
+    return url
+
+
+def _text(part: Any, where: str, kinds: Sequence[str], allowed: Sequence[str]) -> str:
     if isinstance(part, str):
         return part
     kind = part.get("type") if isinstance(part, dict) else None
     if kind not in kinds:
-        raise bad_request(f"{where}: content of type {kind!r} is not supported, only {', '.join(kinds)}")
+        raise bad_request(f"{where}: content of type {kind!r} is not supported, only {', '.join(allowed)}")
     text = part.get("refusal" if kind == "refusal" else "text")
     if not isinstance(text, str):
         raise bad_request(f"{where}: a part of type {kind!r} must have text")

@@ -16,14 +16,16 @@ from producers.agents.endpoint.errors import bad_request
 from producers.agents.endpoint.protocols import (
     JSON,
     Asker,
+    ImageForm,
     Message,
     Question,
     answer_message,
+    content_parts,
     convert,
     function_tools,
     ignored_settings,
+    image_url,
     named_events,
-    text_parts,
     usage_counts,
 )
 from producers.agents.protocol import Answer, CallRequest
@@ -31,6 +33,7 @@ from producers.agents.protocol import Answer, CallRequest
 KEPT = 32
 """So many of a session's last responses can be named as the previous one."""
 TEXTS = ("input_text", "output_text", "text", "refusal", "summary_text", "reasoning_text")
+IMAGES = ImageForm("input_image", lambda part, where: image_url(part.get("image_url"), where))
 UNSUPPORTED = ("background", "conversation", "prompt")
 
 
@@ -106,10 +109,10 @@ def _part_of_answer(item: JSON, where: str) -> Message | None:
     kind = item.get("type", "message")
     if kind == "reasoning":
         parts = item.get("content") or item.get("summary") or []
-        text = text_parts(parts, where, TEXTS)
+        text = content_parts(parts, where, TEXTS)
         return {"reasoning_content": text if isinstance(text, str) else "".join(part["text"] for part in text)}
     if kind == "message" and item.get("role") == "assistant":
-        return {"content": text_parts(item.get("content"), where, TEXTS)}
+        return {"content": content_parts(item.get("content"), where, TEXTS)}
     if kind == "function_call":
         if not isinstance(item.get("name"), str) or not isinstance(item.get("arguments"), str):
             raise bad_request(f"{where}: a function_call must have name and arguments")
@@ -133,13 +136,14 @@ def _add(message: Message, part: Message) -> None:
 def _other_message(item: JSON, where: str) -> Message:
     kind = item.get("type", "message")
     if kind == "function_call_output":
-        content = text_parts(item.get("output"), where, TEXTS)
+        content = content_parts(item.get("output"), where, TEXTS, IMAGES)
         return {"role": "tool", "tool_call_id": item.get("call_id"), "content": content}
     role = item.get("role")
     if kind != "message" or role not in ("user", "system", "developer"):
         raise bad_request(f"{where}: items of type {kind!r} and role {role!r} are not supported")
-    role = "system" if role == "developer" else role
-    return {"role": role, "content": text_parts(item.get("content"), where, TEXTS)}
+    if role == "user":
+        return {"role": role, "content": content_parts(item.get("content"), where, TEXTS, IMAGES)}
+    return {"role": "system", "content": content_parts(item.get("content"), where, TEXTS)}
 
 
 class _Form:

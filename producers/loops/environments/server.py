@@ -8,9 +8,11 @@ lines ``{"call": number, "episode": ..., "method": ..., "arguments": ...}``, eac
 from __future__ import annotations
 
 import asyncio
+import base64
 import importlib
 import importlib.util
 import inspect
+import io
 import json
 import os
 import queue
@@ -31,7 +33,7 @@ def main() -> None:
 
     def say(message: dict[str, Any]) -> None:
         try:
-            data = json.dumps(message).encode()
+            data = json.dumps(message, default=_image).encode()
         except (TypeError, ValueError) as error:
             data = json.dumps({"call": message.get("call"), "error": f"what it returned is no JSON: {error}"}).encode()
         with lock:
@@ -55,6 +57,16 @@ def main() -> None:
         if message["method"] == "close":
             del episodes[episode]
     os._exit(0)
+
+
+def _image(value: Any) -> dict[str, Any]:
+    """An image of Pillow as a part of a message's content, which is JSON. TypeError for another value."""
+    if not callable(getattr(value, "save", None)) or not hasattr(value, "mode"):
+        raise TypeError(f"an object of type {type(value).__name__}")
+    file = io.BytesIO()
+    (value.convert("RGB") if value.mode in ("CMYK", "YCbCr", "LAB", "HSV", "F") else value).save(file, "PNG")
+    data = base64.b64encode(file.getvalue()).decode()
+    return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}}
 
 
 def _load(name: str, base: str) -> Any:

@@ -1,0 +1,249 @@
+"""The images of one episode: those of its task, and those that an agent, a tool or an environment shows the policy.
+
+An agent's come as ``data:`` URLs, again with every request that repeats the history. Each is prepared for the model
+once, and is known by its digest from then on: messages hold ``{"type": "image", "digest": ...}`` in its place.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from producers.conversation.messages import Message, image_digests
+from producers.engines.base import PromptImage
+from producers.rendering.images import ImagePlaces
+from producers.row_images import is_pillow_image, make_data_url, png_file, read_data_url
+from producers.workflows.base import RolloutContext
+from schemas.config import TidemillConfig
+from schemas.digests import digest
+from schemas.errors import DataError, printable
+from schemas.images import prepare_image
+from schemas.messages import Image, PlacedImage, Task
+
+_decoding = threading.Semaphore(2)
+"""So many images are decoded at once: a large one takes hundreds of megabytes while it is, and anybody may send one."""
+Content = str | list[dict[str, Any]]
+"""What a message says: a text, or parts of texts and images in their order."""
+
+
+@dataclass(frozen=True)
+class ImageLimits:
+    """What an episode's images may be.
+
+    count: of one prompt, and different ones of an episode, each beside its task's. file_bytes: of one that is sent.
+    stored_bytes: of one as it is prepared for the model.
+    """
+
+    count: int
+    file_bytes: int
+    stored_bytes: int
+
+    @classmethod
+    def of(cls, config: TidemillConfig) -> ImageLimits:
+        """Those of a run."""
+        agents = config.generator.agents
+        return cls(agents.max_images, agents.max_image_bytes, config.broker.max_message_bytes)
+
+
+class EpisodeImages:
+    """Images by digest, and where they stand in prompts::
+
+        messages = images.resolve(request.messages)      # DataError for one that can't be used
+        ids, placed = images.expand(template.ids(text), messages)
+        await engine.generate(ids, sampling, **images.for_engine(placed))
+
+    places: None with a model of text. task, files: the task's images, and their bytes by digest. Without limits there
+    are no others.
+    """
+
+    def __init__(
+        self,
+        places: ImagePlaces | None = None,
+        limits: ImageLimits | None = None,
+        task: Sequence[Image] = (),
+        files: Mapping[str, bytes] | None = None,
+    ) -> None:
+        self._places = places
+        self._limits = limits
+        self._task = {image.digest: image for image in task}
+        self._images = dict(self._task)
+        self._files = dict(files or {})
+        self._read: dict[str, str] = {}
+
+    def resolve(self, messages: Sequence[Message]) -> list[Message]:
+        """Return messages with a digest in the place of each image; DataError says what is wrong with one."""
+        found = [self._resolve(message, f"messages[{at}]") for at, message in enumerate(messages)]
+        count = sum(name not in self._task for name in image_digests(found))
+        if self._limits is not None and count > self._limits.count:
+            raise DataError(
+                f"the request has {count} images, generator.agents.max_images allows {self._limits.count} in a prompt"
+            )
+        return found
+
+    def expand(
+        self, ids: Sequence[int], messages: Sequence[Message], start: int = 0
+    ) -> tuple[list[int], list[PlacedImage]]:
+        """Return ids with the tokens of each image of ``messages`` in the place of its one, and where these are.
+
+        start: tokens that stand before ``ids``. DataError unless there are as many places as images.
+        """
+        if self._places is None:
+            return list(ids), []
+        found, placed = self._places.expand(ids, [self._images[name] for name in image_digests(messages)])
+        return found, [PlacedImage(image.digest, start + image.start, start + image.end) for image in placed]
+
+    def for_engine(self, placed: Sequence[PlacedImage]) -> dict[str, Any]:
+        """Return what the engine is given beside a prompt's ids: nothing where there are no images."""
+        images = [PromptImage(image.digest, image.start, image.end, self._files[image.digest]) for image in placed]
+        return {"images": images} if images else {}
+
+    def files_beside_the_task(self, placed: Sequence[PlacedImage]) -> dict[str, bytes]:
+        """Return the bytes of those of the images, by digest, that the task does not have."""
+        return {image.digest: self._files[image.digest] for image in placed if image.digest not in self._task}
+
+    def resolve_content(self, content: Content, where: str) -> Content:
+        """Return content with a digest in the place of each image. DataError, which begins with ``where``."""
+        if not isinstance(content, list):
+            return content
+        urls = [_url(part) for part in content]
+        return [
+            part if url is None else {"type": "image", "digest": self._prepare(url, where)}
+            for part, url in zip(content, urls, strict=True)
+        ]
+
+    def _resolve(self, message: Message, where: str) -> Message:
+        content = message.get("content")
+        if not isinstance(content, list):
+            return message
+        return {**message, "content": self.resolve_content(content, where)}
+
+    def _prepare(self, url: str, where: str) -> str:
+        """Return the digest of an image that a URL holds, prepared for the model if it was not seen before."""
+        if self._places is None or self._limits is None:
+            raise DataError(f"{where} has an image, and this policy reads text only (model.kind)")
+        if not url.startswith("data:"):
+            raise DataError(
+                f"{where}: the image {url[:100]} is not fetched from anywhere: send it as a data: URL in base64"
+            )
+        # A quarter of base64, and a head that no kind of image is longer than.
+        if len(url) > self._limits.file_bytes * 4 / 3 + 256:
+            raise DataError(
+                f"{where}: an image has more than the {self._limits.file_bytes} bytes that"
+                " generator.agents.max_image_bytes allows"
+            )
+        key = digest(url.encode())
+        if key not in self._read:
+            self._read[key] = self._keep(read_data_url(url, where), where)
+        return self._read[key]
+
+    def _keep(self, data: bytes, where: str) -> str:
+        if self._places is None or self._limits is None:
+            raise DataError("a model of text has no images")
+        with _decoding:
+            image, body = prepare_image(data, self._places.settings, f"{where}: an image")
+        if image.digest in self._images:
+            return image.digest
+        if image.size > self._limits.stored_bytes:
+            raise DataError(
+                f"{where}: an image of {image.width} x {image.height} pixels has {image.size} bytes as it is stored,"
+                f" broker.max_message_bytes is {self._limits.stored_bytes}: lower model.max_pixels"
+            )
+        if len(self._images) - len(self._task) >= self._limits.count:
+            raise DataError(
+                f"{where}: this would be image {self._limits.count + 1} of the episode,"
+                f" generator.agents.max_images is {self._limits.count}"
+            )
+        self._images[image.digest] = image
+        self._files[image.digest] = body
+        return image.digest
+
+
+def episode_images(rollout: RolloutContext, limits: ImageLimits) -> EpisodeImages:
+    """Return the images of a new episode: those of its task, and no others yet."""
+    return EpisodeImages(rollout.places, limits, rollout.task.images, rollout.files)
+
+
+def image_part(url: str) -> dict[str, Any]:
+    """Return an image as a part of a message's content, in the form of OpenAI's chat."""
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
+def task_messages(task: Task, files: Mapping[str, bytes]) -> list[Message]:
+    """Return the messages of a task's prompt as any client sends them, images as ``data:`` URLs."""
+    images = iter(task.images)
+    found: list[Message] = []
+    for message in task.messages or ():
+        content: Any = message.content
+        if not isinstance(content, str):
+            content = [
+                image_part(make_data_url(files[next(images).digest]))
+                if part.type == "image"
+                else {"type": "text", "text": part.text}
+                for part in content
+            ]
+        found.append({"role": message.role, "content": content})
+    return found
+
+
+def content_of(value: Any) -> Content | None:
+    """Return what a tool or an environment gave as content; None if it is neither text nor image, nor a list of those.
+
+    An image is one of Pillow, or a part of OpenAI's form. Beside images in a list, other values are JSON.
+    """
+    if isinstance(value, str):
+        return printable(value)
+    if (part := _part(value)) is not None:
+        return [part]
+    if not isinstance(value, list | tuple) or not value:
+        return None
+    parts = [_part(one) for one in value]
+    if any(part is not None and part["type"] == "image_url" for part in parts):
+        pairs = zip(parts, value, strict=True)
+        return [_text_part(json.dumps(one, default=str)) if part is None else part for part, one in pairs]
+    known = [part for part in parts if part is not None]
+    return known if len(known) == len(parts) else None
+
+
+def join_content(first: Content, second: Content) -> Content:
+    """Return content with other content in a new paragraph after it."""
+    if isinstance(first, str) and isinstance(second, str):
+        return f"{first}\n\n{second}"
+    return [*_parts(first), _text_part("\n\n"), *_parts(second)]
+
+
+def map_texts(content: Content, change: Callable[[str], str]) -> Content:
+    """Return content with each of its texts changed."""
+    if isinstance(content, str):
+        return change(content)
+    return [{**part, "text": change(part["text"])} if part["type"] == "text" else part for part in content]
+
+
+def _parts(content: Content) -> list[dict[str, Any]]:
+    return [_text_part(content)] if isinstance(content, str) else content
+
+
+def _part(value: Any) -> dict[str, Any] | None:
+    """Return a value as a part of content; None if it is none."""
+    if isinstance(value, str):
+        return _text_part(value)
+    if isinstance(value, dict):
+        if value.get("type") == "text" and isinstance(value.get("text"), str):
+            return _text_part(value["text"])
+        return None if _url(value) is None else image_part(str(_url(value)))
+    return image_part(make_data_url(png_file(value))) if is_pillow_image(value) else None
+
+
+def _text_part(text: str) -> dict[str, Any]:
+    return {"type": "text", "text": printable(text)}
+
+
+def _url(part: Any) -> str | None:
+    """Return the URL of an image part in the form of OpenAI's chat; None for another part."""
+    if not isinstance(part, dict) or part.get("type") != "image_url":
+        return None
+    image = part.get("image_url")
+    url = image.get("url") if isinstance(image, dict) else image
+    return url if isinstance(url, str) else None
