@@ -47,6 +47,8 @@ METRICS: dict[str, str] = {
     "groups/dropped_{}": "The same by reason: zero_variance, mean_reward, partial, stale, no_reward, no_tokens,"
     " not_finite.",
     "samples/failed": "Samples that no generator could finish, of groups that came back since the last step.",
+    "samples/failed_{}": "The same by kind: of agents raised, died, neighbour, late and no_call; of all not_finite, for"
+    " log-probabilities that are not finite, and workflow, for a workflow that raised.",
     "samples/unscored": "Samples whose reward failed, of groups that came back since the last step.",
     "samples/excluded": "Samples without a reward in the groups that were trained.",
     "train/loss": "The loss. It says little by itself: look at reward, entropy and kl.",
@@ -97,6 +99,7 @@ METRICS: dict[str, str] = {
     "train/length_better_mean": "Mean length of samples with a reward above their group's mean.",
     "train/length_worse_mean": "Mean length of those below it: a growing distance is a reward for length.",
     "train/length_terminated_mean": "Mean length of samples that ended by themselves.",
+    "train/temperature": "Mean sampling temperature of the step's rows: it follows a change by some versions.",
     "train/truncated_fraction": "Share of samples that a limit ended: of tokens, of calls, or of time.",
     "train/rows_mean": "Rows of a sample, see algorithms.",
     "train/rows_max": "The most rows of a sample.",
@@ -104,6 +107,11 @@ METRICS: dict[str, str] = {
     " beginnings too.",
     "train/micro_batches": "Micro-batches of a rank.",
     "train/imbalance": "Work of the rank that has most over the mean, less 1.",
+    "train/expert_load_max": "Of a mixture of experts: tokens of the fullest expert over the mean of its layer, in the"
+    " worst layer; 1 is even.",
+    "train/experts_unused": "Share of its experts that got no token in the step.",
+    "train/experts_changed": "Of the choices of experts that trainer.router_replay repeats, the share that the"
+    " trainer's routers would not have made.",
     "train/critic_loss": "Loss of the critic.",
     "train/critic_error": "Root mean square of return less value, over that of the returns: 1 if the critic says 0.",
     "train/critic_explained_variance": "Share of the returns' variance that the critic explains: 1 at best, 0 for a"

@@ -119,6 +119,13 @@ def _field(row: Mapping[str, Any], name: str, where: str) -> Any:
     return value
 
 
+def read_messages(value: Any, where: str, folder: Path = Path()) -> tuple[list[ChatMessage], list[bytes]]:
+    """Messages whose parts hold their images, and these images. DataError, which begins with ``where``."""
+    values: list[Any] = []
+    messages = _messages(value, where, values)
+    return place_images(messages, len(values), where), [load_image(image, where, folder) for image in values]
+
+
 def _messages(value: Any, where: str, images: list[Any]) -> list[ChatMessage]:
     """Messages of a row. images: values of its images, to which those that stand in image parts are added."""
     own: list[Any] = []

@@ -43,7 +43,8 @@ class EngineSettings:
     report_every: tokens after which ``generate`` reports a growing sample to its ``progress``; None never.
     lora: where files that are loaded hold an adapter of the model and not the model; none at first.
     http: the server of the engine http. images: how images are made into patches; None for a model of text.
-    frozen_vision: files that are loaded lack the vision tower, which stays as it is.
+    frozen_vision: files that are loaded lack the vision tower, which stays as it is. routed_experts: completions say to
+    which experts a mixture's routers sent each token.
     """
 
     model_path: str
@@ -60,9 +61,12 @@ class EngineSettings:
     http: HttpEngineConfig | None = None
     images: ImageSettings | None = None
     frozen_vision: bool = False
+    routed_experts: bool = False
 
 
-Ability = Literal["training", "weights", "seeds", "stop", "recompute", "lora", "growing_versions", "cache_usage"]
+Ability = Literal[
+    "training", "weights", "seeds", "stop", "recompute", "lora", "growing_versions", "cache_usage", "routed_experts"
+]
 ABILITIES: Mapping[Ability, str] = {
     "training": "every sampled token comes with its log-probability and version, and weights can be loaded",
     "weights": "log-probabilities are those of a model, whose weights load replaces and the probe checks",
@@ -72,6 +76,7 @@ ABILITIES: Mapping[Ability, str] = {
     "lora": "settings.lora: what is loaded is an adapter",
     "growing_versions": "progress is called with a growing sample also after an update came under it",
     "cache_usage": "cache_usage tells how full the cache is",
+    "routed_experts": "settings.routed_experts: completions of a mixture name the experts of each token",
 }
 """What an engine may be without, and still be one; ``Engine.lacks`` names it."""
 
@@ -84,12 +89,15 @@ class Completion:
     logprobs: float32 [G], of the distribution that was sampled from (after temperature), natural log.
     spans: weight versions over [0, G), in order, without gaps.
     finish: ``abort`` when it was cut short by ``abort_all``; tokens are then what there was.
+    routed_experts: uint8 or uint16 [P + G - 1, L, k], the experts of each token that was read, the prompt's P before
+    those sampled, the last of which was not, in L layers; None without ``settings.routed_experts``.
     """
 
     tokens: list[int]
     logprobs: npt.NDArray[np.float32]
     spans: list[Span]
     finish: FinishReason
+    routed_experts: npt.NDArray[Any] | None = None
 
 
 @dataclass(frozen=True)

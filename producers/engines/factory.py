@@ -54,6 +54,17 @@ def check_abilities(engine: Engine, needed: Mapping[Ability, str]) -> None:
             raise ConfigError(f"{setting}: the engine can't do that, {lacks[ability]}")
 
 
+def prepare_engine(name: str, vision: bool) -> None:
+    """Do what the engine of this name wants done before the process has threads and connections.
+
+    vision: whether its model reads images.
+    """
+    if engine_name(name) == "vllm":
+        from producers.engines.vllm.core_process import prepare
+
+        prepare(vision)
+
+
 def make_engine(name: str, settings: EngineSettings, base: Path) -> Engine:
     """Build the engine of this name, see ``find_engine``. It is not started yet."""
     return find_engine(name, base)(settings)

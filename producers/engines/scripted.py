@@ -73,6 +73,7 @@ class ScriptedEngine:
         "recompute": "there are no keys and values",
         "lora": "there is no model",
         "cache_usage": "there is no cache",
+        "routed_experts": "there is no model",
     }
 
     def __init__(self, settings: EngineSettings) -> None:

@@ -143,7 +143,7 @@ class Rollout:
         files = await asyncio.to_thread(context.broker.images.fetch, {image.digest for image in task.images})
         if any(image.digest not in files for image in task.images):
             # The group has ended, and took them along; else somebody deleted them.
-            await self._fail(missing, "an image of its prompt is not in the broker")
+            await self._fail(missing, "an image of its prompt is not in the broker, or not the one that was stored")
             return
         rollout = RolloutContext(
             context.engine,
@@ -212,16 +212,19 @@ class Rollout:
 
     async def _deliver(self, sample: SampledCompletion, seconds: float) -> None:
         """Publish a sample, or keep what is good of it for another generator; one that can't be sent fails alone."""
+        context = self._context
         try:
             trajectory = await self._prepare(sample, seconds)
         except NotFinite as error:
-            await self._context.updates.report_not_finite(error.version)
+            await context.updates.report_not_finite(error.version)
             await self._fail([sample.index], str(error), error.version)
         except Exception as error:  # noqa: BLE001 - user code: a sample's parts are whatever the workflow put there
             await self._fail([sample.index], self._describe(error))
         else:
             if trajectory is not None:
-                await self._context.outbox.publish(trajectory)
+                if sample.files:
+                    await asyncio.to_thread(context.queue.keep_images, self._task.task_id, sample.files)
+                await context.outbox.publish(trajectory)
                 await self._published(trajectory)
 
     async def _prepare(self, sample: SampledCompletion, seconds: float) -> Trajectory | None:

@@ -12,9 +12,9 @@ import structlog
 from broker.client import Broker
 from broker.heartbeat import HeartbeatThread, check_name
 from broker.weights.peers.node import PeerNode
-from broker.weights.transports import PeerReader
+from broker.weights.transports import NcclReader, PeerReader
 from producers.engines.base import Ability, Engine, EngineSettings
-from producers.engines.factory import check_abilities, make_engine
+from producers.engines.factory import check_abilities, make_engine, prepare_engine
 from producers.engines.sampling import check_sampling
 from producers.generator.hang_watchdog import HangWatchdog, end_hung_process, end_process
 from producers.generator.pause import PauseFollower
@@ -34,6 +34,7 @@ log = structlog.get_logger()
 
 def run_generator(config: TidemillConfig, name: str) -> None:
     """Generate until the run is finished or the process is asked to end."""
+    prepare_engine(config.generator.engine, config.model.kind == "vision")
     stop = StopFlag().install()
     check_sampling(make_sampling(config.sampling), config.generator.allow_truncated, config.generator.args)
     broker = Broker.connect(config)
@@ -52,6 +53,7 @@ def run_generator(config: TidemillConfig, name: str) -> None:
         http=config.generator.http,
         images=image_settings(config),
         frozen_vision=config.model.kind == "vision" and config.model.freeze_vision,
+        routed_experts=config.trainer.router_replay,
     )
     engine = make_engine(config.generator.engine, settings, config.base)
     check_abilities(engine, needed_abilities(config))
@@ -68,6 +70,7 @@ def needed_abilities(config: TidemillConfig) -> dict[Ability, str]:
         "stop": (any(sampling.stop for sampling in samplings), "sampling.stop"),
         "recompute": (config.generator.update == "recompute", "generator.update recompute"),
         "lora": (config.trainer.lora is not None, "trainer.lora"),
+        "routed_experts": (config.trainer.router_replay, "trainer.router_replay"),
     }
     return {ability: setting for ability, (needed, setting) in wanted.items() if needed}
 
@@ -189,14 +192,19 @@ class Generator:
 
 @contextlib.contextmanager
 def passing_on(config: TidemillConfig, name: str, broker: Broker) -> Iterator[None]:
-    """With the transport ``peer``, serve the weights that are fetched here to other generators."""
-    if config.trainer.publish.transport != "peer":
+    """With ``peer`` and ``nccl``, serve the weights that came here to other generators. ConfigError: it can't."""
+    settings = config.trainer.publish
+    if not settings.from_peers:
         yield
         return
-    with contextlib.closing(
-        PeerReader(broker.connection, PeerNode(broker.connection, name, config.trainer.publish.peer))
-    ) as reader:
-        broker.weights.serve(reader)
+    with contextlib.ExitStack() as stack:
+        node = PeerNode(broker.connection, name, settings.peer)
+        if settings.transport == "nccl":
+            reader = stack.enter_context(contextlib.closing(NcclReader(broker.connection, node, settings)))
+            reader.process.check()
+            broker.weights.serve(reader)
+        else:
+            broker.weights.serve(stack.enter_context(contextlib.closing(PeerReader(broker.connection, node))))
         yield
 
 

@@ -12,6 +12,7 @@ from pydantic import Field
 
 from producers.datasets.base import Example
 from producers.datasets.helper_process import HelperProcess
+from producers.datasets.rows import read_messages
 from producers.verifiers import PROGRAM
 from schemas.errors import ConfigError
 from schemas.guarded_process import environment
@@ -60,10 +61,12 @@ class VerifiersTasks:
         if not 0 <= index < len(self):
             raise IndexError(f"example {index} of {len(self)}")
         found = self._process.ask({"index": index})
-        messages = [ChatMessage(one["role"], one["content"]) for one in found["messages"]]
         data = {"verifiers": {**self._told, "row": found["row"]}}
-        # A task may have no prompt: the environment opens its conversation.
-        return Example(messages=messages or [ChatMessage("user", "")], data=data)
+        if not found["messages"]:
+            # A task may have no prompt: the environment opens its conversation.
+            return Example(messages=[ChatMessage("user", "")], data=data)
+        messages, images = read_messages(found["messages"], f"task {index} of {self._told['env']}")
+        return Example(messages=messages, data=data, images=images)
 
     def close(self) -> None:
         """End its process; it is started again when needed."""

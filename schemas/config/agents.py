@@ -73,6 +73,18 @@ class AgentsConfig(Section):
     public_url: str | None = Field(
         None, description="Address at which agents elsewhere reach the endpoint, if that is another one."
     )
+    max_images: int = Field(
+        64,
+        ge=0,
+        le=64,
+        description="Most images of a prompt, and most different ones of an episode, that agents, tools or environments"
+        " show the policy (model.kind vision); those of the task are not counted.",
+    )
+    max_image_bytes: int = Field(
+        20 * 2**20,
+        ge=1024,
+        description="Bytes of the largest image file that an agent, a tool or an environment gives.",
+    )
     keep_messages: int = Field(
         65536, ge=0, description="Bytes of the conversation that travel with the sample, for rewards and for people."
     )

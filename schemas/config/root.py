@@ -11,7 +11,7 @@ from pydantic import Field, PrivateAttr, model_validator
 from schemas.config.base import Section
 from schemas.config.data import EvalConfig, RewardConfig, RewardTerm, TrainDatasets, check_labels
 from schemas.config.deploy import ControlConfig, LauncherConfig, NotifyConfig, ProbesConfig, SupervisorConfig
-from schemas.config.generator import EPISODE_WORKFLOWS, REWARDING_WORKFLOWS, GeneratorConfig, SamplingConfig
+from schemas.config.generator import REWARDING_WORKFLOWS, GeneratorConfig, SamplingConfig
 from schemas.config.offline import DpoConfig, RewardModelConfig, WarmStartConfig
 from schemas.config.run import BrokerConfig, FlowConfig, LogConfig, ModelConfig, RunConfig, count_slots, slots_problem
 from schemas.config.trainer import TrainerConfig
@@ -148,12 +148,11 @@ class TidemillConfig(Section):
             if model.max_pixels is not None:
                 raise ValueError("model.max_pixels is for images: set model.kind to vision")
             return self
-        workflow = self.generator.workflow.name
         refused = {
             f"generator.engine {self.generator.engine}": self.generator.engine in ("transformers", "http"),
-            f"generator.workflow {workflow}": workflow in EPISODE_WORKFLOWS,
             "trainer.lora": trainer.lora is not None,
             "trainer.critic": trainer.critic is not None,
+            "trainer.router_replay": trainer.router_replay,
             f"trainer.parallel.tensor {parallel.tensor}": parallel.tensor > 1,
             f"trainer.parallel.context {parallel.context}": parallel.context > 1,
             "warm_start": self.warm_start is not None,

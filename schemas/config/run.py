@@ -36,7 +36,10 @@ class RunConfig(Section):
 class ModelConfig(Section):
     """The policy."""
 
-    path: str = Field(description="Folder of a Hugging Face causal language model, or its hub id.")
+    path: str = Field(
+        description="Folder of a Hugging Face causal language model, or its hub id, also of a"
+        " revision: org/name@revision."
+    )
     dtype: Literal["float32", "bfloat16", "float16"] = Field(
         "bfloat16",
         description="Compute type of training and generation, and the wire type of weights; the trainer's own weights"

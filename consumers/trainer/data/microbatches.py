@@ -21,6 +21,7 @@ from consumers.trainer.data.credit import AnyAdvantage, Samples, give_credit, on
 from consumers.trainer.data.images import ImageBatch, ImageFiles
 from consumers.trainer.data.load_balancing import Cost, shares
 from consumers.trainer.data.rows import TrainRow, cut_rows, loss_tokens
+from schemas.errors import DataError
 from schemas.images import ImageSettings
 from schemas.messages import BatchRecord, Trajectory
 
@@ -66,7 +67,9 @@ class MicroBatch:
     a sample's rows may be in several micro-batches. lengths: int64 [R], tokens of the row that the model reads.
 
     With an advantage of tokens there are, until it is computed, rewards in the place of advantages. images: those that
-    tokens of the rows stand for, None without any.
+    tokens of the rows stand for, None without any. temperatures: with which each row was sampled; no tensor, whose type
+    FSDP2 would lower with that of the model's inputs. routed_experts: int16 [R, T, L, k], the experts that each token
+    was sent to at rollout in L layers, -1 where nobody noted it; None if of no row.
     """
 
     tokens: Tensor
@@ -81,11 +84,14 @@ class MicroBatch:
     group: Tensor
     lengths: Tensor
     images: ImageBatch | None = None
+    temperatures: Sequence[float] = (1.0,)
+    routed_experts: Tensor | None = None
 
     def to(self, device: torch.device) -> MicroBatch:
         """Copy all tensors to another device."""
         values: dict[str, Any] = {name: getattr(self, name) for name in self.__dataclass_fields__}
-        return MicroBatch(**{name: value.to(device) for name, value in values.items() if value is not None})
+        moved = {name: value.to(device) for name, value in values.items() if hasattr(value, "to")}
+        return MicroBatch(**{**values, **moved})
 
 
 @dataclass(frozen=True)
@@ -208,6 +214,8 @@ class StepPlanner:
                     sample=row.sample,
                     group=int(index[row.sample]),
                     images=list(row.images),
+                    temperature=trajectories[row.sample].temperature,
+                    routed_experts=row.routed_experts,
                 )
                 for r, (row, advantage) in enumerate(zip(rows, credit.rows, strict=True))
             ],
@@ -262,4 +270,22 @@ def collate(rows: Sequence[TrainRow], images: ImageFiles | None = None) -> Micro
         # A forward pass leaves out the last token, which predicts nothing.
         lengths=torch.tensor([max(1, len(row.tokens) - 1) for row in rows] or [1]),
         images=None if images is None else images.batch([row.images for row in rows], shape[1]),
+        temperatures=[row.temperature for row in rows] or [1.0],
+        routed_experts=_routed_experts(rows, shape),
     )
+
+
+def _routed_experts(rows: Sequence[TrainRow], shape: tuple[int, int]) -> Tensor | None:
+    """See MicroBatch. DataError when two rows are not of one model."""
+    sizes = {(row.routed_experts.layers, row.routed_experts.k) for row in rows if row.routed_experts is not None}
+    if not sizes:
+        return None
+    if len(sizes) > 1:
+        raise DataError(f"samples of one step have routed_experts of different (layers, experts): {sorted(sizes)}")
+    out = np.full((*shape, *sizes.pop()), -1, dtype=np.int16)
+    for place, row in enumerate(rows):
+        if row.routed_experts is not None:
+            chosen = row.routed_experts.numpy()
+            unknown = np.iinfo(chosen.dtype).max
+            out[place, : len(chosen)] = np.where(chosen == unknown, np.int16(-1), chosen.astype(np.int16))
+    return torch.from_numpy(out)

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from schemas.codec import Array
 from schemas.errors import DataError
-from schemas.messages import PlacedImage, Span, Trajectory, versions_of
+from schemas.messages import PlacedImage, RoutedExperts, Span, Trajectory, versions_of
 
 Places: TypeAlias = slice | npt.NDArray[np.int64]
 
@@ -28,7 +28,8 @@ class TrainRow(msgspec.Struct, frozen=True, gc=False):
     tokens: int32 [L]. loss_mask: uint8 [L], 0 at context. logprobs: float32 [L]. spans: weight versions, of context
     too. advantage: of each of its loss tokens, or float32 [L] where they differ; see MicroBatch. weight: of each of
     its loss tokens in the step's loss. sequence, sample, group: its index, and those of its sample and group, in the
-    batch. images: those that its tokens stand for.
+    batch. images: those that its tokens stand for. temperature: with which they were sampled. routed_experts: of each
+    token; None where nobody noted any.
     """
 
     tokens: Array
@@ -41,6 +42,8 @@ class TrainRow(msgspec.Struct, frozen=True, gc=False):
     sample: int
     group: int
     images: list[PlacedImage] = []
+    temperature: float = 1.0
+    routed_experts: RoutedExperts | None = None
 
     def versions(self) -> Any:
         """Return the weight version of each token, int32 [L]; -1 where no span covers it."""
@@ -64,6 +67,7 @@ class CutRow:
     name: str
     loss_tokens: int
     images: Sequence[PlacedImage] = ()
+    routed_experts: RoutedExperts | None = None
 
 
 def cut_rows(trajectory: Trajectory, sample: int) -> list[CutRow]:
@@ -83,8 +87,10 @@ def cut_rows(trajectory: Trajectory, sample: int) -> list[CutRow]:
                 name,
                 count,
                 trajectory.images,
+                trajectory.routed_experts,
             )
         ]
+    routed = trajectory.routed_experts
     tokens, logprobs, versions = trajectory.tokens.numpy(), trajectory.logprobs.numpy(), trajectory.versions()
     found = []
     for row in trajectory.rows():
@@ -106,6 +112,7 @@ def cut_rows(trajectory: Trajectory, sample: int) -> list[CutRow]:
                 row.name,
                 count,
                 _images(trajectory.images, row.places),
+                None if routed is None else RoutedExperts.of(routed.numpy()[row.places]),
             )
         )
     return found

@@ -31,7 +31,8 @@ def save_activations(model: PreTrainedModel, checkpointing: Checkpointing, offlo
         arguments["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _keep_attention)
     model.gradient_checkpointing_enable(arguments)
     if offload:
-        body = model.base_model
+        # Of a vision model the text, whose layers the policy calls by themselves.
+        body = getattr(model.base_model, "language_model", model.base_model)
         body.forward = _offloaded(body.forward)
 
 

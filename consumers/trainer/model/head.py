@@ -29,16 +29,16 @@ def score(
     weight: Tensor,
     bias: Tensor | None,
     targets: Tensor,
-    temperature: float = 1.0,
+    temperature: float | Tensor = 1.0,
     entropy_gradient: bool = False,
     part: Part | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Log-probability of each target token and entropy of its distribution, both float32 [M].
 
     features: [M, H], the last hidden states. weight: [V, H], bias: [V] of the output layer. targets: int64 [M]. Logits
-    are computed in the type of the layer, everything after in float32. Without ``entropy_gradient`` the entropy has no
-    gradient. part: of the ranks over which the vocabulary is cut; weight and bias are then this rank's rows, while
-    features and targets are the same on all of them.
+    are computed in the type of the layer, everything after in float32. temperature: one for all, or float32 [M].
+    Without ``entropy_gradient`` the entropy has no gradient. part: of the ranks over which the vocabulary is cut;
+    weight and bias are then this rank's rows, while features and targets are the same on all of them.
     """
     logprobs, entropy = _Score.apply(  # type: ignore[no-untyped-call]
         features, weight, bias, targets, temperature, entropy_gradient, part
@@ -56,7 +56,7 @@ class _Score(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         targets: Tensor,
-        temperature: float,
+        temperature: float | Tensor,
         entropy_gradient: bool,
         part: Part | None,
     ) -> tuple[Tensor, Tensor]:
@@ -67,7 +67,7 @@ class _Score(torch.autograd.Function):
         step = _rows(weight)
         for start in range(0, count, step):
             chunk = slice(start, start + step)
-            logits = _logits(features[chunk], weight, bias, temperature)
+            logits = _logits(features[chunk], weight, bias, _of(temperature, chunk))
             total[chunk] = torch.logsumexp(logits, -1)
             # From log-probabilities and not from logits, whose size would cost digits.
             logits.sub_(total[chunk, None])
@@ -91,7 +91,8 @@ class _Score(torch.autograd.Function):
         step = _rows(weight)
         for start in range(0, len(targets), step):
             chunk = slice(start, start + step)
-            logits = _logits(features[chunk], weight, bias, ctx.temperature)
+            temperature = _of(ctx.temperature, chunk)
+            logits = _logits(features[chunk], weight, bias, temperature)
             logits.sub_(total[chunk, None])
             grad = logits.exp()
             if ctx.entropy_gradient:
@@ -101,8 +102,8 @@ class _Score(torch.autograd.Function):
             else:
                 grad.mul_(-of_logprobs[chunk, None])
             grad.scatter_add_(-1, targets[chunk, None], of_targets[chunk, None])
-            if ctx.temperature != 1.0:
-                grad.div_(ctx.temperature)
+            if isinstance(temperature, Tensor) or temperature != 1.0:
+                grad.div_(temperature)
             if into_bias is not None:
                 into_bias.add_(grad.sum(0))
             grad = grad.to(weight.dtype)
@@ -149,12 +150,18 @@ def _over_ranks(
     return sums[0], sums[1], whole
 
 
-def _logits(features: Tensor, weight: Tensor, bias: Tensor | None, temperature: float) -> Tensor:
+def _of(temperature: float | Tensor, chunk: slice) -> float | Tensor:
+    """The temperature of a chunk of tokens: the same for all, or [K, 1]."""
+    return temperature[chunk, None] if isinstance(temperature, Tensor) else temperature
+
+
+def _logits(features: Tensor, weight: Tensor, bias: Tensor | None, temperature: float | Tensor) -> Tensor:
     logits = torch.nn.functional.linear(features, weight, bias).float()
     if bias is not None:
         # A token that the bias rules out: 0 * -inf would be NaN.
         logits.clamp_(min=torch.finfo(torch.float32).min / 1e4)
-    return logits if temperature == 1.0 else logits.div_(temperature)
+    plain = not isinstance(temperature, Tensor) and temperature == 1.0
+    return logits if plain else logits.div_(temperature)
 
 
 def _rows(weight: Tensor) -> int:

@@ -20,13 +20,14 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from transformers import AutoTokenizer, PreTrainedModel
+from transformers import PreTrainedModel
 
 from consumers.trainer.data.images import probe_batch
 from consumers.trainer.model.lora import NAME, peft_config
 from consumers.trainer.model.policy import DTYPES, Policy
 from schemas.config import ModelConfig
 from schemas.messages import TensorSpec
+from schemas.model_folder import resolve_folder
 
 _SAFETENSORS = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 _PREFIX = "causal_lm."
@@ -148,11 +149,11 @@ def header(specs: Sequence[TensorSpec]) -> bytes:
 
 
 def copy_tokenizer(model: ModelConfig, folder: Path) -> None:
-    """Put the model's tokenizer beside its new weights. A local one is copied as it is, file by file."""
-    source = Path(model.path)
-    if not source.is_dir():
-        AutoTokenizer.from_pretrained(model.path, trust_remote_code=model.trust_remote_code).save_pretrained(folder)
-        return
-    for file in source.iterdir():
-        if file.suffix in (".json", ".txt", ".jinja", ".model") and not (folder / file.name).exists():
+    """Put the model's tokenizer and its other settings beside its new weights, file by file as they are.
+
+    The list of a model's weight files stays behind: the new ones are one file, and vLLM reads only what a list names.
+    """
+    for file in resolve_folder(model.path, weights=False).iterdir():
+        wanted = file.suffix in (".json", ".txt", ".jinja", ".model") and not file.name.endswith(".index.json")
+        if wanted and not (folder / file.name).exists():
             shutil.copy2(file, folder / file.name)

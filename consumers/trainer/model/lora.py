@@ -8,13 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.utils.hub import cached_file
 
 from consumers.trainer.model.policy import Policy, load_model
 from consumers.trainer.model.vision import VisionTower, image_settings_of
@@ -22,27 +20,31 @@ from schemas.config import LoraConfig, TidemillConfig
 from schemas.digests import base_digest
 from schemas.errors import ConfigError, DataError
 from schemas.messages import Adapter
+from schemas.model_folder import resolve_folder
 
 NAME = "default"
 """The name that peft gives an adapter by default."""
 
 
-def make_policy(config: TidemillConfig) -> Policy:
-    """The policy of a run before its first step. ConfigError says what is wrong with model.path or trainer.lora."""
+def make_policy(config: TidemillConfig, empty: bool = False) -> Policy:
+    """The policy of a run before its first step. ConfigError says what is wrong with model.path or trainer.lora.
+
+    empty: without weights, for a rank that gets them from another.
+    """
     model, settings = config.model, config.trainer.lora
     if settings is None:
-        return load_policy(config, model.path, "float32")
-    causal_lm = load_model(model.path, model.dtype, model.trust_remote_code)
+        return load_policy(config, model.path, "float32", empty)
+    causal_lm = load_model(model.path, model.dtype, model.trust_remote_code, empty=empty)
     adapter = adapt(causal_lm, settings, _base(model.path), config.run.seed)
     return Policy(causal_lm, adapter)
 
 
-def load_policy(config: TidemillConfig, path: str, dtype: str) -> Policy:
+def load_policy(config: TidemillConfig, path: str, dtype: str, empty: bool = False) -> Policy:
     """A policy of the run's kind without an adapter, of the model at ``path``; ConfigError says what is wrong."""
     model = config.model
+    causal_lm = load_model(path, dtype, model.trust_remote_code, vision=model.kind == "vision", empty=empty)
     if model.kind == "text":
-        return Policy(load_model(path, dtype, model.trust_remote_code))
-    causal_lm = load_model(path, dtype, model.trust_remote_code, vision=True)
+        return Policy(causal_lm)
     return Policy(causal_lm, vision=VisionTower(causal_lm, image_settings_of(model), model.freeze_vision))
 
 
@@ -143,7 +145,6 @@ def check_same(checkpoint: str, saved: dict[str, Any] | None, adapter: Adapter |
 
 def _base(path: str) -> str:
     try:
-        folder = Path(path) if Path(path).is_dir() else Path(str(cached_file(path, "config.json"))).parent
-        return base_digest(folder)
+        return base_digest(resolve_folder(path))
     except (DataError, OSError) as error:
         raise ConfigError(f"trainer.lora: model.path {path}: {error}") from error

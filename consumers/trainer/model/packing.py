@@ -69,9 +69,9 @@ class Packed:
         }
 
     def part_of(self, values: Tensor) -> Tensor:
-        """Values [R, T] at this rank's tokens: [N / C], 0 or false in the sequence that fills up."""
+        """Values [R, T, ...] at this rank's tokens: [N / C, ...], 0 or false in the sequence that fills up."""
         found = values[self.rows]
-        return self._own(F.pad(found, (0, self.ids.shape[1] - len(found))))
+        return self._own(F.pad(found, (0, 0) * (found.ndim - 1) + (0, self.ids.shape[1] - len(found))))
 
     def whole(self, values: Tensor, own: Tensor, mask: Tensor) -> Tensor:
         """Put together what each rank has: values [K] at the K tokens of its part that ``own``, bool [N / C], marks.
@@ -120,10 +120,7 @@ def switch_to_packing(model: PreTrainedModel) -> bool:
     alone = model.base_model(input_ids=tokens, use_cache=False).last_hidden_state
     former = model.config._attn_implementation
     try:
-        # A vision tower's attention is not causal, and keeps its own.
-        model.set_attn_implementation(
-            {"text_config": ATTENTION} if hasattr(model.config, "vision_config") else ATTENTION
-        )
+        use_packing(model)
         packed = pack(tokens, lengths)
         found = model.base_model(**packed.arguments(), use_cache=False).last_hidden_state[0]
     except (TypeError, ValueError):
@@ -134,6 +131,11 @@ def switch_to_packing(model: PreTrainedModel) -> bool:
             return True
     model.set_attn_implementation(former)
     return False
+
+
+def use_packing(model: PreTrainedModel) -> None:
+    """Give a model packed attention; a vision tower's is not causal, and stays as it is."""
+    model.set_attn_implementation({"text_config": ATTENTION} if hasattr(model.config, "vision_config") else ATTENTION)
 
 
 def attend(

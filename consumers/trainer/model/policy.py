@@ -8,24 +8,28 @@ rows all the same.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 import torch
+from accelerate import init_empty_weights
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
 from consumers.trainer.data.images import ImageBatch
 from consumers.trainer.data.load_balancing import Cost
 from consumers.trainer.distributed.parts import ParallelModule, local_part
 from consumers.trainer.model.dropout import train_without_dropout
 from consumers.trainer.model.head import score
-from consumers.trainer.model.packing import pack, switch_to_packing
-from consumers.trainer.model.vision import VisionTower, load_vision_model
+from consumers.trainer.model.packing import pack, switch_to_packing, use_packing
+from consumers.trainer.model.router_replay import RouterReplay
+from consumers.trainer.model.vision import VisionTower
 from schemas.errors import ConfigError
 from schemas.messages import Adapter
+from schemas.model_folder import resolve_folder
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -44,7 +48,7 @@ class Policy(ParallelModule):
     The output layer is a part of the module, so that DDP and FSDP2 wrap all of it::
 
         policy = Policy(load_model("runs/cache/arithmetic", "float32"))
-        scores = policy(tokens, targets, mask, temperature=1.0)
+        scores = policy(tokens, targets, mask)
         (scores.logprobs * weights).sum().neg().backward()
     """
 
@@ -61,7 +65,8 @@ class Policy(ParallelModule):
         self.causal_lm = causal_lm
         self.chunked = _head_is_plain(causal_lm)
         self.packed = self.chunked and switch_to_packing(causal_lm)
-        if vision is not None and not self.chunked:
+        self.router_replay: RouterReplay | None = None
+        if vision is not None and not self.chunked and not self.device.type == "meta":
             raise ConfigError(
                 f"model.kind vision: {type(causal_lm).__name__} scales or caps its logits, which is not supported here"
             )
@@ -69,6 +74,15 @@ class Policy(ParallelModule):
     @property
     def device(self) -> torch.device:
         return next(self.parameters()).device
+
+    @property
+    def tried(self) -> dict[str, bool]:
+        return {"packed": self.packed, "chunked": self.chunked}
+
+    def adopt(self, tried: Mapping[str, bool]) -> None:
+        self.packed, self.chunked = tried["packed"], tried["chunked"]
+        if self.packed:
+            use_packing(self.causal_lm)
 
     @property
     def cost(self) -> Cost:
@@ -90,32 +104,53 @@ class Policy(ParallelModule):
         targets: Tensor,
         mask: Tensor,
         lengths: Tensor | None = None,
-        temperature: float = 1.0,
+        temperatures: Sequence[float] = (1.0,),
         entropy_gradient: bool = False,
         images: ImageBatch | None = None,
+        routed_experts: Tensor | None = None,
     ) -> TokenScores:
         """Log-probability and entropy of ``targets`` where ``mask`` is set.
 
         tokens: int64 [R, T], right-padded. targets: int64 [R, T-1], token t+1 at position t. mask: bool [R, T-1].
         lengths: int64 [R], how many of a row's first T-1 tokens are read, the masked ones among them; all when None.
+        temperatures: with which each row was sampled, R of them, or one for all.
         entropy_gradient: whether entropy is differentiable (an entropy bonus needs it). images: those that some of the
-        tokens stand for; only a model with ``vision`` takes them.
+        tokens stand for; only a model with ``vision`` takes them. routed_experts: int16 [R, T, L, k], choices that the
+        routers are given, see ``replay_routers``; these also hold while backward computes layers again.
         """
         inputs = tokens[:, :-1]
-        if self.packed and lengths is not None:
-            packed = pack(inputs, lengths, self.context)
+        each = None
+        if len(set(temperatures)) > 1:
+            each = torch.tensor(temperatures, device=mask.device)[:, None].expand(mask.shape)
+        packed = pack(inputs, lengths, self.context) if self.packed and lengths is not None else None
+        if self.router_replay is not None:
+            chosen = None if routed_experts is None else routed_experts[:, :-1]
+            if chosen is not None:
+                chosen = chosen.flatten(0, 1) if packed is None else packed.part_of(chosen)
+            self.router_replay.set(chosen)
+        if packed is not None:
             hidden = self._hidden(packed.arguments(), images, packed.rows)[0]
             own = packed.part_of(mask)
+            temperature = temperatures[0] if each is None else packed.part_of(each)[own]
             scores = self._score(hidden[own], packed.part_of(targets)[own], temperature, entropy_gradient)
             scores = (packed.whole(scores[0], own, mask), packed.whole(scores[1], own, mask))
         elif self.chunked:
+            temperature = temperatures[0] if each is None else each[mask]
             # Right padding lies after every position that counts: causal attention needs no mask for it.
             features = self._hidden({"input_ids": inputs}, images)[mask]
             scores = self._score(features, targets[mask], temperature, entropy_gradient)
         else:
             logits = self.causal_lm(input_ids=inputs, use_cache=False).logits[mask]
+            temperature = temperatures[0] if each is None else each[mask]
             scores = _score_logits(logits, targets[mask], temperature, entropy_gradient)
         return TokenScores(*(_scatter(values, mask) for values in scores))
+
+    def replay_routers(self) -> None:
+        """From now on give the routers of a mixture the choices that ``forward`` is given.
+
+        Called before the policy is cut or sharded. ConfigError for a model whose routers can't be given any.
+        """
+        self.router_replay = RouterReplay(self.causal_lm)
 
     def _hidden(self, arguments: dict[str, Any], images: ImageBatch | None, rows: Tensor | None = None) -> Tensor:
         """The last hidden states. arguments: of the model's base. rows: where packed tokens stand."""
@@ -128,7 +163,7 @@ class Policy(ParallelModule):
         return hidden
 
     def _score(
-        self, features: Tensor, targets: Tensor, temperature: float, entropy_gradient: bool
+        self, features: Tensor, targets: Tensor, temperature: float | Tensor, entropy_gradient: bool
     ) -> tuple[Tensor, Tensor]:
         head = self.causal_lm.get_output_embeddings()
         # Of a vocabulary that is cut, the rows of this rank.
@@ -137,24 +172,50 @@ class Policy(ParallelModule):
         return score(features, weight, bias, targets, temperature, entropy_gradient, part)
 
 
-def load_model(path: str | Path, dtype: str, trust_remote_code: bool = False, vision: bool = False) -> PreTrainedModel:
+def load_model(
+    path: str | Path, dtype: str, trust_remote_code: bool = False, vision: bool = False, empty: bool = False
+) -> PreTrainedModel:
     """Load a causal language model for training, in ``dtype`` and without dropout, from a folder or hub id.
 
-    vision: one that reads images, too. ConfigError says what is wrong.
+    vision: one that reads images, too. empty: without weights, for a rank that gets them from another. ConfigError says
+    what is wrong.
     """
+    kind = AutoModelForImageTextToText if vision else AutoModelForCausalLM
     try:
-        if vision:
-            return train_without_dropout(load_vision_model(path, DTYPES[dtype], trust_remote_code), str(path))
-        model = AutoModelForCausalLM.from_pretrained(
-            str(path), dtype=DTYPES[dtype], trust_remote_code=trust_remote_code
-        )
+        model = read_model(kind, path, DTYPES[dtype], trust_remote_code, empty)
     except (OSError, ValueError) as error:
         raise ConfigError(f"model.path {str(path)!r} cannot be loaded: {str(error).splitlines()[0]}") from error
     return train_without_dropout(model, str(path))
 
 
-def _score_logits(logits: Tensor, targets: Tensor, temperature: float, entropy_gradient: bool) -> tuple[Tensor, Tensor]:
+def read_model(
+    kind: Any, path: str | Path, dtype: torch.dtype, trust_remote_code: bool, empty: bool, **settings: Any
+) -> PreTrainedModel:
+    """Read a model as ``kind``, one of transformers' classes that find out which; OSError or ValueError if it can't be.
+
+    empty: make it without weights, which are on the meta device then. settings: other values in its config.json.
+    """
+    folder = resolve_folder(path, weights=not empty)
+    if not empty:
+        model: PreTrainedModel = kind.from_pretrained(
+            folder, dtype=dtype, trust_remote_code=trust_remote_code, **settings
+        )
+        return model
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, **settings)
+    # Buffers, which a model computes when it is made, are there.
+    with init_empty_weights(include_buffers=False):
+        model = kind.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
+    # Each was made anew.
+    model.tie_weights()
+    return model
+
+
+def _score_logits(
+    logits: Tensor, targets: Tensor, temperature: float | Tensor, entropy_gradient: bool
+) -> tuple[Tensor, Tensor]:
     """``score`` from logits [M, V], for models that scale or cap them: log-probabilities and entropies, float32 [M]."""
+    if isinstance(temperature, Tensor):
+        temperature = temperature[:, None]
     distribution = torch.log_softmax(logits.float() / temperature, dim=-1)
     logprobs = distribution.gather(-1, targets[:, None]).squeeze(-1)
     with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):

@@ -7,18 +7,17 @@ parts of the model are called here one by one, and a trial run compares the outc
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForImageTextToText, PreTrainedModel
-from transformers.utils.hub import cached_file
+from transformers import PreTrainedModel
 
 from consumers.trainer.data.images import ImageBatch, probe_batch
 from schemas.config import ModelConfig
 from schemas.errors import ConfigError
 from schemas.images import ImageSettings, read_image_settings
+from schemas.model_folder import resolve_folder
 
 FAMILIES = ("qwen2_5_vl", "qwen3_vl")
 """Model types that are tested; of others the trial run decides."""
@@ -27,23 +26,9 @@ TOLERANCE = 1e-3
 """Largest relative difference of the trial run's hidden states in float32."""
 
 
-def load_vision_model(path: str | Path, dtype: torch.dtype, trust_remote_code: bool = False) -> PreTrainedModel:
-    """Load a model that reads images and writes text; OSError or ValueError if it can't be."""
-    model: PreTrainedModel = AutoModelForImageTextToText.from_pretrained(
-        str(path), dtype=dtype, trust_remote_code=trust_remote_code
-    )
-    return model
-
-
 def image_settings_of(model: ModelConfig) -> ImageSettings:
     """How a vision model, a folder or a hub id, wants its images; ConfigError if it takes none."""
-    folder = Path(model.path)
-    if not folder.is_dir():
-        try:
-            folder = Path(str(cached_file(model.path, "preprocessor_config.json"))).parent
-        except OSError as error:
-            raise ConfigError(f"model.kind vision: model.path {model.path}: {str(error).splitlines()[0]}") from error
-    return read_image_settings(folder, model.max_pixels)
+    return read_image_settings(resolve_folder(model.path, weights=False), model.max_pixels)
 
 
 class VisionTower:

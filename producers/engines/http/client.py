@@ -6,6 +6,7 @@ knows how far it came. One that was answered with an error is a ``Refused``, for
 
 from __future__ import annotations
 
+import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -13,7 +14,8 @@ from typing import Any
 import httpx
 import msgspec
 
-from schemas.errors import InfraError
+from schemas.config import HttpEngineConfig
+from schemas.errors import ConfigError, InfraError
 from schemas.urls import hide_password
 
 ASK_S = 30.0
@@ -140,3 +142,13 @@ def message(text: str) -> str:
         if isinstance(found, dict) and found.get(key):
             found = found[key]
     return " ".join(str(found).split())[:300] or "nothing"
+
+
+def read_key(http: HttpEngineConfig) -> str | None:
+    """The key that the server asks for, where the configuration says that it does; ConfigError if it is not set."""
+    if http.api_key_env is None:
+        return None
+    key = os.environ.get(http.api_key_env, "").strip()
+    if not key:
+        raise ConfigError(f"generator.http.api_key_env: the environment variable {http.api_key_env} is not set")
+    return key

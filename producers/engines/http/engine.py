@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
-import os
 import uuid
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
@@ -22,7 +21,7 @@ import numpy.typing as npt
 import structlog
 
 from producers.engines.base import Ability, Completion, EngineSettings, KvCacheUsage, ProgressCallback, PromptImage
-from producers.engines.http.client import Body, Refused, ServerClient
+from producers.engines.http.client import Body, Refused, ServerClient, read_key
 from producers.engines.http.dialect import Dialect
 from producers.engines.http.growing import GrowingSample
 from producers.engines.http.openai import OpenAiEngine
@@ -30,10 +29,10 @@ from producers.engines.http.server import HOST, LaunchedServer, free_port
 from producers.engines.request_gate import RequestGate
 from producers.engines.sampling import check_vocabulary, max_new_tokens
 from producers.engines.weight_files import Shapes, check_fits, read_shapes
-from producers.model_folder import resolve_folder
 from schemas.config import HttpEngineConfig
 from schemas.errors import ConfigError, DataError, InfraError
 from schemas.messages import FinishReason, Sampling, WeightSource
+from schemas.model_folder import resolve_folder
 
 log = structlog.get_logger()
 T = TypeVar("T")
@@ -399,16 +398,6 @@ def build_engine(settings: EngineSettings) -> HttpEngine | OpenAiEngine:
     if settings.http.dialect == "openai":
         return OpenAiEngine(settings, settings.http, read_key(settings.http))
     return HttpEngine(settings)
-
-
-def read_key(http: HttpEngineConfig) -> str | None:
-    """The key that the server asks for, where the configuration says that it does; ConfigError if it is not set."""
-    if http.api_key_env is None:
-        return None
-    key = os.environ.get(http.api_key_env, "").strip()
-    if not key:
-        raise ConfigError(f"generator.http.api_key_env: the environment variable {http.api_key_env} is not set")
-    return key
 
 
 def make_dialect(name: str) -> Dialect:

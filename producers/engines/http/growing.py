@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from producers.engines.base import Completion
 from schemas.errors import InfraError
@@ -20,7 +21,7 @@ class GrowingSample:
     """What a server has sent of one sample.
 
     version: that every token has until an update comes under it. updated: one has come, so that only the end of the
-    sample tells which token is of which version. spans, finish: None until the end.
+    sample tells which token is of which version. spans, finish: None until the end. routed_experts: as in Completion.
     """
 
     version: int
@@ -30,6 +31,7 @@ class GrowingSample:
     updated: bool = False
     spans: list[Span] | None = None
     finish: FinishReason | None = None
+    routed_experts: npt.NDArray[Any] | None = None
 
     def add(self, tokens: Sequence[int], logprobs: Sequence[float]) -> None:
         """Add what is new. InfraError unless each token has a log-probability."""
@@ -62,7 +64,8 @@ class GrowingSample:
         return self._completion(self.spans, self.finish)
 
     def _completion(self, spans: list[Span], finish: FinishReason) -> Completion:
-        return Completion(list(self.tokens), np.asarray(self.logprobs, dtype=np.float32), spans, finish)
+        logprobs = np.asarray(self.logprobs, dtype=np.float32)
+        return Completion(list(self.tokens), logprobs, spans, finish, self.routed_experts)
 
 
 def parse_spans(spans: Sequence[Mapping[str, Any]], length: int) -> list[Span]:

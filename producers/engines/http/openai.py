@@ -35,6 +35,7 @@ class OpenAiEngine:
         "seeds": "a server may ignore them",
         "recompute": "no weights are loaded",
         "lora": "no weights are loaded",
+        "routed_experts": "OpenAI's protocol does not tell them",
         "growing_versions": "no weights are loaded",
         "cache_usage": "the server does not tell how full its cache is",
     }

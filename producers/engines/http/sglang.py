@@ -8,6 +8,7 @@ error though the weights have changed; and a request that is aborted in a pause 
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 import os
 import shutil
@@ -17,10 +18,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from producers.engines.base import Ability, EngineSettings
 from producers.engines.http.client import Body, Refused, ServerClient
 from producers.engines.http.dialect import has_gpu, options
 from producers.engines.http.growing import GrowingSample
+from producers.engines.routed_experts import mixture_sizes
 from schemas.errors import ConfigError, InfraError
 from schemas.messages import Sampling
 
@@ -39,6 +44,7 @@ _OURS = {
     "incremental_streaming_output": "it is always on",
     "lora_paths": "the engine http loads whole models only",
     "enable_lora": "the engine http loads whole models only",
+    "enable_return_routed_experts": "trainer.router_replay says so",
 }
 _INFO = "/server_info"
 _KEPT_BACK = 8
@@ -58,6 +64,8 @@ class SglangDialect:
 
     def __init__(self) -> None:
         self._model = Path()
+        self._mixture: tuple[int, int, np.dtype[Any]] | None = None
+        self._vocabulary = 0
 
     def command(self, settings: EngineSettings, folder: Path, host: str, port: int) -> list[str]:
         http = settings.http
@@ -74,6 +82,7 @@ class SglangDialect:
             *("--weight-version", str(settings.version), "--incremental-streaming-output"),
             *("--sampling-defaults", "openai", "--log-level", "error"),
             *(("--trust-remote-code",) if settings.trust_remote_code else ()),
+            *(("--enable-return-routed-experts",) if settings.routed_experts else ()),
             *arguments,
         ]
 
@@ -88,6 +97,11 @@ class SglangDialect:
 
     async def check(self, client: ServerClient, settings: EngineSettings, folder: Path) -> str:
         self._model = folder
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        text = config.get("text_config") or config
+        self._vocabulary = int(text.get("vocab_size", 0))
+        if settings.routed_experts:
+            self._mixture = mixture_sizes(text, str(folder))
         try:
             info = await client.get(_INFO)
             name = f"SGLang {info['version']}"
@@ -105,6 +119,10 @@ class SglangDialect:
             raise ConfigError(
                 f"{name} at {client.shown} must be started without --preferred-sampling-params and without"
                 " --skip-tokenizer-init"
+            )
+        if settings.routed_experts and not info.get("enable_return_routed_experts"):
+            raise ConfigError(
+                f"trainer.router_replay: {name} at {client.shown} must be started with --enable-return-routed-experts"
             )
         return name
 
@@ -125,6 +143,7 @@ class SglangDialect:
                 "stream_interval": every,
             },
             "return_logprob": True,
+            "return_routed_experts": self._mixture is not None,
             "stream": True,
             "extra_key": salt,
         }
@@ -148,8 +167,20 @@ class SglangDialect:
             sample.add(tokens, [one[0] for one in given])
             if reason is not None:
                 sample.end(reason["type"], meta.get("weight_versions"))
+                sample.routed_experts = self._routed_experts(meta.get("routed_experts"))
         except (KeyError, TypeError, IndexError) as error:
             raise InfraError(f"the server sends an event that can't be read: {error!r}") from error
+
+    def _routed_experts(self, text: str | None) -> npt.NDArray[Any] | None:
+        """What the server says of the experts of a sample's tokens, int32 in base64; nothing of one it never began."""
+        if self._mixture is None or not text:
+            return None
+        layers, k, dtype = self._mixture
+        try:
+            found = np.frombuffer(base64.b64decode(text, validate=True), "<i4").reshape(-1, layers, k)
+        except ValueError as error:
+            raise InfraError(f"the server sends routed experts that can't be read: {error}") from error
+        return found.astype(dtype)
 
     async def pause(self, client: ServerClient, recompute: bool) -> None:
         await client.post("/pause_generation", {"mode": "retract" if recompute else "in_place"})
@@ -188,7 +219,8 @@ class SglangDialect:
         answer = await client.post(self.path, body, deadline_s=120.0)
         try:
             given = answer["meta_info"]["input_token_logprobs"]
-            if [one[1] for one in given] != list(ids):
+            # The last id of the vocabulary is told as 0, and has its own log-probability.
+            if [one[1] for one in given] != [0 if token == self._vocabulary - 1 else token for token in ids]:
                 raise InfraError("the server returns log-probabilities of other tokens than those of the probe")
             return [float(one[0]) for one in given[1:]]
         except (KeyError, TypeError, IndexError) as error:

@@ -48,6 +48,7 @@ class VllmDialect:
         "lora": "the server loads whole models only",
         "growing_versions": "the server tells at a sample's end which version made which token",
         "cache_usage": "the server does not tell how full its cache is",
+        "routed_experts": "the engine vllm asks for them, and this one does not",
     }
     path = _GENERATE
 

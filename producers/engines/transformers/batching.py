@@ -9,12 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel
 
 from producers.engines.transformers.key_values import KeyValueSlots
+from producers.engines.transformers.routed_experts import RoutedExpertsRecorder
 from schemas.messages import FinishReason, Span
 
 PREFILL = 16384
@@ -67,7 +71,10 @@ def truncate(logprobs: Tensor, rows: Sequence[Draw]) -> Tensor:
 
 @dataclass
 class Row:
-    """A sample that is being generated. ``finish`` is None while it runs; ``prompt``: what it joined with."""
+    """A sample that is being generated. ``finish`` is None while it runs; ``prompt``: what it joined with.
+
+    experts: uint8 or uint16 [..., L, k], of the tokens that were read, in pieces; nothing unless they are recorded.
+    """
 
     draw: Draw
     max_tokens: int
@@ -77,6 +84,11 @@ class Row:
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     finish: FinishReason | None = None
+    experts: list[npt.NDArray[Any]] = field(default_factory=list)
+
+    def routed_experts(self) -> npt.NDArray[Any] | None:
+        """Of the prompt and all sampled tokens but the last, see Completion."""
+        return np.concatenate(self.experts) if self.experts else None
 
     def spans(self) -> list[Span]:
         """Weight versions as spans over [0, G)."""
@@ -92,13 +104,20 @@ class Row:
 class ContinuousBatch:
     """The rows in flight, in the order of their slots.
 
-    eos: ids that end a row. decode: tokens to text, for stop strings.
+    eos: ids that end a row. decode: tokens to text, for stop strings. recorder: of the experts that read each token.
     """
 
-    def __init__(self, model: PreTrainedModel, eos: set[int], decode: Callable[[list[int]], str]) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        eos: set[int],
+        decode: Callable[[list[int]], str],
+        recorder: RoutedExpertsRecorder | None = None,
+    ) -> None:
         self._model = model
         self._eos = eos
         self._decode = decode
+        self._recorder = recorder
         self._slots = KeyValueSlots(model.device)
         self.rows: list[Row] = []
 
@@ -123,6 +142,10 @@ class ContinuousBatch:
         for prompt, rows in wave:
             for row in rows:
                 row.prompt = prompt
+        if self._recorder is not None:
+            for (prompt, rows), experts in zip(wave, self._recorder.take(len(wave)), strict=True):
+                for row in rows:
+                    row.experts.append(experts[-len(prompt) :])
         self.rows += joined
         self._sample(joined, logits, version)
 
@@ -130,7 +153,11 @@ class ContinuousBatch:
         """Sample one more token for every row."""
         last = torch.tensor([[row.tokens[-1]] for row in self.rows], device=self._model.device)
         cache, mask, positions = self._slots.grow()
-        self._sample(self.rows, self._forward(last, mask, positions, cache), version)
+        logits = self._forward(last, mask, positions, cache)
+        if self._recorder is not None:
+            for row, experts in zip(self.rows, self._recorder.take(len(self.rows)), strict=True):
+                row.experts.append(experts)
+        self._sample(self.rows, logits, version)
         self.drop_finished()
 
     def recompute(self) -> None:

@@ -13,7 +13,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -26,73 +25,18 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from producers.engines.base import Ability, Completion, EngineSettings, KvCacheUsage, ProgressCallback, PromptImage
 from producers.engines.sampling import check_vocabulary, max_new_tokens
 from producers.engines.transformers.batching import ContinuousBatch, Draw, Row
+from producers.engines.transformers.requests import News, Request, completion_of
+from producers.engines.transformers.routed_experts import RoutedExpertsRecorder
 from producers.engines.transformers.weights import PeftAdapter, map_tensors
 from producers.engines.weight_files import check_fits, read_shapes
-from producers.model_folder import resolve_folder
 from producers.rendering.tokenizer import HfTokenizer
 from schemas.errors import ConfigError, DataError, InfraError
 from schemas.messages import Sampling, WeightSource
+from schemas.model_folder import resolve_folder
 
 T = TypeVar("T")
 
 _ATTENTION = {"full_attention", "sliding_attention"}
-
-
-@dataclass
-class _Request:
-    """The samples of one call of ``generate``. The engine's thread reads ``done``, and the event loop alone sets it."""
-
-    prompt: list[int]
-    rows: list[Row]
-    done: asyncio.Future[list[Completion]]
-    progress: ProgressCallback | None = None
-    reported: dict[int, int] = field(default_factory=dict)
-
-    def news(self, every: int | None) -> list[tuple[int, Completion]]:
-        """Rows that have finished, or have grown by ``every`` tokens since they were told of."""
-        found: list[tuple[int, Completion]] = []
-        if self.progress is None:
-            return found
-        for index, row in enumerate(self.rows):
-            known = self.reported.get(index, 0)
-            if known >= 0 and (row.finish or (every and len(row.tokens) - known >= every)):
-                self.reported[index] = -1 if row.finish else len(row.tokens)
-                found.append((index, _completion(row)))
-        return found
-
-    def finished(self) -> bool:
-        return all(row.finish is not None for row in self.rows)
-
-    def stop(self) -> None:
-        """Rows that still run are aborted."""
-        for row in self.rows:
-            row.finish = row.finish or "abort"
-
-
-@dataclass(frozen=True)
-class _News:
-    """What the engine's thread has to tell of a request. whole: all its completions, when it has ended."""
-
-    request: _Request
-    samples: list[tuple[int, Completion]]
-    whole: list[Completion] | None
-
-    @classmethod
-    def end(cls, request: _Request) -> _News:
-        """That it ends here, with what there is."""
-        request.stop()
-        return cls(request, [], [_completion(row) for row in request.rows])
-
-    def deliver(self) -> None:
-        """Tell the caller, in the event loop."""
-        request = self.request
-        if request.done.done():  # its caller has gone
-            return
-        if request.progress is not None:
-            for index, sample in self.samples:
-                request.progress(index, sample)
-        if self.whole is not None:
-            request.done.set_result(self.whole)
 
 
 class TransformersEngine:
@@ -109,7 +53,7 @@ class TransformersEngine:
             raise ConfigError("generator.engine transformers reads no images: with model.kind vision set it to vllm")
         self._settings = settings
         self._version = settings.version
-        self._commands: queue.SimpleQueue[Callable[[], None] | _Request] = queue.SimpleQueue()
+        self._commands: queue.SimpleQueue[Callable[[], None] | Request] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._failure: str | None = "it was not started"
         self._vocabulary = 0
@@ -118,8 +62,8 @@ class TransformersEngine:
         self._model: PreTrainedModel
         self._batch: ContinuousBatch
         self._adapter: PeftAdapter | None = None
-        self._waiting: deque[_Request] = deque()
-        self._active: list[_Request] = []
+        self._waiting: deque[Request] = deque()
+        self._active: list[Request] = []
         self._paused = False
         self._closing = False
         self._steps = 0
@@ -171,7 +115,8 @@ class TransformersEngine:
                 # Views of the file, of which the first load would copy page after page while requests wait.
                 parameter.data = parameter.data.clone()
         tokenizer = HfTokenizer(str(folder), settings.trust_remote_code)
-        self._batch = ContinuousBatch(self._model, _eos(model), tokenizer.decode)
+        recorder = RoutedExpertsRecorder(self._model) if settings.routed_experts else None
+        self._batch = ContinuousBatch(self._model, _eos(model), tokenizer.decode, recorder)
 
     async def generate(
         self,
@@ -188,7 +133,7 @@ class TransformersEngine:
             return [Completion([], np.zeros(0, np.float32), [], "length") for _ in range(n)]
         check_vocabulary([*prompt_ids, *prefix], self._vocabulary)
         rows = [Row(_draw(sampling, index), max_tokens, sampling.stop) for index in range(n)]
-        request = _Request([*prompt_ids, *prefix], rows, asyncio.get_running_loop().create_future(), progress)
+        request = Request([*prompt_ids, *prefix], rows, asyncio.get_running_loop().create_future(), progress)
         self._commands.put(request)
         # Looked at afterwards: the thread sets it before it looks for the last time at what was put there.
         if self._failure is not None:
@@ -272,24 +217,24 @@ class TransformersEngine:
             with suppress(RuntimeError):  # the event loop was closed, and nobody waits
                 self._loop.call_soon_threadsafe(self._fail, [*self._active, *self._waiting, *self._unheard()])
 
-    def _fail(self, requests: Sequence[_Request]) -> None:
+    def _fail(self, requests: Sequence[Request]) -> None:
         """Tell, in the event loop, that nothing more comes."""
         for request in requests:
             if not request.done.done():
                 request.done.set_exception(InfraError(f"the transformers engine ended: {self._failure}"))
 
-    def _unheard(self) -> Iterator[_Request]:
+    def _unheard(self) -> Iterator[Request]:
         """Requests that came when the thread was about to end."""
         while not self._commands.empty():
             command = self._commands.get()
-            if isinstance(command, _Request):
+            if isinstance(command, Request):
                 yield command
 
     def _run_commands(self, wait: bool) -> None:
         """Run the commands and take the requests that are there; with ``wait``, at least one."""
         while wait or not self._commands.empty():
             wait, command = False, self._commands.get()
-            if isinstance(command, _Request):
+            if isinstance(command, Request):
                 self._waiting.append(command)
             else:
                 command()
@@ -308,21 +253,21 @@ class TransformersEngine:
             self._batch.step(self._version)
             self._steps += 1
         every = self._settings.report_every
-        told: list[_News] = []
-        growing: list[_Request] = []
+        told: list[News] = []
+        growing: list[Request] = []
         for request in self._active:
             samples = request.news(every)
             if request.finished():
-                told.append(_News(request, samples, [_completion(row) for row in request.rows]))
+                told.append(News(request, samples, [completion_of(row) for row in request.rows]))
                 continue
             growing.append(request)
             if samples:
-                told.append(_News(request, samples, None))
+                told.append(News(request, samples, None))
         self._active = growing
         if told:
             self._tell(told)
 
-    def _tell(self, told: Sequence[_News]) -> None:
+    def _tell(self, told: Sequence[News]) -> None:
         """Have all of it delivered by one call to the event loop: waking it costs more than a sample does."""
 
         def deliver() -> None:
@@ -331,9 +276,9 @@ class TransformersEngine:
 
         self._loop.call_soon_threadsafe(deliver)
 
-    def _take_waiting(self) -> list[_Request]:
+    def _take_waiting(self) -> list[Request]:
         """The requests for which there is room, in the order in which they came; one at least if nothing runs."""
-        rows, found = len(self._batch.rows), list[_Request]()
+        rows, found = len(self._batch.rows), list[Request]()
         while self._waiting:
             request = self._waiting[0]
             if request.done.cancelled():
@@ -371,7 +316,7 @@ class TransformersEngine:
         self._paused = paused
 
     def _abort(self) -> None:
-        self._tell([_News.end(request) for request in [*self._active, *self._waiting]])
+        self._tell([News.end(request) for request in [*self._active, *self._waiting]])
         self._active.clear()
         self._waiting.clear()
         self._batch.clear()
@@ -379,10 +324,6 @@ class TransformersEngine:
     def _close(self) -> None:
         self._abort()
         self._closing = True
-
-
-def _completion(row: Row) -> Completion:
-    return Completion(list(row.tokens), np.asarray(row.logprobs, dtype=np.float32), row.spans(), row.finish or "abort")
 
 
 def _draw(sampling: Sampling, index: int) -> Draw:

@@ -21,6 +21,7 @@ _OURS = {
     "weight_transfer_config": "weights come from the trainer",
     "enable_lora": "trainer.lora says so",
     "mm_device_do_normalize": "images are made into patches as the trainer does it",
+    "enable_return_routed_experts": "trainer.router_replay says so",
     "max_loras": "one version is in use at a time",
     "max_lora_rank": "it follows from trainer.lora.rank",
 }

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from producers.engines.base import EngineSettings
 from producers.engines.vllm.arguments import checked_args
+from producers.engines.vllm.before_import import set_environment
 from producers.engines.vllm.images import image_arguments
 from producers.engines.vllm.lora import lora_arguments
 from producers.engines.vllm.plugin import BACKEND, OWNER_VARIABLE
@@ -28,9 +29,7 @@ def boot(folder: Path, settings: EngineSettings) -> AsyncLLM:
     Sets environment variables that vLLM and its child processes read, unless they are set
     already. ConfigError names a wrong argument; InfraError says why the start failed.
     """
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
-    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    set_environment(on_cpu=False)
     os.environ[OWNER_VARIABLE] = str(os.getpid())
     try:
         import vllm
@@ -60,6 +59,7 @@ def engine_arguments(folder: Path, settings: EngineSettings, on_cpu: bool, devic
         **(_cpu_defaults(folder, settings) if on_cpu else {}),
         **lora_arguments(settings.lora),
         **image_arguments(settings.images, on_cpu),
+        **routed_experts_arguments(settings, on_cpu),
         **checked_args(settings.args, [field.name for field in fields(AsyncEngineArgs)]),
     }
     check_parallel(arguments, on_cpu, devices)
@@ -83,6 +83,19 @@ def _defaults(settings: EngineSettings) -> dict[str, Any]:
     }
 
 
+def routed_experts_arguments(settings: EngineSettings, on_cpu: bool) -> dict[str, Any]:
+    """Arguments with which vLLM tells the experts of each token; ConfigError on a CPU, where it can't."""
+    if not settings.routed_experts:
+        return {}
+    if on_cpu:
+        raise ConfigError(
+            "trainer.router_replay: vLLM tells the experts of tokens on GPUs only (its second model runner, which needs"
+            " Triton); set generator.engine to transformers, or leave it out"
+        )
+    os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "1")
+    return {"enable_return_routed_experts": True}
+
+
 def _cpu_defaults(folder: Path, settings: EngineSettings) -> dict[str, Any]:
     """Eager, without compilation, the model in the engine core's own process, no more KV cache than needed.
 
@@ -93,13 +106,7 @@ def _cpu_defaults(folder: Path, settings: EngineSettings) -> dict[str, Any]:
     """
     from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
-    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
-    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // 2)))
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    # What vLLM says at every start on a CPU (no Triton, no tcmalloc, NUMA) helps nobody.
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    os.environ.setdefault("PYTHONWARNINGS", "ignore::FutureWarning")
+    set_environment(on_cpu=True)
     return {
         "enforce_eager": True,
         "distributed_executor_backend": UniProcExecutor,

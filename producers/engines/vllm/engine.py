@@ -20,14 +20,15 @@ import numpy.typing as npt
 from producers.engines.base import Ability, Completion, EngineSettings, KvCacheUsage, ProgressCallback, PromptImage
 from producers.engines.request_gate import RequestGate
 from producers.engines.sampling import max_new_tokens
+from producers.engines.vllm.before_import import stand_in_for_torchvision
 from producers.engines.vllm.boot import boot
-from producers.engines.vllm.images import prompt_input, stand_in_for_torchvision
+from producers.engines.vllm.images import prompt_input
 from producers.engines.vllm.lora import VllmAdapter
 from producers.engines.vllm.requests import GrowingCompletion, OnOutput, final_output, sampling_params
 from producers.engines.weight_files import Shapes, check_fits, read_shapes
-from producers.model_folder import resolve_folder
 from schemas.errors import ConfigError, DataError, InfraError
 from schemas.messages import FinishReason, Sampling, WeightSource
+from schemas.model_folder import resolve_folder
 
 if TYPE_CHECKING:
     from vllm.inputs.engine import EngineInput

@@ -6,11 +6,7 @@ an image is text, as it is for the trainer.
 
 from __future__ import annotations
 
-import importlib.util
-import os
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,18 +20,6 @@ if TYPE_CHECKING:
 
 MOST_IMAGES = 64
 """Images of one prompt."""
-
-
-def stand_in_for_torchvision() -> None:
-    """Let vLLM, here and in its processes, import what stands in for torchvision where that is not installed.
-
-    Call it before transformers is imported.
-    """
-    if importlib.util.find_spec("torchvision") is None:
-        folder = str(Path(__file__).parent / "without_torchvision")
-        sys.path.append(folder)
-        before = os.environ.get("PYTHONPATH")
-        os.environ["PYTHONPATH"] = f"{before}{os.pathsep}{folder}" if before else folder
 
 
 def image_arguments(settings: ImageSettings | None, on_cpu: bool) -> dict[str, Any]:

@@ -108,4 +108,5 @@ class GrowingCompletion:
             raise InfraError(
                 f"vllm returned {len(tokens)} tokens with {len(logprobs)} log-probabilities, spans {spans}"
             )
-        return Completion(tokens, logprobs, spans, finish)
+        # Of the prompt and all tokens but the last, as it is ended; nothing of a request that never ran.
+        return Completion(tokens, logprobs, spans, finish, output.routed_experts)

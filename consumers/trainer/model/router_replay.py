@@ -1,0 +1,147 @@
+"""Router replay: a mixture's routers send tokens to the experts that they were sent to at rollout.
+
+Where engine and trainer round differently, a router may choose another expert, and the log-probability of the token and
+of all after it changes by much more than rounding. Replay takes the choice from the rollout, and the weights of the
+chosen experts from the trainer's own router, so that its gradient stays (rollout routing replay, arXiv:2510.11370).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from transformers import PreTrainedModel
+
+from consumers.trainer.distributed.layout import number_of_experts
+from schemas.errors import ConfigError, DataError
+from schemas.messages import RoutedExperts
+
+_LAYER = re.compile(r"\blayers\.(\d+)\.")
+
+
+class RouterReplay:
+    """The routers of a language model, each of which can be given its choice::
+
+        replay = RouterReplay(model)
+        replay.set(chosen)        # of every token of the next pass, in each layer
+        model(ids).last_hidden_state.sum().backward()
+
+    What was set holds until the next ``set``: backward may compute layers again.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        """Find the routers. ConfigError for a model without experts, or with one whose choice can't be given."""
+        config = model.config.get_text_config()
+        self.experts = number_of_experts(config)
+        self._layers = int(config.num_hidden_layers)
+        self.k = int(getattr(config, "num_experts_per_tok", None) or 0)
+        self._chosen: Tensor | None = None
+        self._counts: Tensor | None = None
+        self._heard: set[int] = set()
+        if not self.experts or not self.k:
+            raise ConfigError(f"trainer.router_replay: {type(model).__name__} has no experts: leave it out")
+        for name, module in model.named_modules():
+            weight, layer = module._parameters.get("weight"), _LAYER.search(f"{name}.")
+            if layer is not None and weight is not None and weight.shape == (self.experts, config.hidden_size):
+                module.forward = self._replaying(int(layer[1]), module.forward)
+        self._check(model)
+
+    def _replaying(self, layer: int, forward: Callable[..., Any]) -> Callable[..., Any]:
+        def replaying(*args: Any, **kwargs: Any) -> Any:
+            with _Chooser(self, layer):
+                return forward(*args, **kwargs)
+
+        return replaying
+
+    @torch.no_grad()
+    def _check(self, model: PreTrainedModel) -> None:
+        """Try whether each layer that has experts asks for its choice: a router may be built otherwise."""
+        if model.device.type == "meta":
+            return
+        # Experts are the modules with weights of three dimensions: one for each expert.
+        mixtures = [name for name, m in model.named_modules() if any(p.ndim == 3 for p in m.parameters(recurse=False))]
+        layers = {int(found[1]) for name in mixtures if (found := _LAYER.search(f"{name}."))}
+        ids = torch.arange(4, device=model.device)[None] % model.config.get_text_config().vocab_size
+        model(input_ids=ids, use_cache=False)
+        if missing := sorted(layers - self._heard):
+            raise ConfigError(
+                f"trainer.router_replay: the router of layer {missing[0]} of {type(model).__name__} can't be told its"
+                " choice: leave it out"
+            )
+
+    def find_problem(self, routed: RoutedExperts) -> str | None:
+        """Say why these choices can't be of this model; None if they can."""
+        if (routed.layers, routed.k) != (self._layers, self.k):
+            return (
+                f"routed_experts of {routed.layers} layers and {routed.k} experts, the trainer's model has"
+                f" {self._layers} and {self.k}"
+            )
+        chosen = routed.numpy()
+        known = chosen != np.iinfo(chosen.dtype).max
+        if (known.any(-1) != known.all(-1)).any():
+            return f"routed_experts names fewer than {self.k} experts of a token"
+        if (largest := int(chosen.max(where=known, initial=0))) >= self.experts:
+            return f"routed_experts names expert {largest}, the model has {self.experts}"
+        return None
+
+    def set(self, chosen: Tensor | None) -> None:
+        """Give the choices of the tokens of the next pass, [N, L, k], -1 where the router is to choose by itself.
+
+        None: everywhere. DataError for those of another model.
+        """
+        if chosen is not None:
+            if chosen.shape[1:] != (self._layers, self.k):
+                raise DataError(
+                    f"routed_experts of {chosen.shape[1]} layers and {chosen.shape[2]} experts, the trainer's model has"
+                    f" {self._layers} and {self.k}"
+                )
+            if len(chosen) and int(chosen.max()) >= self.experts:
+                raise DataError(f"routed_experts names expert {int(chosen.max())}, the model has {self.experts}")
+        self._chosen = chosen
+
+    def choose(self, layer: int, own: Tensor) -> Tensor:
+        """The experts of each token in this layer, given the router's ``own`` choice: int64 [N, k]."""
+        self._heard.add(layer)
+        if self._chosen is None:
+            return own
+        given = self._chosen[:, layer].to(own.dtype)
+        known = given[:, :1] >= 0
+        if torch.is_grad_enabled():
+            changed = known & (given[:, :, None] != own[:, None, :]).all(-1)
+            counts = torch.stack([changed.sum(), known.expand_as(given).sum()])
+            self._counts = counts if self._counts is None else self._counts + counts
+        return torch.where(known, given, own)
+
+    def result(self, add: Callable[[list[float]], list[float]]) -> dict[str, float]:
+        """The metrics of passes with a gradient since the last time; ``add`` is a sum over all ranks.
+
+        experts_changed: share of the replayed choices that the trainer's routers would not have made. Nothing where
+        no choice was replayed.
+        """
+        changed, known = add([0.0, 0.0] if self._counts is None else self._counts.tolist())
+        self._counts = None
+        return {"experts_changed": changed / known} if known else {}
+
+
+class _Chooser(TorchFunctionMode):
+    """Within a router's forward: its top k of all experts are those that the replay says, with the router's values."""
+
+    def __init__(self, replay: RouterReplay, layer: int) -> None:
+        super().__init__()
+        self._replay = replay
+        self._layer = layer
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        if func not in (torch.topk, Tensor.topk):
+            return found
+        values: Tensor = args[0] if args else (kwargs or {})["input"]
+        if values.ndim != 2 or values.shape[1] != self._replay.experts or found[1].shape[1] != self._replay.k:
+            return found  # of groups of experts
+        chosen = self._replay.choose(self._layer, found[1])
+        return torch.return_types.topk((values.gather(1, chosen), chosen))

@@ -1,0 +1,49 @@
+"""What must be there before vLLM, PyTorch and transformers are imported: variables, and a stand-in for torchvision."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+
+def set_environment(on_cpu: bool) -> None:
+    """Set the variables that vLLM and PyTorch read when they are imported, unless they are set."""
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    if not on_cpu:
+        return
+    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // 2)))
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    # What vLLM says at every start on a CPU (no Triton, no tcmalloc, NUMA) helps nobody.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    os.environ.setdefault("PYTHONWARNINGS", "ignore::FutureWarning")
+
+
+def stand_in_for_torchvision() -> None:
+    """Let vLLM, here and in its processes, import what stands in for torchvision where that is not installed.
+
+    Call it before transformers is imported.
+    """
+    if importlib.util.find_spec("torchvision") is None:
+        folder = str(Path(__file__).parent / "without_torchvision")
+        sys.path.append(folder)
+        before = os.environ.get("PYTHONPATH")
+        os.environ["PYTHONPATH"] = f"{before}{os.pathsep}{folder}" if before else folder
+
+
+def is_cpu_build() -> bool:
+    """Whether vLLM is the one for CPUs, by the name or version of its package, as vLLM itself tells."""
+    try:
+        return "cpu" in version("vllm")
+    except PackageNotFoundError:
+        pass
+    try:
+        return bool(version("vllm-cpu"))
+    except PackageNotFoundError:
+        return False

@@ -1,0 +1,38 @@
+"""Where a model's files lie: a folder, or the local snapshot of a model of the Hugging Face hub, also of a revision."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from schemas.errors import ConfigError
+
+WITHOUT_WEIGHTS = ("*.json", "*.jinja", "*.txt", "*.model", "*.py")
+
+
+def split_revision(path: str) -> tuple[str, str | None]:
+    """A model of the hub as its id and its revision: of ``org/name@revision`` both, of ``org/name`` the id and None."""
+    id, _, revision = path.partition("@")
+    return id, revision or None
+
+
+def resolve_folder(path: str | Path, hub: bool = True, weights: bool = True) -> Path:
+    """The model's folder: ``path`` itself, or where the hub's snapshot of that id is (downloaded if need be).
+
+    hub: whether it may be one of the hub. weights: whether they are needed, too. ConfigError if there is no such model.
+    """
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        return folder
+    path = str(path)
+    id, revision = split_revision(path)
+    if not hub or path.startswith((".", "/", "~")) or id.count("/") > 1:
+        raise ConfigError(f"model.path {path}: no such folder")
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    patterns = [*WITHOUT_WEIGHTS, *(["*.safetensors"] if weights else [])]
+    try:
+        return Path(snapshot_download(id, revision=revision, allow_patterns=patterns))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ConfigError(f"model.path {path}: no such folder, and the model hub says: {reason}") from error
