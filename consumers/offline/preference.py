@@ -35,7 +35,7 @@ from consumers.trainer.distributed.layout import check_model
 from consumers.trainer.distributed.ranks import Ranks
 from consumers.trainer.model.dropout import train_without_dropout
 from consumers.trainer.model.hf_weights import named_weights, save_weights
-from consumers.trainer.model.policy import DTYPES, Policy, load_model
+from consumers.trainer.model.policy import DTYPES, Policy, load_model, read_model
 from consumers.trainer.step.optimizer import Schedule, build_optimizer
 from schemas.config import DpoConfig, ModelConfig, PreferenceConfig, RewardModelConfig
 from schemas.errors import ConfigError
@@ -80,10 +80,11 @@ def train_dpo(
     check_model(model.path, ranks.layout, model.trust_remote_code)
     with whole_folder(settings.out, "dpo.out", main=ranks.is_main) as aside:
         tokenizer = load_tokenizer(model.path)
-        policy = Policy(load_model(model.path, "float32", model.trust_remote_code))
-        reference = Policy(load_model(model.path, model.dtype, model.trust_remote_code))
+        empty = not ranks.is_main
+        policy = Policy(load_model(model.path, "float32", model.trust_remote_code, empty=empty))
         limits.apply(policy.causal_lm)
         policy = ranks.prepare(policy, DTYPES[model.dtype])
+        reference = Policy(load_model(model.path, model.dtype, model.trust_remote_code, empty=empty))
         reference = ranks.prepare(reference.requires_grad_(False), DTYPES[model.dtype])
 
         def margins(batch: Sequence[PairIds]) -> Tensor:
@@ -130,9 +131,9 @@ def train_reward_model(
     check_model(model.path, ranks.layout, model.trust_remote_code)
     with whole_folder(settings.out, "reward_model.out", main=ranks.is_main) as aside:
         tokenizer = load_tokenizer(model.path)
-        # Its head is new, and must be the same on every rank.
+        # Its head is new.
         torch.manual_seed(seed)
-        scorer = _scorer(model, tokenizer)
+        scorer = _scorer(model, tokenizer, empty=not ranks.is_main)
         limits.apply(scorer)
         scorer = ranks.prepare(scorer, DTYPES[model.dtype])
 
@@ -240,22 +241,23 @@ def _scores(scorer: PreTrainedModel, rows: Sequence[list[int]]) -> Tensor:
     return scores[: len(rows)]
 
 
-def _scorer(model: ModelConfig, tokenizer: PolicyTokenizer) -> PreTrainedModel:
-    """Load the body of ``model.path`` with a new head for one score; ConfigError says what is wrong."""
+def _scorer(model: ModelConfig, tokenizer: PolicyTokenizer, empty: bool) -> PreTrainedModel:
+    """Load the body of ``model.path`` with a new head for one score; ConfigError says what is wrong.
+
+    empty: without weights, for a rank that gets them from another.
+    """
     if tokenizer.pad_id is None or tokenizer.pad_id == tokenizer.eos_id:
         raise ConfigError(
             f"the tokenizer of model.path {model.path!r} needs a padding token of its own: a reward model reads its"
             " score at the last token that is not padding"
         )
     try:
-        scorer = AutoModelForSequenceClassification.from_pretrained(
-            model.path, num_labels=1, dtype=torch.float32, trust_remote_code=model.trust_remote_code
-        )
+        kind = AutoModelForSequenceClassification
+        scorer = read_model(kind, model.path, torch.float32, model.trust_remote_code, empty, num_labels=1)
     except (OSError, ValueError) as error:
         raise ConfigError(f"model.path {model.path!r} cannot be loaded: {str(error).splitlines()[0]}") from error
     scorer.config.get_text_config().pad_token_id = tokenizer.pad_id
-    trained: PreTrainedModel = train_without_dropout(scorer, model.path)
-    return trained
+    return train_without_dropout(scorer, model.path)
 
 
 def _save(

@@ -109,7 +109,7 @@ def train_sft(
         check_model(start, ranks.layout, trust_remote_code)
         tokenizer = load_tokenizer(start)
         own, other = ([_encode(tokenizer, pair, max_length) for pair in part] for part in (examples, heldout))
-        model = _Model(load_model(start, "float32", trust_remote_code))
+        model = _Model(load_model(start, "float32", trust_remote_code, empty=not ranks.is_main))
         limits.apply(model.causal_lm)
         model = ranks.prepare(model, DTYPES[dtype])
         if isinstance(model, FSDPModule):

@@ -18,6 +18,7 @@ from consumers.trainer.metrics.dataset_metrics import DatasetMeter, curriculum_f
 from consumers.trainer.metrics.group_metrics import GroupMeter, episode_metrics, term_metrics
 from consumers.trainer.metrics.throughput import CountRate
 from consumers.trainer.pause import PauseFollower
+from schemas.codec import BadMessage
 from schemas.errors import BrokerDamaged, DataError, InfraError, RunFailed
 from schemas.images import image_size
 from schemas.lifecycle import StopFlag
@@ -28,6 +29,14 @@ CLAIM = 2000
 
 QUIET_S = 2.0
 """Seconds without an outcome after which the source examines whether any can come."""
+
+MANY_FILTERED = 4
+"""Times a step's groups that came back and taught nothing: then people are told."""
+
+
+class NothingToLearn(RunFailed):
+    """The prompts that come back teach the policy nothing any more; its weights are good."""
+
 
 log = structlog.get_logger()
 
@@ -46,6 +55,7 @@ class BatchSource:
         self._settings = context.settings
         self._images = context.broker.images
         self._image_settings = context.rank_group.step.planner.images
+        self._router_replay = context.rank_group.step.policy.router_replay
         self._progress = context.progress
         self._pause = pause
         self._on_idle = on_idle
@@ -58,16 +68,19 @@ class BatchSource:
         self._generated = CountRate()
         self._datasets = DatasetMeter()
         self._deadline = 0.0
+        self._told_filtered = False
         self.last_outcome_at = time.monotonic()
 
     def next(self, new_version: int, stop: StopFlag) -> Batch | None:
         """The next step's batch, in the journal; None when asked to stop.
 
-        InfraError after the deadline, RunFailed when trainer.max_failed_groups in a row have failed.
+        InfraError after the deadline, but NothingToLearn when as many groups as the step needs came back before and
+        taught nothing. RunFailed when trainer.max_failed_groups in a row have failed.
 
         new_version: the version that the step will make.
         """
         self._taken = []
+        self._told_filtered = False
         self._extend_deadline()
         while not self._try_assemble():
             if not self._wait_for_outcomes(stop):
@@ -130,7 +143,13 @@ class BatchSource:
             self._pause.wait_order_after(pipeline.control.pause_id)
             self._extend_deadline()
             return True
+        if self._meter.filtered >= MANY_FILTERED * pipeline.batch and not self._told_filtered:
+            self._told_filtered = True
+            self._notify(
+                "nothing_to_learn", "warning", f"step {self._progress.step}: {self._meter.describe_filtered()}"
+            )
         if time.monotonic() > self._deadline:
+            self._fail_if_filtered(pipeline)
             raise InfraError(
                 f"step {self._progress.step} waited {self._config.trainer.batch_timeout_s:.0f} s for"
                 f" {pipeline.batch} prompt groups and has {len(self._taken)}:"
@@ -141,6 +160,18 @@ class BatchSource:
             self._on_idle()
         self._session.wait_for_scores()
         return True
+
+    def _fail_if_filtered(self, pipeline: PipelineSnapshot) -> None:
+        """Raise NothingToLearn where a step is not complete because groups teach nothing: a restart changes nothing."""
+        if self._meter.filtered < pipeline.batch:
+            return
+        text = (
+            f"step {self._progress.step} has {len(self._taken)} of {pipeline.batch} prompt groups after"
+            f" {self._config.trainer.batch_timeout_s:.0f} s: {self._meter.describe_filtered()}; the task is learned, or"
+            " too hard: take other prompts, or train such groups with trainer.advantage.keep_zero_variance: true"
+        )
+        self._notify("run_failed", "error", text)
+        raise NothingToLearn(text)
 
     def _extend_deadline(self) -> None:
         self._deadline = time.monotonic() + self._config.trainer.batch_timeout_s
@@ -161,10 +192,14 @@ class BatchSource:
             ids = [member.trajectory_id for member in reference.members if member.trajectory_id]
             scores = [self._claimed.get(member.scored_id) for member in reference.members if member.trajectory_id]
             bodies = self._session.fetch_trajectories(ids)
-            if None in bodies or None in scores:
+            samples = [
+                (body, score.score.reward)
+                for body, score in zip(bodies, scores, strict=True)
+                if isinstance(body, Trajectory) and score
+            ]
+            if len(samples) < len(ids):
                 raise BrokerDamaged(f"the broker has lost a part of journaled step {record.step}")
             self._buffer.take(reference.task_id)
-            samples = [(body, score.score.reward) for body, score in zip(bodies, scores, strict=True) if body and score]
             groups.append(Group(reference.task_id, samples, self._fetch_images([body for body, _ in samples])))
         return self._make_batch(record, groups)
 
@@ -283,11 +318,18 @@ class BatchSource:
             self._session.fetch_trajectories([outcome.trajectory_id or b"" for group in scored for outcome in group])
         )
         for task_id, outcomes, members in zip(task_ids, taken, scored, strict=True):
-            samples = [(body, outcome.score.reward) for outcome in members if (body := next(bodies)) is not None]
-            if len(samples) < len(members):
+            found = [(next(bodies), outcome.score.reward) for outcome in members]
+            if any(body is None for body, _ in found):
                 # Perhaps it only went back in time since the last look, which is mended with less.
                 self._session.read_pipeline()
                 raise BrokerDamaged(f"the broker has lost samples of prompt group {task_id}")
+            samples = [(body, reward) for body, reward in found if isinstance(body, Trajectory)]
+            if len(samples) < len(found):
+                why = next(str(body) for body, _ in found if isinstance(body, BadMessage))
+                log.warning("a sample of the group can't be trained", task_id=task_id, reason=why)
+                self._failures.failed(task_id, why)
+                self._end_group(task_id, outcomes, "unreadable", "failed")
+                continue
             # A sample may have no token of its own, because its environment failed at once: it has no age.
             oldest = min((body.oldest_version for body, _ in samples if body.oldest_version >= 0), default=None)
             if oldest is None:
@@ -299,13 +341,17 @@ class BatchSource:
                 self._end_group(task_id, outcomes, "stale")
                 continue
             group = Group(task_id, samples, self._fetch_images([body for body, _ in samples]))
-            problem = self._find_image_problem(group)
-            if problem is not None:
-                log.warning("group has images that do not fit", task_id=task_id, reason=problem)
-                self._failures.failed(task_id, problem)
-                self._end_group(task_id, outcomes, "images", "failed")
-                continue
-            yield group, outcomes
+            for what, problem in (
+                ("images", self._find_image_problem(group)),
+                ("routed_experts", self._find_expert_problem(group)),
+            ):
+                if problem is not None:
+                    log.warning("group does not fit the model", task_id=task_id, what=what, reason=problem)
+                    self._failures.failed(task_id, problem)
+                    self._end_group(task_id, outcomes, what, "failed")
+                    break
+            else:
+                yield group, outcomes
 
     def _fetch_images(self, samples: Sequence[Trajectory]) -> dict[str, bytes]:
         """Bytes of the images of samples by digest; BrokerDamaged when one is gone."""
@@ -330,6 +376,13 @@ class BatchSource:
         except DataError as error:
             return str(error)
         return None
+
+    def _find_expert_problem(self, group: Group) -> str | None:
+        """Say why the model's routers can't repeat what was noted of a group; None where they can."""
+        if self._router_replay is None:
+            return None
+        found = (self._router_replay.find_problem(one.routed_experts) for one, _ in group.samples if one.routed_experts)
+        return next((problem for problem in found if problem is not None), None)
 
     def _end_group(self, task_id: int, outcomes: Sequence[ScoredSample], reason: str, how: str = "dropped") -> None:
         """End a group without training it; its slot returns."""

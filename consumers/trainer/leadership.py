@@ -23,6 +23,7 @@ import structlog
 from broker.flow.fencing import term_number
 from broker.flow.owner import Owner
 from broker.flow.progress import TakeoverRequest
+from broker.telemetry.streams import KEPT_EVALUATIONS
 from consumers.trainer.context import TrainerContext
 from consumers.trainer.metrics.evaluation_log import EvaluationLog
 from schemas.errors import BrokerDamaged, BrokerLost, ConfigError, DiskError, FencedError
@@ -154,7 +155,7 @@ class Leadership:
             fresh=self._fresh,
             leader_term_floor=found.number if found else 0,
             saved=saved,
-            evaluations=list(self._evaluations.lines.values()),
+            evaluations=list(self._evaluations.lines.values())[-KEPT_EVALUATIONS:],
             version_if_lost=progress.version if self.published <= progress.version else self.published + 1,
         )
 

@@ -13,7 +13,7 @@ import time
 import structlog
 
 from broker.client import Broker
-from consumers.trainer.batch_source import BatchSource
+from consumers.trainer.batch_source import BatchSource, NothingToLearn
 from consumers.trainer.checkpointing import Checkpointing
 from consumers.trainer.context import TrainerContext
 from consumers.trainer.data.microbatches import Batch
@@ -121,7 +121,12 @@ class Trainer:
         while self.progress.step < self.context.settings.steps and not stop:
             paused_s = self.pause.waited_s
             with self.timer.phase("wait"):
-                batch = self.batches.next(self.leadership.next_version(), stop)
+                try:
+                    batch = self.batches.next(self.leadership.next_version(), stop)
+                except NothingToLearn:
+                    # The run ends, and these weights are what it came to.
+                    self.checkpoints.save_final()
+                    raise
             self.timer.split("wait", {"paused": self.pause.waited_s - paused_s})
             if batch is None:
                 break

@@ -96,9 +96,10 @@ class StepLog:
     def show(self, figures: dict[str, Any], batch: Batch) -> None:
         """Send the step's figures and samples to the broker, where dashboards read them."""
         self._broker.metrics.append(figures)
-        self._broker.trajectory_store.keep(
+        kept = self._broker.trajectory_store.keep(
             self._progress.step, [sample for group in batch.groups for sample in group.samples], batch.terms
         )
+        self._sample_log.keep_pictures(kept, batch.groups)
 
     def write_evaluations(self) -> None:
         """Write the evaluations that have become complete. Waits for room when the disk is full.

@@ -14,6 +14,7 @@ from transformers import AutoConfig
 
 from schemas.config import ParallelConfig
 from schemas.errors import ConfigError
+from schemas.model_folder import resolve_folder
 
 _PLAIN_LAYERS = {"full_attention"}
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
@@ -71,7 +72,9 @@ def check_model(path: str | Path, layout: Layout, trust_remote_code: bool = Fals
     if layout.tensor == 1 and layout.context == 1:
         return
     try:
-        config = AutoConfig.from_pretrained(str(path), trust_remote_code=trust_remote_code).get_text_config()
+        config = AutoConfig.from_pretrained(
+            resolve_folder(path, weights=False), trust_remote_code=trust_remote_code
+        ).get_text_config()
     except (OSError, ValueError) as error:
         raise ConfigError(f"model.path {str(path)!r} cannot be loaded: {str(error).splitlines()[0]}") from error
     problem = _tensor_problem(config, layout) or _context_problem(config, layout)

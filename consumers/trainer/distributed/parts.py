@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch.distributed as dist
@@ -33,6 +34,15 @@ class ParallelModule(nn.Module):
     context: Part | None = None
     tensor: Part | None = None
     packed: bool
+
+    @property
+    def tried(self) -> dict[str, bool]:
+        """What was found out about the language model by computing with its weights, of which only rank 0 has all."""
+        return {"packed": self.packed}
+
+    def adopt(self, tried: Mapping[str, bool]) -> None:
+        """Take over what rank 0 has found out, on a rank without weights too."""
+        raise NotImplementedError
 
 
 def local_part(tensor: Tensor) -> Tensor:

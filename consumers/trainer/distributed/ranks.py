@@ -10,6 +10,7 @@ that dies is noticed earlier, by watchdog.py.
 
 from __future__ import annotations
 
+import json
 import math
 import os
 from collections.abc import Iterable, Iterator, Sequence
@@ -31,6 +32,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from consumers.trainer.distributed.channel import Channel
+from consumers.trainer.distributed.initial_weights import InitialWeights
 from consumers.trainer.distributed.layout import Layout
 from consumers.trainer.distributed.parts import ParallelModule, Part, local_part
 from consumers.trainer.distributed.tensor_parallel import cut_layers
@@ -167,9 +169,10 @@ class Ranks:
     def prepare(self, model: M, dtype: torch.dtype = torch.float32) -> M:
         """Move a model to its device, cut and sharded layer by layer over the ranks, computing in ``dtype``.
 
-        Its parameters stay in the type they have; gradients are reduced in float32. A single rank shards over
-        itself when it computes in another type, so that it computes what several do. ConfigError when the model cannot
-        be cut as trainer.parallel says.
+        The weights are those of rank 0; on the others it may have none (``load_model`` with ``empty``). Its parameters
+        stay in the type they have; gradients are reduced in float32. A single rank shards over itself when it computes
+        in another type, so that it computes what several do. ConfigError when the model cannot be cut as
+        trainer.parallel says.
         """
         if self.world == 1 and dtype == torch.float32:
             return model.to(self.accelerator.device)
@@ -178,16 +181,29 @@ class Ranks:
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
         # PyTorch's own call and not accelerate's: that takes the optimizer too, and on the CPU it picks
         # plain data parallelism whatever plugin it is given.
-        model = model.to(self.accelerator.device)
+        weights = self._take_weights(model) if self.world > 1 else None
         self._cut(model)
         mesh = self._sharding_mesh
         precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
         layers = {name for module in model.modules() for name in getattr(module, "_no_split_modules", None) or ()}
         for module in model.modules():
             if module is not model and type(module).__name__ in layers:
+                if weights is not None:
+                    weights.fill(module, self.accelerator.device)
                 fully_shard(module, mesh=mesh, mp_policy=precision)
+        if weights is not None:
+            weights.fill(model, self.accelerator.device)
         fully_shard(model, mesh=mesh, mp_policy=precision)
         return model
+
+    def _take_weights(self, model: nn.Module) -> InitialWeights:
+        """Take the weights out of a model, and let all ranks know what rank 0 has found out about it with them."""
+        weights = InitialWeights(model, self.is_main)
+        weights.agree(self.broadcast_text(weights.described))
+        if isinstance(model, ParallelModule):
+            tried = json.dumps(model.tried) if self.is_main else ""
+            model.adopt(json.loads(self.broadcast_text(tried)))
+        return weights
 
     def _cut(self, model: nn.Module) -> None:
         """Cut the layers of a model over the ranks of tensor, and tell it with which ranks it shares tokens."""

@@ -57,6 +57,18 @@ class GroupMeter:
         counts = ", ".join(f"{count} {reason}" for reason, count in self._dropped.items())
         return f"; given up meanwhile: {counts}" if counts else ""
 
+    @property
+    def filtered(self) -> int:
+        """Number of complete groups since the last step that were left out because they teach nothing."""
+        return sum(self._dropped[reason] for reason in FILTERS)
+
+    def describe_filtered(self) -> str:
+        """Say, in a clause for people, how many groups came back since the last step and taught nothing, and why."""
+        return (
+            f"{self.filtered} of the {self._groups} prompt groups that came back were left out, because their rewards"
+            f" tell nothing: every sample was right in {self._solved} of all, none in {self._unsolved}"
+        )
+
     def take(self) -> dict[str, float]:
         """The figures since the last call. What no complete group could tell is left out."""
         figures = {f"groups/dropped_{reason}": float(count) for reason, count in sorted(self._dropped.items())}
@@ -64,11 +76,10 @@ class GroupMeter:
         figures |= {f"samples/failed_{kind}": float(count) for kind, count in sorted(self._failed.items())}
         figures |= {"samples/failed": float(self._failed.total()), "samples/unscored": float(self._excluded)}
         if self._groups:
-            filtered = sum(self._dropped[reason] for reason in FILTERS)
             figures["groups/zero_variance_fraction"] = self._without_signal / self._groups
             figures["groups/solve_none_fraction"] = self._unsolved / self._groups
             figures["groups/solve_all_fraction"] = self._solved / self._groups
-            figures["groups/filtered_fraction"] = filtered / self._groups
+            figures["groups/filtered_fraction"] = self.filtered / self._groups
             figures["reward/unfiltered_mean"] = float(np.mean(self._rewards))
         self._clear()
         return figures

@@ -209,6 +209,7 @@ def sample_metrics(plan: StepPlan) -> dict[str, float]:
         "length_p95": float(np.quantile(plan.lengths, 0.95)),
         "rows_mean": float(rows.mean()),
         "rows_max": float(rows.max()),
+        "temperature": float(np.mean([row.temperature for row in plan.rows] or [math.nan])),
         "row_tokens_mean": sum(len(row.tokens) for row in plan.rows) / len(plan.rewards),
         "truncated_fraction": float(plan.truncated.mean()),
         "forward_flops": float(plan.costs.sum()),

@@ -39,14 +39,23 @@ def build_train_step(
     trainer = config.trainer
     if policy is None:
         _check_models(config, ranks)
-    policy = policy or make_policy(config)
-    reference = reference or reference_policy(config, ranks)
-    critic = critic or build_critic(config)
+    # Of several ranks, one reads a model and hands it out; and one model after the other.
+    policy = policy or make_policy(config, empty=not ranks.is_main)
     dtype = DTYPES[config.model.dtype]
 
     function = ADVANTAGES.get(trainer.advantage.name, config.base)
     advantage = bind("trainer.advantage", function, trainer.advantage.args)
     per_token = getattr(function, "per_token", False)
+    # Counted before the policy is sharded: afterwards parameters are parts.
+    cost = policy.cost
+    if policy.vision is not None:
+        # A tower that is trained moves on by its momentum in a step of text alone, on however many ranks.
+        policy.vision.always = ranks.world > 1 or not policy.vision.frozen
+
+    if trainer.router_replay:
+        policy.replay_routers()
+    _before_sharding(policy, config, ranks)
+    policy = ranks.prepare(policy, dtype)
     planner = StepPlanner(
         advantage=advantage,
         aggregation=AGGREGATIONS.get(trainer.aggregation, config.base),
@@ -54,30 +63,21 @@ def build_train_step(
         micro_batch_tokens=trainer.micro_batch_tokens * ranks.layout.context,
         max_tokens=config.sampling.max_tokens,
         dp_size=ranks.dp_size,
-        # Counted before the policy is sharded: afterwards parameters are parts.
-        cost=policy.cost,
+        cost=cost,
         packed=policy.packed,
         by_name=trainer.advantage.by_name,
         mask_truncated=trainer.mask_truncated,
         images=None if policy.vision is None else policy.vision.settings,
     )
-    if policy.vision is not None:
-        # A tower that is trained moves on by its momentum in a step of text alone, on however many ranks.
-        policy.vision.always = ranks.world > 1 or not policy.vision.frozen
-
-    for model in (policy, critic):
-        if model is not None:
-            save_activations(model.causal_lm, trainer.activation_checkpointing, trainer.activation_offload)
-        if model is not None and trainer.compile:
-            compile_layers(model, ranks.accelerator.device.type)
-    policy = ranks.prepare(policy, dtype)
-    objective = Objective.from_config(trainer, config.base)
+    reference = reference or reference_policy(config, ranks)
+    critic = critic or build_critic(config, empty=not ranks.is_main)
     critic_step = None
     if critic is not None and trainer.critic is not None:
+        _before_sharding(critic, config, ranks)
         critic_step = CriticStep(critic, trainer.critic, trainer.steps, ranks, dtype)
+    objective = Objective.from_config(trainer, config.base)
     preparation = Preparation(
         objective,
-        config.sampling.temperature,
         reference=reference,
         lora_off=trainer.lora_off,
         kl_in_reward=trainer.kl.coef if trainer.kl.place == "reward" else 0.0,
@@ -88,6 +88,14 @@ def build_train_step(
     schedule = Schedule(optimizer, trainer.optimizer, trainer.steps)
     scale = LossScale(ranks, dtype)
     return TrainStep(policy, planner, preparation, objective, optimizer, schedule, ranks, scale)
+
+
+def _before_sharding(model: Policy | Critic, config: TidemillConfig, ranks: Ranks) -> None:
+    """Have a model keep fewer activations, and compile it, as is wanted."""
+    trainer = config.trainer
+    save_activations(model.causal_lm, trainer.activation_checkpointing, trainer.activation_offload)
+    if trainer.compile:
+        compile_layers(model, ranks.accelerator.device.type)
 
 
 def _check_models(config: TidemillConfig, ranks: Ranks) -> None:
@@ -102,12 +110,12 @@ def _check_models(config: TidemillConfig, ranks: Ranks) -> None:
         check_model(path, ranks.layout, model.trust_remote_code)
 
 
-def build_critic(config: TidemillConfig) -> Critic | None:
-    """The critic of ``trainer.critic`` before its first step; None without one."""
+def build_critic(config: TidemillConfig, empty: bool = False) -> Critic | None:
+    """The critic of ``trainer.critic`` before its first step; None without one. empty: as in make_policy."""
     settings, model = config.trainer.critic, config.model
     if settings is None:
         return None
-    return Critic(load_model(settings.model or model.path, "float32", model.trust_remote_code))
+    return Critic(load_model(settings.model or model.path, "float32", model.trust_remote_code, empty=empty))
 
 
 def reference_policy(config: TidemillConfig, ranks: Ranks) -> Policy | None:
@@ -118,10 +126,11 @@ def reference_policy(config: TidemillConfig, ranks: Ranks) -> Policy | None:
     settings, model = config.trainer.kl, config.model
     if not settings.coef or config.trainer.lora_off:
         return None
-    policy = load_policy(config, settings.model or model.path, model.dtype)
+    beside = settings.device != "cpu"
+    policy = load_policy(config, settings.model or model.path, model.dtype, empty=beside and not ranks.is_main)
     policy.requires_grad_(False)
     if policy.vision is not None:
-        policy.vision.always = ranks.world > 1 and settings.device != "cpu"
-    if settings.device == "cpu":
+        policy.vision.always = ranks.world > 1 and beside
+    if not beside:
         return policy
     return ranks.prepare(policy, DTYPES[model.dtype]) if ranks.world > 1 else policy.to(ranks.accelerator.device)

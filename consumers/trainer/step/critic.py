@@ -5,7 +5,7 @@ It gives the values that ``gae`` needs, before the step's first gradient, and is
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from consumers.trainer.data.microbatches import MicroBatch
 from consumers.trainer.distributed.parts import ParallelModule
 from consumers.trainer.distributed.ranks import Ranks
-from consumers.trainer.model.packing import pack, switch_to_packing
+from consumers.trainer.model.packing import pack, switch_to_packing, use_packing
 from consumers.trainer.step.loss_scale import LossScale
 from consumers.trainer.step.optimizer import build_optimizer, lr_factor
 from schemas.config import CriticConfig
@@ -32,6 +32,11 @@ class Critic(ParallelModule):
         causal_lm.set_output_embeddings(head)
         self.causal_lm = causal_lm
         self.packed = switch_to_packing(causal_lm)
+
+    def adopt(self, tried: Mapping[str, bool]) -> None:
+        self.packed = tried["packed"]
+        if self.packed:
+            use_packing(self.causal_lm)
 
     def forward(self, tokens: Tensor, mask: Tensor, lengths: Tensor) -> Tensor:
         """Values of states; tokens: int64 [R, T], padded; mask: bool [R, T-1]; lengths: int64 [R], see MicroBatch.

@@ -65,7 +65,6 @@ class Preparation:
     """
 
     objective: Objective
-    temperature: float
     reference: Policy | None = None
     lora_off: bool = False
     kl_in_reward: float = 0.0
@@ -93,7 +92,10 @@ class Preparation:
         batch = self._with_advantages(batch, all_reduce_sum)
         if self.objective.loss.select_tokens is None:
             return batch
-        inputs = [self.objective.with_proximal(part.inputs(self._score(policy, part.micro)), version) for part in batch]
+        inputs = [
+            self.objective.with_proximal(part.inputs(self._score(policy, part.micro, replayed=True)), version)
+            for part in batch
+        ]
         return [
             replace(part, proximal_logprobs=seen.proximal_logprobs, kept=kept)
             for part, seen, kept in zip(
@@ -133,16 +135,20 @@ class Preparation:
         return TokenRewards(rewards, sequences, part.values)
 
     @torch.no_grad()
-    def _score(self, policy: Policy, micro: MicroBatch) -> Tensor:
-        """Log-probabilities under another policy, at the same temperature: float32 [R, T-1]."""
+    def _score(self, policy: Policy, micro: MicroBatch, replayed: bool = False) -> Tensor:
+        """Log-probabilities under a policy, at the temperatures of the samples: float32 [R, T-1].
+
+        replayed: with the experts of the rollout, as the policy itself is trained.
+        """
         device = policy.device
         scores = policy(
             micro.tokens.to(device),
             micro.targets.to(device),
             micro.mask.to(device),
             micro.lengths.to(device),
-            temperature=self.temperature,
+            temperatures=micro.temperatures,
             images=None if micro.images is None else micro.images.to(device),
+            routed_experts=micro.routed_experts if replayed else None,
         )
         logprobs: Tensor = scores.logprobs.to(micro.mask.device)
         return logprobs

@@ -97,6 +97,7 @@ class TrainStep:
             **(sample_metrics(batch.plan) if batch.plan else {}),
             **meter.result(),
             **self.expert_load.result(self.ranks.sum_over_ranks),
+            **(replay.result(self.ranks.sum_over_ranks) if (replay := self.policy.router_replay) else {}),
             **critic_metrics,
             "grad_norm": norm,
             "lr": lr,
@@ -142,9 +143,10 @@ class TrainStep:
             micro.targets,
             micro.mask,
             micro.lengths,
-            temperature=self.preparation.temperature,
+            temperatures=micro.temperatures,
             entropy_gradient=self.objective.entropy_coef != 0.0,
             images=micro.images,
+            routed_experts=micro.routed_experts,
         )
         output = self.objective(part.inputs(scores.logprobs), scores.entropy, meter.version)
         loss = torch.where(micro.mask, output.loss * micro.weights, 0.0).sum()
