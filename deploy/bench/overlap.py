@@ -190,7 +190,7 @@ class SimulatedTrainer:
         self._training.journal_batch(record)
         bodies = self._training.fetch_trajectories([one.trajectory_id or b"" for group in groups for one in group])
         for body in bodies:
-            if body is None:
+            if not isinstance(body, Trajectory):
                 raise InfraError(f"step {step} lost a sample")
             # Its tokens have the version that its task was admitted with: none that was sampled can be older.
             self._oldest = max(self._oldest, step - int(body.versions().max()))

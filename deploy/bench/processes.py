@@ -19,6 +19,7 @@ from typing import Any, Protocol, Self
 
 from broker.connection.connection import open_client
 from broker.connection.embedded import EmbeddedServer
+from deploy.services.allocator import keep_freed_memory
 from schemas.errors import InfraError, TidemillError
 
 AOF_MODES = ("off", "everysec", "always")
@@ -170,6 +171,7 @@ class RoleProcesses:
 
 def _serve(pipe: Connection, make: Callable[[], Role]) -> None:
     """A role's process: make the role, then do jobs until the pipe is closed."""
+    keep_freed_memory()
     try:
         role = make()
         pipe.send(RoleUsage(0.0, 0.0, 0.0))

@@ -153,7 +153,15 @@ def print_weights(rows: Sequence[dict[str, Any]]) -> None:
 def print_spread(rows: Sequence[dict[str, Any]]) -> None:
     """Print a line for each transport and number of generators; egress is in sizes of a version."""
     table = Table(title=f"{rows[0]['bytes'] / 1e6:,.0f} MB to generators at once, {rows[0]['server']}")
-    for column in ("by", "generators", "all have it s", "egress", "joiner s", "one killed: all others s"):
+    for column in (
+        "by",
+        "generators",
+        "all have it s",
+        "egress",
+        "by broadcast",
+        "joiner s",
+        "one killed: all others s",
+    ):
         table.add_column(column, justify="right")
     for row in rows:
         table.add_row(
@@ -161,6 +169,7 @@ def print_spread(rows: Sequence[dict[str, Any]]) -> None:
             str(row["generators"]),
             f"{row['seconds']:.2f} ({row['seconds_range'][0]:.2f}–{row['seconds_range'][1]:.2f})",
             f"{row['egress']:.2f}",
+            f"{row['broadcast']:.0%}" if row["transport"] == "nccl" else "",
             f"{row['joiner_s']:.2f}",
             f"{row['killed_s']:.2f}" if "killed_s" in row else "",
         )

@@ -28,7 +28,7 @@ from deploy.bench.pipelines.tidemill import CLAIM, GROUPS_AT_ONCE, REWARDS_AT_ON
 from deploy.bench.processes import Role, RoleProcesses, ServerUsage, describe, serving
 from deploy.bench.workload import PipelineShape, TrajectoryPool, begin, open_broker
 from schemas.errors import InfraError
-from schemas.messages import BatchRecord
+from schemas.messages import BatchRecord, Trajectory
 
 T = TypeVar("T")
 PROCESSES = 4
@@ -296,7 +296,7 @@ class Assembler:
             [outcome.trajectory_id or b"" for group in groups for outcome in group]
         )
         for body in bodies:
-            if body is None:
+            if not isinstance(body, Trajectory):
                 raise InfraError(f"step {step} lost a sample")
             self._tokens += len(body.versions())
         record = BatchRecord(

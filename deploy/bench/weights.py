@@ -27,7 +27,7 @@ from consumers.trainer.model.snapshot import Snapshot
 from deploy.bench.processes import ServerUsage, describe, serving
 from deploy.bench.weights_model import WIRE, WeightsModel, load_times
 from deploy.bench.workload import open_broker
-from schemas.config.trainer import PeerConfig
+from schemas.config.publish import PeerConfig
 from schemas.digests import CHUNK_BYTES
 from schemas.errors import InfraError
 from schemas.messages import Manifest, TensorSpec

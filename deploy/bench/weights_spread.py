@@ -24,12 +24,13 @@ from typing import Any
 import numpy as np
 
 from broker.flow.progress import TakeoverRequest
+from broker.weights.collective.process import BroadcastProcess
 from broker.weights.local_copy import LocalWeights
 from broker.weights.peers.node import PeerNode
-from broker.weights.transports import PeerOrigin, PeerReader, make_transport
+from broker.weights.transports import NcclOrigin, NcclReader, PeerOrigin, PeerReader, make_transport
 from deploy.bench.processes import ServerUsage, describe, serving
 from deploy.bench.workload import open_broker
-from schemas.config.trainer import PeerConfig
+from schemas.config.publish import PeerConfig, PublishConfig
 from schemas.errors import InfraError
 
 DEADLINE_S = 300.0
@@ -70,12 +71,16 @@ class Reader:
 
 
 def _read(pipe: Connection, url: str, run: str, name: str, kind: str, folder: Path) -> None:
-    """A reader's process: says when it is there, then for each version (when it had it, for how long it fetched)."""
+    """A reader's process: says that it is there, then of each version when it came, its seconds, if by broadcast."""
     broker = open_broker(url, run)
     with contextlib.ExitStack() as stack:
-        node: PeerNode | None = None
-        if kind == "peer":
-            node = PeerNode(broker.connection, name, PeerConfig())
+        node = PeerNode(broker.connection, name, PeerConfig()) if kind in ("peer", "nccl") else None
+        nccl: NcclReader | None = None
+        if kind == "nccl" and node is not None:
+            nccl = stack.enter_context(contextlib.closing(NcclReader(broker.connection, node, PublishConfig())))
+            _wait_backend(nccl.process)
+            broker.weights.serve(nccl)
+        elif node is not None:
             broker.weights.serve(stack.enter_context(contextlib.closing(PeerReader(broker.connection, node))))
         copy = LocalWeights(broker.weights, folder)
         pipe.send(None)
@@ -84,9 +89,10 @@ def _read(pipe: Connection, url: str, run: str, name: str, kind: str, folder: Pa
                 version, dies = pipe.recv()
                 while (manifest := broker.weights.wait_newer(version - 1)) is None:
                     continue
-                started = time.monotonic()
+                started, cpu, received = time.monotonic(), time.process_time(), nccl.received if nccl else 0
                 copy.fetch(manifest)
-                pipe.send((time.monotonic(), time.monotonic() - started))
+                ended, used = time.monotonic(), time.process_time() - cpu
+                pipe.send((ended, ended - started, used, nccl is not None and nccl.received > received))
                 if dies and node is not None:
                     while node.sent_bytes < manifest.state.size // 10 or node.connections <= node.streams:
                         time.sleep(0.0005)
@@ -106,6 +112,8 @@ class Publisher:
         self.transport = make_transport(self.broker.connection, kind, folder)
         if isinstance(self.transport, PeerOrigin):
             self.broker.weights.serve(self.transport)
+        if isinstance(self.transport, NcclOrigin):
+            _wait_backend(self.transport.process)
         self.version = 0
 
     def prepare(self) -> None:
@@ -128,7 +136,7 @@ class Publisher:
 
     @property
     def sent_bytes(self) -> int:
-        """What left the trainer for readers so far, with ``peer``."""
+        """What left the trainer for readers so far, with ``peer``; by ``nccl`` it is for those alone who missed it."""
         return self.transport.node.sent_bytes if isinstance(self.transport, PeerOrigin) else 0
 
 
@@ -148,14 +156,13 @@ def measure(
         stack.callback(publisher.transport.close)
         join = partial(_join, stack, address, run, kind, place)
         readers = [join(f"generator-{index}") for index in range(generators)]
-        seconds, egress = [], []
-        for _ in range(rounds):
-            took, left = _spread(publisher, readers, address, size)
-            seconds.append(took)
-            egress.append(left)
+        if kind == "nccl":
+            _meet(publisher, readers, address, size)
+        spread = [_spread(publisher, readers, address, size) for _ in range(rounds)]
+        seconds, egress, processor, broadcast = zip(*spread, strict=True)
         joiner = join("generator-late")
         joiner.order(publisher.version)
-        _, joined_s = joiner.answer()
+        _, joined_s, joined_cpu, _ = joiner.answer()
         killed = _kill_one(publisher, readers, joiner, address, size) if kind == "peer" and generators > 2 else {}
         server = describe(address)
     return {
@@ -166,7 +173,10 @@ def measure(
         "seconds": round(median(seconds), 3),
         "seconds_range": [round(min(seconds), 3), round(max(seconds), 3)],
         "egress": round(max(egress), 3),
+        "broadcast": round(sum(broadcast) / rounds, 3),
+        "reader_cpu_s": round(median(processor), 3),
         "joiner_s": round(joined_s, 3),
+        "joiner_cpu_s": round(joined_cpu, 3),
         **killed,
         "server": server,
     }
@@ -179,19 +189,39 @@ def _join(stack: contextlib.ExitStack, url: str, run: str, kind: str, place: Pat
     return reader
 
 
-def _spread(publisher: Publisher, readers: Sequence[Reader], url: str, size: int) -> tuple[float, float]:
-    """Seconds until the last reader has a new version, and what left the trainer or the broker, over its size."""
+def _wait_backend(process: BroadcastProcess) -> None:
+    if not process.backends(DEADLINE_S):
+        raise InfraError("the process that broadcasts weights does not start")
+
+
+def _meet(publisher: Publisher, readers: Sequence[Reader], url: str, size: int) -> None:
+    """Publish until all readers take part in broadcasts: the first ones find out who there is."""
+    for _ in range(10):
+        if _spread(publisher, readers, url, size)[3] == 1.0:
+            return
+    raise InfraError("not all generators of the benchmark take part in broadcasts")
+
+
+def _spread(publisher: Publisher, readers: Sequence[Reader], url: str, size: int) -> tuple[float, float, float, float]:
+    """Seconds until the last reader has a new version, and processor seconds of a reader, their mean.
+
+    Between them what left the trainer or the broker, over the size of the version; last the share of the readers that
+    have it by broadcast, whose processor time is in part another process's.
+    """
     publisher.prepare()
     for reader in readers:
         reader.order(publisher.version)
     sent, before = publisher.sent_bytes, ServerUsage.of(url).wire
     started = time.monotonic()
     publisher.publish()
-    ended = max(reader.answer()[0] for reader in readers)
+    answers = [reader.answer() for reader in readers]
+    ended = max(one[0] for one in answers)
     # What goes into the server is of this size once, through redis; all the rest leaves it.
     through = max(0, ServerUsage.of(url).wire - before - size)
     peer = isinstance(publisher.transport, PeerOrigin)
-    return ended - started, ((publisher.sent_bytes - sent) if peer else through) / size
+    left = (publisher.sent_bytes - sent) if peer else through
+    cpu, broadcast = (sum(one[index] for one in answers) / len(answers) for index in (2, 3))
+    return ended - started, left / size, cpu, broadcast
 
 
 def _kill_one(publisher: Publisher, readers: Sequence[Reader], joiner: Reader, url: str, size: int) -> dict[str, Any]:
@@ -206,7 +236,7 @@ def _kill_one(publisher: Publisher, readers: Sequence[Reader], joiner: Reader, u
     answers = [reader.answer() for reader in readers]
     joiner.process.join(5)
     return {
-        "killed_s": round(max(ended for ended, _ in answers) - started, 3),
+        "killed_s": round(max(ended for ended, *_ in answers) - started, 3),
         "killed_arrived": len(answers),
         "killed_by": joiner.process.exitcode,
         "killed_egress": round((publisher.sent_bytes - sent) / size, 3),

@@ -1,5 +1,16 @@
-"""``python -m deploy.cli``, the same as ``tidemill``."""
+"""``python -m deploy.cli``, the same as ``tidemill``: services are started like this."""
 
-from deploy.cli.app import main
+from deploy.services.process_end import EndAtOnce
+
+
+def main() -> None:
+    """Run the command line, and end without taking apart what was imported."""
+    # Before all others that want something done at the end: it has to be the last.
+    ending = EndAtOnce()
+    from deploy.cli.app import main as run_command
+
+    with ending:
+        run_command()
+
 
 main()

@@ -7,19 +7,20 @@ imported by the command that needs it, so that ``tidemill --help`` answers at on
 from __future__ import annotations
 
 import errno
+import os
 import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from deploy.bench.cli import app as bench
+from deploy.bench.cli.app import app as bench
 from deploy.cli.control import app as control_commands
 from deploy.cli.files import app as file_commands
 from deploy.cli.inspect import app as inspect_commands
 from deploy.cli.launch import app as launch_commands
 from deploy.cli.offline import app as offline_commands
-from deploy.cli.options import BENCHMARKS, RUN, Json, Overrides
+from deploy.cli.options import BENCHMARKS, RUN, Json, Overrides, print_json
 from deploy.cli.runs import app as run_commands
 from deploy.cli.services import app as service_commands
 from schemas.errors import (
@@ -120,8 +121,16 @@ def main() -> None:
 
 
 def _complain(error: TidemillError) -> int:
-    """Print the error as one line on stderr; returns the exit code."""
-    print(f"tidemill: {' '.join(str(error).split())}", file=sys.stderr)
+    """Print the error as one line on stderr, with --json also as an object on stdout; returns the exit code."""
+    text, code = " ".join(str(error).split()), _exit_code(error)
+    print(f"tidemill: {text}", file=sys.stderr)
+    # Of several ranks, which are wrong together, one answers.
+    if "--json" in sys.argv and os.environ.get("RANK", "0") == "0":
+        print_json({"error": text, "exit_code": code})
+    return code
+
+
+def _exit_code(error: TidemillError) -> int:
     if isinstance(error, ConfigError):
         return CONFIG_EXIT
     if isinstance(error, RefusedError):

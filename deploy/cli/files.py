@@ -25,11 +25,12 @@ def logs(
     service: Annotated[str | None, typer.Argument(metavar="[SERVICE]", help="Only this one; else all.")] = None,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on with what comes, until Ctrl-C.")] = False,
     lines: Annotated[int, typer.Option("--lines", "-n", min=0, help="The newest so many of each service.")] = 50,
+    as_json: Json = False,
 ) -> None:
     """Print the logs of a run's services, from its folder."""
     from deploy.client.report import print_logs
 
-    print_logs(run, service, follow, lines)
+    print_logs(run, service, follow, lines, as_json)
 
 
 @app.command(rich_help_panel=AFTER)

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from deploy.cli.options import RUN, ConfigFile, Fresh, Overrides, load
+from deploy.cli.options import RUN, ConfigFile, Fresh, Json, Overrides, load, print_json, result_alone
+
+if TYPE_CHECKING:
+    from deploy.launchers.factory import Launcher
+    from schemas.config import TidemillConfig
 
 app = typer.Typer()
 HERE = Path(".")
@@ -39,23 +43,33 @@ def _whole(gpus: str) -> int | Literal["auto"]:
 def init(
     folder: Annotated[Path, typer.Argument(metavar="[FOLDER]", help="Where the files go; here by default.")] = HERE,
     name: Annotated[str, typer.Option(help="Name of the run.")] = "first",
-    model: Annotated[str, typer.Option(help="Folder of a model, or its hub id.")] = "Qwen/Qwen2.5-0.5B-Instruct",
+    model: Annotated[
+        str, typer.Option(help="Folder of a model, or its hub id (org/name, org/name@revision).")
+    ] = "Qwen/Qwen2.5-0.5B-Instruct",
     data: Annotated[
         Path | None, typer.Option(help="JSON lines with prompt and answer; a few sums are written by default.")
     ] = None,
     steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")] = 100,
+    as_json: Json = False,
 ) -> None:
     """Write a configuration and a reward function to begin with; nothing that is there is replaced."""
     from deploy.run.new_run import write_new_run
 
-    for file in write_new_run(folder, name, model, data, steps):
+    files = write_new_run(folder, name, model, data, steps)
+    if as_json:
+        print_json({"files": [str(file) for file in files]})
+        return
+    for file in files:
         print(file)
     print(f"next: tidemill doctor {folder / 'config.yaml'}, then tidemill up {folder / 'config.yaml'}")
 
 
 @app.command(rich_help_panel=RUN)
-def up(config: ConfigFile, overrides: Overrides = None, fresh: Fresh = False) -> None:
-    """Run everything until the training is done, here or on what launcher.name says; goes on with a stopped run."""
+def up(config: ConfigFile, overrides: Overrides = None, fresh: Fresh = False, as_json: Json = False) -> None:
+    """Run everything until the training is done, here or on what launcher.name says; goes on with a stopped run.
+
+    With --json what happens goes to stderr, and one JSON object at the end to stdout: how it ended, in figures.
+    """
     loaded = load(config, overrides)
     from deploy.run.names import check_names
 
@@ -63,7 +77,7 @@ def up(config: ConfigFile, overrides: Overrides = None, fresh: Fresh = False) ->
     check_names(loaded)
     from deploy.launchers.factory import build_launcher
 
-    raise typer.Exit(build_launcher(loaded).launch(loaded, fresh))
+    raise typer.Exit(_launch(build_launcher(loaded), loaded, fresh, as_json))
 
 
 @app.command(rich_help_panel=RUN)
@@ -86,6 +100,7 @@ def slurm(
     ] = None,
     sbatch: Annotated[list[str] | None, typer.Option(help="Another #SBATCH option of all jobs; repeatable.")] = None,
     broker: Annotated[bool, typer.Option(help="Start a broker in a job, or use the REDIS_URL of the user.")] = True,
+    as_json: Json = False,
 ) -> None:
     """Write the scripts that run everything as Slurm jobs; look at them, then run the last one."""
     loaded = load(config, overrides)
@@ -105,7 +120,13 @@ def slurm(
         own_broker=broker,
         folder=folder,
     )
-    raise typer.Exit(launcher.launch(loaded))
+    with result_alone(as_json):
+        scripts = launcher.prepare(loaded)
+    if as_json:
+        print_json({"run": loaded.run.name, "scripts": [str(path) for path in scripts]})
+        return
+    for path in scripts:
+        print(path)
 
 
 @app.command(rich_help_panel=RUN)
@@ -120,6 +141,7 @@ def ray(
     generator_cpus: Annotated[float, typer.Option(help="CPUs of one generator.")] = 1.0,
     trainer_cpus: Annotated[float, typer.Option(help="CPUs of the trainer.")] = 1.0,
     fresh: Fresh = False,
+    as_json: Json = False,
 ) -> None:
     """Run everything on a Ray cluster until the training is done; goes on with a run that was stopped."""
     loaded = load(config, overrides)
@@ -134,4 +156,15 @@ def ray(
         generators,
         max_generators,
     )
-    raise typer.Exit(launcher.launch(loaded, fresh))
+    raise typer.Exit(_launch(launcher, loaded, fresh, as_json))
+
+
+def _launch(launcher: Launcher, config: TidemillConfig, fresh: bool, as_json: bool) -> int:
+    """Run until the launcher is done with it; returns the exit code, which the JSON has as well."""
+    with result_alone(as_json):
+        code = launcher.launch(config, fresh)
+    if as_json:
+        from deploy.client.report import describe_ending
+
+        print_json(describe_ending(config, code))
+    return code

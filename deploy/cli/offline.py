@@ -3,18 +3,32 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from deploy.cli.options import AFTER, RUN, ConfigFile, Json, Overrides, RunOnDisk, in_ranks, load
+from deploy.cli.options import (
+    AFTER,
+    RUN,
+    ConfigFile,
+    Json,
+    Overrides,
+    RunOnDisk,
+    in_ranks,
+    load,
+    print_json,
+    result_alone,
+)
 from schemas.errors import ConfigError
+
+if TYPE_CHECKING:
+    from schemas.config import DpoConfig, RewardModelConfig, TidemillConfig
 
 app = typer.Typer()
 
 
 @app.command(rich_help_panel=RUN)
-def sft(config: ConfigFile, overrides: Overrides = None) -> None:
+def sft(config: ConfigFile, overrides: Overrides = None, as_json: Json = False) -> None:
     """Make the model of warm_start by supervised training, in trainer.processes ranks."""
     loaded = load(config, overrides)
     if loaded.warm_start is None:
@@ -22,34 +36,41 @@ def sft(config: ConfigFile, overrides: Overrides = None) -> None:
     from deploy.offline.warm_start import make_model, up_to_date
     from deploy.services.torchrun import is_rank
 
-    if loaded.trainer.processes > 1 and not is_rank() and up_to_date(loaded, loaded.warm_start):
-        return
-    in_ranks(loaded, ["sft", str(config), *(overrides or [])])
-    make_model(loaded, loaded.warm_start)
+    if loaded.trainer.processes == 1 or is_rank() or not up_to_date(loaded, loaded.warm_start):
+        in_ranks(loaded, ["sft", str(config), *(overrides or [])], as_json)
+    with result_alone(as_json):
+        made = make_model(loaded, loaded.warm_start)
+    if as_json and made is not None:
+        print_json(made)
 
 
 @app.command(rich_help_panel=RUN)
-def dpo(config: ConfigFile, overrides: Overrides = None) -> None:
+def dpo(config: ConfigFile, overrides: Overrides = None, as_json: Json = False) -> None:
     """Train the model on preferred and rejected answers, in trainer.processes ranks, without a broker."""
     loaded = load(config, overrides)
     if loaded.dpo is None:
         raise ConfigError("the configuration has no dpo section, there is nothing to train on")
-    in_ranks(loaded, ["dpo", str(config), *(overrides or [])])
-    from deploy.offline.preference import make_preference_model
-
-    make_preference_model(loaded, loaded.dpo)
+    in_ranks(loaded, ["dpo", str(config), *(overrides or [])], as_json)
+    _train_on_pairs(loaded, loaded.dpo, as_json)
 
 
 @app.command("reward-model", rich_help_panel=RUN)
-def reward_model(config: ConfigFile, overrides: Overrides = None) -> None:
+def reward_model(config: ConfigFile, overrides: Overrides = None, as_json: Json = False) -> None:
     """Train a reward model on preferred and rejected answers, in trainer.processes ranks, without a broker."""
     loaded = load(config, overrides)
     if loaded.reward_model is None:
         raise ConfigError("the configuration has no reward_model section, there is nothing to train on")
-    in_ranks(loaded, ["reward-model", str(config), *(overrides or [])])
+    in_ranks(loaded, ["reward-model", str(config), *(overrides or [])], as_json)
+    _train_on_pairs(loaded, loaded.reward_model, as_json)
+
+
+def _train_on_pairs(config: TidemillConfig, settings: DpoConfig | RewardModelConfig, as_json: bool) -> None:
     from deploy.offline.preference import make_preference_model
 
-    make_preference_model(loaded, loaded.reward_model)
+    with result_alone(as_json):
+        made = make_preference_model(config, settings)
+    if as_json and made is not None:
+        print_json(made)
 
 
 @app.command(rich_help_panel=RUN)
@@ -62,12 +83,13 @@ def agent(
     ] = None,
     api_key: Annotated[str, typer.Option(envvar="OPENAI_API_KEY", help="Its key.")] = "none",
     example: Annotated[int, typer.Option(min=0, help="Position of the training example that it gets.")] = 0,
+    as_json: Json = False,
 ) -> None:
     """Run the agent of the configuration once, against any server, and show what came of it: for debugging."""
     loaded = load(config, overrides)
     from deploy.run.agent_command import run_agent
 
-    run_agent(loaded, base_url, api_key, example)
+    run_agent(loaded, base_url, api_key, example, as_json)
 
 
 @app.command(rich_help_panel=RUN)
@@ -78,19 +100,25 @@ def convert(
     ] = None,
     processes: Annotated[int, typer.Option(min=1, help="GPUs that trained there, over which it is sharded.")] = 1,
     out: Annotated[Path | None, typer.Option(help="File to write, a new one; by default it is printed.")] = None,
+    as_json: Json = False,
 ) -> None:
     """Make a configuration of one for TRL's GRPO trainer or verl, and name what has no counterpart."""
     from deploy.migrate.convert import convert_file, render
 
     name, done = convert_file(file, system, processes)
     text = render(file, name, done)
-    if out is None:
+    if out is not None:
+        if out.exists():
+            raise ConfigError(f"{out} exists: name a new file with --out")
+        out.write_text(text, encoding="utf-8")
+    if as_json:
+        print_json(
+            {"from": name, "config": done.config, "notes": done.notes(), "out": None if out is None else str(out)}
+        )
+    elif out is None:
         typer.echo(text, nl=False)
-        return
-    if out.exists():
-        raise ConfigError(f"{out} exists: name a new file with --out")
-    out.write_text(text, encoding="utf-8")
-    typer.echo(f"{out}: see the {len(done.notes())} notes at its head, then try: tidemill doctor {out}")
+    else:
+        typer.echo(f"{out}: see the {len(done.notes())} notes at its head, then try: tidemill doctor {out}")
 
 
 @app.command(rich_help_panel=RUN)
@@ -122,6 +150,7 @@ def evaluate(
     config: ConfigFile,
     overrides: Overrides = None,
     model: Annotated[Path | None, typer.Option(help="Folder of the model; model.path by default.")] = None,
+    as_json: Json = False,
 ) -> None:
     """Answer the held-out prompts with a model, without a broker, and print its accuracy."""
     loaded = load(config, overrides)
@@ -129,7 +158,7 @@ def evaluate(
         raise ConfigError("the configuration has no eval section, there are no held-out prompts")
     from deploy.offline.evaluate import evaluate_model
 
-    evaluate_model(loaded, loaded.eval, model)
+    evaluate_model(loaded, loaded.eval, model, as_json)
 
 
 @app.command(rich_help_panel=AFTER)
@@ -173,6 +202,7 @@ def replay(
     run: RunOnDisk,
     first: Annotated[int, typer.Option("--from", help="A checkpoint's step; 0 is where the run began.")],
     last: Annotated[int | None, typer.Option("--to", help="A later checkpoint's step; the newest whole one.")] = None,
+    as_json: Json = False,
 ) -> None:
     """Train recorded steps again without a broker; exit with 0 if the weights are equal to the bit, with 1 if not."""
     from deploy.run_files import config_of
@@ -180,4 +210,4 @@ def replay(
     config = config_of(run)
     from deploy.offline.checkpoints import replay_steps
 
-    raise typer.Exit(replay_steps(config, run, first, last))
+    raise typer.Exit(replay_steps(config, run, first, last, as_json))

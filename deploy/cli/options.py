@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -36,6 +40,30 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Wait = Annotated[float, typer.Option(min=0, max=300, help="Seconds to wait until it is done.")]
 
 
+def print_json(found: object) -> None:
+    """Print what ``--json`` asks for, in one line."""
+    import json
+
+    print(json.dumps(found, ensure_ascii=False))
+
+
+@contextlib.contextmanager
+def result_alone(as_json: bool) -> Iterator[None]:
+    """Keep standard output for the JSON: what this process and those that it starts print meanwhile goes to stderr."""
+    if not as_json:
+        yield
+        return
+    sys.stdout.flush()
+    kept = os.dup(1)
+    try:
+        os.dup2(2, 1)
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
+
+
 def load(file: Path, overrides: list[str] | None) -> TidemillConfig:
     """The configuration, checked before anything heavier is imported; ConfigError."""
     from schemas.config import load_config
@@ -43,9 +71,13 @@ def load(file: Path, overrides: list[str] | None) -> TidemillConfig:
     return load_config(file, overrides or [])
 
 
-def in_ranks(config: TidemillConfig, arguments: list[str]) -> None:
-    """Do this command in trainer.processes ranks and exit; returns where there is one, or this is one of them."""
+def in_ranks(config: TidemillConfig, arguments: list[str], as_json: bool = False) -> None:
+    """Do this command in trainer.processes ranks and exit; returns where there is one, or this is one of them.
+
+    as_json: with ``--json``, which the first rank answers.
+    """
     from deploy.services import torchrun
 
     if config.trainer.processes > 1 and not torchrun.is_rank():
-        raise typer.Exit(torchrun.launch(config.trainer.processes, arguments, config.supervisor.grace_s))
+        asked = [*arguments, "--json"] if as_json else arguments
+        raise typer.Exit(torchrun.launch(config.trainer.processes, asked, config.supervisor.grace_s))

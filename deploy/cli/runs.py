@@ -46,11 +46,14 @@ def purge(
     prefix: Prefix = "tidemill",
     yes: Annotated[bool, typer.Option("--yes", help="Don't ask.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Also when the run's services are alive.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Delete everything a run left in the broker; its folder stays."""
     from deploy.client import find
 
-    find.purge(find.find(run, url, prefix, any_schema=True), run, yes, force)
+    if as_json and not yes:
+        raise ConfigError("--json cannot ask: give --yes as well")
+    find.purge(find.find(run, url, prefix, any_schema=True), run, yes, force, as_json)
 
 
 @app.command(rich_help_panel=SERVICES)
@@ -59,12 +62,16 @@ def acl(
     overrides: Overrides = None,
     files: Annotated[Path | None, typer.Option(help="Folder to write: URLs of the roles, users of the server.")] = None,
     url: Annotated[str, typer.Option(help="With --files: the server as services reach it.")] = "redis://redis:6379/0",
+    as_json: Json = False,
 ) -> None:
-    """Make users for the server, one a role: ACL lines on stdout, their passwords on stderr; or all in files."""
+    """Make users for the server, one a role: ACL lines on stdout, their passwords on stderr; or all in files.
+
+    With --json both are on stdout, or the names of the files.
+    """
     from deploy.client.users import print_users, write_users
 
     loaded = load(config, overrides)
     if files is None:
-        print_users(loaded)
+        print_users(loaded, as_json)
     else:
-        write_users(loaded, files, url)
+        write_users(loaded, files, url, as_json)

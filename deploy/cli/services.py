@@ -4,11 +4,22 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from deploy.cli.options import SERVICES, ConfigFile, Name, Overrides, Stay, in_ranks, load
+from deploy.cli.options import (
+    SERVICES,
+    ConfigFile,
+    Json,
+    Name,
+    Overrides,
+    Stay,
+    in_ranks,
+    load,
+    print_json,
+    result_alone,
+)
 from schemas.errors import ERROR_EXIT
 
 app = typer.Typer()
@@ -57,16 +68,20 @@ def control(
 
 
 @app.command(rich_help_panel=SERVICES)
-def prepare(config: ConfigFile, overrides: Overrides = None) -> None:
+def prepare(config: ConfigFile, overrides: Overrides = None, as_json: Json = False) -> None:
     """Check the configuration and its model, and make that of warm_start if there is one: before services start."""
     loaded = load(config, overrides)
     from deploy.run.preflight import check_model
 
-    check_model(loaded)
-    if loaded.warm_start is not None:
-        from deploy.offline.warm_start import make_model
+    made: dict[str, Any] | None = {"model": loaded.model.path, "made": False}
+    with result_alone(as_json):
+        check_model(loaded)
+        if loaded.warm_start is not None:
+            from deploy.offline.warm_start import make_model
 
-        make_model(loaded, loaded.warm_start)
+            made = make_model(loaded, loaded.warm_start)
+    if as_json and made is not None:
+        print_json(made)
 
 
 @app.command(rich_help_panel=SERVICES)
@@ -75,12 +90,16 @@ def ready(
     role: Annotated[str, typer.Argument(help="feeder, generator, reward or trainer.")],
     overrides: Overrides = None,
     name: Name = None,
+    as_json: Json = False,
 ) -> None:
     """Exit with 0 if this machine's service of a role is up: the health check of its container."""
     loaded = load(config, overrides)
     from deploy.services.main import problem, service_name
 
-    found = problem(loaded, service_name(role, name))
+    service = service_name(role, name)
+    found = problem(loaded, service)
+    if as_json:
+        print_json({"service": service, "ready": found is None, "problem": found})
     if found is not None:
         print(f"tidemill: {found}", file=sys.stderr)
         raise typer.Exit(ERROR_EXIT)

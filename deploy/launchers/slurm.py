@@ -55,8 +55,15 @@ class Slurm:
     folder: Path | str | None = None
 
     def launch(self, config: TidemillConfig, fresh: bool = False) -> int:
-        """Check the configuration, write the scripts and print their paths, that of submit.sh last; on stderr the GPUs
-        that jobs ask for. ConfigError for what cannot work, and nothing is written.
+        """Write the scripts as ``prepare`` does, and print their paths."""
+        for path in self.prepare(config, fresh):
+            print(path)
+        return OK_EXIT
+
+    def prepare(self, config: TidemillConfig, fresh: bool = False) -> list[Path]:
+        """Check the configuration and write the scripts; on stderr the GPUs that jobs ask for.
+
+        Returns their paths, that of submit.sh last. ConfigError for what cannot work, and nothing is written.
         """
         if fresh:
             raise ConfigError(
@@ -68,9 +75,7 @@ class Slurm:
         if dealt is not self:
             text = f"GPUs: {dealt.trainer_gpus} for each trainer node, {dealt.generator_gpus} for each generator"
             print(text if dealt.trainer_gpus or dealt.generator_gpus else NO_GPUS, file=sys.stderr)
-        for path in dealt.write(config):
-            print(path)
-        return OK_EXIT
+        return dealt.write(config)
 
     def _check(self, config: TidemillConfig) -> None:
         """The check of ``tidemill up``, without what only a job's node can tell; ConfigError for what cannot work."""

@@ -42,8 +42,8 @@ def check_inference_server(config: TidemillConfig) -> list[Finding]:
 def _ask(config: TidemillConfig, http: HttpEngineConfig, url: str) -> Finding:
     """Ask a server that is there for all that training needs, and change nothing."""
     try:
-        from producers.engines.http.client import Refused, ServerClient
-        from producers.engines.http.engine import make_dialect, read_key
+        from producers.engines.http.client import Refused, ServerClient, read_key
+        from producers.engines.http.engine import make_dialect
     except ImportError as error:
         return Finding(NAME, "fail", f"it can't be asked: {error}", "pip install 'tidemill[http]'")
     settings = EngineSettings(

@@ -27,7 +27,10 @@ def convert_file(file: Path, system: str | None = None, processes: int = 1) -> t
         raise ConfigError(f"--from: {system!r} is not known, must be one of {', '.join(SYSTEMS)}")
     found, looks = _read(file, text)
     system = system or looks
-    done = trl.convert(found, processes) if system == "trl" else verl.convert(found, processes)
+    try:
+        done = trl.convert(found, processes) if system == "trl" else verl.convert(found, processes)
+    except (TypeError, ValueError, AttributeError) as error:
+        raise ConfigError(f"{file} holds a value of another type than {SYSTEMS[system]} gives it: {error}") from error
     if "path" not in done.config.get("model", {}):
         done.set("model.path", "MODEL")
         done.to_do.append("model.path: a folder or a hub id")

@@ -121,15 +121,32 @@ AGGREGATIONS = {
 }
 ADVANTAGES = {"grpo": "grpo", "gae": "gae", "rloo": "rloo", "reinforce_plus_plus": "reinforce_pp"}
 ESTIMATORS = {"low_var_kl": "k3", "k3": "k3", "kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2"}
+ASSIGNMENT = re.compile(r"^([A-Za-z_]\w*)=(.*)$", re.DOTALL)
+VARIABLE = re.compile(r"\$(?!\{?HOME\b)(?:\{(\w+)(?::?-([^}]*))?\}|(\w+))")
+"""A variable of the shell, its default if it has one; HOME is known everywhere."""
 OVERRIDE = re.compile(r"^\+{0,2}([a-z_]+(?:\.[a-z_]+)+)=(.*)$", re.DOTALL)
 
 
 def read_script(text: str) -> dict[str, Any]:
-    """The Hydra overrides in a shell script, such as ``data.train_batch_size=1024``, by their key; ValueError."""
+    """The Hydra overrides in a shell script, such as ``data.train_batch_size=1024``, by their key; ValueError.
+
+    Variables that the script sets are put in, and defaults such as ``${1:-vllm}``; others stay as they are written.
+    """
     found = {}
+    variables: dict[str, str] = {}
+
+    def expand(value: str) -> str:
+        return VARIABLE.sub(
+            lambda used: variables.get(used[1] or used[3], used[0] if used[2] is None else used[2]), value
+        )
+
     for word in shlex.split(text.replace("\\\n", " "), comments=True):
         if match := OVERRIDE.match(word):
-            found[match[1]] = yaml.safe_load(match[2]) if match[2] else None
+            value = expand(match[2])
+            # A variable in braces would be read as a mapping.
+            found[match[1]] = value if VARIABLE.search(value) else yaml.safe_load(value) if value else None
+        elif match := ASSIGNMENT.match(word):
+            variables[match[1]] = expand(match[2])
     return found
 
 
@@ -147,6 +164,10 @@ def convert(found: Mapping[str, Any], processes: int = 1) -> Conversion:
     """Convert settings of verl, in its own defaults where they differ from ours and decide what is trained."""
     done = Conversion()
     known = {key: _number(value) for key, value in found.items()}
+    for key, value in found.items():
+        if isinstance(value, str) and VARIABLE.search(value):
+            del known[key]
+            done.to_do.append(f"{key}: {value} is given to the script from outside")
     done.apply(RULES, known)
     done.set("model.max_length", known.get("data.max_prompt_length", 512) + known.get("data.max_response_length", 512))
     done.set("sampling.max_tokens", known.get("data.max_response_length", 512))
@@ -270,6 +291,10 @@ def _data(done: Conversion, known: Mapping[str, Any]) -> None:
     done.config["train"] = {**_dataset(files, known), **done.config.get("train", {})}
     if not files:
         done.to_do.append("train.args.path: the folder of your Parquet files")
+    for key in ("data.train_files", "data.val_files"):
+        more = known.get(key)
+        if isinstance(more, list) and len(more) > 1:
+            done.to_do.append(f"{key}: the first of {len(more)} files is taken, the others are {', '.join(more[1:])}")
     if known.get("data.val_files") and known.get("trainer.test_freq", -1) > 0:
         done.set("eval.dataset", _dataset(known["data.val_files"], known))
         done.set("eval.every", known["trainer.test_freq"])
@@ -287,7 +312,11 @@ def _data(done: Conversion, known: Mapping[str, Any]) -> None:
 
 def _dataset(files: Any, known: Mapping[str, Any]) -> dict[str, Any]:
     first = files[0] if isinstance(files, list) and files else files
-    path = PurePosixPath(str(first).replace("$HOME", "~")) if first else PurePosixPath("FOLDER/train.parquet")
+    path = (
+        PurePosixPath(str(first).replace("${HOME}", "~").replace("$HOME", "~"))
+        if first
+        else PurePosixPath("FOLDER/train.parquet")
+    )
     args: dict[str, Any] = {"path": str(path.parent), "split": path.stem, "answer": "reward_model.ground_truth"}
     if known.get("data.prompt_key", "prompt") != "prompt":
         args["prompt"] = known["data.prompt_key"]

@@ -10,6 +10,7 @@ import os
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.progress import Progress
@@ -62,8 +63,8 @@ def export_model(
     print(f"{folder}: {path.name} in {config.model.dtype}, {size:.1f} MB, {time.monotonic() - began:.0f} s")
 
 
-def replay_steps(config: TidemillConfig, run: str, first: int, last: int | None) -> int:
-    """Replay and print one line; the exit code: 0 when all is equal to the bit, 1 when not.
+def replay_steps(config: TidemillConfig, run: str, first: int, last: int | None, as_json: bool = False) -> int:
+    """Replay and print one line, or JSON; the exit code: 0 when all is equal to the bit, 1 when not.
 
     run: as it was given, for the ranks that are started when the run had several.
     """
@@ -71,12 +72,12 @@ def replay_steps(config: TidemillConfig, run: str, first: int, last: int | None)
     plan = plan_replay(config, first, last)
     if plan.world > 1 and not torchrun.is_rank():
         os.environ["OMP_NUM_THREADS"] = str(plan.threads)
-        arguments = ["replay", run, "--from", str(first), "--to", str(plan.last)]
+        arguments = ["replay", run, "--from", str(first), "--to", str(plan.last), *(["--json"] if as_json else [])]
         return torchrun.launch(plan.world, arguments, config.supervisor.grace_s)
     answer = _replay(config, plan)
     if answer is None:
         return OK_EXIT
-    print(_verdict(config, plan, answer))
+    print(json.dumps(_as_json(plan, answer)) if as_json else _verdict(config, plan, answer))
     return OK_EXIT if answer.equal else ERROR_EXIT
 
 
@@ -91,6 +92,20 @@ def _replay(config: TidemillConfig, plan: ReplayPlan) -> Comparison | None:
                 print(f"replay: step {step}, up to {plan.last - 1}", file=sys.stderr)
 
         return run_replay(config, plan, show_step)
+
+
+def _as_json(plan: ReplayPlan, answer: Comparison) -> dict[str, Any]:
+    import torch
+
+    return {
+        "equal": answer.equal,
+        "from": plan.first,
+        "to": plan.last,
+        "checkpoint": plan.goal.name,
+        "tensors": answer.tensors,
+        "differs": answer.differs,
+        "torch": {"recorded": plan.torch, "here": torch.__version__},
+    }
 
 
 def _verdict(config: TidemillConfig, plan: ReplayPlan, answer: Comparison) -> str:

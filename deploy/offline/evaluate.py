@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import sys
 import time
 from collections import Counter
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.progress import Progress
@@ -25,6 +27,7 @@ from producers.rendering.images import ImagePlaces
 from producers.rendering.tokenizer import HfTokenizer
 from producers.tasks import TaskLimits, image_settings, make_task, prepare_images
 from producers.workflows.base import FailedSample, RolloutContext, WorkflowServices, find_workflow, running
+from producers.workflows.trajectory_builder import SampledCompletion
 from schemas.config import EvalConfig, RewardTerm, TidemillConfig
 from schemas.messages import Task, Trajectory
 
@@ -40,8 +43,8 @@ class HeldOut:
     images: dict[str, bytes]
 
 
-def evaluate_model(config: TidemillConfig, evaluation: EvalConfig, model: Path | None) -> None:
-    """Evaluate the model in ``model`` (model.path when None) and print one line for each dataset."""
+def evaluate_model(config: TidemillConfig, evaluation: EvalConfig, model: Path | None, as_json: bool = False) -> None:
+    """Evaluate the model in ``model`` (model.path when None) and print one line for each dataset, or all as JSON."""
     configure_logging(config, "eval", "eval")
     path = config.model.path if model is None else str(model)
     began = time.monotonic()
@@ -49,7 +52,9 @@ def evaluate_model(config: TidemillConfig, evaluation: EvalConfig, model: Path |
     for one in held_out:
         check_reward(one.terms, config.base)
     results = asyncio.run(_evaluate(config, held_out, path))
-    for one, result in zip(held_out, results, strict=True):
+    if as_json:
+        print(json.dumps(_as_json(config, path, held_out, results, time.monotonic() - began)))
+    for one, result in zip(held_out, results, strict=True) if not as_json else ():
         name = f"{path}, {one.label}" if len(held_out) > 1 else path
         print(
             f"{name}: held-out reward {result.mean:.4f} on {result.scored} samples, {result.failed} failed"
@@ -57,6 +62,17 @@ def evaluate_model(config: TidemillConfig, evaluation: EvalConfig, model: Path |
         )
     if not all(result.scored for result in results):
         sys.exit(1)
+
+
+def _as_json(
+    config: TidemillConfig, path: str, held_out: list[HeldOut], results: list[DatasetResult], seconds: float
+) -> dict[str, Any]:
+    datasets = {
+        one.label: {"samples": result.scored, "failed": result.failed, **result.figures(one.passes)}
+        for one, result in zip(held_out, results, strict=True)
+    }
+    engine = engine_name(config.generator.engine)
+    return {"model": path, "engine": engine, "seconds": round(seconds, 1), "datasets": datasets}
 
 
 def _rates(held_out: HeldOut, result: DatasetResult) -> str:
@@ -106,7 +122,7 @@ async def _evaluate(config: TidemillConfig, held_out: list[HeldOut], path: str) 
                         RolloutContext(engine, tokenizer, task, range(task.n), places=places, files=files)
                     )
                     found = [
-                        sample.to_trajectory(task, config.run.name, "eval")
+                        _known(sample, engine).to_trajectory(task, config.run.name, "eval")
                         async for sample in samples
                         if not isinstance(sample, FailedSample)
                     ]
@@ -119,6 +135,11 @@ async def _evaluate(config: TidemillConfig, held_out: list[HeldOut], path: str) 
         groups = [next(answered) for _ in one.tasks]
         results.append(await asyncio.to_thread(_score, config, one, groups))
     return results
+
+
+def _known(sample: SampledCompletion, engine: Engine) -> SampledCompletion:
+    """The sample without the log-probabilities that its engine does not tell; no score needs them."""
+    return replace(sample, logprobs=[0.0] * len(sample.logprobs)) if "training" in engine.lacks else sample
 
 
 def _score(config: TidemillConfig, held_out: HeldOut, groups: list[list[Trajectory]]) -> DatasetResult:

@@ -12,6 +12,7 @@ from broker.api.files.evaluations import read_evaluations
 from broker.api.files.run_folder import RunFolder, mask
 from schemas.config import TidemillConfig
 from schemas.errors import ConfigError, InfraError
+from schemas.model_folder import split_revision
 
 CARD = "README.md"
 TAGS = ["reinforcement-learning", "tidemill"]
@@ -28,8 +29,9 @@ def make_card(config: TidemillConfig, checkpoint: str, adapter: bool) -> str:
     step = int(checkpoint.split("-")[1])
     datasets = [str(one.args.get("path") or one.name) for one in config.train]
     front: dict[str, Any] = {"library_name": "peft" if adapter else "transformers", "tags": TAGS}
-    if not Path(config.model.path).is_absolute() and config.model.path.count("/") == 1:
-        front["base_model"] = config.model.path
+    base, _ = split_revision(config.model.path)
+    if not Path(base).is_absolute() and base.count("/") == 1:
+        front["base_model"] = base
     front["pipeline_tag"] = "text-generation"
     rows = [
         ("Base model", config.model.path),
@@ -84,7 +86,7 @@ def push(folder: Path, repository: str, private: bool) -> str:
 
 
 def _rewards(run: RunFolder, step: int) -> list[tuple[str, str]]:
-    found = run.metrics(-1, 1_000_000, {"reward/mean"})
+    found = run.metrics(None, 1_000_000, {"reward/mean"})
     means = [
         mean
         for at, mean in zip(found.step, found.series.get("reward/mean", []), strict=False)

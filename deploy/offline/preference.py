@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from deploy.logs import configure_logging
 from producers.datasets.loading import build_dataset
@@ -19,8 +20,11 @@ if TYPE_CHECKING:
     from consumers.offline.preference import PairwiseProgress
 
 
-def make_preference_model(config: TidemillConfig, settings: DpoConfig | RewardModelConfig) -> None:
-    """Train model.path on the pairs of the ``dpo`` or ``reward_model`` section and write its ``out``."""
+def make_preference_model(config: TidemillConfig, settings: DpoConfig | RewardModelConfig) -> dict[str, Any] | None:
+    """Train model.path on the pairs of the ``dpo`` or ``reward_model`` section and write its ``out``.
+
+    Returns what came of it, as ``--json`` prints it; None in all ranks but the first.
+    """
     from consumers.offline.preference import train_dpo, train_reward_model
     from consumers.offline.step import MemoryLimits
     from consumers.trainer.distributed.ranks import Ranks
@@ -47,9 +51,11 @@ def make_preference_model(config: TidemillConfig, settings: DpoConfig | RewardMo
             progress=_show,
             ranks=ranks,
         )
-    if ranks.is_main:
-        share = f"{result.accuracy:.3f} of {len(heldout)} held-out pairs"
-        print(f"model {settings.out}: {f'prefers the chosen answer in {share}' if dpo else f'ranks {share} right'}")
+    if not ranks.is_main:
+        return None
+    share = f"{result.accuracy:.3f} of {len(heldout)} held-out pairs"
+    print(f"model {settings.out}: {f'prefers the chosen answer in {share}' if dpo else f'ranks {share} right'}")
+    return {"model": str(settings.out), "heldout_pairs": len(heldout), **asdict(result)}
 
 
 def preferences(dataset: DatasetConfig, base: Path) -> list[Preference]:

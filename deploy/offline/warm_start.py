@@ -22,26 +22,38 @@ from schemas.plugins import load
 
 if TYPE_CHECKING:
     from consumers.offline.encoding import Prompt
+    from consumers.offline.sft import SftResult
     from consumers.trainer.distributed.ranks import Ranks
 
 
-def make_model(config: TidemillConfig, settings: WarmStartConfig) -> None:
+def make_model(config: TidemillConfig, settings: WarmStartConfig) -> dict[str, Any] | None:
     """Train the model of ``warm_start`` into model.path, unless it is there already; ConfigError says why not.
 
-    Started as several ranks (torchrun), all of them train.
+    Started as several ranks (torchrun), all of them train. Returns what came of it, as ``--json`` prints it, with the
+    figures of the training if there was one; None in all ranks but the first.
     """
     configure_logging(config, "sft", "sft")
+    current = {"model": config.model.path, "made": False}
     if not is_rank() and up_to_date(config, settings):
-        return
+        return current
     from consumers.trainer.distributed.ranks import Ranks
 
     ranks = Ranks(config.trainer.rank_deadline_s, config.trainer.parallel)
     with ranks.watchdog():
         if ranks.broadcast_text("current" if ranks.is_main and up_to_date(config, settings) else ""):
-            return
+            return current if ranks.is_main else None
         if ranks.is_main:
             _make_room(Path(config.model.path))
-        _train(config, settings, ranks)
+        result = _train(config, settings, ranks)
+    if not ranks.is_main:
+        return None
+    return {
+        "model": config.model.path,
+        "made": True,
+        "accuracy": result.accuracy,
+        "steps": result.steps,
+        "seconds": result.seconds,
+    }
 
 
 def up_to_date(config: TidemillConfig, settings: WarmStartConfig) -> bool:
@@ -52,7 +64,7 @@ def up_to_date(config: TidemillConfig, settings: WarmStartConfig) -> bool:
     return current
 
 
-def _train(config: TidemillConfig, settings: WarmStartConfig, ranks: Ranks) -> None:
+def _train(config: TidemillConfig, settings: WarmStartConfig, ranks: Ranks) -> SftResult:
     from consumers.offline.sft import SftProgress, train_sft
     from consumers.offline.step import MemoryLimits
     from producers.rendering.tokenizer import HfTokenizer
@@ -93,6 +105,7 @@ def _train(config: TidemillConfig, settings: WarmStartConfig, ranks: Ranks) -> N
     if ranks.is_main:
         made = f"accuracy {result.accuracy:.2f} after {result.steps} supervised steps, {result.seconds:.0f} s"
         print(f"model {folder}: {made}", file=sys.stderr)
+    return result
 
 
 def is_current(config: TidemillConfig, settings: WarmStartConfig) -> bool:

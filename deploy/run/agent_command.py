@@ -15,14 +15,16 @@ from schemas.config import TidemillConfig
 from schemas.errors import ERROR_EXIT
 
 
-def run_agent(config: TidemillConfig, base_url: str | None, api_key: str, example: int) -> None:
+def run_agent(config: TidemillConfig, base_url: str | None, api_key: str, example: int, as_json: bool) -> None:
     """Run the agent on one example and print what came of it; exit code 1 when it failed.
 
     Without ``base_url`` it talks to the real endpoint in front of an engine without a model, and its conversation is
-    shown as well.
+    shown as well. as_json: all of it as one object.
     """
     configure_logging(config, "agent", "agent")
     began = time.monotonic()
+    messages: list[dict[str, Any]] = []
+    said: dict[str, Any] = {}
     if base_url is not None:
         result = asyncio.run(play_elsewhere(config, base_url, api_key, example))
         failed = result.kind != "returned"
@@ -31,17 +33,22 @@ def run_agent(config: TidemillConfig, base_url: str | None, api_key: str, exampl
     else:
         trial = asyncio.run(play_trial(config, example))
         failed = isinstance(trial.sample, FailedSample)
-        said, reason = {}, trial.sample.reason if isinstance(trial.sample, FailedSample) else "returned"
+        reason = trial.sample.reason if isinstance(trial.sample, FailedSample) else "returned"
         if not isinstance(trial.sample, FailedSample):
             found = trial.sample
-            for message in found.data.get("messages", []):
-                print(_line(message))
+            messages = found.data.get("messages", [])
             rows = max(1, len(found.segments))
             said = {"reward": found.reward, "rows": rows, "replayed": trial.replayed, "metrics": found.metrics}
-    print(f"agent {reason} after {time.monotonic() - began:.1f} s")
-    for name, value in said.items():
-        if value not in (None, {}):
-            print(f"{name}: {json.dumps(value)}")
+    seconds = round(time.monotonic() - began, 1)
+    if as_json:
+        print(json.dumps({"failed": failed, "reason": reason, "seconds": seconds, "messages": messages, **said}))
+    else:
+        for message in messages:
+            print(_line(message))
+        print(f"agent {reason} after {seconds} s")
+        for name, value in said.items():
+            if value not in (None, {}):
+                print(f"{name}: {json.dumps(value)}")
     if failed:
         sys.exit(ERROR_EXIT)
 

@@ -21,13 +21,13 @@ from producers.agents.workers.protocol import AgentJob, AgentResult
 from producers.datasets.loading import build_dataset
 from producers.engines.base import Completion, EngineSettings, ProgressCallback, PromptImage
 from producers.engines.scripted import ScriptedEngine
+from producers.rendering.images import ImagePlaces
 from producers.rendering.tokenizer import HfTokenizer
-from producers.tasks import make_task
+from producers.tasks import TaskLimits, image_settings, make_task, prepare_images
 from producers.workflows.base import (
     FailedSample,
     Kept,
     RolloutContext,
-    Workflow,
     WorkflowServices,
     find_workflow,
     running,
@@ -35,7 +35,7 @@ from producers.workflows.base import (
 from producers.workflows.trajectory_builder import SampledCompletion
 from schemas.config import TidemillConfig
 from schemas.errors import ConfigError
-from schemas.messages import FinishReason, Partial, Sampling, Span, Task
+from schemas.messages import FinishReason, Partial, Sampling, Span
 
 TRIAL_S = 30.0
 """Deadline of the trial's episode; a tool that waits for something may reach it."""
@@ -115,12 +115,28 @@ async def play_trial(config: TidemillConfig, position: int = 0) -> Trial:
     workflow = find_workflow(settings.name, settings.args, config.base)()
     engine = TrialEngine(tokenizer, config.model.max_length)
     example = build_dataset(config.train[0].at_levels()[0], config.base)[position]
-    task = make_task(position, "train", example, config.sampling.model_copy(update={"n": 1}))
+    limits = TaskLimits(config.broker.max_message_bytes, image_settings(config))
+    images = prepare_images(example.images, limits)
+    task = make_task(position, "train", example, config.sampling.model_copy(update={"n": 1}), images=images)
+    places = ImagePlaces.of(config)
+
+    async def play(partials: list[Partial]) -> tuple[SampledCompletion | FailedSample, list[Partial]]:
+        saved: list[Partial] = []
+
+        def save(partial: Partial) -> Kept:
+            saved.append(partial)
+            return Kept()
+
+        asked = msgspec.structs.replace(task, partials=partials)
+        samples = workflow.run(RolloutContext(engine, tokenizer, asked, [0], save, places=places, files=limits.images))
+        (found,) = [sample async for sample in samples]
+        return found, saved
+
     async with running(workflow, WorkflowServices(engine, tokenizer, config)):
-        first, saved = await _play(workflow, engine, tokenizer, task, [])
+        first, saved = await play([])
         if isinstance(first, FailedSample) or not saved:
             return Trial(first, 0)
-        second, _ = await _play(workflow, engine, tokenizer, task, saved[-1:])
+        second, _ = await play(saved[-1:])
     replayed = 0 if isinstance(second, FailedSample) else int(second.metrics.get("replayed", 0))
     return Trial(first, replayed)
 
@@ -134,24 +150,11 @@ async def play_elsewhere(config: TidemillConfig, base_url: str, api_key: str, po
     args = settings.args
     workers = AgentWorkers(args.get("run"), args.get("command"), args.get("args") or {}, config.base, agents)
     example = build_dataset(config.train[0].at_levels()[0], config.base)[position]
-    task = task_for_agent(make_task(position, "train", example, config.sampling))
+    limits = TaskLimits(config.broker.max_message_bytes, image_settings(config))
+    images = prepare_images(example.images, limits)
+    task = task_for_agent(make_task(position, "train", example, config.sampling, images=images), limits.images)
     await workers.start()
     try:
         return await workers.run(AgentJob(f"{position}-0", task, base_url, api_key, agents.deadline_s))
     finally:
         await workers.close()
-
-
-async def _play(
-    workflow: Workflow, engine: TrialEngine, tokenizer: HfTokenizer, task: Task, partials: list[Partial]
-) -> tuple[SampledCompletion | FailedSample, list[Partial]]:
-    saved: list[Partial] = []
-
-    def save(partial: Partial) -> Kept:
-        saved.append(partial)
-        return Kept()
-
-    task = msgspec.structs.replace(task, partials=partials)
-    samples = workflow.run(RolloutContext(engine, tokenizer, task, [0], save))
-    (found,) = [sample async for sample in samples]
-    return found, saved

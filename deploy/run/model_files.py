@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from schemas.errors import ConfigError
+from schemas.model_folder import split_revision
 
 HUB_DEADLINE_S = 3.0
 WEIGHTS = ("*.safetensors", "*.bin")
@@ -25,7 +26,7 @@ def check_hub_or_folder(path: str, setting: str) -> Path | None:
         if not any(any(folder.glob(pattern)) for pattern in WEIGHTS):
             raise ConfigError(f"{setting} {path} has no weights, neither *.safetensors nor *.bin")
         return folder
-    if path.startswith((".", "/", "~")) or path.count("/") > 1:
+    if path.startswith((".", "/", "~")) or split_revision(path)[0].count("/") > 1:
         raise ConfigError(f"{setting} {path} does not exist: name a model folder, or a hub id")
     cached = cached_folder(path, setting)
     if cached is None:
@@ -42,7 +43,8 @@ def cached_folder(path: str, setting: str = "model.path") -> Path | None:
     from huggingface_hub.errors import HFValidationError
 
     try:
-        cached = try_to_load_from_cache(path, "config.json")
+        id, revision = split_revision(path)
+        cached = try_to_load_from_cache(id, "config.json", revision=revision)
     except HFValidationError:
         raise ConfigError(f"{setting} {path} does not exist, and is no hub id either") from None
     return Path(cached).parent if isinstance(cached, str) else None
@@ -100,7 +102,8 @@ def _ask_hub(path: str, setting: str) -> None:
         from huggingface_hub import HfApi
 
         try:
-            info = HfApi().model_info(path, timeout=HUB_DEADLINE_S)
+            id, revision = split_revision(path)
+            info = HfApi().model_info(id, revision=revision, timeout=HUB_DEADLINE_S)
             files = [each.rfilename for each in info.siblings or []]
             answers.append(None if not files or "config.json" in files else "the hub's model has no config.json")
         except Exception as error:  # noqa: BLE001 - those of the HTTP library that the hub's client happens to use

@@ -84,8 +84,9 @@ def check_packages(config: TidemillConfig, here: bool = True) -> str:
     engine = engine_name(config.generator.engine)
     if here:
         _need("torch", "the trainer", "train")
-        if config.trainer.publish.transport == "peer" and has_tls(find_url(config.broker.url) or ""):
-            _need("cryptography", "trainer.publish.transport peer beside a broker with TLS", "tls")
+        publish = config.trainer.publish
+        if publish.from_peers and has_tls(find_url(config.broker.url) or ""):
+            _need("cryptography", f"trainer.publish.transport {publish.transport} beside a broker with TLS", "tls")
         if engine in ("vllm", "transformers"):
             _need(engine, f"generator.engine {engine}", "vllm" if engine == "vllm" else "train")
         if config.generator.http is not None:
@@ -122,7 +123,7 @@ def check_folders(config: TidemillConfig) -> str:
     """ConfigError for a folder that can't be made or written."""
     _check_writable("run.folder", config.folder)
     publish = config.trainer.publish
-    if publish.transport in ("file", "peer") and publish.folder is not None:
+    if publish.transport != "redis" and publish.folder is not None:
         _check_writable("trainer.publish.folder", publish.folder.resolve())
     if config.warm_start is not None:
         _check_writable("model.path", Path(config.model.path).resolve())

@@ -20,6 +20,7 @@ from schemas.codec import Array
 from schemas.config import EPISODE_WORKFLOWS, REWARDING_WORKFLOWS, TidemillConfig
 from schemas.errors import ConfigError
 from schemas.messages import ChatMessage, Span, Trajectory, Turn
+from schemas.model_folder import resolve_folder
 
 GB = 1024**3
 STATE_BYTES = 16
@@ -39,7 +40,7 @@ def measure_model(config: TidemillConfig) -> Finding | str:
     from producers.rendering.tokenizer import HfTokenizer
 
     try:
-        settings = AutoConfig.from_pretrained(path, trust_remote_code=trust)
+        settings = AutoConfig.from_pretrained(resolve_folder(path, weights=False), trust_remote_code=trust)
         with torch.device("meta"):
             kind: Any = AutoModelForImageTextToText if config.model.kind == "vision" else AutoModelForCausalLM
             model = kind.from_config(settings, trust_remote_code=trust)

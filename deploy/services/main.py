@@ -17,9 +17,11 @@ import structlog
 
 from broker.client import Broker
 from deploy.logs import configure_logging
+from deploy.services.allocator import keep_freed_memory
 from deploy.services.finished_run import FinishedRunWatch
 from schemas.config import TidemillConfig
 from schemas.errors import ConfigError
+from schemas.lifecycle import importing
 from schemas.run_record import claim_folder
 
 FRESH_S = 15.0
@@ -61,6 +63,7 @@ def command(*arguments: str) -> list[str]:
 
 def run_role(role: str, config: TidemillConfig, name: str | None, stay: bool = True) -> None:
     """Run until it ends; the errors of schemas/errors.py say why when it fails. stay: also when its run is finished."""
+    keep_freed_memory()
     name = service_name(role, name)
     configure_logging(config, role, name)
     if role == "trainer" and os.environ.get("RANK", "0") == "0":
@@ -74,7 +77,8 @@ def run_role(role: str, config: TidemillConfig, name: str | None, stay: bool = T
             return
         watch.start()
     module, _, function = ROLES[role].partition(":")
-    run: Callable[[TidemillConfig, str], None] = getattr(importlib.import_module(module), function)
+    with importing():
+        run: Callable[[TidemillConfig, str], None] = getattr(importlib.import_module(module), function)
     run(config, name)
 
 

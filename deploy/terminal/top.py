@@ -33,14 +33,14 @@ def watch(run: str, control: str | None, url: str | None, prefix: str) -> None:
     """Until Ctrl-C; says so while nobody answers, and goes on when somebody does."""
     source = open_source(run, control, url, prefix)
     console = Console()
-    shown, events = source.status(), source.timeline(EVENTS).events
+    shown, events = source.status(), source.timeline(EVENTS).events[::-1]
     with Live(page(shown, events, console.height), console=console, screen=True, auto_refresh=False) as live:
         try:
             while True:
                 live.refresh()
                 time.sleep(EVERY_S)
                 try:
-                    shown, events = source.status(), source.timeline(EVENTS).events
+                    shown, events = source.status(), source.timeline(EVENTS).events[::-1]
                     live.update(page(shown, events, console.height))
                 except InfraError as error:
                     live.update(Group(Text(str(error), "bold red"), page(shown, events, console.height - 1)))

@@ -8,6 +8,7 @@ weights, heartbeats and lease renewals (one call in ten seconds each).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from broker.flow.pipeline import ScoredSample
@@ -139,11 +140,11 @@ class Assembler:
         self._complete -= len(chosen)
         return [self._buffer.take(slot.task_id) for slot in chosen]
 
-    def _arrays(self, outcomes: list[ScoredSample], bodies: list[Trajectory | None]) -> list[tuple[Any, ...]]:
+    def _arrays(self, outcomes: list[ScoredSample], bodies: Sequence[object]) -> list[tuple[Any, ...]]:
         """Tokens, mask, log-probabilities and versions of each sample; each [T]."""
         arrays = []
         for outcome, body in zip(outcomes, bodies, strict=True):
-            if body is None or (body.task_id, body.sample) != (outcome.task_id, outcome.sample):
+            if not isinstance(body, Trajectory) or (body.task_id, body.sample) != (outcome.task_id, outcome.sample):
                 raise InfraError(f"sample {outcome.task_id}:{outcome.sample} was lost")
             if self._step - body.oldest_version > self._flow.staleness:
                 raise InfraError(f"sample {outcome.task_id}:{outcome.sample} is too old")

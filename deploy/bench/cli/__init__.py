@@ -1,0 +1,1 @@
+"""The commands of ``tidemill bench``: what they take, and what they show."""
