@@ -9,6 +9,7 @@ from producers.datasets.base import Example
 from schemas.messages import ChatMessage
 
 LARGEST = 63
+TURNS = 8
 ASK = ChatMessage("user", "?")
 
 
@@ -42,30 +43,31 @@ class Games:
 
 
 class Beginnings:
-    """What the warm start shows: guesses after any beginning of a game.
+    """What the warm start shows: the next guess of a careless player, after any beginning of its game.
 
-    A guess halves what the one before it has left, if that was made by halving. ``sloppy`` of them are any number.
+    It halves what is left, but ``careless`` of its guesses are any number, from which it learns nothing: it then goes
+    on where it was. ``answers`` is the same share of the guesses to be made, which are what is learned.
     """
 
-    def __init__(self, split: Literal["train", "heldout"] = "train", sloppy: float = 0.0) -> None:
-        self.split, self.sloppy = split, sloppy
+    def __init__(
+        self, split: Literal["train", "heldout"] = "train", careless: float = 0.0, answers: float = 0.0
+    ) -> None:
+        self.split, self.careless, self.answers = split, careless, answers
 
     def __len__(self) -> int:
-        return 100000
+        return 40000
 
     def __getitem__(self, index: int) -> Example:
         chance = random.Random(f"{self.split} {index}")
-        number = chance.randint(1, LARGEST)
-        messages, guess = [ASK], self._guess(chance, 0, number)
-        for _ in range(chance.randint(0, 5)):
+        number, messages, half, width = chance.randint(1, LARGEST), [ASK], (LARGEST + 1) // 2, (LARGEST + 1) // 2
+        for _ in range(chance.randint(0, TURNS - 1)):
+            guess = chance.randint(1, LARGEST) if chance.random() < self.careless else half
             if guess == number:
                 break
             messages += [ChatMessage("assistant", str(guess)), ChatMessage("user", ">" if guess < number else "<")]
-            guess = self._guess(chance, guess, number)
-        return Example(messages=messages, data={"answer": str(guess)})
-
-    def _guess(self, chance: random.Random, last: int, number: int) -> int:
-        half = (last & -last) // 2
-        if chance.random() < self.sloppy or (last and not half):
-            return chance.randint(1, LARGEST)
-        return last + (half if last < number else -half) if last else (LARGEST + 1) // 2
+            if guess == half:
+                width //= 2
+                half += width if half < number else -width
+        if chance.random() < self.answers:
+            half = chance.randint(1, LARGEST)
+        return Example(messages=messages, data={"answer": str(half)})

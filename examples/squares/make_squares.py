@@ -47,7 +47,7 @@ def write_data(folder: Path, pictures: int = 1200, held_out: int = 100, seed: in
 
 
 def build(folder: Path, seed: int = 0, family: Family = "qwen2_5_vl") -> None:
-    """Write the model: 400,000 parameters, one token for each character of questions and answers."""
+    """Write the model: 330,000 parameters, one token for each character of questions and answers."""
     write_tiny_vision_model(folder, family, seed, characters="abcdefghijklmnopqrstuvwxyz0123456789?ĠĊ")
 
 
