@@ -3,7 +3,8 @@
 The arithmetic demo trains without an end. Every few seconds the memory, file descriptors and threads of each of its
 processes are noted, and the server's memory, keys and streams. At the end what is left behind the warm-up is compared,
 its first tenth with its last: memory may grow by 3 %, the others not at all. What grows is named, and the exit code is
-1 then. Each look is a line of --out.
+1 then. Keys whose length has a bound, which docs/reliability.md names, may grow up to that: it takes as long as three
+checkpoints until the pipeline is full. Each look is a line of --out.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from statistics import median
@@ -25,8 +26,12 @@ from typing import Any
 import psutil
 
 from benchmarks.end_to_end.process_meter import process_name
+from broker.client import Broker
 from broker.connection.connection import open_client
+from broker.telemetry.streams import KEEP_LINES, KEPT_EVALUATIONS
 from deploy.bench.processes import serving
+from deploy.run_files import CONFIG as CONFIG_FILE
+from schemas.config.loading import load_config
 
 CONFIG = Path(__file__).parents[1] / "examples" / "arithmetic" / "config.yaml"
 STEPS = 1_000_000_000
@@ -39,7 +44,7 @@ SMALL_MB = 2.0
 Look = dict[str, float]
 
 
-def look(root: psutil.Process, url: str) -> Look:
+def look(root: psutil.Process, url: str, broker: Broker) -> Look:
     """Figures of all processes and of the server, by ``NAME/WHAT``; those of one name are added up."""
     found: Look = {}
     for process in [root, *root.children(recursive=True)]:
@@ -50,6 +55,10 @@ def look(root: psutil.Process, url: str) -> Look:
                 found[f"{name}/{what}"] = found.get(f"{name}/{what}", 0.0) + value
     client: Any = open_client(url)
     try:
+        state = broker.ledger.read_state()
+        found["live groups"], found["live groups, at most"] = state.live_groups, state.live_bound
+        found["uncommitted steps, at most"] = state.max_uncommitted
+        found["fields of an evaluation, at most"] = fields_of_evaluation(client.hkeys(broker.connection.keys.evals))
         found["server/used_memory_mb"] = client.info("memory")["used_memory"] / 1e6
         found["server/clients"] = client.info("clients")["connected_clients"]
         keys = sorted(key.decode() for key in client.scan_iter(count=1000))
@@ -63,6 +72,12 @@ def look(root: psutil.Process, url: str) -> Look:
     finally:
         client.close()
     return found
+
+
+def fields_of_evaluation(names: Sequence[bytes]) -> float:
+    """The most fields that one evaluation has; each name begins with the evaluation's version."""
+    versions = [name.partition(b":")[0] for name in names]
+    return float(max(map(versions.count, set(versions)), default=0))
 
 
 SIZES = {
@@ -79,8 +94,28 @@ def _parts(key: str) -> list[str]:
     return [part for word in key.split(":") for part in (":", word)][1:]
 
 
-def growth(looks: Sequence[Look]) -> list[dict[str, Any]]:
-    """What grew between the first and the last tenth of the looks, the most first."""
+def length_bounds(live_bound: int, samples: int, uncommitted: int, eval_fields: int = 0) -> dict[str, float]:
+    """Most entries of the keys that hold the pipeline, by name, for so many live groups of so many samples each.
+
+    Also of what is kept for people: eval_fields are those of one evaluation.
+    """
+    group_fields = 4
+    of_samples = dict.fromkeys(("samples", "trajectories", "bodies", "scored"), float(samples * live_bound))
+    # The server cuts a stream at a node's end, of a hundred entries at most.
+    lines = dict.fromkeys(("metrics", "events"), float(KEEP_LINES + 100))
+    # The oldest evaluation goes when another is opened.
+    evaluations = {"evals": float((KEPT_EVALUATIONS + 1) * eval_fields)}
+    return {
+        "groups": float(group_fields * live_bound + 1),
+        "journal": float(uncommitted),
+        **of_samples,
+        **lines,
+        **evaluations,
+    }
+
+
+def growth(looks: Sequence[Look], bounds: Mapping[str, float] | None = None) -> list[dict[str, Any]]:
+    """What grew between the first and the last tenth of the looks, and beyond its bound if it has one."""
     tenth = max(1, len(looks) // 10)
     rows = []
     for name in sorted({name for one in looks for name in one}):
@@ -88,13 +123,17 @@ def growth(looks: Sequence[Look]) -> list[dict[str, Any]]:
         after = median(one.get(name, 0.0) for one in looks[-tenth:])
         most = max(one.get(name, 0.0) for one in looks)
         is_memory = name.endswith("_mb")
-        allowed = max(SMALL_MB, MOST_GROWTH * before) if is_memory else max(0.0, peak(looks, name) - before)
+        bound = (bounds or {}).get(name.removesuffix("/length").rpartition(":")[2], 0.0)
+        allowed = (
+            max(SMALL_MB, MOST_GROWTH * before) if is_memory else max(0.0, peak(looks, name) - before, bound - before)
+        )
         rows.append(
             {
                 "name": name,
                 "before": round(before, 2),
                 "after": round(after, 2),
                 "most": round(most, 2),
+                "bound": bound or None,
                 "grows": after - before > allowed,
             }
         )
@@ -115,12 +154,12 @@ def watch(
         if process.poll() is not None or time.monotonic() > end:
             raise RuntimeError("the run did not come to its first step")
         time.sleep(1.0)
-    looks, began = list[Look](), time.monotonic()
+    looks, began, broker = list[Look](), time.monotonic(), Broker.connect(load_config(folder / CONFIG_FILE))
     with out.open("w", encoding="utf-8") as lines:
         while time.monotonic() - began < seconds:
             if process.poll() is not None:
                 raise RuntimeError(f"the run ended by itself with exit code {process.returncode}")
-            looks.append(look(root, url))
+            looks.append(look(root, url, broker))
             lines.write(json.dumps({"seconds": round(time.monotonic() - began, 1), **looks[-1]}) + "\n")
             lines.flush()
             time.sleep(every)
@@ -158,14 +197,18 @@ def main() -> int:
                         process.wait(STOP_S)
                 if process.poll() is None:
                     process.kill()
+        config = load_config(folder / CONFIG_FILE)
         steps = sum(1 for _ in (folder / "metrics.jsonl").open(encoding="utf-8"))
-    rows = growth(looks[int(len(looks) * warm_up / options.minutes) :])
+    live, uncommitted = int(looks[-1]["live groups, at most"]), int(looks[-1]["uncommitted steps, at most"])
+    eval_fields = int(max(one["fields of an evaluation, at most"] for one in looks))
+    bounds = length_bounds(live, config.sampling.n, uncommitted, eval_fields)
+    rows = growth(looks[int(len(looks) * warm_up / options.minutes) :], bounds)
     grown = [row for row in rows if row["grows"]]
     if options.json:
         print(json.dumps({"benchmark": "soak", "minutes": options.minutes, "steps": steps, "rows": rows}, indent=2))
     else:
         for row in rows:
-            mark = "  GROWS" if row["grows"] else ""
+            mark = "  GROWS" if row["grows"] else f"  of at most {row['bound']:,.0f}" if row["bound"] else ""
             print(f"{row['name']:<60} {row['before']:>10,.1f} {row['after']:>10,.1f} {row['most']:>10,.1f}{mark}")
         print(f"{steps} steps in {options.minutes:g} minutes; {len(grown)} things grow")
     return 1 if grown else 0
