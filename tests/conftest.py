@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import os
 from collections.abc import Callable, Iterator
@@ -15,13 +16,27 @@ import pytest
 import setuptools  # noqa: F401  imported by two threads at once, as torch and vLLM do, it breaks for the whole process
 import structlog
 
-from broker.client import Broker
-from broker.connection.connection import Connection
-from broker.connection.embedded import EmbeddedServer
-from broker.connection.keys import Keys
-from schemas.config import BrokerConfig
+from broker.connection import connection
+
+# Before others take it over: a service that runs in a thread here ends when its blocking read does.
+connection.BLOCK_MS = 100
+
+from broker.client import Broker  # noqa: E402
+from broker.connection.connection import Connection  # noqa: E402
+from broker.connection.embedded import EmbeddedServer  # noqa: E402
+from broker.connection.keys import Keys  # noqa: E402
+from schemas.config import BrokerConfig  # noqa: E402
 
 _runs = itertools.count()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def own_environment() -> Iterator[None]:
+    """What a module's tests, or vLLM in them, set in the environment ends with the module."""
+    before = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(before)
 
 
 @pytest.fixture(autouse=True)
@@ -64,3 +79,8 @@ def shared_data() -> Path:
     if not folder.is_dir():
         pytest.skip("no shared data beside the checkout")
     return folder
+
+
+def pytest_unconfigure() -> None:
+    """Give back to the collector what services that ran in this process left out of it: libraries look at the end."""
+    gc.unfreeze()

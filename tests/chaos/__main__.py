@@ -25,6 +25,7 @@ server run as processes of their own, the network between them is a proxy, and f
 everything is healed, the run comes to rest, and the logs of all processes are held against the promises.
 The seed fixes kinds, victims and lengths of the faults; what they meet depends on the machine's timing.
 Seeds 0, 3, 6 ... send weights through files, 1, 4, 7 ... through the broker, 2, 5, 8 ... from peer to peer.
+With --weights they go the way that it names; nccl broadcasts them, over gloo.
 """
 
 
@@ -45,7 +46,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options.fault_every,
         _words(options.only),
         _words(options.skip),
-        [*(settings.CURRICULUM if options.curriculum else ()), *options.config],
+        [
+            *(settings.CURRICULUM if options.curriculum else ()),
+            *([f"trainer.publish.transport={options.weights}"] if options.weights else ()),
+            *options.config,
+        ],
         options.workload,
         options.judge,
     )
@@ -85,6 +90,9 @@ def parser() -> argparse.ArgumentParser:
         choices=settings.WORKLOADS,
         default="both",
         help="what generators do: complete texts, serve agents, or agents for every third task (%(default)s)",
+    )
+    found.add_argument(
+        "--weights", choices=("file", "redis", "peer", "nccl"), help="how weights travel; by the seed as a rule"
     )
     found.add_argument("--curriculum", action="store_true", help="few prompts, of which a curriculum skips many")
     found.add_argument(

@@ -136,6 +136,7 @@ class MaxMemory(Fault):
 PARTS = (
     "tasks",
     "trajectories",
+    "bodies",
     "scored",
     "ctl",
     "leader_term",
@@ -147,7 +148,7 @@ PARTS = (
     "readmit",
 )
 """Keys without which a run can't go on as it was."""
-BESIDE = ("weights", "chunks", "dead", "evals", "services", "refusals", "peers")
+BESIDE = ("weights", "chunks", "dead", "evals", "services", "refusals", "peers", "roll", "roll_answers", "roll_changes")
 """Keys whose loss may cost no sample."""
 
 

@@ -17,6 +17,8 @@ from tests.chaos.world import Fault, Strike, World, kind
 UNKNOWN = 10**12
 """Task ids from here on were never admitted."""
 Fields = dict[str, bytes]
+BODY = "body"
+"""Of an entry in whose place its body's name travels, the body."""
 
 
 class _Poison(Fault):
@@ -35,7 +37,11 @@ class _Poison(Fault):
         def add(client: object) -> bool:
             # NOMKSTREAM: a stream that is not there stays so.
             for name in chosen:
-                world.server.client.xadd(key, dict(varieties[name]), nomkstream=True)  # type: ignore[arg-type]
+                fields = dict(varieties[name])
+                if (content := fields.pop(BODY, None)) is not None:
+                    fields["b"] = b"poison.%d" % rng.getrandbits(64)
+                    world.server.client.hset(world.keys.bodies, fields["b"], content)  # type: ignore[arg-type]
+                world.server.client.xadd(key, fields, nomkstream=True)  # type: ignore[arg-type]
             return True
 
         strike = _command(world, self.stream, add)
@@ -70,13 +76,14 @@ class PoisonTrajectories(_Poison):
         unknown, old, active = _ids(world, rng)
         return {
             "no fields": {"x": b"1"},
-            "garbage": {"t": b"%d" % unknown, "s": b"0", "b": rng.randbytes(40)},
-            "garbage for an active group": {"t": b"%d" % active, "s": b"0", "b": rng.randbytes(40)},
-            "another message": {"t": b"%d" % unknown, "s": b"0", "b": encode(Score())},
-            "another sample": {"t": b"%d" % unknown, "s": b"0", "b": _trajectory(unknown, 1)},
-            "unknown group": {"t": b"%d" % unknown, "s": b"0", "b": _trajectory(unknown, 0)},
-            "trained group": {"t": b"%d" % old, "s": b"0", "b": _trajectory(old, 0)},
-            "active group again": {"t": b"%d" % active, "s": b"0", "b": _trajectory(active, 0)},
+            "no body": {"t": b"%d" % active, "s": b"0", "b": b"nothing.0"},
+            "garbage": {"t": b"%d" % unknown, "s": b"0", BODY: rng.randbytes(40)},
+            "garbage for an active group": {"t": b"%d" % active, "s": b"0", BODY: rng.randbytes(40)},
+            "another message": {"t": b"%d" % unknown, "s": b"0", BODY: encode(Score())},
+            "another sample": {"t": b"%d" % unknown, "s": b"0", BODY: _trajectory(unknown, 1)},
+            "unknown group": {"t": b"%d" % unknown, "s": b"0", BODY: _trajectory(unknown, 0)},
+            "trained group": {"t": b"%d" % old, "s": b"0", BODY: _trajectory(old, 0)},
+            "active group again": {"t": b"%d" % active, "s": b"0", BODY: _trajectory(active, 0)},
         }
 
 

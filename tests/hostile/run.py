@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import psutil
@@ -28,11 +28,17 @@ from tests.hostile.programs import Targets, make_program
 LIMITS = Limits(wall_s=0.5, cpu_s=1.0, memory_mb=256, processes=8, disk_mb=8)
 LATEST_S = 20.0
 """No program may last longer, however busy the machine is."""
+TRIES = 12
+"""So often a program is started that hardly comes to run, each time with twice the time, up to ``MOST_S``."""
+MOST_S = 3.0
 
 
 @dataclass
 class Report:
-    """What came of a run. escapes, left: one line each; late: seeds of programs that lasted too long."""
+    """What came of a run. escapes, left: one line each; late: seeds of programs that lasted too long.
+
+    programs: those that came to run; again: starts after one that did not; not_started: with none that did.
+    """
 
     programs: int = 0
     kinds: collections.Counter[str] = field(default_factory=collections.Counter)
@@ -40,6 +46,7 @@ class Report:
     escapes: list[str] = field(default_factory=list)
     left: list[str] = field(default_factory=list)
     late: list[int] = field(default_factory=list)
+    again: int = 0
     not_started: list[str] = field(default_factory=list)
     seconds: float = 0.0
 
@@ -128,23 +135,28 @@ def run_programs(sandbox: Sandbox, seeds: range, workers: int = 2, limits: Limit
 
         def run(seed: int) -> None:
             program = make_program(seed, laid.targets)
-            started, end, said = time.monotonic(), "not started", b""
-            try:
-                command = [*python.command, "{job}/main.py", laid.targets.word]
-                files = {"main.py": program.code.encode()}
-                outcome = sandbox.run(command, b"", files, limits, python.mounts)
-                end, said = outcome.end, outcome.stdout + outcome.stderr
-            except InfraError as error:
+            command = [*python.command, "{job}/main.py", laid.targets.word]
+            files = {"main.py": program.code.encode()}
+            for attempt in range(TRIES):
+                started, outcome, reason = time.monotonic(), None, ""
+                try:
+                    longer = replace(limits, wall_s=min(MOST_S, limits.wall_s * 2**attempt))
+                    outcome = sandbox.run(command, b"", files, longer, python.mounts)
+                except InfraError as error:
+                    reason = f"{seed}: {error}"
                 with lock:
-                    report.not_started.append(f"{seed}: {error}")
+                    report.again += attempt > 0
+                    if time.monotonic() - started > LATEST_S:
+                        report.late.append(seed)
+                    if outcome is not None:
+                        report.programs += 1
+                        report.kinds[program.kind] += 1
+                        report.ends[outcome.end] += 1
+                        if laid.text.encode() in outcome.stdout + outcome.stderr:
+                            report.escapes.append(f"seed {seed}, {program.kind}: it read the secret")
+                        return
             with lock:
-                report.programs += 1
-                report.kinds[program.kind] += 1
-                report.ends[end] += 1
-                if laid.text.encode() in said:
-                    report.escapes.append(f"seed {seed}, {program.kind}: it read the secret")
-                if time.monotonic() - started > LATEST_S:
-                    report.late.append(seed)
+                report.not_started.append(reason)
 
         with ThreadPoolExecutor(workers) as pool:
             list(pool.map(run, seeds))

@@ -23,6 +23,8 @@ from broker.client import Broker
 from schemas.config import parse_config
 
 DEADLINE_S = 20.0
+EVERY_S = 0.1
+"""Pause between two looks at the run; also what its end takes."""
 
 
 class ControlPlane:
@@ -55,7 +57,7 @@ class ControlPlane:
         hub = Hub()
         self.socket = listen("127.0.0.1", 0, None)
         self.url = f"http://127.0.0.1:{self.socket.getsockname()[1]}"
-        poller = StatusPoller(broker, config, deployments)
+        poller = StatusPoller(broker, config, deployments, every_s=EVERY_S)
         app = make_app(Context(config, "control", broker, poller, hub, deployments), token, read_token=reader)
         self.server = uvicorn.Server(uvicorn.Config(app, log_config=None, timeout_graceful_shutdown=1))
         self.hub = hub

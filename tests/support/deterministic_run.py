@@ -56,13 +56,28 @@ def by_sample(task_id: int, sample: int) -> Score:
     return Score(reward=float(sample))
 
 
-class Pipeline:
-    """Feeder, generator and reward service in one thread, for as long as the block lasts."""
+def text_task(task_id: int) -> tuple[Task, dict[str, bytes]]:
+    """A question without an image."""
+    return Task(task_id=task_id, kind="train", n=2, sampling=Sampling(), text="?"), {}
 
-    def __init__(self, broker: Broker, generate: Generate = generate, reward: Reward = by_sample) -> None:
+
+class Pipeline:
+    """Feeder, generator and reward service in one thread, for as long as the block lasts.
+
+    make_task: the task of a number, with its images by digest.
+    """
+
+    def __init__(
+        self,
+        broker: Broker,
+        generate: Generate = generate,
+        reward: Reward = by_sample,
+        make_task: Callable[[int], tuple[Task, dict[str, bytes]]] = text_task,
+    ) -> None:
         self._broker = broker
         self._generate = generate
         self._reward = reward
+        self._make_task = make_task
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
 
@@ -79,8 +94,8 @@ class Pipeline:
         tasks, rewards = self._broker.task_queue("g"), self._broker.score_queue("r")
         following = 0
         while not self._stop.is_set():
-            task = Task(task_id=following, kind="train", n=2, sampling=Sampling(), text="?")
-            following = self._broker.ledger.admit(task).next
+            task, images = self._make_task(following)
+            following = self._broker.ledger.admit_all([task], images=images).next
             for delivery in tasks.read(8, 5):
                 self._generate(tasks, delivery.message.task_id, delivery.version)
                 tasks.release(delivery)

@@ -22,6 +22,7 @@ _context.set_forkserver_preload(
     [
         "pytest",
         "peft",
+        "tests.support.initial_weights",
         "tests.support.killed_trainers",
         "tests.support.parallel_layouts",
         "tests.support.parallel_steps",

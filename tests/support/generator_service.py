@@ -9,6 +9,7 @@ from typing import Any
 
 from broker.client import Broker
 from broker.flow.trainer_session import TrainerSession
+from broker.queues.bodies import read_bodies
 from broker.weights.transports import make_transport
 from producers.engines.base import Engine as AnyEngine
 from producers.engines.base import EngineSettings
@@ -140,7 +141,9 @@ async def read_published(broker: Broker, count: int) -> list[Trajectory]:
         while len(found) < count:
             for _, entries in await asyncio.to_thread(client.xread, {key: position}, count, 1000) or []:
                 position = entries[-1][0]
-                found += [decode(fields[b"b"], Trajectory) for _, fields in entries]
+                names = [fields[b"b"] for _, fields in entries]
+                bodies = await asyncio.to_thread(read_bodies, broker.connection, names)
+                found += [decode(body, Trajectory) for body in bodies if body]
     return found
 
 

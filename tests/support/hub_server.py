@@ -1,8 +1,9 @@
-"""An imitation of the Hugging Face hub's API: repositories are made, and files come in one commit."""
+"""An imitation of the Hugging Face hub's API: repositories are made, and files come in one commit; or are fetched."""
 
 from __future__ import annotations
 
 import base64
+import hashlib
 import json
 import threading
 from dataclasses import dataclass, field
@@ -15,11 +16,16 @@ TOKEN = "hf_imitated"
 
 @dataclass
 class Hub:
-    """A hub that listens. repositories: by id, whether it is private. files: content by repository and path."""
+    """A hub that listens. repositories: by id, whether it is private. files: content by repository and path.
+
+    revisions: what is to be fetched, by id and revision: the commit, and content by path. fetched: paths, by commit.
+    """
 
     repositories: dict[str, bool] = field(default_factory=dict)
     files: dict[str, dict[str, bytes]] = field(default_factory=dict)
     messages: list[str] = field(default_factory=list)
+    revisions: dict[tuple[str, str], tuple[str, dict[str, bytes]]] = field(default_factory=dict)
+    fetched: dict[str, list[str]] = field(default_factory=dict)
 
     def __enter__(self) -> Self:
         hub = self
@@ -29,11 +35,54 @@ class Hub:
 
             def do_GET(self) -> None:
                 _, _, kind, *rest = self.path.partition("?")[0].split("/")
-                if kind == "models":
+                if rest[:1] == ["resolve"] or rest[2:3] in (["revision"], ["tree"]):
+                    self._send()
+                elif kind == "models":
                     id = "/".join(rest[:2])
                     self._answer({"id": id, "sha": "0" * 40, "siblings": [], "private": hub.repositories.get(id)})
                 else:
                     self._answer({"name": "me", "type": "user"})
+
+            def do_HEAD(self) -> None:
+                self._send(whole=False)
+
+            def _send(self, whole: bool = True) -> None:
+                """Answer what a revision has, or one of its files, under its name or its commit."""
+                parts = self.path.partition("?")[0].split("/")
+                id, revision = (
+                    ("/".join(parts[3:5]), parts[6]) if parts[1] == "api" else ("/".join(parts[1:3]), parts[4])
+                )
+                found = next(
+                    (
+                        (commit, files)
+                        for (name, label), (commit, files) in hub.revisions.items()
+                        if name == id and revision in (label, commit)
+                    ),
+                    None,
+                )
+                if found is None:
+                    return self._answer({"error": f"Invalid rev id: {revision}"}, 404)
+                commit, files = found
+                if parts[1] == "api" and parts[5] == "tree":
+                    return self._answer(
+                        [
+                            {"type": "file", "path": name, "size": len(body), "oid": hashlib.sha1(body).hexdigest()}
+                            for name, body in files.items()
+                        ]
+                    )
+                if parts[1] == "api":
+                    return self._answer(
+                        {"id": id, "sha": commit, "siblings": [{"rfilename": each} for each in files], "private": False}
+                    )
+                body = files["/".join(parts[5:])]
+                self.send_response(200)
+                self.send_header("Content-Length", str(len(body)))
+                self.send_header("ETag", f'"{hashlib.sha256(body).hexdigest()}"')
+                self.send_header("X-Repo-Commit", commit)
+                self.end_headers()
+                if whole:
+                    hub.fetched.setdefault(commit, []).append("/".join(parts[5:]))
+                    self.wfile.write(body)
 
             def do_POST(self) -> None:
                 body = self.rfile.read(int(self.headers.get("content-length") or 0))

@@ -12,6 +12,7 @@ import numpy as np
 
 from producers.engines.base import Completion, Engine, EngineSettings, ProgressCallback, PromptImage
 from producers.engines.scripted import ScriptedEngine
+from producers.rendering.images import ImagePlaces
 from producers.rendering.tokenizer import HfTokenizer
 from producers.workflows.base import FailedSample, Kept, RolloutContext, WorkflowServices, find_workflow, running
 from producers.workflows.trajectory_builder import SampledCompletion
@@ -33,8 +34,8 @@ def chat_tokenizer(folder: Path, name: str = "append only") -> HfTokenizer:
 class SpeakingEngine(ScriptedEngine):
     """Answers the text of each prompt with what ``says`` makes of it, and with the template's end of a turn.
 
-    prompts: texts it was asked with; prefixes, seeds: of each. At an answer ``...`` it waits to be aborted, with the
-    first ``cut`` tokens of what comes after the dots. length: as ``model.max_length``.
+    prompts: texts it was asked with; prefixes, seeds, images: of each. At an answer ``...`` it waits to be aborted,
+    with the first ``cut`` tokens of what comes after the dots. length: as ``model.max_length``.
     """
 
     def __init__(self, tokenizer: HfTokenizer, says: Says, version: int = 3, cut: int = 0, length: int = 4096) -> None:
@@ -43,6 +44,7 @@ class SpeakingEngine(ScriptedEngine):
         self.prompts: list[str] = []
         self.prefixes: list[list[int]] = []
         self.seeds: list[int | None] = []
+        self.images: list[list[PromptImage]] = []
         self.waiting = asyncio.Event()
 
     async def generate(
@@ -58,6 +60,7 @@ class SpeakingEngine(ScriptedEngine):
         self.prompts.append(prompt)
         self.prefixes.append(list(prefix))
         self.seeds.append(sampling.seed)
+        self.images.append(list(images))
         await asyncio.sleep(0)
         text = self._says(prompt)
         if text.startswith("..."):
@@ -93,12 +96,14 @@ async def play(
     *,
     saved: list[Partial] | None = None,
     interrupted: asyncio.Event | None = None,
+    places: ImagePlaces | None = None,
+    files: dict[str, bytes] | None = None,
 ) -> list[SampledCompletion | FailedSample]:
     """The samples of a task, as the configured workflow plays them, in the order of their indices."""
     chosen = config.generator.workflow
     workflow = find_workflow(chosen.name, chosen.args, config.base)()
     async with running(workflow, WorkflowServices(engine, tokenizer, config)):
-        rollout = RolloutContext(engine, tokenizer, task, range(task.n))
+        rollout = RolloutContext(engine, tokenizer, task, range(task.n), places=places, files=files or {})
         if saved is not None:
             rollout = replace(rollout, save=keep_in(saved))
         if interrupted is not None:

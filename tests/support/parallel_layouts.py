@@ -26,7 +26,7 @@ from schemas.config import ParallelConfig
 
 LENGTHS = [17, 3, 25, 9, 12, 30, 1, 22, 7, 14, 19, 5, 11, 28, 2, 8]
 MICRO_BATCH_TOKENS = 20
-TEMPERATURE = 0.7
+TEMPERATURES = (0.7, 1.0, 1.3)
 SIZES: dict[str, Any] = {
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -40,7 +40,7 @@ SIZES: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Case:
-    """A layout of four ranks and a model for it. rows: how many samples there are."""
+    """A layout of four ranks and a model for it. rows: how many samples there are. replayed: experts are given."""
 
     parallel: dict[str, int] = field(default_factory=dict)
     tied: bool = False
@@ -49,6 +49,7 @@ class Case:
     checkpointing: Checkpointing = False
     offload: bool = False
     experts: int = 0
+    replayed: bool = False
 
 
 CASES = {
@@ -74,6 +75,13 @@ CASES = {
     "shard 2, tensor 2, experts cut": Case({"tensor": 2}, experts=8),
     "shard 2, tensor 2, expert 2": Case({"tensor": 2, "expert": 2}, experts=8),
     "context 2, tensor 2, expert 2": Case({"context": 2, "tensor": 2, "expert": 2}, experts=8),
+    "replicate 2, context 2, experts of the rollout": Case({"replicate": 2, "context": 2}, experts=8, replayed=True),
+    "shard 2, tensor 2, experts of the rollout, activations computed again": Case(
+        {"tensor": 2}, experts=8, replayed=True, checkpointing=True
+    ),
+    "context 2, tensor 2, expert 2, experts of the rollout": Case(
+        {"context": 2, "tensor": 2, "expert": 2}, experts=8, replayed=True
+    ),
 }
 
 
@@ -90,7 +98,7 @@ def run_layouts(report: Path) -> None:
 
 def run_case(case: Case, ranks: Ranks) -> dict[str, Any]:
     wanted, wanted_norm, whole_bytes, wanted_load = reference(case) if ranks.is_main else ({}, 1.0, 1, {})
-    policy = Policy(make_model(case))
+    policy = make_policy(case)
     save_activations(policy.causal_lm, case.checkpointing, case.offload)
     policy = ranks.prepare(policy)
     load = ExpertLoad(policy)
@@ -122,13 +130,20 @@ def run_case(case: Case, ranks: Ranks) -> dict[str, Any]:
 
 def reference(case: Case) -> tuple[dict[str, Tensor], float, int, dict[str, float]]:
     """Gradients by name in one process, their norm, the bytes of all parameters, and the load of experts."""
-    policy = Policy(make_model(case))
+    policy = make_policy(case)
     load = ExpertLoad(policy)
     for row in range(case.rows):
         loss_of(policy, [row]).backward()
     gradients = {name: p.grad for name, p in policy.named_parameters() if p.grad is not None}
     norm = float(torch.nn.utils.get_total_norm(gradients.values()))
     return gradients, norm, sum(p.nbytes for p in policy.parameters()), load.result(lambda counts: counts)
+
+
+def make_policy(case: Case) -> Policy:
+    policy = Policy(make_model(case))
+    if case.replayed:
+        policy.replay_routers()
+    return policy
 
 
 def make_model(case: Case) -> PreTrainedModel:
@@ -154,12 +169,17 @@ def loss_of(policy: Policy, rows: list[int]) -> Tensor:
     tokens = torch.zeros(max(1, len(rows)), longest, dtype=torch.int64)
     mask = torch.zeros(len(tokens), longest - 1, dtype=torch.bool)
     weights = torch.zeros(2, *mask.shape)
+    experts = torch.full((*tokens.shape, SIZES["num_hidden_layers"], 2), -1, dtype=torch.int16)
     for place, row in enumerate(rows):
         generator = torch.Generator().manual_seed(row)
         length = LENGTHS[row]
         tokens[place, : length + 1] = torch.randint(90, (length + 1,), generator=generator)
         mask[place, :length] = torch.rand(length, generator=generator) < 0.7
         weights[:, place, :length] = torch.randn(2, length, generator=generator)
+        noise = torch.rand(length, SIZES["num_hidden_layers"], 8, generator=generator)
+        experts[place, :length] = noise.topk(2).indices
     lengths = torch.tensor([LENGTHS[row] for row in rows] or [1])
-    scores = policy(tokens, tokens[:, 1:].contiguous(), mask, lengths, TEMPERATURE, entropy_gradient=True)
+    each = [TEMPERATURES[row % len(TEMPERATURES)] for row in rows] or [1.0]
+    given = {} if policy.router_replay is None else {"routed_experts": experts}
+    scores = policy(tokens, tokens[:, 1:].contiguous(), mask, lengths, each, entropy_gradient=True, **given)
     return (scores.logprobs * weights[0] + 0.3 * scores.entropy * weights[1])[mask].sum()

@@ -31,3 +31,11 @@ def sglang_command() -> list[str]:
     if not (root / ".sglang" / "sglang").is_dir():
         pytest.skip("SGLang's packages are not there: make sglang")
     return [str(root / "tests" / "support" / "sglang_cpu" / "serve.sh")]
+
+
+def environment_python(name: str) -> Path:
+    """The interpreter that has verifiers or openenv. Skips the test without it: not every index has them."""
+    folder = Path(__file__).resolve().parents[2] / ".environments" / name
+    if not (folder / "installed").is_file():
+        pytest.skip(f"{name} is not there: make environments")
+    return folder / "bin" / "python"

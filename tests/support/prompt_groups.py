@@ -64,6 +64,7 @@ def count_entries(broker: Broker) -> dict[str, int]:
     return {
         "tasks": client.xlen(keys.tasks),
         "trajectories": client.xlen(keys.trajectories),
+        "bodies": client.hlen(keys.bodies),
         "scored": client.xlen(keys.scored),
         "groups": client.hlen(keys.groups),
         "samples": client.hlen(keys.samples),

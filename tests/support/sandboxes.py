@@ -36,6 +36,12 @@ def mark() -> str:
     return f"marked-{secrets.token_hex(8)}"
 
 
+def left_with(word: str) -> list[psutil.Process]:
+    """Those of ``processes_with`` that are not gone at once: a killed process takes a moment to end."""
+    _, alive = psutil.wait_procs(processes_with(word), timeout=5)
+    return list(alive)
+
+
 def processes_with(word: str) -> list[psutil.Process]:
     """Processes of this machine that have the word in their command lines."""
     found = []

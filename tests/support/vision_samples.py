@@ -18,6 +18,9 @@ from producers.engines.base import EngineSettings, PromptImage
 from producers.engines.vllm.engine import VllmEngine
 from schemas.images import prepare_image, probe_image, read_image_settings
 from schemas.messages import FileSource, PlacedImage, Sampling
+from tests.support.vision_episodes import VisionEpisode, play_vision_episodes
+
+EPISODES = 24
 
 
 class VisionSample(msgspec.Struct):
@@ -38,6 +41,7 @@ class Found(msgspec.Struct):
     probe: list[float]
     other: list[float]
     reloaded: list[float]
+    episodes: list[VisionEpisode]
 
 
 def picture(rng: np.random.Generator) -> bytes:
@@ -87,6 +91,7 @@ async def sample(folder: Path, count: int, weights: Path | None) -> Found:
     fixed = probe_image(settings)
     swapped = io.BytesIO()
     Pillow.open(io.BytesIO(fixed)).rotate(90).save(swapped, "PNG")
+    episodes = await play_vision_episodes(engine, folder, settings, EPISODES)
     found = [
         (await engine.logprobs(probe, [PromptImage(name, 1, 5, data)])).tolist()
         for name, data in (("probe", fixed), ("other", swapped.getvalue()))
@@ -96,7 +101,7 @@ async def sample(folder: Path, count: int, weights: Path | None) -> Found:
         await engine.load(FileSource(weights), 1)
         reloaded = (await engine.logprobs(probe, [PromptImage("probe", 1, 5, fixed)])).tolist()
     await engine.close()
-    return Found(samples, probe, *found, reloaded)
+    return Found(samples, probe, *found, reloaded, episodes)
 
 
 if __name__ == "__main__":

@@ -7,13 +7,14 @@ import signal
 import socket
 import subprocess
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 from msgspec.structs import replace
-from playwright.sync_api import Browser, expect
+from playwright.sync_api import Browser, Locator, expect
 
 from broker.api.address import address_of
 from broker.connection.connection import Connection
@@ -174,6 +175,30 @@ def visit(browser: Browser, system: System) -> Iterator[Open]:
         seen.close()
 
 
+@contextmanager
+def frozen(seen: WatchedPage) -> Iterator[None]:
+    """The run of the page stands still: no step is taken, so that no trajectory leaves while it is read."""
+
+    def order(path: str, body: dict[str, Any]) -> None:
+        answer = seen.page.request.post(f"{seen.url}v1/{path}", data={**body, "wait_s": 60})
+        assert answer.ok, answer.text()
+
+    order("pause", {"mode": "freeze"})
+    try:
+        yield
+    finally:
+        order("resume", {})
+
+
+def search_again(seen: WatchedPage, state: str) -> Locator:
+    """The list of trajectories in this state as it is now; its rows."""
+    seen.page.locator("#search [name=state]").select_option(state)
+    expect(seen.page.locator(".trajectory-id").first).to_contain_text(state, timeout=PATIENCE_MS)
+    with seen.page.expect_response(lambda answer: f"state={state}" in answer.url):
+        seen.page.get_by_role("button", name="Search again").click()
+    return seen.page.locator(".trajectory")
+
+
 def confirm(seen: WatchedPage, verb: str) -> None:
     dialog = seen.page.locator("dialog[open]")
     dialog.get_by_role("button", name=verb, exact=True).click()
@@ -261,34 +286,49 @@ def test_a_killed_generator_turns_red_and_leaves(visit: Open, system: System) ->
 def test_a_trajectory_opens_and_its_tokens_are_coloured(visit: Open) -> None:
     seen = visit()
     page = seen.page
-    page.locator("#search [name=state]").select_option("trained")
-    first = page.locator(".trajectory").first
-    expect(page.locator(".trajectory-id").first).to_contain_text("trained", timeout=PATIENCE_MS)
-    first.focus()
-    page.keyboard.press("Enter")
-    drawer = page.locator("dialog.drawer")
-    tokens = drawer.locator(".turn .token")
-    expect(tokens.first).to_be_visible()
-    assert tokens.count() > 5
-    own = drawer.locator(".turn .token:not([data-shade=none])").first
-    expect(own).to_have_attribute("data-shade", re.compile(r"version-\d"))
-    drawer.get_by_role("button", name="Log-probability").click()
-    expect(own).to_have_attribute("data-shade", re.compile(r"likely-\d"))
-    drawer.get_by_role("button", name="Mask").click()
-    expect(own).to_have_attribute("data-shade", "own")
-    drawer.locator(".tokens").focus()
-    page.keyboard.press("ArrowRight")
-    expect(drawer.locator(".token-line")).to_contain_text("log-probability -")
-    expect(drawer.locator(".facts")).to_contain_text("trained in step")
-    assert seen.violations() == []
-    title = drawer.locator("h2").inner_text()
-    page.keyboard.press("j")
-    expect(drawer.locator("h2")).not_to_have_text(title)
-    page.keyboard.press("Escape")
-    expect(drawer).to_have_count(0)
+    with frozen(seen):
+        first = search_again(seen, "trained").first
+        first.focus()
+        page.keyboard.press("Enter")
+        drawer = page.locator("dialog.drawer")
+        tokens = drawer.locator(".turn .token")
+        expect(tokens.first).to_be_visible()
+        assert tokens.count() > 5
+        own = drawer.locator(".turn .token:not([data-shade=none])").first
+        expect(own).to_have_attribute("data-shade", re.compile(r"version-\d"))
+        drawer.get_by_role("button", name="Log-probability").click()
+        expect(own).to_have_attribute("data-shade", re.compile(r"likely-\d"))
+        drawer.get_by_role("button", name="Mask").click()
+        expect(own).to_have_attribute("data-shade", "own")
+        drawer.locator(".tokens").focus()
+        page.keyboard.press("ArrowRight")
+        expect(drawer.locator(".token-line")).to_contain_text("log-probability -")
+        expect(drawer.locator(".facts")).to_contain_text("trained in step")
+        assert seen.violations() == []
+        title = drawer.locator("h2").inner_text()
+        page.keyboard.press("j")
+        expect(drawer.locator("h2")).not_to_have_text(title)
+        page.keyboard.press("Escape")
+        expect(drawer).to_have_count(0)
     page.locator("#search [name=task_id]").fill("999999999")
     expect(page.locator("#trajectory-list")).to_contain_text("None fits")
     assert seen.errors == []
+
+
+def test_a_trajectory_that_has_left_is_told_with_what_the_list_showed(visit: Open) -> None:
+    seen = visit()
+    page = seen.page
+    gone = {"status": 404, "title": "Not Found", "detail": "sample 0 of task 7 is not in the pipeline"}
+    page.route(re.compile(r"/v1/trajectories/\d+/\d+$"), lambda route: route.fulfill(status=404, json=gone))
+    row = page.locator(".trajectory").first
+    said = row.locator(".trajectory-text b").inner_text()
+    row.click()
+    drawer = page.locator("dialog.drawer")
+    expect(drawer).to_contain_text("It has left the broker")
+    expect(drawer.locator("pre").last).to_have_text(said)
+    assert seen.violations() == []
+    # Chromium itself writes a line for an answer that is a 404.
+    assert [line for line in seen.errors if "404" not in line] == []
 
 
 def test_a_dead_letter_is_shown_and_dropped(visit: Open, system: System) -> None:

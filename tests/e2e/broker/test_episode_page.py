@@ -12,7 +12,9 @@ from playwright.sync_api import Browser, expect
 from broker.client import Broker
 from producers.rendering.tokenizer import HfTokenizer
 from schemas.codec import Array
-from schemas.messages import Segment, Span, Trajectory, Turn
+from schemas.digests import digest
+from schemas.images import ImageSettings, probe_image
+from schemas.messages import PlacedImage, Segment, Span, Trajectory, Turn
 from tests.support.browser import PHONE, WatchedPage, open_browser
 from tests.support.control_plane import ControlPlane
 from tests.support.prompt_groups import make_task, make_trajectory
@@ -108,4 +110,33 @@ def test_an_episode_is_read_as_its_conversation_and_row_by_row(
         )
         assert (wide, seen.violations(), seen.errors, seen.elsewhere()) == (0, [], [], [])
         seen.page.screenshot(path=tmp_path / f"{look}.png")
+        seen.context.close()
+
+
+def test_images_are_seen_where_they_stand_and_grow_when_clicked(browser: Browser, broker: Broker) -> None:
+    image = probe_image(ImageSettings(14, 2, 2, 784, 12544, (0.5,) * 3, (0.5,) * 3))
+    name, gone = digest(image), "0" * 32
+    content = [{"type": "text", "text": "What is "}, *({"type": "image", "digest": one} for one in (name, gone))]
+    seen_by_policy = replace(
+        make_trajectory(0, 0),
+        images=[PlacedImage(name, 0, 1)],
+        data={"messages": [{"role": "user", "content": content}]},
+    )
+    take_over(broker)
+    broker.ledger.admit(make_task(0))
+    tasks = broker.task_queue("g")
+    tasks.read(1, 10)
+    tasks.keep_images(0, {name: image})
+    assert tasks.publish(0, [seen_by_policy]) == ["ok"]
+    with ControlPlane(broker, "episodes") as api:
+        seen = WatchedPage(browser, api.url)
+        seen.page.locator(".trajectory").first.click()
+        pictures = seen.page.locator(".messages .pictures > li")
+        expect(pictures).to_have_count(2)
+        shown = pictures.first.locator("img")
+        expect(shown).to_have_js_property("naturalWidth", 56)
+        expect(pictures.nth(1)).to_contain_text("is not in the pipeline")
+        pictures.first.locator("button").click()
+        expect(pictures.first).to_have_class("is-large")
+        assert (seen.violations(), seen.elsewhere()) == ([], [])
         seen.context.close()

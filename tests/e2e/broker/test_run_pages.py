@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import subprocess
 import sys
+import tarfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from playwright.sync_api import Browser, expect
+from playwright.sync_api import Browser, Route, expect
 
 from tests.support.browser import PATIENCE_MS, PHONE, WatchedPage, open_browser
 from tests.support.run_folders import make_run
@@ -125,6 +127,11 @@ def test_the_samples_of_a_prompt_are_read_side_by_side(visit: Open) -> None:
     expect(page.locator(".group")).to_have_count(2, timeout=PATIENCE_MS)
     page.locator("#group-search [name=sort]").select_option("reward_high")
     expect(page.locator(".group").first).to_contain_text("0.500")
+    counted = page.locator("#group-rates [role=img]")
+    expect(counted).to_have_count(4)
+    expect(counted.nth(0)).to_have_attribute("aria-label", re.compile("^Prompts by mean reward, .*0.2: 1, .*0.5: 1, "))
+    expect(counted.nth(1)).to_have_attribute("aria-label", re.compile("^Samples by reward, from 0.0: 5, .*0.9: 3$"))
+    expect(counted.nth(3)).to_have_attribute("aria-label", re.compile("^Samples by length, "))
     page.locator(".group").first.click()
     samples = page.locator(".sample")
     expect(samples).to_have_count(4)
@@ -144,8 +151,10 @@ def test_the_samples_of_a_prompt_are_read_side_by_side(visit: Open) -> None:
 def test_the_worst_sample_of_the_last_evaluation_is_two_clicks_away(visit: Open) -> None:
     page = visit("runs").page
     page.locator("#tab-evaluations").click()
-    worst = page.locator("#prompt-list .cell").nth(1)
+    worst = page.locator("#prompt-list .cell").first
     expect(worst).to_have_text("0.00", timeout=PATIENCE_MS)
+    newest = page.locator("#evaluation-list tbody th").first.inner_text()
+    expect(worst).to_have_attribute("aria-label", re.compile(rf"version {newest}:"))
     worst.click()
     expect(page.locator("dialog .sample")).to_contain_text("It is -1")
     page.keyboard.press("Escape")
@@ -190,8 +199,17 @@ def test_a_log_is_filtered_and_followed(visit: Open, folder: Path) -> None:
     expect(lines).to_have_count(1)
 
 
+def test_the_log_that_is_shown_first_has_something_in_it(visit: Open, folder: Path) -> None:
+    logs = folder / "fast" / "logs"
+    (logs / "trainer.log").write_text("")
+    (logs / "generator-0.log").write_text("no memory\n")
+    page = visit("logs?run=fast").page
+    expect(page.locator(".log-line")).to_have_text("no memory", timeout=PATIENCE_MS)
+    expect(page.locator("#log-service")).to_have_value("generator-0")
+
+
 @pytest.mark.parametrize("options", [{}, {"color_scheme": "dark"}, {"viewport": PHONE, "is_mobile": True}], ids=str)
-def test_every_view_fits_and_has_no_serious_violation_of_accessibility(visit: Open, options: dict[str, Any]) -> None:
+def test_every_view_fits_and_has_no_violation_of_accessibility(visit: Open, options: dict[str, Any]) -> None:
     seen = visit("runs", **options)
     for view in VIEWS:
         seen.page.evaluate("view => { location.hash = `#/${view}?run=slow` }", view)
@@ -202,15 +220,107 @@ def test_every_view_fits_and_has_no_serious_violation_of_accessibility(visit: Op
         assert seen.page.evaluate("document.documentElement.scrollWidth") <= width, view
 
 
+def test_figures_at_the_axes_are_as_large_on_a_sharp_display(visit: Open) -> None:
+    page = visit("runs", viewport=PHONE, is_mobile=True, device_scale_factor=2).page
+    page.evaluate("""() => {
+      const kept = Object.getOwnPropertyDescriptor(CanvasRenderingContext2D.prototype, "font");
+      window.fonts = [];
+      const set = function (font) { window.fonts.push(parseFloat(font)); kept.set.call(this, font); };
+      Object.defineProperty(CanvasRenderingContext2D.prototype, "font", { ...kept, set });
+    }""")
+    page.evaluate("location.hash = '#/metrics?run=slow'")
+    expect(page.locator(".grid-card canvas").first).to_be_visible(timeout=PATIENCE_MS)
+    assert page.evaluate("Math.min(...window.fonts)") >= 20
+
+
+def test_a_time_axis_tells_its_ticks_apart(visit: Open) -> None:
+    page = visit("runs").page
+    page.evaluate("""() => {
+      const kept = CanvasRenderingContext2D.prototype.fillText;
+      window.drawn = new Set();
+      CanvasRenderingContext2D.prototype.fillText = function (text, ...more) {
+        window.drawn.add(text);
+        kept.call(this, text, ...more);
+      };
+    }""")
+    page.evaluate("location.hash = '#/metrics?run=slow'")
+    expect(page.locator(".grid-card canvas").first).to_be_visible(timeout=PATIENCE_MS)
+    page.evaluate("window.drawn.clear()")
+    page.locator("#grid-axis").get_by_role("button", name="Time").click()
+    drawn = set(page.evaluate("[...window.drawn]"))
+    assert {"0:30", "1:00"} <= drawn, drawn
+
+
+def test_a_cursor_between_the_points_of_a_run_tells_the_nearest(visit: Open) -> None:
+    """Over time no two runs have points at the same place."""
+    page = visit("metrics?run=slow").page
+    near = page.evaluate("""async () => {
+      const { near } = await import(new URL("assets/js/grid-chart.js", document.baseURI));
+      const xs = [0, 1, 4, 5, 9];
+      return [0, 1, 2, 3, 4].map((at) => near(xs, [7, null, undefined, 8, null], at));
+    }""")
+    assert near == [7, 7, 8, 8, None]
+
+
+def test_a_sample_without_others_is_not_called_the_best(visit: Open) -> None:
+    page = visit("evaluations?run=slow").page
+    page.locator("#prompt-list .cell").first.click(timeout=PATIENCE_MS)
+    expect(page.locator("dialog .sample")).to_have_count(1)
+    expect(page.locator("dialog .sample em")).to_have_count(0)
+    expect(page.locator("dialog").get_by_role("button", name="Difference to the best")).to_have_count(0)
+
+
+def test_names_of_views_and_settings_are_read_on_a_phone(visit: Open) -> None:
+    page = visit("setup?run=slow", viewport=PHONE, is_mobile=True).page
+    expect(page.locator("#tab-setup")).to_be_in_viewport(ratio=1)
+    name = page.locator("#setup-settings tbody th").first.bounding_box()
+    assert name is not None
+    assert name["width"] >= 140
+
+
+@pytest.mark.parametrize("with_token", [False, True])
+def test_a_checkpoint_is_saved_from_the_page(visit: Open, folder: Path, with_token: bool) -> None:
+    checkpoint = folder / "slow" / "checkpoints" / "step-00000004-t0001"
+    checkpoint.mkdir(parents=True, exist_ok=True)
+    (checkpoint / "model.safetensors").write_bytes(b"weights" * 5000)
+    page = visit("runs").page
+    if with_token:
+        page.evaluate("sessionStorage.setItem('tidemill-token', 'kept in this tab')")
+    page.locator("#tab-setup").click()
+    page.evaluate("location.hash = '#/setup?run=slow'")
+    link = page.get_by_role("link", name=f"Download {checkpoint.name}")
+    with page.expect_download() as found:
+        link.click()
+    assert found.value.suggested_filename == f"{checkpoint.name}.tar"
+    with tarfile.open(found.value.path()) as archive:
+        assert archive.getmember(f"{checkpoint.name}/model.safetensors").size == 35_000
+
+
+def test_a_run_that_was_left_does_not_come_back_when_it_answers_late(visit: Open) -> None:
+    page = visit("runs").page
+    held: list[Route] = []
+    page.route("**/v1/runs/fast/config", lambda route: held.append(route))
+    with page.expect_request("**/v1/runs/fast/config"):
+        page.evaluate("location.hash = '#/setup?run=fast'")
+    page.evaluate("location.hash = '#/setup?run=slow'")
+    expect(page.get_by_label("Environment of slow")).to_be_visible(timeout=PATIENCE_MS)
+    with page.expect_response("**/v1/runs/fast/checkpoints") as last:
+        held[0].continue_()
+    last.value.finished()
+    page.evaluate("new Promise(requestAnimationFrame)")
+    expect(page.get_by_label("Environment of slow")).to_be_visible()
+    expect(page.get_by_label("Environment of fast")).to_have_count(0)
+
+
 def test_a_view_that_is_left_asks_no_more(visit: Open) -> None:
     """Also one that is left before it has its first answer."""
     seen = visit("runs")
     expect(seen.page.locator("tr[data-run=slow]")).to_be_visible(timeout=PATIENCE_MS)
     for view in ("logs", "metrics", "logs", "runs"):
         seen.page.evaluate("view => { location.hash = `#/${view}?run=slow` }", view)
-    with seen.page.expect_request("**/v1/runs"):
+    with seen.page.expect_request("**/v1/runs?*"):
         pass
     before = len([url for url in seen.requests if "/logs/" in url or "/metrics" in url])
-    with seen.page.expect_request("**/v1/runs"):
+    with seen.page.expect_request("**/v1/runs?*"):
         pass
     assert len([url for url in seen.requests if "/logs/" in url or "/metrics" in url]) == before

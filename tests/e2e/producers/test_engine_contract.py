@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +23,7 @@ from producers.rendering.tokenizer import HfTokenizer
 from schemas.config import HttpEngineConfig
 from schemas.errors import DataError, InfraError
 from schemas.messages import FileSource, Sampling, Span
+from tests.support.command_line import run_tidemill
 from tests.support.engine_contract import MAX_LENGTH, Subject
 from tests.support.programs import sglang_command
 from tests.support.tiny_model import EOS, make_tiny_model
@@ -94,12 +96,15 @@ def test_at_temperature_zero_the_likeliest_token_comes_with_its_log_probability_
 
 
 def test_the_probe_is_what_the_model_says_and_sees_each_new_version(subject: Subject) -> None:
+    """Also of the vocabulary's last token, which SGLang tells as another."""
     subject.needs("weights")
+    last = json.loads((subject.folders[0] / "config.json").read_text())["vocab_size"] - 1
+    probe = [*PROMPT, last, 40]
     for seed in (8, 7, 0):
         subject.run(subject.load(seed))
-        found = subject.run(subject.engine.logprobs(PROMPT))
+        found = subject.run(subject.engine.logprobs(probe))
         assert found.dtype == np.float32
-        np.testing.assert_allclose(found, reference_logprobs(subject.folders[seed], PROMPT), atol=1e-5)
+        np.testing.assert_allclose(found, reference_logprobs(subject.folders[seed], probe), atol=1e-5)
 
 
 def test_a_prefix_is_gone_on_from_and_counts_as_generated(subject: Subject) -> None:
@@ -453,6 +458,56 @@ def test_the_openai_protocol_of_the_same_server_answers_evaluations(subject: Sub
         assert texts[0] == texts[1] != ""
         assert found.finish == ours.finish
         await plain.close()
+
+    subject.run(scenario())
+
+
+def test_tidemill_eval_asks_the_same_server_over_the_openai_protocol(subject: Subject, tmp_path: Path) -> None:
+    if not isinstance(subject.engine, HttpEngine):
+        pytest.skip("there is no server")
+    (tmp_path / "config.yaml").write_text(
+        f"""
+model: {{path: {subject.folders[0]}, dtype: float32, max_length: 64}}
+train: {{name: arithmetic}}
+eval:
+  dataset: {{name: arithmetic, limit: 6}}
+  sampling: {{n: 1, temperature: 0.0, max_tokens: 5}}
+sampling: {{n: 2, max_tokens: 5}}
+reward:
+  terms: [{{name: "rewards.py:answered"}}]
+generator: {{engine: http, http: {{dialect: openai, url: "{subject.engine.client.url}"}}, max_samples: 8}}
+"""
+    )
+    (tmp_path / "rewards.py").write_text(
+        "def answered(prompt, completion, prompt_ids, completion_ids, **data):\n    return float(bool(completion))\n"
+    )
+    done = run_tidemill("eval", "config.yaml", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "held-out reward 1.0000 on 6 samples, 0 failed (http" in done.stdout
+
+
+def test_a_server_that_is_there_is_trained_with_and_who_had_it_before_trusts_it_no_more(subject: Subject) -> None:
+    if not isinstance(subject.engine, HttpEngine):
+        pytest.skip("there is no server")
+    found = settings(subject.kind, subject.folders)
+    http = HttpEngineConfig.model_validate(
+        {"dialect": subject.kind.removeprefix("http-"), "url": subject.engine.client.url}
+    )
+    subject.run(subject.load(7))
+    engine = HttpEngine(replace(found, version=1000, http=http))
+    there = Subject(subject.kind, engine, subject.folders, subject.run)
+
+    async def scenario() -> None:
+        await engine.start()
+        (first,) = await engine.generate(PROMPT, Sampling(max_tokens=6))
+        there.assert_sampled(PROMPT, first)
+        assert await there.load(8) == 1001
+        (second,) = await engine.generate(PROMPT, Sampling(max_tokens=6))
+        there.assert_sampled(PROMPT, second)
+        assert [[span.version for span in one.spans] for one in (first, second)] == [[1000], [1001]]
+        await engine.close()
+        with pytest.raises(InfraError, match=r"weights versions \[1001\] made a sample"):
+            await subject.engine.generate(PROMPT, Sampling(max_tokens=6))
 
     subject.run(scenario())
 

@@ -167,7 +167,7 @@ class World:
                 step=step, version=step, new_version=step + 1, groups=[reference(group) for group in groups]
             )
             bodies = training.fetch_trajectories([item.trajectory_id or b"" for group in groups for item in group])
-            self.trained += [body for body in bodies if body is not None]
+            self.trained += [body for body in bodies if isinstance(body, Trajectory)]
             training.journal_batch(record)
             training.complete_step(record)
             self._weights.publish(step + 1)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from broker.client import Broker
@@ -119,6 +120,31 @@ def test_a_policy_learns_from_weights_that_go_from_peer_to_peer(
     broker = make_broker("e2e")
     assert {item.state.uri.partition(":")[0] for item in broker.weights.published()} == {"peer"}
     assert not [event for event in broker.events.tail(100) if event.level == "error"]
+
+
+@pytest.mark.timeout(400)
+def test_versions_are_broadcast_to_the_generators_of_a_run_and_no_process_stays(model: Path, tmp_path: Path) -> None:
+    config = configuration(
+        model, tmp_path, 1_000_000, engine="scripted", args={"token_s": 0.02}, probe_tolerance=1e3, replicas=2
+    )
+    config["trainer"]["publish"] = {"transport": "nccl", "nccl": {"backend": "gloo"}}
+    config["trainer"]["advantage"] = {"keep_zero_variance": True}
+    run = UpRun(tmp_path, config)
+    logs = [run.folder / "logs" / f"{name}.log" for name in ("trainer", "generator-0", "generator-1")]
+
+    def both() -> bool:
+        text = logs[0].read_text(encoding="utf-8") if logs[0].exists() else ""
+        return any("weights were broadcast" in line and '"generators": 2' in line for line in text.splitlines())
+
+    run.wait_until(both, "broadcast to both generators")
+    steps = run.steps()
+    run.wait_until(lambda: run.steps() >= steps + 3, "steps after it")
+    family = psutil.Process(run.process.pid).children(recursive=True)
+    assert sum("broadcast" in process.cmdline()[-1:] for process in family) == 3, "guardians of their processes"
+    run.process.terminate()
+    run.process.wait(60)
+    assert not [process for process in family if process.is_running()]
+    assert not any("weights come from peers" in log.read_text(encoding="utf-8") for log in logs)
 
 
 @pytest.mark.timeout(400)

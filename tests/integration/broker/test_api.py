@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
+from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
 import msgspec
@@ -13,8 +15,11 @@ from broker.client import Broker
 from broker.heartbeat import HeartbeatThread
 from broker.telemetry.trajectories import KEEP_BYTES, LONGEST_KEPT
 from schemas.control_api import RunStatus
+from schemas.digests import digest
+from schemas.images import ImageSettings, probe_image
 from schemas.messages import Event, Heartbeat, Score, Segment, Turn
 from tests.support.control_plane import DEADLINE_S, ControlPlane
+from tests.support.one_group import WEIGHTS, publish_weights
 from tests.support.prompt_groups import make_task, make_trajectory
 from tests.support.trainer_sessions import take_over
 
@@ -33,6 +38,17 @@ def test_the_status_of_a_run_that_has_not_begun(api: ControlPlane) -> None:
     found = RunStatus.model_validate(body)
     assert (found.state, found.pause.mode, found.ledger.balanced) == ("starting", "none", True)
     assert not found.scaling.possible
+
+
+def test_weight_versions_are_listed_with_their_sizes(api: ControlPlane, broker: Broker, tmp_path: Path) -> None:
+    assert api.ask("GET", "/v1/weights") == (200, {"weights": [], "next": None})
+    training = take_over(broker)
+    for version in (3, 4):
+        publish_weights(broker, training.leader_term, version, tmp_path, keep=2)
+    found = api.ask("GET", "/v1/weights")[1]["weights"]
+    assert [one["version"] for one in found] == [3, 4]
+    assert (found[1]["bytes"], found[1]["whole"], found[1]["transport"]) == (len(WEIGHTS), True, "redis")
+    assert (found[1]["delta_base"], found[1]["adapter_rank"], found[1]["leader_term"]) == (None, None, 1)
 
 
 def test_orders_are_idempotent_and_the_timeline_says_who_gave_them(api: ControlPlane) -> None:
@@ -218,3 +234,31 @@ def test_long_episodes_are_kept_for_reading_and_few_of_them(api: ControlPlane) -
     store.keep(99, [(too_long, 1.0), (make_trajectory(98, 0), 0.0)])
     assert api.ask("GET", "/v1/trajectories/98/0")[0] == 200
     assert api.ask("GET", "/v1/trajectories/99/0")[0] == 404
+
+
+def test_images_are_handed_out_as_png_files_to_those_who_may_read(broker: Broker, tmp_path: Path) -> None:
+    image, page = probe_image(ImageSettings(14, 2, 2, 784, 12544, (0.5,) * 3, (0.5,) * 3)), b"<html><script>"
+    (tmp_path / "samples" / "images").mkdir(parents=True)
+    kept = tmp_path / "samples" / "images" / f"{'1' * 32}.png"
+    kept.write_bytes(image)
+    kept.with_name(f"{'2' * 32}.png").write_bytes(page)
+    take_over(broker)
+    broker.ledger.admit(make_task(0))
+    broker.task_queue("g").keep_images(0, {digest(image): image, digest(page): page})
+
+    def get(url: str, token: str) -> tuple[int, bytes, str, str]:
+        try:
+            with urlopen(Request(url, headers={"Authorization": f"Bearer {token}"}), timeout=20) as answer:
+                headers = answer.headers
+                return answer.status, answer.read(), headers["content-type"], headers["x-content-type-options"]
+        except HTTPError as error:
+            return error.code, b"", error.headers["content-type"], error.headers["x-content-type-options"]
+
+    with ControlPlane(broker, "api", folder=tmp_path, token="the-token-of-orders-123") as api:
+        images = f"{api.url}/v1/images"
+        for name in (digest(image), "1" * 32):
+            assert get(f"{images}/{name}", "the-token-of-orders-123") == (200, image, "image/png", "nosniff")
+            assert get(f"{images}/{name}", "another-token-of-nobody")[0] == 401
+        for wrong in (digest(page), "2" * 32, "3" * 32):
+            assert get(f"{images}/{wrong}", "the-token-of-orders-123")[0] == 404
+        assert get(f"{images}/..%2F..%2Fconfig", "the-token-of-orders-123")[0] in (404, 422)

@@ -17,6 +17,7 @@ from urllib.request import Request, urlopen
 import pytest
 
 from broker.client import Broker
+from schemas.images import ImageSettings, probe_image
 from tests.support.control_plane import ControlPlane
 from tests.support.run_folders import make_run
 
@@ -59,7 +60,7 @@ def test_every_resource_of_a_run_is_read_without_a_broker(ui: str) -> None:
     assert ask(ui, "v1/runs/first")[1]["summary"]["exit_reason"] == "finished"
     assert ask(ui, "v1/runs/first/config")[1]["settings"]["broker.url"] == "redis://***@somewhere:6379/0"
     metrics = ask(ui, "v1/runs/second/metrics?name=reward/mean&limit=4")[1]
-    assert (metrics["step"], metrics["next"], list(metrics["series"])) == ([1, 2, 3, 4], 4, ["reward/mean"])
+    assert (metrics["step"], metrics["next"], list(metrics["series"])) == ([1, 2, 3, 4], "4", ["reward/mean"])
     group = ask(ui, "v1/runs/first/groups?sort=reward_high&limit=1")[1]["groups"][0]
     whole = ask(ui, f"v1/runs/first/groups/{group['step']}/{group['task_id']}")[1]
     assert len(whole["samples"]) == group["n"] == 4
@@ -120,3 +121,16 @@ def test_a_control_plane_shows_its_own_run_and_no_other(broker: Broker, tmp_path
         assert ([run["name"] for run in runs["runs"]], runs["live"]) == (["own"], "own")
         assert api.ask("GET", "/v1/runs/own/groups")[1]["total"] == 80
         assert api.ask("GET", "/v1/runs/other")[0] == 404
+
+
+def test_a_picture_of_a_kept_sample_is_read_from_the_runs_folder(tmp_path: Path, broker: Broker) -> None:
+    make_run(tmp_path / "seen", steps=2)
+    image = probe_image(ImageSettings(14, 2, 2, 784, 12544, (0.5,) * 3, (0.5,) * 3))
+    folder = tmp_path / "seen" / "samples" / "images"
+    folder.mkdir(parents=True)
+    (folder / f"{'1' * 32}.png").write_bytes(image)
+    with ControlPlane(broker, "seen", folder=tmp_path / "seen") as api:
+        with urlopen(f"{api.url}/v1/runs/seen/images/{'1' * 32}", timeout=20) as answer:
+            assert (answer.read(), answer.headers["content-type"]) == (image, "image/png")
+        assert api.ask("GET", f"/v1/runs/seen/images/{'2' * 32}")[0] == 404
+        assert api.ask("GET", "/v1/runs/seen/images/..")[0] in (404, 422)

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from broker.client import Broker
-from broker.flow.trainer_session import _runs
+from broker.connection.scripts import Script
 from broker.queues.consumer_group import AT_ONCE
 from deploy.bench.workload import PipelineShape, TrajectoryPool, begin
 from schemas.codec import encode
-from schemas.messages import Score
+from schemas.messages import Score, Trajectory
 
 pytestmark = pytest.mark.integration
 
@@ -20,7 +20,7 @@ POOL = TrajectoryPool(16)
 GROUPS, SAMPLES = 20, 8
 
 
-def fill(broker: Broker) -> list[bytes]:
+def fill(broker: Broker) -> list[tuple[bytes, dict[bytes, bytes]]]:
     """Admit and publish everything; returns the entries of the trajectories, in order."""
     begin(broker.trainer_session(), PipelineShape(batch=GROUPS, staleness=0))
     admission = broker.ledger.admit_all([POOL.task(task_id, SAMPLES) for task_id in range(GROUPS)])
@@ -31,7 +31,8 @@ def fill(broker: Broker) -> list[bytes]:
         for item in queue.read(GROUPS)
     ]
     assert queue.publish_all(results) == [["ok"] * SAMPLES] * GROUPS
-    return [entry for entry, _ in broker.connection.client.xrange(broker.connection.keys.trajectories)]
+    found: Any = broker.connection.client.xrange(broker.connection.keys.trajectories)
+    return list(found)
 
 
 def test_admission_stops_at_the_first_task_there_is_no_room_for(broker: Broker) -> None:
@@ -53,6 +54,39 @@ def test_a_sample_twice_in_one_call_is_published_once(broker: Broker) -> None:
     assert broker.connection.client.xlen(broker.connection.keys.tasks) == 0
 
 
+def test_one_call_admits_many_tasks_and_publishes_for_many(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls, keys = list[str](), broker.connection.keys
+    real = Script.send
+
+    def send(self: Script, client: Any, args: Sequence[Any]) -> Any:
+        calls.extend(name for name in ("admit_tasks", "publish_samples") if Script.named(name, keys).text == self.text)
+        return real(self, client, args)
+
+    monkeypatch.setattr(Script, "send", send)
+    begin(broker.trainer_session(), PipelineShape(batch=AT_ONCE, staleness=0))
+    broker.ledger.admit_all([POOL.task(task_id, 1) for task_id in range(AT_ONCE)])
+    queue = broker.task_queue("g")
+    tasks = [item.message for item in queue.read(AT_ONCE)]
+    results = [(task.task_id, [POOL.trajectory(task, 0, 0)]) for task in tasks]
+    assert queue.publish_all([*results[1:], (AT_ONCE, [POOL.trajectory(POOL.task(AT_ONCE, 1), 0, 0)])]) == [
+        *[["ok"]] * (AT_ONCE - 1),
+        ["closed"],
+    ]
+    assert queue.publish_all(results) == [["ok"], *[["dup"]] * (AT_ONCE - 1)]
+    assert calls == ["admit_tasks", "publish_samples", "publish_samples"]
+    assert broker.connection.client.hlen(keys.bodies) == AT_ONCE
+
+
+def test_a_task_to_be_made_again_is_admitted_behind_one_that_is_not_next(broker: Broker) -> None:
+    begin(broker.trainer_session(), PipelineShape(batch=4, staleness=0))
+    broker.ledger.admit_all([POOL.task(task_id, 1) for task_id in range(3)])
+    client, keys = broker.connection.client, broker.connection.keys
+    client.zrem(keys.slots, "1")
+    client.zadd(keys.readmit, {"1": 1})
+    admission = broker.ledger.admit_all([POOL.task(0, 1), POOL.task(1, 1), POOL.task(3, 1)])
+    assert (admission.answer, admission.next, admission.admitted) == ("moved", 4, [1, 3])
+
+
 def test_more_scores_than_fit_one_call_are_each_published_once(broker: Broker) -> None:
     count = len(fill(broker))
     assert count > 2 * AT_ONCE
@@ -67,13 +101,20 @@ def test_more_scores_than_fit_one_call_are_each_published_once(broker: Broker) -
 def test_no_call_of_a_script_holds_more_bytes_than_it_may(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
     most = 3 * len(encode(POOL.trajectory(POOL.task(0, SAMPLES), 0, 0)))
     monkeypatch.setattr("broker.queues.consumer_group.BYTES_AT_ONCE", most)
+    monkeypatch.setattr("broker.queues.tasks.PARCEL_BYTES", most)
     real, sent = broker.connection.run_scripts, dict[str, list[list[int]]]()
 
     def run_scripts(name: str, calls: Sequence[Sequence[Any]]) -> list[Any]:
         sent[name] = [[len(item) for item in call if isinstance(item, bytes)] for call in calls]
         return real(name, calls)
 
+    def run_script_with_fields(name: str, key: str, calls: Sequence[tuple[Sequence[Any], Sequence[Any]]]) -> list[Any]:
+        sent[name] = [[len(item) for item in fields if isinstance(item, bytes)] for fields, _ in calls]
+        return with_fields(name, key, calls)
+
+    with_fields = broker.connection.run_script_with_fields
     monkeypatch.setattr(broker.connection, "run_scripts", run_scripts)
+    monkeypatch.setattr(broker.connection, "run_script_with_fields", run_script_with_fields)
     fill(broker)
     failed = Score(status="error", reason="no")
     queue = broker.score_queue("r")
@@ -85,19 +126,13 @@ def test_no_call_of_a_script_holds_more_bytes_than_it_may(broker: Broker, monkey
 
 
 def test_trajectories_are_fetched_in_the_order_asked_for(broker: Broker) -> None:
-    ids = fill(broker)
-    asked = [ids[9], b"5-0", ids[3], *ids[100:140], ids[4], ids[3]]
-    broker.connection.client.xdel(broker.connection.keys.trajectories, ids[110])
+    entries = fill(broker)
+    client, keys = broker.connection.client, broker.connection.keys
+    places = [entry + b"/" + fields[b"b"] for entry, fields in entries]
+    asked = [places[9], b"5-0/nothing.0", b"", places[3], *places[100:140], places[4], places[3]]
+    client.hdel(keys.bodies, entries[110][1][b"b"].decode())
     found = broker.trainer_session().fetch_trajectories(asked)
-    wanted = [None if entry in (b"5-0", ids[110]) else divmod(ids.index(entry), SAMPLES) for entry in asked]
-    assert [body and (body.task_id, body.sample) for body in found] == wanted
+    gone = (b"5-0/nothing.0", b"", places[110])
+    wanted = [None if place in gone else divmod(places.index(place), SAMPLES) for place in asked]
+    assert [(body.task_id, body.sample) if isinstance(body, Trajectory) else body for body in found] == wanted
     assert broker.trainer_session().fetch_trajectories([]) == []
-
-
-def test_entries_without_a_gap_are_read_as_one_stretch() -> None:
-    assert _runs([b"7-0", b"7-1", b"7-2", b"7-4", b"8-5", b"8-4", b"8-5"]) == [
-        (b"7-0", b"7-2"),
-        (b"7-4", b"7-4"),
-        (b"8-5", b"8-5"),
-        (b"8-4", b"8-5"),
-    ]

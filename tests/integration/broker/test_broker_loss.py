@@ -127,7 +127,7 @@ def test_a_commit_leaves_no_body_behind_when_the_samples_are_gone(broker: Broker
     client, keys = broker.connection.client, broker.connection.keys
     client.delete(keys.samples)
     training.commit_steps(list(training.read_journal().values()))
-    assert client.xlen(keys.trajectories) == 0
+    assert (client.xlen(keys.trajectories), client.hlen(keys.bodies)) == (0, 0)
 
 
 def test_a_term_that_is_none_is_lost_and_mended(broker: Broker) -> None:
@@ -181,6 +181,7 @@ def test_an_older_trainer_does_not_take_a_newer_ones_broker_for_lost(broker: Bro
 
 
 PIPELINE = (
+    "bodies",
     "slots",
     "counts",
     "groups",

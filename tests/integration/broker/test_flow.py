@@ -113,17 +113,16 @@ def test_poison_on_the_wire_goes_to_the_dead_letters_and_the_group_goes_on(broke
     broker.task_queue("g").publish(0, [make_trajectory(0, 0), make_trajectory(0, 1)])
     client, keys = broker.connection.client, broker.connection.keys
     (first, _) = client.xrange(keys.trajectories)
-    client.xdel(keys.trajectories, first[0])
-    damaged = client.xadd(keys.trajectories, {"t": 0, "s": 0, "b": b"\x00garbage"})
-    client.hset(keys.samples, "0:0", damaged)
+    client.hset(keys.bodies, first[1][b"b"], b"\x00garbage")
     client.xadd(keys.trajectories, {"hello": "world"})
+    client.xadd(keys.trajectories, {"t": 0, "s": 1, "b": "nothing.0"})
     rewards = broker.score_queue("r")
     good = rewards.read(10, 10)
     assert [item.message.sample for item in good] == [1]
     rewards.publish([(good[0], Score(reward=1.0))])
     outcomes = {outcome.sample: outcome.score.status for outcome in training.claim_scores(10)}
     assert outcomes == {0: "error", 1: "ok"}
-    assert client.xlen(keys.dead) == 2
+    assert client.xlen(keys.dead) == 3
 
 
 def test_a_dropped_group_returns_its_slot_and_its_data(broker: Broker) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import re
 import subprocess
+import time
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +23,11 @@ from broker.connection.runs import list_runs
 from broker.connection.scripts import names
 from broker.flow.ledger import SkippedTask
 from broker.queues.tasks import eval_task_id
+from broker.weights.collective.roll import Roll
 from broker.weights.peers.node import PeerNode
 from broker.weights.transports import PeerOrigin, PeerReader
 from schemas.config import BrokerConfig
-from schemas.config.trainer import PeerConfig
+from schemas.config.publish import PeerConfig
 from schemas.digests import digest
 from schemas.errors import ConfigError
 from schemas.messages import ChatMessage, ContentPart, Event, Image, Sampling, Score, Task
@@ -93,6 +96,25 @@ def test_weights_go_from_peer_to_peer_under_each_role(roles: dict[str, Broker], 
             roles[role].connection.client.hgetall(KEYS.peers)
 
 
+def test_trainer_and_generators_meet_for_a_broadcast_and_only_the_trainer_calls(roles: dict[str, Broker]) -> None:
+    term = take_over(roles["trainer"]).leader_term
+    trainer, generator = (Roll(roles[role].connection, role) for role in ("trainer", "generator"))
+    trainer.open(term, "v1-t1.safetensors", "gloo", 0.2)
+    with ThreadPoolExecutor(1) as threads:
+        answering = threads.submit(generator.answer, "v1-t1.safetensors", 0, ["gloo"], lambda: False)
+        called = trainer.close(term, "v1-t1.safetensors", 0, 0.2)
+        answered = answering.result(10)
+    assert called is not None
+    assert answered is not None
+    assert (answered.communicator, answered.rank, answered.size) == (called.communicator, 1, 2)
+    generator.tell(called.communicator, "0/1", b"address")
+    assert trainer.find_note(called.communicator, "0/1", time.monotonic() + 5) == b"address"
+    with pytest.raises(redis.exceptions.NoPermissionError):
+        roles["reward"].connection.client.hgetall(KEYS.roll)
+    with pytest.raises(ConfigError):
+        generator.open(term, "v2-t1.safetensors", "gloo", 0.2)
+
+
 def test_generators_may_all_that_their_work_asks(roles: dict[str, Broker]) -> None:
     training = take_over(roles["trainer"])
     for task_id in (0, 1):
@@ -135,8 +157,11 @@ def test_images_are_stored_and_read_by_those_who_need_them(roles: dict[str, Brok
     assert roles["feeder"].ledger.admit_all([task], images={name: image}).answer == "ok"
     for role in ("generator", "trainer"):
         assert roles[role].images.fetch([name]) == {name: image}
+    seen = {digest(b"seen"): b"seen"}
+    roles["generator"].task_queue("g").keep_images(0, seen)
+    assert roles["trainer"].images.fetch(seen) == seen
     assert training.drop_group(0, "stale", [])
-    assert roles["trainer"].images.fetch([name]) == {}
+    assert roles["trainer"].images.fetch([name, *seen]) == {}
 
 
 def test_rewards_may_all_that_their_work_asks(roles: dict[str, Broker], urls: dict[str, str]) -> None:

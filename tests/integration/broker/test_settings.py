@@ -100,7 +100,7 @@ def test_a_setting_that_was_given_back_does_not_return_with_an_older_checkpoint(
 
 def test_settings_that_services_read_outlive_a_broker_that_lost_all(broker: Broker) -> None:
     take_over_as(broker, WINDOWED)
-    given = {"lr": 2.5e-06, "steps": 70, "eval_every": 5, "checkpoint_every": 3}
+    given = {"lr": 2.5e-06, "steps": 70, "temperature": 0.85, "eval_every": 5, "checkpoint_every": 3}
     broker.ledger.change_settings(given)
     kept = broker.ledger.read_state().settings
     broker.purge()
@@ -109,7 +109,10 @@ def test_settings_that_services_read_outlive_a_broker_that_lost_all(broker: Brok
     assert (state.settings, state.control.settings, state.steps) == (given, given, 70)
     broker.ledger.change_settings({"steps": None, "lr": None})
     state = broker.ledger.read_state()
-    assert (state.control.settings, state.steps) == ({"eval_every": 5, "checkpoint_every": 3}, 100)
+    assert (state.control.settings, state.steps) == (
+        {"temperature": 0.85, "eval_every": 5, "checkpoint_every": 3},
+        100,
+    )
 
 
 def test_a_run_is_given_more_steps_than_it_has_taken(broker: Broker) -> None:
@@ -120,12 +123,13 @@ def test_a_run_is_given_more_steps_than_it_has_taken(broker: Broker) -> None:
         status, settings = api.ask("PATCH", "/v1/settings", {"steps": 8, "lr": 1e-5})
         assert (status, settings["steps"], settings["lr"], settings["changed"]) == (200, 8, 1e-5, ["lr", "steps"])
         assert api.ask("PATCH", "/v1/settings", {"lr": 0})[0] == 422
+        assert api.ask("PATCH", "/v1/settings", {"temperature": 0})[0] == 422, "greedy: nothing could be learnt"
     assert "lr set to 1e-05" in [event.event.text.split(" by ")[0] for event in broker.events.newest(9)]
     wrong = run_tidemill("set", broker.connection.keys.run, "lr=fast", "--url", broker.connection.url)
     assert (wrong.returncode, wrong.stderr.count("\n")) == (2, 1)
     assert "lr 'fast'" in wrong.stderr
     wrong = run_tidemill("set", broker.connection.keys.run, "n=3", "--url", broker.connection.url)
-    assert "these can: staleness, batch, concurrency, lr, steps" in wrong.stderr
+    assert "these can: staleness, batch, concurrency, lr, steps, temperature" in wrong.stderr
 
 
 def test_the_control_plane_and_the_command_line_refuse_such_settings_too(broker: Broker) -> None:
@@ -145,6 +149,7 @@ def test_the_control_plane_and_the_command_line_refuse_such_settings_too(broker:
         "concurrency": None,
         "lr": None,
         "steps": 100,
+        "temperature": None,
         "eval_every": None,
         "checkpoint_every": None,
         "changed": [],

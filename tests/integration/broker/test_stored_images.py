@@ -126,6 +126,24 @@ def test_a_group_whose_image_is_gone_is_damaged(broker: Broker) -> None:
         training.diagnose_group(0)
 
 
+def test_images_of_an_episode_are_there_once_and_go_with_its_group(broker: Broker) -> None:
+    training, queue = take_over(broker), broker.task_queue("g")
+    tasks = [task_with(0, b"one"), task_with(1, b"other", n=1)]
+    broker.ledger.admit_all(tasks, images=files(b"one", b"other"))
+    for _ in range(2):
+        # Both samples of the group have it, and a repeat after a lost answer counts once, too.
+        queue.keep_images(0, files(b"one", b"seen"))
+    queue.keep_images(1, files(b"seen"))
+    assert broker.images.fetch(files(b"one", b"seen")) == files(b"one", b"seen")
+    assert training.diagnose_group(0) == "waiting"
+    assert training.drop_group(0, "stale", [])
+    assert broker.images.fetch(files(b"one", b"seen")) == files(b"seen")
+    assert training.drop_group(1, "stale", [])
+    assert stored(broker) == 0
+    queue.keep_images(0, files(b"late"))
+    assert stored(broker) == 0, "the group has ended"
+
+
 def test_a_task_names_as_many_images_as_its_messages_have_places() -> None:
     with pytest.raises(ValueError, match="a task has 0 images, and its messages have places for 1"):
         Task(task_id=0, kind="train", n=1, sampling=Sampling(), messages=[ChatMessage("user", [ContentPart("image")])])

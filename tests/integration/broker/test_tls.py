@@ -20,7 +20,7 @@ from broker.connection.keys import Keys
 from broker.weights.peers.node import PeerNode
 from broker.weights.transports import PeerOrigin, PeerReader
 from schemas.config import BrokerConfig
-from schemas.config.trainer import PeerConfig
+from schemas.config.publish import PeerConfig
 from schemas.errors import ConfigError
 from tests.support.one_group import fetch_weights, move_one_group, publish_weights
 from tests.support.programs import find_program, skip_or_fail

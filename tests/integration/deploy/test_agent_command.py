@@ -52,12 +52,18 @@ def test_an_agent_is_played_without_a_model_and_its_conversation_shown(tmp_path:
     assert "agent returned" in done.stdout
     assert '"ignored_settings": 2.0' in done.stdout
     assert "replayed: 2" in done.stdout
+    found = json.loads(run_tidemill("agent", str(write(tmp_path, "run")), "--json").stdout)
+    assert (found["failed"], found["reason"], found["replayed"]) == (False, "returned", 2)
+    assert [message["content"] for message in found["messages"]].count("A trial answer.") == 2
 
 
 def test_an_agent_that_fails_says_why_and_the_exit_code_is_not_0(tmp_path: Path) -> None:
     done = run_tidemill("agent", str(write(tmp_path, "fails")))
     assert done.returncode == 1
     assert "agent: KeyError: 'no tool'" in done.stdout
+    found = json.loads(run_tidemill("agent", str(write(tmp_path, "fails")), "--json").stdout)
+    assert found["failed"] is True
+    assert "KeyError: 'no tool'" in found["reason"]
 
 
 def test_doctor_plays_one_episode(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from broker.connection.embedded import EmbeddedServer
 from deploy.bench.agents.episodes import Shape
 from deploy.bench.agents.episodes import measure as measure_episodes
 from deploy.bench.agents.tokens import measure as measure_tokens
-from deploy.bench.cli import app
+from deploy.bench.cli.app import app
 from deploy.bench.control import measure as measure_control
 from deploy.bench.overlap import measure as measure_overlap
 from deploy.bench.overlap import simulate
@@ -147,12 +147,20 @@ def test_a_version_reaches_all_generators_though_one_that_they_read_from_is_kill
     assert not list(open_client(server.url).scan_iter(match="*bench*"))
 
 
+def test_a_version_is_broadcast_to_all_generators(tmp_path: Path, server: EmbeddedServer) -> None:
+    row = measure_spread("nccl", 2, 20, 1, server.url, tmp_path)
+    assert (row["broadcast"], row["egress"]) == (1.0, 0.0), "nothing from peers"
+    assert row["seconds"] > 0
+    assert row["joiner_s"] > 0
+    assert not list(tmp_path.iterdir())
+
+
 def test_an_unknown_size_or_transport_is_refused_in_a_line() -> None:
     with pytest.raises(ConfigError, match="a model of 7B is not known here, give some of 1M, 50M, 500M"):
         measure_weights("7B", "file", 1, "transformers", None, None, lambda _: None)
     result = CliRunner().invoke(app, ["weights", "--transports", "pigeon"])
     assert result.exit_code == 2
-    assert "'pigeon' is none of file, redis and peer" in " ".join(result.output.split())
+    assert "'pigeon' is none of file, redis, peer" in " ".join(result.output.split())
 
 
 def test_the_control_plane_is_measured_beside_a_pipeline() -> None:

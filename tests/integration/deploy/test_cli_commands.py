@@ -123,10 +123,17 @@ def test_runs_are_listed_with_their_memory_and_deleted_after_asking(make_broker:
     assert listed["big-run"]["memory"] > 100_000 > listed["small-run"]["memory"] > 0
     assert listed["big-run"]["state"] == "running"
     assert "nothing was deleted" in run_tidemill("purge", "big-run", "--url", url, answer="n\n").stdout
+    assert (
+        run_tidemill("purge", "big-run", "--url", url, "--json").stderr
+        == "tidemill: --json cannot ask: give --yes as well\n"
+    )
     assert run_tidemill("purge", "big-run", "--url", url, answer="y\n").returncode == 0
     listed = {run["name"] for run in json.loads(run_tidemill("runs", "--url", url, "--json").stdout)}
     assert "big-run" not in listed
     assert "small-run" in listed
+    deleted = json.loads(run_tidemill("purge", "small-run", "--url", url, "--yes", "--json").stdout)
+    assert deleted["run"] == "small-run"
+    assert deleted["deleted_keys"] > 0
 
 
 def test_settings_change_while_the_run_goes_on_and_wrong_ones_change_nothing(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -36,6 +37,8 @@ def test_a_service_is_ready_from_its_first_heartbeat_until_it_falls_silent(
     ready = partial(run_tidemill, "ready", "config.yaml", cwd=tmp_path)
     done = ready("feeder")
     assert (done.returncode, done.stderr) == (1, "tidemill: feeder has not come up\n")
+    answer = json.loads(ready("feeder", "--json").stdout)
+    assert answer == {"service": "feeder", "ready": False, "problem": "feeder has not come up"}
     beat = Heartbeat(service="feeder", role="feeder", host="h", pid=1, state="running")
     broker.heartbeats.send(beat)
     done = ready("feeder")

@@ -162,6 +162,8 @@ def test_the_command_says_so_in_one_line_and_in_its_exit_code(finished: Tidemill
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("equal: steps 4 to 4 of run replayed, trained again from step-00000004-t0001,")
     assert "replay: step 4, up to 4" in done.stderr
+    answer = json.loads(run_tidemill("replay", str(finished.folder), "--from", "4", "--json", cwd=tmp_path).stdout)
+    assert (answer["equal"], answer["from"], answer["differs"]) == (True, 4, {})
     done = run_tidemill("replay", str(finished.folder), "--from", "4", "--to", "4")
     assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -95,6 +96,15 @@ def test_passwords_are_kept_and_are_in_no_file_that_others_can_read(tmp_path: Pa
     secrets.append(before[users / "server" / "password"].strip())
     assert len(set(secrets)) == len(acl.ROLES) + 1
     assert not any(secret in before[readable[0]] for secret in secrets)
+
+
+def test_users_and_the_files_they_are_in_are_told_as_json(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text(CONFIG)
+    made = json.loads(run_tidemill("acl", "config.yaml", "--json", cwd=tmp_path).stdout)
+    assert {user["role"] for user in made["users"]} == set(acl.ROLES)
+    assert all(user["user"] in " ".join(made["acl"]) for user in made["users"])
+    files = json.loads(run_tidemill("acl", "config.yaml", "--files", "users", "--json", cwd=tmp_path).stdout)
+    assert all((tmp_path / file).is_file() for file in (*files["urls"].values(), files["users"], files["password"]))
 
 
 def test_a_url_with_a_user_or_of_another_kind_is_refused_in_one_line(tmp_path: Path) -> None:

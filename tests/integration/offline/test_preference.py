@@ -134,11 +134,17 @@ def test_the_command_trains_from_a_yaml(
         name: section(tmp_path / "out", dataset=data, eval=data) | {"out": str(tmp_path / "out")},
     }
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
-    app([command, str(tmp_path / "config.yaml")], standalone_mode=False)
+    as_json = ["--json"] if command == "reward-model" else []
+    app([command, str(tmp_path / "config.yaml"), *as_json], standalone_mode=False)
     printed = capsys.readouterr()
-    assert "1.000 of 24 held-out pairs" in printed.out
     assert "step 40: held-out loss" in printed.err
-    if command == "dpo":
+    if command == "reward-model":
+        made = json.loads(printed.out)
+        assert (made["model"], made["heldout_pairs"], made["accuracy"]) == (str(tmp_path / "out"), 24, 1.0)
+        assert made["step"] == 40
+        assert made["seconds"] > 0
+    else:
+        assert "1.000 of 24 held-out pairs" in printed.out
         assert Policy(load_model(tmp_path / "out", "float32"))
 
 

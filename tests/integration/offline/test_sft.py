@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from consumers.offline import sft
@@ -17,6 +18,7 @@ from consumers.trainer.model.policy import load_model
 from producers.rendering.tokenizer import HfTokenizer
 from schemas.config import WarmStartConfig
 from schemas.errors import ConfigError
+from tests.support.command_line import run_tidemill
 from tests.support.tiny_model import make_tiny_model
 
 pytestmark = pytest.mark.integration
@@ -54,6 +56,34 @@ def test_trains_to_the_mark_and_writes_an_ordinary_model(tmp_path: Path) -> None
     answers = greedy(model, [tokenizer(p).input_ids for p, _ in PAIRS], 3, tokenizer.eos_token_id)
     right = [tokenizer.decode(a) == c for a, (_, c) in zip(answers, PAIRS, strict=True)]
     assert sum(right) / len(right) == pytest.approx(result.accuracy)
+
+
+def test_the_command_answers_in_json_what_it_made_and_that_there_is_nothing_to_make(tmp_path: Path) -> None:
+    (tmp_path / "start.py").write_text(
+        "from tests.support.tiny_model import make_tiny_model\n\n\n"
+        "def build(folder, seed):\n    make_tiny_model(folder, seed=seed)\n"
+    )
+    lines = [json.dumps({"prompt": prompt, "answer": answer}) for prompt, answer in PAIRS]
+    (tmp_path / "pairs.jsonl").write_text("\n".join(lines) + "\n")
+    data = {"name": "jsonl", "args": {"path": "pairs.jsonl"}}
+    warm_start = settings(dataset=data, eval=data, model="start.py:build", stop_accuracy=0.3, max_steps=300)
+    config = {
+        "model": {"path": "made", "max_length": 64},
+        "sampling": {"max_tokens": 8},
+        "train": data,
+        "reward": {"terms": [{"name": "exact"}]},
+        "warm_start": warm_start.model_dump(mode="json"),
+    }
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
+    done = run_tidemill("sft", "config.yaml", "--json", cwd=tmp_path)
+    made = json.loads(done.stdout)
+    assert (done.returncode, made["model"], made["made"]) == (0, "made", True), done.stderr
+    assert made["accuracy"] >= 0.3
+    assert made["steps"] > 0
+    assert "supervised steps" in done.stderr
+    for command in ("sft", "prepare"):
+        done = run_tidemill(command, "config.yaml", "--json", cwd=tmp_path)
+        assert json.loads(done.stdout) == {"model": "made", "made": False}, done.stderr
 
 
 def test_trains_on_from_a_model_folder(tmp_path: Path) -> None:

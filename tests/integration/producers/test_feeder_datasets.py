@@ -72,6 +72,23 @@ def test_datasets_are_mixed_by_weight_and_a_restarted_feeder_goes_on_where_each_
     assert Counter(label for _, label, _ in fed) == {"sums": 6, "code": 2}
 
 
+def test_the_temperature_changes_for_tasks_that_are_admitted_from_then_on(broker: Broker, tmp_path: Path) -> None:
+    config = configured(tmp_path, sampling={"n": 2, "temperature": 0.9, "max_tokens": 7}, eval=EVAL)
+    training = take_over(broker, batch=2, staleness=3)
+    feeder = Feeder(config, broker, mixture(), [Numbers(2), Numbers(2)])
+    assert feed_until(feeder, lambda: broker.ledger.read_state().active == 8) == []
+    assert broker.ledger.change_settings({"temperature": 0.6})
+    training.drop_group(0, "test", [])
+    assert feed_until(feeder, lambda: broker.ledger.read_state().active == 8) == []
+    assert broker.ledger.change_settings({"temperature": None})
+    training.drop_group(1, "test", [])
+    assert feed_until(feeder, lambda: broker.ledger.read_state().active == 8) == []
+    tasks = [item.message for item in broker.task_queue("g").read(100, 10)]
+    fed = [task.sampling for task in tasks if task.kind == "train"]
+    assert [(sampling.temperature, sampling.max_tokens) for sampling in fed] == [(0.9, 7)] * 6 + [(0.6, 7), (0.9, 7)]
+    assert {task.sampling.temperature for task in tasks if task.kind == "eval"} == {0.0, 0.6}, "as configured"
+
+
 def answer(broker: Broker) -> None:
     """Answer and score the evaluation of version 0; of a prompt of ``code`` as many samples are right as its number."""
     queue, rewards = broker.task_queue("g"), broker.score_queue("r")

@@ -83,7 +83,7 @@ def test_a_killed_server_ends_the_generator_within_ten_seconds_and_its_samples_g
         (server,) = [
             child
             for child in psutil.Process().children(recursive=True)
-            if child.cmdline()[1:2] == [faulty_server.__file__]
+            if child.status() != psutil.STATUS_ZOMBIE and child.cmdline()[1:2] == [faulty_server.__file__]
         ]
         killed = time.monotonic()
         os.kill(server.pid, signal.SIGKILL)

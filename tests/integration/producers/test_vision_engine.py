@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import subprocess
 import sys
@@ -14,16 +15,17 @@ import torch
 from safetensors.torch import save_file
 
 from consumers.trainer.data.images import ImageFiles, probe_batch
-from consumers.trainer.data.microbatches import MicroBatch, collate
+from consumers.trainer.data.microbatches import Group, MicroBatch, collate
 from consumers.trainer.data.rows import TrainRow
 from consumers.trainer.model.hf_weights import wire_weights
 from consumers.trainer.model.policy import Policy, load_model
 from consumers.trainer.model.vision import VisionTower
 from deploy.offline.tiny_vision_model import Family, write_tiny_vision_model
-from schemas.codec import Array
+from schemas.codec import Array, decode
 from schemas.images import read_image_settings
-from schemas.messages import Span
+from schemas.messages import Span, Trajectory
 from tests.support import vision_samples
+from tests.support.train_steps import make_train_step
 from tests.support.vision_samples import Found, VisionSample
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
@@ -143,3 +145,55 @@ def test_new_weights_come_without_the_frozen_tower_and_change_what_the_probe_say
             parameter.div_(1.05)
     assert np.abs(scores.logprobs[0].numpy() - found.reloaded).max() < 1e-3
     assert np.abs(np.array(found.probe) - found.reloaded).max() > 1e-2
+
+
+def test_episodes_with_images_in_any_turn_are_trained_with_the_log_probabilities_they_were_sampled_with(
+    sampled: tuple[Policy, Found],
+) -> None:
+    policy, found = sampled
+    episodes = [(decode(episode.trajectory, Trajectory), episode) for episode in found.episodes]
+    assert {episode.shown for _, episode in episodes} == {0, 1, 2, 3}
+    assert any(len(trajectory.rows()) > 1 for trajectory, _ in episodes)
+    assert {"first", "joined", "history rewritten"} <= {why for _, episode in episodes for why in episode.why}
+    for trajectory, episode in episodes:
+        tokens, rows = trajectory.tokens.numpy(), trajectory.rows()
+        asked = sorted([*prompt, *answer] for prompt, answer in zip(episode.prompts, episode.answers, strict=True))
+        for row in rows:
+            assert tokens[row.places].tolist() in asked
+        assert trajectory.loss_mask.numpy().sum() == sum(map(len, episode.answers))
+    images = [image for trajectory, _ in episodes for image in trajectory.images]
+    after_answers = [
+        image
+        for trajectory, _ in episodes
+        for image in trajectory.images
+        if trajectory.loss_mask.numpy()[: image.start].any()
+    ]
+    assert len(images) > 24
+    assert len(after_answers) > 10
+    step = make_train_step(copy.deepcopy(policy), {"micro_batch_tokens": 2048})
+    groups = [Group(one.task_id, [(one, one.reward or 0.0)], episode.files) for one, episode in episodes]
+    metrics = step.run(step.planner.plan(groups).batch(), 0).metrics
+    assert metrics["tokens"] == sum(int(one.loss_mask.numpy().sum()) for one, _ in episodes)
+    assert metrics["logprob_gap_max"] < 1e-4
+
+
+AS_A_GENERATOR_STARTS = """
+import sys
+from producers.engines.factory import prepare_engine
+
+prepare_engine("vllm", vision=True)
+from transformers import Qwen2VLVideoProcessor
+
+Qwen2VLVideoProcessor()
+print("made with", sys.modules["torchvision"].__file__)
+"""
+
+
+@pytest.mark.parametrize("chosen", [{}, {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}], ids=["forked", "user's choice"])
+def test_what_a_generator_imports_first_finds_what_stands_in_for_torchvision(chosen: dict[str, str]) -> None:
+    """Transformers looks once whether torchvision is there, so this has to come before it is imported."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("VLLM_")} | chosen
+    command = [sys.executable, "-c", AS_A_GENERATOR_STARTS]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "made with" in done.stdout

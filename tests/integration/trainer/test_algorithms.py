@@ -6,6 +6,7 @@ import copy
 import math
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 from hypothesis import given, settings
@@ -42,11 +43,9 @@ def other(tmp_path_factory: pytest.TempPathFactory) -> Policy:
     return Policy(load_model(folder, "float32")).requires_grad_(False)
 
 
-def make_step(
-    model: PreTrainedModel, reference: Policy | None = None, temperature: float = 1.0, **trainer: object
-) -> TrainStep:
+def make_step(model: PreTrainedModel, reference: Policy | None = None, **trainer: object) -> TrainStep:
     settings = {"optimizer": {"lr": 1e-3}, **trainer}
-    return make_train_step(Policy(copy.deepcopy(model)), settings, temperature=temperature, reference=reference)
+    return make_train_step(Policy(copy.deepcopy(model)), settings, reference=reference)
 
 
 def run(step: TrainStep, groups: list[Group]) -> tuple[Tensor, StepResult, list[Prepared]]:
@@ -125,7 +124,7 @@ def test_advantages_and_kl_do_not_depend_on_micro_batching(
 def logprobs_by(policy: Policy, part: Prepared, temperature: float = 1.0) -> Tensor:
     micro = part.micro
     with torch.no_grad():
-        scores: Tensor = policy(micro.tokens, micro.targets, micro.mask, temperature=temperature).logprobs
+        scores: Tensor = policy(micro.tokens, micro.targets, micro.mask, temperatures=[temperature]).logprobs
     return scores
 
 
@@ -148,8 +147,12 @@ def test_kl_in_the_loss_pulls_towards_the_reference(model: PreTrainedModel, othe
 
 def test_the_reference_is_scored_at_the_sampling_temperature(model: PreTrainedModel, other: Policy) -> None:
     """Scaling the logits on one side only is a known mistake."""
-    step = make_step(model, other, temperature=0.5, kl={"coef": 0.1})
-    _, _, (part,) = run(step, make_groups([3], seed=3))
+    step = make_step(model, other, kl={"coef": 0.1})
+    groups = [
+        Group(group.task_id, [(msgspec.structs.replace(one, temperature=0.5), reward) for one, reward in group.samples])
+        for group in make_groups([3], seed=3)
+    ]
+    _, _, (part,) = run(step, groups)
     assert part.reference_logprobs is not None
     assert torch.allclose(part.reference_logprobs, logprobs_by(other, part, 0.5), atol=1e-6)
     assert not torch.allclose(part.reference_logprobs, logprobs_by(other, part, 1.0), atol=1e-2)

@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
+import numpy as np
 import pytest
 import torch
+from structlog.testing import capture_logs
 
 from broker.client import Broker
 from broker.queues.tasks import TaskQueue
+from consumers.trainer.batch_source import NothingToLearn
 from consumers.trainer.loop import Trainer
 from consumers.trainer.model.policy import Policy
 from deploy.run.summary import read_lines
 from schemas.errors import RunFailed
 from schemas.lifecycle import StopFlag
-from schemas.messages import Score
+from schemas.messages import RoutedExperts, Score
 from tests.support.deterministic_run import Generate, Pipeline, Reward, by_sample
+from tests.support.tiny_mixture import EXPERTS, LAYERS, K, make_mixture
+from tests.support.trainer_loop import make_trainer
 from tests.support.trajectories import make_trajectory
 
 pytestmark = pytest.mark.integration
@@ -73,6 +80,37 @@ def test_a_group_without_any_token_of_its_own_is_dropped_by_that_name(
         trainer().run(StopFlag())
     assert groups_of_steps(tmp_path) == [2] * 8
     assert set(broker.ledger.read_state().dropped) == {"no_tokens"}
+
+
+@pytest.mark.parametrize(
+    ("shape", "expert", "reason"),
+    [
+        ((LAYERS + 1, K), 0, "of 4 layers and 2 experts, the trainer's model has 3 and 2"),
+        ((LAYERS, K), EXPERTS, "names expert 8, the model has 8"),
+        ((LAYERS, K), None, "names fewer than 2 experts of a token"),
+    ],
+)
+def test_choices_of_routers_that_are_not_the_models_cost_their_group_alone(
+    broker: Broker, tmp_path: Path, shape: tuple[int, int], expert: int | None, reason: str
+) -> None:
+    def generate(tasks: TaskQueue, task_id: int, version: int) -> None:
+        for sample in range(2):
+            made = make_trajectory(task_id, sample, version=max(0, version - 1))
+            wrong = task_id == 1
+            chosen = np.zeros((made.tokens.shape, *(shape if wrong else (LAYERS, K))), np.uint8)
+            chosen[..., 1] = 1
+            if wrong:
+                chosen[0, 0, 1] = 255 if expert is None else expert
+            routed = RoutedExperts.of(chosen)
+            tasks.publish(task_id, [msgspec.structs.replace(made, routed_experts=routed)])
+
+    model = make_mixture(tmp_path / "mixture")
+    with Pipeline(broker, generate, by_sample), capture_logs() as logs:
+        one = make_trainer(broker, model, tmp_path, 4, router_replay=True, steps=2, batch_timeout_s=30)
+        one.run(StopFlag())
+    assert groups_of_steps(tmp_path) == [2] * 2
+    assert broker.ledger.read_state().failed == {"routed_experts": 1}
+    assert [line["reason"] for line in logs if line.get("what") == "routed_experts"] == [f"routed_experts {reason}"]
 
 
 def fail(reason: str, broken_version: int = -1, samples: tuple[int, ...] = (0, 1)) -> Generate:
@@ -144,6 +182,34 @@ def test_groups_without_a_signal_or_too_old_are_no_failure(trainer: Callable[...
     with Pipeline(broker, publish, reward):
         trainer(steps=2).run(StopFlag())
     assert broker.ledger.read_state().dropped["zero_variance"] >= 60
+
+
+def test_a_learned_task_ends_the_run_with_a_clear_line_and_its_weights(
+    trainer: Callable[..., Trainer], broker: Broker
+) -> None:
+    def reward(task_id: int, sample: int) -> Score:
+        return Score(reward=float(sample) if task_id < 6 else 1.0)
+
+    with Pipeline(broker, publish, reward), pytest.raises(NothingToLearn) as caught:
+        trainer(batch_timeout_s=3).run(StopFlag())
+    state = broker.ledger.read_state()
+    assert re.fullmatch(
+        rf"step {state.step} has [01] of 2 prompt groups after 3 s: (\d+) of the \d+ prompt groups that came back were"
+        r" left out, because their rewards tell nothing: every sample was right in \1 of all, none in 0; .*",
+        str(caught.value),
+    )
+    assert "keep_zero_variance: true" in str(caught.value)
+    told = {event.name for event in broker.events.tail(99)}
+    assert {"nothing_to_learn", "run_failed"} <= told
+    assert (state.step, state.uncommitted) == (3, 0), "a checkpoint holds all steps"
+
+
+def test_a_learned_task_goes_on_where_groups_without_a_signal_are_kept(
+    trainer: Callable[..., Trainer], broker: Broker, tmp_path: Path
+) -> None:
+    with Pipeline(broker, publish, lambda task_id, sample: Score(reward=1.0)):
+        trainer(steps=3, advantage={"name": "grpo", "keep_zero_variance": True}).run(StopFlag())
+    assert groups_of_steps(tmp_path) == [2] * 3
 
 
 def test_a_failing_group_here_and_there_is_left_out(trainer: Callable[..., Trainer], broker: Broker) -> None:

@@ -39,7 +39,7 @@ def run(policy: Policy, rows: tuple[Tensor, Tensor, Tensor], packed: bool) -> tu
     """Scores, and the gradient of a sum of both of them."""
     tokens, mask, lengths = rows
     policy.zero_grad()
-    scores = policy(tokens, tokens[:, 1:], mask, lengths if packed else None, 0.7, entropy_gradient=True)
+    scores = policy(tokens, tokens[:, 1:], mask, lengths if packed else None, (0.7,), entropy_gradient=True)
     (scores.logprobs.sum() + 0.3 * scores.entropy.sum()).backward()
     return scores, torch.cat([p.grad.flatten() for p in policy.parameters() if p.grad is not None])
 
@@ -112,13 +112,13 @@ def test_a_model_with_a_sliding_window_stays_padded() -> None:
 @given(
     count=st.integers(0, 20),
     chunk=st.integers(1, 7),
-    temperature=st.sampled_from([1.0, 0.5]),
+    temperature=st.sampled_from([1.0, 0.5, None]),
     biased=st.booleans(),
     of_entropy=st.booleans(),
     seed=st.integers(0, 1000),
 )
 def test_the_chunked_head_is_the_softmax(
-    count: int, chunk: int, temperature: float, biased: bool, of_entropy: bool, seed: int
+    count: int, chunk: int, temperature: float | None, biased: bool, of_entropy: bool, seed: int
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
     features, weight, bias, use = (
@@ -126,15 +126,17 @@ def test_the_chunked_head_is_the_softmax(
     )
     targets = torch.randint(11, (count,), generator=generator)
     inputs = [features, weight, bias] if biased else [features, weight]
+    scale = 0.3 + torch.rand(count, 1, generator=generator) if temperature is None else temperature
+    passed = scale[:, 0] if isinstance(scale, Tensor) else scale
 
     def gradients(chunked: bool) -> tuple[Tensor, Tensor, list[Tensor]]:
         leaves = [t.clone().requires_grad_() for t in inputs]
         if chunked:
             logprobs, entropy = head.score(
-                leaves[0], leaves[1], leaves[2] if biased else None, targets, temperature, of_entropy
+                leaves[0], leaves[1], leaves[2] if biased else None, targets, passed, of_entropy
             )
         else:
-            logits = torch.nn.functional.linear(leaves[0], leaves[1], leaves[2] if biased else None) / temperature
+            logits = torch.nn.functional.linear(leaves[0], leaves[1], leaves[2] if biased else None) / scale
             everything = torch.log_softmax(logits, -1)
             logprobs, entropy = everything.gather(1, targets[:, None])[:, 0], -(everything.exp() * everything).sum(-1)
         total = (use[0] * logprobs).sum() + ((use[1] * entropy).sum() if of_entropy else 0.0)

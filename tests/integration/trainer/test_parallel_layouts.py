@@ -43,7 +43,9 @@ def test_the_load_of_experts_is_that_of_one_process(found: dict[str, Any], name:
     load = found[name]["load"]
     assert load.keys() == {"expert_load_max", "experts_unused"}
     filled = "context" in CASES[name].parallel
-    assert load == pytest.approx(found[name]["wanted_load"], rel=0.05 if filled else 1e-6)
+    # Recorded choices are random here, so that those of the filling tokens weigh more.
+    most = 0.1 if CASES[name].replayed else 0.05
+    assert load == pytest.approx(found[name]["wanted_load"], rel=most if filled else 1e-6)
     assert load["expert_load_max"] > 1
 
 

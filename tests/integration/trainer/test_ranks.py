@@ -10,10 +10,15 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
+from consumers.trainer.distributed.ranks import Ranks
+from consumers.trainer.model.policy import Policy
 from tests.support.forked_ranks import run_in_ranks
 from tests.support.sharded_steps import run_steps
+from tests.support.tiny_mixture import build_mixture
 from tests.support.tiny_model import make_tiny_model
 
 pytestmark = pytest.mark.integration
@@ -159,3 +164,15 @@ def test_an_adapter_in_half_precision_stays_float32_over_a_model_that_is_not(mod
     for a, b in zip(alone["metrics"], both["metrics"], strict=True):
         assert b["entropy"] == pytest.approx(a["entropy"], rel=0.01)
     assert both["logprobs"] == pytest.approx(alone["logprobs"], abs=0.05)
+
+
+def test_a_model_that_is_sharded_is_never_whole_on_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that a GPU could not hold; sharding takes it there layer by layer."""
+    policy = Policy(build_mixture())
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise AssertionError("moved at once")
+
+    monkeypatch.setattr(nn.Module, "to", refuse)
+    sharded = Ranks().prepare(policy, torch.bfloat16)
+    assert all(isinstance(parameter, DTensor) for parameter in sharded.parameters())

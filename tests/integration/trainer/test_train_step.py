@@ -7,6 +7,8 @@ import math
 from pathlib import Path
 from typing import Any
 
+import msgspec
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -35,11 +37,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedModel:
     return load_model(make_tiny_model(tmp_path_factory.mktemp("tiny")), "float32")
 
 
-def make_step(model: PreTrainedModel, temperature: float = 1.0, **trainer: object) -> TrainStep:
+def make_step(model: PreTrainedModel, **trainer: object) -> TrainStep:
     """A step over a copy of the model."""
-    return make_train_step(
-        Policy(copy.deepcopy(model)), {"optimizer": {"lr": 1e-3}, **trainer}, temperature=temperature
-    )
+    return make_train_step(Policy(copy.deepcopy(model)), {"optimizer": {"lr": 1e-3}, **trainer})
 
 
 def weights(step: TrainStep) -> Tensor:
@@ -139,10 +139,37 @@ def test_a_gap_that_was_not_measured_is_left_out(model: PreTrainedModel) -> None
 
 def test_temperature_divides_logits_as_in_generation(model: PreTrainedModel) -> None:
     ids = torch.tensor([[5, 9, 14, 3]])
-    scores = Policy(model)(ids, ids[:, 1:], torch.ones(1, 3, dtype=torch.bool), temperature=0.5)
+    scores = Policy(model)(ids, ids[:, 1:], torch.ones(1, 3, dtype=torch.bool), temperatures=[0.5])
     distribution = torch.log_softmax(model(ids).logits[0, :-1].float() / 0.5, -1)
     assert torch.allclose(scores.logprobs[0], distribution.gather(1, ids[0, 1:, None])[:, 0], atol=1e-5)
     assert torch.allclose(scores.entropy[0], -(distribution.exp() * distribution).sum(-1), atol=1e-5)
+
+
+@pytest.mark.parametrize("chunked", [True, False])
+def test_samples_of_several_temperatures_in_one_batch_are_each_scored_at_their_own(
+    model: PreTrainedModel, chunked: bool
+) -> None:
+    sampled = []
+    for k, temperature in enumerate((1.0, 0.5, 1.7, 0.5)):
+        made = make_trajectory(1, k, prompt=3 + k, completion=4, version=5)
+        ids = torch.tensor(made.tokens.numpy().tolist())
+        logprobs = torch.log_softmax(model(ids[None]).logits[0, :-1].float() / temperature, -1)
+        own = logprobs.gather(1, ids[1:, None])[-4:, 0].tolist()
+        rolled = np.array([0.0] * (3 + k) + own, dtype=np.float32)
+        fields = {"logprobs": Array.of(rolled, "f4"), "temperature": temperature, "spans": [Span(5, 3 + k, 7 + k)]}
+        sampled.append((msgspec.structs.replace(made, **fields), float(k % 2)))
+    groups = [Group(1, sampled)]
+    gradients = []
+    for budget in (10_000, 8):
+        policy = Policy(copy.deepcopy(model))
+        policy.chunked, policy.packed = chunked, chunked
+        step = make_train_step(policy, {"optimizer": {"lr": 1e-3}, "micro_batch_tokens": budget})
+        metrics = step.run(step.planner.plan(groups).batch(), version=5).metrics
+        assert metrics["logprob_gap_tokens"] == 16
+        assert metrics["logprob_gap_max"] < 1e-4
+        assert metrics["temperature"] == pytest.approx((1.0 + 0.5 + 1.7 + 0.5) / 4)
+        gradients.append(gradient(step, groups))
+    assert torch.allclose(*gradients, rtol=1e-3, atol=1e-6)
 
 
 def test_chunked_head_gives_the_same_values_and_gradients(

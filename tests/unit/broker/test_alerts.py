@@ -14,6 +14,7 @@ import pytest
 
 from broker.api.files.resources import ResourceFile, read_alerts
 from broker.api.files.run_folder import RunFolder
+from broker.api.watch import notify
 from broker.api.watch.alerts import AlertRules
 from broker.api.watch.run_watch import RunWatch
 from schemas.config import TidemillConfig, parse_config
@@ -170,7 +171,8 @@ def test_a_webhook_and_a_command_are_told_how_the_run_ended(
     assert shown.config().settings["notify.webhook"] == "***"
 
 
-def test_what_cannot_be_delivered_is_told_without_the_address(tmp_path: Path) -> None:
+def test_what_cannot_be_delivered_is_told_without_the_address(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(notify, "RETRY_S", 0.01)
     told: list[str] = []
     command = [sys.executable, "-c", "raise SystemExit('no such channel')"]
     settings = config(tmp_path, webhook="http://127.0.0.1:1/secret", command=command, events=["failed"])

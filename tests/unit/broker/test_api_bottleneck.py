@@ -223,6 +223,16 @@ def test_time_to_go_is_the_pace_of_the_last_steps() -> None:
     assert remaining(lines[:1]) is None
     assert remaining([{"step": 5, "wall_s": 3.0}, {"step": 4, "wall_s": 4.0}]) is None
 
+    away = [line | {"wall_s": line["wall_s"] + 86_400.0} for line in lines[40:]]
+    assert remaining(lines[:40] + away) == 20.0, "the run was stopped for a day, and went on"
+    paused = [line | {"wall_s": line["wall_s"] + 9.0} for line in lines[40:]]
+    paused[0]["time/paused_s"] = 9.0
+    assert remaining(lines[:40] + paused) == 20.0
+    slow = [line | {"wall_s": line["wall_s"] + 4.0 * (line["step"] // 10)} for line in lines]
+    assert remaining(slow) == pytest.approx(10 * (2.0 + 4.0 / 19)), "what comes now and then counts"
+    set_back = [{"step": 1, "wall_s": 100.0}, {"step": 2, "wall_s": 101.0, "time/paused_s": 9.0}]
+    assert remaining(set_back) is None, "the clock was set back in a pause"
+
 
 def test_names_are_sorted_as_people_count() -> None:
     assert sorted(["g-10", "g-2", "g", "g-2b"], key=natural) == ["g", "g-2", "g-2b", "g-10"]

@@ -105,6 +105,19 @@ def test_an_episode_is_shown_as_its_messages_with_each_result_in_its_call() -> N
     ]
 
 
+def test_images_of_messages_and_of_results_of_tools_are_named_by_their_digests() -> None:
+    image = {"type": "image", "digest": "0" * 32}
+    shown = spoken_messages(
+        [
+            {"role": "user", "content": [{"type": "text", "text": "see"}, image, {"type": "image", "digest": "../x"}]},
+            {"role": "assistant", "tool_calls": [{"id": "c1", "function": {"name": "look", "arguments": "{}"}}]},
+            {"role": "tool", "tool_call_id": "c1", "content": [image, image]},
+        ]
+    )
+    assert (shown[0].text, shown[0].images) == ("see[image][image]", ["0" * 32])
+    assert shown[1].tools[0].images == ["0" * 32] * 2
+
+
 @pytest.mark.parametrize(
     "messages",
     [

@@ -6,7 +6,11 @@ import os
 import subprocess
 import sys
 import time
+from pathlib import Path
 
+import pytest
+
+from broker import process_meter
 from broker.process_meter import ProcessMeter, ProcessUse, family, gpu_memory, read_processes
 
 BUSY = "import sys, time; data = bytearray(64 << 20); print('begun', flush=True)\nwhile True: pass"
@@ -37,6 +41,38 @@ def test_descendants_are_found_through_every_generation() -> None:
     assert family(2, tree) == {2, 3, 4}
     assert family(9, tree) == set()
     assert os.getpid() in read_processes()
+
+
+@pytest.mark.parametrize(
+    ("answer", "used"),
+    [
+        ('echo "$CHILD, 700"; echo "1, 5000"; echo "$OWN, 24"', 724 << 20),
+        ('echo "1, 5000"', 0),
+        ("echo No devices were found; exit 6", None),
+        ("exec sleep 60", None),
+    ],
+    ids=["own and child's", "only others'", "no driver", "hangs"],
+)
+def test_memory_of_gpus_is_that_of_the_process_and_its_children(
+    answer: str, used: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    tool = tmp_path / "nvidia-smi"
+    query = "--query-compute-apps=pid,used_memory --format=csv,noheader,nounits"
+    tool.write_text(f'#!/bin/sh\n[ "$*" = "{query}" ] || exit 2\nOWN={os.getpid()} CHILD={child.pid}\n{answer}\n')
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setattr(process_meter, "GPU_S", 0.5)
+    try:
+        meter = ProcessMeter(os.getpid())
+        meter.look(time.monotonic())
+        assert meter.figures.get("gpu_memory_bytes") == used
+        tool.unlink()
+        meter.look(time.monotonic())
+        assert meter.figures.get("gpu_memory_bytes") == used, "asked again only after a while"
+    finally:
+        child.kill()
+        child.communicate()
 
 
 def test_gpu_memory_is_summed_by_process() -> None:

@@ -6,6 +6,7 @@ import json
 import os
 import socket
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,6 +15,7 @@ from broker.api.files.evaluations import read_evaluations, read_prompts
 from broker.api.files.groups import Wanted
 from broker.api.files.logs import list_logs, read_log
 from broker.api.files.run_folder import RunFolder, mask
+from broker.api.web.paging import Page
 from broker.api.web.refusal import Refusal
 from tests.support.run_folders import group_line, make_run, metrics_line
 
@@ -22,13 +24,13 @@ def test_a_finished_run_is_listed_with_where_it_stands(tmp_path: Path) -> None:
     make_run(tmp_path / "first", steps=3)
     make_run(tmp_path / "second", steps=5, state="failed: no memory")
     (tmp_path / "no-run").mkdir()
-    found = {head.name: head for head in Archive(tmp_path).runs().runs}
+    found = {head.name: head for head in Archive(tmp_path).runs(Page(9)).runs}
     assert set(found) == {"first", "second"}
     first, second = found["first"], found["second"]
     assert (first.state, first.step, first.steps, first.model) == ("finished", 3, 40, "tiny")
     assert (first.accuracy_before, first.accuracy, first.accuracy_version) == (0.25, 0.75, 3)
     assert (second.state, second.cause, second.live) == ("failed", "no memory", None)
-    assert Archive(tmp_path / "first").runs().runs[0].name == "first", "a run's own folder"
+    assert Archive(tmp_path / "first").runs(Page(9)).runs[0].name == "first", "a run's own folder"
 
 
 def test_a_run_is_running_while_its_process_lives(tmp_path: Path) -> None:
@@ -55,8 +57,8 @@ def test_before_is_version_0_or_nothing(tmp_path: Path) -> None:
 
 def test_metrics_come_oldest_first_and_grow(tmp_path: Path) -> None:
     folder = RunFolder(make_run(tmp_path / "run", steps=5))
-    first = folder.metrics(-1, 3, {"reward/mean", "staleness/histogram/0"})
-    assert (first.step, first.next) == ([1, 2, 3], 3)
+    first = folder.metrics(None, 3, {"reward/mean", "staleness/histogram/0"})
+    assert (first.step, first.next) == ([1, 2, 3], "3")
     rest = folder.metrics(3, 3, None)
     assert (rest.step, rest.next) == ([4, 5], None)
     assert "probability" not in rest.about["reward/exact/mean"]
@@ -71,14 +73,14 @@ def test_metrics_come_oldest_first_and_grow(tmp_path: Path) -> None:
 def test_groups_are_searched_sorted_and_read_whole(tmp_path: Path) -> None:
     folder = RunFolder(make_run(tmp_path / "run", steps=20))
     groups = folder.groups
-    newest = groups.list(Wanted(), "newest", 0, 3)
-    assert ([head.step for head in newest.groups], newest.total, newest.next) == ([20, 20, 19], 40, 3)
-    assert groups.list(Wanted(), "reward_low", 0, 1).groups[0].mean == 0.25
-    assert groups.list(Wanted(), "reward_high", 0, 1).groups[0].mean == 0.5
-    assert [head.task_id for head in groups.list(Wanted(text="WHAT IS 7 PLUS"), "newest", 0, 9).groups] == [70, 71]
-    assert groups.list(Wanted(text="7 and 1 make 8"), "newest", 0, 9).total == 1, "in a completion"
-    assert groups.list(Wanted(text="generator-0"), "newest", 0, 9).total == 0, "texts alone"
-    assert groups.list(Wanted(step_from=3, step_to=4, mean_from=0.4), "newest", 0, 9).total == 2
+    newest = groups.list(Wanted(), "newest", Page(3))
+    assert ([head.step for head in newest.groups], newest.total, newest.next) == ([20, 20, 19], 40, "3")
+    assert groups.list(Wanted(), "reward_low", Page(1)).groups[0].mean == 0.25
+    assert groups.list(Wanted(), "reward_high", Page(1)).groups[0].mean == 0.5
+    assert [head.task_id for head in groups.list(Wanted(text="WHAT IS 7 PLUS"), "newest", Page(9)).groups] == [70, 71]
+    assert groups.list(Wanted(text="7 and 1 make 8"), "newest", Page(9)).total == 1, "in a completion"
+    assert groups.list(Wanted(text="generator-0"), "newest", Page(9)).total == 0, "texts alone"
+    assert groups.list(Wanted(step_from=3, step_to=4, mean_from=0.4), "newest", Page(9)).total == 2
     whole = groups.get(7, 71)
     assert whole is not None
     assert [sample.reward for sample in whole.samples] == [1.0, 1.0, 0.0, 0.0]
@@ -86,17 +88,56 @@ def test_groups_are_searched_sorted_and_read_whole(tmp_path: Path) -> None:
     assert groups.get(7, 999) is None
 
 
+def test_rewards_of_the_groups_that_fit_are_counted_and_so_are_their_terms(tmp_path: Path) -> None:
+    groups = RunFolder(make_run(tmp_path / "run", steps=5)).groups
+
+    def counted(**wanted: Any) -> dict[str, tuple[float, float, dict[int, int]]]:
+        found = groups.list(Wanted(**wanted), "newest", Page(1)).histograms
+        return {
+            one.name: (one.low, one.high, {k: number for k, number in enumerate(one.counts) if number}) for one in found
+        }
+
+    everything = counted()
+    assert list(everything) == ["solve_rate", "reward", "exact", "length"]
+    assert everything["solve_rate"] == (0.0, 1.0, {2: 5, 5: 5})
+    assert sum(everything["reward"][2].values()) == sum(everything["length"][2].values()) == 40
+    assert everything["length"][0] < 0
+    assert sum(counted(step_from=5)["reward"][2].values()) == 8
+    assert counted(text="nowhere")["reward"] == (0.0, 1.0, {})
+
+
+def test_rewards_of_any_size_are_counted(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run", steps=1)
+    line = group_line(2, 20, 4)
+    for sample, reward in zip(line["samples"], (-1.5e308, 1e39, 1.5e308), strict=False):
+        sample |= {"reward": reward, "terms": {"exact": reward}}
+    with (folder / "samples" / "train-00000001.jsonl").open("a") as file:
+        file.write(json.dumps(line) + "\n")
+    counts = {
+        one.name: sum(one.counts) for one in RunFolder(folder).groups.list(Wanted(), "newest", Page(9)).histograms
+    }
+    assert counts["reward"] == counts["exact"] == 12
+
+
+def test_texts_are_found_whatever_their_case_in_any_script(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run", steps=1)
+    line = group_line(2, 20, 4) | {"prompt": "Где Ёлка?"}
+    with (folder / "samples" / "train-00000001.jsonl").open("a") as file:
+        file.write(json.dumps(line) + "\n")
+    assert RunFolder(folder).groups.list(Wanted(text="где ёлка"), "newest", Page(9)).total == 1
+
+
 def test_groups_of_a_step_that_is_trained_again_replace_the_first_and_files_may_go(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "run", steps=2)
     groups = RunFolder(folder).groups
-    assert groups.list(Wanted(), "newest", 0, 9).total == 4
+    assert groups.list(Wanted(), "newest", Page(9)).total == 4
     again = group_line(2, 1, 2) | {"prompt": "asked again"}
     (folder / "samples" / "train-00000002.jsonl").write_text(json.dumps(again) + "\nno line\n{}\n")
     found = groups.get(2, 21)
     assert found is not None
-    assert (found.full_prompt, groups.list(Wanted(), "newest", 0, 9).total) == ("asked again", 4)
+    assert (found.full_prompt, groups.list(Wanted(), "newest", Page(9)).total) == ("asked again", 4)
     (folder / "samples" / "train-00000001.jsonl").unlink()
-    assert groups.list(Wanted(), "newest", 0, 9).total == 1
+    assert groups.list(Wanted(), "newest", Page(9)).total == 1
 
 
 def test_evaluations_by_prompt_come_worst_first(tmp_path: Path) -> None:
@@ -105,12 +146,12 @@ def test_evaluations_by_prompt_come_worst_first(tmp_path: Path) -> None:
         (0, 0.25, True),
         (4, 0.75, True),
     ]
-    found = read_prompts(folder, 4, "worst", None, 0, 2)
+    found = read_prompts(folder, 4, "worst", None, Page(2))
     assert found is not None
     assert [(one.index, one.mean) for one in found.prompts] == [(3, 0.0), (0, 1.0)]
-    assert (found.total, found.next) == (4, 2)
-    assert read_prompts(folder, 3, "worst", None, 0, 2) is None
-    searched = read_prompts(folder, 4, "index", "question 2", 0, 9)
+    assert (found.total, found.next) == (4, "2")
+    assert read_prompts(folder, 3, "worst", None, Page(2)) is None
+    searched = read_prompts(folder, 4, "index", "question 2", Page(9))
     assert searched is not None
     assert [one.index for one in searched.prompts] == [2]
 

@@ -99,11 +99,16 @@ def test_a_letter_that_cannot_be_read_is_shown_as_such_and_hides_no_other(connec
     assert len(letters.list()) == 3
 
 
+def add_trajectory(connection: Connection, task: int, body: bytes) -> None:
+    connection.client.hset(connection.keys.bodies, f"w.{task}", body)  # type: ignore[arg-type]
+    connection.client.xadd(connection.keys.trajectories, {"b": f"w.{task}"})
+
+
 def test_a_search_goes_over_pages_newest_first_and_says_whether_it_saw_all(connection: Connection) -> None:
     count = 2 * PAGE + 3
     for task in range(count):
-        connection.client.xadd(connection.keys.trajectories, {"b": encode(make_trajectory(task))})
-    connection.client.xadd(connection.keys.trajectories, {"b": b"nonsense"})
+        add_trajectory(connection, task, encode(make_trajectory(task)))
+    add_trajectory(connection, count, b"nonsense")
     scored = {"t": "7", "s": "0", "b": encode(Score(reward=0.5))}
     connection.client.xadd(connection.keys.scored, scored)
     samples = TrajectoryStore(connection, 1 << 20)
@@ -120,7 +125,7 @@ def test_a_search_ends_after_so_many_bytes_and_no_reply_is_large(
 ) -> None:
     count, replies = 60, []
     for task in range(count):
-        connection.client.xadd(connection.keys.trajectories, {"b": encode(make_trajectory(task, completion=1000))})
+        add_trajectory(connection, task, encode(make_trajectory(task, completion=1000)))
     body = len(encode(make_trajectory(0, completion=1000)))
     monkeypatch.setattr(trajectories, "SEARCH_BYTES", 30 * body)
     monkeypatch.setattr(trajectories, "PAGE_BYTES", 3 * body)

@@ -6,6 +6,7 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
@@ -17,6 +18,7 @@ from producers.engines.transformers.engine import TransformersEngine
 from producers.rendering.tokenizer import HfTokenizer
 from schemas.messages import Sampling, Task, Trajectory
 from tests.support.chat_templates import SOURCES, TOOL, StoppingTemplate, named_template, tool_call, write_tokenizer
+from tests.support.tiny_mixture import choices, make_mixture
 
 CALL = tool_call(a=1, b=2)
 NEW: list[list[dict[str, Any]]] = [
@@ -88,3 +90,31 @@ def test_each_loss_token_of_each_row_has_the_probability_that_it_was_sampled_wit
             == sum(t.end - t.start for t in trajectory.turns if t.call >= 0)
         )
         assert history == "template" or len(trajectory.segments) == 1
+
+
+def test_each_row_of_a_mixture_comes_with_the_experts_that_its_tokens_were_sent_to(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path, stops=["<|im_end|>", "<|end|>"])
+    folder = make_mixture(tmp_path, tokenizer=PreTrainedTokenizerFast.from_pretrained(tmp_path))
+    tokenizer = HfTokenizer(str(folder))
+
+    async def play() -> list[Trajectory]:
+        settings = EngineSettings(str(folder), "float32", max_length=2048, max_samples=16, routed_experts=True)
+        engine = TransformersEngine(settings)
+        await engine.start()
+        try:
+            names = [(name, history) for name in list(SOURCES)[:2] for history in ("held", "template")]
+            episodes = (episode(engine, named_template(tokenizer, name), history, 10) for name, history in names)
+            return list(await asyncio.gather(*episodes))
+        finally:
+            await engine.close()
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    rows = 0
+    for trajectory in asyncio.run(play()):
+        assert trajectory.routed_experts is not None
+        for row in trajectory.rows():
+            found = trajectory.routed_experts.numpy()[row.places]
+            assert np.array_equal(np.sort(found[:-1], -1), choices(model, trajectory.tokens.numpy()[row.places][:-1]))
+            assert (found[-1] == 255).all(), "nobody read the last token"
+            rows += 1
+    assert rows >= 4

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -12,12 +13,14 @@ from deploy.cli import app
 from schemas.errors import RUN_FAILED_EXIT, RunFailed
 from tests.support.command_line import run_tidemill
 from tests.support.model_folders import write_model_files
+from tests.support.tiny_model import make_tiny_model
 
 CONFIG = """
 run: {name: clitest}
 model: {path: model}
 train: {name: arithmetic}
 reward: {terms: [{name: exact}]}
+control: {port: 0}
 """
 
 
@@ -84,7 +87,7 @@ def test_what_trains_no_model_loads_no_model_library() -> None:
 
 def test_what_asks_about_a_run_loads_no_web_server() -> None:
     code = (
-        "import sys, deploy.client.run_commands, deploy.run.up\n"
+        "import sys, deploy.client.direct, deploy.client.run_commands, deploy.run.up\n"
         "print([m for m in ('fastapi', 'uvicorn', 'starlette') if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
@@ -132,6 +135,18 @@ def test_a_warm_start_that_is_not_configured(config: str, tmp_path: Path) -> Non
     done = run_tidemill("sft", config, cwd=tmp_path)
     assert done.returncode == 2
     assert done.stderr == "tidemill: the configuration has no warm_start section, there is no model to make\n"
+
+
+def test_an_evaluation_without_a_broker_is_told_as_json(config: str, tmp_path: Path) -> None:
+    held_out = "{dataset: {name: arithmetic, label: sums, args: {split: heldout}, limit: 3}, sampling: {n: 2}}"
+    changes = ["generator={engine: scripted}", f"eval={held_out}", f"model.path={make_tiny_model(tmp_path / 'tiny')}"]
+    done = run_tidemill("eval", config, *changes, "--json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    answer = json.loads(done.stdout)
+    assert (answer["engine"], set(answer["datasets"])) == ("scripted", {"sums"})
+    figures = answer["datasets"]["sums"]
+    assert (figures["samples"], figures["failed"]) == (6, 0)
+    assert 0 <= figures["accuracy"] <= 1
 
 
 def test_two_runs_cannot_share_a_folder(config: str, tmp_path: Path) -> None:
@@ -191,9 +206,18 @@ def test_a_run_in_which_everything_fails_ends_with_one_line_and_a_code_of_its_ow
     assert (ended.value.code, capsys.readouterr().err) == (code, "tidemill: all fail\n")
 
 
-def test_a_command_on_a_run_loads_no_broker_and_no_web_server_before_it_knows_what_to_ask() -> None:
-    """Each of these takes as long as Python itself needs to start, or longer."""
-    heavy = {"redis", "numpy", "fastapi", "torch", "schemas.config", "structlog"}
-    code = f"import sys; import deploy.client.run_commands; print(sorted({heavy} & set(sys.modules)))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert done.stdout == "[]\n", done.stdout + done.stderr
+def test_a_command_on_a_run_loads_no_broker_and_no_web_server_before_it_knows_what_to_ask(tmp_path: Path) -> None:
+    """Each of these takes as long as Python itself needs to start, or longer. So do types that nobody asks for."""
+    heavy = {"redis", "numpy", "fastapi", "torch", "vllm", "transformers", "pandas", "matplotlib", "yaml"}
+    heavy |= {"schemas.config", "structlog", "rich.progress"}
+    environment = {"PYTHONPATH": str(Path(__file__).parents[3]), "PATH": "/usr/bin:/bin"}
+    code = (
+        "import sys; from deploy.cli.app import main; import schemas.control_api as api\n"
+        "sys.argv[1:] = ['status', 'none']\n"
+        "try: main()\nexcept SystemExit as end: print(end.code)\n"
+        f"print(sorted({heavy} & set(sys.modules)), api.RunStatus.__pydantic_complete__)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=tmp_path, env=environment
+    )
+    assert done.stdout == "2\n[] False\n", done.stdout + done.stderr

@@ -46,6 +46,9 @@ def test_logs_are_the_newest_lines(work: Path) -> None:
         json.loads(line)["event"] for line in done.stdout.splitlines()
     ] == ["step 29", "a tracker is given up"]
     assert run_tidemill("logs", "first", "-n", "1", cwd=work).stdout.startswith("trainer: {")
+    (line,) = run_tidemill("logs", "first", "-n", "1", "--json", cwd=work).stdout.splitlines()
+    found = json.loads(line)
+    assert (found["service"], json.loads(found["line"])["event"]) == ("trainer", "a tracker is given up")
     wrong = run_tidemill("logs", "first", "nobody", cwd=work)
     assert wrong.returncode == 2
     assert "there are trainer" in wrong.stderr
@@ -80,6 +83,9 @@ def test_init_writes_what_can_be_checked_and_replaces_nothing(tmp_path: Path) ->
     before = os.stat(tmp_path / "mine" / "config.yaml")
     again = run_tidemill("init", str(tmp_path / "mine"))
     assert (again.returncode, os.stat(tmp_path / "mine" / "config.yaml")) == (2, before)
+    third = tmp_path / "third"
+    written = json.loads(run_tidemill("init", str(third), "--json").stdout)["files"]
+    assert sorted(written) == sorted(str(file) for file in third.iterdir())
     wrong = run_tidemill("init", str(tmp_path / "other"), "--name", "No Name")
     assert wrong.returncode == 2
     assert not list((tmp_path / "other").iterdir())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import json
 from pathlib import Path
 from typing import Any
 
@@ -154,6 +155,32 @@ def test_a_script_of_verl(tmp_path: Path) -> None:
         assert any(text in note for note in notes), text
 
 
+def test_variables_of_a_script_of_verl(tmp_path: Path) -> None:
+    """As its examples have them: files are set further up, the engine is an argument with a default."""
+    script = """ENGINE=${1:-vllm}
+gsm8k=$HOME/data/gsm8k/train.parquet
+math=${HOME}/data/math/train.parquet
+export train_files="['$gsm8k', '$math']"
+python3 -m verl.trainer.main_ppo \\
+    algorithm.adv_estimator=grpo \\
+    data.train_files="$train_files" \\
+    actor_rollout_ref.model.path=$MODEL \\
+    actor_rollout_ref.rollout.name=$ENGINE \\
+    trainer.n_gpus_per_node=${GPUS} actor_rollout_ref.rollout.n=4 \\
+    trainer.total_training_steps=10
+"""
+    config, notes = convert(tmp_path, "run.sh", script)
+    assert (config["train"]["args"]["path"], config["train"]["args"]["split"]) == ("~/data/gsm8k", "train")
+    assert (config["generator"]["engine"], config["trainer"]["steps"]) == ("vllm", 10)
+    for text in (
+        "To do: actor_rollout_ref.model.path: $MODEL is given to the script from outside",
+        "To do: trainer.n_gpus_per_node: ${GPUS} is given",
+        "data.train_files: the first of 2 files is taken, the others are ${HOME}/data/math/train.parquet",
+        "To do: model.path: a folder or a hub id",
+    ):
+        assert any(text in note for note in notes), text
+
+
 def test_a_yaml_file_of_verl(tmp_path: Path) -> None:
     """Its own names of Hydra are no settings, and what refers to another setting is left to that one."""
     tree = {
@@ -183,6 +210,8 @@ def test_a_yaml_file_of_verl(tmp_path: Path) -> None:
         ("a.py", "def", "invalid syntax"),
         ("a.sh", "ls -l", "has no overrides"),
         ("a.sh", "echo 'open", "No closing quotation"),
+        ("a.sh", "data.max_prompt_length=many algorithm.adv_estimator=grpo", "a value of another type than verl"),
+        ("a.yaml", "num_generations: [4]\nper_device_train_batch_size: 8", "a value of another type than TRL"),
         ("a.yaml", "- 1", "must hold settings, it holds list"),
     ],
 )
@@ -199,6 +228,9 @@ def test_a_file_that_exists_is_not_written_over(tmp_path: Path) -> None:
     script.write_text(VERL_SCRIPT)
     assert run_tidemill("convert", str(script), "--out", str(out)).returncode == 0
     before = out.read_text()
+    found = json.loads(run_tidemill("convert", str(script), "--json").stdout)
+    assert (found["from"], found["config"], found["out"]) == ("verl", yaml.safe_load(before), None)
+    assert all(f"# {note}" in before for note in found["notes"])
     done = run_tidemill("convert", str(script), "--out", str(out))
     assert (done.returncode, out.read_text()) == (2, before)
     assert "exists" in done.stderr

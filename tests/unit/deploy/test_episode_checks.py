@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from deploy.run.agent_trial import play_trial
 from deploy.run.findings import Finding
 from deploy.run.thorough import compare_times, try_bridge
+from producers.workflows.trajectory_builder import SampledCompletion
 from schemas.config import TidemillConfig, parse_config
 from tests.support.chat_templates import SOURCES, STOPS, write_tokenizer
+from tests.support.pictures import PAD, picture, vision_tokenizer
 
 
 def config(folder: Path, deadline_s: float = 100.0, staleness: int = 4, **more: Any) -> TidemillConfig:
@@ -83,3 +87,25 @@ def test_whether_turns_are_joined_is_tried_on_the_models_own_template(
     else:
         assert isinstance(found, Finding)
         assert "each model call becomes a row of its own: the chat template closes answers with no token" in found.text
+
+
+def test_the_trial_of_an_agent_of_a_vision_model_shows_it_the_images_of_its_row(tmp_path: Path) -> None:
+    vision_tokenizer(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "image_token_id": PAD}))
+    processor = {"image_processor_type": "Qwen2VLImageProcessor", "size": {"shortest_edge": 784, "longest_edge": 12544}}
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(processor))
+    (tmp_path / "a.png").write_bytes(picture())
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "what?", "answer": "1", "image": "a.png"}))
+    (tmp_path / "a.py").write_text(
+        "async def run(task, client):\n"
+        "    await client.chat.completions.create(model='policy', messages=task['messages'])\n"
+        "    return 1.0\n"
+    )
+    own = {"model": {"path": str(tmp_path), "kind": "vision"}, "reward": {"terms": [{"name": "exact"}]}}
+    train = {"name": "jsonl", "args": {"path": str(tmp_path / "rows.jsonl"), "image": "image"}}
+    workflow = {"name": "agent", "args": {"run": f"{tmp_path}/a.py:run"}}
+    agents = {"deadline_s": 100.0}
+    settings = config(tmp_path, **own, train=train, generator={"workflow": workflow, "agents": agents})
+    trial = asyncio.run(play_trial(settings))
+    assert isinstance(trial.sample, SampledCompletion)
+    assert (len(trial.sample.images), trial.sample.reward, trial.replayed) == (1, 1.0, 1)

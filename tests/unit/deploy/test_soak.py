@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("psutil")
 
-from benchmarks.soak import growth
+from benchmarks.soak import fields_of_evaluation, growth, length_bounds
 
 
 def grows(name: str, value: Callable[[int], float]) -> bool:
@@ -27,3 +27,25 @@ def test_lengths_may_go_up_and_down_and_nothing_may_go_on_growing() -> None:
     assert grows("key a:groups/length", lambda at: float(at))
     assert grows("generator-0/files", lambda at: 10.0 + at // 30)
     assert not grows("generator-0/threads", lambda at: 4.0)
+
+
+def test_a_key_may_grow_up_to_the_bound_of_the_live_groups_and_no_further() -> None:
+    bounds = length_bounds(live_bound=100, samples=2, uncommitted=8)
+    for key, most in (("groups", 401), ("bodies", 200), ("journal", 8)):
+        name = f"key a:{key}/length"
+        (row,) = growth([{name: most * (at + 1) / 100} for at in range(100)], bounds)
+        assert not row["grows"], key
+        (row,) = growth([{name: 2 * most * (at + 1) / 100} for at in range(100)], bounds)
+        assert row["grows"], key
+
+
+def test_figures_kept_for_people_may_grow_up_to_their_number() -> None:
+    fields = fields_of_evaluation([b"0:n", b"25:n", b"25:arithmetic:n", b"25:sum"])
+    assert fields == 3
+    bounds = length_bounds(live_bound=100, samples=2, uncommitted=8, eval_fields=3)
+    for key, most in (("metrics", 10_100), ("events", 10_100), ("evals", 3_003)):
+        name = f"key a:{key}/length"
+        (row,) = growth([{name: most * (at + 1) / 100} for at in range(100)], bounds)
+        assert not row["grows"], key
+        (row,) = growth([{name: 2 * most * (at + 1) / 100} for at in range(100)], bounds)
+        assert row["grows"], key

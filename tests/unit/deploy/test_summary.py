@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from consumers.trainer.metrics.evaluation_log import EvaluationLog
+from deploy.run import summary
 from deploy.run.summary import (
     Evaluation,
     Final,
@@ -95,7 +96,10 @@ def test_accuracy_before_training_is_unknown_when_version_0_was_not_evaluated() 
     assert (summary["accuracy_before"], summary["accuracy_after"]) == (None, 0.7)
 
 
-def test_evaluations_that_the_broker_forgot_are_in_the_runs_file(tmp_path: Path) -> None:
+def test_evaluations_that_the_broker_forgot_are_in_the_runs_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(summary, "BROKER_DEADLINE_S", 0.1)
     config = parse_config(
         {
             "run": {"folder": str(tmp_path)},

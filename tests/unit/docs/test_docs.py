@@ -1,4 +1,4 @@
-"""The documentation says what is so: what it names exists, its YAML is valid. test_docs_snippets.py runs its code."""
+"""The documentation says what is so: what it names exists, its YAML is valid. The other files run its code."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ import yaml
 from pydantic import BaseModel
 
 from deploy.cli.app import app
-from schemas.config import TidemillConfig, parse_config
+from deploy.run.names import check_names
+from schemas.config import TidemillConfig, load_config, parse_config
+from schemas.metric_names import METRICS, describe
 
 ROOT = Path(__file__).resolve().parents[3]
 ROOT_PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "AGENTS.md", "CHANGELOG.md")]
@@ -40,6 +42,8 @@ TOOLS = {
     "types-pyyaml",
 }
 IMPORTED_AS = {"pillow": "PIL", "pyyaml": "yaml"}
+
+EXAMPLES = sorted((ROOT / "examples").rglob("config.yaml"))
 
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 
@@ -137,14 +141,28 @@ def test_every_link_to_a_file_leads_somewhere(page: Path) -> None:
 
 
 @each_page
-def test_every_metric_that_is_named_is_logged(page: Path) -> None:
-    sources = "\n".join(file.read_text(encoding="utf-8") for file in (ROOT / "consumers/trainer").rglob("*.py"))
-    for section, name in re.findall(r"`(reward|train|staleness|time)/([a-z_]+)`", page.read_text(encoding="utf-8")):
-        written = (name,) if section == "train" else (f"{section}_{name}", f"{section}/{name}")
+def test_every_metric_that_is_named_is_in_the_table(page: Path) -> None:
+    sections = {name.split("/")[0] for name in METRICS if "/" in name}
+    for span in CODE.findall(page.read_text(encoding="utf-8")):
+        section, _, rest = span.partition("/")
+        if section in sections and re.fullmatch(r"[a-z_@/A-Z…]+", rest):
+            assert describe(span), span
+
+
+def test_every_metric_of_the_table_is_written() -> None:
+    """By the last part of its name, or what stands before it in the code that makes the name."""
+    files = [*(ROOT / "consumers/trainer").rglob("*.py"), *(ROOT / "schemas/messages").rglob("*.py")]
+    sources = "\n".join(file.read_text(encoding="utf-8") for file in files)
+    for name in METRICS:
+        section, _, rest = name.partition("/")
+        last = rest.rpartition("}/")[2].removesuffix("{}").strip("/_@")
+        ways = (name, last, f"{section}_{last}", last.removeprefix("critic_"))
         if section == "time":
             # The phases of consumers/trainer/metrics/timing.py.
-            written = (name.removesuffix("_s"),)
-        assert any(f'"{text}"' in sources for text in written), f"{section}/{name}"
+            ways = (last.removesuffix("_s"),)
+        begin = name.partition("{")[0]
+        written = any(re.search(rf'["}}]{re.escape(way)}"', sources) for way in ways if way)
+        assert written or ("{" in name and f'"{begin}{{' in sources), name
 
 
 def test_every_dependency_in_use_is_justified_and_no_other() -> None:
@@ -165,9 +183,17 @@ def test_every_dependency_in_use_is_justified_and_no_other() -> None:
 @each_page
 def test_every_python_block_is_a_file_that_a_test_runs(page: Path) -> None:
     titles = {title for title, _ in fences(page, "python")}
-    files = ("unit/docs/test_docs_snippets.py", "integration/deploy/test_replay.py", "e2e/deploy/test_from_trl.py")
-    tests = "".join((ROOT / "tests" / file).read_text(encoding="utf-8") for file in files)
+    files = [ROOT / "tests" / file for file in ("integration/deploy/test_replay.py", "e2e/deploy/test_from_trl.py")]
+    files += Path(__file__).parent.glob("test_docs_*.py")
+    tests = "".join(file.read_text(encoding="utf-8") for file in files)
     assert all(title and (title in tests or page.name == "README.md") for title in titles)
+
+
+@pytest.mark.parametrize("file", EXAMPLES, ids=lambda file: str(file.parent.relative_to(ROOT / "examples")))
+def test_every_example_has_settings_that_exist_and_a_line_that_starts_it(file: Path) -> None:
+    check_names(load_config(file, (), {}))
+    readme = (file.parent / "README.md").read_text(encoding="utf-8")
+    assert f"tidemill up {file.relative_to(ROOT)}" in readme or "tidemill up config.yaml" in readme
 
 
 def test_reference_tables_can_be_made() -> None:

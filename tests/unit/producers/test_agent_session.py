@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,11 +15,13 @@ from producers.agents.session import Policy, Session
 from producers.conversation import conversation
 from producers.conversation.chat_template import ChatTemplate
 from producers.conversation.conversation import Conversation
+from producers.conversation.images import EpisodeImages, ImageLimits
 from producers.conversation.parsing.factory import make_parser
 from producers.rendering.tokenizer import HfTokenizer
 from producers.workflows.base import Kept
 from schemas.messages import Partial, Sampling
 from tests.support.loops import SpeakingEngine, chat_tokenizer
+from tests.support.pictures import PLACES, picture, user, vision_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +32,14 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> HfTokenizer:
 class Scene:
     """A session over an engine that answers with the number of its request; ``...`` waits until it is aborted."""
 
-    def __init__(self, tokenizer: HfTokenizer, *answers: str, saved: Partial | None = None, cut: int = 0) -> None:
+    def __init__(
+        self,
+        tokenizer: HfTokenizer,
+        *answers: str,
+        saved: Partial | None = None,
+        cut: int = 0,
+        images: EpisodeImages | None = None,
+    ) -> None:
         said = iter(answers)
         self.engine = SpeakingEngine(tokenizer, lambda _: next(said), cut=cut)
         self.states: list[Partial] = []
@@ -38,7 +48,11 @@ class Scene:
         parser = make_parser("hermes", None, tokenizer, vllm=False)
         policy = Policy(self.engine, parser, EnginePlaces(8), 4096, 50, tokenizer.encode, tokenizer.longest_token)
         self.session = Session(
-            policy, Conversation(ChatTemplate(tokenizer)), Sampling(max_tokens=100), saved, self._save
+            policy,
+            Conversation(ChatTemplate(tokenizer), images=images),
+            Sampling(max_tokens=100),
+            saved,
+            self._save,
         )
 
     def _save(self, partial: Partial) -> Awaitable[None]:
@@ -264,5 +278,31 @@ def test_a_session_that_nobody_saves_answers_all_the_same(tokenizer: HfTokenizer
         play = Scene(tokenizer, "one")
         play.session._save = lambda _: Kept()
         assert (await play.ask("Say one"))[0].text == "one"
+
+    run(scene)
+
+
+def test_a_call_is_answered_from_the_record_if_it_shows_the_same_images(tmp_path: Path) -> None:
+    tokenizer = vision_tokenizer(tmp_path)
+
+    def scene_with(*answers: str, saved: Partial | None = None) -> Scene:
+        limits = ImageLimits(count=2, file_bytes=1 << 20, stored_bytes=1 << 20)
+        return Scene(tokenizer, *answers, saved=saved, images=EpisodeImages(PLACES, limits))
+
+    async def scene() -> None:
+        red, blue = (CallRequest(messages=[user("?", picture(color))]) for color in ("red", "blue"))
+        first = scene_with("It is red")
+        (answer,) = await first.session.complete(red)
+        assert len(first.engine.images[0]) == 1
+        again = scene_with("It is blue", saved=first.states[-1])
+        (same,) = await again.session.complete(red)
+        (other,) = await again.session.complete(blue)
+        assert (same.ids, same.prompt_ids) == (answer.ids, other.prompt_ids)
+        assert (other.text, again.session.counts.replayed, len(again.engine.images)) == ("It is blue", 1, 1)
+        assert await again.session.count_tokens(red) == len(answer.prompt_ids)
+        wrong = CallRequest(messages=[{"role": "user", "content": [{"type": "image_url", "image_url": "http://x"}]}])
+        with pytest.raises(SessionError, match=r"messages\[0\]: the image http://x is not fetched") as caught:
+            await again.session.complete(wrong)
+        assert caught.value.status == 400
 
     run(scene)

@@ -32,6 +32,11 @@ async def wait(task, episode):
     await asyncio.sleep(task["seconds"])
     return 1.0
 
+async def waits_for_its_neighbour(task, episode):
+    while not Path("over").exists():
+        await asyncio.sleep(0.01)
+    return 1.0
+
 async def blocks(task, episode):
     time.sleep(3600)
 
@@ -221,7 +226,14 @@ def test_a_function_a_plain_one_and_a_class_run_as_episodes(base: Path):
 )
 def test_an_agent_that_misbehaves_ends_in_time_and_its_neighbour_goes_on(base: Path, do: str, kind: str, reason: str):
     bad = job(do, deadline_s=0.5 if kind == "deadline" else 30, seconds=3600, what="value")
-    result, neighbour = play(base, bad, job("wait", name="neighbour", seconds=1.0), memory_mb=1024)
+
+    async def work(workers: AgentWorkers) -> tuple[AgentResult, AgentResult]:
+        neighbour = asyncio.create_task(workers.run(job("waits_for_its_neighbour")))
+        result = await workers.run(bad)
+        (base / "over").touch()
+        return result, await neighbour
+
+    result, neighbour = with_workers(work, base, memory_mb=1024)
     assert (result.kind, result.error) == (kind, reason)
     assert result.seconds < 0.5 + 2 + 1
     assert (neighbour.kind, neighbour.reward) == ("returned", 1.0)
@@ -287,7 +299,13 @@ def test_any_other_result_is_an_error_of_one_line(base: Path, what: str, reason:
     ids=["half a character", "half a character in a name", "too much", "a long name"],
 )
 def test_an_agent_that_says_what_cannot_be_told_costs_its_neighbour_nothing(base: Path, what: str, found: object):
-    neighbour, result = play(base, job("wait", name="neighbour", seconds=3), job("returns", what=what))
+    async def work(workers: AgentWorkers) -> tuple[AgentResult, AgentResult]:
+        neighbour = asyncio.create_task(workers.run(job("waits_for_its_neighbour")))
+        result = await workers.run(job("returns", what=what))
+        (base / "over").touch()
+        return result, await neighbour
+
+    result, neighbour = with_workers(work, base)
     assert neighbour.kind == "returned"
     assert (result.kind, result.data) == ("returned", found) if isinstance(found, dict) else result.kind == "raised"
     assert isinstance(found, dict) or result.error.startswith(found)

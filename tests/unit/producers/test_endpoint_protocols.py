@@ -142,8 +142,18 @@ def test_chat_messages_keep_what_the_client_sent_and_get_the_present_names() -> 
         ("chat", {"messages": [{"content": "hi"}]}, "messages[0]: a message must have a role"),
         (
             "chat",
-            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+            {"messages": [{"role": "assistant", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
             "messages[0]: content of type 'image_url' is not supported, only text, refusal",
+        ),
+        (
+            "chat",
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+            "messages[0]: an image must have a URL with its data in base64, such as data:image/png;base64,…",
+        ),
+        (
+            "chat",
+            {"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]},
+            "messages[0]: content of type 'input_audio' is not supported, only text, refusal, image_url",
         ),
         (
             "chat",
@@ -189,13 +199,39 @@ def test_chat_messages_keep_what_the_client_sent_and_get_the_present_names() -> 
         ("messages", {"messages": [{"role": "tool"}]}, "messages[0]: role 'tool' must be user or assistant"),
         (
             "messages",
-            {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
-            "messages[0]: content of type 'image' is not supported, only text",
+            {"messages": [{"role": "user", "content": [{"type": "image", "source": {"type": "file"}}]}]},
+            "messages[0]: an image of source 'file' is not supported, only base64",
         ),
     ],
 )
 def test_what_is_not_supported_is_named(protocol: str, fields: dict[str, Any], reason: str) -> None:
     assert refused(protocol, **fields) == reason
+
+
+def test_images_of_users_and_tools_have_one_form_whatever_the_protocol() -> None:
+    url = "data:image/png;base64,AAAA"
+    text, image = {"type": "text", "text": "see"}, {"type": "image_url", "image_url": {"url": url}}
+    sent: list[Any] = [
+        {"role": "user", "content": [text, image | {"image_url": {"url": url, "detail": "low"}}]},
+        {"role": "tool", "tool_call_id": "c1", "content": [image]},
+    ]
+    expected = [
+        {"role": "user", "content": [text, image]},
+        {"role": "tool", "tool_call_id": "c1", "content": [image]},
+    ]
+    assert asked("chat", messages=sent).messages == expected
+    block = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AAAA"}}
+    result = {"type": "tool_result", "tool_use_id": "c1", "content": [block]}
+    assert asked("messages", messages=[{"role": "user", "content": [text, block, result]}]).messages == expected
+    given = {"type": "input_image", "image_url": url, "detail": "auto"}
+    items = [
+        {"role": "user", "content": [{"type": "input_text", "text": "see"}, given]},
+        {"type": "function_call_output", "call_id": "c1", "output": [given]},
+    ]
+    assert asked("response", input=items).messages == expected
+    elsewhere = {"type": "image", "source": {"type": "url", "url": "https://x/cat.png"}}
+    (message,) = asked("messages", messages=[{"role": "user", "content": [elsewhere]}]).messages or []
+    assert message["content"] == [{"type": "image_url", "image_url": {"url": "https://x/cat.png"}}]
 
 
 def test_a_body_that_is_no_json_object_is_refused() -> None:

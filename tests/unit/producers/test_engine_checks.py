@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import struct
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,10 +15,11 @@ from producers.engines.base import EngineSettings
 from producers.engines.factory import engine_name
 from producers.engines.sampling import check_sampling, max_new_tokens
 from producers.engines.vllm.arguments import read_names
+from producers.engines.vllm.boot import routed_experts_arguments
 from producers.engines.weight_files import check_fits, read_shapes
-from producers.model_folder import resolve_folder
 from schemas.errors import ConfigError, DataError
 from schemas.messages import Sampling
+from schemas.model_folder import resolve_folder
 
 MODEL = {"embed": (4, 2), "lm_head.weight": (4, 2)}
 
@@ -120,6 +123,17 @@ def test_vllm_arguments_are_checked_before_anything_starts():
     ):
         with pytest.raises(ConfigError, match=f"generator.args.{name} can't be set: .*{reason}"):
             checked_args({name: 1}, known)
+
+
+def test_vllm_tells_experts_on_gpus_only(tmp_path: Path):
+    settings = EngineSettings(str(tmp_path), "float32", 64, 4, routed_experts=True)
+    with pytest.raises(ConfigError, match=r"trainer\.router_replay: vLLM tells the experts of tokens on GPUs only"):
+        routed_experts_arguments(settings, on_cpu=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("VLLM_USE_V2_MODEL_RUNNER", raising=False)
+        assert routed_experts_arguments(settings, on_cpu=False) == {"enable_return_routed_experts": True}
+        assert os.environ["VLLM_USE_V2_MODEL_RUNNER"] == "1"
+    assert routed_experts_arguments(replace(settings, routed_experts=False), on_cpu=True) == {}
 
 
 def test_auto_is_the_best_engine_that_is_installed(monkeypatch: pytest.MonkeyPatch):

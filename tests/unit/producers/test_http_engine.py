@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import json
 import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 
+from deploy.offline.evaluate import evaluate_model
 from producers.engines.base import EngineSettings
 from producers.engines.factory import check_abilities
 from producers.engines.http.dialect import options
 from producers.engines.http.engine import HttpEngine, build_engine
-from producers.engines.http.growing import parse_spans
+from producers.engines.http.growing import GrowingSample, parse_spans
+from producers.engines.http.sglang import SglangDialect
 from producers.engines.http.vllm import VllmDialect
-from schemas.config import HttpEngineConfig
+from schemas.config import HttpEngineConfig, parse_config
 from schemas.errors import ConfigError, DataError, InfraError
 from schemas.messages import FileSource, Sampling, Span
 from tests.support.faulty_server import FaultyServer, served
@@ -221,6 +227,31 @@ def test_a_plain_openai_server_answers_evaluations_and_is_not_trained_with(model
     asyncio.run(scenario())
 
 
+def test_tidemill_eval_takes_answers_without_log_probabilities(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def scenario() -> None:
+        async with served() as server:
+            server.answers["/v1/models"] = (200, {"data": [{"id": "small"}]})
+            server.answers["/v1/completions"] = (200, {"choices": [{"text": "42", "finish_reason": "stop"}]})
+            config = parse_config(
+                {
+                    "run": {"folder": str(tmp_path)},
+                    "model": {"path": str(model), "dtype": "float32", "max_length": 64},
+                    "train": {"name": "arithmetic"},
+                    "sampling": {"max_tokens": 4},
+                    "eval": {"dataset": {"name": "arithmetic", "limit": 3}, "sampling": {"n": 1, "max_tokens": 4}},
+                    "reward": {"terms": [{"name": "exact"}]},
+                    "generator": {"engine": "http", "http": {"dialect": "openai", "url": server.url}},
+                }
+            )
+            assert config.eval is not None
+            await asyncio.to_thread(evaluate_model, config, config.eval, None)
+
+    asyncio.run(scenario())
+    assert "on 3 samples, 0 failed" in capsys.readouterr().out
+
+
 def test_a_launched_server_that_ends_says_why_and_one_that_hangs_leaves_nothing(model: Path) -> None:
     async def fails() -> None:
         engine = make(model, command=[sys.executable, "-c", "raise SystemExit('Error: no such device')"])
@@ -265,3 +296,63 @@ def test_a_setting_that_needs_what_the_engine_lacks_is_refused(model: Path) -> N
     check_abilities(engine, {"stop": "sampling.stop"})
     with pytest.raises(ConfigError, match=r"trainer.lora: the engine can't do that, the server loads whole models"):
         check_abilities(engine, {"lora": "trainer.lora"})
+
+
+def test_sglang_tells_the_last_id_of_a_probe_as_0_and_every_other_as_it_is(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 14}))
+    dialect, told = SglangDialect(), [[None, 5], [-1.0, 0], [-2.0, 7]]
+
+    async def get(_: str) -> Any:
+        return {"version": "0.5.23", "context_length": 64}
+
+    async def post(*_: Any, **__: Any) -> Any:
+        return {"meta_info": {"input_token_logprobs": told}}
+
+    client: Any = SimpleNamespace(get=get, post=post, shown="url")
+    asyncio.run(dialect.check(client, EngineSettings(str(tmp_path), "float32", 64, 4), tmp_path))
+    assert asyncio.run(dialect.logprobs(client, [5, 13, 7], "s")) == [-1.0, -2.0]
+    with pytest.raises(InfraError, match="of other tokens than those of the probe"):
+        asyncio.run(dialect.logprobs(client, [5, 12, 7], "s"))
+
+
+def test_sglang_tells_experts_at_the_end_of_a_sample(tmp_path: Path) -> None:
+    """As its server answers; int32 in base64, of every token but the last."""
+    config = {"num_hidden_layers": 3, "num_experts": 300, "num_experts_per_tok": 2}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    dialect = SglangDialect()
+    settings = EngineSettings(str(tmp_path), "float32", 64, 4, routed_experts=True)
+    assert "--enable-return-routed-experts" in dialect.command(settings, tmp_path, "127.0.0.1", 1)
+
+    async def scenario() -> None:
+        async def get(_: str) -> Any:
+            return {"version": "0.5.23", "context_length": 64, "enable_return_routed_experts": started_with}
+
+        client: Any = SimpleNamespace(get=get, shown="url")
+        started_with = False
+        with pytest.raises(ConfigError, match="must be started with --enable-return-routed-experts"):
+            await dialect.check(client, settings, tmp_path)
+        started_with = True
+        await dialect.check(client, settings, tmp_path)
+
+    asyncio.run(scenario())
+    assert dialect.request("x.", [1], FOUR, 0, 4, 4, "s")["return_routed_experts"] is True
+    chosen = np.arange(4 * 3 * 2, dtype="<i4") + 270
+    event = {
+        "output_ids": [7, 8],
+        "meta_info": {
+            "finish_reason": {"type": "length"},
+            "completion_tokens": 2,
+            "output_token_logprobs": [[-1.0, 7], [-2.0, 8]],
+            "weight_versions": [{"version": "3", "start": 0, "end": 2}],
+            "routed_experts": base64.b64encode(chosen.tobytes()).decode(),
+        },
+    }
+    sample = GrowingSample(3)
+    dialect.read(sample, event)
+    found = sample.completion().routed_experts
+    assert found is not None
+    assert found.dtype == np.uint16
+    assert np.array_equal(found, chosen.reshape(4, 3, 2))
+    event["meta_info"]["routed_experts"] = "AAAA"  # type: ignore[index]
+    with pytest.raises(InfraError, match="routed experts that can't be read"):
+        dialect.read(GrowingSample(3), event)

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 from PIL import Image as Pillow
 
+from producers.datasets.hf import HuggingFace
 from producers.datasets.jsonl import Jsonl
-from producers.datasets.rows import RowReader
+from producers.datasets.rows import RowReader, read_messages
 from schemas.errors import ConfigError, DataError
 from schemas.messages import ContentPart
 
@@ -90,6 +91,65 @@ def test_a_row_without_an_image_is_text_and_image_columns_are_no_data() -> None:
 def test_what_is_wrong_with_a_row_is_said_by_its_place(row: dict[str, Any], problem: str) -> None:
     with pytest.raises(DataError, match=problem):
         read(row)
+
+
+def test_a_table_of_the_datasets_library_has_columns_of_images_and_messages_with_places_for_them(
+    tmp_path: Path,
+) -> None:
+    datasets = pytest.importorskip("datasets")
+    red, printed = Pillow.new("RGB", (56, 56), "red"), Pillow.new("CMYK", (56, 56), (0, 255, 255, 0))
+    text = datasets.Value("string")
+    part = {"type": text, "text": text}
+    table = datasets.Dataset.from_dict(
+        {
+            "prompt": ["how many?"] * 3,
+            "asked": [[{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "how many?"}]}]] * 3,
+            "answer": ["1", "2", "3"],
+            "figure": [red, jpeg(printed), None],
+            "figures": [[red, jpeg(printed)], [], [red]],
+        },
+        features=datasets.Features(
+            {
+                "prompt": text,
+                "asked": [{"role": text, "content": [part]}],
+                "answer": text,
+                "figure": datasets.Image(),
+                "figures": [datasets.Image()],
+            }
+        ),
+    )
+    table.save_to_disk(str(tmp_path / "table"))
+    one = HuggingFace(tmp_path, "table", image="figure", fields=[])
+    assert [[color(data) for data in one[row].images] for row in range(3)] == [["red"], ["red"], []]
+    assert [one[row].text for row in range(3)] == [None, None, "how many?"]
+    several = HuggingFace(tmp_path, "table", image=["figures"], fields=[])
+    assert [[color(data) for data in several[row].images] for row in range(3)] == [["red", "red"], [], ["red"]]
+    parts = HuggingFace(tmp_path, "table", prompt="asked", image="figure", fields=[])[1]
+    assert [message.content for message in parts.messages or []] == [[IMAGE, TEXT]]
+    assert [color(data) for data in parts.images] == ["red"]
+    assert parts.data == {"answer": "2"}
+
+
+def test_messages_of_another_package_hold_their_images_in_their_parts() -> None:
+    url = f"data:image/png;base64,{base64.b64encode(png()).decode()}"
+    parts = [{"type": "text", "text": "how many?"}, {"type": "image_url", "image_url": {"url": url}}]
+    messages, images = read_messages([{"role": "user", "content": parts}], "task 3 of count")
+    assert (messages[0].content, images) == ([TEXT, IMAGE], [png()])
+    with pytest.raises(DataError, match="task 3 of count: it has 0 images, and its messages have places for 1"):
+        read_messages([{"role": "user", "content": [{"type": "image"}]}], "task 3 of count")
+
+
+def jpeg(image: Pillow.Image) -> dict[str, Any]:
+    """As a table holds a photograph, here in the colours of print."""
+    file = io.BytesIO()
+    image.save(file, "JPEG")
+    return {"bytes": file.getvalue(), "path": None}
+
+
+def color(data: bytes) -> str:
+    found = Pillow.open(io.BytesIO(data)).convert("RGB").getpixel((0, 0))
+    assert isinstance(found, tuple)
+    return "red" if found[0] > 200 > 50 > max(found[1:]) else str(found)
 
 
 def test_a_file_names_images_beside_it_and_a_missing_one_is_found_when_it_is_opened(tmp_path: Path) -> None:

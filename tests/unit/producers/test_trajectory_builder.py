@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -28,12 +30,42 @@ class Letters:
         return "".join(map(chr, ids))
 
 
-TASK = Task(task_id=3, kind="train", n=2, sampling=Sampling(max_tokens=4), text="ab", data={"answer": 1, "kept": 2})
+TASK = Task(
+    task_id=3,
+    kind="train",
+    n=2,
+    sampling=Sampling(max_tokens=4, temperature=0.7),
+    text="ab",
+    data={"answer": 1, "kept": 2},
+)
 
 
 def sampled(text: str, spans: list[Span], finish: FinishReason = "stop") -> Completion:
     logprobs = -np.arange(1, len(text) + 1, dtype=np.float32)
     return Completion(Letters().encode(text), logprobs, spans, finish)
+
+
+def read(length: int, first: int = 0) -> np.ndarray:
+    """Experts of tokens in one layer, which are the places of the tokens, counted from ``first``."""
+    return np.arange(first, first + length, dtype=np.uint8).reshape(-1, 1, 1)
+
+
+def test_a_token_has_the_experts_of_the_completion_that_read_it_first() -> None:
+    first = replace(sampled("cde", [Span(4, 0, 3)]), routed_experts=read(4))
+    again = replace(sampled("f", [Span(4, 0, 1)]), routed_experts=read(7, first=100))
+    sample = begun().generated(first).observed(Letters().encode("??")).generated(again).finish()
+    routed = sample.to_trajectory(TASK, run="r", generator="g").routed_experts
+    assert routed is not None
+    assert (routed.layers, routed.k) == (1, 1)
+    assert routed.numpy().ravel().tolist() == [0, 1, 2, 3, 104, 105, 106, 255]
+    evaluated = sample.to_trajectory(msgspec.structs.replace(TASK, kind="eval"), run="r", generator="g")
+    assert evaluated.routed_experts is None
+
+
+def test_of_another_row_or_without_a_word_of_the_engine_nothing_is_known() -> None:
+    other = replace(sampled("cde", [Span(4, 0, 3)]), routed_experts=read(9))
+    silent = begun().generated(other).finish().to_trajectory(TASK, run="r", generator="g")
+    assert silent.routed_experts is None
 
 
 def begun() -> TrajectoryBuilder:
@@ -59,6 +91,7 @@ def test_turns_follow_each_other_and_only_what_was_sampled_is_trained() -> None:
     message = sample.to_trajectory(TASK, run="r", generator="g", seconds=2.0)
     assert (message.run, message.task_id, message.sample, message.kind) == ("r", 3, 1, "train")
     assert message.data == {"answer": 9, "kept": 2}
+    assert message.temperature == 0.7, "that of the task"
     assert message.oldest_version == 4
 
 

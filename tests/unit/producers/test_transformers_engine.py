@@ -20,6 +20,7 @@ from producers.engines.transformers.engine import TransformersEngine
 from producers.engines.transformers.weights import map_tensors
 from schemas.errors import ConfigError, InfraError
 from schemas.messages import FileSource, Sampling
+from tests.support.tiny_mixture import choices, make_mixture
 from tests.support.tiny_model import make_tiny_model
 
 PROMPTS = [[5, 6, 7], [90, 80, 70, 60, 50, 40, 30, 20], [11], [200, 100, 150, 3, 4]]
@@ -164,3 +165,32 @@ def test_prompts_that_are_too_many_for_one_pass_go_through_several(
     run(models[0], scenario)
     waves = batching._waves([([0] * length, []) for length in (1, 2, 3, 9, 9)])
     assert [[len(prompt) for prompt, _ in wave] for wave in waves] == [[1, 2], [3], [9], [9]]
+
+
+def test_a_mixtures_experts_are_told_of_every_token_that_was_read(tmp_path: Path):
+    folder = make_mixture(tmp_path / "mixture")
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+    async def scenario(engine: TransformersEngine) -> None:
+        async def one(index: int, prompt: list[int]) -> list[Completion]:
+            await asyncio.sleep(0.005 * index)
+            return await engine.generate(prompt, Sampling(max_tokens=4 + 3 * index), n=2)
+
+        results = await asyncio.gather(*(one(i, p) for i, p in enumerate(PROMPTS)))
+        for prompt, completions in zip(PROMPTS, results, strict=True):
+            for completion in completions:
+                assert completion.routed_experts is not None
+                expected = choices(model, [*prompt, *completion.tokens[:-1]])
+                assert np.array_equal(np.sort(completion.routed_experts, -1), expected)
+
+    run(folder, scenario, routed_experts=True)
+
+
+def test_nobody_notes_experts_unasked_and_a_model_without_any_is_refused(tmp_path: Path, models: tuple[Path, Path]):
+    async def scenario(engine: TransformersEngine) -> None:
+        (completion,) = await engine.generate(PROMPTS[0], Sampling(max_tokens=3))
+        assert completion.routed_experts is None
+
+    run(make_mixture(tmp_path / "mixture"), scenario)
+    with pytest.raises(ConfigError, match=r"trainer\.router_replay: Qwen2ForCausalLM has no experts"):
+        run(models[0], scenario, routed_experts=True)

@@ -2,26 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
 from consumers.reward.rewards import REWARDS
 from producers.datasets.jsonl import Jsonl
 from schemas.config import load_config
-
-EXAMPLES = Path(__file__).parents[3] / "examples"
-
-
-def script(file: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(file.stem, file)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+from tests.support.example_scripts import EXAMPLES, load_script
 
 
 @pytest.mark.parametrize(
@@ -37,7 +25,7 @@ def test_an_example_makes_rows_that_its_configuration_trains_on(
     config = load_config(EXAMPLES / example / "config.yaml")
     assert config.model.kind == "vision"
     assert {key: config.train[0].args.get(key, "prompt") for key in columns} == columns
-    script(EXAMPLES / example / f"{name}.py").write_data(tmp_path, 4)
+    load_script(f"{example}/{name}.py").write_data(tmp_path, 4)
     rows = Jsonl(tmp_path, "train.jsonl", **columns)
     assert len(rows) == 4
     for index in range(4):

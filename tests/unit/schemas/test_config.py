@@ -39,12 +39,12 @@ def http(**server: Any) -> dict[str, Any]:
         (merged(reward={"terms": []}), "reward.terms: [] is not allowed, must be"),
         (merged(model={"path": "m", "max_pixels": 9000}), "model.max_pixels is for images: set model.kind to vision"),
         (
-            merged(model={"path": "m", "kind": "vision"}, generator={"workflow": {"name": "tools"}}),
-            "generator.workflow tools does not go with model.kind vision: leave it out",
-        ),
-        (
             merged(model={"path": "m", "kind": "vision"}, trainer={"lora": {}}),
             "trainer.lora does not go with model.kind vision: leave it out",
+        ),
+        (
+            merged(model={"path": "m", "kind": "vision"}, trainer={"router_replay": True}),
+            "trainer.router_replay does not go with model.kind vision: leave it out",
         ),
         (
             merged(model={"path": "m", "kind": "vision"}, generator={"engine": "transformers"}),

@@ -18,7 +18,7 @@ from schemas.sandbox import bubblewrap, others
 from schemas.sandbox.jail import Sandbox, choose, why_not
 from schemas.sandbox.limits import Limits, Mount, find_interpreter
 from schemas.sandbox.probe import probe
-from tests.support.sandboxes import LIMITS, mark, processes_with, run_python, sandbox
+from tests.support.sandboxes import LIMITS, left_with, mark, processes_with, run_python, sandbox
 
 SPINNING = "import os, sys\nprint('begun', flush=True)\nwhile True: pass"
 
@@ -103,9 +103,9 @@ def test_nothing_is_left_of_a_program_that_leaves_its_session() -> None:
                 os._exit(0)
     """
     assert run_python(textwrap.dedent(code)).end == "exit"
-    assert not processes_with(word)
+    assert not left_with(word)
     assert run_python(textwrap.dedent(code) + "time.sleep(100)", limits=Limits(wall_s=1)).end == "time"
-    assert not processes_with(word)
+    assert not left_with(word)
 
 
 def test_nothing_is_left_of_a_program_that_is_killed_while_its_sandbox_is_made() -> None:
@@ -115,7 +115,7 @@ def test_nothing_is_left_of_a_program_that_is_killed_while_its_sandbox_is_made()
         running = way.start(["/usr/bin/sleep", "1000", word])
         time.sleep(n * 0.0005)
         running.close()
-    assert not processes_with(word)
+    assert not left_with(word)
 
 
 def test_a_program_dies_with_the_process_that_started_it(tmp_path: Path) -> None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 
 from schemas.codec import Array, BadMessage, decode, encode
-from schemas.messages import Segment, Span, Trajectory, Turn
+from schemas.messages import RoutedExperts, Segment, Span, Trajectory, Turn
 
 
 def trajectory(length: int = 10, **changes: Any) -> Trajectory:
@@ -89,3 +90,28 @@ def _named(segments: list[Segment]) -> bytes:
 def test_numbers_that_are_not_finite_are_refused(changes: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="not finite"):
         trajectory(**changes)
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint16])
+def test_the_experts_of_tokens_come_back_from_the_wire(dtype: Any) -> None:
+    chosen = np.random.default_rng(0).integers(0, 200, (10, 3, 2)).astype(dtype)
+    plain = trajectory()
+    sent = trajectory(routed_experts=RoutedExperts.of(chosen))
+    found = decode(encode(sent), Trajectory)
+    assert found.routed_experts is not None
+    assert found.routed_experts.numpy().dtype == dtype
+    assert np.array_equal(found.routed_experts.numpy(), chosen)
+    assert len(encode(sent)) - len(encode(plain)) < chosen.nbytes + 60
+
+
+@pytest.mark.parametrize(
+    ("experts", "says"),
+    [
+        (RoutedExperts(3, 2, Array.of([0] * 59, "u1")), "routed_experts has 59 entries, must be 60"),
+        (RoutedExperts(0, 2, Array.of([], "u1")), "routed_experts of 0 layers, 2 experts"),
+        (RoutedExperts(3, 2, Array.of([0] * 60, "i4")), "type i4: must be 1 or more, and u1 or u2"),
+    ],
+)
+def test_experts_that_do_not_fit_the_tokens_are_refused(experts: RoutedExperts, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        trajectory(routed_experts=experts)

@@ -175,8 +175,11 @@ def test_an_environment_may_be_synchronous_and_begin_the_conversation_itself(bas
     [
         ("raise", "OSError: the game is gone"),
         ("hang", "step of games.py:Bad took longer than 0.2 s"),
-        ("nan", "step must return (text, reward, done), a finite reward or None; it returned ('', nan, True)"),
-        ("short", "step must return (text, reward, done)"),
+        (
+            "nan",
+            "step must return (text or images, reward, done), a finite reward or None; it returned ('', nan, True)",
+        ),
+        ("short", "step must return (text or images, reward, done)"),
     ],
 )
 def test_an_environment_that_fails_fails_its_sample(base: Path, tokenizer: HfTokenizer, how: str, reason: str):
@@ -207,7 +210,7 @@ def test_what_an_environment_returns_is_read_with_care():
     user = {"role": "user", "content": "a"}
     assert begin([user], None) == [user]
     assert begin([{"role": "system", "content": "a"}], "b")[-1] == {"role": "user", "content": "b"}
-    with pytest.raises(DataError, match="reset must return text, None, or a list of messages"):
+    with pytest.raises(DataError, match="reset must return text, images, None, or a list of messages"):
         begin([user], [1])
 
 

@@ -87,6 +87,15 @@ def test_an_environment_plays_in_another_interpreter(base: Path) -> None:
     assert any("Say anything 3 times, python" in prompt for prompt in engine.prompts)
 
 
+def test_an_interpreter_is_looked_for_beside_the_configuration(base: Path) -> None:
+    (base / "own").symlink_to(sys.executable)
+    tokenizer = chat_tokenizer(base)
+    args = {"environment": "games.py:Count", "args": {"until": 3}, "python": "./own"}
+    config = loop_config(base, "environment", args)
+    (sample,) = asyncio.run(play(config, SpeakingEngine(tokenizer, lambda prompt: "well"), tokenizer, chat_task("Go.")))
+    assert isinstance(sample, SampledCompletion)
+
+
 @pytest.mark.parametrize(
     ("word", "reason"),
     [

@@ -26,6 +26,7 @@ pytest.importorskip("mcp")
 SERVER = '''
 import asyncio, os, sys
 from mcp.server.mcpserver import MCPServer
+from mcp_types import ImageContent
 
 server = MCPServer("counter")
 count = 0
@@ -57,6 +58,11 @@ def die() -> str:
 def secrets() -> str:
     """What it sees."""
     return str("REDIS_URL" in os.environ)
+
+@server.tool()
+def picture() -> list:
+    """Shows a picture."""
+    return ["here", ImageContent(type="image", data="AAAA", mimeType="image/png")]
 
 if sys.argv[1:] == ["http"]:
     import socket, uvicorn
@@ -97,7 +103,12 @@ def test_each_episode_has_a_server_of_its_own(base: Path, monkeypatch: pytest.Mo
 
     async def run() -> None:
         async with started(base) as source:
-            assert set(source.schemas) == {"add", "slow", "fail", "die", "secrets"}
+            assert set(source.schemas) == {"add", "slow", "fail", "die", "secrets", "picture"}
+            async with source.open() as tools:
+                assert await tools["picture"].call("{}", 60.0) == [
+                    {"type": "text", "text": "here"},
+                    {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}},
+                ]
             told = source.schemas["add"]["function"]
             assert (told["description"], told["parameters"]["required"]) == ("Adds to the counter.", ["amount"])
             async with source.open() as one, source.open() as other:

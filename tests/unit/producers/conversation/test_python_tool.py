@@ -16,7 +16,7 @@ from producers.workflows.trajectory_builder import SampledCompletion
 from schemas.errors import ConfigError, InfraError
 from schemas.sandbox.jail import Sandbox
 from tests.support.loops import SpeakingEngine, chat_task, chat_tokenizer, loop_config, play
-from tests.support.sandboxes import mark, processes_with, sandbox
+from tests.support.sandboxes import left_with, mark, sandbox
 
 
 @pytest.fixture(autouse=True)
@@ -92,7 +92,7 @@ def test_nothing_is_left_after_the_episode() -> None:
     word = mark()
     code = f"import os\nif os.fork() == 0:\n    os.setsid(); os.execv('/usr/bin/sleep', ['{word}', '1000'])"
     assert results(code, "1") == ["", "1"]
-    assert not processes_with(word)
+    assert not left_with(word)
 
 
 def answers(*texts: str) -> Any:

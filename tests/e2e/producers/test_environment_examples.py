@@ -1,0 +1,97 @@
+"""examples/verifiers and examples/openenv with the real packages, in the interpreters that their README.md asks for."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.support.programs import environment_python
+from tests.support.up_runs import UpRun
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
+
+EXAMPLES = Path(__file__).parents[3] / "examples"
+START_S = 300.0
+
+
+@pytest.fixture
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One with a short path: the broker's socket is in a folder below it."""
+    return tmp_path_factory.mktemp("run")
+
+
+@pytest.fixture
+def server(folder: Path) -> Iterator[str]:
+    """The address of the example's OpenEnv server."""
+    python = environment_python("openenv")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    log = folder / "server.log"
+    with log.open("w") as output:
+        command = [str(python), str(EXAMPLES / "openenv" / "server.py"), "--port", str(port)]
+        process = subprocess.Popen(command, stdout=output, stderr=output)
+    url, deadline = f"http://127.0.0.1:{port}", time.monotonic() + START_S
+    try:
+        while not healthy(url):
+            assert process.poll() is None, log.read_text()[-3000:]
+            assert time.monotonic() < deadline, log.read_text()[-3000:]
+            time.sleep(0.2)
+        yield url
+    finally:
+        process.terminate()
+        process.wait(30)
+
+
+def healthy(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(url + "/health", timeout=5) as response:
+            return bool(response.status == 200)
+    except (urllib.error.URLError, OSError):
+        return False
+
+
+def train(folder: Path, config: dict[str, Any]) -> list[dict[str, Any]]:
+    """Two steps of an example, without what takes its time; its metrics."""
+    config["model"]["path"] = str(folder / "model")
+    config["warm_start"].update(stop_accuracy=0.2, eval_every=20)
+    config["generator"].update(engine="transformers")
+    config["trainer"].update(steps=2, batch_groups=2)
+    config["sampling"].update(n=4)
+    config["flow"].update(staleness=0)
+    config.pop("eval", None)
+    run = UpRun(folder, config)
+    summary = run.finish(600.0)
+    assert summary["exit_reason"] == "finished"
+    assert (summary["trajectories_lost"], summary["trajectories_trained_twice"]) == (0, 0)
+    assert summary["logprob_gap_mean"] < 1e-4
+    return run.lines("metrics.jsonl")
+
+
+def test_the_policy_is_trained_in_an_environment_of_verifiers(folder: Path) -> None:
+    python, example = environment_python("verifiers"), folder / "verifiers"
+    shutil.copytree(EXAMPLES / "verifiers", example, ignore=shutil.ignore_patterns(".venv"))
+    (example / ".venv").symlink_to(python.parents[1])
+    lines = train(example, yaml.safe_load((example / "config.yaml").read_text()))
+    assert {line["step"] for line in lines} == {1, 2}
+    assert any(0 < line["reward/mean"] < 1 for line in lines)
+
+
+def test_the_policy_is_trained_in_sessions_of_an_openenv_server(folder: Path, server: str) -> None:
+    for name in ("openenv", "number_guessing"):
+        shutil.copytree(EXAMPLES / name, folder / name, ignore=shutil.ignore_patterns(".venv"))
+    config = yaml.safe_load((folder / "openenv" / "config.yaml").read_text())
+    config["generator"]["workflow"]["args"]["args"]["url"] = server
+    lines = train(folder / "openenv", config)
+    assert {line["step"] for line in lines} == {1, 2}
+    assert any(line["reward/mean"] > 0 for line in lines), "a number was found"

@@ -1,0 +1,16 @@
+"""What tests of the documentation share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.docs_code import ROOT, write_code
+
+
+@pytest.fixture
+def snippets(tmp_path: Path) -> Path:
+    """A folder with the titled code blocks of docs/bring-your-own.md as files."""
+    write_code(ROOT / "docs" / "bring-your-own.md", tmp_path)
+    return tmp_path
