@@ -28,7 +28,7 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3; do \
 
 .DEFAULT_GOAL := help
 INSTALL = $(BIN)/python deploy/machine/install.py --vllm '$(VLLM)' --torch-index '$(TORCH_INDEX)' --record $(VENV)/.vllm
-.PHONY: help setup dev demo check test unit system sglang chaos soak lint types docs pins clean
+.PHONY: help setup dev demo check test unit system sglang environments chaos soak lint types docs pins clean
 
 help: ## List the targets
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1|\2/' | column -t -s '|' 2>/dev/null \
@@ -67,6 +67,9 @@ system: ## Install the programs that tests drive: Chromium, Slurm, kubectl and o
 
 sglang: $(DEV) ## Fetch SGLang's packages for the tests with its real server on a CPU, into .sglang
 	@tests/support/sglang_cpu/install.sh
+
+environments: $(DEV) ## Fetch verifiers and OpenEnv for the tests of their examples, into .environments
+	@tests/support/environments/install.sh
 
 chaos: $(DEV) ## Break a running system in every way for MINUTES (default 3), with SEED (default 1), and count what was lost
 	$(BIN)/python -m tests.chaos --minutes $(MINUTES) --seed $(SEED) $(ARGS)
