@@ -32,7 +32,7 @@ class Run:
         self.trainer = self.start_trainer()
         self.others = [self.join(), self.join()]
         self.struck = self.join()
-        for service in (self.trainer, *self.others):
+        for service in (self.trainer, *self.others, self.struck):
             service.hear()
 
     def start_trainer(self) -> Service:
@@ -94,7 +94,6 @@ def run(server: EmbeddedServer, tmp_path_factory: pytest.TempPathFactory) -> Ite
 
 
 def test_all_who_are_ready_get_it_by_one_broadcast_over_the_connections_of_the_last(run: Run) -> None:
-    run.struck.hear()
     run.settle(run.struck)
     held = run.publish()["communicator"]
     run.all_have_it(*run.others, run.struck, by_broadcast=True)
