@@ -5,6 +5,7 @@ A prompt is ``2:7,5:13,9:21;``, the program ``2*x+3``. Any expression that passe
 
 from __future__ import annotations
 
+import itertools
 import random
 from pathlib import Path
 from typing import Literal
@@ -12,25 +13,29 @@ from typing import Literal
 from deploy.offline.tiny_model import byte_tokenizer, write_tiny_model
 from producers.datasets.base import Example
 
-SIZE = {"train": 20000, "heldout": 500}
+TASKS = list(itertools.product(range(1, 4), range(4), itertools.combinations(range(10), 3)))
+"""All 1,440 of them: factor, constant, three inputs. Nobody trains on the last HELDOUT."""
+random.Random(0).shuffle(TASKS)
+HELDOUT = 240
 
 
 class Expressions:
     """Functions a*x+b of small numbers; ``data`` has the cases, and an answer for the warm start.
 
-    lazy: share of these answers that are a number out of the air, which is never right.
+    A training task comes again, and may have another answer then. lazy: share of these answers that are a number out
+    of the air, which is never right.
     """
 
     def __init__(self, split: Literal["train", "heldout"] = "train", lazy: float = 0.0) -> None:
         self.split, self.lazy = split, lazy
 
     def __len__(self) -> int:
-        return SIZE[self.split]
+        return HELDOUT if self.split == "heldout" else 20000
 
     def __getitem__(self, index: int) -> Example:
         chance = random.Random(f"{self.split} {index}")
-        factor, constant = chance.randint(1, 3), chance.randint(0, 3)
-        inputs = sorted(chance.sample(range(10), 3))
+        tasks = TASKS[-HELDOUT:] if self.split == "heldout" else TASKS[:-HELDOUT]
+        factor, constant, inputs = tasks[index % len(tasks)]
         values = [factor * x + constant for x in inputs]
         shown = f"{factor}*x+{constant}"
         if chance.random() < self.lazy:
