@@ -77,6 +77,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="30 steps.")
     parser.add_argument("--out", type=Path, help="JSON lines of the runs; what it holds already is not run again.")
     parser.add_argument("--json", action="store_true", help="Print the medians as JSON.")
+    parser.add_argument("--image", type=Path, help="A PNG of accuracy over samples and over minutes.")
     parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="Further settings of Tidemill's.")
     settings = parser.parse_args()
     # As an exception: what runs is ended first.
@@ -99,6 +100,10 @@ def main() -> None:
                     out.write(json.dumps(result) + "\n")
             shown = ", ".join(f"{name} {result[name]}" for name in SHOWN)
             print(f"{job.workload} {job.algorithm} {job.contender}: {shown}", file=sys.stderr, flush=True)
+    if settings.image is not None:
+        from benchmarks.end_to_end.plot import plot
+
+        plot(runs, settings.image)
     rows = medians(runs)
     if settings.json:
         print(json.dumps({"benchmark": "end_to_end", "rows": rows}, indent=2))
