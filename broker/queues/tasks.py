@@ -102,9 +102,11 @@ class TaskQueue(ConsumerGroup):
         return [sample for sample, entry in enumerate(present) if entry is None]
 
     def publish(self, task_id: int, trajectories: Sequence[Trajectory]) -> list[str]:
-        """Hand over finished samples of one task; ok, dup, closed or failed for each. With the last, the task is done.
+        """Hand over finished samples of one task; a word for each. With the last, the task is done.
 
-        One that is over broker.max_message_bytes failed: dead letter, and its group goes on without it.
+        ok; dup: it was there; closed: its group has ended; images: one of its images is not kept with its group, by
+        ``keep_images`` or with the task; failed: it is over broker.max_message_bytes, a dead letter, and its group goes
+        on without it.
         """
         return self.publish_all([(task_id, trajectories)])[0]
 
@@ -127,7 +129,8 @@ class TaskQueue(ConsumerGroup):
                     parcel = _Parcel(self._run.id)
                     parcels.append(parcel)
                 tokens = trajectory.loss_mask.data.count(1)
-                parcel.add(task_id, off_text, trajectory.sample, tokens, self._bodies.next_name(), body)
+                images = ",".join({str(image.digest): None for image in trajectory.images}) if trajectory.images else ""
+                parcel.add(task_id, off_text, trajectory.sample, tokens, self._bodies.next_name(), images, body)
         answers = self._connection.run_script_with_fields(
             "publish_samples",
             self._connection.keys.bodies,
@@ -250,11 +253,13 @@ class _Parcel:
         """Whether a sample whose body has so many bytes may be added."""
         return not self.samples or (self.samples < AT_ONCE and self._bytes + size <= PARCEL_BYTES)
 
-    def add(self, task_id: int, off_version: str, sample: int, tokens: int, name: str, body: bytes) -> None:
-        """Add a sample: off_version lists those of its task that are not of the evaluation's version."""
+    def add(
+        self, task_id: int, off_version: str, sample: int, tokens: int, name: str, images: str, body: bytes
+    ) -> None:
+        """Add a sample. off_version: those of its task that are not of the evaluation's version. images: digests."""
         if not self._tasks or self._tasks[-1][0] != task_id:
             self._tasks.append((task_id, off_version, []))
-        self._tasks[-1][2].extend((sample, tokens, name))
+        self._tasks[-1][2].extend((sample, tokens, name, images))
         self.bodies += (name, body)
         self.samples += 1
         self._bytes += len(body)
@@ -263,7 +268,7 @@ class _Parcel:
         """Return the arguments of the script."""
         found: list[str | int] = [self._run]
         for task_id, off, samples in self._tasks:
-            found += (task_id, off, len(samples) // 3, *samples)
+            found += (task_id, off, len(samples) // 4, *samples)
         return found
 
 

@@ -31,12 +31,12 @@ class Outbox:
 
     def __init__(self, queue: TaskQueue) -> None:
         self._queue = queue
-        self._waiting: list[tuple[Trajectory, asyncio.Future[None]]] = []
+        self._waiting: list[tuple[Trajectory, asyncio.Future[str]]] = []
         self._sending = False
 
-    async def publish(self, trajectory: Trajectory) -> None:
-        """Return when the broker has it."""
-        done = asyncio.get_running_loop().create_future()
+    async def publish(self, trajectory: Trajectory) -> str:
+        """Return the broker's word for it (``TaskQueue.publish``) when that has answered."""
+        done: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._waiting.append((trajectory, done))
         if not self._sending:
             self._sending = True
@@ -45,30 +45,29 @@ class Outbox:
                     await self._send()
             finally:
                 self._sending = False
-        await done
+        return await done
 
     async def _send(self) -> None:
         batch, self._waiting = self._waiting, []
-        by_task: dict[int, list[Trajectory]] = {}
-        for trajectory, _ in batch:
-            by_task.setdefault(trajectory.task_id, []).append(trajectory)
+        by_task: dict[int, list[tuple[Trajectory, asyncio.Future[str]]]] = {}
+        for trajectory, done in batch:
+            by_task.setdefault(trajectory.task_id, []).append((trajectory, done))
+        results = [(task_id, [trajectory for trajectory, _ in parts]) for task_id, parts in by_task.items()]
         try:
-            await asyncio.to_thread(self._queue.publish_all, list(by_task.items()))
+            said = await asyncio.to_thread(self._queue.publish_all, results)
         except TidemillError as error:
             for _, done in batch:
-                _end(done, error)
+                if not done.done():  # cancelled meanwhile
+                    done.set_exception(error)
         else:
-            for _, done in batch:
-                _end(done)
+            for words, parts in zip(said, by_task.values(), strict=True):
+                for word, (_, done) in zip(words, parts, strict=True):
+                    _end(done, word)
 
 
-def _end(done: asyncio.Future[None], error: TidemillError | None = None) -> None:
-    if done.done():  # cancelled meanwhile
-        return
-    if error is None:
-        done.set_result(None)
-    else:
-        done.set_exception(error)
+def _end(done: asyncio.Future[T], result: T) -> None:
+    if not done.done():  # cancelled meanwhile
+        done.set_result(result)
 
 
 @dataclass
@@ -207,4 +206,4 @@ class PartialSaver:
 
 def _end_waiting(unsaved: _Unsaved | None) -> None:
     for done in unsaved.waiting if unsaved is not None else ():
-        _end(done)
+        _end(done, None)

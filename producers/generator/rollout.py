@@ -6,7 +6,7 @@ import asyncio
 import functools
 import math
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Generator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -34,6 +34,8 @@ from schemas.messages import Call, Event, Partial, Span, Task, Trajectory
 from schemas.run_record import JoinedRun
 
 P = TypeVar("P", Partial, Call)
+KEPT_TIMES = 3
+"""How often the images of an episode are given to a broker that loses them before it has the sample."""
 
 log = structlog.get_logger()
 
@@ -222,10 +224,18 @@ class Rollout:
             await self._fail([sample.index], self._describe(error))
         else:
             if trajectory is not None:
-                if sample.files:
-                    await asyncio.to_thread(context.queue.keep_images, self._task.task_id, sample.files)
-                await context.outbox.publish(trajectory)
+                await self._publish(trajectory, sample.files)
                 await self._published(trajectory)
+
+    async def _publish(self, trajectory: Trajectory, files: Mapping[str, bytes]) -> None:
+        """Hand a sample over with the images of its episode, also to a broker that has lost these in between."""
+        queue, outbox = self._context.queue, self._context.outbox
+        for _ in range(KEPT_TIMES):
+            if files:
+                await asyncio.to_thread(queue.keep_images, trajectory.task_id, files)
+            if await outbox.publish(trajectory) != "images":
+                return
+        await self._fail([trajectory.sample], "one of its images is neither its prompt's nor one of its episode's")
 
     async def _prepare(self, sample: SampledCompletion, seconds: float) -> Trajectory | None:
         """The sample's message; None when it is unfinished, and noted as such.

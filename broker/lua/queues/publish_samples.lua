@@ -1,22 +1,31 @@
 -- KEYS: COUNTS GROUPS SAMPLES TASKS EVAL_TASKS TRAJECTORIES PARTIALS EVALS BODIES
 -- ARGV: the generator's run, then for each task its id, those of its samples that are of an evaluation and not of its
--- version (`,0,3,`), the number of its samples, at most 1000, and of each the index, the generated tokens and the field of
--- its body in BODIES. The bodies were put there just before, in the same transaction, under names that nobody else has;
--- those of samples that are not taken are deleted. The first delivery of a sample wins, whoever brings it; a task is
--- acknowledged with its last sample. Returns one word a sample: ok, dup, or closed; or other_run alone, and takes none.
+-- version (`,0,3,`), the number of its samples, at most 1000, and of each the index, the generated tokens, the field of
+-- its body in BODIES and the digests of its images, with commas between. The bodies were put there just before, in the same
+-- transaction, under names that nobody else has; those of samples that are not taken are deleted. The first delivery of a
+-- sample wins, whoever brings it; a task is acknowledged with its last sample. Returns one word a sample: ok, dup, closed,
+-- or images, when one of its images is not kept with its group; or other_run alone, and takes none.
 local answers, unused = {}, {}
 -- An error, before anything is noted, where BODIES is no hash and holds none of them.
 redis.call('HLEN', BODIES)
 local others = differs(redis.call('HGET', GROUPS, 'run'), ARGV[1])
 
+-- Whether all of these images are among those that are kept with the group: a broker that was wiped has lost some.
+local function keeps(kept, digests)
+  for digest in string.gmatch(digests, '[^,]+') do
+    if not string.find(',' .. (kept or '') .. ',', ',' .. digest .. ',', 1, true) then return false end
+  end
+  return true
+end
+
 -- The samples of one task, whose arguments lie from `first` to `last`.
 local function publish(task, off, first, last)
   local fields, marks, finished, taken, tokens = {}, {}, {}, {}, 0
-  for i = first, last, 3 do fields[#fields + 1] = task .. ':' .. ARGV[i] end
-  local group = redis.call('HMGET', GROUPS, task .. ':kind', task .. ':saved')
+  for i = first, last, 4 do fields[#fields + 1] = task .. ':' .. ARGV[i] end
+  local group = redis.call('HMGET', GROUPS, task .. ':kind', task .. ':saved', task .. ':images')
   local present = redis.call('HMGET', SAMPLES, unpack(fields))
   for k, field in ipairs(fields) do
-    local i = first + 3 * (k - 1)
+    local i = first + 4 * (k - 1)
     local body, place = ARGV[i + 2], present[k] or taken[field]
     if not group[1] then
       answers[#answers + 1] = 'closed'
@@ -25,6 +34,9 @@ local function publish(task, off, first, last)
       answers[#answers + 1] = 'dup'
       -- The same delivery again, whose answer was lost, brings the body that is there.
       if body_of(place) ~= body then unused[#unused + 1] = body end
+    elseif ARGV[i + 3] ~= '' and not keeps(group[3], ARGV[i + 3]) then
+      answers[#answers + 1] = 'images'
+      unused[#unused + 1] = body
     else
       finished[#finished + 1] = field
       marks[#marks + 1] = field
@@ -46,9 +58,9 @@ end
 local at = 2
 while at <= #ARGV do
   local first = at + 3
-  local last = first + 3 * tonumber(ARGV[at + 2]) - 1
+  local last = first + 4 * tonumber(ARGV[at + 2]) - 1
   if others then
-    for i = first, last, 3 do unused[#unused + 1] = ARGV[i + 2] end
+    for i = first, last, 4 do unused[#unused + 1] = ARGV[i + 2] end
   elseif last > first then
     publish(ARGV[at], ARGV[at + 1], first, last)
   end

@@ -5,13 +5,15 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 
+import msgspec
 import pytest
 
 from broker.client import Broker
 from broker.queues.tasks import eval_task_id
 from schemas.digests import digest
 from schemas.errors import BrokerDamaged
-from schemas.messages import ChatMessage, ContentPart, Image, Sampling, Score, Task
+from schemas.messages import ChatMessage, ContentPart, Image, PlacedImage, Sampling, Score, Task
+from tests.support.broker_loss import wipe
 from tests.support.prompt_groups import claim_batch, generate_and_score, make_batch_record, make_trajectory
 from tests.support.trainer_sessions import take_over
 
@@ -142,6 +144,26 @@ def test_images_of_an_episode_are_there_once_and_go_with_its_group(broker: Broke
     assert stored(broker) == 0
     queue.keep_images(0, files(b"late"))
     assert stored(broker) == 0, "the group has ended"
+
+
+def test_a_sample_is_taken_only_with_its_images_whatever_was_lost_since_they_were_kept(broker: Broker) -> None:
+    take_over(broker)
+    queue, client = broker.task_queue("g"), broker.connection.client
+    broker.ledger.admit_all([task_with(0, b"one")], images=files(b"one"))
+    placed = [PlacedImage(digest(b"one"), 0, 1), PlacedImage(digest(b"seen"), 1, 2)]
+    sample = msgspec.structs.replace(make_trajectory(0, 0), images=placed)
+    queue.keep_images(0, files(b"seen"))
+    wipe(broker)
+    assert queue.publish(0, [sample]) == ["closed"]
+    training = take_over(broker)
+    broker.ledger.admit_all([task_with(0, b"one")], images=files(b"one"))
+    assert queue.publish(0, [sample, make_trajectory(0, 1)]) == ["images", "ok"]
+    assert client.hlen(broker.connection.keys.bodies) == 1
+    queue.keep_images(0, files(b"seen"))
+    assert queue.publish(0, [sample]) == ["ok"]
+    assert queue.publish(0, [sample]) == ["dup"]
+    assert broker.images.fetch(files(b"one", b"seen")) == files(b"one", b"seen")
+    assert training.diagnose_group(0) == "waiting"
 
 
 def test_a_task_names_as_many_images_as_its_messages_have_places() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,11 +13,13 @@ import numpy as np
 import pytest
 
 from broker.client import Broker
+from broker.queues.tasks import TaskQueue
 from producers.workflows.base import RolloutContext
 from producers.workflows.trajectory_builder import SampledCompletion, TrajectoryBuilder
 from schemas.config import TidemillConfig, parse_config
+from schemas.digests import digest
 from schemas.errors import ConfigError, InfraError
-from schemas.messages import Span
+from schemas.messages import PlacedImage, Span
 from tests.support.generator_service import (
     begin_run,
     make_config,
@@ -32,6 +34,7 @@ pytestmark = pytest.mark.integration
 
 BAD_TASK = 3
 WORKFLOW = f"{__name__}:Spoilt"
+SEEN = PlacedImage(digest(b"seen"), 0, 1)
 
 
 class Spoilt:
@@ -138,6 +141,7 @@ BAD_SAMPLES: dict[str, tuple[Callable[[SampledCompletion], Any], str]] = {
     "large token": (lambda sample: replace(sample, tokens=[2**40] * len(sample.tokens)), "OverflowError"),
     "no spans": (lambda sample: replace(sample, spans=[]), "spans do not cover"),
     "tuple for a span": (lambda sample: replace(sample, spans=[(1, 0, 3)]), "AttributeError"),
+    "unknown image": (lambda sample: replace(sample, images=[SEEN]), "one of its images is neither its prompt's nor"),
     "weights to come": (lambda sample: replace(sample, spans=[Span(9, 0, len(sample.tokens))]), "version 9"),
 }
 
@@ -154,6 +158,26 @@ def test_a_sample_that_can_not_be_published_fails_alone(
     assert reason in broker.dead_letters.list()[0].letter.reason
     events = [event.text for event in broker.events.tail(9)]
     assert events == (["weights version 1 gave log-probabilities that are not finite"] if "finite" in reason else [])
+
+
+def test_a_sample_whose_images_the_broker_lost_before_it_came_is_published_with_them(
+    broker: Broker, config: TidemillConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files, times = {SEEN.digest: b"seen"}, list[int]()
+    keep = TaskQueue.keep_images
+
+    def keep_and_lose(self: TaskQueue, task_id: int, images: Mapping[str, bytes]) -> None:
+        keep(self, task_id, images)
+        times.append(task_id)
+        if len(times) == 1:
+            broker.connection.client.delete(broker.connection.keys.images)
+            broker.connection.client.hdel(broker.connection.keys.groups, f"{task_id}:images")
+
+    monkeypatch.setattr(TaskQueue, "keep_images", keep_and_lose)
+    monkeypatch.setattr(Spoilt, "after", staticmethod(lambda sample: replace(sample, images=[SEEN], files=files)))
+    assert len(generate(broker, config, tmp_path, 8)) == 8
+    assert times == [BAD_TASK, BAD_TASK]
+    assert broker.images.fetch([SEEN.digest]) == files
 
 
 def test_a_sample_that_is_always_yielded_unfinished_though_nothing_ends_it_fails_alone(
