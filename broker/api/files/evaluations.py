@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import ValidationError
 
-from broker.api.files.groups import FOLDER
+from broker.api.files.groups import FOLDER, LAST
 from broker.api.files.lines import read_objects
-from broker.api.web.paging import Page
+from broker.api.web.paging import Page, Place, cut
 from schemas.control_api.run_folders import EvaluationPrompt, EvaluationPrompts, GroupSample, RunEvaluation
 
 FILE = "evaluations.jsonl"
@@ -51,30 +50,23 @@ def read_prompts(
     if text:
         wanted = text.lower()
         prompts = [one for one in prompts if any(wanted in part.lower() for part in _texts(one))]
-    prompts.sort(key=lambda one: _order(one, sort))
-    first = page.number() or 0
-    more = first + page.limit
-    return EvaluationPrompts(
-        version=version,
-        prompts=prompts[first:more],
-        total=len(prompts),
-        next=str(more) if more < len(prompts) else None,
-    )
+    shown, following = cut(prompts, lambda one: _place(one, sort), page)
+    return EvaluationPrompts(version=version, prompts=shown, total=len(prompts), next=following)
 
 
 def _texts(one: EvaluationPrompt) -> list[str]:
     return [one.prompt, *(sample.completion for sample in one.samples)]
 
 
-def _order(one: EvaluationPrompt, sort: PromptSort) -> tuple[float, str, int]:
-    mean = math.inf if one.mean is None else one.mean
+def _place(one: EvaluationPrompt, sort: PromptSort) -> Place:
+    number = LAST if one.mean is None else one.mean
     if sort == "best":
-        mean = math.inf if one.mean is None else -one.mean
+        number = LAST if one.mean is None else -one.mean
     elif sort == "longest":
-        mean = -max((sample.tokens for sample in one.samples), default=0)
+        number = -max((sample.tokens for sample in one.samples), default=0)
     elif sort == "index":
-        mean = 0.0
-    return mean, one.dataset, one.index
+        number = 0.0
+    return number, f"{one.dataset}:{one.index:016d}"
 
 
 def _prompt(line: dict[str, Any]) -> EvaluationPrompt | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import statistics
+import sys
 from array import array
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,7 +16,7 @@ from typing import Any, Literal
 from pydantic import ValidationError
 
 from broker.api.files.lines import GrowingFile, parse
-from broker.api.web.paging import Page
+from broker.api.web.paging import MOST, Page, Place, cut
 from schemas.control_api.run_folders import GroupDetail, GroupHead, Groups, GroupSample, Histogram
 
 FOLDER = "samples"
@@ -23,14 +24,16 @@ HEAD_CHARACTERS = 200
 BINS = 10
 TRUNCATED = ("length", "calls", "deadline")
 Sort = Literal["newest", "oldest", "reward_low", "reward_high", "spread", "longest"]
-_ORDER: dict[str, Callable[[GroupHead], Any]] = {
-    "newest": lambda head: (-head.step, head.task_id),
-    "oldest": lambda head: (head.step, head.task_id),
-    "reward_low": lambda head: (head.mean is None, head.mean, -head.step),
-    "reward_high": lambda head: (head.mean is None, -(head.mean or 0.0), -head.step),
-    "spread": lambda head: (-(head.std or 0.0), -head.step),
-    "longest": lambda head: (-(head.tokens or 0.0), -head.step),
+LAST = sys.float_info.max
+_ORDER: dict[str, Callable[[GroupHead], float]] = {
+    "newest": lambda head: -head.step,
+    "oldest": lambda head: head.step,
+    "reward_low": lambda head: LAST if head.mean is None else head.mean,
+    "reward_high": lambda head: LAST if head.mean is None else -head.mean,
+    "spread": lambda head: -(head.std or 0.0),
+    "longest": lambda head: -(head.tokens or 0.0),
 }
+"""What groups are sorted by; of equals the newest comes first."""
 
 
 @dataclass(frozen=True)
@@ -82,14 +85,12 @@ class GroupFiles:
         found = [kept for kept in self._kept.values() if wanted.fits(kept.head)]
         if wanted.text:
             found = [kept for kept in found if self._has_text(kept, wanted.text)]
-        heads = sorted((kept.head for kept in found), key=_ORDER[sort])
-        first = page.number() or 0
-        more = first + page.limit
+        shown, following = cut([kept.head for kept in found], lambda head: _place(head, sort), page)
         return Groups(
-            groups=heads[first:more],
-            total=len(heads),
+            groups=shown,
+            total=len(found),
             kept=len(self._kept),
-            next=str(more) if more < len(heads) else None,
+            next=following,
             histograms=_histograms(found),
         )
 
@@ -140,6 +141,10 @@ class GroupFiles:
             return False
         found = parse(line) or {}
         return any(text.lower() in part.lower() for part in _texts(found))
+
+
+def _place(head: GroupHead, sort: Sort) -> Place:
+    return _ORDER[sort](head), f"{MOST - head.step:016d}:{head.task_id:016d}"
 
 
 def _texts(line: Mapping[str, Any]) -> Iterator[str]:

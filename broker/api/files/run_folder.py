@@ -114,7 +114,11 @@ class RunFolder:
         for path in (self.path / "checkpoints").glob("step-*"):
             named = _CHECKPOINT.fullmatch(path.name)
             if named and path.is_dir():
-                size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+                try:
+                    size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+                except FileNotFoundError:
+                    # Its trainer, which keeps the newest, deletes it now.
+                    continue
                 found.append(CheckpointHead(name=path.name, step=int(named[1]), bytes=size, time=time_of(path)))
         return Checkpoints(checkpoints=sorted(found, key=lambda one: (one.step, one.name)))
 

@@ -205,9 +205,13 @@ def download_checkpoint(
     with archive.open(run) as folder:
         known = {one.name for one in folder.checkpoints().checkpoints}
         path = folder.path / "checkpoints" / checkpoint
-    if checkpoint not in known:
+    try:
+        files = tar_members(path) if checkpoint in known else None
+    except FileNotFoundError:
+        # Its trainer, which keeps the newest, deletes it now.
+        files = None
+    if files is None:
         raise Refusal(404, f"no checkpoint {checkpoint!r} in the run's folder")
-    files = tar_members(path)
     headers = {
         "Content-Length": str(tar_size(files)),
         "Content-Disposition": f'attachment; filename="{checkpoint}.tar"',

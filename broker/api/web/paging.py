@@ -16,6 +16,8 @@ from broker.api.web.refusal import Refusal
 
 Order = Literal["oldest", "newest"]
 Item = TypeVar("Item")
+MOST = 2**53
+"""Whole numbers below are exact as floats."""
 _ENTRY = re.compile(r"[0-9]{1,19}-[0-9]{1,19}")
 Place = tuple[float, str]
 """What things are ordered by: a number, and among those of the same number a name."""
@@ -66,7 +68,7 @@ def cut(items: Sequence[Item], place: Callable[[Item], Place], page: Page) -> tu
 
 def _write(place: Place) -> str:
     number, name = place
-    text = str(int(number)) if number == int(number) else repr(number)
+    text = str(int(number)) if abs(number) < MOST and number == int(number) else repr(number)
     return f"{text}:{name}" if name else text
 
 

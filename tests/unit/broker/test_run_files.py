@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import socket
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
 from broker.api.files.archive import Archive
 from broker.api.files.evaluations import read_evaluations, read_prompts
-from broker.api.files.groups import Wanted
+from broker.api.files.groups import Sort, Wanted
 from broker.api.files.logs import list_logs, read_log
 from broker.api.files.run_folder import RunFolder, mask
 from broker.api.web.paging import Page
@@ -74,7 +75,7 @@ def test_groups_are_searched_sorted_and_read_whole(tmp_path: Path) -> None:
     folder = RunFolder(make_run(tmp_path / "run", steps=20))
     groups = folder.groups
     newest = groups.list(Wanted(), "newest", Page(3))
-    assert ([head.step for head in newest.groups], newest.total, newest.next) == ([20, 20, 19], 40, "3")
+    assert ([head.step for head in newest.groups], newest.total) == ([20, 20, 19], 40)
     assert groups.list(Wanted(), "reward_low", Page(1)).groups[0].mean == 0.25
     assert groups.list(Wanted(), "reward_high", Page(1)).groups[0].mean == 0.5
     assert [head.task_id for head in groups.list(Wanted(text="WHAT IS 7 PLUS"), "newest", Page(9)).groups] == [70, 71]
@@ -86,6 +87,56 @@ def test_groups_are_searched_sorted_and_read_whole(tmp_path: Path) -> None:
     assert [sample.reward for sample in whole.samples] == [1.0, 1.0, 0.0, 0.0]
     assert (whole.truncated, whole.data, whole.samples[1].terms["length"]) == (1, {"answer": "8"}, -0.1)
     assert groups.get(7, 999) is None
+
+
+@pytest.mark.parametrize("sort", get_args(Sort))
+def test_groups_that_come_and_go_while_they_are_read_shift_no_others(tmp_path: Path, sort: Sort) -> None:
+    folder = make_run(tmp_path / "run", steps=9)
+    unscored = group_line(9, 5, 4) | {"samples": []}
+    with (folder / "samples" / "train-00000001.jsonl").open("a") as file:
+        file.write(json.dumps(unscored) + "\n")
+    groups = RunFolder(folder).groups
+    whole = [(head.step, head.task_id) for head in groups.list(Wanted(), sort, Page(99)).groups]
+    first = groups.list(Wanted(), sort, Page(5))
+    shown = [(head.step, head.task_id) for head in first.groups]
+    for step in (10, 11):
+        line = json.dumps(group_line(step, 1, 4))
+        (folder / "samples" / f"train-{step:08d}.jsonl").write_text(line + "\n")
+    kept = [line for line in map(json.dumps, _lines(folder)) if json.loads(line)["step"] > 2]
+    (folder / "samples" / "train-00000001.jsonl").unlink()
+    (folder / "samples" / "train-00000003.jsonl").write_text("".join(f"{line}\n" for line in kept))
+    cursor = first.next
+    while cursor is not None:
+        page = groups.list(Wanted(), sort, Page(5, cursor))
+        shown += [(head.step, head.task_id) for head in page.groups]
+        cursor = page.next
+    assert [one for one in shown if one[0] < 10] == [one for one in whole if one in shown[:5] or one[0] > 2]
+    assert len(set(shown)) == len(shown)
+
+
+def _lines(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "samples" / "train-00000001.jsonl").read_text().splitlines()]
+
+
+def test_a_checkpoint_that_is_deleted_while_it_is_listed_is_not_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = make_run(tmp_path / "run", steps=4)
+    for step in (2, 4):
+        path = folder / "checkpoints" / f"step-{step:08d}-t0001"
+        path.mkdir(parents=True)
+        (path / "model.safetensors").write_bytes(b"weights")
+    is_file = Path.is_file
+
+    def delete(self: Path) -> bool:
+        """As the trainer does that keeps the newest, between two looks at the file."""
+        found = is_file(self)
+        if self.parent.name == "step-00000002-t0001":
+            shutil.rmtree(self.parent)
+        return found
+
+    monkeypatch.setattr(Path, "is_file", delete)
+    assert [(one.step, one.bytes) for one in RunFolder(folder).checkpoints().checkpoints] == [(4, 7)]
 
 
 def test_rewards_of_the_groups_that_fit_are_counted_and_so_are_their_terms(tmp_path: Path) -> None:
@@ -149,7 +200,10 @@ def test_evaluations_by_prompt_come_worst_first(tmp_path: Path) -> None:
     found = read_prompts(folder, 4, "worst", None, Page(2))
     assert found is not None
     assert [(one.index, one.mean) for one in found.prompts] == [(3, 0.0), (0, 1.0)]
-    assert (found.total, found.next) == (4, "2")
+    assert found.total == 4
+    rest = read_prompts(folder, 4, "worst", None, Page(2, found.next))
+    assert rest is not None
+    assert ([one.index for one in rest.prompts], rest.next) == ([1, 2], None)
     assert read_prompts(folder, 3, "worst", None, Page(2)) is None
     searched = read_prompts(folder, 4, "index", "question 2", Page(9))
     assert searched is not None

@@ -19,23 +19,23 @@ let shown = [];
 let more = null;
 
 function query(cursor, limit = PAGE) {
-  const wanted = new URLSearchParams({ limit, cursor });
+  const wanted = new URLSearchParams({ limit, ...(cursor === null ? {} : { cursor }) });
   for (const [name, value] of new FormData(byId("group-search"))) if (value.trim() !== "") wanted.set(name, value.trim());
   return wanted;
 }
 
-async function search(cursor = 0) {
+async function search(cursor = null) {
   const [run] = chosen();
   const number = ++asked;
   if (run === undefined) return setText(byId("group-note"), "No run is here yet.");
   try {
     const found = await read(of(run, `groups?${query(cursor)}`));
     if (number !== asked) return;
-    shown = cursor ? shown.concat(found.groups) : found.groups;
+    shown = cursor === null ? found.groups : shown.concat(found.groups);
     more = found.next;
     setText(byId("group-note"), `${plural(found.total, "group")} of ${count(found.kept)} that are kept`);
     list(found.kept);
-    if (!cursor) charts(found.histograms);
+    if (cursor === null) charts(found.histograms);
   } catch (error) {
     if (!(error instanceof Refused)) throw error;
     setText(byId("group-note"), error.message);
@@ -78,7 +78,7 @@ function charts(histograms) {
 
 async function exportGroups() {
   const [run] = chosen();
-  const found = await read(of(run, `groups?${query(0, MOST)}`));
+  const found = await read(of(run, `groups?${query(null, MOST)}`));
   const rows = [["run", "step", "version", "task_id", "n", "mean", "min", "max", "std", "tokens", "truncated", "prompt"]];
   for (const one of found.groups) rows.push([run, ...rows[0].slice(1).map((name) => one[name])]);
   save(csv(rows), `${run}-groups.csv`);
