@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import re
@@ -71,7 +72,7 @@ class BroadcastProcess:
         return self._closed
 
     def start(self) -> None:
-        """Start the process, which is ready some seconds later; without torch there is none."""
+        """Start the process, which is ready some seconds later; none without torch, or where the system can't."""
         if importlib.util.find_spec("torch") is None:
             self._problem = "torch is missing"
             log.warning("torch is missing here: weights come from peers, by no broadcast")
@@ -79,18 +80,26 @@ class BroadcastProcess:
         with self._lock:
             if self._closed or self._process is not None:
                 return
-            ours, theirs = socket.socketpair()
             shown = environment([name for name in os.environ if _SHOWN.fullmatch(name)])
-            with theirs:
-                end = theirs.fileno()
-                self._process = GuardedProcess(_PROGRAM, "broadcast", shown, stdin=end, stdout=end)
+            try:
+                with contextlib.ExitStack() as unused:
+                    ours, theirs = map(unused.enter_context, socket.socketpair())
+                    end = theirs.fileno()
+                    self._process = GuardedProcess(_PROGRAM, "broadcast", shown, stdin=end, stdout=end)
+                    unused.pop_all()
+                    theirs.close()
+            except OSError as error:
+                self._problem = f"no process could be started: {error}"
+                log.warning("no process could be started to broadcast weights, which come from peers", error=str(error))
+                return
             self._stream, self._backends = ours, None
 
     def backends(self, wait_s: float = 0.0) -> tuple[str, ...]:
         """What it can use of what the settings allow; nothing while it starts, for which ``wait_s`` is waited."""
-        if self._stream is not None and self._backends is None:
+        stream = self._stream
+        if stream is not None and self._backends is None:
             try:
-                report = self._hear(self._stream, wait_s)
+                report = self._hear(stream, wait_s)
                 if not isinstance(report, Ready):
                     raise InfraError(f"it said {type(report).__name__} first")
                 allowed = self._settings.backend

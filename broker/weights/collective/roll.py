@@ -70,6 +70,9 @@ class Roll:
                 "answer_roll", self._member, payload, communicator, " ".join(backends)
             )
             if not isinstance(found, int):
+                if found is None and given_up():
+                    # Whoever ends us may have left the roll before this answer put us on the next one.
+                    break
                 if found is None:
                     return None
                 number, rank, size, backend = found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -116,6 +117,33 @@ def test_a_broker_that_is_gone_in_the_roll_costs_the_broadcast_alone(run: Run, m
     monkeypatch.setattr(Roll, "answer", gone)
     data = run.publish(1)
     assert run.fetch() == data
+
+
+def test_a_system_that_starts_no_process_costs_the_broadcasts_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.EAGAIN, "too many processes")
+
+    monkeypatch.setattr("broker.weights.collective.process.GuardedProcess", refuse)
+    with contextlib.closing(BroadcastProcess(NcclConfig(backend="gloo"), "127.0.0.1")) as process:
+        process.start()
+        assert process.backends() == ()
+        with pytest.raises(
+            ConfigError, match=r"backend gloo can't be used here, no process could be started.*too many"
+        ):
+            process.check()
+
+
+def test_a_process_that_ends_while_it_is_asked_for_its_backends_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    def close(self: BroadcastProcess) -> None:
+        self.close()
+
+    monkeypatch.setattr("broker.weights.collective.process._PROGRAM", ["sleep", "60"])
+    process = BroadcastProcess(NcclConfig(), "127.0.0.1")
+    process.start()
+    # Another thread closes it between two looks at its state.
+    monkeypatch.setattr(BroadcastProcess, "_backends", property(close, lambda self, value: None), raising=False)
+    assert process.backends(60.0) == ()
+    assert process.closed
 
 
 def test_without_torch_versions_come_from_peers_unless_a_backend_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -136,6 +136,22 @@ def test_who_leaves_is_not_waited_for(call: Call, make_broker: Callable[..., Bro
     assert call.close("v2") is not None
 
 
+def test_who_ends_while_it_answers_is_not_waited_for(call: Call) -> None:
+    call.meet("v1", "b")
+    ending = Roll(call.broker.connection, "a")
+    ended: list[bool] = []
+
+    def end() -> bool:
+        """Ended by another thread behind the first look, before the answer is there."""
+        ended.append(bool(ended))
+        return ended[-1]
+
+    assert ending.answer("v0", 0, ["gloo"], end) is None
+    call.open("v2")
+    call.look("v2", "b")
+    assert not isinstance(call.close("v2"), int)
+
+
 def test_a_member_without_the_calls_backend_is_not_on_the_roll(call: Call) -> None:
     call.open("v1", backend="nccl")
     assert call.look("v1", "a", backends="gloo") is None
