@@ -34,6 +34,7 @@ from schemas import guard
 from schemas.config import BrokerConfig
 from schemas.config.publish import NcclConfig, PublishConfig
 from schemas.digests import CHUNK_BYTES, chunk_digests, state_digest
+from schemas.errors import InfraError
 from tests.support.trainer_sessions import take_over
 
 BYTES = 24 * CHUNK_BYTES - 17
@@ -158,12 +159,18 @@ def run_generator(url: str, run: str, folder: str) -> None:
     newest = broker.weights.newest()
     version = newest.version if newest is not None else -1
     say(ready=True)
+    started: float | None = None
     while True:
         if (manifest := broker.weights.wait_newer(version)) is None:
             continue
         fate.strike("before")
-        started, at = time.monotonic(), reader.received
-        path = copy.fetch(manifest)
+        started, at = started or time.monotonic(), reader.received
+        try:
+            path = copy.fetch(manifest)
+        except InfraError as error:
+            # As a generator does whose trainer is started again: it looks once more.
+            structlog.get_logger().warning("no weights yet", reason=str(error))
+            continue
         version = manifest.version
         fate.strike("after")
         say(
@@ -172,6 +179,7 @@ def run_generator(url: str, run: str, folder: str) -> None:
             seconds=time.monotonic() - started,
             digest=state_digest(chunk_digests(path)),
         )
+        started = None
 
 
 def run_trainer(url: str, run: str, folder: str) -> None:

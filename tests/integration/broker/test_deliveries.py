@@ -20,10 +20,15 @@ pytestmark = pytest.mark.integration
 def cut_while_reading(broker: Broker, read: Callable[[], object]) -> None:
     """The connection of a worker is killed while it waits for entries."""
     losses, number = broker.connection.losses, broker.connection.client.client_id()
-    reading = threading.Thread(target=read)
+    end = time.monotonic() + 10
+
+    def read_on() -> None:
+        while broker.connection.losses == losses and time.monotonic() < end:
+            read()
+
+    reading = threading.Thread(target=read_on)
     reading.start()
     admin = redis.Redis.from_url(broker.connection.url)
-    end = time.monotonic() + 10
     while broker.connection.losses == losses and time.monotonic() < end:
         blocked = [client for client in admin.client_list(client_id=[number]) if "b" in client["flags"]]
         if blocked:
@@ -157,7 +162,7 @@ def test_leases_of_the_future_are_found_behind_many_others(broker: Broker, monke
     found: list[int] = []
     while not found and time.monotonic() < end:
         living.renew_leases()
-        found = [item.message.task_id for item in following.claim_stale(0.2, 1)]
+        found = [item.message.task_id for item in following.claim_stale(1.0, 1)]
         time.sleep(0.02)
     assert found == [35]
 

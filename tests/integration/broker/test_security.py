@@ -99,10 +99,12 @@ def test_weights_go_from_peer_to_peer_under_each_role(roles: dict[str, Broker], 
 def test_trainer_and_generators_meet_for_a_broadcast_and_only_the_trainer_calls(roles: dict[str, Broker]) -> None:
     term = take_over(roles["trainer"]).leader_term
     trainer, generator = (Roll(roles[role].connection, role) for role in ("trainer", "generator"))
-    trainer.open(term, "v1-t1.safetensors", "gloo", 0.2)
+    # Who was heard of once is waited for: the roll closes when it answers.
+    assert generator.answer("v0-t1.safetensors", 0, ["gloo"], lambda: False) is None
+    trainer.open(term, "v1-t1.safetensors", "gloo", 60.0)
     with ThreadPoolExecutor(1) as threads:
         answering = threads.submit(generator.answer, "v1-t1.safetensors", 0, ["gloo"], lambda: False)
-        called = trainer.close(term, "v1-t1.safetensors", 0, 0.2)
+        called = trainer.close(term, "v1-t1.safetensors", 0, 60.0)
         answered = answering.result(10)
     assert called is not None
     assert answered is not None

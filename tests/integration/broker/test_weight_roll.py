@@ -209,7 +209,7 @@ def test_who_waits_for_a_roll_is_woken_and_does_not_ask_all_the_time(
     call: Call, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The trainer by answers, a member by the end of the call: a handful of questions each, however long it takes."""
-    monkeypatch.setattr("broker.weights.collective.roll.BLOCK_MS", 1000)
+    monkeypatch.setattr("broker.weights.collective.roll.BLOCK_MS", 9000)
     call.meet("v1", "ab")
     asked: list[str] = []
     run = Connection.run_script_once

@@ -25,7 +25,10 @@ def test_a_childs_processor_and_memory_count() -> None:
         for one in (meter, alone):
             one.look(time.monotonic())
         assert "cpu" not in meter.figures
-        time.sleep(0.3)
+        began, deadline = read_processes()[child.pid].cpu_s, time.monotonic() + 60
+        while read_processes()[child.pid].cpu_s < began + 0.2:
+            assert time.monotonic() < deadline, "the child is given no processor"
+            time.sleep(0.01)
         for one in (meter, alone):
             one.look(time.monotonic())
         assert meter.figures["memory_bytes"] >= alone.figures["memory_bytes"] + (64 << 20)
@@ -44,17 +47,17 @@ def test_descendants_are_found_through_every_generation() -> None:
 
 
 @pytest.mark.parametrize(
-    ("answer", "used"),
+    ("answer", "used", "patience_s"),
     [
-        ('echo "$CHILD, 700"; echo "1, 5000"; echo "$OWN, 24"', 724 << 20),
-        ('echo "1, 5000"', 0),
-        ("echo No devices were found; exit 6", None),
-        ("exec sleep 60", None),
+        ('echo "$CHILD, 700"; echo "1, 5000"; echo "$OWN, 24"', 724 << 20, 60.0),
+        ('echo "1, 5000"', 0, 60.0),
+        ("echo No devices were found; exit 6", None, 60.0),
+        ("exec sleep 60", None, 0.2),
     ],
     ids=["own and child's", "only others'", "no driver", "hangs"],
 )
 def test_memory_of_gpus_is_that_of_the_process_and_its_children(
-    answer: str, used: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    answer: str, used: int | None, patience_s: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     tool = tmp_path / "nvidia-smi"
@@ -62,7 +65,7 @@ def test_memory_of_gpus_is_that_of_the_process_and_its_children(
     tool.write_text(f'#!/bin/sh\n[ "$*" = "{query}" ] || exit 2\nOWN={os.getpid()} CHILD={child.pid}\n{answer}\n')
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    monkeypatch.setattr(process_meter, "GPU_S", 0.5)
+    monkeypatch.setattr(process_meter, "GPU_S", patience_s)
     try:
         meter = ProcessMeter(os.getpid())
         meter.look(time.monotonic())
