@@ -21,7 +21,9 @@ LAYOUTS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
     "sharded": ({}, {}),
     "cut": ({"tensor": 2}, {}),
     "an adapter": ({}, {"lora": {"rank": 4, "alpha": 8.0}}),
+    "a head of its own": ({"tensor": 2}, {}),
 }
+"""The last is of a model whose configuration ties the output layer, and whose file has another one."""
 
 
 def configuration(model: Path, **trainer: Any) -> TidemillConfig:
@@ -36,12 +38,16 @@ def configuration(model: Path, **trainer: Any) -> TidemillConfig:
     )
 
 
-def run_sharing(whole: Path, described: Path, other: Path, folder: Path) -> None:
-    """Rank 0 reads ``whole``; the other has ``described``, the same without weights, and once ``other``."""
-    found = {name: share(name, whole, described) for name in LAYOUTS}
+def run_sharing(folder: Path) -> None:
+    """Rank 0 reads the models in ``folder``; the other rank has them without weights, and at last another model."""
+    found = {}
+    for name in LAYOUTS:
+        model = "apart" if name == "a head of its own" else "whole"
+        found[name] = share(name, folder / model, folder / f"{model}, described")
     ranks = Ranks(timeout_s=60.0)
     (folder / f"{ranks.rank}.json").write_text(json.dumps(found))
-    policy = make_policy(configuration(whole if ranks.is_main else other), empty=not ranks.is_main)
+    model = "whole" if ranks.is_main else "other"
+    policy = make_policy(configuration(folder / model), empty=not ranks.is_main)
     try:
         ranks.prepare(policy)
     except (ConfigError, RuntimeError) as error:

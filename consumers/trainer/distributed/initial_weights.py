@@ -28,49 +28,56 @@ class InitialWeights:
             weights.fill(layer, device)
             fully_shard(layer)
 
-    described: on rank 0 the names, shapes and types of all tensors; "" on the others.
+    described: on rank 0 the names, shapes and types of all tensors, and which are one; "" on the others.
     """
 
     def __init__(self, model: nn.Module, main: bool) -> None:
-        """Take the tensors out of a model; its parameters are empty afterwards. main: whether these are the weights."""
-        self._model = model
+        """Note the tensors of a model. main: whether these are the weights that all ranks get."""
         self._main = main
         self._tensors: dict[str, Tensor] = {}
-        self._first: dict[int, str] = {}
-        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-            self._tensors[name] = tensor.detach()
-            self._first[id(tensor)] = name
-        self.described = json.dumps(self._describe()) if main else ""
-        empty: dict[int, nn.Parameter] = {}
-        self._names: dict[tuple[int, str], str] = {}
-        for module in model.modules():
-            for name, held in [*module._parameters.items(), *module._buffers.items()]:
-                if held is None:
+        self._places: list[tuple[nn.Module, str]] = []
+        self._own: list[list[Any]] = []
+        firsts: dict[int, str] = {}
+        for path, module in model.named_modules():
+            for key, tensor in [*module._parameters.items(), *module._buffers.items()]:
+                if tensor is None:
                     continue
-                self._names[id(module), name] = self._first[id(held)]
-                if isinstance(held, nn.Parameter):
-                    if id(held) not in empty:
-                        empty[id(held)] = nn.Parameter(torch.empty_like(held, device="meta"), held.requires_grad)
-                    module._parameters[name] = empty[id(held)]
-        self._uses = Counter(self._names.values())
+                name = f"{path}.{key}".removeprefix(".")
+                first = firsts.setdefault(id(tensor), name)
+                if first == name:
+                    self._tensors[name] = tensor.detach()
+                self._places.append((module, key))
+                self._own.append([name, list(tensor.shape), str(tensor.dtype).removeprefix("torch."), first])
+        self.described = json.dumps(self._own) if main else ""
 
     def agree(self, described: str) -> None:
-        """Take over the types of rank 0's tensors; ConfigError if this rank has built another model.
+        """Take the tensors out of the model, whose parameters are empty afterwards, and tie what rank 0 has tied.
 
-        described: that of rank 0.
+        A checkpoint may have an output layer of its own though its configuration ties it, which only rank 0 sees.
+        described: that of rank 0. ConfigError if this rank has built another model.
         """
-        own, wanted = self._describe(), json.loads(described)
-        if [entry[:2] for entry in own] != [entry[:2] for entry in wanted]:
-            mine, other = ({name: shape for name, shape, _ in found} for found in (own, wanted))
+        wanted = json.loads(described)
+        if [entry[:2] for entry in self._own] != [entry[:2] for entry in wanted]:
+            mine, other = ({name: shape for name, shape, *_ in found} for found in (self._own, wanted))
             name = next((n for n in [*other, *mine] if mine.get(n) != other.get(n)), "the order of its weights")
             raise ConfigError(
                 f"model.path is another model on this rank than on rank 0: {name} is {mine.get(name, 'missing')} here,"
                 f" {other.get(name, 'missing')} there"
             )
-        self._dtypes = {name: getattr(torch, dtype) for name, _, dtype in wanted}
-        self._shapes = {name: tensor.shape for name, tensor in self._tensors.items()}
         if not self._main:
             self._tensors.clear()
+        self._names: dict[tuple[int, str], str] = {}
+        self._kinds: dict[str, tuple[list[int], torch.dtype]] = {}
+        empty: dict[str, nn.Parameter] = {}
+        for (module, key), (_, shape, dtype, first) in zip(self._places, wanted, strict=True):
+            self._names[id(module), key] = first
+            self._kinds[first] = shape, getattr(torch, dtype)
+            held = module._parameters.get(key)
+            if held is not None:
+                if first not in empty:
+                    empty[first] = nn.Parameter(torch.empty_like(held, device="meta"), held.requires_grad)
+                module._parameters[key] = empty[first]
+        self._uses = Counter(self._names.values())
 
     @torch.no_grad()
     def fill(self, part: nn.Module, device: torch.device) -> None:
@@ -103,9 +110,7 @@ class InitialWeights:
         if self._main:
             whole = self._tensors[name].to(device).contiguous()
         else:
-            whole = torch.empty(self._shapes[name], dtype=self._dtypes[name], device=device)
+            shape, dtype = self._kinds[name]
+            whole = torch.empty(shape, dtype=dtype, device=device)
         dist.broadcast(whole, 0)
         return whole
-
-    def _describe(self) -> list[list[Any]]:
-        return [[name, list(t.shape), str(t.dtype).removeprefix("torch.")] for name, t in self._tensors.items()]

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from tests.support.forked_ranks import run_in_ranks
 from tests.support.initial_weights import LAYOUTS, run_sharing
@@ -19,11 +20,15 @@ pytestmark = pytest.mark.integration
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("shared")
-    whole = make_tiny_model(folder / "whole", hidden=64, layers=2)
-    other = make_tiny_model(folder / "other", hidden=32, layers=2)
-    described = folder / "described"
-    shutil.copytree(whole, described, ignore=shutil.ignore_patterns("*.safetensors"))
-    run_in_ranks(2, run_sharing, whole, described, other, folder, output=folder / "output.txt")
+    make_tiny_model(folder / "other", hidden=32, layers=2)
+    make_tiny_model(folder / "whole", hidden=64, layers=2)
+    make_tiny_model(folder / "apart", hidden=64, layers=2, tied=True)
+    tensors = load_file(folder / "apart/model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].flip(0)
+    save_file(tensors, folder / "apart/model.safetensors", metadata={"format": "pt"})
+    for name in ("whole", "apart"):
+        shutil.copytree(folder / name, folder / f"{name}, described", ignore=shutil.ignore_patterns("*.safetensors"))
+    run_in_ranks(2, run_sharing, folder, output=folder / "output.txt")
     return folder
 
 
