@@ -31,7 +31,7 @@ QUIET_S = 2.0
 """Seconds without an outcome after which the source examines whether any can come."""
 
 MANY_FILTERED = 4
-"""Times a step's groups that came back and taught nothing: then people are told."""
+"""Times a step's groups that came back one after another and taught nothing: then people are told."""
 
 
 class NothingToLearn(RunFailed):
@@ -69,13 +69,14 @@ class BatchSource:
         self._datasets = DatasetMeter()
         self._deadline = 0.0
         self._told_filtered = False
+        self._filtered_at = 0.0
         self.last_outcome_at = time.monotonic()
 
     def next(self, new_version: int, stop: StopFlag) -> Batch | None:
         """The next step's batch, in the journal; None when asked to stop.
 
-        InfraError after the deadline, but NothingToLearn when as many groups as the step needs came back before and
-        taught nothing. RunFailed when trainer.max_failed_groups in a row have failed.
+        InfraError after the deadline, but NothingToLearn when groups came back until then, as many in a row as the step
+        needs, and taught nothing. RunFailed when trainer.max_failed_groups in a row have failed.
 
         new_version: the version that the step will make.
         """
@@ -143,7 +144,7 @@ class BatchSource:
             self._pause.wait_order_after(pipeline.control.pause_id)
             self._extend_deadline()
             return True
-        if self._meter.filtered >= MANY_FILTERED * pipeline.batch and not self._told_filtered:
+        if self._meter.in_vain >= MANY_FILTERED * pipeline.batch and not self._told_filtered:
             self._told_filtered = True
             self._notify(
                 "nothing_to_learn", "warning", f"step {self._progress.step}: {self._meter.describe_filtered()}"
@@ -162,8 +163,13 @@ class BatchSource:
         return True
 
     def _fail_if_filtered(self, pipeline: PipelineSnapshot) -> None:
-        """Raise NothingToLearn where a step is not complete because groups teach nothing: a restart changes nothing."""
-        if self._meter.filtered < pipeline.batch:
+        """Raise NothingToLearn where a step is not complete because groups teach nothing: a restart changes nothing.
+
+        That is not known where a group between them taught something, or where none has come for long: then the step
+        waits for generators, too.
+        """
+        silent = time.monotonic() - self._filtered_at > self._config.trainer.batch_timeout_s / 2
+        if self._meter.in_vain < pipeline.batch or silent:
             return
         text = (
             f"step {self._progress.step} has {len(self._taken)} of {pipeline.batch} prompt groups after"
@@ -302,12 +308,16 @@ class BatchSource:
         """End a group whose rewards, or the term of them that filters, tell nothing; keep any other."""
         settings = self._config.trainer.advantage
         if settings.drops_zero_variance and not has_signal(rewards, settings.least_std):
-            self._end_group(task_id, outcomes, "zero_variance")
+            why = "zero_variance"
         elif not within(rewards, settings.mean_between):
-            self._end_group(task_id, outcomes, "mean_reward")
+            why = "mean_reward"
         else:
+            self._meter.keep()
             for outcome in outcomes:
                 self._buffer.add(outcome)
+            return
+        self._filtered_at = time.monotonic()
+        self._end_group(task_id, outcomes, why)
 
     def _usable(self, task_ids: Sequence[int], staleness: int) -> Iterator[tuple[Group, list[ScoredSample]]]:
         """Load the trajectories of groups, and leave out those that are dropped for their age."""

@@ -31,6 +31,7 @@ class GroupMeter:
         self._excluded = 0
         self._rewards: list[float] = []
         self._dropped: Counter[str] = Counter()
+        self._in_vain = 0
 
     def add(self, rewards: Sequence[float], signal: bool, solved: Sequence[float] = ()) -> None:
         """Count a complete group by the rewards of its scored samples; signal: whether these differ.
@@ -51,6 +52,11 @@ class GroupMeter:
     def drop(self, reason: str) -> None:
         """Count a group that ends without being trained."""
         self._dropped[reason] += 1
+        self._in_vain += reason in FILTERS
+
+    def keep(self) -> None:
+        """Note a complete group that teaches something."""
+        self._in_vain = 0
 
     def describe(self) -> str:
         """Say, as the end of a sentence for people, which groups were given up since the last step."""
@@ -61,6 +67,11 @@ class GroupMeter:
     def filtered(self) -> int:
         """Number of complete groups since the last step that were left out because they teach nothing."""
         return sum(self._dropped[reason] for reason in FILTERS)
+
+    @property
+    def in_vain(self) -> int:
+        """Number of filtered groups since the last one that taught something, or the last step."""
+        return self._in_vain
 
     def describe_filtered(self) -> str:
         """Say, in a clause for people, how many groups came back since the last step and taught nothing, and why."""

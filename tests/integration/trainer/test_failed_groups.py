@@ -21,7 +21,7 @@ from consumers.trainer.batch_source import NothingToLearn
 from consumers.trainer.loop import Trainer
 from consumers.trainer.model.policy import Policy
 from deploy.run.summary import read_lines
-from schemas.errors import RunFailed
+from schemas.errors import InfraError, RunFailed
 from schemas.lifecycle import StopFlag
 from schemas.messages import RoutedExperts, Score
 from tests.support.deterministic_run import Generate, Pipeline, Reward, by_sample
@@ -202,6 +202,20 @@ def test_a_learned_task_ends_the_run_with_a_clear_line_and_its_weights(
     told = {event.name for event in broker.events.tail(99)}
     assert {"nothing_to_learn", "run_failed"} <= told
     assert (state.step, state.uncommitted) == (3, 0), "a checkpoint holds all steps"
+
+
+def test_generators_that_stop_are_no_learned_task(trainer: Callable[..., Trainer], broker: Broker) -> None:
+    """The last groups that came taught nothing, but then none came: another start may find generators again."""
+
+    def generate(tasks: TaskQueue, task_id: int, version: int) -> None:
+        if task_id < 10:
+            publish(tasks, task_id, version)
+
+    with Pipeline(broker, generate, lambda task_id, sample: Score(reward=1.0)), pytest.raises(InfraError) as caught:
+        trainer(batch_timeout_s=6).run(StopFlag())
+    assert "the oldest prompt group, 10, has no sample scored yet" in str(caught.value)
+    assert str(caught.value).endswith("given up meanwhile: 10 zero_variance")
+    assert "run_failed" not in {event.name for event in broker.events.tail(99)}
 
 
 def test_a_learned_task_goes_on_where_groups_without_a_signal_are_kept(

@@ -44,3 +44,15 @@ def test_prompts_that_are_too_hard_or_too_easy_and_lost_samples_are_counted() ->
     assert (found["samples/failed_raised"], found["samples/failed_died"]) == (2.0, 1.0)
     assert found["reward/unfiltered_mean"] == pytest.approx(3.9 / 8)
     assert meter.take()["samples/failed"] == 0.0
+
+
+def test_groups_that_teach_nothing_are_counted_until_one_teaches_something_or_a_step_is_taken() -> None:
+    meter = GroupMeter()
+    for reason in ("zero_variance", "stale", "mean_reward"):
+        meter.drop(reason)
+    assert (meter.in_vain, meter.filtered) == (2, 2), "an old one taught nothing for another reason"
+    meter.keep()
+    meter.drop("zero_variance")
+    assert (meter.in_vain, meter.filtered) == (1, 3)
+    meter.take()
+    assert (meter.in_vain, meter.filtered) == (0, 0)
