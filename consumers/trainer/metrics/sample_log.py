@@ -164,7 +164,9 @@ def common_beginning(prompts: Sequence[str]) -> str:
     if first == last:
         return first
     length = next((place for place, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), len(first))
-    return re.sub(r"\w+$", "", first[:length])
+    # From the end: a search for the last word begins anew at each letter of a long one.
+    word = re.match(r"\w*", first[:length][::-1])
+    return first[: length - (word.end() if word else 0)]
 
 
 def sample_line(trajectory: Trajectory, reward: float | None, terms: Mapping[str, float]) -> dict[str, Any]:

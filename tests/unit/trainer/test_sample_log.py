@@ -14,7 +14,7 @@ import pytest
 from consumers.trainer.data.microbatches import Group
 from consumers.trainer.metrics import sample_log
 from consumers.trainer.metrics.environment import FILE, write_environment
-from consumers.trainer.metrics.sample_log import SampleLog, choose_groups
+from consumers.trainer.metrics.sample_log import SampleLog, choose_groups, common_beginning
 from schemas.messages import PlacedImage
 from tests.support.trajectories import make_trajectory
 
@@ -54,6 +54,14 @@ def test_samples_of_episodes_are_kept_with_all_that_was_said_in_each(tmp_path: P
     kept = line["samples"]
     assert isinstance(kept, list)
     assert [one["completion"] for one in kept] == ["32 too low. 48", "32 too low. 48 too high. 40", "35 too low. 50"]
+
+
+def test_prompts_may_have_words_of_any_length() -> None:
+    """A file in hexadecimal digits is one word."""
+    digits = "0f" * 500_000
+    assert common_beginning([f"{digits} a", f"{digits} b"]) == f"{digits} "
+    assert common_beginning([f"See {digits}a", f"See {digits}b"]) == "See "
+    assert common_beginning([digits, f"{digits}0"]) == ""
 
 
 def test_the_widest_the_worst_and_the_best_groups_come_first_then_others_by_turns() -> None:
