@@ -14,6 +14,8 @@ from schemas.images.settings import ImageSettings
 from schemas.messages.tasks import Image
 
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF")
+ORIENTATION = 0x0112
+"""What a camera notes of how it was held."""
 MOST_PIXELS = 1 << 26
 """Pixels of the largest image file that is decoded."""
 
@@ -31,7 +33,8 @@ def prepare_image(data: bytes, settings: ImageSettings, where: str = "image") ->
             if opened.width * opened.height > MOST_PIXELS:
                 raise DataError(f"{where}: {opened.width} x {opened.height} pixels are over {MOST_PIXELS}")
             width, height = settings.scaled(opened.width, opened.height)
-            if opened.format == "PNG" and opened.mode == "RGB" and opened.size == (width, height):
+            fits = opened.format == "PNG" and opened.mode == "RGB" and opened.size == (width, height)
+            if fits and "transparency" not in opened.info and opened.getexif().get(ORIENTATION, 1) == 1:
                 opened.load()
                 return Image(digest(data), width, height, len(data)), data
             turned = ImageOps.exif_transpose(opened)
@@ -47,7 +50,7 @@ def prepare_image(data: bytes, settings: ImageSettings, where: str = "image") ->
         raise DataError(
             f"{where} can't be decoded ({', '.join(FORMATS)} can): it is no image of these kinds"
         ) from error
-    except (OSError, ValueError, SyntaxError, Pillow.DecompressionBombError) as error:
+    except Exception as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise DataError(f"{where} can't be decoded ({', '.join(FORMATS)} can): {reason}") from error
     file = io.BytesIO()

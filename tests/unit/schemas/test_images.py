@@ -12,6 +12,7 @@ from PIL import Image as Pillow
 
 from schemas.errors import ConfigError, DataError
 from schemas.images import ImageSettings, cut_patches, image_size, prepare_image, read_image_settings
+from schemas.images.patches import FORMATS
 
 QWEN = ImageSettings(14, 2, 2, 56 * 56, 112 * 112, (0.48, 0.46, 0.41), (0.27, 0.26, 0.28))
 
@@ -50,16 +51,40 @@ def test_an_image_that_fits_already_stays_as_it_is() -> None:
     assert (image.width, image.height, image.size) == (84, 112, len(body))
 
 
-def test_what_is_transparent_becomes_white() -> None:
+@pytest.mark.parametrize("mode", ["RGBA", "RGB"])
+def test_what_is_transparent_becomes_white(mode: str) -> None:
     file = io.BytesIO()
-    Pillow.new("RGBA", (84, 84), (255, 0, 0, 0)).save(file, "PNG")
+    if mode == "RGBA":
+        Pillow.new(mode, (84, 84), (255, 0, 0, 0)).save(file, "PNG")
+    else:
+        Pillow.new(mode, (84, 84), (255, 0, 0)).save(file, "PNG", transparency=(255, 0, 0))
     _, body = prepare_image(file.getvalue(), QWEN)
     assert np.asarray(Pillow.open(io.BytesIO(body))).min() == 255
+
+
+@pytest.mark.parametrize("kind", ["PNG", "JPEG"])
+def test_an_image_is_turned_as_its_camera_was_held(kind: str) -> None:
+    upright = Pillow.new("RGB", (84, 84), "white")
+    upright.paste("black", (0, 0, 84, 42))
+    file, note = io.BytesIO(), Pillow.Exif()
+    note[0x0112] = 3  # upside down
+    upright.rotate(180).save(file, kind, exif=note)
+    _, body = prepare_image(file.getvalue(), QWEN)
+    found = np.asarray(Pillow.open(io.BytesIO(body)))
+    assert (found[20].max() < 10, found[60].min() > 245) == (True, True)
+
+
+def with_cut_note() -> bytes:
+    """A photograph whose camera's note ends too early, over which Pillow stumbles with an error of Python's struct."""
+    file = io.BytesIO()
+    Pillow.new("RGB", (84, 84)).save(file, "JPEG", exif=b"Exif\0\0II*\0", dpi=(72, 72))
+    return file.getvalue()
 
 
 @pytest.mark.parametrize(
     ("data", "problem"),
     [
+        (with_cut_note(), "image 3 can't be decoded"),
         (b"no image", "image 3 can't be decoded"),
         (encoded(84, 84)[:200], "image 3 can't be decoded"),
         (encoded(1000, 4), "image 3: an image of 1000 x 4 pixels is too oblong"),
@@ -68,6 +93,23 @@ def test_what_is_transparent_becomes_white() -> None:
 def test_what_is_no_image_is_refused_by_its_place(data: bytes, problem: str) -> None:
     with pytest.raises(DataError, match=problem):
         prepare_image(data, QWEN, "image 3")
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("kind", FORMATS)
+def test_a_damaged_file_is_an_image_all_the_same_or_told_to_be_none(kind: str) -> None:
+    whole, chance = bytearray(encoded(84, 60, kind)), np.random.default_rng(0)
+    told: list[str] = []
+    for _ in range(100):
+        damaged = bytearray(whole)
+        for place in chance.integers(0, len(whole), 8):
+            damaged[int(place) if chance.random() < 0.5 else int(place) % 100] = int(chance.integers(256))
+        try:
+            prepare_image(bytes(damaged[: int(chance.integers(len(whole) // 2, len(whole)))]), QWEN, "image 3")
+        except DataError as error:
+            told.append(str(error))
+    assert told
+    assert all(text.startswith("image 3") for text in told)
 
 
 def test_limits_are_the_models_own_or_what_the_run_sets_below_them(tmp_path: Path) -> None:
