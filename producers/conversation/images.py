@@ -73,6 +73,11 @@ class EpisodeImages:
         self._files = dict(files or {})
         self._read: dict[str, str] = {}
 
+    @property
+    def can_be_shown(self) -> bool:
+        """Whether the policy reads images."""
+        return self._places is not None
+
     def resolve(self, messages: Sequence[Message]) -> list[Message]:
         """Return messages with a digest in the place of each image; DataError says what is wrong with one."""
         found = [self._resolve(message, f"messages[{at}]") for at, message in enumerate(messages)]
@@ -221,6 +226,13 @@ def map_texts(content: Content, change: Callable[[str], str]) -> Content:
     return [{**part, "text": change(part["text"])} if part["type"] == "text" else part for part in content]
 
 
+def name_images(content: Content) -> Content:
+    """Return content for a policy of text: a line for each part, in which an image is named; as it is without texts."""
+    if isinstance(content, str) or not any(part["type"] == "text" for part in content):
+        return content
+    return "\n".join(part["text"] if part["type"] == "text" else "[image, which is no text]" for part in content)
+
+
 def _parts(content: Content) -> list[dict[str, Any]]:
     return [_text_part(content)] if isinstance(content, str) else content
 
@@ -232,7 +244,8 @@ def _part(value: Any) -> dict[str, Any] | None:
     if isinstance(value, dict):
         if value.get("type") == "text" and isinstance(value.get("text"), str):
             return _text_part(value["text"])
-        return None if _url(value) is None else image_part(str(_url(value)))
+        url = _url(value)
+        return None if url is None else image_part(printable(url))
     return image_part(make_data_url(png_file(value))) if is_pillow_image(value) else None
 
 

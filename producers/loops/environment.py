@@ -111,7 +111,7 @@ class EnvironmentLoop:
                 environment = await self._use(episode, "__init__", self._environment, **self._args)
             task = describe_task(rollout.task, index, rollout.files)
             begun = await self._use(episode, "reset", environment.reset, task)
-            if isinstance(begun, dict):
+            if isinstance(begun, dict) and "type" not in begun:
                 turn = await asyncio.to_thread(read_turn, begun, "reset")
                 await self._play_turns(episode, environment, turn, rewards)
             else:

@@ -9,7 +9,7 @@ from typing import Any
 
 import structlog
 
-from producers.conversation.images import Content, map_texts
+from producers.conversation.images import Content, map_texts, name_images
 from producers.conversation.messages import Message
 from producers.conversation.parsing.answers import ParsedAnswer, ToolCall
 from producers.loops.episode import Episode, EpisodeEnded, LoopParts
@@ -141,8 +141,10 @@ class Tools:
         return shorten(f"error: {reason}", self._longest_result)
 
     async def _show(self, episode: Episode, found: Content, name: str) -> Content:
+        images = episode.conversation.images
+        shown = found if images.can_be_shown else name_images(found)
         try:
-            return await asyncio.to_thread(episode.conversation.images.resolve_content, found, f"the result of {name}")
+            return await asyncio.to_thread(images.resolve_content, shown, f"the result of {name}")
         except DataError as error:
             raise ToolError(str(error)) from error
 

@@ -22,6 +22,11 @@ import threading
 from pathlib import Path
 from typing import Any
 
+MOST_BYTES = 60 << 20
+"""Of a line; the generator reads no longer ones."""
+PNG_MODES = ("1", "L", "LA", "I", "I;16", "P", "RGB", "RGBA")
+"""How images are, of which Pillow makes PNG files as they are."""
+
 
 def main() -> None:
     """Serve until the socket ends."""
@@ -36,6 +41,9 @@ def main() -> None:
             data = json.dumps(message, default=_image).encode()
         except (TypeError, ValueError) as error:
             data = json.dumps({"call": message.get("call"), "error": f"what it returned is no JSON: {error}"}).encode()
+        if len(data) > MOST_BYTES:
+            reason = f"what it returned has {len(data)} bytes as JSON, {MOST_BYTES} are allowed"
+            data = json.dumps({"call": message.get("call"), "error": reason}).encode()
         with lock:
             connection.sendall(data + b"\n")
 
@@ -64,7 +72,7 @@ def _image(value: Any) -> dict[str, Any]:
     if not callable(getattr(value, "save", None)) or not hasattr(value, "mode"):
         raise TypeError(f"an object of type {type(value).__name__}")
     file = io.BytesIO()
-    (value.convert("RGB") if value.mode in ("CMYK", "YCbCr", "LAB", "HSV", "F") else value).save(file, "PNG")
+    (value if value.mode in PNG_MODES else value.convert("RGB")).save(file, "PNG")
     data = base64.b64encode(file.getvalue()).decode()
     return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}}
 

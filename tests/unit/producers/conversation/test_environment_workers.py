@@ -36,6 +36,8 @@ class Count:
             time.sleep(1000)
         if text == "raise":
             raise ConnectionError("the game's server is down")
+        if text == "long":
+            return "x" * 64_000_000, 0.5, False
         self.left -= 1
         return str(self.left), 0.5, self.left == 0
 """
@@ -101,12 +103,12 @@ def test_an_interpreter_is_looked_for_beside_the_configuration(base: Path) -> No
     [
         ("raise", "ConnectionError: the game's server is down"),
         ("die", "the environment's process has ended"),
-        ("hang", "took longer than 2 s"),
+        ("hang", "took longer than 5 s"),
     ],
 )
 def test_what_goes_wrong_fails_its_sample_and_the_next_one_plays(base: Path, word: str, reason: str) -> None:
     tokenizer = chat_tokenizer(base)
-    args = {"environment": "games.py:Count", "python": sys.executable, "timeout_s": 2}
+    args = {"environment": "games.py:Count", "python": sys.executable, "timeout_s": 5 if word == "hang" else 60}
     config = loop_config(base, "environment", args)
     said = [word, "well", "well"]
     workflow = find_workflow("environment", args, base)
@@ -127,6 +129,20 @@ def test_what_goes_wrong_fails_its_sample_and_the_next_one_plays(base: Path, wor
     assert reason in failed.reason
     assert isinstance(played, SampledCompletion)
     assert played.reward == 1.0
+
+
+def test_an_observation_that_is_too_long_fails_its_own_step_alone(base: Path) -> None:
+    async def run() -> None:
+        worker = EnvironmentWorker("games.py:Count", base)
+        try:
+            one, other = await worker.open({}), await worker.open({})
+            with pytest.raises(DataError, match=r"what it returned has 64\d{6} bytes as JSON, 62914560 are allowed"):
+                await one.step("long")
+            assert await other.step("well") == ["1", 0.5, False]
+        finally:
+            await worker.close()
+
+    asyncio.run(run())
 
 
 async def steps(folder: Path, name: str, args: dict[str, Any], *texts: str, task: Any = None) -> list[Any]:

@@ -137,9 +137,11 @@ def test_an_image_that_cannot_be_used_is_told_as_an_error_of_the_call(base: Path
     assert first.startswith("error: the result of look: an image can't be decoded (PNG, JPEG")
     assert second.startswith("error: the result of look: the image https://example.org/x.png is not fetched")
     assert sample.metrics["tool_errors"] == 2
-    blind, _ = played(base, tokenizer, "tools", args, (look("red"), "done"), places=None)
+    blind, _ = played(base, tokenizer, "tools", args, (look("red"), look("both"), "done"), places=None)
     assert isinstance(blind, SampledCompletion)
-    assert "error: the result of look has an image, and this policy reads text only" in str(blind.data["messages"])
+    alone, mixed = [message["content"] for message in blind.data["messages"] if message["role"] == "tool"]
+    assert alone == "error: the result of look has an image, and this policy reads text only (model.kind)"
+    assert mixed == '[image, which is no text]\nand\n[image, which is no text]\n{"x": 1}'
 
 
 @pytest.mark.parametrize("first", ["image", "list", "messages"])
@@ -147,8 +149,6 @@ def test_an_image_that_cannot_be_used_is_told_as_an_error_of_the_call(base: Path
 def test_an_environment_shows_images_in_reset_and_step(
     base: Path, tokenizer: HfTokenizer, first: str, python: str | None
 ) -> None:
-    if python and first != "list":
-        pytest.skip("one process is enough")
     args = {"environment": "mine.py:Gallery", "args": {"first": first}, "python": python}
     sample, engine = played(base, tokenizer, "environment", args, ("red", "blue"))
     assert isinstance(sample, SampledCompletion)
@@ -195,6 +195,8 @@ def test_content_is_text_an_image_or_a_list_of_them() -> None:
     ]
     for wrong in (None, 1, [], {"a": 1}, [1], {"type": "text"}, {"type": "image_url", "image_url": {}}, object):
         assert content_of(wrong) is None
+    (part,) = content_of({"type": "image_url", "image_url": "data:\ud800"}) or ()
+    assert part["image_url"] == {"url": "data:\\ud800"}  # type: ignore[index]
     parts = [{"type": "text", "text": "a"}]
     assert join_content("a", "b") == "a\n\nb"
     assert json.dumps(join_content(parts, "b")).count("text") == 6
