@@ -23,7 +23,8 @@ Spans = list[dict[str, Any]]
 class FaultyServer:
     """What the test sets before each request.
 
-    answers: what a path answers instead: status and body. spans: of a sample, instead of the right ones.
+    answers: what a path answers instead: status and body. raw: the same as a whole answer. spans: of a sample, instead
+    of the right ones. change: fields of its last event. held: each sample waits for it before its first event.
     logprobs_short: how many log-probabilities are left out. breaks_after: events after which a stream ends.
     token_s: seconds that a token takes.
     """
@@ -31,7 +32,10 @@ class FaultyServer:
     def __init__(self) -> None:
         self.version = "default"
         self.answers: dict[str, tuple[int, Any]] = {}
+        self.raw: dict[str, Response] = {}
         self.spans: Spans | None = None
+        self.change: dict[str, Any] = {}
+        self.held: asyncio.Event | None = None
         self.logprobs_short = 0
         self.breaks_after: int | None = None
         self.asked: list[str] = []
@@ -43,6 +47,8 @@ class FaultyServer:
     async def answer(self, request: Request) -> Response:
         path = request.url.path
         self.asked.append(path)
+        if path in self.raw:
+            return self.raw[path]
         if path in self.answers:
             status, body = self.answers[path]
             return JSONResponse(body, status)
@@ -76,6 +82,8 @@ class FaultyServer:
         )
 
     async def _events(self, tokens: int) -> AsyncIterator[str]:
+        if self.held is not None:
+            await self.held.wait()
         for k in range(tokens):
             if k == self.breaks_after:
                 return
@@ -88,7 +96,7 @@ class FaultyServer:
                 "logprobs": {"content": content},
                 "finish_reason": "length" if last else None,
                 "weight_versions": spans if last else None,
-            }
+            } | (self.change if last else {})
             event = {"text": "a\u2028b\x85c\x0bd", "choices": [choice]}  # as SGLang sends it, not escaped
             yield f"data: {json.dumps(event, ensure_ascii=False)}\n\n"
         yield "data: [DONE]\n\n"

@@ -24,6 +24,8 @@ CONNECT_S = 10.0
 _IDLE_S = 1.0
 """How long an unused connection is kept: one that the server closes as it is used again would be a server lost."""
 
+_NO_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+
 Body = dict[str, Any]
 
 
@@ -67,13 +69,13 @@ class ServerClient:
         try:
             timeout = httpx.Timeout(deadline_s, connect=min(CONNECT_S, deadline_s))
             response = await self._http.request(method, path, timeout=timeout, **_content(body))
-        except httpx.TransportError as error:
+        except httpx.RequestError as error:
             raise self._lost(path, error) from error
         if not response.is_success:
             raise Refused(path, response.status_code, response.text)
         try:
             return msgspec.json.decode(response.content)
-        except msgspec.DecodeError:
+        except _NO_JSON:
             return response.text
 
     @asynccontextmanager
@@ -84,10 +86,10 @@ class ServerClient:
                 if not response.is_success:
                     raise Refused(path, response.status_code, (await response.aread()).decode(errors="replace"))
                 yield _events(path, response)
-        except httpx.TransportError as error:
+        except httpx.RequestError as error:
             raise self._lost(path, error) from error
 
-    def _lost(self, path: str, error: httpx.TransportError) -> InfraError:
+    def _lost(self, path: str, error: httpx.RequestError) -> InfraError:
         return InfraError(f"the server {self.shown} does not answer {path}: {error or type(error).__name__}")
 
     async def close(self) -> None:
@@ -110,7 +112,7 @@ async def _events(path: str, response: httpx.Response) -> AsyncIterator[Body]:
             return
         try:
             event = msgspec.json.decode(data)
-        except msgspec.DecodeError as error:
+        except _NO_JSON as error:
             raise InfraError(f"{path} sends an event that is no JSON: {data[:100]!r}") from error
         if not isinstance(event, dict):
             raise InfraError(f"{path} sends an event that is no object: {data[:100]!r}")
@@ -136,7 +138,7 @@ def message(text: str) -> str:
     """The words of an answer that is an error, in one line, whatever its form."""
     try:
         found: Any = msgspec.json.decode(text)
-    except msgspec.DecodeError:
+    except _NO_JSON:
         found = text
     for key in ("error", "detail", "message"):
         if isinstance(found, dict) and found.get(key):

@@ -66,7 +66,7 @@ class HttpEngine:
         self.lacks: Mapping[Ability, str] = self._dialect.lacks
         self.release = ""
         self._version = settings.version
-        self._versions = {settings.version}
+        self._versions = [settings.version]
         self._server: LaunchedServer | None = None
         self._client: ServerClient | None = None
         self._watch: asyncio.Task[None] | None = None
@@ -221,7 +221,7 @@ class HttpEngine:
         every = self._settings.report_every if progress is not None else None
         # Servers may abort by the beginning of an id, so that none must be the beginning of another.
         name = f"{self._session}-{next(self._ids)}."
-        sample = GrowingSample(self._version)
+        sample = GrowingSample(self._version, loads=len(self._versions) - 1)
         events = min(every or _EVENT_TOKENS, _EVENT_TOKENS)
         body = self._dialect.request(name, ids, sampling, index, max_tokens, events, self._salt())
 
@@ -236,7 +236,7 @@ class HttpEngine:
         sample, task = self._requests[name]
         await self._first(task)
         completion = sample.completion()
-        self._check_versions(completion)
+        self._check_versions(completion, sample.loads)
         if progress is not None and completion.finish != "abort":
             progress(index, completion)
         return completion
@@ -253,10 +253,11 @@ class HttpEngine:
         if sample.finish is None:
             raise InfraError("the server ended a sample without saying how")
 
-    def _check_versions(self, completion: Completion) -> None:
-        """Fail unless all spans are of versions that were loaded here, in the order in which they were."""
+    def _check_versions(self, completion: Completion, loads: int) -> None:
+        """Fail unless all spans are of versions that were in use, in that order, after so many loads."""
         versions = [span.version for span in completion.spans]
-        if versions != sorted(versions) or not self._versions.issuperset(versions):
+        in_use = iter(self._versions[loads:])
+        if not all(version in in_use for version in versions):
             self._fail(f"the server says that weights versions {versions} made a sample, and {self._version} is in use")
             self._alive()
 
@@ -306,7 +307,7 @@ class HttpEngine:
         swapped, recompute = False, self._settings.recompute
         for sample, _ in self._requests.values():
             sample.updated = True
-        self._versions.add(version)
+        self._versions.append(version)
         try:
             await self._ask(self._dialect.pause(client, recompute))
             await self._ask(self._dialect.load(client, path, version, recompute, self._http.update_s))

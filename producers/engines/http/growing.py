@@ -13,6 +13,8 @@ from producers.engines.base import Completion
 from schemas.errors import InfraError
 from schemas.messages import FinishReason, Span
 
+UNREADABLE = (AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError)
+"""What reading an answer raises that is built otherwise than the protocol says."""
 FINISH: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
 
 
@@ -20,8 +22,9 @@ FINISH: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": 
 class GrowingSample:
     """What a server has sent of one sample.
 
-    version: that every token has until an update comes under it. updated: one has come, so that only the end of the
-    sample tells which token is of which version. spans, finish: None until the end. routed_experts: as in Completion.
+    version: that every token has until an update comes under it. loads: how many there were before it. updated: one has
+    come, so that only the end of the sample tells which token is of which version. spans, finish: None until the end.
+    routed_experts: as in Completion.
     """
 
     version: int
@@ -29,14 +32,18 @@ class GrowingSample:
     logprobs: list[float] = field(default_factory=list)
     reported: int = 0
     updated: bool = False
+    loads: int = 0
     spans: list[Span] | None = None
     finish: FinishReason | None = None
     routed_experts: npt.NDArray[Any] | None = None
 
     def add(self, tokens: Sequence[int], logprobs: Sequence[float]) -> None:
-        """Add what is new. InfraError unless each token has a log-probability."""
+        """Add what is new. InfraError unless each token is an id and has a log-probability."""
         if len(tokens) != len(logprobs):
             raise InfraError(f"the server sends {len(tokens)} tokens with {len(logprobs)} log-probabilities")
+        for token, logprob in zip(tokens, logprobs, strict=True):
+            if type(token) is not int or type(logprob) not in (float, int):
+                raise InfraError(f"the server sends the token {token!r} with the log-probability {logprob!r}")
         self.tokens += tokens
         self.logprobs += logprobs
 

@@ -24,7 +24,7 @@ import numpy.typing as npt
 from producers.engines.base import Ability, EngineSettings
 from producers.engines.http.client import Body, Refused, ServerClient
 from producers.engines.http.dialect import has_gpu, options
-from producers.engines.http.growing import GrowingSample
+from producers.engines.http.growing import UNREADABLE, GrowingSample
 from producers.engines.routed_experts import mixture_sizes
 from schemas.errors import ConfigError, InfraError
 from schemas.messages import Sampling
@@ -168,7 +168,7 @@ class SglangDialect:
             if reason is not None:
                 sample.end(reason["type"], meta.get("weight_versions"))
                 sample.routed_experts = self._routed_experts(meta.get("routed_experts"))
-        except (KeyError, TypeError, IndexError) as error:
+        except UNREADABLE as error:
             raise InfraError(f"the server sends an event that can't be read: {error!r}") from error
 
     def _routed_experts(self, text: str | None) -> npt.NDArray[Any] | None:
@@ -223,7 +223,7 @@ class SglangDialect:
             if [one[1] for one in given] != [0 if token == self._vocabulary - 1 else token for token in ids]:
                 raise InfraError("the server returns log-probabilities of other tokens than those of the probe")
             return [float(one[0]) for one in given[1:]]
-        except (KeyError, TypeError, IndexError) as error:
+        except UNREADABLE as error:
             raise InfraError(f"the server returns no log-probabilities for the probe: {error!r}") from error
 
 

@@ -16,7 +16,7 @@ from typing import Any
 from producers.engines.base import Ability, EngineSettings
 from producers.engines.http.client import Body, Refused, ServerClient
 from producers.engines.http.dialect import has_gpu, options
-from producers.engines.http.growing import GrowingSample
+from producers.engines.http.growing import UNREADABLE, GrowingSample
 from producers.engines.vllm.plugin import BACKEND
 from schemas.errors import ConfigError, InfraError
 from schemas.messages import Sampling
@@ -92,12 +92,15 @@ class VllmDialect:
             raise ConfigError(f"generator.http.url {client.shown} is no vLLM server: {error}") from error
         name = f"vLLM {version}"
         await self._check_routes(client, name)
-        config = (await client.get("/server_info?config_format=json"))["vllm_config"]
-        found = {
-            "max_model_len": (served.get("max_model_len") or 0) >= settings.max_length,
-            "logprobs_mode": config["model_config"]["logprobs_mode"] == "processed_logprobs",
-            "weight_transfer_config": (config.get("weight_transfer_config") or {}).get("backend") == BACKEND,
-        }
+        try:
+            config = (await client.get("/server_info?config_format=json"))["vllm_config"]
+            found = {
+                "max_model_len": (served.get("max_model_len") or 0) >= settings.max_length,
+                "logprobs_mode": config["model_config"]["logprobs_mode"] == "processed_logprobs",
+                "weight_transfer_config": (config.get("weight_transfer_config") or {}).get("backend") == BACKEND,
+            }
+        except UNREADABLE as error:
+            raise ConfigError(f"{name} at {client.shown} tells its settings in another form: {error!r}") from error
         wanted = {
             "max_model_len": f"--max-model-len {settings.max_length}, as model.max_length, or more",
             "logprobs_mode": "--logprobs-mode processed_logprobs",
@@ -158,7 +161,7 @@ class VllmDialect:
             sample.add(tokens, [one["logprob"] for one in given])
             if choice["finish_reason"] is not None:
                 sample.end(choice["finish_reason"], choice["weight_versions"])
-        except (KeyError, TypeError, ValueError) as error:
+        except UNREADABLE as error:
             raise InfraError(f"the server sends an event that can't be read: {error!r}") from error
 
     async def pause(self, client: ServerClient, recompute: bool) -> None:
@@ -188,7 +191,7 @@ class VllmDialect:
         try:
             given = list(zip(ids[1:], answer["prompt_logprobs"][1:], strict=True))
             return [float(position[str(token)]["logprob"]) for token, position in given]
-        except (KeyError, TypeError, ValueError) as error:
+        except UNREADABLE as error:
             raise InfraError(f"the server returns no log-probabilities for the probe: {error!r}") from error
 
 

@@ -105,7 +105,7 @@ def test_nothing_that_a_server_samples_after_an_update_that_went_wrong_leaves_th
 
     async def whole() -> None:
         async with served() as server:
-            server.token_s = 0.01
+            server.token_s = 0.05  # 20 s a sample, many times what an update takes
             settings = config(model, tmp_path, url=server.url)
             engine = engine_of(settings)
 

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
+from fastapi import Response
 
 from deploy.offline.evaluate import evaluate_model
 from producers.engines.base import EngineSettings
@@ -136,6 +137,110 @@ def test_a_sample_whose_versions_are_not_known_is_never_given_out(model: Path, s
     play(scenario, model)
 
 
+def test_a_sample_of_weights_from_before_its_request_is_never_given_out(model: Path) -> None:
+    async def scenario(engine: HttpEngine, server: FaultyServer) -> None:
+        await engine.load(FileSource(model / "model.safetensors"), 4)
+        server.spans = [{"version": "3", "start": 0, "end": 4}]
+        for _ in range(2):
+            with pytest.raises(InfraError, match=r"weights versions \[3\] made a sample, and 4 is in use"):
+                await engine.generate([5], FOUR)
+
+    play(scenario, model)
+
+
+def test_weights_that_are_taken_back_under_a_sample_are_no_fault_of_the_server(model: Path) -> None:
+    async def scenario(engine: HttpEngine, server: FaultyServer) -> None:
+        file, held = FileSource(model / "model.safetensors"), asyncio.Event()
+        await engine.load(file, 4)
+        server.held = held
+        running = asyncio.create_task(engine.generate([5], FOUR))
+        async with asyncio.timeout(20):
+            while len(server.salts) < 1:  # noqa: ASYNC110 - the request is on its way to the server
+                await asyncio.sleep(0.01)
+        await engine.load(file, 3)
+        server.spans = [{"version": "4", "start": 0, "end": 1}, {"version": "3", "start": 1, "end": 4}]
+        held.set()
+        (completion,) = await running
+        assert completion.spans == [Span(4, 0, 1), Span(3, 1, 4)]
+
+    play(scenario, model)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"weight_versions": ["3"]},
+        {"weight_versions": {"version": "3"}},
+        {"weight_versions": 3},
+        {"finish_reason": 7},
+        {"finish_reason": ["length"]},
+        {"token_ids": ["5"], "logprobs": {"content": [{"token_id": "5", "logprob": -1.0}]}},
+        {"token_ids": [5.0], "logprobs": {"content": [{"token_id": 5.0, "logprob": -1.0}]}},
+        {"logprobs": {"content": [{"token_id": 5, "logprob": None}]}},
+        {"logprobs": {"content": [{"token_id": 5, "logprob": "-1"}]}},
+        {"logprobs": 5},
+        {"token_ids": 5},
+    ],
+    ids=str,
+)
+def test_an_event_of_another_form_ends_the_engine(model: Path, change: dict[str, Any]) -> None:
+    async def scenario(engine: HttpEngine, server: FaultyServer) -> None:
+        server.change = change
+        with pytest.raises(InfraError):
+            await engine.generate([5], FOUR)
+        server.change = {}
+        with pytest.raises(InfraError, match="can't be used"):
+            await engine.generate([5], FOUR)
+
+    play(scenario, model)
+
+
+@pytest.mark.parametrize(
+    ("body", "headers"),
+    [
+        (b'data: {"choices": "\xff"}\n\n', {}),
+        (b"data: " + b"[" * 100_000 + b"\n\n", {}),
+        (b"no gzip", {"content-encoding": "gzip"}),
+    ],
+    ids=["no UTF-8", "deep", "encoding"],
+)
+def test_a_stream_that_cannot_be_decoded_ends_the_engine(model: Path, body: bytes, headers: dict[str, str]) -> None:
+    async def scenario(engine: HttpEngine, server: FaultyServer) -> None:
+        server.raw["/inference/v1/generate"] = Response(body, headers=headers)
+        with pytest.raises(InfraError):
+            await engine.generate([5], FOUR)
+        server.raw.clear()
+        with pytest.raises(InfraError, match="can't be used"):
+            await engine.generate([5], FOUR)
+
+    play(scenario, model)
+
+
+@pytest.mark.parametrize(
+    "meta",
+    [
+        {"weight_versions": ["3"]},
+        {"finish_reason": {"type": "abort", "status_code": "BAD_REQUEST"}},
+        {"finish_reason": "length"},
+        {"output_token_logprobs": [[None, 7]]},
+        {"completion_tokens": "1"},
+    ],
+    ids=str,
+)
+def test_an_event_of_another_form_of_sglang_is_an_error_of_the_server(meta: dict[str, Any]) -> None:
+    right = {
+        "finish_reason": {"type": "length"},
+        "completion_tokens": 1,
+        "output_token_logprobs": [[-1.0, 7]],
+        "weight_versions": [{"version": "3", "start": 0, "end": 1}],
+    }
+    dialect, sample = SglangDialect(), GrowingSample(3)
+    dialect.read(sample, {"output_ids": [7], "meta_info": right})
+    assert sample.completion().tokens == [7]
+    with pytest.raises(InfraError):
+        dialect.read(GrowingSample(3), {"output_ids": [7], "meta_info": right | meta})
+
+
 def test_a_stream_that_breaks_off_or_lacks_log_probabilities_ends_the_engine(model: Path) -> None:
     async def breaks(engine: HttpEngine, server: FaultyServer) -> None:
         server.breaks_after = 2
@@ -204,6 +309,7 @@ def test_a_plain_openai_server_is_refused_in_a_line(model: Path) -> None:
         text = asyncio.run(scenario(path, missing))
         assert said in text
         assert "\n" not in text
+    assert "tells its settings in another form" in asyncio.run(scenario("/server_info", (200, {})))
 
 
 def test_a_plain_openai_server_answers_evaluations_and_is_not_trained_with(model: Path) -> None:
