@@ -15,12 +15,20 @@ class RequestGate:
         self._rejections = 0
         self._changed = asyncio.Condition()
 
-    async def wait_open(self) -> bool:
-        """Wait until the gate is open; False when ``reject_waiting`` came first."""
-        if not self._closed:
-            return True
+    @property
+    def rejections(self) -> int:
+        """How often ``reject_waiting`` was called."""
+        return self._rejections
+
+    async def wait_open(self, rejections: int | None = None) -> bool:
+        """Wait until the gate is open; False when ``reject_waiting`` came first.
+
+        rejections: how many there had been when the request came, by default none is looked for before this call.
+        """
+        then = self._rejections if rejections is None else rejections
+        if self._rejections != then or not self._closed:
+            return self._rejections == then
         async with self._changed:
-            then = self._rejections
             await self._changed.wait_for(lambda: not self._closed or self._rejections != then)
             return self._rejections == then
 

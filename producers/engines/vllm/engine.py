@@ -22,7 +22,7 @@ from producers.engines.request_gate import RequestGate
 from producers.engines.sampling import max_new_tokens
 from producers.engines.vllm.before_import import stand_in_for_torchvision
 from producers.engines.vllm.boot import boot
-from producers.engines.vllm.images import prompt_input
+from producers.engines.vllm.images import CutImages, cut_images, prompt_input
 from producers.engines.vllm.lora import VllmAdapter
 from producers.engines.vllm.requests import GrowingCompletion, OnOutput, final_output, sampling_params
 from producers.engines.weight_files import Shapes, check_fits, read_shapes
@@ -135,12 +135,15 @@ class VllmEngine:
         max_tokens = max_new_tokens(len(prompt_ids), len(prefix), sampling, self._settings.max_length)
         if max_tokens == 0:
             return [_nothing("length") for _ in range(n)]
-        if not await self._gate.wait_open():
+        rejections = self._gate.rejections
+        cut = await self._cut(images)
+        # Nothing is waited for after the gate: a request must not be prepared for weights that are about to go.
+        if not await self._gate.wait_open(rejections):
             return [_nothing("abort") for _ in range(n)]
         # One request for each, as vLLM itself would make of them, but each can be heard of by itself.
         ids = [*prompt_ids, *prefix]
         shared = len(ids) // self._alive().vllm_config.cache_config.block_size
-        prompt = await self._prompt(ids, images)
+        prompt = prompt_input(ids, cut, self._image_salt())
         self._shared += shared
         samples = [asyncio.create_task(self._sample(prompt, sampling, max_tokens, k, progress)) for k in range(n)]
         try:
@@ -150,13 +153,12 @@ class VllmEngine:
             for sample in samples:
                 sample.cancel()
 
-    async def _prompt(self, ids: list[int], images: Sequence[PromptImage]) -> EngineInput:
-        """A prompt as vLLM takes it; images are cut in a thread."""
-        # The tower's work on an image is kept by its name, which must not outlive the tower's weights.
-        salt = "" if self._settings.frozen_vision else f"-{self._loads}"
-        if not images:
-            return prompt_input(ids, images, self._settings.images, salt)
-        return await asyncio.to_thread(prompt_input, ids, images, self._settings.images, salt)
+    async def _cut(self, images: Sequence[PromptImage]) -> CutImages | None:
+        return await asyncio.to_thread(cut_images, images, self._settings.images) if images else None
+
+    def _image_salt(self) -> str:
+        """What the tower made of an image is kept by its name, which must not outlive the tower's weights."""
+        return "" if self._settings.frozen_vision else f"-{self._loads}"
 
     async def _sample(
         self, prompt: EngineInput, sampling: Sampling, max_tokens: int, index: int, progress: ProgressCallback | None
@@ -196,9 +198,10 @@ class VllmEngine:
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
+        cut = await self._cut(images)
         if not await self._gate.wait_open():
             raise InfraError("the vllm engine was asked to end before it could answer the probe")
-        prompt = await self._prompt(list(token_ids), images)
+        prompt = prompt_input(list(token_ids), cut, self._image_salt())
         output = await self._request(prompt, params, None, abortable=False)
         if output.prompt_logprobs is None or len(output.prompt_logprobs) != len(token_ids):
             raise InfraError("vllm returned no log-probabilities for the probe")

@@ -7,8 +7,11 @@ an image is text, as it is for the trainer.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from producers.engines.base import PromptImage
@@ -37,19 +40,17 @@ def image_arguments(settings: ImageSettings | None, on_cpu: bool) -> dict[str, A
     }
 
 
-def prompt_input(
-    ids: list[int], images: Sequence[PromptImage], settings: ImageSettings | None, salt: str
-) -> EngineInput:
-    """A prompt of tokens, with images in it. DataError if an image does not have the tokens that stand for it.
+@dataclass(frozen=True)
+class CutImages:
+    """Images of a prompt, with the patches float32 [P, D] of all and their grids int64 [I, 3]."""
 
-    salt: tells apart what the vision tower made of the same image.
-    """
-    from transformers import BatchFeature
-    from vllm.inputs.engine import mm_input, tokens_input
-    from vllm.multimodal.inputs import MultiModalFieldConfig, MultiModalKwargsItems, PlaceholderRange
+    images: Sequence[PromptImage]
+    patches: npt.NDArray[np.float32]
+    grids: npt.NDArray[np.int64]
 
-    if not images:
-        return tokens_input(ids)
+
+def cut_images(images: Sequence[PromptImage], settings: ImageSettings | None) -> CutImages:
+    """Cut a prompt's images. DataError if one does not have the tokens that stand for it."""
     if settings is None:
         raise DataError("this prompt has images, and the engine was started with model.kind text")
     cut = [cut_patches(image.data, settings) for image in images]
@@ -57,7 +58,21 @@ def prompt_input(
         tokens = down * across // settings.merge**2
         if image.end - image.start != tokens:
             raise DataError(f"an image of {tokens} tokens stands at {image.end - image.start} of the prompt")
-    patches, grids = (torch.from_numpy(array) for array in join_patches(cut))
+    return CutImages(images, *join_patches(cut))
+
+
+def prompt_input(ids: list[int], cut: CutImages | None, salt: str) -> EngineInput:
+    """A prompt of tokens, with images in it.
+
+    salt: tells apart what the vision tower made of the same image.
+    """
+    from transformers import BatchFeature
+    from vllm.inputs.engine import mm_input, tokens_input
+    from vllm.multimodal.inputs import MultiModalFieldConfig, MultiModalKwargsItems, PlaceholderRange
+
+    if cut is None:
+        return tokens_input(ids)
+    images, patches, grids = cut.images, torch.from_numpy(cut.patches), torch.from_numpy(cut.grids)
     fields = {
         "pixel_values": MultiModalFieldConfig.flat_from_sizes("image", grids.prod(-1)),
         "image_grid_thw": MultiModalFieldConfig.batched("image", keep_on_cpu=True),

@@ -3,8 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+from types import SimpleNamespace
+from typing import Any
 
+import pytest
+
+from producers.engines.base import EngineSettings, PromptImage
 from producers.engines.request_gate import RequestGate
+from producers.engines.vllm import engine as vllm_module
+from producers.engines.vllm.engine import VllmEngine
+from schemas.messages import Sampling
 
 
 async def settle() -> None:
@@ -32,3 +41,49 @@ def test_the_gate_stays_closed_until_its_last_holder_is_done_and_can_reject_what
             assert await later
 
     asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("then", ["weights change", "all is aborted"])
+def test_images_are_cut_before_the_gate_so_that_no_request_is_prepared_for_weights_that_go(
+    monkeypatch: pytest.MonkeyPatch, then: str
+) -> None:
+    cutting, go_on, salts = threading.Event(), threading.Event(), list[str]()
+
+    def cut_images(*_: Any) -> str:
+        cutting.set()
+        assert go_on.wait(20)
+        return "cut"
+
+    def prompt_input(ids: list[int], cut: Any, salt: str) -> list[int]:
+        salts.append(salt)
+        return ids
+
+    async def sample(*_: Any) -> str:
+        return "sampled"
+
+    monkeypatch.setattr(vllm_module, "cut_images", cut_images)
+    monkeypatch.setattr(vllm_module, "prompt_input", prompt_input)
+    engine: Any = VllmEngine(EngineSettings("none", "float32", 64, 8))
+    engine._llm = SimpleNamespace(vllm_config=SimpleNamespace(cache_config=SimpleNamespace(block_size=16)))
+    engine._sample = sample
+
+    async def scenario() -> list[Any]:
+        engine._failure = asyncio.get_running_loop().create_future()
+        image = PromptImage("red", 1, 5, b"")
+        asked = asyncio.create_task(engine.generate([3, 6, 6, 6, 6, 4], Sampling(max_tokens=4), images=[image]))
+        assert await asyncio.to_thread(cutting.wait, 20)
+        if then == "all is aborted":
+            await engine.abort_all()
+        async with engine._gate.held_closed():
+            go_on.set()
+            await settle()
+            assert not salts
+            engine._loads = 1
+        async with asyncio.timeout(20):
+            return list(await asked)
+
+    found = asyncio.run(scenario())
+    if then == "weights change":
+        assert (found, salts) == (["sampled"], ["-1"])
+    else:
+        assert ([one.finish for one in found], salts) == (["abort"], [])
