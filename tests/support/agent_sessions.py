@@ -36,7 +36,7 @@ class ScriptedSession:
         self.rewards: dict[str | None, float] = {}
         self.metrics: dict[str, float] = {}
         self.begun = asyncio.Event()
-        self.cancelled = 0
+        self.cancelled = self.forgotten = 0
         self.ended = False
         self._numbers = itertools.count()
 
@@ -69,6 +69,7 @@ class ScriptedSession:
 
     def forget(self, call: int) -> None:
         del self.record[call]
+        self.forgotten += 1
 
     def set_reward(self, value: float, completion_id: str | None = None) -> None:
         if completion_id is not None and completion_id not in [answer.id for answer in self.record.values()]:

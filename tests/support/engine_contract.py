@@ -54,6 +54,15 @@ class Subject:
                 seen.add(self.engine.growth())
                 await asyncio.sleep(0.001)
 
+    async def changing(self, version: int) -> None:
+        """Wait until no request is let in any more that begins with this version."""
+        gate = getattr(self.engine, "_gate", None)  # without one, a load is done between two tokens
+        async with asyncio.timeout(60):
+            while self.engine.version == version:
+                if gate is not None and gate._closed:
+                    return
+                await asyncio.sleep(0.001)
+
     def assert_whole(self, completion: Completion) -> None:
         """Every token has a log-probability and a version."""
         assert len(completion.tokens) == len(completion.logprobs)

@@ -271,7 +271,7 @@ def test_after_recompute_tokens_are_as_if_the_new_weights_had_read_all_before_th
         running = asyncio.create_task(subject.engine.generate(PROMPT, Sampling(max_tokens=400), n=8))
         await subject.under_way()
         loading = asyncio.create_task(subject.load(7))
-        await asyncio.sleep(0.05)
+        await subject.changing(old)
         late = asyncio.create_task(subject.engine.generate(PROMPT, Sampling(max_tokens=4)))
         await loading
         return [*await running, *await late]
