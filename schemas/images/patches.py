@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -12,6 +13,9 @@ from schemas.digests import digest
 from schemas.errors import DataError
 from schemas.images.settings import ImageSettings
 from schemas.messages.tasks import Image
+
+if TYPE_CHECKING:
+    from PIL.Image import Image as PillowImage
 
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF")
 ORIENTATION = 0x0112
@@ -37,7 +41,7 @@ def prepare_image(data: bytes, settings: ImageSettings, where: str = "image") ->
             if fits and "transparency" not in opened.info and opened.getexif().get(ORIENTATION, 1) == 1:
                 opened.load()
                 return Image(digest(data), width, height, len(data)), data
-            turned = ImageOps.exif_transpose(opened)
+            turned = _in_eight_bits(ImageOps.exif_transpose(opened))
             if "A" in turned.getbands() or "transparency" in turned.info:
                 above = turned.convert("RGBA")
                 turned = Pillow.alpha_composite(Pillow.new("RGBA", above.size, "white"), above)
@@ -57,6 +61,17 @@ def prepare_image(data: bytes, settings: ImageSettings, where: str = "image") ->
     scaled.save(file, "PNG", compress_level=3)
     body = file.getvalue()
     return Image(digest(body), width, height, len(body)), body
+
+
+def _in_eight_bits(image: PillowImage) -> PillowImage:
+    """Grey of 16 bits in 8: Pillow's own conversion makes all but the darkest white. DataError for other numbers."""
+    from PIL import Image as Pillow
+
+    if image.mode == "F":
+        raise DataError("its pixels are floating-point numbers, of which nobody knows which is white")
+    if not image.mode.startswith("I"):
+        return image
+    return Pillow.fromarray((np.asarray(image).clip(0, 0xFFFF) >> 8).astype(np.uint8))
 
 
 def cut_patches(data: bytes, settings: ImageSettings) -> tuple[npt.NDArray[np.float32], tuple[int, int, int]]:

@@ -74,6 +74,22 @@ def test_an_image_is_turned_as_its_camera_was_held(kind: str) -> None:
     assert (found[20].max() < 10, found[60].min() > 245) == (True, True)
 
 
+@pytest.mark.parametrize("kind", ["PNG", "TIFF"])
+def test_grey_of_16_bits_keeps_its_shades(kind: str) -> None:
+    file, values = io.BytesIO(), np.linspace(0, 65535, 84 * 84).reshape(84, 84).astype(np.uint16)
+    Pillow.fromarray(values).save(file, kind)
+    _, body = prepare_image(file.getvalue(), QWEN)
+    found = np.asarray(Pillow.open(io.BytesIO(body)))
+    assert np.array_equal(found, np.repeat((values >> 8).astype(np.uint8)[:, :, None], 3, 2))
+
+
+def test_floating_point_pixels_are_refused() -> None:
+    file = io.BytesIO()
+    Pillow.fromarray(np.zeros((84, 84), np.float32)).save(file, "TIFF")
+    with pytest.raises(DataError, match="image: its pixels are floating-point numbers"):
+        prepare_image(file.getvalue(), QWEN)
+
+
 def with_cut_note() -> bytes:
     """A photograph whose camera's note ends too early, over which Pillow stumbles with an error of Python's struct."""
     file = io.BytesIO()
