@@ -84,8 +84,14 @@ def test_the_weights_are_those_of_an_undisturbed_run(
     assert weights(data) == undisturbed
 
 
-PARTS: dict[str, Any] = {"processes": 4, "parallel": {"tensor": 2}, "checkpoint": {"every": EVERY, "keep": 9}}
-"""Each layer cut in two, and each part sharded over two ranks."""
+PARTS: dict[str, Any] = {
+    "processes": 4,
+    "parallel": {"tensor": 2},
+    "checkpoint": {"every": EVERY, "keep": 9},
+    "advantage": {"name": "gae"},
+    "critic": {"optimizer": {"lr": 1e-3}},
+}
+"""Each layer cut in two, and each part sharded over two ranks; of a critic too, whose values the policy learns from."""
 
 
 @pytest.fixture(scope="module")
