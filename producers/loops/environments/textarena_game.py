@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import random
 import re
+import threading
 from typing import Any
+
+# Games draw from the one generator that all threads of the process share.
+_DRAWING = threading.Lock()
 
 
 class TextArenaGame:
@@ -20,7 +25,10 @@ class TextArenaGame:
         self._game = textarena.make(env_id=f"{id}-raw" if re.search(r"-v\d+$", id) else id, **(args or {}))
 
     def reset(self, task: dict[str, Any]) -> Any:
-        self._game.reset(num_players=self._players, seed=task["seed"] % (1 << 31))
+        seed = task["seed"] % (1 << 31)
+        with _DRAWING:
+            random.seed(seed)
+            self._game.reset(num_players=self._players, seed=seed)
         player, text = self._observe()
         return text if self._players == 1 else {"player": player, "text": text}
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import json
+import random
 import sys
 import threading
 from pathlib import Path
@@ -68,6 +69,17 @@ class Game:
         return action == "7", {}
     def close(self): return {0: 1.0 / self.tries}, {0: {"reason": "Won."}}
 make = lambda env_id, **args: {"Guess-v0-raw": Game}[env_id]()
+"""
+# Another thread has its turn between seed and draw.
+DRAWING = """
+import random, threading
+class Game:
+    def reset(self, num_players, seed):
+        random.seed(seed)
+        threading.Event().wait(0.05)
+        self.number = random.random()
+    def get_observation(self): return 0, str(self.number)
+make = lambda env_id, **args: Game()
 """
 
 
@@ -173,6 +185,21 @@ def test_a_game_of_textarena_shows_what_is_new_and_pays_at_its_end(tmp_path: Pat
     (tmp_path / "textarena.py").write_text(TEXTARENA, encoding="utf-8")
     found = asyncio.run(steps(tmp_path, "textarena", {"id": "Guess-v0"}, "3", "7"))
     assert found == ["Guess.", ["Colder.", None, False], ["Won.", 0.5, True]]
+
+
+def test_games_of_textarena_that_begin_at_once_are_those_of_their_seeds(tmp_path: Path) -> None:
+    (tmp_path / "textarena.py").write_text(DRAWING, encoding="utf-8")
+
+    async def drawn(count: int) -> list[Any]:
+        worker = EnvironmentWorker(ENVIRONMENTS["textarena"], tmp_path)
+        try:
+            games = [await worker.open({"id": "Draw-v0"}) for _ in range(count)]
+            return await asyncio.gather(*(game.reset({"seed": place % 2}) for place, game in enumerate(games)))
+        finally:
+            await worker.close()
+
+    expected = [str(random.Random(seed).random()) for seed in (0, 1)]
+    assert asyncio.run(drawn(8)) == expected * 4
 
 
 def test_a_session_of_an_openenv_server_is_played() -> None:
