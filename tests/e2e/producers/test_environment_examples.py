@@ -1,7 +1,8 @@
-"""examples/verifiers and examples/openenv with the real packages, in the interpreters that their README.md asks for."""
+"""The examples verifiers, openenv and textarena with the packages themselves, in interpreters of their own."""
 
 from __future__ import annotations
 
+import asyncio
 import shutil
 import socket
 import subprocess
@@ -14,7 +15,12 @@ from typing import Any
 
 import pytest
 import yaml
+from transformers import AutoTokenizer
 
+from producers.loops.environments import ENVIRONMENTS
+from producers.loops.environments.worker import EnvironmentWorker, RemoteEnvironment
+from schemas.config import load_config
+from schemas.plugins import load
 from tests.support.programs import environment_python
 from tests.support.up_runs import UpRun
 
@@ -95,3 +101,54 @@ def test_the_policy_is_trained_in_sessions_of_an_openenv_server(folder: Path, se
     lines = train(folder / "openenv", config)
     assert {line["step"] for line in lines} == {1, 2}
     assert any(line["reward/mean"] > 0 for line in lines), "a number was found"
+
+
+def test_the_policy_is_trained_in_a_game_of_textarena(folder: Path) -> None:
+    python, example = environment_python("textarena"), folder / "textarena"
+    shutil.copytree(EXAMPLES / "textarena", example, ignore=shutil.ignore_patterns(".venv"))
+    (example / ".venv").symlink_to(python.parents[1])
+    lines = train(example, yaml.safe_load((example / "config.yaml").read_text()))
+    assert {line["step"] for line in lines} == {1, 2}
+    assert any(0 < line["reward/mean"] < 1 for line in lines)
+
+
+def test_who_reads_a_game_of_textarena_as_the_model_does_can_win_it(folder: Path) -> None:
+    python = environment_python("textarena")
+    config = load_config(EXAMPLES / "textarena" / "config.yaml", [], {})
+    load("model.py:build", "warm_start.model", config.base)(folder / "model", 0)
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+
+    async def open_game(worker: EnvironmentWorker, seed: int) -> tuple[RemoteEnvironment, list[dict[str, str]]]:
+        game = await worker.open(config.generator.workflow.args["args"])
+        return game, [{"role": "user", "content": await game.reset({"seed": seed})}]
+
+    async def guess(game: RemoteEnvironment, messages: list[dict[str, str]], number: int) -> tuple[str, float | None]:
+        """What the model reads of the answer, and the reward at the end."""
+        said, reward, _ = await game.step(f"[{number}]")
+        messages += [{"role": "assistant", "content": f"[{number}]"}, {"role": "user", "content": said}]
+        ids = tokenizer.apply_chat_template(messages, return_dict=False)
+        assert len(ids) == 2 * len(messages) - 1, "each guess and each answer is one token"
+        return str(tokenizer.convert_ids_to_tokens(ids)[-1]), reward
+
+    async def halve(worker: EnvironmentWorker, seed: int) -> float:
+        game, messages = await open_game(worker, seed)
+        low, high, reward = 1, 20, None
+        while reward is None:
+            number = (low + high) // 2
+            read, reward = await guess(game, messages, number)
+            low, high = (number + 1, high) if read == ">" else (low, number - 1)
+        await game.close()
+        return reward
+
+    async def run() -> None:
+        worker = EnvironmentWorker(ENVIRONMENTS["textarena"], config.base, str(python))
+        try:
+            assert {await halve(worker, seed) for seed in range(20)} == {1.0}
+            game, messages = await open_game(worker, 1)
+            first, again = [(await guess(game, messages, 10))[0] for _ in range(2)]
+            assert first in "<>"
+            assert again == "!"
+        finally:
+            await worker.close()
+
+    asyncio.run(run())

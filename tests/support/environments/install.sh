@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# The packages of examples/verifiers and examples/openenv into interpreters of their own, as their README.md says, into
-# .environments: `make environments`.
+# The packages of examples/verifiers, examples/openenv and examples/textarena into interpreters of their own, as their
+# README.md says, into .environments: `make environments`.
 set -euo pipefail
 cd "$(dirname "$0")/../../.."
-for packages in "verifiers uv" openenv; do
+for packages in "verifiers uv" openenv textarena; do
   name=${packages%% *}
   to=.environments/$name
   [ -e "$to/installed" ] && continue

@@ -125,3 +125,24 @@ def test_halving_finds_every_number_of_the_guessing_example_in_six_turns():
     careless = module.Beginnings(answers=0.5)
     same = sum(careless[i].data["answer"] == shown[i].data["answer"] for i in range(400))
     assert 0.4 < same / 400 < 0.6
+
+
+def test_the_textarena_example_shows_halving_and_no_guess_twice():
+    load_config(EXAMPLES / "textarena" / "config.yaml", [], {})
+    module = example_module("textarena", "game")
+    careful, careless = module.Beginnings(), module.Beginnings(careless=0.3)
+    for index in range(100):
+        low, high, messages = 1, module.LARGEST, careful[index].messages
+        for guess, said in zip(messages[1::2], messages[2::2], strict=True):
+            number = int(guess.content.strip("[]"))
+            assert number == (low + high) // 2
+            low, high = (number + 1, high) if said.content == module.HIGHER else (low, number - 1)
+        assert careful[index].data["answer"] == f"[{(low + high) // 2}]"
+        guesses = [message.content for message in careless[index].messages[1::2]]
+        refused = [message.content == module.INVALID for message in careless[index].messages[2::2]]
+        assert refused == [guess in guesses[:place] for place, guess in enumerate(guesses)]
+        assert careless[index].data["answer"] not in guesses
+    assert any(module.INVALID in [message.content for message in careless[i].messages] for i in range(400))
+    noisy = module.Beginnings(answers=0.5)
+    same = sum(noisy[i].data["answer"] == careful[i].data["answer"] for i in range(400))
+    assert 0.4 < same / 400 < 0.6
