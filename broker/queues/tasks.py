@@ -128,7 +128,7 @@ class TaskQueue(ConsumerGroup):
                 if not parcel.has_room(len(body)):
                     parcel = _Parcel(self._run.id)
                     parcels.append(parcel)
-                tokens = trajectory.loss_mask.data.count(1)
+                tokens = trajectory.sampled_tokens
                 images = ",".join({str(image.digest): None for image in trajectory.images}) if trajectory.images else ""
                 parcel.add(task_id, off_text, trajectory.sample, tokens, self._bodies.next_name(), images, body)
         answers = self._connection.run_script_with_fields(

@@ -63,7 +63,7 @@ def describe(trajectory: Trajectory, score: Score) -> dict[str, Any]:
             "completion": trajectory.completion[:COMPLETION],
             "reward": score.reward if score.status == "ok" else None,
             "terms": dict(score.components),
-            "tokens": trajectory.loss_mask.data.count(1),
+            "tokens": trajectory.sampled_tokens,
             "finish": trajectory.finish,
             "oldest_version": min(versions, default=None),
             "newest_version": max(versions, default=None),

@@ -251,6 +251,11 @@ class Trajectory(Message, kw_only=True, tag="trajectory"):
         """Return the version of the oldest loss token; -1 if there is none."""
         return min([span.version for span in self.spans], default=-1)
 
+    @property
+    def sampled_tokens(self) -> int:
+        """Return the number of tokens that the policy sampled."""
+        return int(np.count_nonzero(self.loss_mask.numpy()))
+
     def rows(self) -> list[Row]:
         """Return the rows to train, one for each segment."""
         if not self.segments:

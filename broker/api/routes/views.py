@@ -278,7 +278,7 @@ def _head(seen: StoredTrajectory) -> dict[str, Any]:
         "oldest_version": min(versions, default=None),
         "newest_version": max(versions, default=None),
         "finish": body.finish,
-        "tokens": body.loss_mask.data.count(1),
+        "tokens": body.sampled_tokens,
         "calls": body.calls,
         "rows": max(1, len(body.segments)),
         "generator": body.generator,
