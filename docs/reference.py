@@ -66,7 +66,7 @@ KEY_NOTES = {
     "images": "hash: DIGEST to the bytes of an image, DIGEST:groups to how many groups in the pipeline have it",
     "trajectories": "stream, consumer group `reward`: finished samples, each with the name of its body",
     "bodies": "hash: BODY to a finished sample, whole, until it is trained or its group ends",
-    "scored": "stream, consumer group `trainer`: outcomes of samples",
+    "scored": "stream, consumer group `trainer`: outcomes; those of one group that came together are one entry",
     "dead": "stream, 1,000 entries: dead letters",
     "readmit": "sorted set: tasks that are admitted again before the cursor goes on",
     "failed": "sorted set, 10,000 entries: groups that failed, which may be requeued",

@@ -14,6 +14,7 @@ from schemas.messages import Score
 class ScoredSample(msgspec.Struct, frozen=True, gc=False):
     """The outcome of a sample as the trainer reads it.
 
+    scored_id: its entry in the scores, with ``/SAMPLE`` behind it where other samples of its group are in there, too.
     trajectory_id is None when the sample failed; ``excluded`` when it had been published and its reward failed.
     """
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import redis
@@ -27,6 +27,7 @@ from broker.flow.progress import Takeover, TakeoverRequest
 from broker.flow.run_control import ControlState, parse_settings
 from broker.queues.bodies import body_name, read_bodies
 from broker.queues.consumer_group import Entry, ensure_group, groups_of, number, with_group
+from broker.queues.scores import outcomes_in
 from schemas.codec import SCHEMA_VERSION, BadMessage, decode, encode
 from schemas.errors import BrokerDamaged, BrokerLost, ConfigError, FencedError
 from schemas.messages import BatchRecord, DeadLetter, Score, Trajectory
@@ -176,12 +177,13 @@ class TrainerSession:
 
         solve_rate: share of its samples that are correct, for the curriculum; None when nobody knows.
         """
+        entries = _entries(scored_ids)
         answer = self._fenced(
             self._connection.run_script(
-                "close_group", task_id, outcome, reason, self._leader_term, _in_255(solve_rate), *scored_ids
+                "close_group", task_id, outcome, reason, self._leader_term, _in_255(solve_rate), *entries
             )
         )
-        self._seen.difference_update(scored_ids)
+        self._seen.difference_update(entries)
         return bool(answer == b"ok")
 
     def journal_batch(self, record: BatchRecord) -> None:
@@ -227,7 +229,7 @@ class TrainerSession:
         for record in records:
             tasks = [group.task_id for group in record.groups]
             members = [member for group in record.groups for member in group.members]
-            scored = [member.scored_id for member in members]
+            scored = _entries(member.scored_id for member in members)
             bodies = [member.trajectory_id for member in members if member.trajectory_id]
             counts = (len(tasks), len(scored))
             self._fenced(
@@ -255,44 +257,43 @@ class TrainerSession:
 
     def _parse(self, entries: list[Any]) -> list[ScoredSample]:
         self._seen.update([entry_id for entry_id, _ in entries])
-        return [self._read_score(entry_id, raw) for entry_id, raw in entries]
+        return [outcome for entry_id, raw in entries for outcome in self._read_scores(entry_id, raw)]
 
-    def _read_score(self, entry_id: bytes, raw: Any) -> ScoredSample:
-        """Read an entry of the scores, whose fields and values follow one another."""
-        if isinstance(raw, dict):
-            fields = raw
-        else:
-            names = iter(raw or ())
-            fields = dict(zip(names, names, strict=True))
-        get = fields.get
-        try:
-            score = decode(get(b"b", b""), Score, self._max_bytes)
-        except BadMessage as error:
-            score = Score(status="error", reason=str(error), scorer="trainer")
-        body, counts = get(b"e", b"-"), score.status == "ok"
-        published = body != b"-"
-        return ScoredSample(
-            entry_id,
-            number(get(b"t")),
-            number(get(b"s")),
-            number(get(b"n")),
-            body if published and counts else None,
-            score,
-            published and not counts,
-        )
+    def _read_scores(self, entry_id: bytes, raw: Any) -> list[ScoredSample]:
+        """Read the outcomes in an entry of the scores, whose fields and values follow one another."""
+        names = iter(raw or ())
+        fields: dict[bytes, bytes] = dict(zip(names, names, strict=True))
+        outcomes = outcomes_in(fields)
+        if not outcomes:
+            nothing = Score(status="error", reason="not an outcome", scorer="trainer")
+            return [ScoredSample(entry_id, -1, -1, -1, None, nothing)]
+        task_id, size, alone = number(fields.get(b"t")), number(fields.get(b"n")), len(outcomes) == 1
+        found: list[ScoredSample] = []
+        for sample, place, body in outcomes:
+            try:
+                score = decode(body, Score, self._max_bytes)
+            except BadMessage as error:
+                score = Score(status="error", reason=str(error), scorer="trainer")
+            scored_id = entry_id if alone else b"%b/%d" % (entry_id, sample)
+            published, counts = place != b"-", score.status == "ok"
+            trajectory_id = place if published and counts else None
+            found.append(ScoredSample(scored_id, task_id, sample, size, trajectory_id, score, published and not counts))
+        return found
 
     def discard_scores(self, outcomes: Sequence[ScoredSample]) -> None:
         """Remove outcomes of groups that ended before; what no task can be read from becomes a dead letter."""
         if not outcomes:
             return
-        args: list[bytes] = []
+        letters: dict[bytes, bytes] = {}
         for outcome in outcomes:
             letter = DeadLetter(
                 source="scored", reason=outcome.score.reason or "not an outcome", deliveries=1, payload=b""
             )
-            args += [outcome.scored_id, encode(letter) if outcome.task_id < 0 else b""]
+            (entry,) = _entries([outcome.scored_id])
+            letters[entry] = encode(letter) if outcome.task_id < 0 else b""
+        args = [part for pair in letters.items() for part in pair]
         self._fenced(self._connection.run_script("discard_scores", self._leader_term, *args))
-        self._seen.difference_update(outcome.scored_id for outcome in outcomes)
+        self._seen.difference_update(letters)
 
     def finish_run(self) -> None:
         """Mark the run as finished: every service may end."""
@@ -300,6 +301,11 @@ class TrainerSession:
 
     def _fenced(self, answer: Any) -> Any:
         return accepted(self._connection, answer, self._leader_term)
+
+
+def _entries(scored_ids: Iterable[bytes]) -> list[bytes]:
+    """Return the entries in the scores that outcomes lie in, each once."""
+    return list(dict.fromkeys([scored_id.partition(b"/")[0] for scored_id in scored_ids]))
 
 
 def _in_255(rate: float | None) -> int | str:

@@ -118,6 +118,8 @@ end
 
 -- SAMPLES holds where a sample is, as ENTRY/BODY: its entry in the trajectories and the field of its body in BODIES; '='
 -- before it once it is scored, '-' alone when it failed. Bodies are large and never pass through a script.
+-- An entry of SCORED has outcomes of one group that came in together: its task (t), its number of samples (n), and under
+-- SAMPLE:PLACE the score of each.
 local function entry_of(place)
   return string.match(place, '^=?([^/]*)')
 end

@@ -6,7 +6,7 @@ sample is excluded: it is never scored 0 for that.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from broker.connection.connection import BLOCK_MS, Connection
@@ -15,6 +15,7 @@ from broker.connection.keys import REWARD
 from broker.queues.bodies import read_bodies
 from broker.queues.consumer_group import ConsumerGroup, Delivery, Entry, number, split_calls
 from broker.queues.dead_letters import LIMIT, letter_bytes
+from broker.queues.tasks import EVAL_BASE
 from schemas.codec import BadMessage, decode, encode
 from schemas.messages import DeadLetter, Score, Trajectory, UncheckedTrajectory
 
@@ -44,9 +45,9 @@ class ScoreQueue(ConsumerGroup):
             keys.append(delivery.entry_id)
             message = delivery.message
             sent, body = self._fitting(score)
-            tokens = message.loss_mask.data.count(1)
-            scored = _scored(delivery.entry_id, message.task_id, message.sample, sent, body, tokens)
-            parts.append((*scored, self._dead_score(message, sent)))
+            figures = "" if message.task_id < EVAL_BASE else _figures(message, sent)
+            letter = self._dead_score(message, sent)
+            parts.append((delivery.entry_id, message.task_id, message.sample, body, figures, letter))
         answers = self._connection.run_scripts("publish_scores", split_calls(parts)) if parts else []
         self._held[self._connection.keys.trajectories].difference_update(keys)
         said = [word.decode() for words in answers for word in words]
@@ -116,8 +117,8 @@ class ScoreQueue(ConsumerGroup):
                     sample=sample,
                 )
                 score = Score(status="error", reason=str(error), scorer="reward")
-                scored = _scored(entry_id, task_id, sample, score, encode(score), 0)
-                self._connection.run_script("publish_scores", *scored, letter_bytes(letter, self._max_bytes))
+                filed = letter_bytes(letter, self._max_bytes)
+                self._connection.run_script("publish_scores", entry_id, task_id, sample, encode(score), "", filed)
                 self._release(stream, entry_id)
                 continue
             deliveries.append(Delivery(entry_id, stream, trajectory))
@@ -138,9 +139,18 @@ class ScoreQueue(ConsumerGroup):
         self._connection.run_script("dead_letter", entry_id, letter_bytes(letter, self._max_bytes), named)
 
 
-def _scored(
-    entry_id: bytes, task_id: int, sample: int, score: Score, body: bytes, tokens: int
-) -> tuple[bytes | int | str, ...]:
-    """A result as the script takes it, but for the dead letter. tokens: that were sampled, of which people are told."""
-    reward = repr(score.reward) if score.status == "ok" else ""
-    return entry_id, task_id, sample, body, reward, tokens, int(score.correct)
+def outcomes_in(fields: Mapping[bytes, bytes]) -> list[tuple[int, bytes, bytes]]:
+    """List the outcomes in an entry of the scores: index, place (``-``: none) and encoded score of each sample."""
+    found: list[tuple[int, bytes, bytes]] = []
+    for name, body in fields.items():
+        sample, colon, place = name.partition(b":")
+        if colon and sample.isdigit():
+            found.append((int(sample), place, body))
+    return found
+
+
+def _figures(trajectory: Trajectory, score: Score) -> str:
+    """What an evaluation counts of a sample: reward, sampled tokens, and whether it is correct; "" when it failed."""
+    if score.status != "ok":
+        return ""
+    return f"{score.reward!r} {trajectory.sampled_tokens} {int(score.correct)}"

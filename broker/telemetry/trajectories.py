@@ -13,6 +13,7 @@ from broker.connection.connection import Connection
 from broker.connection.stream_pages import Entry, read_page
 from broker.queues.bodies import body_name, read_bodies
 from broker.queues.consumer_group import number
+from broker.queues.scores import outcomes_in
 from schemas.codec import BadMessage, decode, encode
 from schemas.messages import Score, Trajectory
 
@@ -209,9 +210,10 @@ class TrajectoryStore:
         )
         scores: dict[tuple[int, int], Score] = {}
         for _, fields in found:
-            score = _score(fields.get(b"b", b""))
-            if score is not None:
-                scores[number(fields.get(b"t")), number(fields.get(b"s"))] = score
+            for sample, _, body in outcomes_in(fields):
+                score = _score(body)
+                if score is not None:
+                    scores[number(fields.get(b"t")), sample] = score
         return scores
 
     def _live(self, id: bytes, body: bytes | None, scores: dict[tuple[int, int], Score]) -> StoredTrajectory | None:

@@ -9,7 +9,7 @@ from schemas.messages.trajectories import Trajectory
 
 
 class Member(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A sample of a journaled group: its entries in the two streams; ``trajectory_id`` is empty if it was excluded."""
+    """A sample of a journaled group: its places in the two streams; ``trajectory_id`` is empty if it was excluded."""
 
     sample: int
     scored_id: bytes

@@ -96,11 +96,11 @@ class PoisonScored(_Poison):
         size = b"%d" % world.samples
         return {
             "no fields": {"x": b"1"},
-            "garbage": {"t": b"%d" % unknown, "s": b"0", "n": size, "e": b"1-1", "b": rng.randbytes(40)},
-            "another message": {"t": b"%d" % unknown, "s": b"0", "n": size, "e": b"-", "b": _task(unknown, world)},
-            "unknown group": {"t": b"%d" % unknown, "s": b"0", "n": b"1", "e": b"1-1", "b": encode(Score(reward=1.0))},
-            "trained group": {"t": b"%d" % old, "s": b"0", "n": b"1", "e": b"1-1", "b": encode(Score(reward=1.0))},
-            "no size": {"t": b"%d" % unknown, "s": b"0", "e": b"1-1", "b": encode(Score(reward=1.0))},
+            "garbage": {"t": b"%d" % unknown, "n": size, "0:1-1": rng.randbytes(40)},
+            "another message": {"t": b"%d" % unknown, "n": size, "0:-": _task(unknown, world)},
+            "unknown group": {"t": b"%d" % unknown, "n": b"1", "0:1-1": encode(Score(reward=1.0))},
+            "trained group": {"t": b"%d" % old, "n": b"1", "0:1-1": encode(Score(reward=1.0))},
+            "no size": {"t": b"%d" % unknown, "0:1-1": encode(Score(reward=1.0))},
         }
 
 

@@ -9,7 +9,7 @@ if redis.call('HEXISTS', SAMPLES, field) == 1 then return 'dup' end
 keep_dead_letter(ARGV[3])
 redis.call('HSET', SAMPLES, field, '-')
 if fields[1] == 'train' then
-  redis.call('XADD', SCORED, '*', 't', task, 's', ARGV[2], 'n', fields[2], 'e', '-', 'b', ARGV[4])
+  redis.call('XADD', SCORED, '*', 't', task, 'n', fields[2], ARGV[2] .. ':-', ARGV[4])
 else
   eval_outcome(task, eval_dataset(task))
 end

@@ -1,16 +1,18 @@
 #!lua flags=allow-oom
 -- KEYS: COUNTS GROUPS SAMPLES EVAL_TASKS TRAJECTORIES SCORED DEAD EVALS PARTIALS IMAGES BODIES
--- ARGV, eight for each result, at most 1000 of them: trajectory entry, task id, sample, score body, reward ('' when it
--- failed), loss tokens of the sample, '1' if it is correct, dead letter ('' when none). Returns a word for each: ok, dup or closed.
--- Publishes the scores and acknowledges the trajectories at once, each once. Bodies stay until they are trained.
--- Scores pass when memory is full: they are small, as many as trajectories, and training is what frees it.
+-- ARGV, six for each result, at most 1000 of them: trajectory entry, task id, sample, score body, of an evaluation `REWARD
+-- TOKENS CORRECT` of the sample ('' when it failed), dead letter ('' when none). Returns a word for each: ok, dup or closed.
+-- Publishes the scores, those of a group as one entry, and acknowledges the trajectories at once, each once. Bodies stay until
+-- they are trained. Scores pass when memory is full: they are small, as many as trajectories, and training is what frees it.
 local fields, groups, acks, answers = {}, {}, {}, {}
-for i = 1, #ARGV, 8 do fields[#fields + 1] = ARGV[i + 1] .. ':' .. ARGV[i + 2] end
+for i = 1, #ARGV, 6 do fields[#fields + 1] = ARGV[i + 1] .. ':' .. ARGV[i + 2] end
 local samples = redis.call('HMGET', SAMPLES, unpack(fields))
 local state = {}
 for k, field in ipairs(fields) do state[field] = samples[k] end
+-- Of each group that is trained, in the order of its first result here: its entry, what is marked with it, its dead letters.
+local outcomes, order = {}, {}
 
-local function score(field, entry, task, index, body, reward, tokens, correct, letter)
+local function score(field, entry, task, index, body, figures, letter)
   local group = groups[task] or redis.call('HMGET', GROUPS, task .. ':kind', task .. ':n')
   local place = state[field] or '-'
   local mine = entry_of(place) == entry
@@ -25,21 +27,23 @@ local function score(field, entry, task, index, body, reward, tokens, correct, l
     local pending = redis.pcall('XPENDING', TRAJECTORIES, REWARD, entry, entry, 1)
     if pending.err or #pending == 0 then return 'dup' end
   end
-  if letter ~= '' then keep_dead_letter(letter) end
   if known and group[1] == 'train' then
     groups[task] = group
-    redis.call('XADD', SCORED, '*', 't', task, 's', index, 'n', group[2], 'e', place, 'b', body)
+    local out = outcomes[task]
+    if not out then
+      out = {entry = {'t', task, 'n', group[2]}, marks = {}, letters = {}}
+      outcomes[task] = out
+      order[#order + 1] = out
+    end
+    local size, marked = #out.entry, #out.marks
+    out.entry[size + 1], out.entry[size + 2] = index .. ':' .. place, body
     state[field] = '=' .. place
-    -- Marked at once: should a later result of this call fail, this score is not sent a second time.
-    redis.call('HSET', SAMPLES, field, state[field])
+    out.marks[marked + 1], out.marks[marked + 2] = field, state[field]
+    if letter ~= '' then out.letters[#out.letters + 1] = letter end
     acks[#acks + 1] = entry
     return 'ok'
   end
-  if known then eval_outcome(task, eval_dataset(task), reward ~= '' and reward or nil, tokens) end
-  if known and reward ~= '' then
-    redis.call('HINCRBY', GROUPS, task .. ':scored', 1)
-    if correct == '1' then redis.call('HINCRBY', GROUPS, task .. ':correct', 1) end
-  end
+  if letter ~= '' then keep_dead_letter(letter) end
   if not known then
     -- No sample refers to this entry, so nobody else does to the body that it names.
     local old = redis.call('XRANGE', TRAJECTORIES, entry, entry)
@@ -49,6 +53,12 @@ local function score(field, entry, task, index, body, reward, tokens, correct, l
     remove(TRAJECTORIES, REWARD, {entry})
     return 'closed'
   end
+  local reward, tokens, correct = string.match(figures, '^(%S+) (%d+) (%d)$')
+  eval_outcome(task, eval_dataset(task), reward, tokens)
+  if reward then
+    redis.call('HINCRBY', GROUPS, task .. ':scored', 1)
+    if correct == '1' then redis.call('HINCRBY', GROUPS, task .. ':correct', 1) end
+  end
   remove_trajectories({place})
   state[field] = '-'
   redis.call('HSET', SAMPLES, field, '-')
@@ -57,7 +67,13 @@ local function score(field, entry, task, index, body, reward, tokens, correct, l
 end
 
 for k, field in ipairs(fields) do
-  answers[k] = score(field, unpack(ARGV, 8 * k - 7, 8 * k))
+  answers[k] = score(field, unpack(ARGV, 6 * k - 5, 6 * k))
+end
+for _, out in ipairs(order) do
+  for _, letter in ipairs(out.letters) do keep_dead_letter(letter) end
+  redis.call('XADD', SCORED, '*', unpack(out.entry))
+  -- Marked at once: should a later group of this call fail, these scores are not sent a second time.
+  redis.call('HSET', SAMPLES, unpack(out.marks))
 end
 if #acks > 0 then redis.call('XACK', TRAJECTORIES, REWARD, unpack(acks)) end
 return answers

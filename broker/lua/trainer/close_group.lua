@@ -12,9 +12,8 @@ local prompt = prompt_of(task)
 if prompt then note_outcome(prompt, ARGV[5], redis.call('HGET', CTL, 'step') or '0') end
 redis.call('HINCRBY', COUNTS, 'samples_' .. ARGV[2], forget(task))
 if ARGV[2] == 'failed' then note_failed(task) end
-for i = 6, #ARGV do
-  redis.call('XACK', SCORED, TRAINER, ARGV[i])
-  redis.call('XDEL', SCORED, ARGV[i])
-end
+local scored = {}
+for i = 6, #ARGV do scored[#scored + 1] = ARGV[i] end
+remove(SCORED, TRAINER, scored)
 changed('close_group')
 return 'ok'

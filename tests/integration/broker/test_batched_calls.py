@@ -10,6 +10,7 @@ import pytest
 from broker.client import Broker
 from broker.connection.scripts import Script
 from broker.queues.consumer_group import AT_ONCE
+from broker.queues.scores import outcomes_in
 from deploy.bench.workload import PipelineShape, TrajectoryPool, begin
 from schemas.codec import encode
 from schemas.messages import Score, Trajectory
@@ -94,7 +95,10 @@ def test_more_scores_than_fit_one_call_are_each_published_once(broker: Broker) -
     results = [(item, Score(reward=1.0)) for item in queue.read(count)]
     assert queue.publish([*results, results[0]]) == ["ok"] * count + ["dup"]
     assert queue.publish(results) == ["dup"] * count
-    assert broker.connection.client.xlen(broker.connection.keys.scored) == count
+    entries: Any = broker.connection.client.xrange(broker.connection.keys.scored)
+    found = [(int(fields[b"t"]), sample) for _, fields in entries for sample, _, _ in outcomes_in(fields)]
+    assert found == [(task, sample) for task in range(GROUPS) for sample in range(SAMPLES)]
+    assert len(entries) == GROUPS
     assert broker.connection.client.xpending(broker.connection.keys.trajectories, "reward")["pending"] == 0
 
 

@@ -57,7 +57,7 @@ def test_a_deleted_group_or_stream_group_is_made_again_and_nothing_is_trained_tw
 def test_outcomes_of_groups_that_ended_are_discarded_and_poison_is_kept_for_people(broker: Broker) -> None:
     training = take_over(broker)
     client, keys = broker.connection.client, broker.connection.keys
-    client.xadd(keys.scored, {"t": 77, "s": 0, "n": 1, "e": "-", "b": b"garbage"})
+    client.xadd(keys.scored, {"t": 77, "n": 1, "0:-": b"garbage"})
     client.xadd(keys.scored, {"hello": "world"})
     outcomes = training.claim_scores(10)
     assert [outcome.task_id for outcome in outcomes] == [77, -1]

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from broker.client import Broker
+from broker.queues.scores import outcomes_in
 from schemas.codec import decode
 from schemas.config import TidemillConfig
 from schemas.messages import Score
@@ -113,7 +114,8 @@ def prepare(broker: Broker, folder: Path, tasks: int) -> None:
 def kinds_of_failures(broker: Broker) -> list[str]:
     """Of the samples that could not be made, as the trainer counts them."""
     entries = broker.connection.client.xrange(broker.connection.keys.scored)
-    return [decode(fields[b"b"], Score, 1 << 20).failure for _, fields in entries if fields[b"e"] == b"-"]
+    outcomes = [outcome for _, fields in entries for outcome in outcomes_in(fields)]
+    return [decode(body, Score, 1 << 20).failure for _, place, body in outcomes if place == b"-"]
 
 
 def test_an_agents_calls_become_one_sample_of_one_row(broker: Broker, config: TidemillConfig, tmp_path: Path) -> None:

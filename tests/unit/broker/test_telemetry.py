@@ -109,7 +109,7 @@ def test_a_search_goes_over_pages_newest_first_and_says_whether_it_saw_all(conne
     for task in range(count):
         add_trajectory(connection, task, encode(make_trajectory(task)))
     add_trajectory(connection, count, b"nonsense")
-    scored = {"t": "7", "s": "0", "b": encode(Score(reward=0.5))}
+    scored = {"t": "7", "n": "1", "0:1-1/w.7": encode(Score(reward=0.5))}
     connection.client.xadd(connection.keys.scored, scored)
     samples = TrajectoryStore(connection, 1 << 20)
     every = samples.search(lambda seen: True, limit=count, examine=count + 1)
