@@ -47,7 +47,8 @@ class EnvironmentLoop:
     lives in a process then, as these do. max_turns: most answers of an episode, ``agents.max_calls`` where None; one
     that reaches it ends with finish ``calls``. timeout_s: longest time of a step.
 
-    An environment that raises or takes too long fails its sample, which is then not trained.
+    The reward is the sum over the steps, 0 for an episode that was cut at a limit before any of them has paid. An
+    environment that raises or takes too long fails its sample, which is then not trained.
     """
 
     def __init__(
@@ -121,7 +122,9 @@ class EnvironmentLoop:
             finish = ended.finish
         finally:
             await self._close(environment)
-        return episode.finish(finish, math.fsum(rewards) if rewards else None)
+        # Broken off by the policy before any step has paid: left out of training, that would be no loss to it.
+        paid = rewards or finish in ("length", "calls")
+        return episode.finish(finish, math.fsum(rewards) if paid else None)
 
     async def _steps(self, episode: Episode, environment: Any, messages: list[Message], rewards: list[float]) -> None:
         while True:

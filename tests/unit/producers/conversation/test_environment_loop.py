@@ -197,7 +197,7 @@ def test_an_episode_ends_at_its_limit_of_turns_with_the_rewards_so_far(base: Pat
 def test_an_answer_that_was_cut_is_not_stepped_on(base: Path, tokenizer: HfTokenizer):
     sample = one(base, tokenizer, lambda prompt: "1 " * 50, "Guess", chat_task("Play.", max_tokens=10))
     assert isinstance(sample, SampledCompletion)
-    assert (sample.finish, sample.reward) == ("length", None)
+    assert (sample.finish, sample.reward) == ("length", 0.0)
 
 
 def test_what_an_environment_returns_is_read_with_care():
