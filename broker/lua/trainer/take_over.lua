@@ -3,8 +3,8 @@
 -- ARGV: what the trainer knows, as JSON (broker/flow/progress.py, TakeoverRequest), and the statistics of prompts in its
 -- checkpoint. A trainer takes the run over.
 -- What the broker knows wins as long as it can be true. It cannot when its lifetime is not that of the trainer's
--- checkpoint, when a step is missing in its journal, when its counts do not add up, or when a key of the pipeline is
--- of another type: then the pipeline is built anew from what the trainer knows. When it only went back a little (its last second was lost), what ended
+-- checkpoint, when a step is missing in its journal, when its counts do not add up, when a key of the pipeline is of
+-- another type, or when one of its streams is gone: then the pipeline is built anew from what the trainer knows. When it only went back a little (its last second was lost), what ended
 -- since then is forgotten, and what was admitted since then is admitted again.
 local own = cjson.decode(ARGV[1])
 if redis.call('TYPE', CTL).ok == 'hash' and other_run(own.run_id) then
@@ -41,6 +41,10 @@ local damaged = drop_foreign(pipeline)
 
 local known = redis.call('HMGET', CTL, 'leader_term', 'version', 'step', 'cursor', 'broker_lifetime')
 local known_step = tonumber(known[3])
+-- The first take-over made the streams, and an empty one stays.
+for _, pair in ipairs(known_step and pipeline or {}) do
+  if pair[2] == 'stream' and redis.call('EXISTS', pair[1]) == 0 then damaged = true end
+end
 local n = math.max(tonumber(known[1] or 0), own.leader_term_floor) + 1
 local leader_term = string.format('%d-%s', n, own.nonce)
 local rebuild = damaged or not known_step or known[5] ~= own.broker_lifetime

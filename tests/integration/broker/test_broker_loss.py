@@ -219,6 +219,20 @@ def test_a_take_over_frees_every_key_of_a_foreign_value_and_loses_only_the_pipel
     assert broker.ledger.read_state().balanced
 
 
+@pytest.mark.parametrize("name", ["tasks", "eval_tasks", "trajectories", "scored"])
+def test_a_take_over_notices_a_stream_that_is_gone(broker: Broker, name: str) -> None:
+    """Not later, when a group waits in vain: what is acknowledged until then would be made again."""
+    training = take_over(broker)
+    train_one(broker, training, 0)
+    broker.ledger.admit(make_task(1))
+    saved = checkpoint(training)
+    assert not take_over_as(broker, saved)[1].lost
+    broker.connection.client.delete(getattr(broker.connection.keys, name))
+    assert take_over_as(broker, saved)[1].lost
+    state = broker.ledger.read_state()
+    assert (state.readmit, state.trained, state.balanced) == (1, 1, True)
+
+
 def test_tasks_behind_a_gap_in_those_that_are_made_again_are_answered_for_too(broker: Broker) -> None:
     training = take_over(broker)
     for task_id in range(5):
