@@ -31,6 +31,8 @@ LATEST_S = 20.0
 TRIES = 12
 """So often a program is started that hardly comes to run, each time with twice the time, up to ``MOST_S``."""
 MOST_S = 3.0
+ENDING_S = 10.0
+"""Processes that are still there so long after the last program are called left."""
 
 
 @dataclass
@@ -100,8 +102,14 @@ class Bait:
         if socket.gethostname() != self._hostname:
             yield "the name of this machine changed"
 
-    def left(self) -> Iterator[str]:
-        """Processes of programs that are still there."""
+    def left(self) -> list[str]:
+        """Processes of programs that are still there after ENDING_S: the system ends those of a sandbox one by one."""
+        deadline = time.monotonic() + ENDING_S
+        while (found := [*self._processes()]) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        return found
+
+    def _processes(self) -> Iterator[str]:
         for process in psutil.process_iter():
             try:
                 if any(self.targets.word in one for one in process.cmdline()):
