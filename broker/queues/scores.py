@@ -19,6 +19,8 @@ from broker.queues.tasks import EVAL_BASE
 from schemas.codec import BadMessage, decode, encode
 from schemas.messages import DeadLetter, Score, Trajectory, UncheckedTrajectory
 
+NO_BODY = "its body is not there"
+
 
 class ScoreQueue(ConsumerGroup):
     """Trajectories for one reward service."""
@@ -95,11 +97,14 @@ class ScoreQueue(ConsumerGroup):
                 self._release(stream, entry_id)
                 continue
             task_id, sample = number(fields.get(b"t")), number(fields.get(b"s"))
-            if body is None:
+            if body is None and task_id < EVAL_BASE:
                 self._file_without_body(entry_id, fields, abs(times))
                 self._release(stream, entry_id)
                 continue
             try:
+                if body is None:
+                    # No trainer looks for samples of an evaluation, which would never end.
+                    raise BadMessage(NO_BODY)
                 if abs(times) > self._max_deliveries:
                     raise BadMessage(f"delivered {abs(times)} times, its reward services died or stalled each time")
                 trajectory = decode(body, UncheckedTrajectory, self._max_bytes)
@@ -112,7 +117,7 @@ class ScoreQueue(ConsumerGroup):
                     source="trajectories",
                     reason=str(error),
                     deliveries=abs(times),
-                    payload=body,
+                    payload=fields.get(b"b", b"") if body is None else body,
                     task_id=task_id,
                     sample=sample,
                 )
@@ -125,11 +130,14 @@ class ScoreQueue(ConsumerGroup):
         return deliveries
 
     def _file_without_body(self, entry_id: bytes, fields: dict[bytes, bytes], times: int) -> None:
-        """File an entry that leads to no body as a dead letter, unless its group ended or the broker lost a part."""
+        """File an entry that leads to no body, of training, as a dead letter.
+
+        Not where its group ended or the broker lost a part.
+        """
         task_id, sample = number(fields.get(b"t")), number(fields.get(b"s"))
         letter = DeadLetter(
             source="trajectories",
-            reason="its body is not there",
+            reason=NO_BODY,
             deliveries=times,
             payload=fields.get(b"b", b""),
             task_id=task_id,

@@ -8,6 +8,7 @@ import pytest
 import redis
 
 from broker.client import Broker
+from broker.connection.keys import REWARD
 from broker.queues.tasks import eval_task_id
 from schemas.codec import BadMessage, encode
 from schemas.errors import BrokerDamaged, InfraError
@@ -118,6 +119,44 @@ def test_a_lost_body_is_found_by_the_trainer_and_is_no_fault_of_the_reward_servi
     assert client.xlen(keys.dead) == 0
     with pytest.raises(BrokerDamaged):
         training.diagnose_group(0)
+
+
+def test_a_sample_of_an_evaluation_that_lost_its_body_counts_as_failed(broker: Broker) -> None:
+    """No trainer looks for it, and an evaluation ends with its last sample."""
+    take_over(broker)
+    task = make_task(eval_task_id(0, 0), n=2, kind="eval")
+    broker.evals.open(0, [task])
+    broker.task_queue("g").publish(task.task_id, [make_trajectory(task.task_id, i, kind="eval") for i in (0, 1)])
+    client, keys = broker.connection.client, broker.connection.keys
+    (_, first), _ = client.xrange(keys.trajectories)
+    client.hdel(keys.bodies, first[b"b"])
+    rewards = broker.score_queue("r")
+    (found,) = rewards.read(10, 10)
+    assert (found.message.task_id, found.message.sample) == (task.task_id, 1)
+    (filed,) = broker.dead_letters.list()
+    assert (filed.letter.task_id, filed.letter.sample) == (task.task_id, 0)
+    assert filed.letter.reason == "its body is not there"
+    rewards.publish([(found, Score(reward=1.0))])
+    (result,) = broker.evals.read_results()
+    assert (result.complete, result.scored, result.failed, result.mean) == (True, 1, 1, 1.0)
+    assert client.xpending(keys.trajectories, REWARD)["pending"] == 0
+    assert (client.xlen(keys.trajectories), client.hlen(keys.samples), count_bodies(broker)) == (0, 0, 0)
+
+
+def test_who_comes_late_to_a_sample_of_an_evaluation_that_is_scored_changes_nothing(broker: Broker) -> None:
+    """Its body went with its score while another reward service held its entry."""
+    take_over(broker)
+    task = make_task(eval_task_id(0, 0), n=2, kind="eval")
+    broker.evals.open(0, [task])
+    broker.task_queue("g").publish(task.task_id, [make_trajectory(task.task_id, i, kind="eval") for i in (0, 1)])
+    late = broker.score_queue("late")
+    fetched = late._read(1, 10)
+    on_time = broker.score_queue("on time")
+    on_time.publish([(item, Score(reward=1.0)) for item in on_time.claim_stale(0.0, 10)])
+    assert late._decode(fetched) == []
+    (result,) = broker.evals.read_results()
+    assert (result.scored, result.failed) == (1, 0)
+    assert broker.connection.client.xlen(broker.connection.keys.dead) == 0
 
 
 def test_arrays_that_contradict_one_another_are_scored_but_not_trained(broker: Broker) -> None:
