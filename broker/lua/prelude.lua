@@ -192,18 +192,23 @@ local function prompt_of(task)
   return redis.call('HGET', GROUPS, task .. ':prompt') or nil
 end
 
--- Keep images of a group, digest and bytes in `args` from `first` to `last`, for as long as the group is there.
+-- Note that a group has images, every `step`th of `args` from `first` to `last` is a digest, for as long as the group is there.
 -- IMAGES holds the bytes by digest, each once however many groups have it, and under DIGEST:groups how many these are.
-local function keep_images(task, args, first, last)
+local function share_images(task, args, first, last, step)
   local known = redis.call('HGET', GROUPS, task .. ':images') or ''
-  for i = first, last, 2 do
+  for i = first, last, step do
     if not string.find(',' .. known .. ',', ',' .. args[i] .. ',', 1, true) then
-      redis.call('HSETNX', IMAGES, args[i], args[i + 1])
       redis.call('HINCRBY', IMAGES, args[i] .. ':groups', 1)
       known = known == '' and args[i] or known .. ',' .. args[i]
     end
   end
   if known ~= '' then redis.call('HSET', GROUPS, task .. ':images', known) end
+end
+
+-- Keep images of a group, digest and bytes in turns in `args` from `first` to `last`.
+local function keep_images(task, args, first, last)
+  for i = first, last, 2 do redis.call('HSETNX', IMAGES, args[i], args[i + 1]) end
+  share_images(task, args, first, last, 2)
 end
 
 local function forget_images(digests)
@@ -212,6 +217,12 @@ local function forget_images(digests)
       redis.call('HDEL', IMAGES, digest, digest .. ':groups')
     end
   end
+end
+
+-- Forget the images that were kept for an evaluation that is about to be opened: its tasks have them, or it has none.
+local function forget_staged()
+  forget_images(redis.call('HGET', GROUPS, 'staged:images'))
+  redis.call('HDEL', GROUPS, 'staged:images')
 end
 
 -- Delete everything that the broker holds of a group; returns how many of its samples had been published. places: where these

@@ -6,6 +6,7 @@ Losing a line of it harms no training, and a line may come twice after a lost an
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,10 +16,12 @@ import redis
 from broker.connection.connection import Connection
 from broker.connection.scripts import OTHER_RUN
 from broker.connection.stream_pages import read_page
+from broker.queues.consumer_group import split_calls
 from broker.queues.dead_letters import UnusableTask, check_sendable, letter_of
 from broker.queues.images import image_args
 from broker.telemetry.pass_at import DatasetResult
 from schemas.codec import BadMessage, decode, encode
+from schemas.errors import InfraError
 from schemas.messages import Event, Heartbeat, Task
 from schemas.run_record import JoinedRun
 
@@ -266,29 +269,42 @@ class Evals:
         run: JoinedRun | None = None,
         images: Mapping[str, bytes] | None = None,
     ) -> bool:
-        """Queue the tasks of one evaluation; False if this version's was opened before.
+        """Queue the tasks of one evaluation, all at once; False if this version's was opened before.
 
-        Samples of a task that can't be sent count as failed, with a dead letter. run: whose tasks these are; the error
-        of JoinedRun when the broker has another one. images: bytes of the tasks' images by digest.
+        Its images are sent before, in parts: who dies on the way has opened nothing. Samples of a task that can't be
+        sent count as failed, with a dead letter. run: whose tasks these are; the error of JoinedRun when the broker has
+        another one. images: bytes of the tasks' images by digest. InfraError when the broker keeps losing them.
         """
         run = run or JoinedRun()
         args: list[int | bytes | str] = [version, run.id, KEPT_EVALUATIONS]
+        used: dict[str | bytes, str | bytes] = {}
         for task in tasks:
             body, wrong = check_sendable(task, self._max_bytes)
             parts = image_args(task if body else None, images or {})
-            args += [
-                task.task_id,
-                task.n,
-                body,
-                letter_of(wrong, self._max_bytes),
-                task.dataset,
-                len(parts) // 2,
-                *parts,
-            ]
-        answer = self._connection.run_script("open_evaluation", *args)
-        if answer == OTHER_RUN:
-            raise run.replaced()
-        return bool(answer)
+            digests = parts[::2]
+            used |= zip(digests, parts[1::2], strict=True)
+            letter = letter_of(wrong, self._max_bytes)
+            args += [task.task_id, task.n, body, letter, task.dataset, len(digests), *digests]
+        deadline = time.monotonic() + self._connection.deadline_s
+        while self._stage_images(version, run, used):
+            answer = self._connection.run_script("open_evaluation", *args)
+            if answer == OTHER_RUN:
+                raise run.replaced()
+            if answer != b"images":
+                return bool(answer)
+            if time.monotonic() > deadline:
+                raise InfraError(f"the broker loses the images of the evaluation of version {version} again and again")
+        return False
+
+    def _stage_images(self, version: int, run: JoinedRun, images: Mapping[str | bytes, str | bytes]) -> bool:
+        """Bring the images of an evaluation in parts; False when it was opened before."""
+        for part in split_calls(list(images.items())):
+            answer = self._connection.run_script("stage_images", version, run.id, *part)
+            if answer == OTHER_RUN:
+                raise run.replaced()
+            if not answer:
+                return False
+        return True
 
     def read_results(self) -> list[EvalResult]:
         """All evaluations, by version, also those that are still under way."""

@@ -1,9 +1,18 @@
 -- KEYS: EVALS EVAL_TASKS GROUPS COUNTS DEAD IMAGES
 -- ARGV: version, the feeder's run, evaluations kept, then task id, samples, body, dead letter ('' when there is a body), dataset,
--- number of images, and digest and bytes of each image, of each.
--- Queues one evaluation; a repeat does nothing. A task that is too large to be sent counts as failed.
+-- number of images, and their digests, of each.
+-- Queues one evaluation, whose images stage_images brought; a repeat does nothing. Returns 'images' when one of them is not
+-- there, and does nothing, too. A task that is too large to be sent counts as failed.
 local version = ARGV[1]
 if differs(redis.call('HGET', GROUPS, 'run'), ARGV[2]) then return 'other_run' end
+local i = 4
+while i <= #ARGV do
+  local last = i + 5 + tonumber(ARGV[i + 5])
+  for k = i + 6, last do
+    if redis.call('HEXISTS', IMAGES, ARGV[k]) == 0 then return 'images' end
+  end
+  i = last + 1
+end
 if redis.call('HSETNX', EVALS, version .. ':n', 0) == 0 then return 0 end
 -- The oldest go once they are complete: of those under way samples are still to come.
 local function forget_old(kept)
@@ -24,7 +33,7 @@ local function forget_old(kept)
 end
 -- Each has five fields at least.
 if redis.call('HLEN', EVALS) > 5 * tonumber(ARGV[3]) then forget_old(tonumber(ARGV[3])) end
-local i = 4
+i = 4
 while i <= #ARGV do
   local task, samples, dataset = ARGV[i], ARGV[i + 1], ARGV[i + 4]
   redis.call('HINCRBY', EVALS, version .. ':n', samples)
@@ -36,8 +45,9 @@ while i <= #ARGV do
     local entry = redis.call('XADD', EVAL_TASKS, '*', 't', task, 'v', version, 'b', ARGV[i + 2])
     redis.call('HSET', GROUPS, task .. ':n', samples, task .. ':kind', 'eval', task .. ':entry', entry)
     redis.call('HSET', GROUPS, task .. ':left', samples, task .. ':open', samples, task .. ':dataset', dataset)
-    keep_images(task, ARGV, i + 6, i + 5 + 2 * tonumber(ARGV[i + 5]))
+    share_images(task, ARGV, i + 6, i + 5 + tonumber(ARGV[i + 5]), 1)
   end
-  i = i + 6 + 2 * tonumber(ARGV[i + 5])
+  i = i + 6 + tonumber(ARGV[i + 5])
 end
+forget_staged()
 return 1

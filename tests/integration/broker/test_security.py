@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import redis
 
@@ -164,6 +165,9 @@ def test_images_are_stored_and_read_by_those_who_need_them(roles: dict[str, Brok
     assert roles["trainer"].images.fetch(seen) == seen
     assert training.drop_group(0, "stale", [])
     assert roles["trainer"].images.fetch([name, *seen]) == {}
+    held_out = msgspec.structs.replace(task, task_id=eval_task_id(0, 0), kind="eval")
+    assert roles["feeder"].evals.open(0, [held_out], images={name: image})
+    assert roles["generator"].images.fetch([name]) == {name: image}
 
 
 def test_rewards_may_all_that_their_work_asks(roles: dict[str, Broker], urls: dict[str, str]) -> None:

@@ -7,8 +7,10 @@ from collections.abc import Callable
 
 import msgspec
 import pytest
+import redis
 
 from broker.client import Broker
+from broker.queues.consumer_group import BYTES_AT_ONCE
 from broker.queues.tasks import eval_task_id
 from schemas.digests import digest
 from schemas.errors import BrokerDamaged
@@ -92,6 +94,95 @@ def test_images_of_an_evaluation_go_with_its_prompts(broker: Broker) -> None:
         queue.publish(number, [make_trajectory(number, i, "eval") for i in range(2)])
     rewards.publish([(item, Score(reward=1.0)) for item in rewards.read(10, 10)])
     assert stored(broker) == 0
+
+
+def open_with(broker: Broker, version: int, *images: bytes) -> bool:
+    """Open an evaluation with a task for each of these images."""
+    numbers = [eval_task_id(version, index) for index in range(len(images))]
+    tasks = [task_with(number, image, n=1, kind="eval") for number, image in zip(numbers, images, strict=True)]
+    return broker.evals.open(version, tasks, images=files(*images))
+
+
+def watch_calls(broker: Broker, monkeypatch: pytest.MonkeyPatch, before: Callable[[int], None]) -> list[int]:
+    """Sizes of the calls of scripts from here on, in bytes. before: called with the number of each call."""
+    sizes, evaluate = list[int](), broker.connection._evaluate
+
+    def watched(client: redis.Redis, name: str, args: tuple[str | bytes | int, ...]) -> object:
+        before(len(sizes))
+        sizes.append(sum(len(arg) for arg in args if isinstance(arg, bytes)))
+        return evaluate(client, name, args)
+
+    monkeypatch.setattr(broker.connection, "_evaluate", watched)
+    return sizes
+
+
+def test_images_of_an_evaluation_are_sent_in_parts_and_each_once(
+    broker: Broker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    take_over(broker)
+    images = [bytes([number]) * (5 * MB) for number in range(8)]
+    sizes = watch_calls(broker, monkeypatch, lambda number: None)
+    assert open_with(broker, 0, *images, images[0])
+    assert max(sizes) <= BYTES_AT_ONCE
+    assert 40 * MB <= sum(sizes) < 41 * MB
+    assert broker.images.fetch(files(*images)) == files(*images)
+    sizes.clear()
+    assert not open_with(broker, 0, *images)
+    assert len(sizes) == 1, "it was opened before: the rest is not sent"
+    monkeypatch.undo()
+    score_all(broker)
+    (result,) = broker.evals.read_results()
+    assert (result.complete, result.n, stored(broker)) == (True, 9, 0)
+
+
+def test_an_evaluation_whose_feeder_died_while_it_sent_images_was_not_opened(
+    broker: Broker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its successor opens another one, and the images of both go with that."""
+    take_over(broker)
+    images = [bytes([number]) * (9 * MB) for number in range(4)]
+
+    def die(number: int) -> None:
+        if number == 2:
+            raise KeyboardInterrupt
+
+    watch_calls(broker, monkeypatch, die)
+    with pytest.raises(KeyboardInterrupt):
+        open_with(broker, 0, *images)
+    monkeypatch.undo()
+    assert stored(broker) == 2
+    assert broker.evals.read_results() == []
+    assert broker.task_queue("g").read(10, 10) == []
+    assert open_with(broker, 1, images[0], b"another")
+    assert broker.images.fetch(files(*images, b"another")) == files(images[0], b"another")
+    score_all(broker)
+    (result,) = broker.evals.read_results()
+    assert (result.version, result.complete, stored(broker)) == (1, True, 0)
+
+
+def test_images_that_a_broker_lost_before_their_evaluation_was_opened_are_sent_again(
+    broker: Broker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    take_over(broker)
+    images = [bytes([number]) * (9 * MB) for number in range(2)]
+
+    def lose(number: int) -> None:
+        if number == 2:
+            broker.connection.client.delete(broker.connection.keys.images, broker.connection.keys.groups)
+
+    watch_calls(broker, monkeypatch, lose)
+    assert open_with(broker, 0, *images)
+    assert broker.images.fetch(files(*images)) == files(*images)
+    score_all(broker)
+    assert stored(broker) == 0
+
+
+def score_all(broker: Broker) -> None:
+    """Generate and score what is queued, of evaluations with one sample a task."""
+    queue, rewards = broker.task_queue("g"), broker.score_queue("r")
+    for delivery in queue.read(100, 10):
+        queue.publish(delivery.message.task_id, [make_trajectory(delivery.message.task_id, 0, "eval")])
+    rewards.publish([(item, Score(reward=1.0)) for item in rewards.read(100, 10)])
 
 
 def test_a_task_that_kills_its_generators_takes_its_images_along(make_broker: Callable[..., Broker]) -> None:
