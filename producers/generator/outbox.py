@@ -32,37 +32,39 @@ class Outbox:
     def __init__(self, queue: TaskQueue) -> None:
         self._queue = queue
         self._waiting: list[tuple[Trajectory, asyncio.Future[str]]] = []
-        self._sending = False
+        self._sending: asyncio.Task[None] | None = None
 
     async def publish(self, trajectory: Trajectory) -> str:
         """Return the broker's word for it (``TaskQueue.publish``) when that has answered."""
         done: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._waiting.append((trajectory, done))
-        if not self._sending:
-            self._sending = True
-            try:
-                while self._waiting:
-                    await self._send()
-            finally:
-                self._sending = False
+        if self._sending is None or self._sending.done():
+            # A task of its own: whoever waits may be cancelled, and the others still have their answers.
+            self._sending = asyncio.create_task(self._send_all())
         return await done
 
-    async def _send(self) -> None:
-        batch, self._waiting = self._waiting, []
+    async def _send_all(self) -> None:
+        while self._waiting:
+            batch, self._waiting = self._waiting, []
+            await self._send(batch)
+
+    async def _send(self, batch: Sequence[tuple[Trajectory, asyncio.Future[str]]]) -> None:
         by_task: dict[int, list[tuple[Trajectory, asyncio.Future[str]]]] = {}
         for trajectory, done in batch:
             by_task.setdefault(trajectory.task_id, []).append((trajectory, done))
         results = [(task_id, [trajectory for trajectory, _ in parts]) for task_id, parts in by_task.items()]
-        try:
-            said = await asyncio.to_thread(self._queue.publish_all, results)
-        except TidemillError as error:
+        call = asyncio.create_task(asyncio.to_thread(self._queue.publish_all, results))
+        await asyncio.wait([call])
+        error = call.exception()
+        if error is not None:
+            # Whatever it is: who waits must hear of it.
             for _, done in batch:
                 if not done.done():  # cancelled meanwhile
                     done.set_exception(error)
-        else:
-            for words, parts in zip(said, by_task.values(), strict=True):
-                for word, (_, done) in zip(words, parts, strict=True):
-                    _end(done, word)
+            return
+        for words, parts in zip(call.result(), by_task.values(), strict=True):
+            for word, (_, done) in zip(words, parts, strict=True):
+                _end(done, word)
 
 
 def _end(done: asyncio.Future[T], result: T) -> None:

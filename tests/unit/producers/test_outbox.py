@@ -12,11 +12,12 @@ import pytest
 
 from broker.queues.consumer_group import Delivery
 from broker.queues.partials import Partials, joined
-from producers.generator.outbox import PartialSaver, Saved, next_piece
+from broker.queues.tasks import TaskQueue
+from producers.generator.outbox import Outbox, PartialSaver, Saved, next_piece
 from schemas.codec import Array
 from schemas.errors import InfraError, TidemillError
-from schemas.messages import Call, FinishReason, Partial, Piece, Span, Task
-from tests.support.prompt_groups import make_task
+from schemas.messages import Call, FinishReason, Partial, Piece, Span, Task, Trajectory
+from tests.support.prompt_groups import make_task, make_trajectory
 
 
 class Answers:
@@ -174,3 +175,56 @@ def test_of_an_episode_calls_are_sent_once_and_those_that_changed_again(
 def test_an_episode_that_goes_on_in_another_form_begins_anew() -> None:
     assert kept_of(partial(4), episode(a)) == ([(0, 0), (0, 0)], episode(a))
     assert kept_of(episode(a), partial(4)) == ([(0, 0), (0, 0)], partial(4))
+
+
+class GatedQueue:
+    """A broker that answers when it is let. taken: samples of each call."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.open, self.called = threading.Event(), threading.Event()
+        self.taken: list[list[int]] = []
+        self._error = error
+
+    def publish_all(self, results: Sequence[tuple[int, Sequence[Trajectory]]]) -> list[list[str]]:
+        self.taken.append([trajectory.sample for _, trajectories in results for trajectory in trajectories])
+        self.called.set()
+        assert self.open.wait(10)
+        if self._error is not None:
+            raise self._error
+        return [["ok"] * len(trajectories) for _, trajectories in results]
+
+
+async def begin(outbox: Outbox, *samples: int) -> list[asyncio.Task[str]]:
+    """Publish these samples, each for somebody of its own."""
+    waiting = [asyncio.create_task(outbox.publish(make_trajectory(0, sample))) for sample in samples]
+    await asyncio.sleep(0)  # each has handed its sample over
+    return waiting
+
+
+def test_who_waits_with_a_sender_that_is_cancelled_has_the_answer_all_the_same() -> None:
+    async def publish() -> None:
+        queue = GatedQueue()
+        outbox = Outbox(cast(TaskQueue, queue))
+        first, beside = await begin(outbox, 0, 1)
+        assert await asyncio.to_thread(queue.called.wait, 10)
+        (later,) = await begin(outbox, 2)
+        first.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await first
+        queue.open.set()
+        assert await asyncio.gather(beside, later) == ["ok", "ok"]
+        assert sorted(sample for call in queue.taken for sample in call) == [0, 1, 2]
+
+    asyncio.run(asyncio.wait_for(publish(), 10))
+
+
+@pytest.mark.parametrize("error", [InfraError("no broker"), RuntimeError("a bug")])
+def test_an_error_of_a_call_is_that_of_all_whose_samples_it_had(error: Exception) -> None:
+    async def publish() -> None:
+        queue = GatedQueue(error)
+        outbox = Outbox(cast(TaskQueue, queue))
+        waiting = await begin(outbox, 0, 1)
+        queue.open.set()
+        assert await asyncio.gather(*waiting, return_exceptions=True) == [error, error]
+
+    asyncio.run(asyncio.wait_for(publish(), 10))
