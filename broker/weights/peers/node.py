@@ -5,8 +5,10 @@ from __future__ import annotations
 import secrets
 import socket
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
+import redis
 import structlog
 
 from broker.connection.connection import Connection
@@ -16,7 +18,10 @@ from broker.weights.peers.server import PeerServer
 from broker.weights.peers.shelf import Item, Shelf
 from broker.weights.peers.wire import SILENCE_S
 from schemas.config.publish import PeerConfig
-from schemas.errors import InfraError
+from schemas.errors import InfraError, TidemillError
+
+SIGN_OFF_S = 2.0
+"""Seconds that the end of a process waits for the broker to hear of it."""
 
 log = structlog.get_logger()
 
@@ -94,11 +99,11 @@ class PeerNode:
         self._server.close()
         for name in self._shelf.names():
             self._shelf.remove(name)
-        try:
-            with self._announcing:
-                self.registry.announce(self._record(), lease_s=0, once=True)
-        except InfraError as error:
-            log.debug("could not sign off", error=str(error))
+        sign_off(self._sign_off)
+
+    def _sign_off(self) -> None:
+        with self._announcing:
+            self.registry.announce(self._record(), lease_s=0, once=True)
 
     def _wait_key(self) -> bytes:
         """The run's key: others may find us in the broker before its answer is here."""
@@ -138,3 +143,20 @@ class PeerNode:
                 # It comes again by itself; until then those who know us go on.
                 log.warning("a peer's lease could not be renewed", error=str(error))
                 self._stop.wait(RENEW_S)
+
+
+def sign_off(tell: Callable[[], None]) -> None:
+    """Tell the broker that a process ends, in a thread, and wait at most SIGN_OFF_S: it may hang.
+
+    Whoever is not told finds out by a lease or a deadline.
+    """
+
+    def try_it() -> None:
+        try:
+            tell()
+        except (TidemillError, redis.RedisError) as error:
+            log.debug("could not sign off", error=str(error))
+
+    thread = threading.Thread(target=try_it, name="sign off", daemon=True)
+    thread.start()
+    thread.join(SIGN_OFF_S)

@@ -19,7 +19,7 @@ from broker.connection.connection import Connection
 from broker.weights.collective.process import BroadcastProcess
 from broker.weights.collective.roll import Roll
 from broker.weights.peers.certificate import has_tls
-from broker.weights.peers.node import PeerNode
+from broker.weights.peers.node import PeerNode, sign_off
 from broker.weights.peers.registry import find_host
 from broker.weights.transports.peer import PeerOrigin, PeerReader, make_room, payload_name
 from schemas.config.publish import PublishConfig
@@ -138,8 +138,5 @@ class NcclReader(PeerReader):
 
     def close(self) -> None:
         self.process.close()
-        try:
-            self._roll.leave()
-        except InfraError as error:
-            log.debug("could not leave the roll", error=str(error))
+        sign_off(self._roll.leave)
         super().close()

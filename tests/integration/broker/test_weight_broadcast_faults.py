@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NoReturn
 
 import numpy as np
 import pytest
 import structlog
 
 from broker.client import Broker
+from broker.connection.connection import Connection
 from broker.weights.collective.process import BroadcastProcess
 from broker.weights.collective.roll import Roll, Seat
 from broker.weights.local_copy import LocalWeights
@@ -117,6 +120,27 @@ def test_a_broker_that_is_gone_in_the_roll_costs_the_broadcast_alone(run: Run, m
     monkeypatch.setattr(Roll, "answer", gone)
     data = run.publish(1)
     assert run.fetch() == data
+
+
+def test_who_ends_does_not_wait_for_a_broker_that_hangs(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it would have told the others they find out by themselves."""
+    asked, answered = list[str](), threading.Event()
+
+    def hang(self: Connection, name: str, *args: object) -> NoReturn:
+        asked.append(name)
+        answered.wait(120)
+        raise InfraError("the broker did not answer")
+
+    monkeypatch.setattr(Connection, "run_script_once", hang)
+    closing = threading.Thread(target=run.reader.close, daemon=True)
+    try:
+        closing.start()
+        closing.join(60)
+        assert not closing.is_alive()
+        assert asked == ["answer_roll", "announce_peer"]
+    finally:
+        answered.set()
+        closing.join(60)
 
 
 def test_a_system_that_starts_no_process_costs_the_broadcasts_alone(monkeypatch: pytest.MonkeyPatch) -> None:
