@@ -20,6 +20,8 @@ class GrowingFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._end = 0
+        self._too_large = False
+        """Whether the bytes at ``_end`` belong to a line that is left out."""
         self._identity: tuple[int, int] | None = None
 
     def read(self) -> Iterator[tuple[int, bytes]]:
@@ -34,13 +36,19 @@ class GrowingFile:
         with stream:
             known = os.fstat(stream.fileno())
             if self._identity not in (None, (known.st_dev, known.st_ino)) or known.st_size < self._end:
-                self._end = 0
+                self._end, self._too_large = 0, False
                 yield -1, b""
             self._identity = (known.st_dev, known.st_ino)
             stream.seek(self._end)
-            while (line := stream.readline(LARGEST)).endswith(b"\n"):
+            while line := stream.readline(LARGEST):
+                whole, left_out = line.endswith(b"\n"), self._too_large
+                if not whole and not left_out and len(line) < LARGEST:
+                    # It is being written.
+                    return
                 begin, self._end = self._end, self._end + len(line)
-                yield begin, line
+                self._too_large = not whole
+                if whole and not left_out:
+                    yield begin, line
 
 
 def parse(line: bytes) -> dict[str, Any] | None:

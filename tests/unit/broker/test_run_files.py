@@ -14,6 +14,7 @@ import pytest
 from broker.api.files.archive import Archive
 from broker.api.files.evaluations import read_evaluations, read_prompts
 from broker.api.files.groups import Sort, Wanted
+from broker.api.files.lines import GrowingFile
 from broker.api.files.logs import list_logs, read_log
 from broker.api.files.run_folder import RunFolder, mask
 from broker.api.web.paging import Page
@@ -54,6 +55,39 @@ def test_before_is_version_0_or_nothing(tmp_path: Path) -> None:
     head = RunFolder(folder).head()
     assert head is not None
     assert (head.accuracy_before, head.accuracy) == (None, 0.75)
+
+
+@pytest.mark.parametrize("size", [63, 64, 65, 200, 256])
+def test_a_line_that_is_too_large_is_left_out_and_the_file_is_read_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
+    """However much of it is there at each look. size: bytes of the line, the limit is 64."""
+    monkeypatch.setattr("broker.api.files.lines.LARGEST", 64)
+    path = tmp_path / "lines.jsonl"
+    large, whole = b"x" * (size - 1) + b"\n", (0, b"first\n")
+    kept = [(6, large)] if size <= 64 else []
+    content, last = b"first\n" + large + b"last\n", (6 + size, b"last\n")
+    path.write_bytes(content)
+    assert list(GrowingFile(path).read()) == [whole, *kept, last]
+    for cut in range(6, len(content)):
+        path.write_bytes(content[:cut])
+        file = GrowingFile(path)
+        found = list(file.read())
+        with path.open("ab") as stream:
+            stream.write(content[cut:])
+        assert [*found, *file.read()] == [whole, *kept, last], cut
+
+
+def test_a_file_that_is_replaced_within_a_line_that_is_too_large_is_read_from_its_begin(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("broker.api.files.lines.LARGEST", 64)
+    path = tmp_path / "lines.jsonl"
+    path.write_bytes(b"x" * 100)
+    file = GrowingFile(path)
+    assert list(file.read()) == []
+    path.write_bytes(b"new\n")
+    assert list(file.read()) == [(-1, b""), (0, b"new\n")]
 
 
 def test_metrics_come_oldest_first_and_grow(tmp_path: Path) -> None:
