@@ -2,14 +2,13 @@
 
 Terms that share the workers come first, one after the other; then those that have a worker of their own.
 
-A sample whose function raises, hangs, crashes or returns no finite number gets a Score that says so, never a reward of
-0, and neither delays nor fails another sample.
+A sample whose function raises, hangs, crashes or returns no number that can be a reward gets a Score that says so,
+never a reward of 0, and neither delays nor fails another sample.
 """
 
 from __future__ import annotations
 
 import hashlib
-import math
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -22,7 +21,7 @@ from consumers.reward.workers.pool import LOAD_TIMEOUT_S, START_TIMEOUT_S, Worke
 from consumers.reward.workers.shared import SharedPool
 from schemas.config import RewardTerm
 from schemas.errors import ConfigError, InfraError
-from schemas.messages import Score, Segment, Trajectory
+from schemas.messages import REWARD_RANGE, Score, ScoreStatus, Segment, Trajectory, is_reward
 
 
 class Scorer:
@@ -110,43 +109,33 @@ class Scorer:
 
     def _sum(self, outcomes: dict[int, TermResult], trajectory: Trajectory) -> Score:
         seconds = 0.0
-        total = 0.0
-        components = {}
-        for i, outcome in sorted(outcomes.items()):
-            term = self._terms[i]
-            seconds += outcome.seconds
-            if outcome.status != "ok":
-                return Score(
-                    status=outcome.status,
-                    reason=f"{term.label}: {outcome.reason}",
-                    scorer=self._name,
-                    seconds=seconds,
-                    dataset=trajectory.dataset,
-                    level=trajectory.level,
-                )
-            if not outcome.applies:
-                continue
-            components[term.label] = outcome.value
-            total += term.weight * outcome.value
-        if not components:
+        components, parts = dict[str, float](), dict[int, float]()
+
+        def failed(status: ScoreStatus, reason: str) -> Score:
             return Score(
-                status="error",
-                reason="no term applies to it",
-                scorer=self._name,
-                seconds=seconds,
-                dataset=trajectory.dataset,
-                level=trajectory.level,
-            )
-        if not math.isfinite(total):
-            reason = f"the sum is {total}, not finite"
-            return Score(
-                status="error",
+                status=status,
                 reason=reason,
                 scorer=self._name,
                 seconds=seconds,
                 dataset=trajectory.dataset,
                 level=trajectory.level,
             )
+
+        for i, outcome in sorted(outcomes.items()):
+            term = self._terms[i]
+            seconds += outcome.seconds
+            if outcome.status != "ok":
+                return failed(outcome.status, f"{term.label}: {outcome.reason}")
+            if outcome.applies:
+                components[term.label] = outcome.value
+                parts[i] = term.weight * outcome.value
+        if not components:
+            return failed("error", "no term applies to it")
+        total = sum(parts.values())
+        if not is_reward(total):
+            most = self._terms[max(parts, key=lambda i: abs(parts[i]))]
+            part = f"{most.label}: {components[most.label]:g} by its weight {most.weight:g}"
+            return failed("error", f"{part} makes a sum of {total:g}, must be {REWARD_RANGE}")
         decisive = components.get(self._correct_term or "", total)
         return Score(
             reward=total,

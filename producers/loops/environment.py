@@ -26,7 +26,7 @@ from producers.loops.user_code import DeadlineExceeded, call_user
 from producers.workflows.base import FailedSample, RolloutContext, WorkflowServices, play_each
 from producers.workflows.trajectory_builder import SampledCompletion
 from schemas.errors import ConfigError, DataError, describe_error, printable
-from schemas.messages import FinishReason, Task
+from schemas.messages import REWARD_RANGE, FinishReason, Task, is_reward
 from schemas.plugins import check_arguments, check_method, load
 
 log = structlog.get_logger()
@@ -228,9 +228,9 @@ def read_turn(result: Any, method: str) -> Turn:
         turn = msgspec.convert(result, Turn, strict=False)
         named = turn.done or turn.player.isidentifier()
         content = content_of(turn.text)
-        if named and content is not None and all(math.isfinite(reward) for reward in turn.rewards.values()):
+        if named and content is not None and all(map(is_reward, turn.rewards.values())):
             return replace(turn, text=content)
-        problem = "a player needs a name of letters, digits and _, and rewards must be finite"
+        problem = f"a player needs a name of letters, digits and _, and rewards must be {REWARD_RANGE}"
     except msgspec.ValidationError as error:
         problem = str(error)
     raise DataError(
@@ -250,9 +250,9 @@ def read_step(result: Any) -> tuple[Content, float | None, bool]:
         done = bool(done)
     except (TypeError, ValueError):
         done = None
-    if done is None or (seen is None and not done) or (reward is not None and not math.isfinite(reward)):
+    if done is None or (seen is None and not done) or (reward is not None and not is_reward(reward)):
         raise DataError(
-            f"step must return (text or images, reward, done), a finite reward or None; it returned"
+            f"step must return (text or images, reward, done), a reward {REWARD_RANGE} or None; it returned"
             f" {printable(repr(result))[:200]}"
         )
     return seen or "", reward, done

@@ -10,6 +10,8 @@ from schemas.messages.questions import Question, QuestionAnswer, Reply
 from schemas.messages.tasks import ChatMessage, ContentPart, Image, Sampling, Task
 from schemas.messages.telemetry import DeadLetter, Event, Heartbeat
 from schemas.messages.trajectories import (
+    LARGEST_REWARD,
+    REWARD_RANGE,
     FinishReason,
     Kind,
     PlacedImage,
@@ -22,11 +24,14 @@ from schemas.messages.trajectories import (
     Trajectory,
     Turn,
     UncheckedTrajectory,
+    is_reward,
     versions_of,
 )
 from schemas.messages.weights import Adapter, Delta, FileSource, Manifest, Payload, Probe, TensorSpec, WeightSource
 
 __all__ = [
+    "LARGEST_REWARD",
+    "REWARD_RANGE",
     "Adapter",
     "BatchRecord",
     "Call",
@@ -66,5 +71,6 @@ __all__ = [
     "Turn",
     "UncheckedTrajectory",
     "WeightSource",
+    "is_reward",
     "versions_of",
 ]

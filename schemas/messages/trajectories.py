@@ -20,6 +20,15 @@ from schemas.codec import Array, Message
 Kind = Literal["train", "eval"]
 FinishReason = Literal["stop", "length", "abort", "calls", "deadline"]
 ScoreStatus = Literal["ok", "error", "timeout"]
+LARGEST_REWARD = 1e30
+"""In either direction: sums over a step, and sums of squares, are finite in float64, and a float32 holds each."""
+REWARD_RANGE = f"from {-LARGEST_REWARD:g} to {LARGEST_REWARD:g}"
+"""What a reward may be, for messages."""
+
+
+def is_reward(value: float) -> bool:
+    """Whether a number may be a reward, or a part of one: NaN may not."""
+    return abs(value) <= LARGEST_REWARD
 
 
 class Span(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -198,8 +207,8 @@ class Trajectory(Message, kw_only=True, tag="trajectory"):
         rewards = [turn.reward for turn in self.turns] if self.turns else []
         if self.reward is not None:
             rewards.append(self.reward)
-        if rewards and (wrong := [value for value in rewards if value is not None and not math.isfinite(value)]):
-            raise ValueError(f"reward {wrong[0]} is not finite")
+        if rewards and (wrong := [value for value in rewards if value is not None and not is_reward(value)]):
+            raise ValueError(f"reward {wrong[0]} must be {REWARD_RANGE}")
         for name, value in self.metrics.items():
             if not math.isfinite(value):
                 raise ValueError(f"metrics.{name} {value} is not finite")
@@ -312,5 +321,5 @@ class Score(Message, kw_only=True, tag="score"):
     failure: str = ""
 
     def __post_init__(self) -> None:
-        if not math.isfinite(self.reward):
-            raise ValueError(f"reward {self.reward} is not finite")
+        if not is_reward(self.reward):
+            raise ValueError(f"reward {self.reward} must be {REWARD_RANGE}")

@@ -11,7 +11,6 @@ import asyncio
 import difflib
 import importlib.util
 import inspect
-import math
 import numbers
 import time
 from collections.abc import Callable, Coroutine, Sequence
@@ -37,7 +36,7 @@ from consumers.reward.rewards.signatures import (
 )
 from schemas.config import RewardTerm
 from schemas.errors import ConfigError, describe_error
-from schemas.messages import ScoreStatus
+from schemas.messages import REWARD_RANGE, ScoreStatus, is_reward
 
 F = TypeVar("F", bound=Callable[..., Any])
 Finish: TypeAlias = Callable[[Coroutine[Any, Any, Any]], Any]
@@ -193,8 +192,8 @@ def _result(value: Any, seconds: float) -> TermResult:
             value = float(value)
         except OverflowError:
             return TermResult(status="error", reason="returned a number too large for a float", seconds=seconds)
-    if not math.isfinite(value):
-        return TermResult(status="error", reason=f"returned {value}, must be finite", seconds=seconds)
+    if not is_reward(value):
+        return TermResult(status="error", reason=f"returned {value}, must be {REWARD_RANGE}", seconds=seconds)
     return TermResult(value=value, seconds=seconds)
 
 

@@ -24,7 +24,7 @@ from consumers.reward.workers.worker import PREFIX, Answer
 from schemas.codec import Array
 from schemas.config import RewardTerm
 from schemas.errors import ConfigError, InfraError
-from schemas.messages import Span, Trajectory, Turn
+from schemas.messages import LARGEST_REWARD, Span, Trajectory, Turn
 
 STALE = msgspec.msgpack.encode(Answer(0, TermResult(value=99.0)))
 USERS_OWN = '''
@@ -223,6 +223,39 @@ def test_whatever_a_function_returns_becomes_a_finite_value_or_an_error(returned
         assert outcome.reason.startswith("returned")
 
 
+def returning(value: float, name: str, weight: float = 1.0) -> Term:
+    return Term(name, weight, lambda *_, **__: value, {}, None, True)
+
+
+@pytest.mark.parametrize(
+    ("found", "reason"),
+    [
+        ([returning(1.0, "right"), returning(1e308, "long")], "long: returned 1e+308, must be from -1e+30 to 1e+30"),
+        ([returning(-1e31, "long")], "long: returned -1e+31, must be from -1e+30 to 1e+30"),
+        (
+            [returning(9e29, "right"), returning(5e29, "long")],
+            "right: 9e+29 by its weight 1 makes a sum of 1.4e+30, must be from -1e+30 to 1e+30",
+        ),
+        (
+            [returning(1e30, "right", 1e300), returning(1e30, "long", -1e300)],
+            "right: 1e+30 by its weight 1e+300 makes a sum of nan, must be from -1e+30 to 1e+30",
+        ),
+    ],
+)
+def test_a_reward_that_training_could_not_add_up_is_an_error_that_names_the_term(
+    base: Path, monkeypatch: pytest.MonkeyPatch, found: list[Term], reason: str
+):
+    monkeypatch.setattr("consumers.reward.scorer.resolve", lambda *_: found)
+    (result,) = score(terms("exact"), base, trajectory("1"))
+    assert (result.status, result.reason, result.reward) == ("error", reason, 0.0)
+
+
+def test_the_largest_reward_is_one(base: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("consumers.reward.scorer.resolve", lambda *_: [returning(LARGEST_REWARD, "right")])
+    (result,) = score(terms("exact"), base, trajectory("1"))
+    assert (result.status, result.reward) == ("ok", LARGEST_REWARD)
+
+
 # workers
 
 
@@ -237,7 +270,7 @@ def test_a_hanging_call_costs_nobody_else_anything(base: Path):
         "hang": ("timeout", "no result within 2 s, its worker was killed"),
         "exit": ("error", "the worker process died: exit code 7"),
         "raise": ("error", "RuntimeError: two lines"),
-        "nan": ("error", "returned nan, must be finite"),
+        "nan": ("error", "returned nan, must be from -1e+30 to 1e+30"),
         "text": ("error", "returned str, must be a float"),
         "none": ("error", "returned NoneType, must be a float"),
     }

@@ -84,11 +84,16 @@ def _named(segments: list[Segment]) -> bytes:
 
 
 @pytest.mark.parametrize(
-    "changes",
-    [{"reward": float("nan")}, {"turns": [Turn("assistant", 0, 9, 0, float("inf"))]}, {"metrics": {"x": float("nan")}}],
+    ("changes", "said"),
+    [
+        ({"reward": float("nan")}, r"reward nan must be from -1e\+30 to 1e\+30"),
+        ({"turns": [Turn("assistant", 0, 9, 0, float("inf"))]}, "reward inf must be"),
+        ({"turns": [Turn("assistant", 0, 9, 0, 1e308)]}, r"reward 1e\+308 must be"),
+        ({"metrics": {"x": float("nan")}}, "metrics.x nan is not finite"),
+    ],
 )
-def test_numbers_that_are_not_finite_are_refused(changes: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="not finite"):
+def test_numbers_that_nobody_could_add_up_are_refused(changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
         trajectory(**changes)
 
 

@@ -177,7 +177,8 @@ def test_an_environment_may_be_synchronous_and_begin_the_conversation_itself(bas
         ("hang", "step of games.py:Bad took longer than 0.2 s"),
         (
             "nan",
-            "step must return (text or images, reward, done), a finite reward or None; it returned ('', nan, True)",
+            "step must return (text or images, reward, done), a reward from -1e+30 to 1e+30 or None; it returned"
+            " ('', nan, True)",
         ),
         ("short", "step must return (text or images, reward, done)"),
     ],
