@@ -45,10 +45,13 @@ class RouterReplay:
         self._heard: set[int] = set()
         if not self.experts or not self.k:
             raise ConfigError(f"trainer.router_replay: {type(model).__name__} has no experts: leave it out")
+        routed: set[int] = set()
         for name, module in model.named_modules():
             weight, layer = module._parameters.get("weight"), _LAYER.search(f"{name}.")
             if layer is not None and weight is not None and weight.shape == (self.experts, config.hidden_size):
                 module.forward = self._replaying(int(layer[1]), module.forward)
+                routed.add(int(layer[1]))
+        self._routed = sorted(routed)
         self._check(model)
 
     def _replaying(self, layer: int, forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -87,6 +90,13 @@ class RouterReplay:
             return f"routed_experts names fewer than {self.k} experts of a token"
         if (largest := int(chosen.max(where=known, initial=0))) >= self.experts:
             return f"routed_experts names expert {largest}, the model has {self.experts}"
+        # Engines say anything of layers without a router.
+        ordered = np.sort(chosen[:, self._routed], axis=-1)
+        twice = (ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] != np.iinfo(chosen.dtype).max)
+        if twice.any():
+            token, layer, place = np.argwhere(twice)[0].tolist()
+            expert = int(ordered[token, layer, place])
+            return f"routed_experts names expert {expert} twice for a token in layer {self._routed[layer]}"
         return None
 
     def set(self, chosen: Tensor | None) -> None:

@@ -25,7 +25,7 @@ from schemas.errors import InfraError, RunFailed
 from schemas.lifecycle import StopFlag
 from schemas.messages import RoutedExperts, Score
 from tests.support.deterministic_run import Generate, Pipeline, Reward, by_sample
-from tests.support.tiny_mixture import EXPERTS, LAYERS, K, make_mixture
+from tests.support.tiny_mixture import DENSE, EXPERTS, LAYERS, K, make_mixture
 from tests.support.trainer_loop import make_trainer
 from tests.support.trajectories import make_trajectory
 
@@ -88,6 +88,7 @@ def test_a_group_without_any_token_of_its_own_is_dropped_by_that_name(
         ((LAYERS + 1, K), 0, "of 4 layers and 2 experts, the trainer's model has 3 and 2"),
         ((LAYERS, K), EXPERTS, "names expert 8, the model has 8"),
         ((LAYERS, K), None, "names fewer than 2 experts of a token"),
+        ((LAYERS, K), 0, "names expert 0 twice for a token in layer 0"),
     ],
 )
 def test_choices_of_routers_that_are_not_the_models_cost_their_group_alone(
@@ -99,6 +100,8 @@ def test_choices_of_routers_that_are_not_the_models_cost_their_group_alone(
             wrong = task_id == 1
             chosen = np.zeros((made.tokens.shape, *(shape if wrong else (LAYERS, K))), np.uint8)
             chosen[..., 1] = 1
+            # vLLM has zeros where a layer has no router.
+            chosen[:, DENSE] = 0
             if wrong:
                 chosen[0, 0, 1] = 255 if expert is None else expert
             routed = RoutedExperts.of(chosen)
