@@ -17,6 +17,10 @@ from producers.datasets.base import Example
 from producers.datasets.helper_process import HelperProcess
 from schemas.messages import ChatMessage
 
+MOST = 1 << 20
+"""Problems of a dataset. To reasoning-gym a problem is seed + index, and ours are so far apart in its seeds."""
+SEEDS = 1 << 12
+"""With more the problems of the last would be at 2**32 and above, which numpy takes for no seed."""
 INSTRUCTION = "Think step by step, then give only the final answer between <answer> and </answer>."
 
 
@@ -24,7 +28,7 @@ class ReasoningGym:
     """``size`` problems of one task.
 
     task: its name in reasoning-gym, e.g. chain_sum. params: its settings, e.g. ``{max_terms: 3}``.
-    seed: another seed gives other problems, as for a held-out set. instruction: added below each
+    seed: each gives other problems, as for a held-out set. instruction: added below each
     problem; empty for none. chat: false gives plain text, for models without a chat template.
 
     ``data["reasoning_gym"]`` is what the reward of that name makes the problem from again.
@@ -35,14 +39,14 @@ class ReasoningGym:
         base: Path | None = None,
         *,
         task: str,
-        size: Annotated[int, Field(ge=1)] = 10_000,
-        seed: Annotated[int, Field(ge=0)] = 0,
+        size: Annotated[int, Field(ge=1, le=MOST)] = 10_000,
+        seed: Annotated[int, Field(ge=0, lt=SEEDS)] = 0,
         params: dict[str, Any] | None = None,
         instruction: str = INSTRUCTION,
         chat: bool = True,
     ) -> None:
         self._size = size
-        self._recipe: dict[str, Any] = {"task": task, "size": size, "seed": seed, "params": params or {}}
+        self._recipe: dict[str, Any] = {"task": task, "size": size, "seed": seed * MOST, "params": params or {}}
         self._instruction = instruction
         self._chat = chat
         program = [sys.executable, "-P", "-m", "producers.datasets.reasoning_gym_child"]

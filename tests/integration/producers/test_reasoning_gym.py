@@ -42,6 +42,21 @@ def test_reasoning_gym_makes_the_same_problem_in_every_process(tmp_path: Path):
     assert len(outputs) == 1
 
 
+def test_problems_of_another_seed_are_others(tmp_path: Path):
+    """To reasoning-gym itself a problem is seed + index: of seeds side by side it has nearly the same ones."""
+    pytest.importorskip("reasoning_gym")
+    questions = []
+    for seed in (0, 1, 2):
+        dataset = build("reasoning_gym", tmp_path, task="chain_sum", size=40, seed=seed)
+        questions.append({str(dataset[index].messages) for index in range(40)})
+        dataset.close()
+    assert [len(each) for each in questions] == [40, 40, 40]
+    assert not questions[0] & questions[1]
+    assert not questions[1] & questions[2]
+    with pytest.raises(ConfigError, match=r"size.*1048577.*1048576"):
+        build("reasoning_gym", tmp_path, task="chain_sum", size=(1 << 20) + 1)
+
+
 def test_reasoning_gym_prompts_and_mistakes(tmp_path: Path):
     pytest.importorskip("reasoning_gym")
     dataset = build("reasoning_gym", tmp_path, task="chain_sum", size=3, seed=1, params={"max_terms": 2}, chat=False)
