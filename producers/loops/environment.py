@@ -31,6 +31,8 @@ from schemas.plugins import check_arguments, check_method, load
 
 log = structlog.get_logger()
 
+HELD_OUT_SEEDS = 1 << 30
+"""The first seed of evaluations."""
 _WHERE = "generator.workflow.args.environment"
 
 
@@ -180,12 +182,14 @@ class EnvironmentLoop:
 def describe_task(task: Task, sample: int, files: Mapping[str, bytes] | None = None) -> dict[str, Any]:
     """What an environment is told: prompt and data of the task, and a seed, the same for each attempt at the sample.
 
-    files: of the task's images by digest.
+    Seeds of training are below HELD_OUT_SEEDS, those of evaluations are as many from there on, and the same in each
+    evaluation. files: of the task's images by digest.
     """
     prompt: dict[str, Any] = {"text": task.text} if task.text is not None else {}
     if task.messages is not None:
         prompt = {"messages": task_messages(task, files or {})}
-    seed = task.task_id * 1000 + sample
+    # The version that an evaluation's task id begins with is a multiple of HELD_OUT_SEEDS.
+    seed = (task.task_id * 1000 + sample) % HELD_OUT_SEEDS + (HELD_OUT_SEEDS if task.kind == "eval" else 0)
     # A copy: the samples of a task must not share lists that one of them may change.
     return {**prompt, "data": copy.deepcopy(task.data), "task_id": task.task_id, "sample": sample, "seed": seed}
 

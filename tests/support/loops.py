@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -122,9 +122,14 @@ def keep_in(saved: list[Partial]) -> Callable[[Partial], Kept]:
     return save
 
 
-def chat_task(text: str, n: int = 1, task_id: int = 7, partials: Sequence[Partial] = (), **more: Any) -> Task:
+def chat_task(
+    text: str,
+    n: int = 1,
+    task_id: int = 7,
+    partials: Sequence[Partial] = (),
+    kind: Literal["train", "eval"] = "train",
+    **more: Any,
+) -> Task:
     sampling = Sampling(**{"max_tokens": 400, **more})
     messages = [ChatMessage("user", text)]
-    return Task(
-        task_id=task_id, kind="train", n=n, sampling=sampling, messages=messages, data={}, partials=list(partials)
-    )
+    return Task(task_id=task_id, kind=kind, n=n, sampling=sampling, messages=messages, data={}, partials=list(partials))

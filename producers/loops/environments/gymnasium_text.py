@@ -34,7 +34,7 @@ class GymnasiumText:
         self._whole = isinstance(self._env.action_space, gymnasium.spaces.Discrete)
 
     def reset(self, task: dict[str, Any]) -> str:
-        observation, _ = self._env.reset(seed=task["seed"] % (1 << 31))
+        observation, _ = self._env.reset(seed=task["seed"])
         return str(observation)
 
     def step(self, text: str) -> tuple[str, float, bool]:

@@ -30,7 +30,7 @@ class OpenEnvClient:
         self._socket = connect(f"{address}/ws", open_timeout=timeout_s, max_size=1 << 26, proxy=None)
 
     def reset(self, task: dict[str, Any]) -> str:
-        observation, _, _ = self._ask({"type": "reset", "data": {"seed": task["seed"] % (1 << 31), **self._reset}})
+        observation, _, _ = self._ask({"type": "reset", "data": {"seed": task["seed"], **self._reset}})
         return observation
 
     def step(self, text: str) -> tuple[str, float | None, bool]:

@@ -25,10 +25,9 @@ class TextArenaGame:
         self._game = textarena.make(env_id=f"{id}-raw" if re.search(r"-v\d+$", id) else id, **(args or {}))
 
     def reset(self, task: dict[str, Any]) -> Any:
-        seed = task["seed"] % (1 << 31)
         with _DRAWING:
-            random.seed(seed)
-            self._game.reset(num_players=self._players, seed=seed)
+            random.seed(task["seed"])
+            self._game.reset(num_players=self._players, seed=task["seed"])
         player, text = self._observe()
         return text if self._players == 1 else {"player": player, "text": text}
 

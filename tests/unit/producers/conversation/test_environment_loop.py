@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from broker.queues.tasks import EVAL_BASE, eval_task_id
 from producers.loops.environment import begin, describe_task, read_step, read_turn
 from producers.rendering.tokenizer import HfTokenizer
 from producers.workflows.base import FailedSample, find_workflow
@@ -143,6 +146,26 @@ def test_samples_have_environments_and_seeds_of_their_own_and_all_are_closed(bas
 
     assert load("games.py:OPEN", "list", base) == []
     assert [describe_task(chat_task("x", n=2, task_id=12), k)["seed"] for k in range(2)] == [12000, 12001]
+
+
+def seed_of(task_id: int, sample: int, kind: Literal["train", "eval"]) -> int:
+    seed = describe_task(chat_task("x", task_id=task_id, kind=kind), sample)["seed"]
+    assert isinstance(seed, int)
+    return seed
+
+
+@given(st.integers(0, EVAL_BASE - 1), st.integers(0, 10_000), st.integers(0, 999), st.integers(0, 999))
+def test_no_game_of_an_evaluation_is_one_of_training(trained: int, held_out: int, sample: int, other: int):
+    training = seed_of(trained, sample, "train")
+    evaluation = seed_of(eval_task_id(0, held_out), other, "eval")
+    assert 0 <= training < 1 << 30 <= evaluation < 1 << 31
+    assert seed_of(eval_task_id(7, held_out), other, "eval") == evaluation, "each evaluation has the same games"
+
+
+def test_games_are_different_ones():
+    for kind, first in (("train", 0), ("eval", eval_task_id(3, 0))):
+        seeds = {seed_of(first + index, sample, kind) for index in range(300) for sample in range(16)}
+        assert len(seeds) == 300 * 16
 
 
 def test_what_another_generator_began_is_played_again_from_its_record(base: Path, tokenizer: HfTokenizer):
