@@ -35,7 +35,7 @@ class RunHead(Answer):
 
 
 class Runs(Answer):
-    """Answer to GET /v1/runs: the oldest is the one whose files have changed least lately."""
+    """Answer to GET /v1/runs: the oldest is the first by name."""
 
     runs: list[RunHead]
     next: str | None = Field(None, description="`cursor` of the following page; null: this was the last.")

@@ -28,10 +28,10 @@ class Archive:
         self._lock = threading.Lock()
 
     def runs(self, page: Page) -> Runs:
-        """A page of all runs, by when their files changed."""
+        """A page of all runs by name, which stays as it is while they go on."""
         with self._lock:
             heads = [head for folder in self._folders() if (head := folder.head()) is not None]
-        shown, following = cut(heads, lambda head: (head.updated, head.name), page)
+        shown, following = cut(heads, lambda head: (0, head.name), page)
         return Runs(runs=shown, live=self._watched.name if self._watched else None, next=following)
 
     @contextmanager

@@ -62,7 +62,7 @@ Finite = Annotated[float | None, Query(allow_inf_nan=False)]
 
 @router.get("")
 def list_runs(archive: InArchive, request: Request, page: Few) -> Runs:
-    """The runs that this server shows, running and finished, by when their files changed."""
+    """The runs that this server shows, running and finished, by name."""
     found = archive.runs(page)
     context = getattr(request.app.state, "context", None)
     return found.model_copy(update={"playground": isinstance(context, Context) and may_ask(context.config.control)})

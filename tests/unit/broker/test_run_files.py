@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import socket
+import time
 from pathlib import Path
 from typing import Any, get_args
 
@@ -17,7 +18,7 @@ from broker.api.files.groups import Sort, Wanted
 from broker.api.files.lines import GrowingFile
 from broker.api.files.logs import list_logs, read_log
 from broker.api.files.run_folder import RunFolder, mask
-from broker.api.web.paging import Page
+from broker.api.web.paging import Order, Page
 from broker.api.web.refusal import Refusal
 from tests.support.run_folders import group_line, make_run, metrics_line
 
@@ -33,6 +34,25 @@ def test_a_finished_run_is_listed_with_where_it_stands(tmp_path: Path) -> None:
     assert (first.accuracy_before, first.accuracy, first.accuracy_version) == (0.25, 0.75, 3)
     assert (second.state, second.cause, second.live) == ("failed", "no memory", None)
     assert Archive(tmp_path / "first").runs(Page(9)).runs[0].name == "first", "a run's own folder"
+
+
+@pytest.mark.parametrize("order", get_args(Order))
+def test_each_run_is_listed_once_while_runs_change(tmp_path: Path, order: Order) -> None:
+    names = [f"run-{number}" for number in range(5)]
+    for name in names:
+        make_run(tmp_path / name)
+    archive, listed, cursor = Archive(tmp_path), list[str](), None
+    for page in range(9):
+        found = archive.runs(Page(1, cursor, order))
+        listed += [head.name for head in found.runs]
+        cursor = found.next
+        if cursor is None:
+            break
+        # One that was shown changes, and one that was not.
+        for name in (listed[-1], min(set(names) - set(listed), default=listed[-1])):
+            later = time.time() + 1000 * (page + 1)
+            os.utime(tmp_path / name / "metrics.jsonl", (later, later))
+    assert listed == (names if order == "oldest" else names[::-1])
 
 
 def test_a_run_is_running_while_its_process_lives(tmp_path: Path) -> None:

@@ -5,11 +5,17 @@ import { place } from "./route.js";
 
 export const archive = { runs: [], live: null, playground: false };
 
+/** Load all runs; the one that changed last comes first. */
 export async function loadRuns() {
-  const { runs, live, playground } = await read("v1/runs?order=newest");
-  archive.playground = playground;
-  archive.runs = runs;
-  archive.live = live;
+  const runs = [];
+  let found = { next: "" };
+  while (found.next !== null) {
+    found = await read(`v1/runs?${new URLSearchParams(found.next ? { cursor: found.next } : {})}`);
+    runs.push(...found.runs);
+  }
+  archive.playground = found.playground;
+  archive.runs = runs.sort((one, other) => other.updated - one.updated);
+  archive.live = found.live;
 }
 
 /** Path of a resource of a run. */
