@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import IO
 
 from deploy.cli import app
 from deploy.services import finished_run
@@ -19,13 +20,15 @@ SETTLED = "SETTLED_S"
 
 
 def start_service(
-    role: str, config: Path, name: str, url: str, *options: str, **environment: str
+    role: str, config: Path, name: str, url: str, *options: str, output: IO[str] | None = None, **environment: str
 ) -> subprocess.Popen[bytes]:
-    """Start one; it ends with its parent at the latest."""
+    """Start one; it ends with its parent at the latest. output: of what it prints, by default that of its parent."""
     return subprocess.Popen(
         [sys.executable, "-m", "tests.support.light_service", role, str(config), "--name", name, *options],
         env={**os.environ, "REDIS_URL": url, **environment},
         cwd=Path(__file__).parents[2],
+        stdout=output,
+        stderr=output,
     )
 
 

@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
-EXAMPLE = Path(__file__).resolve().parents[3] / "examples" / "minimal_loop.py"
+from tests.support.example_scripts import EXAMPLES, load_script
+
+EXAMPLE = EXAMPLES / "minimal_loop.py"
 
 pytestmark = pytest.mark.e2e
 
@@ -23,8 +25,11 @@ def test_the_reward_rises(tmp_path: Path) -> None:
     assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.02
 
 
-def test_help_says_what_it_does() -> None:
-    done = subprocess.run([sys.executable, str(EXAMPLE), "--help"], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0
-    assert "--steps" in done.stdout
-    assert "no broker" in done.stdout
+def test_help_says_what_it_does(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", [str(EXAMPLE), "--help"])
+    with pytest.raises(SystemExit) as ended:
+        load_script(EXAMPLE.name).main()
+    assert ended.value.code == 0
+    told = capsys.readouterr().out
+    assert "--steps" in told
+    assert "no broker" in told

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -11,8 +10,8 @@ import pytest
 import yaml
 
 from broker.client import Broker
-from deploy.services.main import command
 from schemas.errors import OK_EXIT
+from tests.support.light_service import start_service
 from tests.support.one_group import publish_weights
 from tests.support.prompt_groups import make_task
 from tests.support.tiny_model import make_tiny_model
@@ -38,7 +37,7 @@ class Loads(ScriptedEngine):
         await asyncio.to_thread(self._boot)
 
     def _boot(self):
-        Path("loading").touch()
+        (Path(__file__).parent / "loading").touch()
         time.sleep(600)
 """
 
@@ -66,10 +65,15 @@ def test_a_generator_ends_when_its_engine_hangs_and_leaves_its_work_to_others(
     publish_weights(broker, training.leader_term, 1, tmp_path)
     assert broker.ledger.admit(make_task(0)).answer == "ok"
     file = write_config(tmp_path, "Hung", broker.connection.url)
-    argv = command("generator", str(file), "--name", "generator-0")
-    done = subprocess.run(argv, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 1, done.stdout + done.stderr
-    assert "the engine hangs" in done.stdout + done.stderr
+    with (tmp_path / "output.txt").open("w") as output:
+        process = start_service("generator", file, "generator-0", broker.connection.url, output=output)
+    try:
+        code = process.wait(2 * DEADLINE_S)
+    finally:
+        process.kill()
+    told = (tmp_path / "output.txt").read_text()
+    assert code == 1, told
+    assert "the engine hangs" in told
     (delivery,) = broker.task_queue("generator-0").read(10, 10)
     assert (delivery.message.task_id, delivery.redelivered) == (0, True)
 
@@ -78,8 +82,8 @@ def test_a_generator_that_is_asked_to_end_while_its_engine_loads_ends_at_once(
     make_broker: Callable[..., Broker], tmp_path: Path
 ) -> None:
     broker = make_broker("hung")
-    argv = command("generator", str(write_config(tmp_path, "Loads", broker.connection.url)), "--name", "loads")
-    with subprocess.Popen(argv, cwd=tmp_path) as process:
+    file = write_config(tmp_path, "Loads", broker.connection.url)
+    with start_service("generator", file, "loads", broker.connection.url) as process:
         try:
             deadline = time.monotonic() + DEADLINE_S
             while not (tmp_path / "loading").exists():
