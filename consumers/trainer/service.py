@@ -23,10 +23,8 @@ def run_trainer(config: TidemillConfig, name: str) -> None:
     """
     check_trackers(config.trainer.trackers)
     stop = StopFlag().install()
-    if config.trainer.threads:
-        torch.set_num_threads(config.trainer.threads)
     torch.manual_seed(config.run.seed)
-    ranks = Ranks(config.trainer.rank_deadline_s, config.trainer.parallel)
+    ranks = Ranks.of(config.trainer)
     if ranks.world > 1:
         structlog.contextvars.bind_contextvars(rank=ranks.rank)
     with ranks.watchdog():

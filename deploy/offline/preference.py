@@ -34,7 +34,7 @@ def make_preference_model(config: TidemillConfig, settings: DpoConfig | RewardMo
     configure_logging(config, command, command)
     pairs, heldout = (preferences(dataset, config.base) for dataset in (settings.dataset, settings.eval))
     train: Callable[..., PairwiseProgress] = train_dpo if dpo else train_reward_model
-    ranks = Ranks(config.trainer.rank_deadline_s, config.trainer.parallel)
+    ranks = Ranks.of(config.trainer)
     with ranks.watchdog():
         result = train(
             config.model,

@@ -38,7 +38,7 @@ def make_model(config: TidemillConfig, settings: WarmStartConfig) -> dict[str, A
         return current
     from consumers.trainer.distributed.ranks import Ranks
 
-    ranks = Ranks(config.trainer.rank_deadline_s, config.trainer.parallel)
+    ranks = Ranks.of(config.trainer)
     with ranks.watchdog():
         if ranks.broadcast_text("current" if ranks.is_main and up_to_date(config, settings) else ""):
             return current if ranks.is_main else None

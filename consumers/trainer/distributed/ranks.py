@@ -37,7 +37,7 @@ from consumers.trainer.distributed.layout import Layout
 from consumers.trainer.distributed.parts import ParallelModule, Part, local_part
 from consumers.trainer.distributed.tensor_parallel import cut_layers
 from consumers.trainer.distributed.watchdog import RankWatchdog
-from schemas.config import ParallelConfig
+from schemas.config import ParallelConfig, TrainerConfig
 from schemas.errors import ConfigError, DiskError, InfraError
 
 M = TypeVar("M", bound=nn.Module)
@@ -72,6 +72,13 @@ class Ranks:
         self.layout = Layout.of(self.world, parallel or ParallelConfig())
         self.dp_size = self.layout.dp_size
         self.dp_rank = self.layout.dp_rank_of(self.rank)
+
+    @classmethod
+    def of(cls, trainer: TrainerConfig) -> Ranks:
+        """This process among the ranks that the configuration names, computing with its ``threads``."""
+        if trainer.threads:
+            torch.set_num_threads(trainer.threads)
+        return cls(trainer.rank_deadline_s, trainer.parallel)
 
     @cached_property
     def mesh(self) -> DeviceMesh:

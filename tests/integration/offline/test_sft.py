@@ -60,8 +60,9 @@ def test_trains_to_the_mark_and_writes_an_ordinary_model(tmp_path: Path) -> None
 
 def test_the_command_answers_in_json_what_it_made_and_that_there_is_nothing_to_make(tmp_path: Path) -> None:
     (tmp_path / "start.py").write_text(
-        "from tests.support.tiny_model import make_tiny_model\n\n\n"
-        "def build(folder, seed):\n    make_tiny_model(folder, seed=seed)\n"
+        "import torch\n\nfrom tests.support.tiny_model import make_tiny_model\n\n\n"
+        "def build(folder, seed):\n"
+        "    open('threads', 'w').write(str(torch.get_num_threads()))\n    make_tiny_model(folder, seed=seed)\n"
     )
     lines = [json.dumps({"prompt": prompt, "answer": answer}) for prompt, answer in PAIRS]
     (tmp_path / "pairs.jsonl").write_text("\n".join(lines) + "\n")
@@ -73,6 +74,7 @@ def test_the_command_answers_in_json_what_it_made_and_that_there_is_nothing_to_m
         "train": data,
         "reward": {"terms": [{"name": "exact"}]},
         "warm_start": warm_start.model_dump(mode="json"),
+        "trainer": {"threads": 3},
     }
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
     done = run_tidemill("sft", "config.yaml", "--json", cwd=tmp_path)
@@ -81,6 +83,7 @@ def test_the_command_answers_in_json_what_it_made_and_that_there_is_nothing_to_m
     assert made["accuracy"] >= 0.3
     assert made["steps"] > 0
     assert "supervised steps" in done.stderr
+    assert (tmp_path / "threads").read_text() == "3"
     for command in ("sft", "prepare"):
         done = run_tidemill(command, "config.yaml", "--json", cwd=tmp_path)
         assert json.loads(done.stdout) == {"model": "made", "made": False}, done.stderr
