@@ -39,7 +39,8 @@ from tests.support.trainer_sessions import take_over
 
 BYTES = 24 * CHUNK_BYTES - 17
 """Size of a version: more than a piece of a broadcast."""
-SETTINGS = PublishConfig(transport="nccl", nccl=NcclConfig(backend="gloo", roll_s=1.0, silence_s=2.0))
+SETTINGS = PublishConfig(transport="nccl", nccl=NcclConfig(backend="gloo", roll_s=5.0, silence_s=5.0))
+"""A busy machine has the time to answer: where it doesn't, weights come from peers."""
 BOUND_S = SETTINGS.nccl.roll_s + 2 * SETTINGS.nccl.silence_s + 2 * process.GRACE_S + 6.0
 """Longest that a broadcast of such a version may hold anybody up, and something for a busy machine."""
 SIGNALS = {"killed": signal.SIGKILL, "stopped": signal.SIGSTOP}
