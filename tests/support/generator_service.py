@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ from schemas.lifecycle import StopFlag
 from schemas.messages import Probe, Sampling, Task, Trajectory, WeightSource
 from tests.support.trainer_sessions import take_over
 
+END_S = 30.0
+
 
 class Engine(ScriptedEngine):
     """A scripted engine whose probe can fail, and that remembers what it loaded."""
@@ -32,6 +35,10 @@ class Engine(ScriptedEngine):
         self.spoilt: set[int] = set()
         self.misfits: set[int] = set()
         self.generating = asyncio.Event()
+
+    def hurry(self) -> None:
+        """Take no time for tokens any more."""
+        self._script = replace(self._script, token_s=0.0)
 
     async def load(self, source: WeightSource, version: int) -> None:
         if version in self.misfits:
@@ -56,6 +63,8 @@ def make_config(model: Path, folder: Path, **generator: Any) -> TidemillConfig:
             "sampling": {"n": 2, "max_tokens": 1000},
             "reward": {"terms": [{"name": "exact"}]},
             "generator": {"engine": "scripted", "max_samples": 8, **generator},
+            # Nobody supervises it: agents may have any time that a test gives them.
+            "supervisor": {"grace_s": 600},
         }
     )
 
@@ -116,7 +125,7 @@ def run_generator_during(
 async def run_generator_while(
     config: TidemillConfig, broker: Broker, engine: AnyEngine, scenario: Scenario, name: str = "g"
 ) -> None:
-    """Run the service while ``scenario`` is played, then ask it to end."""
+    """Run the service while ``scenario`` is played, then ask it to end, which it must within END_S."""
     stop = StopFlag()
     service = asyncio.create_task(Generator(config, name, broker, engine).run(stop))
     acting = asyncio.ensure_future(scenario())
@@ -128,7 +137,7 @@ async def run_generator_while(
     finally:
         stop.set()
         acting.cancel()
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(END_S):
             await service
 
 

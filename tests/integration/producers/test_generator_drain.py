@@ -62,7 +62,8 @@ def test_a_freeze_stops_generation_though_new_weights_are_on_their_way(
 ) -> None:
     training = begin_run(broker, tmp_path, make_task(0, n=4))
     config = make_config(model, tmp_path, update=update)
-    engine = make_engine(config, min_length=300, max_length=300, token_s=0.01)
+    # They take a minute, which is longer than anything here is waited for.
+    engine = make_engine(config, min_length=300, max_length=300, token_s=0.2)
 
     async def scene() -> None:
         await engine.generating.wait()
@@ -70,6 +71,7 @@ def test_a_freeze_stops_generation_though_new_weights_are_on_their_way(
         await wait_until(order_freeze(broker))
         rounds = engine._rounds
         assert rounds < 300, "it did not wait for samples to be finished"
+        engine.hurry()
         await asyncio.sleep(0.3)
         assert engine._rounds == rounds
         broker.run_control.pause("none", "test")
