@@ -6,7 +6,7 @@ import json
 import os
 import platform
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from typing import Any
 
@@ -26,9 +26,18 @@ def machine() -> dict[str, Any]:
     }
 
 
-def print_json(benchmark: str, rows: Sequence[dict[str, Any]], **more: Any) -> None:
-    """Print one object on stdout."""
-    typer.echo(json.dumps({"benchmark": benchmark, **machine(), "rows": list(rows), **more}, indent=2))
+def show(
+    benchmark: str,
+    rows: Sequence[dict[str, Any]],
+    as_json: bool,
+    for_people: Callable[[Sequence[dict[str, Any]]], None],
+    **more: Any,
+) -> None:
+    """Print the rows of a benchmark as ``for_people`` does, or as one JSON object, with ``more`` in it."""
+    if as_json:
+        typer.echo(json.dumps({"benchmark": benchmark, **machine(), "rows": list(rows), **more}, indent=2))
+    else:
+        for_people(rows)
 
 
 def print_transport(rows: Sequence[dict[str, Any]]) -> None:
@@ -83,9 +92,9 @@ def print_overlap(rows: Sequence[dict[str, Any]]) -> None:
     Console().print(table)
 
 
-def print_behind(result: dict[str, Any]) -> None:
+def print_behind(rows: Sequence[dict[str, Any]]) -> None:
     """Print how a long run compares with a fresh one."""
-    console = Console()
+    (result,), console = rows, Console()
     console.print(
         f"{result['behind']:,} trained trajectories of {result['tokens']} tokens behind it, AOF {result['aof']}:"
         f" {result['after_per_s']:,.0f} a second; a fresh run in turns with it {result['fresh_per_s']:,.0f};"
@@ -99,9 +108,9 @@ def print_behind(result: dict[str, Any]) -> None:
     )
 
 
-def print_control(row: dict[str, Any]) -> None:
+def print_control(rows: Sequence[dict[str, Any]]) -> None:
     """Print what the control plane costs, line by line."""
-    console = Console()
+    (row,), console = rows, Console()
     console.print(
         f"{row['services']} services, {row['events_per_s']} events a second, {row['pages']} open pages:"
         f" [bold]{row['cpu']:.1%}[/bold] of a core, {row['rss_mb']:.0f} MB;"
@@ -176,8 +185,9 @@ def print_spread(rows: Sequence[dict[str, Any]]) -> None:
     Console().print(table)
 
 
-def print_generator(row: dict[str, Any]) -> None:
+def print_generator(rows: Sequence[dict[str, Any]]) -> None:
     """Print medians, with the range of the ratio."""
+    (row,) = rows
     Console().print(
         f"{row['concurrency']} samples at once, groups of {row['group']}, up to {row['tokens']} tokens,"
         f" {row['parameters']:,} parameters: {row['tokens_per_s']:,.0f} tokens a second through the service,"
@@ -191,8 +201,9 @@ def print_generator(row: dict[str, Any]) -> None:
 TRAINER_KEYS = ("tokens_per_s", "vs_trl", "vs_limit", "peak_rss_mb", "peak_rss_vs_limit")
 
 
-def print_trainer(row: dict[str, Any]) -> None:
+def print_trainer(rows: Sequence[dict[str, Any]]) -> None:
     """Print the trainer's step beside the others."""
+    (row,) = rows
     trl = "TRL is not installed" if row["vs_trl"] is None else f"{row['vs_trl']:.2f} times TRL"
     Console().print(
         f"{row['tokens_per_s']:,.0f} tokens a second; {row['vs_limit']:.2f} of the bare model; {trl}; peak memory"
@@ -200,13 +211,13 @@ def print_trainer(row: dict[str, Any]) -> None:
     )
 
 
-def print_agents(rows: Sequence[dict[str, Any]]) -> None:
-    """Print each part of the agents' benchmark, a line for each of its rows."""
+def print_parts(rows: Sequence[dict[str, Any]]) -> None:
+    """Print each part of the agents' or the rewards' benchmark, a line for each of its rows."""
     for row in rows:
-        Console().print(_AGENTS[row["part"]].format(**row))
+        Console().print(_PARTS[row["part"]].format(**row))
 
 
-_AGENTS = {
+_PARTS = {
     "episodes": "{episodes} episodes of {calls} calls in all, client {client}, {processes} processes:"
     " [bold]{wall_s:.1f} s[/bold] of {ideal_s:.2f} s that calls and tools take; processor time {generator_cpu_s:.2f} s"
     " of the generator, {workers_cpu_s:.2f} s of the agents; lag of the event loop {lag_p50_ms:.1f} /"
@@ -217,20 +228,6 @@ _AGENTS = {
     "tokens": "{turns} turns, a cut that the tokenizer would not make in {cut:.0%} of places: {tokens:.0f} tokens in"
     " {rows:.2f} rows an episode; rendered anew {rendered_ratio:.2f} times as many in {rendered_rows:.2f} rows, with a"
     " row for each call {call_ratio:.2f} times",
-}
-
-
-def _ms(value: float | None) -> str:
-    return "–" if value is None else f"{value:.1f}"
-
-
-def print_rewards(rows: Sequence[dict[str, Any]]) -> None:
-    """Print each part of the rewards' benchmark, a line for each of its rows."""
-    for row in rows:
-        Console().print(_REWARDS[row["part"]].format(**row))
-
-
-_REWARDS = {
     "code": "code in {sandbox}, cases of {cases}: [bold]{cases_per_s_per_core:.1f}[/bold] cases a second of a core;"
     " a program of three takes {program_ms:.0f} ms",
     "judge": "judge, {concurrency} calls in flight of {answer_s:g} s each: [bold]{calls_per_s:.1f}[/bold] calls a"
@@ -242,3 +239,7 @@ _REWARDS = {
     " {sequences_per_s:.1f} sequences a second in batches of {batch}, {one_at_a_time_per_s:.1f} one at a time; ratio"
     " [bold]{ratio:.2f}[/bold] ({ratio_range[0]:.2f}–{ratio_range[1]:.2f}, {rounds} rounds)",
 }
+
+
+def _ms(value: float | None) -> str:
+    return "–" if value is None else f"{value:.1f}"

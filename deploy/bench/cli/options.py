@@ -57,8 +57,4 @@ def aof_modes(text: str, url: str | None) -> list[str]:
 
     if url is not None:
         return ["as it is"]
-    modes = text.split(",")
-    for mode in modes:
-        if mode not in AOF_MODES:
-            raise typer.BadParameter(f"{mode!r} is not one of {', '.join(AOF_MODES)}", param_hint="--aof")
-    return modes
+    return choices(text, AOF_MODES, "--aof")

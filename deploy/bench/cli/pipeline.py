@@ -61,14 +61,10 @@ def transport(
                             length, mode, trajectories, rounds, PipelineShape(), url, lambda n: progress.advance(bar, n)
                         )
                     )
-    if behind and as_json:
-        report.print_json("transport-behind", [result])
-    elif behind:
-        report.print_behind(result)
-    elif as_json:
-        report.print_json("transport", rows)
+    if behind:
+        report.show("transport-behind", [result], as_json, report.print_behind)
     else:
-        report.print_transport(rows)
+        report.show("transport", rows, as_json, report.print_transport)
 
 
 @app.command()
@@ -98,10 +94,7 @@ def scale(
             bar = progress.add_task(f"{count} generators, seconds", total=seconds)
             lengths = Lengths(median=median, sigma=sigma, rate=rate)
             rows.append(measure(count, seconds, mode, lengths, url, partial(show_seconds, progress, bar), drops))
-    if as_json:
-        report.print_json("scale", rows)
-    else:
-        report.print_scale(rows)
+    report.show("scale", rows, as_json, report.print_scale)
 
 
 @app.command()
@@ -141,11 +134,8 @@ def overlap(
     for row in rows:
         fresh = [one for one in rows if one["gpus"] == row["gpus"] and one["staleness"] == 0]
         row["times_staleness_0"] = round(row["tokens_per_s"] / fresh[0]["tokens_per_s"], 2) if fresh else None
-    if as_json:
-        stated = {"rates": vars(rates), "lengths": vars(mix), "samples": SAMPLES, "tokens_divided_by": TOKENS}
-        report.print_json("overlap", rows, **stated)
-    else:
-        report.print_overlap(rows)
+    stated = {"rates": vars(rates), "lengths": vars(mix), "samples": SAMPLES, "tokens_divided_by": TOKENS}
+    report.show("overlap", rows, as_json, report.print_overlap, **stated)
 
 
 @app.command()
@@ -166,7 +156,4 @@ def control(
     with show_progress() as progress:
         bar = progress.add_task("control plane", total=1 + 2 * rounds)
         row = measure(services, events, pages, seconds, rounds, trajectories, url, lambda n: progress.advance(bar, n))
-    if as_json:
-        report.print_json("control", [row])
-    else:
-        report.print_control(row)
+    report.show("control", [row], as_json, report.print_control)

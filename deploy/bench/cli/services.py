@@ -36,10 +36,7 @@ def weights(
     from deploy.bench.weights import measure
 
     known = ("file", "redis", "peer") if generators is None else ("file", "redis", "peer", "nccl")
-    kinds = transports.split(",") if transports is not None else list(known)
-    for kind in kinds:
-        if kind not in known:
-            raise typer.BadParameter(f"{kind!r} is none of {', '.join(known)}", param_hint="--transports")
+    kinds = list(known) if transports is None else choices(transports, known, "--transports")
     rows = []
     if generators is not None:
         from deploy.bench.weights_spread import measure as measure_spread
@@ -51,20 +48,14 @@ def weights(
                 for count in counts:
                     rows.append(measure_spread(kind, count, megabytes, rounds, url, folder))
                     progress.advance(bar, 1)
-        if as_json:
-            report.print_json("weights_spread", rows)
-        else:
-            report.print_spread(rows)
+        report.show("weights_spread", rows, as_json, report.print_spread)
         return
     with show_progress() as progress:
         for name in models.split(","):
             for kind in kinds:
                 bar = progress.add_task(f"{name} through {kind}, rounds", total=rounds)
                 rows.append(measure(name, kind, rounds, engine, url, folder, partial(progress.advance, bar)))
-    if as_json:
-        report.print_json("weights", rows)
-    else:
-        report.print_weights(rows)
+    report.show("weights", rows, as_json, report.print_weights)
 
 
 @app.command()
@@ -96,10 +87,7 @@ def generator(
         command = shlex.split(server) or None
         told = partial(progress.advance, bar)
         row = measure(concurrency, samples, group, tokens, rounds, told, url, engine, command, model, dtype)
-    if as_json:
-        report.print_json("generator", [row])
-    else:
-        report.print_generator(row)
+    report.show("generator", [row], as_json, report.print_generator)
 
 
 @app.command()
@@ -117,10 +105,8 @@ def trainer(
     with show_progress() as progress:
         bar = progress.add_task("steps", total=len(CONTENDERS) * (rounds + 1))
         row = measure(samples, rounds, micro_batch_tokens, threads, lambda n: progress.advance(bar, n))
-    if as_json:
-        report.print_json("trainer", [row], **{key: row[key] for key in report.TRAINER_KEYS})
-    else:
-        report.print_trainer(row)
+    summary = {key: row[key] for key in report.TRAINER_KEYS}
+    report.show("trainer", [row], as_json, report.print_trainer, **summary)
 
 
 @app.command()
@@ -162,10 +148,7 @@ def agents(
             from deploy.bench.agents.tokens import measure as count
 
             rows += [{"part": "tokens", **count(cut=cut)} for cut in CUTS]
-    if as_json:
-        report.print_json("agents", rows)
-    else:
-        report.print_agents(rows)
+    report.show("agents", rows, as_json, report.print_parts)
 
 
 @app.command()
@@ -215,7 +198,4 @@ def rewards(
 
             progress.add_task("rounds of the reward model", total=None)
             rows.append({"part": "reward_model", **measure(sequences, batch, rounds)})
-    if as_json:
-        report.print_json("rewards", rows)
-    else:
-        report.print_rewards(rows)
+    report.show("rewards", rows, as_json, report.print_parts)

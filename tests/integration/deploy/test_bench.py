@@ -160,7 +160,7 @@ def test_an_unknown_size_or_transport_is_refused_in_a_line() -> None:
         measure_weights("7B", "file", 1, "transformers", None, None, lambda _: None)
     result = CliRunner().invoke(app, ["weights", "--transports", "pigeon"])
     assert result.exit_code == 2
-    assert "'pigeon' is none of file, redis, peer" in " ".join(result.output.split())
+    assert "'pigeon' is not one of file, redis, peer" in " ".join(result.output.split())
 
 
 def test_the_control_plane_is_measured_beside_a_pipeline() -> None:
