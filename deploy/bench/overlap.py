@@ -17,8 +17,6 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
 
-import numpy as np
-
 from broker.flow.pipeline import ScoredSample
 from broker.flow.progress import TakeoverRequest
 from broker.queues.consumer_group import Delivery
@@ -26,7 +24,7 @@ from consumers.trainer.group_buffer import GroupBuffer
 from deploy.bench.pipelines.tidemill import CLAIM, reference
 from deploy.bench.processes import Role, RoleProcesses, describe, serving
 from deploy.bench.scale import DEADLINE_S, Feeder, Rewarder, answer_of, open_pending
-from deploy.bench.workload import ENDLESS, PipelineShape, TrajectoryPool, open_broker
+from deploy.bench.workload import ENDLESS, PipelineShape, TrajectoryPools, open_broker
 from deploy.planning.cluster import Layout, LengthMix, Rates, colocated_step_s
 from deploy.planning.search import Plan, best, losses
 from schemas.errors import InfraError
@@ -60,8 +58,7 @@ class SimulatedGenerators:
         brokers = [open_pending(url, run) for _ in range(layout.generators)]
         self._queues = [broker.task_queue(f"generator-{index}") for index, broker in enumerate(brokers)]
         self._rates, self._mix, self._speedup = rates, mix, speedup
-        self._sizes = np.unique(np.geomspace(8, mix.longest / TOKENS, BUCKETS).astype(int))
-        self._pools = {int(size): TrajectoryPool(int(size)) for size in self._sizes}
+        self._pools = TrajectoryPools(8, mix.longest / TOKENS, BUCKETS)
         self._usable: dict[int, float] = {}  # when the weights of a version are there
 
     def run(self, job: str, seconds: float) -> dict[str, Any]:
@@ -117,14 +114,11 @@ class SimulatedGenerators:
     async def _publish(self, index: int, delivery: Delivery[Task]) -> int:
         task, queue = delivery.message, self._queues[index]
         lengths = self._mix.of_group(task.task_id, task.n)
-        made = [self._trajectory(task, sample, int(length), delivery.version) for sample, length in enumerate(lengths)]
+        pools = [self._pools.of(length / TOKENS) for length in lengths.tolist()]
+        made = [pool.trajectory(task, sample, delivery.version) for sample, pool in enumerate(pools)]
         accepted = (await asyncio.to_thread(queue.publish, task.task_id, made)).count("ok")
         queue.release(delivery)
         return accepted
-
-    def _trajectory(self, task: Task, sample: int, length: int, version: int) -> Trajectory:
-        size = self._sizes[min(int(np.searchsorted(self._sizes, length / TOKENS)), len(self._sizes) - 1)]
-        return self._pools[int(size)].trajectory(task, sample, version)
 
     def _token_s(self, engine: _Engine) -> float:
         return (self._rates.step_s + len(engine.ends) * self._rates.row_s) / self._speedup

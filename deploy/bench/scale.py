@@ -26,7 +26,7 @@ from broker.flow.run_control import RunControl
 from consumers.trainer.group_buffer import GroupBuffer
 from deploy.bench.pipelines.tidemill import CLAIM, GROUPS_AT_ONCE, REWARDS_AT_ONCE, reference
 from deploy.bench.processes import Role, RoleProcesses, ServerUsage, describe, serving
-from deploy.bench.workload import PipelineShape, TrajectoryPool, begin, open_broker
+from deploy.bench.workload import PipelineShape, TrajectoryPool, TrajectoryPools, begin, open_broker
 from schemas.errors import InfraError
 from schemas.messages import BatchRecord, Trajectory
 
@@ -130,8 +130,7 @@ class Generators:
         self._queues = [broker.task_queue(f"generator-{first + index}") for index, broker in enumerate(brokers)]
         self._orders = [broker.run_control for broker in brokers]
         self._lengths = lengths
-        self._sizes = np.unique(np.geomspace(16, lengths.longest * 4 / 3, BUCKETS).astype(int))
-        self._pools = {int(size): TrajectoryPool(int(size)) for size in self._sizes}
+        self._pools = TrajectoryPools(16, lengths.longest * 4 / 3, BUCKETS)
         self._first = first
         asyncio.run(self._connect())
 
@@ -174,17 +173,14 @@ class Generators:
             seconds = float(lengths.max()) / self._lengths.rate
             await asyncio.sleep(max(0.0, min(seconds, end - started)))
             done.busy_s += time.monotonic() - started
-            made = enumerate(lengths)
-            samples = [self._pool(int(length)).trajectory(task, s, delivery.version) for s, length in made]
+            # A quarter of a trajectory's tokens are its prompt.
+            pools = [self._pools.of(length * 4 // 3) for length in lengths.tolist()]
+            samples = [pool.trajectory(task, index, delivery.version) for index, pool in enumerate(pools)]
             accepted = (await asyncio.to_thread(queue.publish, task.task_id, samples)).count("ok")
             done.published += accepted
             done.in_time += accepted if started + seconds < end else 0
             queue.release(delivery)
             wanted = time.monotonic()
-
-    def _pool(self, generated: int) -> TrajectoryPool:
-        size = self._sizes[min(int(np.searchsorted(self._sizes, generated * 4 // 3)), len(self._sizes) - 1)]
-        return self._pools[int(size)]
 
 
 class Feeder:

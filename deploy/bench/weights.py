@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 from broker.connection.connection import open_client
-from broker.flow.progress import TakeoverRequest
 from broker.weights.delta_writer import DeltaWriter
 from broker.weights.local_copy import LocalWeights
 from broker.weights.peers.node import PeerNode
@@ -26,13 +25,11 @@ from broker.weights.transports import PeerOrigin, PeerReader, make_transport
 from consumers.trainer.model.snapshot import Snapshot
 from deploy.bench.processes import ServerUsage, describe, serving
 from deploy.bench.weights_model import WIRE, WeightsModel, load_times
-from deploy.bench.workload import open_broker
+from deploy.bench.workload import PipelineShape, begin, open_broker
 from schemas.config.publish import PeerConfig
 from schemas.digests import CHUNK_BYTES
 from schemas.errors import InfraError
 from schemas.messages import Manifest, TensorSpec
-
-KNOWN = TakeoverRequest(batch=1, staleness=1, window=1, steps=1, max_uncommitted=1)
 
 Advance = Callable[[int], None]
 Times = dict[str, list[float]]
@@ -68,7 +65,7 @@ class TransportEnds:
         run = f"bench-{secrets.token_hex(4)}"
         self.broker, self._reading = open_broker(url, run), open_broker(url, run)
         self._training = self.broker.trainer_session()
-        self._training.take_over(KNOWN)
+        begin(self._training, PipelineShape())
         self._transport = make_transport(self.broker.connection, kind, folder / "out")
         self._reader: PeerReader | None = None
         if isinstance(self._transport, PeerOrigin):

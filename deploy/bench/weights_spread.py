@@ -23,18 +23,16 @@ from typing import Any
 
 import numpy as np
 
-from broker.flow.progress import TakeoverRequest
 from broker.weights.collective.process import BroadcastProcess
 from broker.weights.local_copy import LocalWeights
 from broker.weights.peers.node import PeerNode
 from broker.weights.transports import NcclOrigin, NcclReader, PeerOrigin, PeerReader, make_transport
 from deploy.bench.processes import ServerUsage, describe, serving
-from deploy.bench.workload import open_broker
+from deploy.bench.workload import PipelineShape, begin, open_broker
 from schemas.config.publish import PeerConfig, PublishConfig
 from schemas.errors import InfraError
 
 DEADLINE_S = 300.0
-KNOWN = TakeoverRequest(batch=1, staleness=1, window=1, steps=1, max_uncommitted=1)
 
 
 class Reader:
@@ -105,7 +103,7 @@ class Publisher:
     def __init__(self, url: str, run: str, kind: str, folder: Path, size: int) -> None:
         self.broker = open_broker(url, run)
         self._term = self.broker.trainer_session()
-        self._term.take_over(KNOWN)
+        begin(self._term, PipelineShape())
         folder.mkdir()
         self._folder = folder
         self._size = size

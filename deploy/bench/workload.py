@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass
 from typing import Any
 
@@ -104,6 +105,18 @@ class TrajectoryPool:
     def first_token(self, task_id: int, sample: int) -> int:
         """The first token that a sample must have when it arrives."""
         return int(self._ids[(task_id + sample) % VARIANTS][0])
+
+
+class TrajectoryPools:
+    """Pools of ``count`` lengths between ``shortest`` and ``longest`` tokens, each longer by the same factor."""
+
+    def __init__(self, shortest: float, longest: float, count: int) -> None:
+        self._sizes = np.unique(np.geomspace(shortest, longest, count).astype(int)).tolist()
+        self._pools = [TrajectoryPool(size) for size in self._sizes]
+
+    def of(self, tokens: float) -> TrajectoryPool:
+        """The shortest pool whose trajectories have so many tokens, or the longest one."""
+        return self._pools[min(bisect_left(self._sizes, tokens), len(self._sizes) - 1)]
 
 
 def open_broker(url: str, run: str) -> Broker:
