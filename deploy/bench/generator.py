@@ -76,11 +76,11 @@ def measure(
     tokens: int,
     rounds: int,
     advance: Advance,
-    url: str | None = None,
-    engine: str = "vllm",
-    command: list[str] | None = None,
-    model: Path | None = None,
-    dtype: str = "float32",
+    url: str | None,
+    engine: str,
+    command: list[str] | None,
+    model: Path | None,
+    dtype: str,
 ) -> dict[str, Any]:
     """Measure one row: medians over ``rounds`` of both, in turns, after one round of each that does not count.
 

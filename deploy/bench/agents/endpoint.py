@@ -60,7 +60,7 @@ class Round:
 
 
 def measure(
-    requests: int, rounds: int, advance: Callable[[int], None] = lambda _: None, clients: int = 16, tokens: int = 8
+    requests: int, rounds: int, advance: Callable[[int], None], clients: int = 16, tokens: int = 8
 ) -> dict[str, Any]:
     """Return one row: medians over ``rounds`` of both, in turns, after one round of each that does not count.
 

@@ -39,10 +39,10 @@ TICK_S = 0.01
 class Shape:
     """Episodes of ``calls`` model calls of ``call_s`` seconds each, between which a tool takes ``tool_s``."""
 
-    episodes: int = 200
-    calls: int = 5
-    tool_s: float = 2.0
-    call_s: float = 0.03
+    episodes: int
+    calls: int
+    tool_s: float
+    call_s: float
 
     @property
     def ideal_s(self) -> float:
