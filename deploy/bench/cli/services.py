@@ -34,7 +34,9 @@ def weights(
     """Weight versions from a trainer's parameters to a generator's engine, beside a plain copy of the same bytes."""
     from deploy.bench import report
     from deploy.bench.weights import measure
+    from deploy.bench.weights_model import SHAPES
 
+    names = choices(models, tuple(SHAPES), "--models")
     known = ("file", "redis", "peer") if generators is None else ("file", "redis", "peer", "nccl")
     kinds = list(known) if transports is None else choices(transports, known, "--transports")
     rows = []
@@ -51,7 +53,7 @@ def weights(
         report.show("weights_spread", rows, as_json, report.print_spread)
         return
     with show_progress() as progress:
-        for name in models.split(","):
+        for name in names:
             for kind in kinds:
                 bar = progress.add_task(f"{name} through {kind}, rounds", total=rounds)
                 rows.append(measure(name, kind, rounds, engine, url, folder, partial(progress.advance, bar)))

@@ -158,9 +158,13 @@ def test_a_version_is_broadcast_to_all_generators(tmp_path: Path, server: Embedd
 def test_an_unknown_size_or_transport_is_refused_in_a_line() -> None:
     with pytest.raises(ConfigError, match="a model of 7B is not known here, give some of 1M, 50M, 500M"):
         measure_weights("7B", "file", 1, "transformers", None, None, lambda _: None)
-    result = CliRunner().invoke(app, ["weights", "--transports", "pigeon"])
-    assert result.exit_code == 2
-    assert "'pigeon' is not one of file, redis, peer" in " ".join(result.output.split())
+    for wrong, line in (
+        (["--transports", "pigeon"], "'pigeon' is not one of file, redis, peer"),
+        (["--models", "1M,7B"], "'7B' is not one of 1M, 50M, 500M"),
+    ):
+        result = CliRunner().invoke(app, ["weights", *wrong])
+        assert result.exit_code == 2
+        assert line in " ".join(result.output.split())
 
 
 def test_the_control_plane_is_measured_beside_a_pipeline() -> None:
