@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -44,14 +45,23 @@ def is_run_folder(folder: Path) -> bool:
     return not folder.is_dir() or not any(folder.iterdir()) or any((folder / mark).exists() for mark in _MARKS)
 
 
-def config_of(run: str) -> TidemillConfig:
-    """The configuration of a run: a YAML file, or the one in effect that ``tidemill up`` left in the run's folder."""
+def named_config(run: str, overrides: Sequence[str] = ()) -> TidemillConfig | None:
+    """The configuration, where ``run`` is the YAML file of one and not a run's name or folder; ConfigError."""
+    if not run.endswith((".yaml", ".yml")):
+        return None
     from schemas.config import load_config
 
-    if run.endswith((".yaml", ".yml")):
-        return load_config(run)
+    return load_config(run, overrides)
+
+
+def config_of(run: str) -> TidemillConfig:
+    """The configuration of a run: a YAML file, or the one in effect that ``tidemill up`` left in the run's folder."""
+    if (config := named_config(run)) is not None:
+        return config
     found = [file for folder in (RUNS / run, Path(run)) if (file := folder / CONFIG).is_file()]
     if not found:
         raise ConfigError(f"no run {run!r}: there is no {RUNS / run / CONFIG}; give its folder or its YAML file")
+    from schemas.config import load_config
+
     # Where it is now, wherever it was made.
     return load_config(found[0], [f"run.folder={json.dumps(str(found[0].parent.resolve()))}"])

@@ -10,8 +10,7 @@ import json
 import os
 from collections.abc import Mapping
 from http.client import HTTPException
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 from urllib.error import HTTPError, URLError
 from urllib.parse import urlencode
 from urllib.request import ProxyHandler, Request, build_opener
@@ -19,7 +18,7 @@ from urllib.request import ProxyHandler, Request, build_opener
 from broker.api.address import address_of, read_token
 from deploy.client import find
 from deploy.client.find import whoami
-from deploy.run_files import RUNS
+from deploy.run_files import RUNS, named_config
 from schemas.control_api import (
     Accepted,
     DeadLetters,
@@ -32,9 +31,6 @@ from schemas.control_api import (
     TrajectoryDetail,
 )
 from schemas.errors import InfraError, RefusedError, TidemillError
-
-if TYPE_CHECKING:
-    from schemas.config import TidemillConfig
 
 URL = "TIDEMILL_CONTROL_URL"
 ANSWER_S = 30.0
@@ -93,11 +89,7 @@ def _refusal(error: HTTPError) -> TidemillError:
 
 def connect(run: str, url: str | None) -> Client:
     """The control plane of a run, by ``url``, TIDEMILL_CONTROL_URL, or the file it leaves in the run's folder."""
-    config: TidemillConfig | None = None
-    if run.endswith((".yaml", ".yml")):
-        from schemas.config import load_config
-
-        config = load_config(run)
+    config = named_config(run)
     folder = config.folder if config else RUNS / run
     found = url or os.environ.get(URL) or address_of(folder)
     if found is None:
@@ -105,11 +97,7 @@ def connect(run: str, url: str | None) -> Client:
             f"no control plane of run {run!r} is known: none has left its address in {folder}{os.sep}; give --control,"
             f" set {URL}, or start one with `tidemill control CONFIG`"
         )
-    return Client(found, read_token(_token_file(config), os.environ))
-
-
-def _token_file(config: TidemillConfig | None) -> Path | None:
-    return config.control.token_file if config else None
+    return Client(found, read_token(config.control.token_file if config else None, os.environ))
 
 
 class Source(Protocol):

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from broker.api.files.run_folder import RunFolder
-from deploy.run_files import RUNS
+from deploy.run_files import RUNS, named_config
 from schemas.control_api.run_folders import RunHead
 from schemas.errors import ConfigError, RefusedError
 from schemas.urls import hide_password
@@ -43,11 +43,8 @@ def find(run: str, url: str | None, prefix: str, *, any_schema: bool = False) ->
     Without ``url`` that is broker.url or REDIS_URL, else the embedded server in the run's folder. any_schema: also a
     run that another version of Tidemill wrote, which can only be purged.
     """
-    config: TidemillConfig | None = None
-    if run.endswith((".yaml", ".yml")):
-        from schemas.config import load_config
-
-        config = load_config(run)
+    config = named_config(run)
+    if config is not None:
         run, prefix = config.run.name, config.broker.prefix
     folder = config.folder if config else RUNS / run
     named = url or (config and config.broker.url)
@@ -88,13 +85,8 @@ def _connect(
 
 def left_run(run: str) -> RunFolder | None:
     """The run as its folder shows it, by its name or its configuration file; None when it left nothing here."""
-    if run.endswith((".yaml", ".yml")):
-        from schemas.config import load_config
-
-        config = load_config(run)
-        found = RunFolder(config.folder, config.run.name)
-    else:
-        found = RunFolder(RUNS / run)
+    config = named_config(run)
+    found = RunFolder(config.folder, config.run.name) if config else RunFolder(RUNS / run)
     return found if found.head() is not None else None
 
 

@@ -14,8 +14,8 @@ from rich.table import Table
 from broker.api.files.evaluations import read_evaluations
 from broker.api.files.lines import last_object
 from broker.api.files.logs import list_logs, read_log
-from broker.api.files.run_folder import METRICS, RunFolder, flatten, mask
-from deploy.run_files import RUNS, config_of
+from broker.api.files.run_folder import METRICS, RunFolder, flatten, mask_tree
+from deploy.run_files import RUNS, config_of, named_config
 from schemas.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -42,12 +42,8 @@ STEPS = 20
 
 def folder_of(run: str) -> RunFolder:
     """The folder of a run, by its name under runs/, its folder, or its configuration; ConfigError if it is none."""
-    if run.endswith((".yaml", ".yml")):
-        from schemas.config import load_config
-
-        path = load_config(run).folder
-    else:
-        path = next((each for each in (RUNS / run, Path(run)) if each.is_dir()), RUNS / run)
+    config = named_config(run)
+    path = config.folder if config else next((each for each in (RUNS / run, Path(run)) if each.is_dir()), RUNS / run)
     found = RunFolder(path)
     if found.head() is None:
         known = ", ".join(sorted(each.name for each in RUNS.glob("*") if each.is_dir())) or "none"
@@ -158,30 +154,13 @@ def print_logs(run: str, service: str | None, follow: bool, lines: int, as_json:
 
 def print_config(run: str, overrides: Sequence[str], changed: bool, as_json: bool) -> None:
     """Print the settings in effect as YAML, or as JSON by dotted name."""
-    if run.endswith((".yaml", ".yml")):
-        from schemas.config import load_config
-
-        config = load_config(run, list(overrides))
-    elif overrides:
+    config = named_config(run, overrides)
+    if config is None and overrides:
         raise ConfigError("overrides belong to a configuration's file: a run has the settings that it was started with")
-    else:
-        config = config_of(run)
-    tree = masked(config, changed)
+    tree = mask_tree((config or config_of(run)).model_dump(mode="json", exclude_defaults=changed))
     if as_json:
         print(json.dumps(flatten(tree)))
         return
     import yaml
 
     print(yaml.safe_dump(tree, sort_keys=False, allow_unicode=True), end="")
-
-
-def masked(config: TidemillConfig, changed: bool) -> dict[str, Any]:
-    """The settings as a tree, secrets masked; changed: without those that have their default."""
-
-    def hide(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-        return {
-            key: hide(value, f"{prefix}{key}.") if isinstance(value, dict) else mask(f"{prefix}{key}", value)
-            for key, value in tree.items()
-        }
-
-    return hide(config.model_dump(mode="json", exclude_defaults=changed))

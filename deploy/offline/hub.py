@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 
 from broker.api.files.evaluations import read_evaluations
-from broker.api.files.run_folder import RunFolder, mask
+from broker.api.files.run_folder import RunFolder, mask_tree
 from schemas.config import TidemillConfig
 from schemas.errors import ConfigError, InfraError
 from schemas.model_folder import split_revision
@@ -58,7 +58,7 @@ def make_card(config: TidemillConfig, checkpoint: str, adapter: bool) -> str:
         table = ["| Weight version | Samples | Mean reward |", "| --- | --- | --- |", *evaluations]
         parts += ["## Evaluations on held-out prompts", "\n".join(table)]
     changed = config.model_dump(mode="json", exclude_defaults=True, include={"sampling", "reward", "trainer", "flow"})
-    parts += ["## Settings", f"```yaml\n{yaml.safe_dump(_masked(changed), sort_keys=False)}```"]
+    parts += ["## Settings", f"```yaml\n{yaml.safe_dump(mask_tree(changed), sort_keys=False)}```"]
     return "\n\n".join(parts) + "\n"
 
 
@@ -101,10 +101,3 @@ def _rewards(run: RunFolder, step: int) -> list[tuple[str, str]]:
 
 def _cell(value: str) -> str:
     return value.replace("|", "\\|").replace("\n", " ")
-
-
-def _masked(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    return {
-        key: _masked(value, f"{prefix}{key}.") if isinstance(value, dict) else mask(f"{prefix}{key}", value)
-        for key, value in tree.items()
-    }

@@ -6,6 +6,7 @@ import os
 import re
 import socket
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -155,6 +156,14 @@ def mask(name: str, value: Any) -> Any:
     if isinstance(value, dict):
         return {key: mask(str(key), each) for key, each in value.items()}
     return value
+
+
+def mask_tree(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Settings in their sections as people may see them, each masked by its dotted name."""
+    return {
+        key: mask_tree(value, f"{prefix}{key}.") if isinstance(value, dict) else mask(f"{prefix}{key}", value)
+        for key, value in tree.items()
+    }
 
 
 def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
