@@ -9,12 +9,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import msgspec
 import numpy as np
 
 from deploy.run.findings import Finding
+from deploy.run.model_files import find_unmade
 from producers.agents.episode import task_for_agent
 from producers.agents.workers.pool import AgentWorkers
 from producers.agents.workers.protocol import AgentJob, AgentResult
@@ -77,8 +77,8 @@ class Trial:
 
 def try_agent(config: TidemillConfig) -> Finding | str:
     """Play the trial, and say in one line what was found."""
-    if config.warm_start is not None and not (Path(config.model.path) / "config.json").is_file():
-        return f"{config.model.path} is not there yet, warm_start makes it"
+    if unmade := find_unmade(config):
+        return unmade
     trial = asyncio.run(play_trial(config))
     if isinstance(trial.sample, FailedSample):
         return Finding(

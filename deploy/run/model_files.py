@@ -7,6 +7,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+from schemas.config import TidemillConfig
 from schemas.errors import ConfigError
 from schemas.model_folder import split_revision
 
@@ -48,6 +49,14 @@ def cached_folder(path: str, setting: str = "model.path") -> Path | None:
     except HFValidationError:
         raise ConfigError(f"{setting} {path} does not exist, and is no hub id either") from None
     return Path(cached).parent if isinstance(cached, str) else None
+
+
+def find_unmade(config: TidemillConfig) -> str | None:
+    """Say that ``warm_start`` has yet to make the model; None where it is there, or is not made here."""
+    path = config.model.path
+    if config.warm_start is None or (Path(path) / "config.json").is_file():
+        return None
+    return f"{path} is not there yet, warm_start makes it"
 
 
 def check_tokenizer(folder: Path) -> None:

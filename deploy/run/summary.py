@@ -21,6 +21,7 @@ from rich.table import Table
 from broker.client import Broker
 from broker.telemetry.streams import EvalResult
 from consumers.trainer.metrics.evaluation_log import read_evaluations
+from deploy.run_files import SUMMARY
 from deploy.supervisor.supervisor import RunOutcome
 from deploy.terminal.live import clock
 from schemas.config import TidemillConfig
@@ -98,7 +99,6 @@ def _curves(
 METRICS = "metrics.jsonl"
 TRAINED = "trained.jsonl"
 EVALUATIONS = "evaluations.jsonl"
-SUMMARY = "summary.json"
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ import numpy as np
 
 from consumers.reward.scorer import check_reward
 from deploy.run.findings import Finding
+from deploy.run.model_files import find_unmade
 from producers.datasets.loading import build_dataset
 from schemas.codec import Array
 from schemas.config import EPISODE_WORKFLOWS, REWARDING_WORKFLOWS, TidemillConfig
@@ -30,8 +31,8 @@ STATE_BYTES = 16
 def measure_model(config: TidemillConfig) -> Finding | str:
     """Build the model from its configuration alone, on the meta device, where tensors have shapes and no memory."""
     path, trust = config.model.path, config.model.trust_remote_code
-    if config.warm_start is not None and not (Path(path) / "config.json").is_file():
-        return f"{path} is not there yet, warm_start makes it"
+    if unmade := find_unmade(config):
+        return unmade
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
@@ -96,8 +97,8 @@ def score_first_example(config: TidemillConfig) -> Finding | str:
 
 def try_bridge(config: TidemillConfig) -> Finding | str:
     """Join turns on the model's own chat template, as generators do when they start."""
-    if config.warm_start is not None and not (Path(config.model.path) / "config.json").is_file():
-        return f"{config.model.path} is not there yet, warm_start makes it"
+    if unmade := find_unmade(config):
+        return unmade
     from producers.conversation.chat_template import ChatTemplate
     from producers.conversation.self_check import check_bridge
     from producers.rendering.tokenizer import HfTokenizer

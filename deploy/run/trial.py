@@ -20,7 +20,7 @@ from typing import Any
 from consumers.reward.scorer import check_reward
 from consumers.trainer.algorithms import ADVANTAGES, AGGREGATIONS
 from deploy.run.findings import Finding, examine
-from deploy.run.model_files import cached_folder, chat_template
+from deploy.run.model_files import cached_folder, chat_template, find_unmade
 from producers.datasets.base import Example
 from producers.datasets.loading import build_dataset
 from producers.engines import ENGINES
@@ -72,7 +72,7 @@ def check_data(config: TidemillConfig) -> Finding | str:
         text += f", {sum(map(len, held_out)):,} held-out"
         for examples in held_out:
             check_chat(config, examples[0])
-    if config.warm_start is not None and not (Path(config.model.path) / "config.json").is_file():
+    if config.warm_start is not None and find_unmade(config):
         for supervised in (config.warm_start.dataset, config.warm_start.eval):
             build_dataset(supervised, config.base)
     batch = config.trainer.batch_groups
