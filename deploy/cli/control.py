@@ -1,4 +1,4 @@
-"""Commands over the control plane: status, top, pause, resume, drain, checkpoint, stop, scale, set.
+"""Commands over the control plane: status, top, pause, resume, drain, checkpoint, evaluate, stop, scale, set.
 
 Exit codes: 0 done, 4 taken but not followed by all in time, 5 refused, 1 nobody answers.
 """

@@ -1,4 +1,4 @@
-"""Commands that start a run: up, slurm and ray, which are launchers, and the broker of several machines."""
+"""Commands that begin a run: init, which writes a configuration, and up, slurm and ray, which start what it says."""
 
 from __future__ import annotations
 

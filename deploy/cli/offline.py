@@ -1,4 +1,8 @@
-"""Commands that need no broker: sft, dpo, reward-model and eval; export and replay of what a run left on disk."""
+"""Commands that need no broker.
+
+They make a model (sft, dpo, reward-model) or a configuration (convert, plan), try an agent or a model (agent, eval),
+and read what a run left on disk (export, batches, replay).
+"""
 
 from __future__ import annotations
 

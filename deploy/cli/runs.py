@@ -1,4 +1,4 @@
-"""Commands that look at the runs on a broker: runs, purge, acl."""
+"""Commands over the runs of a broker or a folder: runs, ui, purge; and acl, which makes a broker's users."""
 
 from __future__ import annotations
 
