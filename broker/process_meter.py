@@ -36,15 +36,15 @@ class ProcessUse:
     memory: int
 
 
-def read_processes(proc: Path = PROC) -> dict[int, ProcessUse]:
+def read_processes() -> dict[int, ProcessUse]:
     """All processes that can be seen here, by id; {} where there is no /proc."""
     ticks, page = os.sysconf("SC_CLK_TCK"), os.sysconf("SC_PAGE_SIZE")
     found = {}
-    for name in os.listdir(proc) if proc.is_dir() else ():
+    for name in os.listdir(PROC) if PROC.is_dir() else ():
         if not name.isdigit():
             continue
         try:
-            stat = (proc / name / "stat").read_bytes()
+            stat = (PROC / name / "stat").read_bytes()
         except OSError:
             # It has ended meanwhile.
             continue

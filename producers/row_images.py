@@ -63,9 +63,9 @@ def read_data_url(value: str, where: str) -> bytes:
         raise DataError(f"{where}: the data: URL of an image can't be read: {error}") from error
 
 
-def make_data_url(data: bytes, kind: str = "image/png") -> str:
-    """An image file as a ``data:`` URL. kind: its media type."""
-    return f"data:{kind};base64,{base64.b64encode(data).decode()}"
+def make_data_url(png: bytes) -> str:
+    """A PNG file as a ``data:`` URL."""
+    return f"data:image/png;base64,{base64.b64encode(png).decode()}"
 
 
 def _load_text(value: str, where: str, folder: Path, load: bool) -> bytes:

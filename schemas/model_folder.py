@@ -15,17 +15,17 @@ def split_revision(path: str) -> tuple[str, str | None]:
     return id, revision or None
 
 
-def resolve_folder(path: str | Path, hub: bool = True, weights: bool = True) -> Path:
+def resolve_folder(path: str | Path, weights: bool = True) -> Path:
     """The model's folder: ``path`` itself, or where the hub's snapshot of that id is (downloaded if need be).
 
-    hub: whether it may be one of the hub. weights: whether they are needed, too. ConfigError if there is no such model.
+    weights: whether they are needed, too. ConfigError if there is no such model.
     """
     folder = Path(path).expanduser()
     if folder.is_dir():
         return folder
     path = str(path)
     id, revision = split_revision(path)
-    if not hub or path.startswith((".", "/", "~")) or id.count("/") > 1:
+    if path.startswith((".", "/", "~")) or id.count("/") > 1:
         raise ConfigError(f"model.path {path}: no such folder")
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError

@@ -114,13 +114,6 @@ class Heartbeats:
         beat = self.read(service)
         return None if beat is None else max(0.0, self.read_clock() - beat.time)
 
-    def list_names(self) -> list[str]:
-        """List the names of all services that have sent one, of whatever version of Tidemill."""
-        found: Any = self._connection.run(
-            "listing services", lambda client: client.hgetall(self._connection.keys.services)
-        )
-        return sorted(name.decode() for name in found)
-
     def list_heard(self, within_s: float) -> list[str]:
         """List the names of the services that were heard of in this time; who can't be read is not known to live."""
         found: Any = self._connection.run(

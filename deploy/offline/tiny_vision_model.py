@@ -40,6 +40,7 @@ TEMPLATE = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
 """Qwen's chat template, as far as texts and images go."""
+HIDDEN, LAYERS, HEADS = 64, 2, 2
 
 
 def write_tiny_vision_model(
@@ -47,9 +48,6 @@ def write_tiny_vision_model(
     family: Family = "qwen2_5_vl",
     seed: int = 0,
     *,
-    hidden: int = 64,
-    layers: int = 2,
-    heads: int = 2,
     max_length: int = 1024,
     spread: float = 0.1,
     most_pixels: int = 112 * 112,
@@ -71,7 +69,7 @@ def write_tiny_vision_model(
     patch = 14 if family == "qwen2_5_vl" else 16
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = _model(family, len(tokenizer), ids, hidden, layers, heads, max_length, spread, patch)
+        model = _model(family, len(tokenizer), ids, max_length, spread, patch)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     processor = {
@@ -92,22 +90,19 @@ def _model(
     family: Family,
     vocabulary: int,
     ids: dict[str, int],
-    hidden: int,
-    layers: int,
-    heads: int,
     max_length: int,
     spread: float,
     patch: int,
 ) -> PreTrainedModel:
-    half = hidden // heads // 2
+    half = HIDDEN // HEADS // 2
     text: dict[str, Any] = {
         "vocab_size": vocabulary,
-        "hidden_size": hidden,
-        "intermediate_size": 2 * hidden,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": heads,
-        "head_dim": hidden // heads,
+        "hidden_size": HIDDEN,
+        "intermediate_size": 2 * HIDDEN,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": HEADS,
+        "head_dim": HIDDEN // HEADS,
         "max_position_embeddings": max_length,
         "rope_parameters": {
             "rope_type": "default",
@@ -122,10 +117,10 @@ def _model(
     }
     vision: dict[str, Any] = {
         "depth": 2,
-        "hidden_size": hidden,
-        "intermediate_size": 2 * hidden,
-        "num_heads": heads,
-        "out_hidden_size": hidden,
+        "hidden_size": HIDDEN,
+        "intermediate_size": 2 * HIDDEN,
+        "num_heads": HEADS,
+        "out_hidden_size": HIDDEN,
         "patch_size": patch,
         "spatial_merge_size": 2,
         "temporal_patch_size": 2,

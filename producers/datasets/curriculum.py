@@ -41,11 +41,6 @@ class PromptStatistic(NamedTuple):
         return cls(body[0] / 255, body[1], (body[2] << 8 | body[3]) * STEPS)
 
 
-def unpack_all(body: bytes) -> list[PromptStatistic]:
-    """The statistics of all prompts in ``body``."""
-    return [PromptStatistic.unpack(body[at : at + BYTES]) for at in range(0, len(body) - BYTES + 1, BYTES)]
-
-
 @dataclass(frozen=True)
 class Curriculum:
     """Decides on one position at a time::

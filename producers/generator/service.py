@@ -29,6 +29,9 @@ from schemas.errors import OK_EXIT
 from schemas.lifecycle import StopFlag, until_stopped
 from schemas.run_record import JoinedRun
 
+RATE_S = 5.0
+"""Seconds over which the heartbeat's rate of tokens is taken."""
+
 log = structlog.get_logger()
 
 
@@ -209,17 +212,16 @@ def passing_on(config: TidemillConfig, name: str, broker: Broker) -> Iterator[No
 
 
 class RateMeter:
-    """The rate of a growing count over the last seconds."""
+    """The rate of a growing count over the last RATE_S."""
 
-    def __init__(self, window_s: float = 5.0) -> None:
-        self._window_s = window_s
+    def __init__(self) -> None:
         self._points: list[tuple[float, int]] = []
 
     def rate(self, count: int) -> float:
-        """Counts per second between now and ``window_s`` ago."""
+        """Counts a second between then and now."""
         now = time.monotonic()
         self._points.append((now, count))
-        while len(self._points) > 2 and now - self._points[0][0] > self._window_s:
+        while len(self._points) > 2 and now - self._points[0][0] > RATE_S:
             self._points.pop(0)
         (then, before), seconds = self._points[0], now - self._points[0][0]
         return (count - before) / seconds if seconds > 0 and then < now else 0.0

@@ -48,8 +48,9 @@ class Sandbox:
         limits: Limits = Limits(),  # noqa: B008 - it can't be changed
         mounts: Sequence[Mount] = (),
     ) -> Outcome:
-        """Run a program to its end. files: by their names in the folder ``{job}``.
+        """Run a program to its end. files: by their names in the folder that ``{job}`` in an argument stands for.
 
+        It can read these and not write them.
         InfraError if it could not be started, or hardly came to run: that says nothing of the program.
         """
         if self.name == "gvisor":

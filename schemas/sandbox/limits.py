@@ -13,9 +13,6 @@ from typing import Literal
 
 from schemas.errors import ConfigError
 
-JOB = "{job}"
-"""Stands in a program's arguments for the folder of its files, which it can read only."""
-
 
 @dataclass(frozen=True)
 class Limits:

@@ -11,7 +11,7 @@ from broker.client import Broker
 from broker.flow.progress import Progress, TakeoverRequest
 from broker.flow.trainer_session import TrainerSession
 from broker.queues.dead_letters import UnusableTask
-from producers.datasets.curriculum import PromptStatistic, unpack_all
+from producers.datasets.curriculum import BYTES, PromptStatistic
 from producers.datasets.mixture import Mixture, Part
 from producers.feeder import Feeder
 from schemas.config import CurriculumConfig, TidemillConfig, parse_config
@@ -78,7 +78,8 @@ class Run:
 
 
 def statistics(broker: Broker) -> list[PromptStatistic]:
-    return unpack_all(broker.connection.client.get(broker.connection.keys.prompts) or b"")
+    body = broker.connection.client.get(broker.connection.keys.prompts) or b""
+    return [PromptStatistic.unpack(body[at : at + BYTES]) for at in range(0, len(body), BYTES)]
 
 
 def test_prompts_that_are_never_solved_are_skipped_and_the_ledger_stays_balanced(
