@@ -14,7 +14,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from deploy.client import find
-from deploy.client.client import Client, connect, open_source
+from deploy.client.client import connect, open_source
 from schemas.control_api import (
     Accepted,
     DeadLetters,
@@ -111,7 +111,7 @@ def scale(run: str, control: str | None, replicas: list[str], as_json: bool) -> 
         if role not in ("generator", "reward") or not count.isdigit():
             raise ConfigError(f"{assignment!r} must look like generator=3 or reward=2")
         wanted[role] = int(count)
-    client: Client = connect(run, control)
+    client = connect(run, control)
     codes = [
         _report(client.send("POST", "/v1/scale", {"role": role, "replicas": count}), as_json, True)
         for role, count in wanted.items()

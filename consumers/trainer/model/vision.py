@@ -56,10 +56,8 @@ class VisionTower:
     def probe_tokens(self, model: PreTrainedModel) -> tuple[list[int], tuple[int, int]]:
         """Tokens of the fixed picture with those that open and close it, and which of them stand for it."""
         config = model.config
-        opening = [
-            value for name in ("vision_start_token_id",) if isinstance(value := getattr(config, name, None), int)
-        ]
-        closing = [value for name in ("vision_end_token_id",) if isinstance(value := getattr(config, name, None), int)]
+        around = (getattr(config, name, None) for name in ("vision_start_token_id", "vision_end_token_id"))
+        opening, closing = ([token] if isinstance(token, int) else [] for token in around)
         return [*opening, *[self.token] * 4, *closing], (len(opening), len(opening) + 4)
 
     def arguments(
@@ -73,7 +71,7 @@ class VisionTower:
         base: Any = model.base_model
         embeddings = base.get_input_embeddings()(ids)
         found: dict[str, Any] = {}
-        if images is not None and images.marks is not None and images.patches is not None:
+        if images is not None:
             length = ids.shape[1] if rows is None else rows.shape[1]
             marks, positions = images.marks[:, :length], images.positions[:, :, :length]
             if rows is not None:
