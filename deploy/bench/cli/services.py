@@ -81,6 +81,8 @@ def generator(
     """Tokens a second through the generator service, beside its engine, or the engine's server, driven bare."""
     if len(choices(engine, ("vllm", "http-vllm", "http-sglang"), "--engine")) > 1:
         raise typer.BadParameter("one engine at a time", param_hint="--engine")
+    if samples < group:
+        raise typer.BadParameter(f"{samples} samples make no group of {group} (--group)", param_hint="--samples")
     from deploy.bench import report
     from deploy.bench.generator import measure
 

@@ -155,16 +155,17 @@ def test_a_version_is_broadcast_to_all_generators(tmp_path: Path, server: Embedd
     assert not list(tmp_path.iterdir())
 
 
-def test_an_unknown_size_or_transport_is_refused_in_a_line() -> None:
+def test_what_cannot_be_measured_is_refused_in_a_line() -> None:
     with pytest.raises(ConfigError, match="a model of 7B is not known here, give some of 1M, 50M, 500M"):
         measure_weights("7B", "file", 1, "transformers", None, None, lambda _: None)
     for wrong, line in (
-        (["--transports", "pigeon"], "'pigeon' is not one of file, redis, peer"),
-        (["--models", "1M,7B"], "'7B' is not one of 1M, 50M, 500M"),
+        (["weights", "--transports", "pigeon"], "'pigeon' is not one of file, redis, peer"),
+        (["weights", "--models", "1M,7B"], "'7B' is not one of 1M, 50M, 500M"),
+        (["generator", "--samples", "4", "--group", "8"], "4 samples make no group of 8"),
     ):
-        result = CliRunner().invoke(app, ["weights", *wrong])
+        result = CliRunner().invoke(app, wrong)
         assert result.exit_code == 2
-        assert line in " ".join(result.output.split())
+        assert line in " ".join(result.output.replace("│", " ").split())
 
 
 def test_the_control_plane_is_measured_beside_a_pipeline() -> None:
