@@ -19,6 +19,8 @@ from tests.support.light_service import start_service
 from tests.support.tiny_model import make_tiny_model
 from tests.support.up_runs import UpRun
 
+START_S = 240.0
+"""Deadline for a service to start, which loads much, on a machine that does other things as well."""
 REWARDS = '''
 def even(prompt, completion, prompt_ids, completion_ids, **data):
     """Share of even tokens; a few completions cannot be scored, so that there are dead letters."""
@@ -74,7 +76,7 @@ class System:
 
     def wait(self) -> None:
         """Until the run has trained a little."""
-        self.run.wait_until(lambda: self.run.steps() >= 2, "second step")
+        self.run.wait_until(lambda: self.run.steps() >= 2, "second step", START_S)
         self.url = self.address(self.run.folder)
 
     def address(self, folder: Path) -> str:

@@ -11,12 +11,10 @@ import pytest
 from playwright.sync_api import Browser, Locator, expect
 
 from tests.support.browser import PATIENCE_MS, PHONE, WatchedPage, open_browser
-from tests.support.dashboard_run import System
+from tests.support.dashboard_run import START_S, System
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(480)]
 
-START_MS = 240_000
-"""Deadline for a generator to start, which loads much, on a machine that does other things as well."""
 TOKEN = "a-token-of-the-tests-1234"
 
 
@@ -137,7 +135,7 @@ def test_scale_starts_a_replica_and_stops_it(visit: Open) -> None:
     page.get_by_role("button", name="Start another generator").click()
     confirm(seen, "Start it")
     second = page.locator(".service[data-service=generator-1]")
-    expect(second).to_contain_text("tok/s", timeout=START_MS)
+    expect(second).to_contain_text("tok/s", timeout=1000 * START_S)
     expect(page.locator(".node[data-node=generator] .node-note")).to_contain_text("2 live")
     page.get_by_role("button", name="Stop a generator").click()
     confirm(seen, "Stop it")
@@ -150,7 +148,7 @@ def test_a_killed_generator_turns_red_and_leaves(visit: Open, system: System) ->
     spot = system.start("generator", "spot")
     row = seen.page.locator(".service[data-service=spot]")
     try:
-        expect(row).to_have_attribute("data-presence", "live", timeout=START_MS)
+        expect(row).to_have_attribute("data-presence", "live", timeout=1000 * START_S)
     finally:
         spot.kill()
         spot.wait(10)
