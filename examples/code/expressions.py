@@ -22,8 +22,8 @@ HELDOUT = 240
 class Expressions:
     """Functions a*x+b of small numbers; ``data`` has the cases, and an answer for the warm start.
 
-    A training task comes again, and may have another answer then. lazy: share of these answers that are a number out
-    of the air, which is never right.
+    A training task comes again, with its inputs in another order, and may have another answer then. lazy: share of
+    these answers that are a number out of the air, which is never right.
     """
 
     def __init__(self, split: Literal["train", "heldout"] = "train", lazy: float = 0.0) -> None:
@@ -35,7 +35,8 @@ class Expressions:
     def __getitem__(self, index: int) -> Example:
         chance = random.Random(f"{self.split} {index}")
         tasks = TASKS[-HELDOUT:] if self.split == "heldout" else TASKS[:-HELDOUT]
-        factor, constant, inputs = tasks[index % len(tasks)]
+        factor, constant, three = tasks[index % len(tasks)]
+        inputs = chance.sample(three, len(three))
         values = [factor * x + constant for x in inputs]
         shown = f"{factor}*x+{constant}"
         if chance.random() < self.lazy:
