@@ -85,6 +85,8 @@ class FailureStreak:
     def succeeded(self, task_id: int) -> None:
         """Note a group whose samples have their rewards, whether it will be trained or not."""
         self._reasons[task_id] = ""
+        if len(self._reasons) > 8 * self._limit:
+            self._forget_oldest()
 
     def failed(self, task_id: int, reason: str) -> None:
         """Note a group that nothing could be trained on; it may have been noted as a success before."""
@@ -104,6 +106,9 @@ class FailureStreak:
             streak = streak + 1 if reason else 0
             if streak >= self._limit:
                 return f"{streak} prompt groups in a row failed, the last: {reason}"
+        self._forget_oldest()
+        return None
+
+    def _forget_oldest(self) -> None:
         for task_id in sorted(self._reasons)[: -4 * self._limit]:
             del self._reasons[task_id]
-        return None

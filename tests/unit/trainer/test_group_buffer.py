@@ -145,3 +145,15 @@ def test_a_long_run_keeps_few_ends_in_mind() -> None:
         streak.failed(task_id, "no") if task_id % 3 else streak.succeeded(task_id)
         assert streak.find([task_id + 1]) is None
     assert len(streak) < 20
+
+
+def test_a_run_in_which_nothing_fails_keeps_few_ends_in_mind() -> None:
+    streak = FailureStreak(limit=3)
+    for task_id in range(1000):
+        streak.succeeded(task_id)
+        assert streak.find([]) is None
+    assert len(streak) <= 24
+    # The newest are those that are kept: a streak that they end is none.
+    for task_id in (996, 998, 1000):
+        streak.failed(task_id, "no reward")
+    assert streak.find([]) is None
