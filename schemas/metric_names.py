@@ -106,6 +106,7 @@ METRICS: dict[str, str] = {
     "train/row_tokens_mean": "Tokens of all rows of a sample that the model reads in training, prompts and shared"
     " beginnings too.",
     "train/micro_batches": "Micro-batches of a rank.",
+    "train/shared_tokens_fraction": "Tokens that are computed together with those of another row, as a share of all.",
     "train/imbalance": "Work of the rank that has most over the mean, less 1.",
     "train/expert_load_max": "Of a mixture of experts: tokens of the fullest expert over the mean of its layer, in the"
     " worst layer; 1 is even.",

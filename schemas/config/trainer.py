@@ -200,6 +200,11 @@ class TrainerConfig(Section):
         " training sends it to the same; 1 byte (2 above 254 experts) for each layer and expert of a token"
         " in its message.",
     )
+    share_prefixes: bool = Field(
+        True,
+        description="Compute what several rows of a micro-batch begin with, such as the prompt of a group, once. The"
+        " gradient is the same. Not done with images, router_replay or parallel.context.",
+    )
     compile: bool = Field(
         False,
         description="Compile the layers of the model and the critic (torch.compile); the first steps take longer, the"

@@ -24,8 +24,11 @@ def make_trajectory(
     logprobs: Sequence[float] | None = None,
     finish: str = "stop",
 ) -> Trajectory:
-    """prompt and completion are lengths in tokens; half of the completion is of the version after ``version``."""
-    rng = random.Random(f"{seed}-{task_id}-{sample}")
+    """prompt and completion are lengths in tokens; half of the completion is of the version after ``version``.
+
+    All samples of a task begin with the same tokens.
+    """
+    asked, rng = random.Random(f"{seed}-{task_id}"), random.Random(f"{seed}-{task_id}-{sample}")
     length, half = prompt + completion, prompt + completion // 2
     values = logprobs or [-rng.uniform(0.1, 6.0) for _ in range(completion)]
     spans = [Span(version, prompt, half)] if half > prompt else []
@@ -34,7 +37,7 @@ def make_trajectory(
         task_id=task_id,
         sample=sample,
         kind="train",
-        tokens=Array.of([rng.randrange(3, vocabulary) for _ in range(length)], "i4"),
+        tokens=Array.of([(asked if at < prompt else rng).randrange(3, vocabulary) for at in range(length)], "i4"),
         loss_mask=Array.of([0] * prompt + [1] * completion, "u1"),
         logprobs=Array.of([0.0] * prompt + list(values), "f4"),
         spans=[*spans, Span(version + 1, half, length)] if completion else [],
@@ -47,23 +50,23 @@ def make_trajectory(
 
 
 def make_groups(sizes: Sequence[int], seed: int = 0, vocabulary: int = 200) -> list[Group]:
-    """Groups of the given sizes with ragged lengths and random rewards of 0 and 1."""
+    """Groups of the given sizes, each of one prompt, with ragged lengths and random rewards of 0 and 1."""
     rng = random.Random(seed)
-    return [
-        Group(
+
+    def group(task_id: int, size: int) -> Group:
+        prompt = rng.randint(1, 6)
+        return Group(
             task_id,
             [
                 (
-                    make_trajectory(
-                        task_id, s, rng.randint(1, 6), rng.randint(0, 7), rng.randint(0, 3), seed, vocabulary
-                    ),
+                    make_trajectory(task_id, s, prompt, rng.randint(0, 7), rng.randint(0, 3), seed, vocabulary),
                     float(rng.randint(0, 1)),
                 )
                 for s in range(size)
             ],
         )
-        for task_id, size in enumerate(sizes, start=10)
-    ]
+
+    return [group(task_id, size) for task_id, size in enumerate(sizes, start=10)]
 
 
 def random_segments(rng: random.Random, length: int, names: Sequence[str] = ("main", "helper")) -> list[Segment]:

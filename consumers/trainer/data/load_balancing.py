@@ -9,9 +9,14 @@ from __future__ import annotations
 import heapq
 import math
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
+from consumers.trainer.data.row_families import RowFamily
+
+Shares: TypeAlias = list[list[list[int]]]
 REFINEMENTS = 200
 """Most exchanges between the fullest bin and the emptiest one; each brings them nearer to each other."""
 
@@ -31,7 +36,7 @@ class Cost:
 
 def shares(
     costs: Sequence[float], lengths: Sequence[int], dp_size: int, max_tokens: int, *, packed: bool = True
-) -> list[list[list[int]]]:
+) -> Shares:
     """Indices of the rows of each rank's micro-batches: ``[rank][micro-batch][...]``, as many for each rank.
 
     lengths: tokens. max_tokens: most tokens of a micro-batch, padding included unless they are ``packed``; a longer
@@ -46,7 +51,7 @@ def shares(
     bins += [[]] * (-len(bins) % dp_size)
     total = [sum(costs[item] for item in items) for items in bins]
     order = sorted(range(len(bins)), key=lambda b: (-total[b], b))
-    dealt: list[list[list[int]]] = [[] for _ in range(dp_size)]
+    dealt: Shares = [[] for _ in range(dp_size)]
     load = [0.0] * dp_size
     for first in range(0, len(bins), dp_size):
         # Neighbours in size run at the same time; the largest goes to who has had least.
@@ -55,6 +60,55 @@ def shares(
             dealt[rank].append(bins[b])
             load[rank] += total[b]
     return dealt
+
+
+def shares_of_families(
+    costs: Sequence[float],
+    lengths: Sequence[int],
+    dp_size: int,
+    max_tokens: int,
+    families: Sequence[RowFamily],
+    token: float,
+) -> Shares:
+    """The same for packed rows, with families whole in a micro-batch if the slowest ranks are done earlier then.
+
+    A family that is together saves its shared tokens, each of which costs ``token``; families are larger than rows, so
+    that a few of them may not go evenly into many micro-batches.
+    """
+    by_row = shares(costs, lengths, dp_size, max_tokens)
+    whole = shares(
+        [sum(costs[row] for row in family.rows) - token * family.shared for family in families],
+        [sum(lengths[row] for row in family.rows) for family in families],
+        dp_size,
+        max_tokens,
+    )
+    by_family = [
+        [
+            sorted((row for f in found for row in families[f].rows), key=lambda row: (lengths[row], row))
+            for found in micro_batches
+        ]
+        for micro_batches in whole
+    ]
+    return min(by_family, by_row, key=lambda dealt: _slowest(work(dealt, costs, families, token)))
+
+
+def work(
+    dealt: Shares, costs: Sequence[float], families: Sequence[RowFamily] = (), token: float = 0.0
+) -> list[list[float]]:
+    """Work of each micro-batch of each rank, without what families save that are whole in one."""
+    family_of = {row: f for f, family in enumerate(families) for row in family.rows}
+
+    def of(rows: Sequence[int]) -> float:
+        there = Counter(family_of[row] for row in rows if row in family_of)
+        whole = sum(families[f].shared for f, count in there.items() if count == len(families[f].rows))
+        return sum(costs[row] for row in rows) - token * whole
+
+    return [[of(rows) for rows in micro_batches] for micro_batches in dealt]
+
+
+def _slowest(found: Sequence[Sequence[float]]) -> float:
+    """Work until all are done: sharded ranks wait for each other in every micro-batch."""
+    return float(sum(max(each) for each in zip(*found, strict=True)))
 
 
 def _packed(costs: Sequence[float], lengths: Sequence[int], dp_size: int, max_tokens: int) -> list[list[int]]:

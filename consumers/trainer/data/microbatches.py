@@ -19,7 +19,8 @@ from torch import Tensor
 from consumers.trainer.algorithms.aggregation import Aggregation, Totals
 from consumers.trainer.data.credit import AnyAdvantage, Samples, give_credit, one_each
 from consumers.trainer.data.images import ImageBatch, ImageFiles
-from consumers.trainer.data.load_balancing import Cost, shares
+from consumers.trainer.data.load_balancing import Cost, shares, shares_of_families, work
+from consumers.trainer.data.row_families import find_families
 from consumers.trainer.data.rows import TrainRow, cut_rows, loss_tokens
 from schemas.errors import DataError
 from schemas.images import ImageSettings
@@ -100,8 +101,9 @@ class StepPlan:
 
     shares: indices of the rows of each data-parallel rank's micro-batches, ``[dp_rank][micro-batch][...]``.
     rewards, advantages: float64. lengths: loss tokens over all rows of a sample, int64. groups: index of each sample's
-    group, int64. truncated: whether a sample ended at a limit, of tokens, calls or time, bool. costs: work of each row,
-    float64 [R]. images: their files, and how they are cut; None for a model of text.
+    group, int64. truncated: whether a sample ended at a limit, of tokens, calls or time, bool. loads: work of each
+    rank, float64 [dp_size]. shared_fraction: of the tokens of all rows, those that are computed with another row.
+    images: their files, and how they are cut; None for a model of text.
     """
 
     rows: list[TrainRow]
@@ -112,7 +114,8 @@ class StepPlan:
     lengths: npt.NDArray[np.int64]
     groups: npt.NDArray[np.int64]
     truncated: npt.NDArray[np.bool_]
-    costs: npt.NDArray[np.float64]
+    loads: npt.NDArray[np.float64]
+    shared_fraction: float
     images: ImageFiles | None = None
 
     def share(self, dp_rank: int) -> list[list[TrainRow]]:
@@ -159,7 +162,9 @@ class StepPlanner:
     max_tokens: longest completion that sampling allows. micro_batch_tokens: most tokens of a micro-batch, with padding
     unless ``packed``; a longer row gets one of its own. cost: work of a row, which ranks share evenly. by_name: see
     data/credit.py. mask_truncated: samples that ended at a limit have weight 0 and count in no mean of the loss; their
-    rewards are compared with the others' all the same. images: how the model wants images, None for one of text.
+    rewards are compared with the others' all the same. share_prefixes: whether the policy computes once what rows of a
+    micro-batch begin with, so that rows which begin alike belong together. images: how the model wants images, None for
+    one of text.
     """
 
     advantage: AnyAdvantage
@@ -171,6 +176,7 @@ class StepPlanner:
     packed: bool = True
     by_name: bool = False
     mask_truncated: bool = False
+    share_prefixes: bool = False
     images: ImageSettings | None = None
 
     def files(self, bodies: Mapping[str, bytes]) -> ImageFiles | None:
@@ -201,6 +207,15 @@ class StepPlanner:
         weights = np.where(masked, 0.0, weights)
         tokens = [len(row.tokens) for row in rows]
         costs = [self.cost.of(length, row.loss_tokens) for length, row in zip(tokens, rows, strict=True)]
+        of_rows = [int(index[row.sample]) for row in rows]
+        most = self.micro_batch_tokens
+        families = find_families([row.tokens.numpy() for row in rows], of_rows, most) if self.share_prefixes else []
+        dealt = (
+            shares_of_families(costs, tokens, self.dp_size, most, families, self.cost.token)
+            if families
+            else shares(costs, tokens, self.dp_size, most, packed=self.packed)
+        )
+        loads = np.array([sum(each) for each in work(dealt, costs, families, self.cost.token)], dtype=np.float64)
         return StepPlan(
             rows=[
                 TrainRow(
@@ -212,21 +227,22 @@ class StepPlanner:
                     weight=float(weights[row.sample]),
                     sequence=r,
                     sample=row.sample,
-                    group=int(index[row.sample]),
+                    group=of_rows[r],
                     images=list(row.images),
                     temperature=trajectories[row.sample].temperature,
                     routed_experts=row.routed_experts,
                 )
                 for r, (row, advantage) in enumerate(zip(rows, credit.rows, strict=True))
             ],
-            shares=shares(costs, tokens, self.dp_size, self.micro_batch_tokens, packed=self.packed),
+            shares=dealt,
             totals=totals,
             rewards=rewards,
             advantages=credit.samples,
             lengths=lengths,
             groups=index,
             truncated=truncated,
-            costs=np.array(costs, dtype=np.float64),
+            loads=loads,
+            shared_fraction=(sum(costs) - float(loads.sum())) / self.cost.token / max(1, sum(tokens)),
             images=self.files({digest: body for group in groups for digest, body in group.images.items()}),
         )
 

@@ -29,11 +29,13 @@ class ParallelModule(nn.Module):
 
     context: the ranks over which tokens are cut. tensor: those over which layers and vocabulary are cut. None for one
     rank; ``Ranks.prepare`` sets them. packed: whether the language model takes packed sequences.
+    share_prefixes: whether one rank that has all tokens computes those once that several sequences begin with.
     """
 
     context: Part | None = None
     tensor: Part | None = None
     packed: bool
+    share_prefixes: bool = True
 
     @property
     def tried(self) -> dict[str, bool]:

@@ -185,12 +185,12 @@ def _deviation(total: float, squares: float, count: float) -> float:
 def sample_metrics(plan: StepPlan) -> dict[str, float]:
     """Metrics of the step's samples over all ranks: rewards, lengths in loss tokens, rows, truncation, balance.
 
-    ``row_tokens`` are those of all rows of a sample, context too, which the model reads. ``imbalance`` is the work of
-    the rank that has most over that of the mean, less 1.
+    ``row_tokens`` are those of all rows of a sample, context too, which the model reads. ``shared_tokens_fraction``
+    is the part of them that is computed together with another row's. ``imbalance`` is the work of the rank that has
+    most over that of the mean, less 1.
     """
     if not len(plan.rewards):
         return {}
-    loads = [sum(plan.costs[r] for rows in share for r in rows) for share in plan.shares]
     rows = np.bincount(np.array([row.sample for row in plan.rows], dtype=np.int64), minlength=len(plan.rewards))
     better, worse = _against_their_group(plan)
     parts = {"length_better_mean": better, "length_worse_mean": worse, "length_terminated_mean": ~plan.truncated}
@@ -212,9 +212,10 @@ def sample_metrics(plan: StepPlan) -> dict[str, float]:
         "temperature": float(np.mean([row.temperature for row in plan.rows] or [math.nan])),
         "row_tokens_mean": sum(len(row.tokens) for row in plan.rows) / len(plan.rewards),
         "truncated_fraction": float(plan.truncated.mean()),
-        "forward_flops": float(plan.costs.sum()),
+        "forward_flops": float(plan.loads.sum()),
         "micro_batches": float(len(plan.shares[0])),
-        "imbalance": float(max(loads) * len(loads) / max(sum(loads), 1e-9) - 1.0),
+        "shared_tokens_fraction": plan.shared_fraction,
+        "imbalance": float(plan.loads.max() / max(plan.loads.mean(), 1e-9) - 1.0),
     }
 
 

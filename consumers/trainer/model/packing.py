@@ -26,6 +26,7 @@ from transformers.masking_utils import sdpa_mask
 from consumers.trainer.distributed.context_parallel import exchange_to_heads, exchange_to_tokens, gather_tokens
 from consumers.trainer.distributed.layout import has_plain_attention
 from consumers.trainer.distributed.parts import Part
+from consumers.trainer.model.shared_prefixes import SharedPrefixes, find_shared_prefixes
 
 KernelName: TypeAlias = Literal["flash_attn", "varlen", "each"]
 Kernel: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor, int, float | None], Tensor]
@@ -45,7 +46,8 @@ class Packed:
 
     ids, positions: int64 [1, N]. starts: int32 [R+1], where each sequence begins, and N. longest: tokens. rows: bool
     [R, T], the places of the N tokens in the padded micro-batch. context: the ranks that share the tokens, each N / C
-    of them; one more sequence then makes N a multiple of C, and is in no row.
+    of them; one more sequence then makes N a multiple of C, and is in no row. shared: the tokens that are computed once
+    for several sequences; the model then returns states of the M distinct ones, [1, M, D].
     """
 
     ids: Tensor
@@ -54,19 +56,28 @@ class Packed:
     longest: int
     rows: Tensor
     context: Part | None = None
+    shared: SharedPrefixes | None = None
 
     def arguments(self) -> dict[str, Any]:
         """Arguments of the model's forward, which hands them to every attention layer; the names are transformers'."""
-        shared = {} if self.context is None else {"context": self.context}
+        others: dict[str, Any] = {} if self.context is None else {"context": self.context}
+        ids, positions = self._own(self.ids, 1), self._own(self.positions, 1)
+        if self.shared is not None:
+            others["shared"] = self.shared
+            ids, positions = self.shared.to_distinct(ids, 1), self.shared.to_distinct(positions, 1)
         return {
-            "input_ids": self._own(self.ids, 1),
-            "position_ids": self._own(self.positions, 1),
+            "input_ids": ids,
+            "position_ids": positions,
             "cu_seq_lens_q": self.starts,
             "cu_seq_lens_k": self.starts,
             "max_length_q": self.longest,
             "max_length_k": self.longest,
-            **shared,
+            **others,
         }
+
+    def states_of(self, hidden: Tensor, own: Tensor) -> Tensor:
+        """States [K, D] of the K tokens of this rank that ``own``, bool [N / C], marks; hidden: what the model gave."""
+        return hidden[own] if self.shared is None else hidden.index_select(0, self.shared.spread[own])
 
     def part_of(self, values: Tensor) -> Tensor:
         """Values [R, T, ...] at this rank's tokens: [N / C, ...], 0 or false in the sequence that fills up."""
@@ -87,11 +98,13 @@ class Packed:
         return values if self.context is None else self.context.slice(values, dim)
 
 
-def pack(inputs: Tensor, lengths: Tensor, context: Part | None = None) -> Packed:
+def pack(inputs: Tensor, lengths: Tensor, context: Part | None = None, share: bool = False) -> Packed:
     """Pack the first ``lengths`` (int64 [R], 1 or more) tokens of each row of ``inputs``, int64 [R, T].
 
-    context: the ranks that share the tokens, all of which give the same.
+    context: the ranks that share the tokens, all of which give the same. share: compute what several rows begin with
+    once; one rank that has all tokens can.
     """
+    shared = find_shared_prefixes(inputs, lengths) if share and context is None else None
     positions = torch.arange(inputs.shape[1], device=inputs.device).expand_as(inputs)
     rows = positions < lengths[:, None]
     starts = F.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
@@ -101,7 +114,7 @@ def pack(inputs: Tensor, lengths: Tensor, context: Part | None = None) -> Packed
         ids = F.pad(ids, (0, filler))
         positions = torch.cat([positions, torch.arange(filler, device=ids.device)])
         starts, longest = F.pad(starts, (0, 1), value=len(ids)), max(longest, filler)
-    return Packed(ids[None], positions[None], starts, longest, rows, context)
+    return Packed(ids[None], positions[None], starts, longest, rows, context, shared)
 
 
 @torch.no_grad()
@@ -149,6 +162,7 @@ def attend(
     cu_seq_lens_q: Tensor | None = None,
     max_length_q: int = 0,
     context: Part | None = None,
+    shared: SharedPrefixes | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     sliding_window: int | None = None,
@@ -157,7 +171,8 @@ def attend(
     """Causal attention within each packed sequence, or within each padded row when there are no starts.
 
     query: [B, H, N, D]; key, value: [B, H or fewer, N, D]. Returns [B, N, H, D]. context: the ranks that have N / C
-    tokens each of the sequences. ValueError if the model asks for another kind of attention.
+    tokens each of the sequences. shared: N is the number of distinct tokens of the sequences. ValueError if the model
+    asks for another kind of attention.
     """
     if softcap is not None or s_aux is not None or sliding_window is not None:
         raise ValueError("packed attention has no soft cap, no sinks and no sliding window")
@@ -174,6 +189,10 @@ def attend(
         )
         return out.transpose(1, 2), None
     kernel = KERNELS[choose_kernel(query.device, query.dtype)]
+    if shared is not None:
+        query, key, value = (shared.to_all(tensor, 2) for tensor in (query, key, value))
+        out = kernel(query, key, value, cu_seq_lens_q, max_length_q, scaling)
+        return shared.to_distinct(out, 1), None
     if context is None:
         return kernel(query, key, value, cu_seq_lens_q, max_length_q, scaling), None
     query, key, value = (exchange_to_heads(tensor, context) for tensor in (query, key, value))

@@ -122,7 +122,11 @@ class Policy(ParallelModule):
         each = None
         if len(set(temperatures)) > 1:
             each = torch.tensor(temperatures, device=mask.device)[:, None].expand(mask.shape)
-        packed = pack(inputs, lengths, self.context) if self.packed and lengths is not None else None
+        packed = None
+        if self.packed and lengths is not None:
+            # Images and noted choices of routers belong to tokens of one row.
+            share = self.share_prefixes and self.vision is None and routed_experts is None
+            packed = pack(inputs, lengths, self.context, share)
         if self.router_replay is not None:
             chosen = None if routed_experts is None else routed_experts[:, :-1]
             if chosen is not None:
@@ -132,7 +136,9 @@ class Policy(ParallelModule):
             hidden = self._hidden(packed.arguments(), images, packed.rows)[0]
             own = packed.part_of(mask)
             temperature = temperatures[0] if each is None else packed.part_of(each)[own]
-            scores = self._score(hidden[own], packed.part_of(targets)[own], temperature, entropy_gradient)
+            scores = self._score(
+                packed.states_of(hidden, own), packed.part_of(targets)[own], temperature, entropy_gradient
+            )
             scores = (packed.whole(scores[0], own, mask), packed.whole(scores[1], own, mask))
         elif self.chunked:
             temperature = temperatures[0] if each is None else each[mask]

@@ -67,6 +67,11 @@ def build_train_step(
         packed=policy.packed,
         by_name=trainer.advantage.by_name,
         mask_truncated=trainer.mask_truncated,
+        share_prefixes=policy.packed
+        and policy.share_prefixes
+        and policy.vision is None
+        and ranks.layout.context == 1
+        and not trainer.router_replay,
         images=None if policy.vision is None else policy.vision.settings,
     )
     reference = reference or reference_policy(config, ranks)
@@ -91,8 +96,9 @@ def build_train_step(
 
 
 def _before_sharding(model: Policy | Critic, config: TidemillConfig, ranks: Ranks) -> None:
-    """Have a model keep fewer activations, and compile it, as is wanted."""
+    """Have a model share prefixes, keep fewer activations and be compiled, as is wanted."""
     trainer = config.trainer
+    model.share_prefixes = trainer.share_prefixes
     save_activations(model.causal_lm, trainer.activation_checkpointing, trainer.activation_offload)
     if trainer.compile:
         compile_layers(model, ranks.accelerator.device.type)
@@ -129,6 +135,7 @@ def reference_policy(config: TidemillConfig, ranks: Ranks) -> Policy | None:
     beside = settings.device != "cpu"
     policy = load_policy(config, settings.model or model.path, model.dtype, empty=beside and not ranks.is_main)
     policy.requires_grad_(False)
+    policy.share_prefixes = config.trainer.share_prefixes
     if policy.vision is not None:
         policy.vision.always = ranks.world > 1 and beside
     if not beside:

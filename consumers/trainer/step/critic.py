@@ -45,10 +45,10 @@ class Critic(ParallelModule):
         """
         head = self.causal_lm.get_output_embeddings()
         if self.packed:
-            packed = pack(tokens[:, :-1], lengths, self.context)
+            packed = pack(tokens[:, :-1], lengths, self.context, self.share_prefixes)
             hidden = self.causal_lm.base_model(**packed.arguments(), use_cache=False).last_hidden_state[0]
             own = packed.part_of(mask)
-            values = packed.whole(head(hidden[own]).squeeze(-1).float(), own, mask)
+            values = packed.whole(head(packed.states_of(hidden, own)).squeeze(-1).float(), own, mask)
         else:
             hidden = self.causal_lm.base_model(input_ids=tokens[:, :-1], use_cache=False).last_hidden_state[mask]
             values = head(hidden).squeeze(-1).float()

@@ -46,7 +46,8 @@ def test_compiled_layers_train_the_same(
         make_step(model, compile=wanted, activation_checkpointing=checkpointing) for wanted in (False, True)
     )
     graphs = []
-    for version, sizes in enumerate([[4, 1], [2, 5, 3], [1, 1], [6, 2]]):
+    # Of the first batch rows share their prompts, of the second there are none that could.
+    for version, sizes in enumerate([[4, 1], [1, 1], [2, 5, 3], [6, 2]]):
         groups = make_groups(sizes, seed=version)
         wanted = plain.run(plain.planner.plan(groups).batch(), version).metrics
         found = compiled.run(compiled.planner.plan(groups).batch(), version).metrics
@@ -54,7 +55,7 @@ def test_compiled_layers_train_the_same(
             assert found[name] == pytest.approx(wanted[name], rel=1e-3, abs=1e-5), name
         graphs.append(counters["stats"]["unique_graphs"])
     assert graphs[0] > 0, "something was compiled"
-    assert graphs[1:] == graphs[:1] * 3, "other sizes compile nothing anew"
+    assert graphs[2:] == graphs[1:2] * 2, "other sizes compile nothing anew"
     assert plain.policy.state_dict().keys() == compiled.policy.state_dict().keys()
 
 

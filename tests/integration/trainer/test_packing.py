@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import event, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM, PreTrainedModel
@@ -54,6 +54,32 @@ def test_packed_is_what_padded_is(policy: Policy, lengths: list[int], seed: int)
     assert torch.allclose(packed_grad, padded_grad, rtol=1e-3, atol=1e-5 * float(padded_grad.abs().max() + 1))
 
 
+@settings(max_examples=25, deadline=None)
+@given(
+    prompts=st.lists(st.integers(1, 20), min_size=1, max_size=3),
+    answers=st.lists(st.tuples(st.integers(0, 2), st.integers(0, 20)), min_size=2, max_size=9),
+    seed=st.integers(0, 1000),
+)
+def test_prompts_that_are_computed_once_give_what_each_row_gives(
+    policy: Policy, prompts: list[int], answers: list[tuple[int, int]], seed: int
+) -> None:
+    """Scores, and the gradient of the prompts' tokens too: some of these count in the loss."""
+    tokens, mask, lengths = rows_of([prompts[which % len(prompts)] + more for which, more in answers], seed)
+    for row, (which, _) in enumerate(answers):
+        length, first = (
+            prompts[which % len(prompts)],
+            [one % len(prompts) for one, _ in answers].index(which % len(prompts)),
+        )
+        tokens[row, :length] = tokens[first, :length]
+    shared = pack(tokens[:, :-1], lengths, share=True).shared
+    event("shared" if shared is not None else "nothing to share")
+    rows = (tokens, mask, lengths)
+    (packed, packed_grad), (padded, padded_grad) = run(policy, rows, True), run(policy, rows, False)
+    assert torch.allclose(packed.logprobs, padded.logprobs, atol=1e-5)
+    assert torch.allclose(packed.entropy, padded.entropy, atol=1e-5)
+    assert torch.allclose(packed_grad, padded_grad, rtol=1e-3, atol=1e-5 * float(padded_grad.abs().max() + 1))
+
+
 def test_a_sequence_sees_nothing_of_its_neighbours(policy: Policy) -> None:
     tokens, mask, lengths = rows_of([9, 6, 12], seed=1)
     mask[1, :6] = True
@@ -77,6 +103,17 @@ def test_packing_leaves_no_padding() -> None:
     assert packed.ids.tolist() == [[0, 1, 2, 3, 4, 8, 9]]
     assert packed.positions.tolist() == [[0, 1, 2, 3, 0, 0, 1]]
     assert packed.starts.tolist() == [0, 4, 5, 7]
+
+
+def test_what_rows_begin_with_is_in_the_models_input_once() -> None:
+    packed = pack(torch.tensor([[7, 8, 1, 2], [7, 8, 3, 0]]), torch.tensor([4, 3]), share=True)
+    given = packed.arguments()
+    assert given["input_ids"].tolist() == [[7, 8, 1, 2, 3]]
+    assert given["position_ids"].tolist() == [[0, 1, 2, 3, 2]]
+    assert given["cu_seq_lens_q"].tolist() == [0, 4, 7]
+    states = torch.arange(5.0)[:, None]
+    own = torch.tensor([False, True, True, False, False, True, True])
+    assert packed.states_of(states, own).flatten().tolist() == [1.0, 2.0, 1.0, 4.0]
 
 
 SMALL = {

@@ -39,7 +39,7 @@ def test_an_algorithm_is_that_of_one_rank(reports: dict[int, dict[str, Any]], na
     one, four = (reports[world][name] for world in (1, 4))
     for alone, shared in zip(one["metrics"], four["metrics"], strict=True):
         assert alone.keys() == shared.keys()
-        for metric in alone.keys() - {"imbalance", "micro_batches"}:
+        for metric in alone.keys() - {"imbalance", "micro_batches", "forward_flops", "shared_tokens_fraction"}:
             assert shared[metric] == pytest.approx(alone[metric], rel=1e-3, abs=1e-5), metric
 
 

@@ -1,0 +1,62 @@
+"""Shared prefixes: tokens that several sequences begin with are computed once.
+
+The samples of a prompt begin with the same tokens, and calls of an agent with the same conversation. In a causal model
+a token's state depends on itself and what is before it, so that it is the same in all of them: whatever works on each
+token alone (projections, norms, the MLP) needs it once. Attention is given all tokens of all sequences again.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+WORTH_IT = 0.1
+"""Least share of tokens that must be saved: handing them to attention again costs, too."""
+
+
+class SharedPrefixes(NamedTuple):
+    """M distinct tokens among the N of packed sequences.
+
+    spread: int64 [N], which of the distinct ones each token is. first: int64 [M], one of the N tokens that it is.
+    """
+
+    spread: Tensor
+    first: Tensor
+
+    def to_all(self, values: Tensor, dim: int) -> Tensor:
+        """Values of the distinct tokens, M in dimension ``dim``, at all N."""
+        return values.index_select(dim, self.spread)
+
+    def to_distinct(self, values: Tensor, dim: int) -> Tensor:
+        """Values of all N tokens in dimension ``dim``, at the M distinct ones."""
+        return values.index_select(dim, self.first)
+
+
+@torch.no_grad()
+def find_shared_prefixes(inputs: Tensor, lengths: Tensor) -> SharedPrefixes | None:
+    """Find what the rows share; None when that is less than WORTH_IT.
+
+    inputs: int64 [R, T], right-padded, of which the first ``lengths``, int64 [R], count. The tokens are numbered as
+    they are packed: row after row, without padding.
+    """
+    place = torch.arange(inputs.shape[1], device=inputs.device)
+    there = place < lengths[:, None]
+    # Rows with the longest common prefix are neighbours in this order.
+    order = torch.unique(inputs.masked_fill(~there, -1), dim=0, return_inverse=True)[1].argsort()
+    ids, known = inputs[order], there[order]
+    same = (ids[1:] == ids[:-1]) & known[1:] & known[:-1]
+    shared = F.pad(same.cumprod(1).sum(1), (1, 0))
+    # A token is that of the last row at or above its own whose prefix with the one before ended earlier.
+    row = torch.arange(len(ids), device=inputs.device)[:, None]
+    owner = torch.where(place >= shared[:, None], row, 0).cummax(0).values
+    number = (there.flatten().cumsum(0) - 1).view_as(there)
+    same_as = torch.empty_like(number)
+    same_as[order] = number[order].gather(0, owner)
+    found = same_as[there]
+    is_first = found == torch.arange(len(found), device=inputs.device)
+    if int(is_first.sum()) > (1 - WORTH_IT) * len(found):
+        return None
+    return SharedPrefixes((is_first.cumsum(0) - 1)[found], is_first.nonzero()[:, 0])

@@ -1,0 +1,68 @@
+"""Rows that begin alike belong together, as far as there is room and ranks are not kept waiting."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from consumers.trainer.data.load_balancing import shares, shares_of_families, work
+from consumers.trainer.data.row_families import RowFamily, find_families
+
+
+def rows_of(*rows: list[int]) -> list[np.ndarray]:
+    return [np.array(row, dtype=np.int32) for row in rows]
+
+
+def test_rows_of_a_group_that_begin_alike_are_a_family_and_know_what_they_share() -> None:
+    rows = rows_of([7, 8, 9, 1], [5, 5, 5], [7, 8, 2, 3], [7, 8, 9, 4])
+    found = find_families(rows, [0, 0, 0, 0], most=100)
+    # The last token of a row predicts nothing, so that 9 is shared and what follows is not.
+    assert sorted((sorted(family.rows), family.shared) for family in found) == [([0, 2, 3], 5), ([1], 0)]
+
+
+def test_rows_of_different_groups_and_of_too_many_tokens_are_apart() -> None:
+    rows = rows_of(*[[7, 8, 9, end] for end in range(5)])
+    assert [family.rows for family in find_families(rows, [0, 0, 1, 1, 1], most=100)] == [[0, 1], [2, 3, 4]]
+    assert [len(family.rows) for family in find_families(rows, [0] * 5, most=8)] == [2, 2, 1]
+    assert [family.rows for family in find_families(rows[:1], [0], most=2)] == [[0]]
+
+
+def test_families_are_whole_where_that_is_faster() -> None:
+    rows = rows_of(*[[group] * 50 + [end] for group in range(8) for end in range(4)])
+    groups, lengths = [row // 4 for row in range(32)], [51] * 32
+    families = find_families(rows, groups, most=408)
+    dealt = shares_of_families([51.0] * 32, lengths, 2, 408, families, 1.0)
+    assert all(len({groups[row] for row in rows}) == len(rows) / 4 for share in dealt for rows in share)
+    assert work(dealt, [51.0] * 32, families, 1.0) == [[8 * 51.0 - 6 * 50] * 2] * 2
+
+
+def test_families_are_cut_where_whole_ones_keep_ranks_waiting() -> None:
+    """Three families on two ranks: one rank would have twice as much, to save little."""
+    families = [RowFamily(list(range(4 * f, 4 * f + 4)), shared=3) for f in range(3)]
+    dealt = shares_of_families([100.0] * 12, [100] * 12, 2, 1200, families, 1.0)
+    assert [len(rows) for share in dealt for rows in share] == [6, 6]
+
+
+@settings(deadline=None)
+@given(
+    rows=st.lists(st.tuples(st.integers(0, 4), st.lists(st.integers(0, 1), min_size=1, max_size=12)), max_size=24),
+    dp_size=st.integers(1, 4),
+    most=st.integers(4, 60),
+)
+def test_every_row_is_in_one_micro_batch_that_has_room(
+    rows: list[tuple[int, list[int]]], dp_size: int, most: int
+) -> None:
+    lengths = [len(tokens) for _, tokens in rows]
+    families = find_families(rows_of(*[tokens for _, tokens in rows]), [group for group, _ in rows], most)
+    dealt = shares_of_families([float(length) for length in lengths], lengths, dp_size, most, families, 1.0)
+    assert len({len(share) for share in dealt}) == 1
+    assert sorted(row for share in dealt for found in share for row in found) == list(range(len(rows)))
+    for found in (found for share in dealt for found in share):
+        assert sum(lengths[row] for row in found) <= most or len(found) == 1
+    by_row = shares([float(length) for length in lengths], lengths, dp_size, most)
+    assert slowest(work(dealt, lengths, families, 1.0)) <= slowest(work(by_row, lengths, families, 1.0))
+
+
+def slowest(found: list[list[float]]) -> float:
+    return float(sum(max(each) for each in zip(*found, strict=True)))
