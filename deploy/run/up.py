@@ -20,7 +20,7 @@ import redis
 from rich.console import Console
 
 from broker.api.address import ADDRESS, address_of
-from broker.api.status.poller import StatusPoller, unreachable
+from broker.api.status.poller import REWARDS, StatusPoller, unreachable
 from broker.api.watch.run_watch import RunWatch
 from broker.api.web.sse import timeline_event
 from broker.client import Broker
@@ -267,7 +267,7 @@ class _Run:
     @contextmanager
     def _watch(self, broker: Broker) -> Iterator[StatusPoller]:
         """Look at the run as the control plane does, in threads: a silent broker never stops the supervisor."""
-        watch = StatusPoller(broker, self.config, every_s=LOOK_EVERY_S, measure_memory=False)
+        watch = StatusPoller(broker, self.config, every_s=LOOK_EVERY_S, measure_memory=False, keep_steps=REWARDS)
         watch.on_events = self._remember
         watch.start()
         try:

@@ -13,7 +13,7 @@ from statistics import median
 from broker.api.status.bottleneck import Evidence, find_bottleneck
 from broker.api.status.run_state import LOADING, is_live, pause_status, run_state
 from broker.api.status.scaling import scaling
-from broker.api.status.series import HISTOGRAM, MetricsSeries, Rates
+from broker.api.status.series import HISTOGRAM, STEPS_KEPT, MetricsSeries, Rates
 from broker.client import Broker
 from broker.flow.ledger import LedgerState
 from broker.flow.run_control import ControlState
@@ -75,8 +75,13 @@ class PlannedRun:
 class Collector:
     """Collects the status of a run again and again, and keeps the metrics that it has read. Used by one thread."""
 
-    def __init__(self, broker: Broker, plan: PlannedRun, measure_memory: bool = True) -> None:
-        """measure_memory: whether ``memory_bytes`` is read, which asks for the size of every key of the run."""
+    def __init__(
+        self, broker: Broker, plan: PlannedRun, measure_memory: bool = True, keep_steps: int = STEPS_KEPT
+    ) -> None:
+        """measure_memory: whether ``memory_bytes`` is read, which asks for the size of every key of the run.
+
+        keep_steps: the newest steps whose metrics are kept, RECENT at least.
+        """
         self._broker = broker
         self._plan = plan
         self._measure_memory = measure_memory
@@ -88,7 +93,7 @@ class Collector:
         self._broker_lifetime = ""
         self._versions: dict[str, int] = {}
         self._loads: deque[float] = deque(maxlen=RECENT)
-        self.history = MetricsSeries()
+        self.history = MetricsSeries(keep_steps)
         self.ages: Counter[int] = Counter()
         """Loss tokens by age, of all steps that were read."""
         self.control: ControlState | None = None

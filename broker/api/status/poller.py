@@ -12,7 +12,7 @@ import structlog
 from broker.api.status.collector import Collector, PlannedRun, evaluation
 from broker.api.status.kubernetes import Deployments
 from broker.api.status.prometheus import render
-from broker.api.status.series import ThroughputSeries
+from broker.api.status.series import STEPS_KEPT, ThroughputSeries
 from broker.client import Broker
 from broker.flow.run_control import ControlState
 from broker.telemetry.streams import StoredEvent
@@ -42,15 +42,16 @@ class StatusPoller:
         deployments: Deployments | None = None,
         every_s: float = EVERY_S,
         measure_memory: bool = True,
+        keep_steps: int = STEPS_KEPT,
     ) -> None:
-        """deployments: who scales, on Kubernetes. measure_memory: see Collector.
+        """deployments: who scales, on Kubernetes. measure_memory, keep_steps: see Collector.
 
         every_s: pause between two looks, and how long the end may wait for a read of the timeline.
         """
         self._broker = broker
         self._deployments = deployments
         self._every_s = every_s
-        self._collector = Collector(broker, PlannedRun.of(config), measure_memory)
+        self._collector = Collector(broker, PlannedRun.of(config), measure_memory, keep_steps)
         self._pace = ThroughputSeries()
         self._lock = threading.Lock()
         self._stop = threading.Event()

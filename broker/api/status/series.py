@@ -24,7 +24,9 @@ HISTOGRAM = "staleness/histogram"
 class MetricsSeries:
     """Columns of the same length; NaN where a step has no such figure. 8 bytes a figure."""
 
-    def __init__(self) -> None:
+    def __init__(self, keep: int = STEPS_KEPT) -> None:
+        """keep: the newest steps that are kept."""
+        self._keep = keep
         self.steps: list[int] = []
         self.histograms: list[dict[str, int]] = []
         self._columns: dict[str, array[float]] = {}
@@ -36,7 +38,7 @@ class MetricsSeries:
             return
         while self.steps and self.steps[-1] >= step:
             self._drop(-1)
-        if len(self.steps) >= STEPS_KEPT:
+        if len(self.steps) >= self._keep:
             self._drop(0)
         self.steps.append(step)
         histogram = line.get(HISTOGRAM)

@@ -37,3 +37,13 @@ def test_figures_of_several_parts_are_series_too_and_their_number_is_bounded() -
     assert found.series == {"loss": [1.0, 2.0], "reward/histogram/0.0": [3.0, None]}
     series.add({"step": 3, **{f"made-up-{number}": number for number in range(2 * SERIES_KEPT)}})
     assert len(series.names) == SERIES_KEPT
+
+
+def test_only_the_newest_steps_are_kept() -> None:
+    series = MetricsSeries(keep=3)
+    for step in range(5):
+        series.add({"step": step, "loss": float(step), "staleness/histogram": {str(step): 1}})
+    found = series.since(-1, 10)
+    assert found.step == [2, 3, 4]
+    assert found.series == {"loss": [2.0, 3.0, 4.0]}
+    assert found.staleness == [{"2": 1}, {"3": 1}, {"4": 1}]

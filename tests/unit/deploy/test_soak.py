@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("psutil")
 
-from benchmarks.soak import fields_of_evaluation, growth, length_bounds
+from benchmarks.soak import ALL_MEMORY, fields_of_evaluation, growth, kept_for_steps, length_bounds
 
 
 def grows(name: str, value: Callable[[int], float]) -> bool:
@@ -49,3 +49,19 @@ def test_figures_kept_for_people_may_grow_up_to_their_number() -> None:
         assert not row["grows"], key
         (row,) = growth([{name: 2 * most * (at + 1) / 100} for at in range(100)], bounds)
         assert row["grows"], key
+
+
+def test_the_control_plane_may_grow_by_what_it_keeps_of_each_step() -> None:
+    steps, name = "key a:metrics/length", "control/memory_mb"
+    looks = [{steps: 20.0 * at, name: 70.0 + 0.03 * at} for at in range(100)]
+    kept = kept_for_steps(looks, series=100)
+    assert kept == pytest.approx(1800 * (100 * 9 + 600) / 1e6)
+    assert not next(row for row in growth(looks, kept={name: kept}) if row["name"] == name)["grows"]
+    assert next(row for row in growth(looks) if row["name"] == name)["grows"]
+    leaking = [{**one, name: one[name] + 0.03 * at} for at, one in enumerate(looks)]
+    assert next(row for row in growth(leaking, kept={name: kept}) if row["name"] == name)["grows"]
+
+
+def test_all_memory_of_the_server_is_noted_and_the_rest_of_it_judged() -> None:
+    assert not grows(ALL_MEMORY, lambda at: 10.0 + at)
+    assert grows("server/other_memory_mb", lambda at: 5.0 + 0.1 * at)
