@@ -38,9 +38,9 @@ from schemas.config import TidemillConfig, load_config
 CONFIG = Path(__file__).with_name("staleness.yaml")
 STALENESS = (0, 1, 4, 8)
 SEEDS = (0, 1, 2, 3, 4)
-TUNING = (100,)
+TUNING = (100, 101)
 """Seeds on which learning rates are chosen, and nothing else."""
-RATES = (2e-4, 4e-4, 8e-4, 1.6e-3)
+RATES = (1e-4, 2e-4, 4e-4, 8e-4)
 MAX_TOKENS = 4  # three digits and the end of sequence
 
 # What is trained by each name. gspo's own bounds are for long answers: with four tokens nothing would be left.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
@@ -19,30 +19,35 @@ COLOURS = {
     "dppo": "#d1495b",
     "cispo": "#e09f3e",
     "gspo": "#7b5ea7",
-    "decoupled_ppo (recomputed)": "#8fd0c6",
-    "unclipped": "#8a8f98",
 }
 QUIET = "#8a8f98"
 
 
 def plot(runs: Sequence[Run], file: Path) -> None:
-    """Write a PNG: accuracy over steps at each staleness, mean of the seeds with a band of one standard deviation."""
+    """Write a PNG: accuracy over steps, a row for each advantage and a column for each staleness.
+
+    Lines are means of the seeds, with a band of one standard deviation.
+    """
     ages = sorted({run["staleness"] for run in runs} - {0})
-    fresh = [run for run in runs if run["staleness"] == 0]
-    figure = Figure(figsize=(4.0 * len(ages), 4.4), dpi=150, layout="constrained")
+    advantages = list(dict.fromkeys(run["advantage"] for run in runs))
+    figure = Figure(figsize=(4.0 * len(ages), 3.4 * len(advantages) + 1.0), dpi=150, layout="constrained")
     figure.patch.set_facecolor("white")
-    panels = np.atleast_1d(figure.subplots(1, len(ages), sharey=True))
-    for panel, age in zip(panels, ages, strict=True):
-        _band(panel, fresh, "fresh data", QUIET, "--")
-        for name in COLOURS:
-            _band(panel, [r for r in runs if r["staleness"] == age and r["loss"] == name], name, COLOURS[name], "-")
+    rows = figure.subplots(len(advantages), len(ages), sharex=True, sharey=True, squeeze=False)
+    for row, advantage in zip(rows, advantages, strict=True):
+        own = [run for run in runs if run["advantage"] == advantage]
+        for panel, age in zip(row, ages, strict=True):
+            _band(panel, [r for r in own if r["staleness"] == 0], "fresh data", QUIET, "--")
+            for name in COLOURS:
+                _band(panel, [r for r in own if (r["staleness"], r["loss"]) == (age, name)], name, COLOURS[name], "-")
+            panel.spines[["top", "right"]].set_visible(False)
+            panel.grid(axis="y", color="#e6e6e6", linewidth=0.8)
+        row[0].set_ylabel(f"held-out accuracy, {advantage}")
+    for panel, age in zip(rows[0], ages, strict=True):
         panel.set_title(f"every batch {age} version{'s' if age > 1 else ''} old", fontsize=10)
+    for panel in rows[-1]:
         panel.set_xlabel("optimizer steps")
-        panel.spines[["top", "right"]].set_visible(False)
-        panel.grid(axis="y", color="#e6e6e6", linewidth=0.8)
-    panels[0].set_ylabel("held-out accuracy, greedy")
     entries: dict[str, Line2D] = {}
-    for panel in panels:
+    for panel in rows.flat:
         entries.update((line.get_label(), line) for line in panel.get_lines())
     figure.legend(entries.values(), entries.keys(), loc="outside lower center", ncols=len(entries), frameon=False)
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -50,28 +55,48 @@ def plot(runs: Sequence[Run], file: Path) -> None:
 
 
 def table(runs: Sequence[Run]) -> str:
-    """Final accuracy in points, mean and standard deviation over seeds, and the mean gain over fresh data, as Markdown.
+    """Markdown: for each advantage, final accuracy in points, mean and standard deviation over seeds.
 
-    The gain compares a seed with itself at staleness 0, since seeds differ more than losses do.
+    Behind it the mean gain over fresh data, each seed compared with itself since seeds differ more than losses do, and
+    the learning rate. Last, how far the mean curve is from its start at its lowest look after it.
     """
     ages = sorted({run["staleness"] for run in runs})
-    final = {(run["loss"], run["staleness"], run["seed"]): 100 * run["accuracy"][-1][1] for run in runs}
-    fresh = {seed: points for (_, age, seed), points in final.items() if age == 0}
     lines = [
-        "| Loss | " + " | ".join(f"staleness {age}" for age in ages) + " |",
-        "| --- |" + " --- |" * len(ages),
+        "| Advantage, loss | " + " | ".join(f"staleness {age}" for age in ages) + " | lowest look |",
+        "| --- |" + " --- |" * (len(ages) + 1),
     ]
-    for name in COLOURS:
-        cells = []
-        for age in ages:
-            found = {seed: points for (loss, old, seed), points in final.items() if (loss, old) == (name, age)}
-            gains = [points - fresh[seed] for seed, points in found.items() if seed in fresh]
-            spread = f" ± {stdev(found.values()):.1f}" if len(found) > 1 else ""
-            gain = f", {fmean(gains):+.1f}" if gains and age else ""
-            cells.append(f"{fmean(found.values()):.1f}{spread}{gain} ({len(found)})" if found else "")
-        if any(cells):
-            lines.append(f"| `{name}` | " + " | ".join(cells) + " |")
+    for advantage in dict.fromkeys(run["advantage"] for run in runs):
+        own = [run for run in runs if run["advantage"] == advantage]
+        fresh = {run["seed"]: _final(run) for run in own if run["staleness"] == 0}
+        for name in COLOURS:
+            found = {age: [r for r in own if (r["loss"], r["staleness"]) == (name, age)] for age in ages}
+            if not any(found.values()):
+                continue
+            cells = [_cell(found[age], fresh if age else {}) for age in ages]
+            lowest = ", ".join(_lowest(found[age]) for age in ages if found[age])
+            lines.append(f"| `{advantage}`, `{name}` | " + " | ".join(cells) + f" | {lowest} |")
     return "\n".join(lines)
+
+
+def _final(run: Run) -> float:
+    return 100 * float(run["accuracy"][-1][1])
+
+
+def _cell(runs: Sequence[Run], fresh: Mapping[int, float]) -> str:
+    if not runs:
+        return ""
+    points = [_final(run) for run in runs]
+    gains = [_final(run) - fresh[run["seed"]] for run in runs if run["seed"] in fresh]
+    spread = f" ± {stdev(points):.1f}" if len(points) > 1 else ""
+    gain = f", {fmean(gains):+.1f}" if gains else ""
+    return f"{fmean(points):.1f}{spread}{gain}; {runs[0]['lr']:.0e}"
+
+
+def _lowest(runs: Sequence[Run]) -> str:
+    """The lowest change of the mean curve from its start, in points, with the seeds' standard deviation there."""
+    changes = [[100 * (accuracy - run["accuracy"][0][1]) for _, accuracy in run["accuracy"][1:]] for run in runs]
+    look = min(zip(*changes, strict=True), key=fmean)
+    return f"{fmean(look):+.1f}" + (f" ± {stdev(look):.1f}" if len(look) > 1 else "")
 
 
 def _band(panel: Axes, runs: Sequence[Run], label: str, colour: str, style: str) -> None:
