@@ -77,7 +77,7 @@ class Packed:
 
     def states_of(self, hidden: Tensor, own: Tensor) -> Tensor:
         """States [K, D] of the K tokens of this rank that ``own``, bool [N / C], marks; hidden: what the model gave."""
-        return hidden[own] if self.shared is None else hidden.index_select(0, self.shared.spread[own])
+        return hidden[own] if self.shared is None else self.shared.to_all(hidden, 0, own)
 
     def part_of(self, values: Tensor) -> Tensor:
         """Values [R, T, ...] at this rank's tokens: [N / C, ...], 0 or false in the sequence that fills up."""

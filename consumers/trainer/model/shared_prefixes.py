@@ -7,7 +7,7 @@ token alone (projections, norms, the MLP) needs it once. Attention is given all 
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +15,25 @@ from torch import Tensor
 
 WORTH_IT = 0.1
 """Least share of tokens that must be saved: handing them to attention again costs, too."""
+
+
+class _Repeat(torch.autograd.Function):
+    """Values at ``index`` in dimension ``dim``, some of them many times; their gradients are added up in float32."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, dim: int, index: Tensor) -> Tensor:
+        ctx.save_for_backward(index)
+        ctx.dim, ctx.size = dim, values.shape[dim]
+        return values.index_select(dim, index)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        (index,), (gradient,) = ctx.saved_tensors, gradients
+        shape = [*gradient.shape[: ctx.dim], ctx.size, *gradient.shape[ctx.dim + 1 :]]
+        # In 16 bits a sum of many stops growing.
+        precise = torch.promote_types(gradient.dtype, torch.float32)
+        total = torch.zeros(shape, dtype=precise, device=gradient.device)
+        return total.index_add_(ctx.dim, index, gradient.to(precise)).to(gradient.dtype), None, None
 
 
 class SharedPrefixes(NamedTuple):
@@ -26,9 +45,10 @@ class SharedPrefixes(NamedTuple):
     spread: Tensor
     first: Tensor
 
-    def to_all(self, values: Tensor, dim: int) -> Tensor:
-        """Values of the distinct tokens, M in dimension ``dim``, at all N."""
-        return values.index_select(dim, self.spread)
+    def to_all(self, values: Tensor, dim: int, own: Tensor | None = None) -> Tensor:
+        """Values of the distinct tokens, M in dimension ``dim``, at all N or those that ``own``, bool [N], marks."""
+        index = self.spread if own is None else self.spread[own]
+        return cast(Tensor, _Repeat.apply(values, dim, index))  # type: ignore[no-untyped-call]
 
     def to_distinct(self, values: Tensor, dim: int) -> Tensor:
         """Values of all N tokens in dimension ``dim``, at the M distinct ones."""

@@ -37,3 +37,15 @@ def test_values_go_to_all_tokens_and_back() -> None:
     distinct = found.to_distinct(ids, 1)
     assert sorted(distinct[0].tolist()) == [5, 6, 6, 7, 9]
     assert found.to_all(distinct, 1).tolist() == ids.tolist()
+
+
+def test_the_gradient_of_a_token_that_many_share_is_added_up_in_float32() -> None:
+    rows = 1000
+    found = find_shared_prefixes(*packed([[5, 1 + row] for row in range(rows)]))
+    assert found is not None
+    values = torch.zeros(rows + 1, 2, dtype=torch.bfloat16, requires_grad=True)
+    found.to_all(values, 0).sum().backward()
+    assert values.grad is not None
+    assert values.grad.dtype == torch.bfloat16
+    # 1 added to 256 is 256 in bfloat16.
+    assert sorted(values.grad[:, 0].tolist()) == [1.0] * rows + [1000.0]
