@@ -157,20 +157,25 @@ def make_model(folder: Path) -> Path:
 
 
 def make_groups(samples: int) -> list[Group]:
-    """Recorded trajectories: log-normal lengths with a mean near 150, a quarter of it prompt; rewards of 0 and 1."""
+    """Recorded trajectories: log-normal lengths with a mean near 150, rewards of 0 and 1.
+
+    The prompt, which all samples of a group have, is a quarter of the length of the first.
+    """
     rng = random.Random(0)
     groups = []
     for task_id in range(samples // GROUP):
         members = []
-        for sample in range(GROUP):
-            length = min(LONGEST, max(16, int(rng.lognormvariate(4.6, 0.9))))
-            prompt = length // 4
+        lengths = [min(LONGEST, max(16, int(rng.lognormvariate(4.6, 0.9)))) for _ in range(GROUP)]
+        prompt = lengths[0] // 4
+        asked = [rng.randrange(3, VOCABULARY) for _ in range(prompt)]
+        for sample, drawn in enumerate(lengths):
+            length = max(drawn, prompt + 8)
             trajectory = Trajectory(
                 run="bench",
                 task_id=task_id,
                 sample=sample,
                 kind="train",
-                tokens=Array.of([rng.randrange(3, VOCABULARY) for _ in range(length)], "i4"),
+                tokens=Array.of([*asked, *(rng.randrange(3, VOCABULARY) for _ in range(length - prompt))], "i4"),
                 loss_mask=Array.of([0] * prompt + [1] * (length - prompt), "u1"),
                 logprobs=Array.of([0.0] * prompt + [-9.0] * (length - prompt), "f4"),
                 spans=[Span(0, prompt, length)],
