@@ -246,16 +246,18 @@ class Ending:
     plot: Path | None
 
     def print(self, console: Console) -> None:
-        """Accuracy before and after, what it took, and where the rest is; the summary's path comes last."""
+        """Accuracy before and after where it is known, what the run took, where the rest is; its path comes last."""
         s = self.summary
-        table = Table(
-            title=f"{self.run}: {s['exit_reason'].partition(':')[0]}", title_justify="left", title_style="bold"
-        )
-        table.add_column("")
-        table.add_column("before", justify="right")
-        table.add_column("after", justify="right", style="bold")
-        table.add_row("held-out accuracy", _share(s["accuracy_before"]), _share(s["accuracy_after"]))
-        console.print(table)
+        title = f"{self.run}: {s['exit_reason'].partition(':')[0]}"
+        if s["accuracy_after"] is None:
+            console.print(title, style="bold", highlight=False, markup=False)
+        else:
+            table = Table(title=title, title_justify="left", title_style="bold")
+            table.add_column("")
+            table.add_column("before", justify="right")
+            table.add_column("after", justify="right", style="bold")
+            table.add_row("held-out accuracy", _share(s["accuracy_before"]), _share(s["accuracy_after"]))
+            console.print(table)
         rows = (
             ("steps", f"{s['steps']:,} in {clock(s['wall_s'])}"),
             ("trajectories", f"{_count(s['trajectories'])}, {s['trajectories_trained']:,} trained"),

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from consumers.trainer.metrics.evaluation_log import EvaluationLog
 from deploy.run import summary
 from deploy.run.summary import (
+    Ending,
     Evaluation,
     Final,
     finish,
@@ -168,3 +171,15 @@ def test_the_picture_is_a_png_also_without_evaluations(tmp_path: Path) -> None:
 def test_smoothing_keeps_length_and_level() -> None:
     assert smooth([3.0] * 7, 4) == pytest.approx([3.0] * 7)
     assert smooth([0.0, 3.0, 0.0], 3) == pytest.approx([1.5, 1.0, 1.5])
+
+
+@pytest.mark.parametrize("evaluations", [[], [Evaluation(0, 0.25), Evaluation(9, 0.5)]], ids=["none", "two"])
+def test_accuracy_is_told_only_where_it_was_evaluated(tmp_path: Path, evaluations: list[Evaluation]) -> None:
+    shown = io.StringIO()
+    found = write_summary(tmp_path, Final("finished", evaluations=evaluations))
+    Ending("a run", tmp_path, found, None).print(Console(file=shown, width=100))
+    told = shown.getvalue()
+    assert told.splitlines()[0].strip() == "a run: finished"
+    assert "trajectories" in told
+    assert ("accuracy" in told, "25.0%" in told, "50.0%" in told) == (bool(evaluations),) * 3
+    assert ("before" in told) == bool(evaluations)
