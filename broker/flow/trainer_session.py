@@ -265,7 +265,7 @@ class TrainerSession:
         fields: dict[bytes, bytes] = dict(zip(names, names, strict=True))
         outcomes = outcomes_in(fields)
         if not outcomes:
-            nothing = Score(status="error", reason="not an outcome", scorer="trainer")
+            nothing = Score(status="error", reason="not an outcome")
             return [ScoredSample(entry_id, -1, -1, -1, None, nothing)]
         task_id, size, alone = number(fields.get(b"t")), number(fields.get(b"n")), len(outcomes) == 1
         found: list[ScoredSample] = []
@@ -273,7 +273,7 @@ class TrainerSession:
             try:
                 score = decode(body, Score, self._max_bytes)
             except BadMessage as error:
-                score = Score(status="error", reason=str(error), scorer="trainer")
+                score = Score(status="error", reason=str(error))
             scored_id = entry_id if alone else b"%b/%d" % (entry_id, sample)
             published, counts = place != b"-", score.status == "ok"
             trajectory_id = place if published and counts else None

@@ -72,7 +72,7 @@ class ScoreQueue(ConsumerGroup):
         try:
             return score, encode(score, self._max_bytes)
         except BadMessage as error:
-            failed = Score(status="error", reason=str(error), scorer="reward")
+            failed = Score(status="error", reason=str(error))
             return failed, encode(failed)
 
     def _dead_score(self, trajectory: Trajectory, score: Score) -> bytes:
@@ -121,7 +121,7 @@ class ScoreQueue(ConsumerGroup):
                     task_id=task_id,
                     sample=sample,
                 )
-                score = Score(status="error", reason=str(error), scorer="reward")
+                score = Score(status="error", reason=str(error))
                 filed = letter_bytes(letter, self._max_bytes)
                 self._connection.run_script("publish_scores", entry_id, task_id, sample, encode(score), "", filed)
                 self._release(stream, entry_id)

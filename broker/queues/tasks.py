@@ -167,7 +167,6 @@ class TaskQueue(ConsumerGroup):
         score = Score(
             status="error",
             reason=printable(reason),
-            scorer="generator",
             broken_version=broken_version,
             failure=kind if broken_version < 0 else "not_finite",
         )

@@ -31,8 +31,8 @@ class Scorer:
         scores = scorer.score(trajectories)
         scorer.close()
 
-    ConfigError if a term is wrong. ``name`` is written into every score. ``places`` is how many samples the workers do
-    at once, 0 if no term needs any, so that ``submit`` returns what is done.
+    ConfigError if a term is wrong. ``places`` is how many samples the workers do at once, 0 if no term needs any, so
+    that ``submit`` returns what is done.
     """
 
     def __init__(
@@ -41,7 +41,6 @@ class Scorer:
         base: Path,
         workers: int,
         timeout_s: float,
-        name: str = "",
         env: Sequence[str] = (),
         correct_from: float = 1.0,
         correct_term: str | None = None,
@@ -49,7 +48,6 @@ class Scorer:
         """env: names of further environment variables that reward functions see. correct_from, correct_term: as in
         RewardConfig; the sum decides where a sample has no such term."""
         self._terms = resolve(terms, base)
-        self._name = name
         self._correct_from, self._correct_term = correct_from, correct_term
         self._inline = [i for i, term in enumerate(self._terms) if term.inline]
         pooled = [i for i, term in enumerate(self._terms) if not term.inline]
@@ -115,7 +113,6 @@ class Scorer:
             return Score(
                 status=status,
                 reason=reason,
-                scorer=self._name,
                 seconds=seconds,
                 dataset=trajectory.dataset,
                 level=trajectory.level,
@@ -140,7 +137,6 @@ class Scorer:
         return Score(
             reward=total,
             components=components,
-            scorer=self._name,
             seconds=seconds,
             # A sum of weights such as 0.7 and 0.3 may be a little less than 1.
             correct=decisive >= self._correct_from - 1e-9,

@@ -46,8 +46,8 @@ def run_reward(config: TidemillConfig, name: str) -> None:
     stop = StopFlag().install()
     broker = Broker.connect(config)
     check_name(broker, name)
-    scorer = _scorer(config, config.reward.terms, name)
-    held_out = _eval_scorers(config, name)
+    scorer = _scorer(config, config.reward.terms)
+    held_out = _eval_scorers(config)
     joined = JoinedRun(config.folder)
     service = RewardService(
         broker.score_queue(name),
@@ -68,21 +68,20 @@ def run_reward(config: TidemillConfig, name: str) -> None:
             one.close()
 
 
-def _scorer(config: TidemillConfig, terms: list[RewardTerm], name: str) -> Scorer:
+def _scorer(config: TidemillConfig, terms: list[RewardTerm]) -> Scorer:
     reward = config.reward
     return Scorer(
         terms,
         config.base,
         reward.workers,
         reward.timeout_s,
-        name,
         reward.env,
         reward.correct_from,
         reward.correct_term,
     )
 
 
-def _eval_scorers(config: TidemillConfig, name: str) -> dict[str, Scorer]:
+def _eval_scorers(config: TidemillConfig) -> dict[str, Scorer]:
     """Scorers of held-out samples by dataset, where they are not scored as those of training; one for equal terms."""
     found: dict[str, Scorer] = {}
     made: list[tuple[list[RewardTerm], Scorer]] = []
@@ -92,7 +91,7 @@ def _eval_scorers(config: TidemillConfig, name: str) -> dict[str, Scorer]:
             continue
         same = next((scorer for known, scorer in made if known == terms), None)
         if same is None:
-            same = _scorer(config, terms, name)
+            same = _scorer(config, terms)
             made.append((terms, same))
         found[dataset.label] = same
     return found

@@ -100,7 +100,7 @@ class TrajectoryPool:
 
     def score(self, trajectory: Trajectory) -> Score:
         """A reward that costs nothing to compute."""
-        return Score(reward=float(trajectory.sample % 2), components={"noop": 1.0}, scorer="reward-0", seconds=0.0)
+        return Score(reward=float(trajectory.sample % 2), components={"noop": 1.0}, seconds=0.0)
 
     def first_token(self, task_id: int, sample: int) -> int:
         """The first token that a sample must have when it arrives."""

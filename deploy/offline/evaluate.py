@@ -146,7 +146,7 @@ def _score(config: TidemillConfig, held_out: HeldOut, groups: list[list[Trajecto
     """The result of a dataset whose prompts were answered with these samples."""
     reward = config.reward
     correct = (reward.correct_from, reward.correct_term)
-    scorer = Scorer(held_out.terms, config.base, reward.workers, reward.timeout_s, "eval", reward.env, *correct)
+    scorer = Scorer(held_out.terms, config.base, reward.workers, reward.timeout_s, reward.env, *correct)
     trajectories = [trajectory for group in groups for trajectory in group]
     try:
         scores = scorer.score(trajectories)

@@ -312,7 +312,6 @@ class Score(Message, kw_only=True, tag="score"):
     status: ScoreStatus = "ok"
     components: dict[str, float] = {}
     reason: str = ""
-    scorer: str = ""
     seconds: float = 0.0
     broken_version: int = -1
     correct: bool = False

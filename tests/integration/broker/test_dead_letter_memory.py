@@ -46,7 +46,7 @@ def fail_samples(broker: Broker, count: int, payload: bytes) -> None:
     broker.task_queue("g").read(1, 10)
     for sample in range(count):
         letter = DeadLetter(source="x", reason="no", deliveries=1, payload=payload, task_id=0, sample=sample)
-        score = Score(status="error", reason="no", scorer="x")
+        score = Score(status="error", reason="no")
         broker.connection.run_script("fail_sample", 0, sample, letter_bytes(letter, len(payload)), encode(score), "")
 
 

@@ -151,7 +151,7 @@ def test_a_reward_service_scores_nothing_of_another_run(broker: Broker, tmp_path
     broker.ledger.admit(make_task(0))
     broker.task_queue("g").read(1, 10)
     broker.task_queue("g").publish(0, [make_trajectory(0, 0)])
-    scorer = Scorer([RewardTerm(name="exact")], tmp_path, workers=1, timeout_s=5, name="r")
+    scorer = Scorer([RewardTerm(name="exact")], tmp_path, workers=1, timeout_s=5)
     joined = JoinedRun(tmp_path)
     service = RewardService(
         broker.score_queue("r"), scorer, {}, 30, check=lambda: joined.check(*broker.run_control.read_run())

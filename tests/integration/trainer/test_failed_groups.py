@@ -127,7 +127,7 @@ def fail(reason: str, broken_version: int = -1, samples: tuple[int, ...] = (0, 1
 
 
 def raising(task_id: int, sample: int) -> Score:
-    return Score(status="error", reason="mine.py:f: ValueError: no", scorer="reward-0")
+    return Score(status="error", reason="mine.py:f: ValueError: no")
 
 
 BROKEN = "weights version 0 are numerically broken: they give log-probabilities that are not finite"
