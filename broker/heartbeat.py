@@ -27,6 +27,8 @@ BEAT_S = 1.0
 FRESH_S = 15.0
 """A service that was silent for so long has no name to keep."""
 WATCH_S = 3 * BEAT_S
+SIGN_OFF_S = 2.0
+"""Seconds that the end of a process waits for the broker to hear of it; who is not told sees no more heartbeats."""
 
 log = structlog.get_logger()
 
@@ -135,13 +137,11 @@ class HeartbeatThread:
         self._meter.stop()
         self._stop.set()
         self._wake.set()
-        self._thread.join(5)
+        self._thread.join(SIGN_OFF_S)
+        if self._thread.is_alive():
+            log.warning("could not sign off", error=f"the broker did not answer for {SIGN_OFF_S:.0f} s")
         if self._server is not None:
             self._server.close()
-        try:
-            self._broker.heartbeats.remove(self._service)
-        except InfraError as error:
-            log.warning("could not sign off", error=str(error))
 
     def _take_name(self) -> None:
         """Take the name with the first heartbeat, which the broker refuses if anybody took it since it was looked at.
@@ -174,7 +174,15 @@ class HeartbeatThread:
             self._wake.wait(BEAT_S)
             self._wake.clear()
             if self._stop.is_set():
-                return
+                break
+        self._sign_off()
+
+    def _sign_off(self) -> None:
+        """Take the service off the list, after its last heartbeat."""
+        try:
+            self._broker.heartbeats.remove(self._service)
+        except (TidemillError, redis.RedisError) as error:
+            log.warning("could not sign off", error=str(error))
 
     def _beat(self) -> None:
         self._broker.heartbeats.send(self._make_heartbeat())

@@ -171,3 +171,29 @@ def lose_first_answer(broker: Broker, answers: list[object]) -> None:
         return answers[-1]
 
     broker.connection._evaluate = evaluate  # type: ignore[method-assign]
+
+
+def test_the_end_of_a_service_does_not_wait_for_a_broker_that_hangs(
+    broker: Broker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, answered, ended = threading.Event(), threading.Event(), threading.Event()
+
+    def hang(service: str) -> None:
+        asked.set()
+        answered.wait(120)
+
+    monkeypatch.setattr(broker.heartbeats, "remove", hang)
+
+    def live() -> None:
+        with HeartbeatThread(broker, "g", "generator", lambda: ("running", 0, {})):
+            pass
+        ended.set()
+
+    thread = threading.Thread(target=live, daemon=True)
+    thread.start()
+    try:
+        assert ended.wait(30)
+        assert asked.is_set(), "it tries to sign off"
+    finally:
+        answered.set()
+        thread.join(30)
