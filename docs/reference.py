@@ -65,7 +65,8 @@ KEY_NOTES = {
     "partials": "hash: TASK:SAMPLE to number and writer of the saved pieces of a sample, TASK:SAMPLE:N to each",
     "images": "hash: DIGEST to the bytes of an image, DIGEST:groups to how many groups in the pipeline have it",
     "trajectories": "stream, consumer group `reward`: finished samples, each with the name of its body",
-    "bodies": "hash: BODY to a finished sample, whole, until it is trained or its group ends",
+    "bodies": "hash: BODY to a finished sample, whole, until it is trained or its group ends; TASK to an evaluation"
+    " task, until its samples are made",
     "scored": "stream, consumer group `trainer`: outcomes; those of one group that came together are one entry",
     "dead": "stream, 1,000 entries: dead letters",
     "readmit": "sorted set: tasks that are admitted again before the cursor goes on",

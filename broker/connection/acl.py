@@ -44,7 +44,7 @@ class Role:
 
 ROLES: Mapping[str, Role] = {
     "feeder": Role(
-        "read_pipeline admit_tasks stage_images open_evaluation drop_dead_letters heartbeat append_telemetry",
+        "read_pipeline admit_tasks stage_evaluation open_evaluation drop_dead_letters heartbeat append_telemetry",
         f"{_SERVICE} {_LEDGER} getrange",
         "CHANGES RUN_CONTROL",
     ),

@@ -104,6 +104,11 @@ local function set_slots()
   redis.call('HSET', CTL, 'slots', count_slots(ctl[1], ctl[2], ctl[3]))
 end
 
+-- Delete the body of a task that was staged apart from its entry, as those of evaluations are.
+local function forget_body(task, kind)
+  if kind == 'eval' then redis.call('HDEL', BODIES, task) end
+end
+
 -- Count `count` more outcomes of a group as known; with the last one the task itself is acknowledged.
 local function outcomes_known(task, count)
   local left = redis.call('HINCRBY', GROUPS, task .. ':left', -count)
@@ -112,6 +117,7 @@ local function outcomes_known(task, count)
     local entry = redis.call('HGET', GROUPS, task .. ':entry')
     redis.call('XACK', task_stream(kind), GENERATORS, entry)
     redis.call('XDEL', task_stream(kind), entry)
+    forget_body(task, kind)
   end
   return left
 end
@@ -219,10 +225,16 @@ local function forget_images(digests)
   end
 end
 
--- Forget the images that were kept for an evaluation that is about to be opened: its tasks have them, or it has none.
-local function forget_staged()
-  forget_images(redis.call('HGET', GROUPS, 'staged:images'))
-  redis.call('HDEL', GROUPS, 'staged:images')
+-- Forget what was staged for an evaluation: images, which its tasks have by now, and bodies of tasks that it has not.
+-- opened: its tasks, as keys of a table.
+local function forget_staged(opened)
+  local staged, unused = redis.call('HMGET', GROUPS, 'staged:images', 'staged:tasks'), {}
+  forget_images(staged[1])
+  for task in string.gmatch(staged[2] or '', '[^,]+') do
+    if not opened[task] then unused[#unused + 1] = task end
+  end
+  delete_fields(BODIES, unused)
+  redis.call('HDEL', GROUPS, 'staged:images', 'staged:tasks')
 end
 
 -- Delete everything that the broker holds of a group; returns how many of its samples had been published. places: where these
@@ -250,6 +262,7 @@ local function forget(task, places)
     remove_trajectories(published)
   end
   remove(task_stream(fields[2]), GENERATORS, {fields[3]})
+  forget_body(task, fields[2])
   redis.call('HDEL', GROUPS, task .. ':n', task .. ':kind', task .. ':entry', task .. ':left', task .. ':open', task .. ':saved', task .. ':prompt')
   if fields[2] == 'eval' then redis.call('HDEL', GROUPS, task .. ':dataset', task .. ':scored', task .. ':correct') end
   return #published

@@ -1,7 +1,8 @@
-"""Bodies of finished samples, which lie beside the stream that carries their names.
+"""Bodies of finished samples, and of evaluation tasks, which lie beside the stream that carries their names.
 
 A sample's place, ENTRY/BODY, is its entry in the trajectories and the name of its body. Whoever publishes a sample
-gives its body a name that nobody else has, so that a second delivery never replaces the first.
+gives its body a name that nobody else has, so that a second delivery never replaces the first. The body of an
+evaluation task has the id of its task.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from broker.connection.connection import Connection
 
 AT_ONCE = 64
 """Bodies that are read in one round trip."""
+NO_BODY = "its body is not there"
+"""Reason of a dead letter whose message's body was lost."""
 
 
 class BodyNames:

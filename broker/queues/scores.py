@@ -12,14 +12,12 @@ from typing import Any
 from broker.connection.connection import BLOCK_MS, Connection
 from broker.connection.counters import DUPLICATE, add_counts
 from broker.connection.keys import REWARD
-from broker.queues.bodies import read_bodies
+from broker.queues.bodies import NO_BODY, read_bodies
 from broker.queues.consumer_group import ConsumerGroup, Delivery, Entry, number, split_calls
 from broker.queues.dead_letters import LIMIT, letter_bytes
 from broker.queues.tasks import EVAL_BASE
 from schemas.codec import BadMessage, decode, encode
 from schemas.messages import DeadLetter, Score, Trajectory, UncheckedTrajectory
-
-NO_BODY = "its body is not there"
 
 
 class ScoreQueue(ConsumerGroup):

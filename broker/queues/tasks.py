@@ -16,7 +16,7 @@ from broker.connection.connection import BLOCK_MS, Connection
 from broker.connection.counters import CLOSED, DUPLICATE, add_counts
 from broker.connection.keys import GENERATORS
 from broker.connection.scripts import OTHER_RUN
-from broker.queues.bodies import BodyNames
+from broker.queues.bodies import NO_BODY, BodyNames, read_bodies
 from broker.queues.consumer_group import AT_ONCE, ConsumerGroup, Delivery, Entry, number, split_calls
 from broker.queues.dead_letters import letter_bytes
 from schemas.codec import BadMessage, decode, encode
@@ -207,30 +207,36 @@ class TaskQueue(ConsumerGroup):
 
     def _decode(self, entries: list[tuple[str, Entry, int]]) -> list[Delivery[Task]]:
         deliveries = []
+        # Bodies of evaluation tasks were sent before their entries, which name them by their task.
+        apart = [fields.get(b"t", b"") for _, (_, fields), _ in entries if fields and b"b" not in fields]
+        bodies = dict(zip(apart, read_bodies(self._connection, apart), strict=True))
         for stream, (entry_id, fields), times in entries:
             if not fields:
                 self._release(stream, entry_id)
                 continue
+            body = fields.get(b"b") or bodies.get(fields.get(b"t", b""))
             try:
+                if body is None:
+                    raise BadMessage(NO_BODY)
                 if abs(times) > self._max_deliveries:
                     raise BadMessage(f"delivered {abs(times)} times, its generators died or stalled each time")
-                task = decode(fields.get(b"b", b""), Task, self._max_bytes)
+                task = decode(body, Task, self._max_bytes)
                 version = number(fields.get(b"v"))
                 if version < 0:
                     raise BadMessage(f"its weight version {fields.get(b'v')!r} must be a number of 0 or more")
             except BadMessage as error:
-                self._fail_task(stream, entry_id, fields, times, str(error))
+                self._fail_task(stream, entry_id, fields, body, times, str(error))
                 continue
             again = times != 1 or b"r" in fields
             fruitless = max(0, number(fields.get(b"r")))
             deliveries.append(Delivery(entry_id, stream, task, version, again, fruitless))
         return deliveries
 
-    def _fail_task(self, stream: str, entry_id: bytes, fields: dict[bytes, bytes], times: int, reason: str) -> None:
+    def _fail_task(
+        self, stream: str, entry_id: bytes, fields: dict[bytes, bytes], body: bytes | None, times: int, reason: str
+    ) -> None:
         task_id = number(fields.get(b"t"))
-        letter = DeadLetter(
-            source="tasks", reason=reason, deliveries=abs(times), payload=fields.get(b"b", b""), task_id=task_id
-        )
+        letter = DeadLetter(source="tasks", reason=reason, deliveries=abs(times), payload=body or b"", task_id=task_id)
         task = "" if task_id < 0 else task_id
         self._connection.run_script(
             "fail_task", stream.rpartition(":")[2], entry_id, task, letter_bytes(letter, self._max_bytes)

@@ -264,35 +264,41 @@ class Evals:
     ) -> bool:
         """Queue the tasks of one evaluation, all at once; False if this version's was opened before.
 
-        Its images are sent before, in parts: who dies on the way has opened nothing. Samples of a task that can't be
-        sent count as failed, with a dead letter. run: whose tasks these are; the error of JoinedRun when the broker has
-        another one. images: bytes of the tasks' images by digest. InfraError when the broker keeps losing them.
+        Their bodies and images are sent before, in parts: who dies on the way has opened nothing. Samples of a task
+        that can't be sent count as failed, with a dead letter. run: whose tasks these are; the error of JoinedRun when
+        the broker has another one. images: bytes of the tasks' images by digest. InfraError when the broker keeps
+        losing what was sent.
         """
         run = run or JoinedRun()
         args: list[int | bytes | str] = [version, run.id, KEPT_EVALUATIONS]
         used: dict[str | bytes, str | bytes] = {}
+        bodies: dict[int, bytes] = {}
         for task in tasks:
             body, wrong = check_sendable(task, self._max_bytes)
+            if body:
+                bodies[task.task_id] = body
             parts = image_args(task if body else None, images or {})
             digests = parts[::2]
             used |= zip(digests, parts[1::2], strict=True)
             letter = letter_of(wrong, self._max_bytes)
-            args += [task.task_id, task.n, body, letter, task.dataset, len(digests), *digests]
+            args += [task.task_id, task.n, letter, task.dataset, len(digests), *digests]
         deadline = time.monotonic() + self._connection.deadline_s
-        while self._stage_images(version, run, used):
+        while self._stage(version, run, "images", used) and self._stage(version, run, "tasks", bodies):
             answer = self._connection.run_script("open_evaluation", *args)
             if answer == OTHER_RUN:
                 raise run.replaced()
-            if answer != b"images":
+            if answer != b"again":
                 return bool(answer)
             if time.monotonic() > deadline:
-                raise InfraError(f"the broker loses the images of the evaluation of version {version} again and again")
+                raise InfraError(f"the broker loses parts of the evaluation of version {version} again and again")
         return False
 
-    def _stage_images(self, version: int, run: JoinedRun, images: Mapping[str | bytes, str | bytes]) -> bool:
-        """Bring the images of an evaluation in parts; False when it was opened before."""
-        for part in split_calls(list(images.items())):
-            answer = self._connection.run_script("stage_images", version, run.id, *part)
+    def _stage(
+        self, version: int, run: JoinedRun, what: str, items: Mapping[int, bytes] | Mapping[str | bytes, str | bytes]
+    ) -> bool:
+        """Bring images or bodies of tasks of an evaluation in parts; False when it was opened before."""
+        for part in split_calls(list(items.items())):
+            answer = self._connection.run_script("stage_evaluation", version, run.id, what, *part)
             if answer == OTHER_RUN:
                 raise run.replaced()
             if not answer:

@@ -1,15 +1,16 @@
--- KEYS: EVALS EVAL_TASKS GROUPS COUNTS DEAD IMAGES
--- ARGV: version, the feeder's run, evaluations kept, then task id, samples, body, dead letter ('' when there is a body), dataset,
+-- KEYS: EVALS EVAL_TASKS GROUPS COUNTS DEAD IMAGES BODIES
+-- ARGV: version, the feeder's run, evaluations kept, then task id, samples, dead letter ('' when it can be sent), dataset,
 -- number of images, and their digests, of each.
--- Queues one evaluation, whose images stage_images brought; a repeat does nothing. Returns 'images' when one of them is not
--- there, and does nothing, too. A task that is too large to be sent counts as failed.
+-- Queues one evaluation, whose images and bodies stage_evaluation brought; a repeat does nothing. Returns 'again' when one
+-- of these is not there, and does nothing, too. A task that is too large to be sent counts as failed.
 local version = ARGV[1]
 if differs(redis.call('HGET', GROUPS, 'run'), ARGV[2]) then return 'other_run' end
 local i = 4
 while i <= #ARGV do
-  local last = i + 5 + tonumber(ARGV[i + 5])
-  for k = i + 6, last do
-    if redis.call('HEXISTS', IMAGES, ARGV[k]) == 0 then return 'images' end
+  local last = i + 4 + tonumber(ARGV[i + 4])
+  if ARGV[i + 2] == '' and redis.call('HEXISTS', BODIES, ARGV[i]) == 0 then return 'again' end
+  for k = i + 5, last do
+    if redis.call('HEXISTS', IMAGES, ARGV[k]) == 0 then return 'again' end
   end
   i = last + 1
 end
@@ -33,21 +34,23 @@ local function forget_old(kept)
 end
 -- Each has five fields at least.
 if redis.call('HLEN', EVALS) > 5 * tonumber(ARGV[3]) then forget_old(tonumber(ARGV[3])) end
+local opened = {}
 i = 4
 while i <= #ARGV do
-  local task, samples, dataset = ARGV[i], ARGV[i + 1], ARGV[i + 4]
+  local task, samples, dataset = ARGV[i], ARGV[i + 1], ARGV[i + 3]
   redis.call('HINCRBY', EVALS, version .. ':n', samples)
   redis.call('HINCRBY', EVALS, version .. ':' .. dataset .. ':n', samples)
-  if ARGV[i + 2] == '' then
-    keep_dead_letter(ARGV[i + 3])
+  if ARGV[i + 2] ~= '' then
+    keep_dead_letter(ARGV[i + 2])
     for _ = 1, tonumber(samples) do eval_outcome(task, dataset) end
   else
-    local entry = redis.call('XADD', EVAL_TASKS, '*', 't', task, 'v', version, 'b', ARGV[i + 2])
+    local entry = redis.call('XADD', EVAL_TASKS, '*', 't', task, 'v', version)
     redis.call('HSET', GROUPS, task .. ':n', samples, task .. ':kind', 'eval', task .. ':entry', entry)
     redis.call('HSET', GROUPS, task .. ':left', samples, task .. ':open', samples, task .. ':dataset', dataset)
-    share_images(task, ARGV, i + 6, i + 5 + tonumber(ARGV[i + 5]), 1)
+    share_images(task, ARGV, i + 5, i + 4 + tonumber(ARGV[i + 4]), 1)
+    opened[task] = true
   end
-  i = i + 6 + tonumber(ARGV[i + 5])
+  i = i + 5 + tonumber(ARGV[i + 4])
 end
-forget_staged()
+forget_staged(opened)
 return 1

@@ -1,0 +1,137 @@
+"""Evaluations are opened whole or not at all, and end whatever of them the broker loses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from broker.client import Broker
+from broker.queues.consumer_group import BYTES_AT_ONCE
+from broker.queues.tasks import eval_task_id
+from schemas.messages import Score, Task
+from tests.support.prompt_groups import count_entries, make_task, make_trajectory
+from tests.support.trainer_sessions import take_over
+
+pytestmark = pytest.mark.integration
+MB = 1 << 20
+
+
+def held_out(version: int, count: int, text: str = "1+1=", n: int = 1) -> list[Task]:
+    """Tasks of an evaluation, all with this prompt."""
+    ids = [eval_task_id(version, index) for index in range(count)]
+    return [msgspec.structs.replace(make_task(number, n=n, kind="eval"), text=text) for number in ids]
+
+
+def answer_all(broker: Broker, n: int = 1) -> None:
+    """Generate what is queued, with ``n`` samples a task."""
+    queue = broker.task_queue("g")
+    for delivery in queue.read(100, 10):
+        number = delivery.message.task_id
+        queue.publish(number, [make_trajectory(number, sample, "eval") for sample in range(n)])
+        queue.release(delivery)
+
+
+def score_all(broker: Broker) -> None:
+    rewards = broker.score_queue("r")
+    rewards.publish([(item, Score(reward=1.0)) for item in rewards.read(100, 10)])
+
+
+def watch_scripts(broker: Broker, monkeypatch: pytest.MonkeyPatch, die_at: int = -1) -> list[int]:
+    """Bytes of the calls of scripts from here on; the process is killed before the call of this number."""
+    sizes, real = list[int](), broker.connection._evaluate
+
+    def evaluate(client: Any, name: str, args: tuple[Any, ...]) -> Any:
+        if len(sizes) == die_at:
+            raise KeyboardInterrupt
+        sizes.append(sum(len(arg) for arg in args if isinstance(arg, bytes)))
+        return real(client, name, args)
+
+    monkeypatch.setattr(broker.connection, "_evaluate", evaluate)
+    return sizes
+
+
+def test_tasks_are_sent_in_parts_and_all_are_there_at_once(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
+    take_over(broker)
+    tasks = held_out(0, 8, text="x" * (5 * MB))
+    sizes = watch_scripts(broker, monkeypatch)
+    assert broker.evals.open(0, tasks)
+    assert max(sizes) <= BYTES_AT_ONCE
+    assert 40 * MB <= sum(sizes) < 41 * MB
+    sizes.clear()
+    assert not broker.evals.open(0, tasks)
+    assert len(sizes) == 1, "it was opened before: the rest is not sent"
+    monkeypatch.undo()
+    queue = broker.task_queue("g")
+    assert [item.message for item in queue.read(100, 10)] == tasks
+    for task in tasks:
+        queue.publish(task.task_id, [make_trajectory(task.task_id, 0, "eval")])
+    score_all(broker)
+    (result,) = broker.evals.read_results()
+    assert (result.complete, result.scored) == (True, 8)
+    assert set(count_entries(broker).values()) == {0}
+
+
+@pytest.mark.parametrize("calls", [1, 2, 3])
+def test_who_dies_between_two_parts_has_opened_nothing_and_the_next_one_opens_all(
+    broker: Broker, monkeypatch: pytest.MonkeyPatch, calls: int
+) -> None:
+    take_over(broker)
+    tasks = held_out(0, 130)
+    watch_scripts(broker, monkeypatch, die_at=calls)
+    with pytest.raises(KeyboardInterrupt):
+        broker.evals.open(0, tasks)
+    monkeypatch.undo()
+    assert broker.evals.read_results() == []
+    assert broker.task_queue("g").read(200, 10) == []
+    assert broker.connection.client.hlen(broker.connection.keys.bodies) == min(64 * calls, 130)
+    assert broker.evals.open(0, tasks)
+    assert [item.message for item in broker.task_queue("g").read(200, 10)] == tasks
+
+
+def test_what_a_feeder_that_died_has_sent_goes_when_another_evaluation_is_opened(
+    broker: Broker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    take_over(broker)
+    watch_scripts(broker, monkeypatch, die_at=1)
+    with pytest.raises(KeyboardInterrupt):
+        broker.evals.open(0, held_out(0, 130))
+    monkeypatch.undo()
+    assert broker.evals.open(1, held_out(1, 3))
+    assert broker.connection.client.hlen(broker.connection.keys.bodies) == 3
+    answer_all(broker)
+    score_all(broker)
+    assert set(count_entries(broker).values()) == {0}
+
+
+def test_parts_that_the_broker_lost_before_the_evaluation_was_opened_are_sent_again(
+    broker: Broker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    take_over(broker)
+    tasks, calls, real = held_out(0, 100), list[str](), broker.connection._evaluate
+
+    def evaluate(client: Any, name: str, args: tuple[Any, ...]) -> Any:
+        calls.append(name)
+        if len(calls) == 2:
+            client.delete(broker.connection.keys.bodies)
+        return real(client, name, args)
+
+    monkeypatch.setattr(broker.connection, "_evaluate", evaluate)
+    assert broker.evals.open(0, tasks)
+    monkeypatch.undo()
+    assert [item.message for item in broker.task_queue("g").read(200, 10)] == tasks
+
+
+def test_a_task_whose_body_is_lost_counts_as_failed(broker: Broker) -> None:
+    take_over(broker)
+    tasks = held_out(0, 2, n=2)
+    broker.evals.open(0, tasks)
+    broker.connection.client.hdel(broker.connection.keys.bodies, str(tasks[0].task_id))
+    answer_all(broker, n=2)
+    score_all(broker)
+    (result,) = broker.evals.read_results()
+    assert (result.complete, result.scored, result.failed) == (True, 2, 2)
+    (filed,) = broker.dead_letters.list()
+    assert (filed.letter.task_id, filed.letter.reason) == (tasks[0].task_id, "its body is not there")
+    assert set(count_entries(broker).values()) == {0}
