@@ -19,6 +19,7 @@ from broker.connection.stream_pages import read_page
 from broker.queues.consumer_group import split_calls
 from broker.queues.dead_letters import UnusableTask, check_sendable, letter_of
 from broker.queues.images import image_args
+from broker.queues.tasks import eval_version
 from broker.telemetry.pass_at import DatasetResult
 from schemas.codec import BadMessage, decode, encode
 from schemas.errors import InfraError
@@ -246,6 +247,8 @@ def _figures(entries: Iterable[tuple[bytes, dict[bytes, bytes]]]) -> list[dict[s
 
 KEPT_EVALUATIONS = 1000
 """Complete evaluations that the broker keeps, the newest; all are in the run's folder, in evaluations.jsonl."""
+SCANNED = 1000
+"""Fields of groups that one look for lost samples goes through at once."""
 
 
 class Evals:
@@ -304,6 +307,22 @@ class Evals:
             if not answer:
                 return False
         return True
+
+    def mend(self) -> dict[int, tuple[int, int]]:
+        """Queue samples again whose entries the broker has lost; those that it has lost altogether count as failed.
+
+        Returned: how many were queued again, and how many failed, by version.
+        """
+        found: dict[int, tuple[int, int]] = {}
+        cursor = b"0"
+        while True:
+            cursor, *parts = self._connection.run_script("mend_evaluations", cursor, SCANNED)
+            for task_id, again, failed in zip(parts[::3], parts[1::3], parts[2::3], strict=True):
+                version = eval_version(int(task_id))
+                before = found.get(version, (0, 0))
+                found[version] = (before[0] + int(again), before[1] + int(failed))
+            if cursor == b"0":
+                return found
 
     def read_results(self) -> list[EvalResult]:
         """All evaluations, by version, also those that are still under way."""

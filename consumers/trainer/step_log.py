@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from broker.telemetry.streams import EvalResult
 from consumers.trainer.context import TrainerContext
 from consumers.trainer.data.microbatches import Batch
 from consumers.trainer.metrics.environment import write_environment
@@ -26,6 +27,9 @@ from consumers.trainer.step.train_step import StepResult
 from schemas.errors import DiskError
 from schemas.files import LineFile
 from schemas.messages import Trajectory
+
+LOOK_S = 30.0
+"""Seconds between two looks for parts of evaluations that the broker has lost."""
 
 
 class StepLog:
@@ -45,6 +49,7 @@ class StepLog:
         self._trained = LineFile(folder / "trained.jsonl")
         self.evaluations = EvaluationLog(folder)
         self._retry = context.retry
+        self._notify = context.notify
         self._ranks = context.rank_group.ranks
         self._device = device_name()
         self._trackers = Trackers(context.config, self._ranks.accelerator, context.notify)
@@ -56,6 +61,7 @@ class StepLog:
         """Figures of the newest evaluation that no line has yet."""
         self._samples: list[tuple[Trajectory, float]] = []
         self._terms: Terms = {}
+        self._next_look = 0.0
         self.tokens_per_s = 0.0
 
     def profile_folder(self, step: int) -> Path | None:
@@ -104,13 +110,17 @@ class StepLog:
     def write_evaluations(self) -> None:
         """Write the evaluations that have become complete. Waits for room when the disk is full.
 
-        Trackers get them at once, metrics.jsonl with the line of the next step.
+        Trackers get them at once, metrics.jsonl with the line of the next step. Those under way are mended where the
+        broker has lost a part of them, so that they end.
         """
         evaluation = self._config.eval
         if evaluation is None:
             return
         passes = {one.label: one.passes(evaluation.sampling_of(one).n) for one in evaluation.dataset}
-        for result in self._broker.evals.read_results():
+        results = self._broker.evals.read_results()
+        if not all(result.complete for result in results):
+            self._mend_evaluations()
+        for result in results:
             if not (result.complete and result.n) or result.version in self.evaluations.lines:
                 continue
             line = {
@@ -128,6 +138,8 @@ class StepLog:
                 },
             }
             self._retry("evaluations", partial(self.evaluations.add, line))
+            if result.failed:
+                self._notify("evaluation", "warning", _describe_failed(result))
             known = {"reward": line["mean"], "length": line["length"], "version": line["version"]}
             for label, of in result.datasets.items():
                 known |= {f"{label}/{name}": value for name, value in of.figures(passes.get(label, ())).items()}
@@ -135,6 +147,18 @@ class StepLog:
             self._trackers.log_evaluation(self._progress.step, self._evaluated)
             self._log_completions()
         self._eval_sample_log.write(self.evaluations.lines)
+
+    def _mend_evaluations(self) -> None:
+        """Look now and then for parts of evaluations that the broker has lost, and tell people of them."""
+        if time.monotonic() < self._next_look:
+            return
+        self._next_look = time.monotonic() + LOOK_S
+        for version, (again, failed) in self._broker.evals.mend().items():
+            text = (
+                f"the broker has lost a part of the evaluation of version {version}: {again} samples are queued again,"
+                f" {failed} count as failed"
+            )
+            self._notify("evaluation", "warning", text)
 
     def _log_completions(self) -> None:
         """Show trackers some samples of the last batch, from the worst to the best."""
@@ -189,3 +213,9 @@ class StepLog:
             known = section in ("reward", "staleness")
             figures[f"{section}/{rest}" if known else f"train/{name}"] = value
         return figures
+
+
+def _describe_failed(result: EvalResult) -> str:
+    """Say that samples of a complete evaluation are in none of its means."""
+    failed, what = f"{result.failed} of {result.n} samples", f"the evaluation of version {result.version}"
+    return f"{failed} of {what} failed and are left out of its means; dead letters and events say why"

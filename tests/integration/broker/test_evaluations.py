@@ -135,3 +135,71 @@ def test_a_task_whose_body_is_lost_counts_as_failed(broker: Broker) -> None:
     (filed,) = broker.dead_letters.list()
     assert (filed.letter.task_id, filed.letter.reason) == (tasks[0].task_id, "its body is not there")
     assert set(count_entries(broker).values()) == {0}
+
+
+def delete_entries(broker: Broker, stream: str, task: Task) -> None:
+    client = broker.connection.client
+    entries: Any = client.xrange(stream)
+    client.xdel(stream, *[id for id, fields in entries if int(fields[b"t"]) == task.task_id])
+
+
+def test_samples_whose_entries_are_gone_are_queued_again(broker: Broker) -> None:
+    take_over(broker)
+    tasks = first, second, third = held_out(0, 3, n=2)
+    assert broker.evals.open(0, tasks)
+    queue, keys = broker.task_queue("g"), broker.connection.keys
+    queue.read(100, 10)
+    for task in (first, second):
+        queue.publish(task.task_id, [make_trajectory(task.task_id, 0, "eval")])
+    assert broker.evals.mend() == {}, "all are on their way"
+    delete_entries(broker, keys.trajectories, first)
+    delete_entries(broker, keys.eval_tasks, second)
+    assert broker.evals.mend() == {0: (2, 0)}
+    assert broker.evals.mend() == {}
+    other = broker.task_queue("h")
+    (delivery,) = other.read(10, 10)
+    assert (delivery.message, other.find_missing(delivery.message)) == (second, [1])
+    assert other.publish(second.task_id, [make_trajectory(second.task_id, 1, "eval")]) == ["ok"]
+    late = [make_trajectory(second.task_id, 1, "eval")]
+    assert queue.publish(second.task_id, late) == ["dup"], "who had the task before"
+    queue.publish(first.task_id, [make_trajectory(first.task_id, 1, "eval")])
+    queue.publish(third.task_id, [make_trajectory(third.task_id, sample, "eval") for sample in range(2)])
+    score_all(broker)
+    (result,) = broker.evals.read_results()
+    assert (result.complete, result.scored, result.failed) == (True, 6, 0)
+    assert set(count_entries(broker).values()) == {0}
+
+
+@pytest.mark.parametrize("lost", ["trajectories", "eval_tasks", "bodies", "samples"])
+def test_an_evaluation_ends_though_a_whole_key_of_it_is_lost(broker: Broker, lost: str) -> None:
+    take_over(broker)
+    tasks = first, *_ = held_out(0, 3, n=2)
+    assert broker.evals.open(0, tasks)
+    broker.task_queue("g").publish(first.task_id, [make_trajectory(first.task_id, 0, "eval")])
+    broker.connection.client.delete(getattr(broker.connection.keys, lost))
+    broker.evals.mend()
+    answer_all(broker, n=2)
+    score_all(broker)
+    broker.evals.mend()
+    (result,) = broker.evals.read_results()
+    assert (result.complete, result.n) == (True, 6)
+    assert result.failed == (6 if lost == "bodies" else 0)
+    assert set(count_entries(broker).values()) == {0}
+
+
+def test_samples_of_which_entries_and_bodies_are_gone_count_as_failed(broker: Broker) -> None:
+    take_over(broker)
+    (task,), (later,) = held_out(0, 1, n=2), held_out(4, 1, n=3)
+    for version, one in ((0, task), (4, later)):
+        assert broker.evals.open(version, [one])
+    queue, client, keys = broker.task_queue("g"), broker.connection.client, broker.connection.keys
+    queue.publish(task.task_id, [make_trajectory(task.task_id, 0, "eval")])
+    client.delete(keys.bodies, keys.trajectories)
+    delete_entries(broker, keys.eval_tasks, later)
+    assert broker.evals.mend() == {0: (0, 1), 4: (0, 3)}
+    queue.publish(task.task_id, [make_trajectory(task.task_id, 1, "eval")])
+    score_all(broker)
+    zero, four = broker.evals.read_results()
+    assert (zero.complete, zero.scored, zero.failed) == (True, 1, 1)
+    assert (four.complete, four.scored, four.failed) == (True, 0, 3)
+    assert set(count_entries(broker).values()) == {0}

@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 
 from broker.client import Broker
+from broker.queues.tasks import eval_task_id
 from consumers.trainer import batch_source as source_module
+from consumers.trainer import step_log as step_log_module
 from consumers.trainer.checkpoint.store import CheckpointStore, Taken
 from consumers.trainer.loop import Trainer
 from deploy.run.summary import read_lines
@@ -19,6 +21,8 @@ from schemas.config import DatasetConfig, EvalConfig
 from schemas.lifecycle import StopFlag
 from schemas.messages import Sampling, Task
 from tests.support.deterministic_run import Pipeline
+from tests.support.prompt_groups import make_task
+from tests.support.prompt_groups import make_trajectory as make_eval_trajectory
 from tests.support.trainer_loop import in_thread, publish_of_version, run, trained, until
 
 pytestmark = pytest.mark.integration
@@ -109,7 +113,37 @@ def test_a_trainer_that_dies_with_its_broker_gives_its_weights_new_numbers(
     assert set(trained(tmp_path)) == set(range(16))
 
 
-PARTS = ["ctl", "slots", "counts", "groups", "samples", "tasks", "trajectories", "scored", "journal"]
+@pytest.mark.parametrize("lost", [("bodies",), ("bodies", "trajectories"), ("bodies", "eval_tasks")])
+def test_a_run_ends_with_an_evaluation_of_which_the_broker_lost_a_part_and_says_so(
+    trainer: Callable[..., Trainer],
+    broker: Broker,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    lost: tuple[str, ...],
+) -> None:
+    monkeypatch.setattr(step_log_module, "LOOK_S", 0.1)
+    one = trainer(steps=1)
+    one.config.eval = EvalConfig(dataset=DatasetConfig(name="arithmetic"))
+    with Pipeline(broker, publish_of_version):
+        thread, errors = in_thread(one, StopFlag())
+        until(lambda: one.state == "finishing", "the end of training")
+    tasks, task = broker.task_queue("g"), make_task(eval_task_id(1, 0), n=2, kind="eval")
+    assert broker.evals.open(1, [task])
+    if "eval_tasks" not in lost:
+        tasks.publish(task.task_id, [make_eval_trajectory(task.task_id, sample, "eval") for sample in range(2)])
+    broker.connection.client.delete(*(getattr(broker.connection.keys, name) for name in lost))
+    assert broker.score_queue("r").read(10, 10) == []
+    thread.join(60)
+    assert not thread.is_alive()
+    assert not errors
+    (line,) = read_lines(tmp_path / "run" / "evaluations.jsonl")
+    assert (line["version"], line["n"], line["scored"], line["failed"]) == (1, 2, 0, 2)
+    told = [event.text for event in broker.events.tail(100) if event.name == "evaluation" and event.level == "warning"]
+    assert [text for text in told if text.startswith("2 of 2 samples of the evaluation of version 1 failed")]
+    assert any("0 samples are queued again, 2 count as failed" in text for text in told) == (len(lost) > 1)
+
+
+PARTS = ["ctl", "slots", "counts", "groups", "samples", "tasks", "trajectories", "bodies", "scored", "journal"]
 
 
 @pytest.mark.parametrize("part", PARTS)
