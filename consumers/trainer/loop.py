@@ -13,7 +13,7 @@ import time
 import structlog
 
 from broker.client import Broker
-from consumers.trainer.batch_source import BatchSource, NothingToLearn
+from consumers.trainer.batch_source import QUIET_S, BatchSource, NothingToLearn
 from consumers.trainer.checkpointing import Checkpointing
 from consumers.trainer.context import TrainerContext
 from consumers.trainer.data.microbatches import Batch
@@ -191,8 +191,11 @@ class Trainer:
             shutil.rmtree(aside, ignore_errors=True)
 
     def wait_for_evaluation(self, stop: StopFlag) -> None:
-        """Wait until the evaluation of these weights is complete, or the deadline, of which people are told."""
-        deadline = time.monotonic() + EVAL_DEADLINE_S
+        """Wait until the evaluation of these weights is complete, or the deadline, of which people are told.
+
+        Weights that vanish meanwhile are published again: a generator may not have them yet.
+        """
+        deadline, next_look = time.monotonic() + EVAL_DEADLINE_S, time.monotonic() + QUIET_S
         while not stop and time.monotonic() < deadline:
             if self.pause.hold(stop):
                 deadline = time.monotonic() + EVAL_DEADLINE_S
@@ -200,6 +203,9 @@ class Trainer:
             self.step_log.write_evaluations()
             if self.progress.version in self.step_log.evaluations.lines:
                 return
+            if time.monotonic() > next_look:
+                next_look = time.monotonic() + QUIET_S
+                self.publisher.publish()
             self.broker.ledger.wait_change(position, 200)
         if not stop:
             text = f"the evaluation of version {self.progress.version} was not complete after {EVAL_DEADLINE_S:.0f} s"

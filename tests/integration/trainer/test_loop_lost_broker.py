@@ -13,6 +13,7 @@ import pytest
 from broker.client import Broker
 from broker.queues.tasks import eval_task_id
 from consumers.trainer import batch_source as source_module
+from consumers.trainer import loop as loop_module
 from consumers.trainer import step_log as step_log_module
 from consumers.trainer.checkpoint.store import CheckpointStore, Taken
 from consumers.trainer.loop import Trainer
@@ -178,6 +179,25 @@ def test_weights_that_vanish_while_all_wait_for_them_are_published_again(
     for _ in range(2):
         broker.connection.client.delete(*(getattr(keys, name) for name in lost))
         until(lambda: (newest := store.newest()) is not None and store.holds(newest), "the same version again")
+    stop.set()
+    thread.join(30)
+    assert not thread.is_alive()
+    assert not errors
+
+
+def test_weights_that_vanish_during_the_last_evaluation_are_published_again(
+    trainer: Callable[..., Trainer], broker: Broker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loop_module, "QUIET_S", 0.1)
+    one, stop = trainer(steps=1, publish={"transport": "redis"}), StopFlag()
+    one.config.eval = EvalConfig(dataset=DatasetConfig(name="arithmetic"))
+    store, keys = broker.weights, broker.connection.keys
+    with Pipeline(broker, publish_of_version):
+        thread, errors = in_thread(one, stop)
+        until(lambda: one.state == "finishing", "the end of training")
+    until(lambda: (newest := store.newest()) is not None and newest.version == 1, "the last version")
+    broker.connection.client.delete(keys.weights, keys.chunks)
+    until(lambda: (newest := store.newest()) is not None and store.holds(newest), "the same version again")
     stop.set()
     thread.join(30)
     assert not thread.is_alive()
