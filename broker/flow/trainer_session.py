@@ -92,6 +92,10 @@ class TrainerSession:
             self._connections = self._connection.connections
             if self._server_id() != self._server:
                 raise BrokerLost("the broker was started anew; what it still knows has to be compared")
+        orders = pairs(raw[6])
+        if "pause_id" not in orders:
+            # A take-over writes it. Without it a pause would end for the trainer alone.
+            raise BrokerLost("the broker has forgotten what was asked of this run")
         look = PipelineSnapshot(
             step=int(control["step"]),
             cursor=int(control["cursor"]),
@@ -102,7 +106,7 @@ class TrainerSession:
             staleness=int(control["staleness"]),
             settings=parse_settings(control),
             paused=control.get("paused") == "1",
-            control=ControlState.parse(pairs(raw[6])),
+            control=ControlState.parse(orders),
         )
         if not look.balanced:
             raise BrokerDamaged("the broker's ledger does not add up: a part of it is gone")

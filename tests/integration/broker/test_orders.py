@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 
 import pytest
 
 from broker.client import Broker
+from broker.flow.progress import Progress
 from schemas.errors import BrokerLost
 from schemas.messages import Score
 from tests.support.prompt_groups import claim_batch, generate_and_score, make_task
-from tests.support.trainer_sessions import take_over
+from tests.support.trainer_sessions import FIRST, take_over, take_over_as
 
 pytestmark = pytest.mark.integration
 
@@ -60,3 +62,19 @@ def test_the_trainer_notices_when_nobody_can_wait_for_orders(broker: Broker) -> 
         training.read_pipeline()
     take_over(broker, fresh=False).read_pipeline()
     assert broker.run_control.order_position() != b"0-0"
+
+
+def test_the_trainer_notices_that_orders_are_gone_and_gives_them_again(broker: Broker) -> None:
+    training, known = take_over(broker), Progress()
+    broker.run_control.pause("freeze", "ada")
+    known.update(training.read_pipeline())
+    broker.connection.client.delete(broker.connection.keys.run_control)
+    broker.run_control.checkpoint("bob")
+    with pytest.raises(BrokerLost, match="forgotten what was asked"):
+        training.read_pipeline()
+    again, takeover = take_over_as(broker, replace(FIRST, fresh=False, progress=known))
+    assert not takeover.lost, "orders are no part of the pipeline"
+    control = again.read_pipeline().control
+    assert (control.pause, control.pause_id, control.by) == ("freeze", 1, "ada")
+    assert broker.run_control.pause("none", "ada")
+    assert not broker.ledger.read_state().paused

@@ -165,6 +165,28 @@ def test_a_part_of_the_broker_that_vanishes_stops_nothing_and_skips_nothing(
     assert broker.ledger.read_state().balanced
 
 
+def test_a_pause_outlives_the_loss_of_the_orders_and_ends_when_people_say_so(
+    trainer: Callable[..., Trainer], broker: Broker, tmp_path: Path
+) -> None:
+    one = trainer(steps=8)
+    with Pipeline(broker, publish_of_version):
+        thread, errors = in_thread(one, StopFlag())
+        until(lambda: one.progress.step >= 2, "step 2")
+        assert broker.run_control.pause("freeze", "ada")
+        until(lambda: one.pause.acknowledged.get("pause") == 1, "the pause")
+        step = one.progress.step
+        broker.connection.client.delete(broker.connection.keys.run_control)
+        until(lambda: (orders := broker.run_control.read()) is not None and orders.pause == "freeze", "the same order")
+        until(lambda: bool(one.pause.reasons), "the pause")
+        assert one.progress.step == step
+        assert broker.run_control.pause("none", "ada")
+        thread.join(60)
+    assert not thread.is_alive()
+    assert not errors
+    assert set(trained(tmp_path).values()) == {1}
+    assert set(trained(tmp_path)) == set(range(16))
+
+
 @pytest.mark.parametrize("lost", [("weights",), ("chunks",), ("weights", "chunks")])
 def test_weights_that_vanish_while_all_wait_for_them_are_published_again(
     trainer: Callable[..., Trainer], broker: Broker, monkeypatch: pytest.MonkeyPatch, lost: tuple[str, ...]
