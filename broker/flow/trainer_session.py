@@ -12,7 +12,7 @@ import json
 import secrets
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias, cast
 
 import redis
 
@@ -34,6 +34,8 @@ from schemas.messages import BatchRecord, DeadLetter, Score, Trajectory
 
 SILENT_CONSUMER_S = 3600.0
 """How long a consumer that holds nothing is silent before the server forgets it."""
+
+Diagnosis: TypeAlias = Literal["waiting", "complete", "ended"]
 
 
 class TrainerSession:
@@ -112,12 +114,15 @@ class TrainerSession:
             raise BrokerDamaged("the broker's ledger does not add up: a part of it is gone")
         return look
 
-    def diagnose_group(self, task_id: int) -> Literal["waiting", "complete"]:
-        """Return whether a group with a slot waits for others, or is complete; BrokerDamaged if a part is lost."""
+    def diagnose_group(self, task_id: int) -> Diagnosis:
+        """Return whether a group waits for others, is complete, or holds no slot any more.
+
+        BrokerDamaged if a part of it is lost.
+        """
         answer: bytes = self._connection.run_script("diagnose_group", task_id)
         if answer == b"damaged":
             raise BrokerDamaged(f"the broker has lost a part of prompt group {task_id}")
-        return "complete" if answer == b"complete" else "waiting"
+        return cast(Diagnosis, answer.decode())
 
     def _current(self, leader_term: str | None) -> None:
         if leader_term == self._leader_term:

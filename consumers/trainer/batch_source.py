@@ -28,7 +28,7 @@ CLAIM = 2000
 """Most outcomes that are claimed at once."""
 
 QUIET_S = 2.0
-"""Seconds without an outcome after which the source examines whether any can come."""
+"""Seconds between two examinations of the oldest group, and without an outcome after which others are looked after."""
 
 MANY_FILTERED = 4
 """Times a step's groups that came back one after another and taught nothing: then people are told."""
@@ -45,8 +45,7 @@ class BatchSource:
     """The batches of a trainer: ``next`` waits for those of a step, ``replay`` reads a journaled step's again.
 
     pause: people's orders are followed between steps, and while no batch comes. on_idle: called while nothing comes
-    in, to look for what generators and feeder may wait for. last_outcome_at: when the last outcome came, or when
-    its absence was examined.
+    in, to look for what generators and feeder may wait for.
     """
 
     def __init__(self, context: TrainerContext, pause: PauseFollower, on_idle: Callable[[], None]) -> None:
@@ -70,7 +69,7 @@ class BatchSource:
         self._deadline = 0.0
         self._told_filtered = False
         self._filtered_at = 0.0
-        self.last_outcome_at = time.monotonic()
+        self._examined_at = self._last_outcome_at = time.monotonic()
 
     def next(self, new_version: int, stop: StopFlag) -> Batch | None:
         """The next step's batch, in the journal; None when asked to stop.
@@ -156,9 +155,13 @@ class BatchSource:
                 f" {pipeline.batch} prompt groups and has {len(self._taken)}:"
                 f" {self._buffer.describe_missing(active)}{self._meter.describe()}"
             )
-        if active and time.monotonic() - self.last_outcome_at > QUIET_S:
+        now = time.monotonic()
+        if active and now - self._examined_at > QUIET_S:
+            # Also while others come: what is filtered of them frees slots for more, on and on.
+            self._examined_at = now
             self._examine(active[0].task_id)
-            self._on_idle()
+            if now - self._last_outcome_at > QUIET_S:
+                self._on_idle()
         self._session.wait_for_scores()
         return True
 
@@ -240,11 +243,10 @@ class BatchSource:
     def _examine(self, task_id: int) -> None:
         """BrokerDamaged when something is missing that the oldest group, which holds all others up, waits for."""
         if self._session.diagnose_group(task_id) == "complete":
-            # Its last outcome may just have come in.
+            # Its last outcome may just have come in, and may end it.
             self._claim()
-            if not self._buffer.is_complete(task_id):
+            if not self._buffer.is_complete(task_id) and self._session.diagnose_group(task_id) == "complete":
                 raise BrokerDamaged(f"the broker has lost scores of prompt group {task_id}")
-        self.last_outcome_at = time.monotonic()
 
     def _discard_ended(self, active: set[int]) -> None:
         """Remove outcomes of groups that hold no slot any more, or never did."""
@@ -258,7 +260,7 @@ class BatchSource:
         while True:
             outcomes = self._session.claim_scores(CLAIM)
             if outcomes:
-                self.last_outcome_at = time.monotonic()
+                self._last_outcome_at = time.monotonic()
             for outcome in outcomes:
                 self._claimed[outcome.scored_id] = outcome
                 if self._buffer.add(outcome):

@@ -1,8 +1,9 @@
 #!lua flags=no-writes,allow-oom
--- KEYS: GROUPS SAMPLES TASKS TRAJECTORIES IMAGES BODIES
--- ARGV: task id of a group that holds a slot. Tells whether all is there that the group needs:
+-- KEYS: SLOTS GROUPS SAMPLES TASKS TRAJECTORIES IMAGES BODIES
+-- ARGV: task id of a group. Tells whether all is there that the group needs: 'ended' when it holds no slot any more,
 -- 'waiting' for a generator or a score, 'complete' when all outcomes are on their way to the trainer, else 'damaged'.
 local task = ARGV[1]
+if not redis.call('ZSCORE', SLOTS, task) then return 'ended' end
 local fields = redis.call('HMGET', GROUPS, task .. ':n', task .. ':kind', task .. ':entry', task .. ':left', task .. ':images')
 if not (fields[1] and fields[2] and fields[3] and fields[4]) then return 'damaged' end
 for digest in string.gmatch(fields[5] or '', '[^,]+') do

@@ -202,6 +202,19 @@ def test_an_evaluation_ends_though_a_task_of_it_kills_its_generators(make_broker
     assert training.read_pipeline().balanced
 
 
+def test_a_group_that_ended_is_not_taken_for_damaged(make_broker: Callable[..., Broker]) -> None:
+    """A generator may end it between the trainer's look at the slots and that at the group."""
+    broker = make_broker(max_deliveries=1)
+    training = take_over(broker)
+    broker.ledger.admit(make_task(0))
+    assert training.diagnose_group(0) == "waiting"
+    broker.task_queue("a").read(1, 10)
+    for name in ("b", "c"):
+        broker.task_queue(name).claim_stale(0.0, 10)
+    assert broker.ledger.read_state().failed == {"dead_letter": 1}
+    assert training.diagnose_group(0) == "ended"
+
+
 def test_an_evaluation_task_that_nobody_can_read_counts_as_failed(broker: Broker) -> None:
     take_over(broker)
     number = eval_task_id(0, 0)

@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 
 from broker.client import Broker
-from broker.queues.tasks import eval_task_id
+from broker.flow.trainer_session import Diagnosis
+from broker.queues.consumer_group import Delivery
+from broker.queues.tasks import TaskQueue, eval_task_id
 from consumers.trainer import batch_source as source_module
 from consumers.trainer import loop as loop_module
 from consumers.trainer import step_log as step_log_module
@@ -20,7 +22,7 @@ from consumers.trainer.loop import Trainer
 from deploy.run.summary import read_lines
 from schemas.config import DatasetConfig, EvalConfig
 from schemas.lifecycle import StopFlag
-from schemas.messages import Sampling, Task
+from schemas.messages import Sampling, Score, Task, Trajectory
 from tests.support.deterministic_run import Pipeline
 from tests.support.prompt_groups import make_task
 from tests.support.prompt_groups import make_trajectory as make_eval_trajectory
@@ -185,6 +187,56 @@ def test_a_pause_outlives_the_loss_of_the_orders_and_ends_when_people_say_so(
     assert not errors
     assert set(trained(tmp_path).values()) == {1}
     assert set(trained(tmp_path)) == set(range(16))
+
+
+def test_a_loss_in_the_oldest_group_is_noticed_while_others_come_and_are_filtered(
+    trainer: Callable[..., Trainer], broker: Broker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slots of groups that are filtered return at once, so outcomes never end; and the step waits for the oldest."""
+    monkeypatch.setattr(source_module, "QUIET_S", 1.0)
+    one, stop, lost = trainer(advantage={"name": "centered"}), StopFlag(), list[int]()
+
+    def generate(tasks: TaskQueue, task_id: int, version: int) -> None:
+        publish_of_version(tasks, task_id, version)
+        if task_id == 0 and not lost:
+            stream = broker.connection.keys.trajectories
+            lost.append(broker.connection.client.xtrim(stream, maxlen=0, approximate=False))
+
+    with Pipeline(broker, generate, lambda task_id, sample: Score(reward=float(sample) if task_id < 2 else 1.0)):
+        thread, errors = in_thread(one, stop)
+        until(lambda: one.progress.step >= 1, "step 1")
+        stop.set()
+        thread.join(60)
+    assert not thread.is_alive()
+    assert not errors
+    assert lost == [2]
+    assert broker.ledger.read_state().balanced
+
+
+def test_a_group_that_ends_while_it_is_examined_is_not_taken_for_damaged(
+    trainer: Callable[..., Trainer], broker: Broker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(source_module, "QUIET_S", 0.1)
+    one, stop = trainer(advantage={"name": "centered"}), StopFlag()
+    real, rewards, due = one.session.diagnose_group, broker.score_queue("r"), list[Delivery[Trajectory]]()
+
+    def diagnose(task_id: int) -> Diagnosis:
+        """The scores come in just before the group is examined, and it teaches nothing."""
+        rewards.publish([(due.pop(), Score(reward=1.0)) for _ in range(len(due))])
+        return real(task_id)
+
+    monkeypatch.setattr(one.session, "diagnose_group", diagnose)
+    thread, errors = in_thread(one, stop)
+    task = Task(task_id=0, kind="train", n=2, sampling=Sampling(), text="?")
+    until(lambda: broker.ledger.admit(task).answer == "ok", "room")
+    publish_of_version(broker.task_queue("g"), 0, 0)
+    due += rewards.read(10, 100)
+    until(lambda: broker.ledger.read_state().dropped == {"zero_variance": 1}, "the end of the group")
+    stop.set()
+    thread.join(60)
+    assert not thread.is_alive()
+    assert not errors
+    assert [event.text for event in broker.events.tail(100) if event.name == "broker_mended"] == []
 
 
 @pytest.mark.parametrize("lost", [("weights",), ("chunks",), ("weights", "chunks")])
