@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     from deploy.client.client import Client, connect
     from producers.datasets.base import Dataset, Example
     from producers.engines.base import Engine
-    from producers.workflows.base import RolloutContext, Workflow
-    from producers.workflows.trajectory_builder import SampledCompletion
+    from producers.workflows.base import FailedSample, RolloutContext, Workflow
+    from producers.workflows.trajectory_builder import SampledCompletion, TrajectoryBuilder
     from schemas.config import TidemillConfig, load_config, parse_config
     from schemas.errors import ConfigError, DataError, InfraError, RefusedError, TidemillError
-    from schemas.messages import ChatMessage, Trajectory
+    from schemas.messages import ChatMessage, ContentPart, Trajectory
 
     __version__: str
 
@@ -28,10 +28,12 @@ __all__ = [
     "ChatMessage",
     "Client",
     "ConfigError",
+    "ContentPart",
     "DataError",
     "Dataset",
     "Engine",
     "Example",
+    "FailedSample",
     "InfraError",
     "LossFunction",
     "LossInputs",
@@ -42,6 +44,7 @@ __all__ = [
     "TidemillConfig",
     "TidemillError",
     "Trajectory",
+    "TrajectoryBuilder",
     "Workflow",
     "connect",
     "load_config",
@@ -55,11 +58,11 @@ _MODULES = {
     "deploy.client.client": ("Client", "connect"),
     "producers.datasets.base": ("Dataset", "Example"),
     "producers.engines.base": ("Engine",),
-    "producers.workflows.base": ("RolloutContext", "Workflow"),
-    "producers.workflows.trajectory_builder": ("SampledCompletion",),
+    "producers.workflows.base": ("FailedSample", "RolloutContext", "Workflow"),
+    "producers.workflows.trajectory_builder": ("SampledCompletion", "TrajectoryBuilder"),
     "schemas.config": ("TidemillConfig", "load_config", "parse_config"),
     "schemas.errors": ("ConfigError", "DataError", "InfraError", "RefusedError", "TidemillError"),
-    "schemas.messages": ("ChatMessage", "Trajectory"),
+    "schemas.messages": ("ChatMessage", "ContentPart", "Trajectory"),
 }
 _PLACES = {name: module for module, names in _MODULES.items() for name in names}
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 from deploy.offline.tiny_model import byte_tokenizer, write_tiny_model
-from producers.datasets.base import Example
+from tidemill import Example
 
 TASKS = list(itertools.product(range(1, 4), range(4), itertools.combinations(range(10), 3)))
 """All 1,440 of them: factor, constant, three inputs. Nobody trains on the last HELDOUT."""

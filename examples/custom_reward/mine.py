@@ -1,6 +1,6 @@
 """Your own task: a dataset and a reward, named in config.yaml as mine.py:Products and mine.py:closeness."""
 
-from producers.datasets.base import Example
+from tidemill import Example
 
 
 class Products:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import random
 from typing import Any, Literal
 
-from producers.datasets.base import Example
-from schemas.messages import ChatMessage
+from tidemill import ChatMessage, Example
 
 LARGEST = 63
 TURNS = 8

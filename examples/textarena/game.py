@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import random
 
-from producers.datasets.base import Example
-from schemas.messages import ChatMessage
+from tidemill import ChatMessage, Example
 
 LARGEST = 20
 GUESSES = 5

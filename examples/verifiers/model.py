@@ -6,8 +6,7 @@ import random
 from pathlib import Path
 
 from deploy.offline.tiny_model import byte_tokenizer, write_tiny_model
-from producers.datasets.base import Example
-from schemas.messages import ChatMessage
+from tidemill import ChatMessage, Example
 
 CHAT_TEMPLATE = """
 {%- for message in messages -%}

@@ -9,8 +9,7 @@ import json
 import random
 from typing import Literal
 
-from producers.datasets.base import Example
-from schemas.messages import ChatMessage
+from tidemill import ChatMessage, Example
 
 NUMBERS = range(10, 100)
 HELD_OUT = 810
