@@ -17,12 +17,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
-from pydantic import BaseModel
+from pydantic import BaseModel, HttpUrl, IPvAnyNetwork
 from pydantic.fields import FieldInfo
 
 from broker.connection.keys import Keys
 from broker.connection.scripts import body, names, script_files, source
 from consumers.reward.rewards import REWARDS
+from consumers.reward.rewards.signatures import FIELDS
 from consumers.trainer.algorithms import ADVANTAGES, AGGREGATIONS, KL_ESTIMATORS, LOSSES
 from deploy.launchers import LAUNCHERS
 from deploy.migrate import trl, verl
@@ -52,6 +53,10 @@ REGISTRIES: dict[str, Registry] = {
     "trainer.aggregation": AGGREGATIONS,
     "trainer.kl.estimator": KL_ESTIMATORS,
 }
+Definition = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+OWN = frozenset({"self", "base", "settings"})
+OF_SAMPLES = frozenset({"answer", "reasoning_gym", *FIELDS})
+"""Parameters of built-in choices that no configuration gives: those of Tidemill, and those that a sample has."""
 KEY_NOTES = {
     "ctl": "hash: schema, leader_term, broker_lifetime, step, version, cursor, slots, batch, staleness, window, steps,"
     " own_steps, max_uncommitted, paused, state, run_id, run_folder, run_host, run_since",
@@ -211,13 +216,20 @@ def type_name(annotation: Any, field: FieldInfo | None = None) -> str:
     if origin in (typing.Union, types.UnionType):
         return " or ".join(type_name(part) for part in parts if part is not type(None)) + limits
     if origin is typing.Annotated:
-        return type_name(parts[0]) + limits
+        return type_name(parts[0], parts[1] if isinstance(parts[1], FieldInfo) else None) + limits
     if origin is list:
-        return f"list of {type_name(parts[0])}s" + limits
+        return f"list of {_plural(parts[0])}" + limits
     if origin is tuple:
-        return f"{len(parts)} {type_name(parts[0])}s"
-    names = {int: "integer", float: "number", str: "text", bool: "true or false", Path: "path"}
+        return f"{len(parts)} {_plural(parts[0])}"
+    names: dict[Any, str] = {int: "integer", float: "number", str: "text", bool: "true or false", Path: "path"}
+    names |= {HttpUrl: "URL", IPvAnyNetwork: "network"}
     return names.get(annotation, "mapping" if origin is dict else getattr(annotation, "__name__", "any")) + limits
+
+
+def _plural(annotation: Any) -> str:
+    """``integers, 0 or more``; a choice is named by what can be chosen."""
+    name, comma, limits = type_name(annotation).partition(",")
+    return f"{name}{comma}{limits}" if typing.get_origin(annotation) is Literal else f"{name}s{comma}{limits}"
 
 
 def _limits(field: FieldInfo) -> str:
@@ -304,24 +316,43 @@ def script_table() -> str:
 
 
 def plugin_table() -> str:
-    """What is built in, by setting, each with the first paragraph of its documentation."""
+    """What is built in, by setting, each with its arguments and the first paragraph of its documentation."""
     rows = []
     for setting, registry in REGISTRIES.items():
         for number, name in enumerate(registry.names):
-            rows.append([f"`{setting}`" if number == 0 else "", f"`{name}`", documentation(registry._paths[name])])
-    return table(["Setting", "Name", "What it is"], rows)
+            found = definition(registry._paths[name])
+            text = " ".join((ast.get_docstring(found) or "").split("\n\n")[0].split())
+            given = ", ".join(f"`{argument}`" for argument in arguments(found))
+            rows.append([f"`{setting}`" if number == 0 else "", f"`{name}`", text, given])
+    return table(["Setting", "Name", "What it is", "Arguments"], rows)
 
 
-def documentation(path: str) -> str:
-    """First paragraph of the docstring of ``module:name``, read without importing the module and what it needs."""
+def definition(path: str) -> Definition:
+    """The source of ``module:name``, read without importing the module and what it needs."""
     module, _, name = path.partition(":")
     spec = importlib.util.find_spec(module)
     if spec is None or spec.origin is None:
         raise LookupError(f"no module {module}")
     for node in ast.parse(Path(spec.origin).read_text(encoding="utf-8")).body:
-        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and node.name == name:
-            return " ".join((ast.get_docstring(node) or "").split("\n\n")[0].split())
+        if isinstance(node, Definition) and node.name == name:
+            return node
     raise LookupError(f"{module} has no {name}")
+
+
+def arguments(found: Definition) -> list[str]:
+    """What ``args`` may hold: ``name=default``, or the name alone of one that has to be given."""
+    made = next((part for part in found.body if isinstance(part, ast.FunctionDef) and part.name == "__init__"), None)
+    if isinstance(found, ast.ClassDef) and made is None:
+        # The fields of a dataclass.
+        fields = [part for part in found.body if isinstance(part, ast.AnnAssign) and part.value is not None]
+        pairs = [(ast.unparse(part.target), part.value) for part in fields if "ClassVar" not in ast.unparse(part)]
+    else:
+        given = (made or found).args
+        late = [None] * (len(given.args) - len(given.defaults)) + given.defaults
+        pairs = [(one.arg, value) for one, value in zip(given.args, late, strict=True) if made or value is not None]
+        pairs += [(one.arg, value) for one, value in zip(given.kwonlyargs, given.kw_defaults, strict=True)]
+    pairs = [(name, value) for name, value in pairs if name not in OWN and (value or name not in OF_SAMPLES)]
+    return [f"{name}={ast.unparse(value)}" if value else name for name, value in pairs]
 
 
 def metric_table() -> str:

@@ -16,7 +16,8 @@ class DatasetConfig(Section):
     """A dataset, by the name of what reads or makes it."""
 
     name: str = Field(
-        description="jsonl, hf, gsm8k, reasoning_gym, arithmetic, or your own as module:name or file.py:name."
+        description="jsonl, hf, gsm8k, reasoning_gym, arithmetic, verifiers, or your own as module:name or"
+        " file.py:name."
     )
     args: dict[str, Any] = Field(default_factory=dict, description="Arguments of the dataset.")
     shuffle: bool = Field(True, description="Shuffle anew each epoch, by the run's seed.")

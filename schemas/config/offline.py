@@ -20,8 +20,8 @@ class WarmStartConfig(Section):
     )
     dataset: DatasetConfig
     eval: DatasetConfig
-    batch_size: int = Field(128, ge=1)
-    lr: float = Field(1e-3, gt=0)
+    batch_size: int = Field(128, ge=1, description="Examples in one step.")
+    lr: float = Field(1e-3, gt=0, description="Peak learning rate; it falls as the accuracy nears stop_accuracy.")
     max_steps: int = Field(2000, ge=1, description="Steps after which training gives up.")
     eval_every: int = Field(20, ge=1, description="Steps between two measurements of the accuracy.")
     stop_accuracy: float = Field(0.5, gt=0, le=1, description="Held-out accuracy at which training stops.")

@@ -108,5 +108,7 @@ class BrokerConfig(Section):
 class LogConfig(Section):
     """Logging: human on a terminal, JSON otherwise."""
 
-    level: Literal["debug", "info", "warning", "error"] = "info"
-    format: Literal["auto", "human", "json"] = "auto"
+    level: Literal["debug", "info", "warning", "error"] = Field("info", description="The least that is logged.")
+    format: Literal["auto", "human", "json"] = Field(
+        "auto", description="human: lines for people. json: an object a line. auto: human on a terminal, else json."
+    )

@@ -18,11 +18,11 @@ class OptimizerConfig(Section):
 
     lr: float = Field(1e-6, gt=0, description="Peak learning rate.")
     betas: tuple[Decay, Decay] = Field((0.9, 0.95), description="Moment decay rates, each from 0 to below 1.")
-    eps: float = Field(1e-8, gt=0)
-    weight_decay: float = Field(0.0, ge=0)
+    eps: float = Field(1e-8, gt=0, description="Added to the root of the second moment.")
+    weight_decay: float = Field(0.0, ge=0, description="Decoupled weight decay.")
     max_grad_norm: float = Field(1.0, gt=0, description="Gradient norm is clipped to this.")
     schedule: Literal["constant", "linear", "cosine"] = Field("constant", description="Decay to 0 over trainer.steps.")
-    warmup_steps: int = Field(0, ge=0)
+    warmup_steps: int = Field(0, ge=0, description="Steps over which the rate rises from 0 to lr.")
 
 
 class LoraConfig(Section):
@@ -210,7 +210,7 @@ class TrainerConfig(Section):
         description="Compile the layers of the model and the critic (torch.compile); the first steps take longer, the"
         " others less.",
     )
-    profile_steps: list[int] = Field(
+    profile_steps: list[Annotated[int, Field(ge=0)]] = Field(
         default_factory=list, description="Steps, from 0, of which each rank writes a profile into profiles/."
     )
     trackers: list[str] = Field(

