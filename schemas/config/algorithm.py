@@ -130,13 +130,16 @@ class AdvantageConfig(Section):
     @model_validator(mode="after")
     def _bounds_leave_room(self) -> AdvantageConfig:
         if self.mean_between is not None and not self.mean_between[0] < self.mean_between[1]:
-            raise ValueError("mean_between needs a smaller and a larger number, such as [0, 1]")
+            raise ValueError("trainer.advantage.mean_between needs a smaller and a larger number, such as [0, 1]")
         return self
 
     @model_validator(mode="after")
     def _names_are_compared(self) -> AdvantageConfig:
         if self.by_name and self.name in {"raw", "reinforce_pp", "gae"}:
-            raise ValueError(f"by_name needs an advantage that compares a group's samples, which {self.name} does not")
+            raise ValueError(
+                "trainer.advantage.by_name needs an advantage that compares a group's samples, which"
+                f" {self.name} does not"
+            )
         return self
 
     @property

@@ -33,6 +33,8 @@ OTHER_VARIABLES = frozenset(
     }
 )
 """Variables that are no settings, and look like some."""
+LONGEST_VALUE = 100
+"""Characters of a wrong value that are shown."""
 
 
 class _Loader(yaml.SafeLoader):
@@ -171,22 +173,52 @@ def _explain(item: Any, data: Any) -> str:
     path = _written(item["loc"], data)
     name = ".".join(path) or "configuration"
     if item["type"] == "extra_forbidden":
-        close = difflib.get_close_matches(path[-1], _fields(path[:-1]), n=1)
-        hint = f", did you mean {close[0]!r}?" if close else f": one of {', '.join(_fields(path[:-1]))}"
-        return f"{name}: unknown key{hint}"
+        return f"{name}: unknown key{_instead(path)}"
     if item["type"] == "missing":
         return f"{name}: required and missing"
     if item["type"] == "value_error":
         return str(item["ctx"]["error"])
-    message = item["msg"].removeprefix("Input should be ")
-    return f"{name}: {hide_password(repr(item['input']))} is not allowed, must be {message}"
+    given = hide_password(repr(item["input"]))
+    if len(given) > LONGEST_VALUE:
+        given = f"{given[:LONGEST_VALUE]}…"
+    return f"{name}: {given} is not allowed, must be {_allowed(item, path)}"
+
+
+def _instead(path: Sequence[str]) -> str:
+    """What may have been meant by an unknown key: one of this name further down, or one that is spelt like it."""
+    *above, key = path
+    section = _section_at(above)
+    further = [".".join([*above, *below]) for below in _paths(section) if below[-1] == key] if section else []
+    if (above and further) or len(further) == 1:
+        return f", did you mean {min(further, key=len)!r}?"
+    close = difflib.get_close_matches(key, _fields(above), n=1)
+    return f", did you mean {close[0]!r}?" if close else f": one of {', '.join(_fields(above))}"
+
+
+def _allowed(item: Any, path: Sequence[str]) -> str:
+    """What a value must be, in the words of a YAML file."""
+    kind, context = item["type"], item.get("ctx", {})
+    keys = f"with keys such as {', '.join(_fields(path)[:4])}"
+    sections = "a section, or a list of them," if path in (["train"], ["eval", "dataset"]) else "a list of sections"
+    words = {
+        "model_type": f"a section {keys}",
+        "list_type": f"{sections} {keys}" if _fields(path) else "a list, as in [a, b]",
+        "dict_type": "a mapping, as in {a: 1}",
+        "string_type": "a text, in quotes where it looks like a number",
+        "path_type": "a path",
+        "string_pattern_mismatch": f"a text of the form {context.get('pattern')}",
+        "too_short": f"a list of {context.get('min_length')} or more",
+        "too_long": f"a list of {context.get('max_length')} at most",
+    }
+    return words.get(kind) or item["msg"].removeprefix("Input should be ").removeprefix("value is not ")
 
 
 def _written(loc: Sequence[int | str], data: Any) -> list[str]:
     """The path of a mistake as its file has it: a dataset alone is no list of one."""
     path = []
     for part in loc:
-        if isinstance(part, int) and isinstance(data, Mapping):
+        # pydantic also names the kinds of value of which one is wanted.
+        if isinstance(data, Mapping) if isinstance(part, int) else isinstance(data, str | int | float | list):
             continue
         path.append(str(part))
         try:
@@ -197,16 +229,21 @@ def _written(loc: Sequence[int | str], data: Any) -> list[str]:
 
 
 def _fields(path: Sequence[str]) -> list[str]:
-    """Names allowed in the section at ``path``."""
+    """Names allowed in the section at ``path``; none where there is no section."""
+    section = _section_at(path)
+    return list(section.model_fields) if section else []
+
+
+def _section_at(path: Sequence[str]) -> type[BaseModel] | None:
     model: type[BaseModel] = TidemillConfig
     for key in path:
         if key.isdigit():
             continue
         found = _section(model.model_fields[key].annotation)
         if found is None:
-            return []
+            return None
         model = found
-    return list(model.model_fields)
+    return model
 
 
 def _section(annotation: Any) -> type[BaseModel] | None:

@@ -36,7 +36,32 @@ def http(**server: Any) -> dict[str, Any]:
         (merged(model={"path": "m", "dtype": "fp8"}), "model.dtype: 'fp8' is not allowed"),
         ({"model": {"path": "m"}}, "train: required and missing; reward: required and missing"),
         (merged(reward={}), "reward.terms: required and missing"),
-        (merged(reward={"terms": []}), "reward.terms: [] is not allowed, must be"),
+        (merged(reward={"terms": []}), "reward.terms: [] is not allowed, must be a list of 1 or more"),
+        (merged(trainer={"lr": 1}), "trainer.lr: unknown key, did you mean 'trainer.optimizer.lr'?"),
+        (merged(staleness=1), "staleness: unknown key, did you mean 'flow.staleness'?"),
+        (merged(trainer=3), "trainer: 3 is not allowed, must be a section with keys such as steps, batch_groups"),
+        (merged(train="a.jsonl"), "train: 'a.jsonl' is not allowed, must be a section, or a list of them, with keys"),
+        (merged(reward={"terms": "exact"}), "must be a list of sections with keys such as name, weight"),
+        (merged(run={"name": 7}), "run.name: 7 is not allowed, must be a text, in quotes"),
+        (merged(run={"folder": []}), "run.folder: [] is not allowed, must be a path"),
+        (
+            merged(train={"name": "jsonl", "label": "a b"}),
+            "train.label: 'a b' is not allowed, must be a text of the form",
+        ),
+        (merged(generator={"args": 1}), "generator.args: 1 is not allowed, must be a mapping"),
+        (merged(trainer={"profile_steps": [-1]}), "trainer.profile_steps.0: -1 is not allowed, must be greater than"),
+        (
+            merged(trainer={"activation_checkpointing": "yes please"}),
+            "trainer.activation_checkpointing: 'yes please' is not allowed, must be 'selective'",
+        ),
+        (
+            merged(control={"trusted_proxies": ["x"]}),
+            "control.trusted_proxies.0: 'x' is not allowed, must be a valid IP",
+        ),
+        (
+            merged(trainer={"advantage": {"mean_between": [1, 0]}}),
+            "trainer.advantage.mean_between needs a smaller and a larger number",
+        ),
         (merged(model={"path": "m", "max_pixels": 9000}), "model.max_pixels is for images: set model.kind to vision"),
         (
             merged(model={"path": "m", "kind": "vision"}, trainer={"lora": {}}),
@@ -100,6 +125,14 @@ def test_a_mistake_is_one_clear_line(data: dict[str, Any], message: str) -> None
         parse_config(data)
     assert message in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def test_a_long_value_is_shown_in_part_and_without_its_password() -> None:
+    url = "redis://me:secret@host:6379/0?" + "x" * 500
+    with pytest.raises(ConfigError) as error:
+        parse_config(merged(broker={"url": [url]}))
+    assert "secret" not in str(error.value)
+    assert len(str(error.value)) < 250
 
 
 def test_later_sources_win(tmp_path: Path) -> None:
@@ -202,7 +235,7 @@ def test_turns_keep_groups_of_one_reward_which_they_may_tell_apart_and_need_a_gr
 
 @pytest.mark.parametrize("name", ["raw", "reinforce_pp", "gae"])
 def test_by_name_is_refused_where_nothing_is_compared(name: str) -> None:
-    with pytest.raises(ConfigError, match=f"by_name needs an advantage that compares .*, which {name} does not"):
+    with pytest.raises(ConfigError, match=f"trainer.advantage.by_name needs an advantage .*, which {name} does not"):
         parse_config(merged(trainer={"advantage": {"name": name, "by_name": True}}))
 
 
