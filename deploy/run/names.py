@@ -8,6 +8,7 @@ from producers.datasets import DATASETS
 from producers.engines import ENGINES
 from producers.workflows import WORKFLOWS
 from schemas.config import TidemillConfig
+from schemas.errors import ConfigError
 
 
 def check_names(config: TidemillConfig) -> str:
@@ -22,6 +23,7 @@ def check_names(config: TidemillConfig) -> str:
     WORKFLOWS.check(config.generator.workflow.name)
     if engine != "auto":
         ENGINES.check(engine)
+    _check_not_swapped(trainer.loss.name, trainer.advantage.name)
     LOSSES.check(trainer.loss.name)
     ADVANTAGES.check(trainer.advantage.name)
     AGGREGATIONS.check(trainer.aggregation)
@@ -30,3 +32,16 @@ def check_names(config: TidemillConfig) -> str:
         if rule.measure != "ratio":
             KL_ESTIMATORS.check(rule.measure)
     return f"loss {trainer.loss.name}, advantage {trainer.advantage.name}, engine {engine}"
+
+
+def _check_not_swapped(loss: str, advantage: str) -> None:
+    """ConfigError for an advantage that is given as the loss, or the other way round: algorithms are called by both."""
+    for setting, name, ours, other, others in (
+        ("trainer.loss.name", loss, LOSSES, "trainer.advantage.name", ADVANTAGES),
+        ("trainer.advantage.name", advantage, ADVANTAGES, "trainer.loss.name", LOSSES),
+    ):
+        if name in others.names and name not in ours.names:
+            raise ConfigError(
+                f"{setting} {name!r} is a choice for {other}: set {other}={name}; {setting} is one of"
+                f" {', '.join(ours.names)}"
+            )
