@@ -106,8 +106,8 @@ def _find(base: Path, patterns: list[str]) -> list[Path]:
         found = [full] if full.is_file() else [Path(name) for name in sorted(glob.glob(str(full), recursive=True))]
         found = [file for file in found if file.is_file()]
         if not found:
-            raise ConfigError(f"no file {full}")
+            raise ConfigError(f"dataset 'jsonl': path {pattern!r}: no file {full}")
         files += found
     if not files:
-        raise ConfigError("path: names no file")
+        raise ConfigError("dataset 'jsonl': path [] names no file")
     return files

@@ -69,7 +69,7 @@ def _check_arguments(make: Callable[..., Any], config: DatasetConfig) -> dict[st
     try:
         values = _model(make, named).model_validate(config.args)
     except ValidationError as error:
-        raise ConfigError("; ".join(_explain(config.name, item) for item in error.errors())) from error
+        raise ConfigError(_explain(config, error)) from error
     return {name: getattr(values, f"arg_{name}") if name in named else config.args[name] for name in config.args}
 
 
@@ -90,12 +90,18 @@ def _model(make: Callable[..., Any], named: dict[str, inspect.Parameter]) -> typ
     return create_model("Arguments", __config__=settings, **fields)
 
 
-def _explain(dataset: str, item: Any) -> str:
-    name = ".".join(str(part) for part in item["loc"])
-    if item["type"] == "missing":
-        return f"dataset {dataset!r}: argument {name!r} is required and missing"
-    message = item["msg"].removeprefix("Input should be ")
-    return f"dataset {dataset!r}: argument {name!r}: {item['input']!r} is not allowed, must be {message}"
+def _explain(config: DatasetConfig, error: ValidationError) -> str:
+    """What is wrong with each argument; one that may be of several kinds is told with all of them."""
+    allowed: dict[str, list[str]] = {}
+    for item in error.errors():
+        allowed.setdefault(str(item["loc"][0]), []).append(item["msg"].removeprefix("Input should be "))
+    mistakes = [
+        f"argument {name!r}: {config.args[name]!r} is not allowed, must be {' or '.join(kinds)}"
+        if name in config.args
+        else f"argument {name!r} is required and missing"
+        for name, kinds in allowed.items()
+    ]
+    return "; ".join(f"dataset {config.name!r}: {mistake}" for mistake in mistakes)
 
 
 def _check_protocol(dataset: Any, name: str) -> None:
@@ -114,7 +120,7 @@ def _check_protocol(dataset: Any, name: str) -> None:
     except Exception as error:
         raise ConfigError(f"dataset {name!r}: example 0: {describe_error(error)}") from error
     if not isinstance(example, Example):
-        raise ConfigError(f"dataset {name!r} must hold producers.datasets.base.Example, holds {type(example).__name__}")
+        raise ConfigError(f"dataset {name!r} must hold tidemill.Example, holds {type(example).__name__}")
     if (example.text is None) == (example.messages is None):
         raise ConfigError(f"dataset {name!r}: an example needs text or messages, and not both")
     try:

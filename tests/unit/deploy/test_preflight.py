@@ -202,7 +202,7 @@ def test_data_are_opened_and_every_line_is_read(folder: Path) -> None:
         assert (found.name, found.level) == ("dataset", "fail")
         assert message in found.text
     (found,) = trial_of(folder, train={"name": "jsonl", "args": {"path": "none.jsonl"}})
-    assert found.text == f"no file {folder / 'none.jsonl'}"
+    assert found.text == f"dataset 'jsonl': path 'none.jsonl': no file {folder / 'none.jsonl'}"
 
 
 def test_whatever_a_users_dataset_raises_is_one_line(folder: Path) -> None:

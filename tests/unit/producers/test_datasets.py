@@ -114,7 +114,7 @@ def test_a_bad_line_is_named_by_file_and_line_when_the_dataset_is_opened(tmp_pat
 
 
 def test_jsonl_names_a_missing_file_and_a_wrong_template(tmp_path: Path):
-    with pytest.raises(ConfigError, match=r"no file .*nothing\.jsonl"):
+    with pytest.raises(ConfigError, match=r"dataset 'jsonl': path 'nothing.jsonl': no file .*nothing\.jsonl"):
         Jsonl(tmp_path, "nothing.jsonl")
     write_lines(tmp_path / "d.jsonl", {"prompt": "x", "answer": 1})
     with pytest.raises(ConfigError, match=r"write \{\{ and \}\} for braces"):
@@ -201,7 +201,7 @@ def test_every_registered_dataset_exists():
         ("arithmetic", {"split": "test"}, "argument 'split': 'test' is not allowed, must be 'train' or 'heldout'"),
         ("arithmetic", {"base": "."}, "unknown argument 'base'"),
         ("jsonl", {}, "dataset 'jsonl': argument 'path' is required and missing"),
-        ("jsonl", {"path": 3}, "argument 'path"),
+        ("jsonl", {"path": 3}, "argument 'path': 3 is not allowed, must be a valid string or a valid list"),
     ],
 )
 def test_a_wrong_argument_is_one_line_that_says_what_is_allowed(tmp_path: Path, name: str, args: dict, reason: str):
