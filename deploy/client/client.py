@@ -10,6 +10,7 @@ import json
 import os
 from collections.abc import Mapping
 from http.client import HTTPException
+from pathlib import Path
 from typing import Any, Protocol
 from urllib.error import HTTPError, URLError
 from urllib.parse import urlencode
@@ -33,6 +34,7 @@ from schemas.control_api import (
 from schemas.errors import InfraError, RefusedError, TidemillError
 
 URL = "TIDEMILL_CONTROL_URL"
+OVER = ("finished", "failed", "stopped")
 ANSWER_S = 30.0
 
 
@@ -93,11 +95,24 @@ def connect(run: str, url: str | None) -> Client:
     folder = config.folder if config else RUNS / run
     found = url or os.environ.get(URL) or address_of(folder)
     if found is None:
-        raise NoControlPlane(
-            f"no control plane of run {run!r} is known: none has left its address in {folder}{os.sep}; give --control,"
-            f" set {URL}, or start one with `tidemill control CONFIG`"
-        )
+        raise NoControlPlane(_nobody(run, folder))
     return Client(found, read_token(config.control.token_file if config else None, os.environ))
+
+
+def _nobody(run: str, folder: Path) -> str:
+    """Say why nobody takes orders for a run: it is over, or there is none of this name, or no control plane runs."""
+    left = find.left_run(run)
+    head = left.head() if left is not None else None
+    if head is not None and head.state in OVER:
+        return (
+            f"run {run!r} is over, its state is {head.state}: `tidemill show {run}` tells how it went, `tidemill up`"
+            " with its configuration goes on with it"
+        )
+    known = "" if head is not None else f"; runs here: {', '.join(one.name for one in find.left_heads()) or 'none'}"
+    return (
+        f"no control plane of run {run!r} is known: none has left its address in {folder}{os.sep}{known}; give"
+        f" --control, set {URL}, or start one with `tidemill control CONFIG`"
+    )
 
 
 class Source(Protocol):

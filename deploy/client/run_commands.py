@@ -139,7 +139,11 @@ def change(run: str, control: str | None, url: str | None, prefix: str, assignme
     try:
         asked = SettingsChange.model_validate(wanted)
     except ValidationError as error:
-        told = (f"{item['loc'][0]} {item['input']!r}: {item['msg']}, or default" for item in error.errors())
+        told = (
+            f"setting {item['loc'][0]}: {item['input']!r} is not allowed, must be"
+            f" {item['msg'].removeprefix('Input should be ')}, or default"
+            for item in error.errors()
+        )
         raise ConfigError("; ".join(told)) from error
     now = open_source(run, control, url, prefix).change(asked)
     if as_json:
