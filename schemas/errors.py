@@ -43,7 +43,7 @@ class FencedError(TidemillError):
 
 
 class RunFailed(TidemillError):
-    """Everything of the run fails, and after a restart would fail again: the run ends with this reason."""
+    """The run cannot go on, nor after a restart: everything fails, or nothing teaches any more; it ends with this."""
 
 
 def describe_error(error: BaseException, limit: int = 400) -> str:
@@ -69,7 +69,7 @@ NOT_DONE_EXIT = 4
 REFUSED_EXIT = 5
 """Exit code for a request that the control plane refused, or that is not for a run that is alive."""
 RUN_FAILED_EXIT = 6
-"""Exit code when everything of the run fails for one reason."""
+"""Exit code when the run cannot go on, nor after a restart."""
 INTERRUPTED_EXIT = 130
 HOPELESS = frozenset({CONFIG_EXIT, FENCED_EXIT, RUN_FAILED_EXIT})
 """Exit codes that a restart can't mend: a wrong configuration stays wrong, a replaced trainer must not return, and what

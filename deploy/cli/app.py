@@ -48,7 +48,7 @@ app = typer.Typer(
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"]},
     epilog="Exit codes: 0 done, 1 an error, 2 wrong configuration or usage, 3 another trainer took over, 4 taken but"
-    " not done in time, 5 refused, 6 everything of the run fails, 130 interrupted.",
+    " not done in time, 5 refused, 6 the run cannot go on, 130 interrupted.",
     pretty_exceptions_enable=False,
 )
 
@@ -101,7 +101,7 @@ def doctor(
 
 def main() -> None:
     """Entry point. Exit code 2: wrong configuration or usage; 3: another trainer took over; 5: the control
-    plane refuses; 6: everything of the run fails; 1: another error."""
+    plane refuses; 6: the run cannot go on; 1: another error."""
     try:
         app()
     except TidemillError as error:

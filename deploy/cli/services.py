@@ -110,7 +110,7 @@ def broker(
     config: ConfigFile,
     overrides: Overrides = None,
     host: Annotated[str | None, typer.Option(help="Name of this machine for the others; its own by default.")] = None,
-    port: Annotated[int, typer.Option(help="Port to listen on.")] = 6379,
+    port: Annotated[int, typer.Option(min=1, max=65535, help="Port to listen on.")] = 6379,
     url_file: Annotated[Path | None, typer.Option(help="Where its URL goes; redis_url in the run's folder.")] = None,
 ) -> None:
     """Run a Redis or Valkey server with a password for the services of a run on several machines."""

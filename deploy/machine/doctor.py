@@ -176,7 +176,7 @@ def check_sandbox() -> Finding:
     text = f"{sandbox.name} keeps out: {', '.join(kept.out)}"
     if not kept.through:
         return Finding("sandbox", "ok", text)
-    advice = "run services as an ordinary user, with bubblewrap, or name another sandbox: see docs/security.md"
+    advice = "run services as an ordinary user, with bubblewrap, or name another sandbox: see docs/sandbox.md"
     return Finding("sandbox", "warn", f"{text}; lets through: {', '.join(kept.through)}", advice)
 
 
