@@ -6,7 +6,6 @@ import asyncio
 import os
 import signal
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ import pytest
 from broker.client import Broker
 from broker.flow.trainer_session import TrainerSession
 from producers.engines.base import EngineSettings
+from producers.engines.http import engine as http_engine
 from producers.engines.http.engine import HttpEngine
 from schemas.config import TidemillConfig, parse_config
 from schemas.errors import InfraError
@@ -67,31 +67,29 @@ def claimed_by_another(broker: Broker) -> set[int]:
     return {item.message.task_id for item in broker.task_queue("other").claim_stale(0.0, 10)}
 
 
-def test_a_killed_server_ends_the_generator_within_ten_seconds_and_its_samples_go_to_others(
-    model: Path, tmp_path: Path, broker: Broker
+def test_a_killed_server_ends_the_generator_and_its_samples_go_to_others(
+    model: Path, tmp_path: Path, broker: Broker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Its process that ends is enough: it is not asked for its health again before the scene is over."""
+    monkeypatch.setattr(http_engine, "_HEALTH_EVERY_S", 3600.0)
     settings = config(model, tmp_path, command=[sys.executable, faulty_server.__file__])
     engine = engine_of(settings)
     training = take_over(broker, staleness=100)
     publish(broker, training, model, tmp_path, 1)
     broker.ledger.admit_all([make_task(k, 2, LONG) for k in range(2)])
-    killed = 0.0
 
     async def scenario() -> None:
-        nonlocal killed
         await wait_until(lambda: (engine.growth() or 0) > 32)
         (server,) = [
             child
             for child in psutil.Process().children(recursive=True)
             if child.status() != psutil.STATUS_ZOMBIE and child.cmdline()[1:2] == [faulty_server.__file__]
         ]
-        killed = time.monotonic()
         os.kill(server.pid, signal.SIGKILL)
         await asyncio.Event().wait()
 
     with pytest.raises(ExceptionGroup) as caught:
         run_generator_during(settings, broker, engine, scenario)
-    assert time.monotonic() - killed < 10
     assert caught.group_contains(InfraError, match="was killed by signal 9")
     assert claimed_by_another(broker) == {0, 1}
 
