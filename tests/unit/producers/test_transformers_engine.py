@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from schemas.errors import ConfigError, InfraError
 from schemas.messages import FileSource, Sampling
 from tests.support.tiny_mixture import choices, make_mixture
 from tests.support.tiny_model import make_tiny_model
+from tests.support.vllm_checks import reference_logprobs
 
 PROMPTS = [[5, 6, 7], [90, 80, 70, 60, 50, 40, 30, 20], [11], [200, 100, 150, 3, 4]]
 
@@ -46,16 +47,8 @@ def run(folder: Path, scenario: Callable[[TransformersEngine], Awaitable[None]],
     asyncio.run(whole())
 
 
-def reference(folder: Path, tokens: Sequence[int], temperature: float = 1.0) -> np.ndarray:
-    """Log-probability of each token after the first, float32 [T-1]."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    with torch.no_grad():
-        logprobs = torch.log_softmax(model(torch.tensor([list(tokens)])).logits[0] / temperature, dim=-1)
-    return logprobs[:-1].gather(1, torch.tensor(list(tokens))[1:, None])[:, 0].numpy()
-
-
 def assert_matches(folder: Path, prompt: list[int], completion: Completion, temperature: float = 1.0) -> None:
-    expected = reference(folder, prompt + completion.tokens, temperature)[len(prompt) - 1 :]
+    expected = reference_logprobs(folder, prompt + completion.tokens, temperature)[len(prompt) - 1 :]
     np.testing.assert_allclose(completion.logprobs, expected, atol=1e-4)
 
 
@@ -101,7 +94,7 @@ def test_tied_embeddings_are_updated_on_both_ends(tmp_path: Path):
 
     async def scenario(engine: TransformersEngine) -> None:
         await engine.load(FileSource(new / "model.safetensors"), 1)
-        np.testing.assert_allclose(await engine.logprobs(PROMPTS[1]), reference(new, PROMPTS[1]), atol=1e-4)
+        np.testing.assert_allclose(await engine.logprobs(PROMPTS[1]), reference_logprobs(new, PROMPTS[1]), atol=1e-4)
 
     run(old, scenario)
 
