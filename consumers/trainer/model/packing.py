@@ -121,21 +121,25 @@ def pack(inputs: Tensor, lengths: Tensor, context: Part | None = None, share: bo
 def switch_to_packing(model: PreTrainedModel) -> bool:
     """Give the model packed attention if it computes the same with it, and return whether it does.
 
-    Two short sequences are computed packed and side by side: a model with a state that runs on, or with an attention of
-    its own, differs. Sliding windows and chunks show only in long sequences, so models that have them stay as they are.
+    Short sequences, two of which begin alike, are computed packed and side by side: a model with a state that runs on,
+    or with an attention of its own, differs. So does one to which transformers gives a mask made from positions, which
+    restart where a sequence begins, but not where shared tokens end. Sliding windows and chunks show only in long
+    sequences, so models that have them stay as they are.
     """
     config = model.config.get_text_config()
     device = model.device
     if device.type == "meta" or not has_plain_attention(config):
         return False
-    tokens = torch.arange(1, 17, device=device).reshape(2, 8) % config.vocab_size
-    lengths = torch.tensor([8, 5], device=device)
+    tokens = torch.arange(1, 25, device=device).reshape(3, 8) % config.vocab_size
+    tokens[2, :3] = tokens[0, :3]
+    lengths = torch.tensor([8, 5, 6], device=device)
     alone = model.base_model(input_ids=tokens, use_cache=False).last_hidden_state
     former = model.config._attn_implementation
     try:
         use_packing(model)
-        packed = pack(tokens, lengths)
-        found = model.base_model(**packed.arguments(), use_cache=False).last_hidden_state[0]
+        packed = pack(tokens, lengths, share=True)
+        hidden = model.base_model(**packed.arguments(), use_cache=False).last_hidden_state[0]
+        found = packed.states_of(hidden, packed.rows[packed.rows])
     except (TypeError, ValueError):
         found = None
     if found is not None and found.shape == alone[packed.rows].shape:
@@ -188,6 +192,8 @@ def attend(
             enable_gqa=_grouped(query, key),
         )
         return out.transpose(1, 2), None
+    if attention_mask is not None:
+        raise ValueError("packed attention has no mask of the model's own")
     kernel = KERNELS[choose_kernel(query.device, query.dtype)]
     if shared is not None:
         query, key, value = (shared.to_all(tensor, 2) for tensor in (query, key, value))

@@ -10,7 +10,17 @@ import torch
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM, PreTrainedModel
+from transformers import (
+    DogeConfig,
+    DogeForCausalLM,
+    GPTJConfig,
+    GPTJForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedModel,
+)
 
 from consumers.offline.greedy import greedy
 from consumers.trainer.model import head
@@ -143,6 +153,34 @@ def test_a_model_with_a_sliding_window_stays_padded() -> None:
     policy = Policy(model)
     assert not policy.packed
     assert model.config._attn_implementation == before
+
+
+def test_a_model_with_a_mask_of_its_own_stays_padded() -> None:
+    """Doge adds to the mask what it learns, which is nothing at first."""
+    policy = Policy(DogeForCausalLM(DogeConfig(**SMALL)).eval())
+    for layer in policy.causal_lm.model.layers:
+        layer.self_attn.A.data.copy_(torch.tensor([1.0, -1.0]))
+    tokens, mask, lengths = rows_of([12, 12, 9], seed=1)
+    tokens %= 64
+    with torch.no_grad():
+        found = policy(tokens, tokens[:, 1:], mask, lengths).logprobs
+        policy.causal_lm.set_attn_implementation("eager")
+        wanted = policy(tokens, tokens[:, 1:], mask).logprobs
+    assert torch.allclose(found, wanted, atol=1e-5)
+    assert not policy.packed
+
+
+def test_a_model_whose_mask_is_made_from_positions_stays_padded() -> None:
+    """It has an attention of its own, which computes packed sequences, but not tokens that several share."""
+    sizes = {"n_embd": 32, "n_layer": 1, "n_head": 4, "n_positions": 64, "rotary_dim": 4}
+    policy = Policy(GPTJForCausalLM(GPTJConfig(vocab_size=64, **sizes)).eval())
+    tokens, mask, lengths = rows_of([12, 12, 9], seed=1)
+    tokens %= 64
+    tokens[:, :8] = tokens[0, :8]
+    with torch.no_grad():
+        packed, padded = (policy(tokens, tokens[:, 1:], mask, read).logprobs for read in (lengths, None))
+    assert torch.allclose(packed, padded, atol=1e-5)
+    assert not policy.packed
 
 
 @settings(max_examples=40, deadline=None)
