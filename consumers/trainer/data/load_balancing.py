@@ -9,12 +9,11 @@ from __future__ import annotations
 import heapq
 import math
 from bisect import bisect_left
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from consumers.trainer.data.row_families import RowFamily
+from consumers.trainer.data.row_families import RowFamily, count_shared
 
 Shares: TypeAlias = list[list[list[int]]]
 REFINEMENTS = 200
@@ -72,8 +71,8 @@ def shares_of_families(
 ) -> Shares:
     """The same for packed rows, with families whole in a micro-batch if the slowest ranks are done earlier then.
 
-    A family that is together saves its shared tokens, each of which costs ``token``; families are larger than rows, so
-    that a few of them may not go evenly into many micro-batches.
+    Rows of a family that are together save what they share, each token of which costs ``token``; families are larger
+    than rows, so that a few of them may not go evenly into many micro-batches.
     """
     by_row = shares(costs, lengths, dp_size, max_tokens)
     whole = shares(
@@ -95,15 +94,11 @@ def shares_of_families(
 def work(
     dealt: Shares, costs: Sequence[float], families: Sequence[RowFamily] = (), token: float = 0.0
 ) -> list[list[float]]:
-    """Work of each micro-batch of each rank, without what families save that are whole in one."""
-    family_of = {row: f for f, family in enumerate(families) for row in family.rows}
-
-    def of(rows: Sequence[int]) -> float:
-        there = Counter(family_of[row] for row in rows if row in family_of)
-        whole = sum(families[f].shared for f, count in there.items() if count == len(families[f].rows))
-        return sum(costs[row] for row in rows) - token * whole
-
-    return [[of(rows) for rows in micro_batches] for micro_batches in dealt]
+    """Work of each micro-batch of each rank, without the tokens that rows of a family share in one."""
+    shared = iter(count_shared(families, [rows for micro_batches in dealt for rows in micro_batches]))
+    return [
+        [sum(costs[row] for row in rows) - token * next(shared) for rows in micro_batches] for micro_batches in dealt
+    ]
 
 
 def _slowest(found: Sequence[Sequence[float]]) -> float:

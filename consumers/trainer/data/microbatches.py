@@ -20,7 +20,7 @@ from consumers.trainer.algorithms.aggregation import Aggregation, Totals
 from consumers.trainer.data.credit import AnyAdvantage, Samples, give_credit, one_each
 from consumers.trainer.data.images import ImageBatch, ImageFiles
 from consumers.trainer.data.load_balancing import Cost, shares, shares_of_families, work
-from consumers.trainer.data.row_families import find_families
+from consumers.trainer.data.row_families import count_shared, find_families
 from consumers.trainer.data.rows import TrainRow, cut_rows, loss_tokens
 from schemas.errors import DataError
 from schemas.images import ImageSettings
@@ -215,6 +215,7 @@ class StepPlanner:
             if families
             else shares(costs, tokens, self.dp_size, most, packed=self.packed)
         )
+        shared = sum(count_shared(families, [rows for micro_batches in dealt for rows in micro_batches]))
         loads = np.array([sum(each) for each in work(dealt, costs, families, self.cost.token)], dtype=np.float64)
         return StepPlan(
             rows=[
@@ -242,7 +243,7 @@ class StepPlanner:
             groups=index,
             truncated=truncated,
             loads=loads,
-            shared_fraction=(sum(costs) - float(loads.sum())) / self.cost.token / max(1, sum(tokens)),
+            shared_fraction=shared / max(1, sum(tokens)),
             images=self.files({digest: body for group in groups for digest, body in group.images.items()}),
         )
 

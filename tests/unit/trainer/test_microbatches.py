@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from consumers.trainer.algorithms import AGGREGATIONS
 from consumers.trainer.algorithms.advantages import centered
 from consumers.trainer.algorithms.aggregation import Totals
+from consumers.trainer.data.load_balancing import Cost
 from consumers.trainer.data.microbatches import Group, MicroBatch, StepPlan, StepPlanner, collate
 from schemas.codec import Array
 from schemas.errors import DataError
@@ -149,6 +150,24 @@ def test_a_rank_without_samples_has_a_row_without_a_loss() -> None:
     empty = collate([])
     assert empty.tokens.shape == (1, 2)
     assert not empty.mask.any()
+
+
+def test_what_is_shared_counts_where_a_group_is_on_two_ranks() -> None:
+    """Three rows on two ranks: two of them share a prompt of 10 tokens, the third is by itself."""
+    samples = [(make_trajectory(task_id=4, sample=s, prompt=10, completion=2), float(s)) for s in range(3)]
+    planner = StepPlanner(
+        centered,
+        AGGREGATIONS.get("token_mean"),
+        micro_batch_tokens=36,
+        max_tokens=7,
+        dp_size=2,
+        cost=Cost(token=2.0),
+        share_prefixes=True,
+    )
+    plan = planner.plan([Group(4, samples)])
+    assert sorted(len(rows) for share in plan.shares for rows in share) == [1, 2]
+    assert plan.shared_fraction == 10 / 36
+    assert sorted(plan.loads) == [24.0, 28.0]
 
 
 def test_an_advantage_function_that_breaks_its_promise_is_named() -> None:

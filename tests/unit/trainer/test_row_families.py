@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from consumers.trainer.data.load_balancing import shares, shares_of_families, work
-from consumers.trainer.data.row_families import RowFamily, find_families
+from consumers.trainer.data.row_families import RowFamily, count_shared, find_families
 
 
 def rows_of(*rows: list[int]) -> list[np.ndarray]:
@@ -39,7 +39,7 @@ def test_families_are_whole_where_that_is_faster() -> None:
 
 def test_families_are_cut_where_whole_ones_keep_ranks_waiting() -> None:
     """Three families on two ranks: one rank would have twice as much, to save little."""
-    families = [RowFamily(list(range(4 * f, 4 * f + 4)), shared=3) for f in range(3)]
+    families = [RowFamily(list(range(4 * f, 4 * f + 4)), common=[1, 1, 1]) for f in range(3)]
     dealt = shares_of_families([100.0] * 12, [100] * 12, 2, 1200, families, 1.0)
     assert [len(rows) for share in dealt for rows in share] == [6, 6]
 
@@ -62,6 +62,23 @@ def test_every_row_is_in_one_micro_batch_that_has_room(
         assert sum(lengths[row] for row in found) <= most or len(found) == 1
     by_row = shares([float(length) for length in lengths], lengths, dp_size, most)
     assert slowest(work(dealt, lengths, families, 1.0)) <= slowest(work(by_row, lengths, families, 1.0))
+
+
+@settings(deadline=None)
+@given(
+    rows=st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=8), min_size=1, max_size=12),
+    where=st.lists(st.integers(0, 2), min_size=12, max_size=12),
+)
+def test_rows_of_a_cut_family_share_what_is_there(rows: list[list[int]], where: list[int]) -> None:
+    micro_batches = [[row for row in range(len(rows)) if where[row] == index] for index in range(3)]
+    families = find_families(rows_of(*rows), [0] * len(rows), most=1000)
+    # The last token of a row predicts nothing and is not read.
+    wanted = [
+        sum(len(rows[row]) - 1 for row in found)
+        - len({tuple(rows[row][: end + 1]) for row in found for end in range(len(rows[row]) - 1)})
+        for found in micro_batches
+    ]
+    assert count_shared(families, micro_batches) == wanted
 
 
 def slowest(found: list[list[float]]) -> float:
