@@ -85,6 +85,7 @@ def train_dpo(
         limits.apply(policy.causal_lm)
         policy = ranks.prepare(policy, DTYPES[model.dtype])
         reference = Policy(load_model(model.path, model.dtype, model.trust_remote_code, empty=empty))
+        policy.share_prefixes = reference.share_prefixes = limits.share_prefixes
         reference = ranks.prepare(reference.requires_grad_(False), DTYPES[model.dtype])
 
         def margins(batch: Sequence[PairIds]) -> Tensor:

@@ -111,6 +111,7 @@ def train_sft(
         own, other = ([_encode(tokenizer, pair, max_length) for pair in part] for part in (examples, heldout))
         model = _Model(load_model(start, "float32", trust_remote_code, empty=not ranks.is_main))
         limits.apply(model.causal_lm)
+        model.share_prefixes = limits.share_prefixes
         model = ranks.prepare(model, DTYPES[dtype])
         if isinstance(model, FSDPModule):
             register_fsdp_forward_method(model, "predict")

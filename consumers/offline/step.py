@@ -33,11 +33,12 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True)
 class MemoryLimits:
-    """Settings that save memory and change no result: those of the trainer, with the same meaning and defaults."""
+    """Settings that save memory or time and change no result: the trainer's, with the same meaning and defaults."""
 
     micro_batch_tokens: int = 16384
     activation_checkpointing: Checkpointing = False
     activation_offload: bool = False
+    share_prefixes: bool = True
 
     def apply(self, model: PreTrainedModel) -> None:
         """Have the model keep fewer activations until backward, as is wanted; before it is sharded."""

@@ -46,6 +46,7 @@ def make_preference_model(config: TidemillConfig, settings: DpoConfig | RewardMo
                 config.trainer.micro_batch_tokens,
                 config.trainer.activation_checkpointing,
                 config.trainer.activation_offload,
+                config.trainer.share_prefixes,
             ),
             seed=config.run.seed,
             progress=_show,

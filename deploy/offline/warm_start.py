@@ -94,6 +94,7 @@ def _train(config: TidemillConfig, settings: WarmStartConfig, ranks: Ranks) -> S
                 config.trainer.micro_batch_tokens,
                 config.trainer.activation_checkpointing,
                 config.trainer.activation_offload,
+                config.trainer.share_prefixes,
             ),
             seed=config.run.seed,
             dtype=config.model.dtype,

@@ -148,6 +148,36 @@ def test_the_command_trains_from_a_yaml(
         assert Policy(load_model(tmp_path / "out", "float32"))
 
 
+@pytest.mark.parametrize("wanted", [True, False])
+def test_dpo_shares_prompts_as_the_trainer_does(
+    model: ModelConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wanted: bool
+) -> None:
+    """``trainer.share_prefixes: false`` holds for the policy and its reference."""
+    lines = [{"prompt": "12345>", "chosen": "x", "rejected": "y"}] * 8
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    data = {"name": "jsonl", "args": {"path": "pairs.jsonl", "answer": None}}
+    config = {
+        "run": {"folder": str(tmp_path / "run")},
+        "model": model.model_dump(),
+        "sampling": {"max_tokens": 8},
+        "train": data,
+        "reward": {"terms": [{"name": "exact"}]},
+        "trainer": {"share_prefixes": wanted},
+        "dpo": section(tmp_path / "out", dataset=data, eval=data, steps=1) | {"out": str(tmp_path / "out")},
+    }
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
+    shared = set[bool]()
+    forward = Policy.forward
+
+    def noting(policy: Policy, *args: Any, **settings: Any) -> Any:
+        shared.add(policy.share_prefixes)
+        return forward(policy, *args, **settings)
+
+    monkeypatch.setattr(Policy, "forward", noting)
+    app(["dpo", str(tmp_path / "config.yaml")], standalone_mode=False)
+    assert shared == {wanted}
+
+
 def test_a_configuration_without_the_section_is_refused(model: ModelConfig, tmp_path: Path) -> None:
     config = {
         "model": model.model_dump(),
