@@ -205,9 +205,10 @@ def print_trainer(rows: Sequence[dict[str, Any]]) -> None:
     """Print the trainer's step beside the others."""
     (row,) = rows
     trl = "TRL is not installed" if row["vs_trl"] is None else f"{row['vs_trl']:.2f} times TRL"
+    compiled = "" if row["vs_compiled"] is None else f"; {row['vs_compiled']:.2f} times itself with compiled layers"
     Console().print(
-        f"{row['tokens_per_s']:,.0f} tokens a second; {row['vs_limit']:.2f} of the bare model; {trl}; peak memory"
-        f" {row['peak_rss_mb']:,.0f} MB, {row['peak_rss_vs_limit']:.2f} of the bare model's"
+        f"{row['tokens_per_s']:,.0f} tokens a second; {row['vs_limit']:.2f} of the bare model; {trl}{compiled};"
+        f" peak memory {row['peak_rss_mb']:,.0f} MB, {row['peak_rss_vs_limit']:.2f} of the bare model's"
     )
 
 

@@ -2,9 +2,9 @@
 
 Each contender is a process of its own (``python -m deploy.bench.trainer``), so that its peak memory is its own; they
 take turns, so that a busy machine slows all of them. Figures are medians over the rounds. ``ours`` is the trainer's
-whole step. ``limit`` is forward and backward of the same packed tokens through the bare model, by the same attention,
-with the plainest cross-entropy, and no optimizer. ``trl`` is the loss of TRL's GRPOTrainer, its padding, and the same
-optimizer.
+whole step, ``compiled`` the same with compiled layers. ``limit`` is forward and backward of the same packed tokens
+through the bare model, by the same attention, with the plainest cross-entropy, and no optimizer. ``trl`` is the loss of
+TRL's GRPOTrainer, its padding, and the same optimizer.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -38,7 +39,6 @@ from schemas.config import TidemillConfig, parse_config
 from schemas.errors import InfraError
 from schemas.messages import Span, Trajectory
 
-CONTENDERS = ("ours", "limit", "trl")
 STEP_DEADLINE_S = 1800.0
 
 
@@ -77,26 +77,36 @@ class Contender:
         self._process.wait()
 
 
+def contenders(compiled: bool) -> list[str]:
+    """Who takes part: TRL where it is installed; compiled layers, whose first step takes a minute, if wanted."""
+    there = {"ours": True, "compiled": compiled, "limit": True, "trl": importlib.util.find_spec("trl") is not None}
+    return [name for name, takes_part in there.items() if takes_part]
+
+
 def measure(
-    samples: int, rounds: int, micro_batch_tokens: int, threads: int, advance: Callable[[int], None]
+    names: Sequence[str],
+    samples: int,
+    rounds: int,
+    micro_batch_tokens: int,
+    threads: int,
+    advance: Callable[[int], None],
 ) -> dict[str, Any]:
-    """Measure one row: tokens a second of ours, and ratios; those with TRL are None where it is not installed."""
-    names = [name for name in CONTENDERS if name != "trl" or importlib.util.find_spec("trl")]
+    """Measure one row: tokens a second of ours, and ratios; None with a contender that is not among ``names``."""
     with tempfile.TemporaryDirectory(prefix="tidemill-bench-") as folder:
-        contenders: list[Contender] = []
+        running: list[Contender] = []
         found: dict[str, list[dict[str, float]]] = {name: [] for name in names}
         try:
             for name in names:
-                contenders.append(Contender(name, folder, samples, micro_batch_tokens, threads))
+                running.append(Contender(name, folder, samples, micro_batch_tokens, threads))
                 # The first step allocates; it also makes the model's folder, one process after the other.
-                contenders[-1].step()
+                running[-1].step()
                 advance(1)
             for _ in range(rounds):
-                for contender in contenders:
+                for contender in running:
                     found[contender.name].append(contender.step())
                     advance(1)
         finally:
-            for contender in contenders:
+            for contender in running:
                 contender.close()
     return _row(found, threads)
 
@@ -114,6 +124,8 @@ def _row(found: dict[str, list[dict[str, float]]], threads: int) -> dict[str, An
         "vs_trl": median(against["trl"]) if "trl" in against else None,
         "vs_trl_range": [min(against["trl"]), max(against["trl"])] if "trl" in against else None,
         "vs_trl_cpu": median(_ratios(ours, found["trl"], "cpu_seconds")) if "trl" in found else None,
+        "vs_compiled": median(against["compiled"]) if "compiled" in against else None,
+        "vs_compiled_range": [min(against["compiled"]), max(against["compiled"])] if "compiled" in against else None,
         "vs_limit": median(against["limit"]),
         "vs_limit_range": [min(against["limit"]), max(against["limit"])],
         "vs_limit_cpu": median(_ratios(ours, limit, "cpu_seconds")),
@@ -190,20 +202,20 @@ def make_groups(samples: int) -> list[Group]:
     return groups
 
 
-def configuration(folder: Path, micro_batch_tokens: int) -> TidemillConfig:
+def configuration(folder: Path, micro_batch_tokens: int, compiled: bool = False) -> TidemillConfig:
     return parse_config(
         {
             "model": {"path": str(folder), "dtype": "float32"},
             "train": {"name": "arithmetic"},
             "reward": {"terms": [{"name": "exact"}]},
             "sampling": {"max_tokens": LONGEST},
-            "trainer": {"micro_batch_tokens": micro_batch_tokens},
+            "trainer": {"micro_batch_tokens": micro_batch_tokens, "compile": compiled},
         }
     )
 
 
-def ours(folder: Path, groups: list[Group], micro_batch_tokens: int) -> Callable[[], None]:
-    step = build_train_step(configuration(folder, micro_batch_tokens))
+def ours(folder: Path, groups: list[Group], micro_batch_tokens: int, compiled: bool = False) -> Callable[[], None]:
+    step = build_train_step(configuration(folder, micro_batch_tokens, compiled))
 
     def run() -> None:
         step.run(step.planner.plan(groups).batch(), version=0)
@@ -313,8 +325,13 @@ def main() -> None:
     os.dup2(2, 1)
     groups = make_groups(int(samples))
     tokens = sum(len(t.tokens) for group in groups for t, _ in group.samples)
-    make = {"ours": ours, "limit": limit, "trl": trl}[name]
-    run = make(make_model(Path(folder)), groups, int(micro_batch_tokens))
+    makers: dict[str, Callable[[Path, list[Group], int], Callable[[], None]]] = {
+        "ours": ours,
+        "compiled": partial(ours, compiled=True),
+        "limit": limit,
+        "trl": trl,
+    }
+    run = makers[name](make_model(Path(folder)), groups, int(micro_batch_tokens))
     for _ in sys.stdin:
         started, used = time.perf_counter(), time.process_time()
         run()

@@ -100,15 +100,17 @@ def trainer(
     rounds: Annotated[int, typer.Option(min=1, help="Steps of each contender, in turns, after a first one.")] = 5,
     micro_batch_tokens: Annotated[int, typer.Option(min=1024, help="Tokens in one forward pass of ours.")] = 4096,
     threads: Annotated[int, typer.Option(min=1, help="CPU threads of each contender.")] = 2,
+    compiled: Annotated[bool, typer.Option("--compile", help="Beside ours with compiled layers, too.")] = False,
     as_json: Json = False,
 ) -> None:
     """Our optimizer step on a model of 25 M parameters, beside TRL's (where installed) and beside the bare model."""
     from deploy.bench import report
-    from deploy.bench.trainer import CONTENDERS, measure
+    from deploy.bench.trainer import contenders, measure
 
     with show_progress() as progress:
-        bar = progress.add_task("steps", total=len(CONTENDERS) * (rounds + 1))
-        row = measure(samples, rounds, micro_batch_tokens, threads, lambda n: progress.advance(bar, n))
+        names = contenders(compiled)
+        bar = progress.add_task("steps", total=len(names) * (rounds + 1))
+        row = measure(names, samples, rounds, micro_batch_tokens, threads, partial(progress.advance, bar))
     summary = {key: row[key] for key in report.TRAINER_KEYS}
     report.show("trainer", [row], as_json, report.print_trainer, **summary)
 

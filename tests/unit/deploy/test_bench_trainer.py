@@ -23,6 +23,12 @@ def test_ratios_are_how_many_times_as_fast_ours_is() -> None:
 def test_without_trl_its_ratio_is_missing() -> None:
     row = _row({"ours": [step(2.0, 50)], "limit": [step(1.0, 100)]}, 1)
     assert row["vs_trl"] is None
+    assert row["vs_compiled"] is None
+
+
+def test_compiled_layers_are_compared_like_the_others() -> None:
+    row = _row({"ours": [step(3.0, 50)], "limit": [step(1.0, 100)], "compiled": [step(2.0, 100)]}, 1)
+    assert row["vs_compiled"] == pytest.approx(2 / 3)
 
 
 def test_trajectories_have_a_heavy_tail() -> None:
