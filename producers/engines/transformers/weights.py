@@ -10,10 +10,10 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from producers.engines.tensor_file import iterate_tensors
 from producers.engines.weight_files import Shapes, adapted_layers, read_shapes
 from schemas.config import LoraConfig
 from schemas.errors import ConfigError, DataError
@@ -27,8 +27,8 @@ def map_tensors(path: Path, names: Iterable[str]) -> dict[str, Tensor]:
 
     They stay as they are when the file is deleted. OSError if it can't be opened.
     """
-    with safe_open(path, framework="pt", device="cpu") as file:
-        tensors = {name: file.get_tensor(name) for name in names}
+    wanted = set(names)
+    tensors = {name: tensor for name, tensor in iterate_tensors(path) if name in wanted}
     for tensor in tensors.values():
         # The copy that follows would stop at each page that this process has not touched.
         tensor.reshape(-1).view(torch.uint8)[::PAGE].sum()

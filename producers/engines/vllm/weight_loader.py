@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+from producers.engines.tensor_file import iterate_tensors
 
 
 @dataclass
@@ -61,6 +62,4 @@ class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo
 def _tensors(path: str) -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors in file order, which is layer by layer; views of the mapped files."""
     for part in sorted(Path(path).glob("*.safetensors")) if Path(path).is_dir() else [path]:
-        with safe_open(part, framework="pt", device="cpu") as file:
-            for name in file.keys():  # noqa: SIM118 - not a mapping
-                yield name, file.get_tensor(name)
+        yield from iterate_tensors(Path(part))
