@@ -4,8 +4,9 @@ The arithmetic demo trains without an end. Every few seconds the memory, file de
 processes are noted, and the server's memory, keys and streams. At the end what is left behind the warm-up is compared,
 its first tenth with its last: memory may grow by 3 %, the others not at all. What grows is named, and the exit code is
 1 then. Keys whose length has a bound, which docs/reliability.md names, may grow up to that: it takes as long as three
-checkpoints until the pipeline is full. Of the server's memory the rest is judged, and of the control plane's what it
-keeps for each step is left out, of which it keeps 10,000. Each look is a line of --out.
+checkpoints until the pipeline is full. Of the server's memory the rest is judged. What the control plane keeps for each
+step, and it and the supervisor for each evaluation, is left out: of these they keep 10,000 and 1,000. Each look is a
+line of --out.
 """
 
 from __future__ import annotations
@@ -47,6 +48,8 @@ SERIES_BYTES = 9.0
 """What a figure of a step takes in the control plane: a float in an array that has room to grow."""
 STEP_BYTES = 600.0
 """What else a step takes there: its number, and the dict of how old its tokens were."""
+EVALUATION_BYTES = 4500.0
+"""What an evaluation takes there and in the supervisor, twice: each look reads all of them anew."""
 ALL_MEMORY = "server/all_memory_mb"
 """Goes up and down with the pipeline, and grows with what is kept for people: noted, and not judged."""
 BOUNDED = ("groups", "journal", "samples", "trajectories", "bodies", "scored", "metrics", "events", "evals")
@@ -131,11 +134,16 @@ def last_part(name: str) -> str:
     return name.removesuffix("/length").rpartition(":")[2]
 
 
-def kept_for_steps(looks: Sequence[Look], series: int) -> float:
-    """MB by which the control plane grew because it keeps the figures of each step, so many series of them."""
-    name = next((name for name in looks[-1] if last_part(name) == "metrics"), "")
-    before, after = tenths(looks, name)
-    return max(0.0, after - before) * (series * SERIES_BYTES + STEP_BYTES) / 1e6
+def kept_for_people(looks: Sequence[Look], series: int, eval_fields: int) -> dict[str, float]:
+    """MB by which processes grew because of what they keep to show: of each step so many series, and evaluations."""
+
+    def more(key: str) -> float:
+        before, after = tenths(looks, next((name for name in looks[-1] if last_part(name) == key), ""))
+        return max(0.0, after - before)
+
+    steps = more("metrics") * (series * SERIES_BYTES + STEP_BYTES) / 1e6
+    evaluations = more("evals") / max(1, eval_fields) * EVALUATION_BYTES / 1e6
+    return {"control/memory_mb": steps + evaluations, "main/memory_mb": evaluations}
 
 
 def tenths(looks: Sequence[Look], name: str) -> tuple[float, float]:
@@ -240,7 +248,7 @@ def main() -> int:
     eval_fields = int(max(one["fields of an evaluation, at most"] for one in looks))
     bounds = length_bounds(live, config.sampling.n, uncommitted, eval_fields)
     judged = looks[int(len(looks) * warm_up / options.minutes) :]
-    rows = growth(judged, bounds, {"control/memory_mb": kept_for_steps(judged, len(series.names))})
+    rows = growth(judged, bounds, kept_for_people(judged, len(series.names), eval_fields))
     grown = [row for row in rows if row["grows"]]
     if options.json:
         print(

@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("psutil")
 
-from benchmarks.soak import ALL_MEMORY, fields_of_evaluation, growth, kept_for_steps, length_bounds
+from benchmarks.soak import ALL_MEMORY, fields_of_evaluation, growth, kept_for_people, length_bounds
 
 
 def grows(name: str, value: Callable[[int], float]) -> bool:
@@ -52,10 +52,12 @@ def test_figures_kept_for_people_may_grow_up_to_their_number() -> None:
 
 
 def test_the_control_plane_may_grow_by_what_it_keeps_of_each_step() -> None:
-    steps, name = "key a:metrics/length", "control/memory_mb"
-    looks = [{steps: 20.0 * at, name: 70.0 + 0.03 * at} for at in range(100)]
-    kept = kept_for_steps(looks, series=100)
-    assert kept == pytest.approx(1800 * (100 * 9 + 600) / 1e6)
+    steps, evals, name = "key a:metrics/length", "key a:evals/length", "control/memory_mb"
+    looks = [{steps: 20.0 * at, evals: 11.0 * at, name: 70.0 + 0.03 * at} for at in range(100)]
+    found = kept_for_people(looks, series=100, eval_fields=11)
+    assert found["main/memory_mb"] == pytest.approx(90 * 4500 / 1e6)
+    kept = found[name]
+    assert kept == pytest.approx(1800 * (100 * 9 + 600) / 1e6 + 90 * 4500 / 1e6)
     assert not next(row for row in growth(looks, kept={name: kept}) if row["name"] == name)["grows"]
     assert next(row for row in growth(looks) if row["name"] == name)["grows"]
     leaking = [{**one, name: one[name] + 0.03 * at} for at, one in enumerate(looks)]
