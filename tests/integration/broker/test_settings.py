@@ -127,7 +127,7 @@ def test_a_run_is_given_more_steps_than_it_has_taken(broker: Broker) -> None:
     assert "lr set to 1e-05" in [event.event.text.split(" by ")[0] for event in broker.events.newest(9)]
     wrong = run_tidemill("set", broker.connection.keys.run, "lr=fast", "--url", broker.connection.url)
     assert (wrong.returncode, wrong.stderr.count("\n")) == (2, 1)
-    assert "lr 'fast'" in wrong.stderr
+    assert "setting lr: 'fast' is not allowed, must be a valid number" in wrong.stderr
     wrong = run_tidemill("set", broker.connection.keys.run, "n=3", "--url", broker.connection.url)
     assert "these can: staleness, batch, concurrency, lr, steps, temperature" in wrong.stderr
 

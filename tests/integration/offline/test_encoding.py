@@ -16,6 +16,7 @@ from consumers.offline.encoding import Prompt
 from consumers.offline.pairs import Preference
 from consumers.offline.preference import train_dpo, train_reward_model
 from consumers.offline.sft import train_sft
+from consumers.offline.step import MemoryLimits
 from consumers.reward.rewards.reward_model import scores
 from consumers.reward.scorer import Scorer
 from producers.engines.base import Completion
@@ -92,7 +93,8 @@ def test_training_reads_prompts_as_generators_encode_them(
     with read_tokens() as read:
         if train == "dpo":
             dpo = DpoConfig.model_validate(section(tmp_path / "out"))
-            train_dpo(model, pairs, pairs, dpo, load_tokenizer=HfTokenizer)
+            # A prompt that two answers share would be read once, apart from the second of them.
+            train_dpo(model, pairs, pairs, dpo, load_tokenizer=HfTokenizer, limits=MemoryLimits(share_prefixes=False))
         elif train == "reward model":
             scoring = RewardModelConfig.model_validate(section(tmp_path / "out"))
             train_reward_model(model, pairs, pairs, scoring, load_tokenizer=HfTokenizer)
