@@ -16,6 +16,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from schemas.errors import DataError
+
 DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -35,7 +37,8 @@ DTYPES = {
 def iterate_tensors(file: Path) -> Iterator[tuple[str, Tensor]]:
     """Name and tensor, in the order of the file; views that stay when it is deleted.
 
-    OSError if it can't be opened, ValueError or KeyError if it is no safetensors file of these DTYPES.
+    OSError if it can't be opened, DataError for a type that is none of DTYPES. The header is trusted to be one: whoever
+    loads weights has read its shapes before (weight_files.py).
     """
     with file.open("rb") as stream:
         # Pages are copied when somebody writes to them, which nobody does: PyTorch warns of memory that is read-only.
@@ -44,7 +47,9 @@ def iterate_tensors(file: Path) -> Iterator[tuple[str, Tensor]]:
     header = json.loads(mapped[8 : 8 + size])
     header.pop("__metadata__", None)
     for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
-        count, dtype = math.prod(entry["shape"]), DTYPES[entry["dtype"]]
+        count, dtype = math.prod(entry["shape"]), DTYPES.get(entry["dtype"])
+        if dtype is None:
+            raise DataError(f"{file}: tensor {name} has type {entry['dtype']}, allowed: {', '.join(DTYPES)}")
         start = 8 + size + entry["data_offsets"][0]
         flat = (
             torch.frombuffer(mapped, dtype=dtype, count=count, offset=start) if count else torch.empty(0, dtype=dtype)

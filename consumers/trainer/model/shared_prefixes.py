@@ -48,6 +48,7 @@ class SharedPrefixes(NamedTuple):
     def to_all(self, values: Tensor, dim: int, own: Tensor | None = None) -> Tensor:
         """Values of the distinct tokens, M in dimension ``dim``, at all N or those that ``own``, bool [N], marks."""
         index = self.spread if own is None else self.spread[own]
+        # PyTorch gives apply no types.
         return cast(Tensor, _Repeat.apply(values, dim, index))  # type: ignore[no-untyped-call]
 
     def to_distinct(self, values: Tensor, dim: int) -> Tensor:

@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from producers.engines.tensor_file import DTYPES, iterate_tensors
+from schemas.errors import DataError
 
 
 def test_tensors_are_those_that_were_written(tmp_path: Path) -> None:
@@ -29,6 +30,13 @@ def test_tensors_are_those_that_were_written(tmp_path: Path) -> None:
         assert torch.equal(found[name].double(), tensor.double()), name
     file.unlink()
     assert found["scalar"].item() == 3.5
+
+
+def test_a_type_that_is_not_known_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "weights"
+    save_file({"odd": torch.zeros(2, dtype=torch.uint16)}, file)
+    with pytest.raises(DataError, match="tensor odd has type U16, allowed: F64, "):
+        dict(iterate_tensors(file))
 
 
 def test_reading_again_and_again_takes_no_memory(tmp_path: Path) -> None:
