@@ -13,54 +13,12 @@ import json
 import time
 from statistics import median
 
-import numpy as np
-import numpy.typing as npt
-
 from consumers.trainer.algorithms import ADVANTAGES, AGGREGATIONS
 from consumers.trainer.data.load_balancing import Cost
-from consumers.trainer.data.microbatches import Group, StepPlanner
-from schemas.codec import Array
-from schemas.messages import Span, Trajectory
+from consumers.trainer.data.microbatches import StepPlanner
+from deploy.bench.random_groups import random_groups
 
-GROUP, PROMPT, VOCABULARY = 8, 200, 32_000
-SPREAD = 0.8
-
-
-def groups(samples: int, mean: float, longest: int, seed: int = 0) -> list[Group]:
-    """Answers of log-normal lengths to the prompt of their group, with a reward of 0 or 1."""
-    rng = np.random.default_rng(seed)
-    prompts = rng.integers(0, VOCABULARY, (samples // GROUP, PROMPT))
-    lengths = np.clip(rng.lognormal(np.log(mean) - SPREAD**2 / 2, SPREAD, samples).astype(int), 16, longest)
-
-    def sample(index: int) -> tuple[Trajectory, float]:
-        tokens = np.concatenate([prompts[index // GROUP], rng.integers(0, VOCABULARY, lengths[index])])
-        return trajectory(index // GROUP, index % GROUP, tokens), float(index % 2)
-
-    return [
-        Group(first // GROUP, [sample(first + k) for k in range(GROUP)])
-        for first in range(0, samples - samples % GROUP, GROUP)
-    ]
-
-
-def trajectory(task_id: int, sample: int, tokens: npt.NDArray[np.int64]) -> Trajectory:
-    length = len(tokens)
-    mask = np.ones(length, dtype=np.uint8)
-    mask[:PROMPT] = 0
-    return Trajectory(
-        run="planning",
-        task_id=task_id,
-        sample=sample,
-        kind="train",
-        tokens=Array.of(tokens, "i4"),
-        loss_mask=Array.of(mask, "u1"),
-        logprobs=Array.of(np.where(mask, -0.5, 0.0), "f4"),
-        spans=[Span(0, PROMPT, length)],
-        turns=[],
-        finish="stop",
-        prompt="",
-        completion="",
-        generator="planning",
-    )
+PROMPT, SPREAD, VOCABULARY = 200, 0.8, 32_000
 
 
 def main() -> None:
@@ -74,7 +32,7 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=6000, help="Tokens a second that a rank trains.")
     parser.add_argument("--rounds", type=int, default=5)
     settings = parser.parse_args()
-    step = groups(settings.samples, settings.mean, settings.longest)
+    step = random_groups(settings.samples, PROMPT, settings.mean, SPREAD, settings.longest, VOCABULARY)
     tokens = sum(len(sample.tokens.numpy()) for group in step for sample, _ in group.samples)
     planner = StepPlanner(
         ADVANTAGES.get("grpo"),

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import gc
 import json
-import random
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -22,47 +21,15 @@ import torch.nn.functional as F
 from transformers import Qwen2ForCausalLM
 
 from benchmarks.gpu.shapes import SHAPES, make_model
-from consumers.trainer.data.microbatches import Group
 from consumers.trainer.metrics.throughput import device_name, peak_flops
 from consumers.trainer.model.packing import choose_kernel, pack, switch_to_packing
 from consumers.trainer.step.build import build_train_step
+from deploy.bench.random_groups import GROUP, random_groups
 from deploy.machine.memory import GB, model_size, trainer_need
-from schemas.codec import Array
 from schemas.config import parse_config
-from schemas.messages import Span, Trajectory
 
-GROUP = 8
-LONGEST = 2048
+PROMPT, SPREAD, LONGEST = 100, 0.8, 2048
 ROUNDS = 5
-
-
-def make_groups(samples: int, mean: float, vocabulary: int) -> list[Group]:
-    """Trajectories of log-normal lengths with this mean, 100 tokens of prompt, rewards of 0 and 1."""
-    rng = random.Random(0)
-    groups = []
-    for task_id in range(samples // GROUP):
-        members = []
-        for sample in range(GROUP):
-            completion = min(LONGEST - 100, max(16, int(mean * rng.lognormvariate(-0.32, 0.8))))
-            length = 100 + completion
-            trajectory = Trajectory(
-                run="bench",
-                task_id=task_id,
-                sample=sample,
-                kind="train",
-                tokens=Array.of([rng.randrange(3, vocabulary) for _ in range(length)], "i4"),
-                loss_mask=Array.of([0] * 100 + [1] * completion, "u1"),
-                logprobs=Array.of([0.0] * 100 + [-12.0] * completion, "f4"),
-                spans=[Span(0, 100, length)],
-                turns=[],
-                finish="stop",
-                prompt="",
-                completion="",
-                generator="bench",
-            )
-            members.append((trajectory, float(rng.random() < 0.5)))
-        groups.append(Group(task_id, members))
-    return groups
 
 
 def timed(work: Callable[[], Any], rounds: int) -> list[float]:
@@ -89,11 +56,11 @@ def measure(
             "model": {"path": str(folder), "dtype": "bfloat16", "max_length": LONGEST},
             "train": {"name": "arithmetic"},
             "reward": {"terms": [{"name": "exact"}]},
-            "sampling": {"n": GROUP, "max_tokens": LONGEST - 100},
+            "sampling": {"n": GROUP, "max_tokens": LONGEST - PROMPT},
             "trainer": {"micro_batch_tokens": 16384, **overrides},
         }
     )
-    groups = make_groups(samples, mean, SHAPES[shape]["vocab_size"])
+    groups = random_groups(samples, PROMPT, mean, SPREAD, LONGEST, SHAPES[shape]["vocab_size"])
     tokens = sum(len(t.tokens) for group in groups for t, _ in group.samples)
     step = build_train_step(config)
     phases: list[dict[str, float]] = []

@@ -12,7 +12,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import random
 import resource
 import select
 import subprocess
@@ -33,11 +32,10 @@ from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 from consumers.trainer.data.microbatches import Group
 from consumers.trainer.model.packing import pack
 from consumers.trainer.step.build import build_train_step
+from deploy.bench.random_groups import GROUP, random_groups
 from deploy.offline.tiny_model import write_tiny_model
-from schemas.codec import Array
 from schemas.config import TidemillConfig, parse_config
 from schemas.errors import InfraError
-from schemas.messages import Span, Trajectory
 
 STEP_DEADLINE_S = 1800.0
 
@@ -142,7 +140,8 @@ def _ratios(ours: Sequence[dict[str, float]], other: Sequence[dict[str, float]],
 
 
 VOCABULARY, HIDDEN, LAYERS, HEADS = 8192, 384, 8, 6
-GROUP, LONGEST = 8, 1024
+PROMPT, MEAN, SPREAD, LONGEST = 32, 120.0, 1.1, 1024
+"""Of the trajectories, see random_groups."""
 ROWS = 8
 """Samples in a micro-batch of TRL: its per_device_train_batch_size."""
 
@@ -166,40 +165,6 @@ def make_model(folder: Path) -> Path:
         max_length=LONGEST,
     )
     return folder
-
-
-def make_groups(samples: int) -> list[Group]:
-    """Recorded trajectories: log-normal lengths with a mean near 150, rewards of 0 and 1.
-
-    The prompt, which all samples of a group have, is a quarter of the length of the first.
-    """
-    rng = random.Random(0)
-    groups = []
-    for task_id in range(samples // GROUP):
-        members = []
-        lengths = [min(LONGEST, max(16, int(rng.lognormvariate(4.6, 0.9)))) for _ in range(GROUP)]
-        prompt = lengths[0] // 4
-        asked = [rng.randrange(3, VOCABULARY) for _ in range(prompt)]
-        for sample, drawn in enumerate(lengths):
-            length = max(drawn, prompt + 8)
-            trajectory = Trajectory(
-                run="bench",
-                task_id=task_id,
-                sample=sample,
-                kind="train",
-                tokens=Array.of([*asked, *(rng.randrange(3, VOCABULARY) for _ in range(length - prompt))], "i4"),
-                loss_mask=Array.of([0] * prompt + [1] * (length - prompt), "u1"),
-                logprobs=Array.of([0.0] * prompt + [-9.0] * (length - prompt), "f4"),
-                spans=[Span(0, prompt, length)],
-                turns=[],
-                finish="stop",
-                prompt="",
-                completion="",
-                generator="bench",
-            )
-            members.append((trajectory, float(rng.random() < 0.5)))
-        groups.append(Group(task_id, members))
-    return groups
 
 
 def configuration(folder: Path, micro_batch_tokens: int, compiled: bool = False) -> TidemillConfig:
@@ -323,7 +288,7 @@ def main() -> None:
     # Libraries print to stdout; what is read from there is ours.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    groups = make_groups(int(samples))
+    groups = random_groups(int(samples), PROMPT, MEAN, SPREAD, LONGEST, VOCABULARY)
     tokens = sum(len(t.tokens) for group in groups for t, _ in group.samples)
     makers: dict[str, Callable[[Path, list[Group], int], Callable[[], None]]] = {
         "ours": ours,

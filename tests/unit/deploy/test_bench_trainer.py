@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from deploy.bench.random_groups import random_groups
 from deploy.bench.report import TRAINER_KEYS
-from deploy.bench.trainer import LONGEST, _padded, _row, make_groups
+from deploy.bench.trainer import LONGEST, MEAN, PROMPT, SPREAD, VOCABULARY, _padded, _row
 
 
 def step(seconds: float, peak: float) -> dict[str, float]:
@@ -32,14 +33,22 @@ def test_compiled_layers_are_compared_like_the_others() -> None:
 
 
 def test_trajectories_have_a_heavy_tail() -> None:
-    lengths = [len(t.tokens) for group in make_groups(512) for t, _ in group.samples]
+    groups = random_groups(512, PROMPT, MEAN, SPREAD, LONGEST, VOCABULARY)
+    lengths = [len(t.tokens) for group in groups for t, _ in group.samples]
     assert 130 < sum(lengths) / len(lengths) < 170
     assert max(lengths) == LONGEST
 
 
+def test_samples_of_a_group_answer_one_prompt() -> None:
+    groups = random_groups(24, PROMPT, MEAN, SPREAD, LONGEST, VOCABULARY)
+    prompts = [{t.tokens.numpy()[:PROMPT].tobytes() for t, _ in group.samples} for group in groups]
+    assert [len(found) for found in prompts] == [1, 1, 1]
+    assert len(set.union(*prompts)) == 3
+
+
 def test_everybody_trains_the_same_tokens() -> None:
     pytest.importorskip("torch")
-    groups = make_groups(24)
+    groups = random_groups(24, PROMPT, MEAN, SPREAD, LONGEST, VOCABULARY)
     batches = _padded(groups)
     assert [len(batch["prompt_ids"]) for batch in batches] == [8, 8, 8]
     trained = sum(int(t.loss_mask.numpy().sum()) for group in groups for t, _ in group.samples)
