@@ -255,7 +255,7 @@ def test_a_cursor_between_the_points_of_a_run_tells_the_nearest(visit: Open) -> 
     """Over time no two runs have points at the same place."""
     page = visit("metrics?run=slow").page
     near = page.evaluate("""async () => {
-      const { near } = await import(new URL("assets/js/grid-chart.js", document.baseURI));
+      const { near } = await import(new URL("assets/js/elements/grid-chart.js", document.baseURI));
       const xs = [0, 1, 4, 5, 9];
       return [0, 1, 2, 3, 4].map((at) => near(xs, [7, null, undefined, 8, null], at));
     }""")

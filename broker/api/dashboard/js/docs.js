@@ -1,8 +1,8 @@
 // The page at /docs: Swagger UI over this server's own OpenAPI document, with the token that the dashboard has.
 
-import { Refused, read, token } from "./api.js";
-import { byId, setText } from "./dom.js";
-import { askForToken } from "./token.js";
+import { Refused, read, token } from "./data/api.js";
+import { byId, setText } from "./elements/dom.js";
+import { askForToken } from "./data/token.js";
 
 function show() {
   const chosen = document.documentElement.dataset.theme;

@@ -1,28 +1,28 @@
 // Starts the parts of the page, fills the store, and keeps it up to date.
 
-import { Refused, read } from "./api.js";
-import { archive, loadRuns } from "./archive.js";
-import { byId } from "./dom.js";
-import { start as startEvaluations } from "./evaluations.js";
-import { start as startEvents } from "./events.js";
-import { start as startFlow } from "./flow.js";
-import { start as startGrid } from "./grid.js";
-import { start as startGroups } from "./groups.js";
-import { start as startHeader } from "./header.js";
-import { start as startLetters } from "./letters.js";
-import { start as startLogs } from "./logs.js";
-import { start as startMachine } from "./machine.js";
-import { start as startOrders } from "./orders.js";
-import { start as startPlayground } from "./playground.js";
-import { start as startProgress } from "./progress.js";
-import { start as startRoute } from "./route.js";
-import { showChoice, start as startRuns } from "./runs.js";
-import { start as startServices } from "./services.js";
-import { start as startSetup } from "./setup.js";
-import { addEvents, addMetrics, addPast, addStatus, emit, on, replaceMetrics, setEvaluations, setLink, store } from "./store.js";
-import { follow } from "./stream.js";
-import { askForToken } from "./token.js";
-import { start as startTrajectories } from "./trajectories.js";
+import { Refused, read } from "./data/api.js";
+import { archive, loadRuns } from "./data/archive.js";
+import { start as startRoute } from "./data/route.js";
+import { addEvents, addMetrics, addPast, addStatus, emit, on, replaceMetrics, setEvaluations, setLink, store } from "./data/store.js";
+import { follow } from "./data/stream.js";
+import { askForToken } from "./data/token.js";
+import { byId } from "./elements/dom.js";
+import { start as startEvents } from "./live/events.js";
+import { start as startFlow } from "./live/flow.js";
+import { start as startHeader } from "./live/header.js";
+import { start as startLetters } from "./live/letters.js";
+import { start as startOrders } from "./live/orders.js";
+import { start as startProgress } from "./live/progress.js";
+import { start as startServices } from "./live/services.js";
+import { start as startEvaluations } from "./views/evaluations.js";
+import { start as startGrid } from "./views/grid.js";
+import { start as startGroups } from "./views/groups.js";
+import { start as startLogs } from "./views/logs.js";
+import { start as startMachine } from "./views/machine.js";
+import { start as startPlayground } from "./views/playground.js";
+import { showChoice, start as startRuns } from "./views/runs.js";
+import { start as startSetup } from "./views/setup.js";
+import { start as startTrajectories } from "./views/trajectories.js";
 
 const SERIES = [
   "reward/mean", "staleness/mean", "train/logprob_gap_mean", "train/logprob_gap_max", "train/logprob_gap_tokens",

@@ -1,10 +1,10 @@
 // Every service with its state, load and speed. One that falls silent turns red, and leaves the list after a while.
 // A long list scrolls by itself; how many there are stands above it.
 
-import { byId, h, keyed, setAttribute, setText } from "./dom.js";
-import { DASH, count, duration, percent, rate, short } from "./format.js";
-import { spark } from "./spark.js";
-import { on, store } from "./store.js";
+import { byId, h, keyed, setAttribute, setText } from "../elements/dom.js";
+import { DASH, count, duration, percent, rate, short } from "../elements/format.js";
+import { spark } from "../elements/spark.js";
+import { on, store } from "../data/store.js";
 
 /** Heartbeats come once a second. */
 export const RED_S = 5;

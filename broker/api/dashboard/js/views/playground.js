@@ -1,10 +1,10 @@
 // Talk to the present policy: a conversation or a text to go on with, its tokens coloured by how likely each was.
 
-import { ask, Refused } from "./api.js";
-import { byId, h, setAttribute, setText } from "./dom.js";
-import { figure, percent } from "./format.js";
-import { register } from "./route.js";
-import { legend, shades } from "./shades.js";
+import { ask, Refused } from "../data/api.js";
+import { byId, h, setAttribute, setText } from "../elements/dom.js";
+import { figure, percent } from "../elements/format.js";
+import { register } from "../data/route.js";
+import { legend, shades } from "../elements/shades.js";
 
 let turns = [];
 let busy = false;

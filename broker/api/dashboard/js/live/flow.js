@@ -1,9 +1,9 @@
 // The run as a picture: services as boxes, streams as arrows with their rates and lags, the bottleneck marked.
 
-import { byId, s, setAttribute, setText } from "./dom.js";
+import { byId, s, setAttribute, setText } from "../elements/dom.js";
 import { facts } from "./flow-facts.js";
 import { layoutFor } from "./flow-layout.js";
-import { on, store } from "./store.js";
+import { on, store } from "../data/store.js";
 
 const LINE = 17;
 let layout = null;

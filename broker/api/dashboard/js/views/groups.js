@@ -1,13 +1,13 @@
 // Prompt groups that are kept of a run's steps: searched and sorted, and one with its samples side by side.
 
-import { Refused, read } from "./api.js";
-import { chosen, of } from "./archive.js";
-import { byId, h, setText } from "./dom.js";
-import { count, figure, percent, plural } from "./format.js";
-import { csv, save } from "./grid-chart.js";
-import { pictures } from "./pictures.js";
-import { go, link, register } from "./route.js";
-import { sideBySide } from "./samples.js";
+import { Refused, read } from "../data/api.js";
+import { chosen, of } from "../data/archive.js";
+import { byId, h, setText } from "../elements/dom.js";
+import { count, figure, percent, plural } from "../elements/format.js";
+import { csv, save } from "../elements/grid-chart.js";
+import { pictures } from "../elements/pictures.js";
+import { go, link, register } from "../data/route.js";
+import { sideBySide } from "../elements/samples.js";
 
 const PAGE = 50;
 const MOST = 1000;

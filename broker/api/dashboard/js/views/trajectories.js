@@ -1,10 +1,10 @@
 // Search among the trajectories in the pipeline and those that are kept for reading; one opens in the reader.
 
-import { Refused, read } from "./api.js";
-import { byId, h, setText } from "./dom.js";
-import { count, plural, reward, task, timeOfDay, versions } from "./format.js";
+import { Refused, read } from "../data/api.js";
+import { byId, h, setText } from "../elements/dom.js";
+import { count, plural, reward, task, timeOfDay, versions } from "../elements/format.js";
 import { openReader } from "./reader.js";
-import { on } from "./store.js";
+import { on } from "../data/store.js";
 
 const PAUSE_MS = 300;
 const FIRST = 12;

@@ -1,10 +1,10 @@
 // The bar and what is right below it: state, connection, the banner when something is wrong, and the run in figures.
 
-import { token } from "./api.js";
-import { byId, h, keyed, setAttribute, setText } from "./dom.js";
-import { count, duration, figure, percent, plural, short, timeOfDay, bytes } from "./format.js";
-import { spark } from "./spark.js";
-import { on, store } from "./store.js";
+import { token } from "../data/api.js";
+import { byId, h, keyed, setAttribute, setText } from "../elements/dom.js";
+import { count, duration, figure, percent, plural, short, timeOfDay, bytes } from "../elements/format.js";
+import { spark } from "../elements/spark.js";
+import { on, store } from "../data/store.js";
 
 const OVER = ["stopped", "finished", "failed"];
 const LINK_WORDS = { waiting: "connecting", live: "live", lost: "offline", refused: "token needed" };

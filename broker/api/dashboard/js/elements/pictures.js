@@ -1,7 +1,7 @@
 // Pictures that the policy was shown, small, and large when clicked. They are asked for with this tab's token, so that an
 // address alone shows none.
 
-import { Refused, download } from "./api.js";
+import { Refused, download } from "../data/api.js";
 import { h } from "./dom.js";
 
 /** A file as a data: URL, which the page's own policy lets an image have. */

@@ -1,11 +1,11 @@
 // What a run uses of its machines, service by service, how long its queues are, and the alerts that fired.
 
-import { Refused, read } from "./api.js";
-import { chosen, of } from "./archive.js";
-import { byId, h, setText } from "./dom.js";
-import { duration, plural } from "./format.js";
-import { csv, GridChart, save } from "./grid-chart.js";
-import { register } from "./route.js";
+import { Refused, read } from "../data/api.js";
+import { chosen, of } from "../data/archive.js";
+import { byId, h, setText } from "../elements/dom.js";
+import { duration, plural } from "../elements/format.js";
+import { csv, GridChart, save } from "../elements/grid-chart.js";
+import { register } from "../data/route.js";
 
 const EVERY_MS = 10000;
 const CHARTS = [

@@ -1,13 +1,13 @@
 // One trajectory in full: its messages, and its tokens coloured by weight version, log-probability or mask. Arrow keys
 // walk through the tokens, J and K through the list it was opened from.
 
-import { Refused, read } from "./api.js";
-import { conversation, rowsOf } from "./conversation.js";
-import { open } from "./dialogs.js";
-import { h, setAttribute, setText } from "./dom.js";
-import { count, duration, figure, percent, plural, reward, task, versions } from "./format.js";
-import { pictures } from "./pictures.js";
-import { legend, shades } from "./shades.js";
+import { Refused, read } from "../data/api.js";
+import { conversation, rowsOf } from "../elements/conversation.js";
+import { open } from "../elements/dialogs.js";
+import { h, setAttribute, setText } from "../elements/dom.js";
+import { count, duration, figure, percent, plural, reward, task, versions } from "../elements/format.js";
+import { pictures } from "../elements/pictures.js";
+import { legend, shades } from "../elements/shades.js";
 
 const MODES = [["version", "Version"], ["logprob", "Log-probability"], ["mask", "Mask"]];
 let mode = "version";

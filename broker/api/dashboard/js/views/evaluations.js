@@ -1,13 +1,13 @@
 // Evaluations on held-out prompts: a table of versions, and a table of prompts by version with the worst first.
 
-import { Refused, read } from "./api.js";
-import { chosen, of } from "./archive.js";
-import { open } from "./dialogs.js";
-import { byId, h, setText } from "./dom.js";
-import { count, duration, figure, plural } from "./format.js";
-import { csv, save } from "./grid-chart.js";
-import { go, register } from "./route.js";
-import { sideBySide } from "./samples.js";
+import { Refused, read } from "../data/api.js";
+import { chosen, of } from "../data/archive.js";
+import { open } from "../elements/dialogs.js";
+import { byId, h, setText } from "../elements/dom.js";
+import { count, duration, figure, plural } from "../elements/format.js";
+import { csv, save } from "../elements/grid-chart.js";
+import { go, register } from "../data/route.js";
+import { sideBySide } from "../elements/samples.js";
 
 /** Versions beside each other in the table of prompts. */
 const COLUMNS = 6;

@@ -1,11 +1,11 @@
 // What a run was started with: settings, of several runs beside each other, versions, machine, git commit, checkpoints.
 
-import { Refused, download, read, token } from "./api.js";
-import { chosen, of } from "./archive.js";
-import { byId, h, setText } from "./dom.js";
-import { bytes, plural } from "./format.js";
-import { save } from "./grid-chart.js";
-import { register } from "./route.js";
+import { Refused, download, read, token } from "../data/api.js";
+import { chosen, of } from "../data/archive.js";
+import { byId, h, setText } from "../elements/dom.js";
+import { bytes, plural } from "../elements/format.js";
+import { save } from "../elements/grid-chart.js";
+import { register } from "../data/route.js";
 
 let found = [];
 let opened = 0;

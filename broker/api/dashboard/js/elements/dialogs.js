@@ -1,6 +1,6 @@
 // Dialogs: one question at a time, answered by keyboard or pointer; a refusal is shown where the question was.
 
-import { Refused } from "./api.js";
+import { Refused } from "../data/api.js";
 import { byId, h, setText } from "./dom.js";
 
 let fade = 0;

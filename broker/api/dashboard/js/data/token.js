@@ -1,8 +1,8 @@
 // Asks for the control plane's token when it wants one. It is kept for this tab only, and forgotten with it.
 
 import { Refused, read, token } from "./api.js";
-import { h } from "./dom.js";
-import { open } from "./dialogs.js";
+import { h } from "../elements/dom.js";
+import { open } from "../elements/dialogs.js";
 
 let asking = null;
 

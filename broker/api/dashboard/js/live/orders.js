@@ -1,10 +1,10 @@
 // Orders to the run: pause, resume, drain, checkpoint, stop, settings and replicas. Each asks before it is sent.
 
-import { ask } from "./api.js";
-import { confirm, open } from "./dialogs.js";
-import { byId, h, keyed, setAttribute, setText } from "./dom.js";
-import { count, plural } from "./format.js";
-import { on, store } from "./store.js";
+import { ask } from "../data/api.js";
+import { confirm, open } from "../elements/dialogs.js";
+import { byId, h, keyed, setAttribute, setText } from "../elements/dom.js";
+import { count, plural } from "../elements/format.js";
+import { on, store } from "../data/store.js";
 
 const post = async (order, body) => (await ask("POST", `v1/${order}`, body)).text;
 const ENDED = ["stopped", "finished", "failed", "stopping"];

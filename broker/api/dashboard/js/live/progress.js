@@ -1,9 +1,9 @@
 // The charts of the run: reward and accuracy, tokens a second, the gap between trainer and rollout, and staleness.
 
-import { LineChart } from "./charts.js";
-import { byId, h, keyed, setAttribute, setText } from "./dom.js";
-import { count, figure, percent, plural, short, small } from "./format.js";
-import { on, setAxis, store } from "./store.js";
+import { LineChart } from "../elements/charts.js";
+import { byId, h, keyed, setAttribute, setText } from "../elements/dom.js";
+import { count, figure, percent, plural, short, small } from "../elements/format.js";
+import { on, setAxis, store } from "../data/store.js";
 
 const SMOOTH = 20;
 /** A divergence below this is what is left of the same weights on both sides. */

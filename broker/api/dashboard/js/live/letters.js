@@ -1,10 +1,10 @@
 // Dead letters: messages that could not be processed. Show one, admit its prompt group again, or drop it.
 
-import { Refused, ask, read } from "./api.js";
-import { confirm, notice, open } from "./dialogs.js";
-import { byId, h, keyed, setText } from "./dom.js";
-import { bytes, count, plural, task, timeOfDay } from "./format.js";
-import { on, store } from "./store.js";
+import { Refused, ask, read } from "../data/api.js";
+import { confirm, notice, open } from "../elements/dialogs.js";
+import { byId, h, keyed, setText } from "../elements/dom.js";
+import { bytes, count, plural, task, timeOfDay } from "../elements/format.js";
+import { on, store } from "../data/store.js";
 
 const FIRST = 6;
 const MOST = 100;

@@ -1,10 +1,10 @@
 // Logs of a run's services: the newest lines, filtered by level and text, and followed as they grow.
 
-import { Refused, read } from "./api.js";
-import { chosen, of } from "./archive.js";
-import { byId, h, setText } from "./dom.js";
-import { bytes, plural } from "./format.js";
-import { go, place, register } from "./route.js";
+import { Refused, read } from "../data/api.js";
+import { chosen, of } from "../data/archive.js";
+import { byId, h, setText } from "../elements/dom.js";
+import { bytes, plural } from "../elements/format.js";
+import { go, place, register } from "../data/route.js";
 
 const EVERY_MS = 1500;
 const KEPT = 4000;

@@ -1,8 +1,8 @@
 // The timeline: what happened and who ordered it, newest first.
 
-import { byId, h, keyed, setAttribute, setText } from "./dom.js";
-import { timeOfDay } from "./format.js";
-import { on, store } from "./store.js";
+import { byId, h, keyed, setAttribute, setText } from "../elements/dom.js";
+import { timeOfDay } from "../elements/format.js";
+import { on, store } from "../data/store.js";
 
 const SHOWN = 150;
 

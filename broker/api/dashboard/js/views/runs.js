@@ -1,10 +1,10 @@
 // The runs of a folder, finished and running: opened one by one, or several compared.
 
-import { Refused } from "./api.js";
-import { archive, chosen, headOf, loadRuns } from "./archive.js";
-import { byId, h, setText } from "./dom.js";
-import { count, duration, figure, plural } from "./format.js";
-import { go, link, register } from "./route.js";
+import { Refused } from "../data/api.js";
+import { archive, chosen, headOf, loadRuns } from "../data/archive.js";
+import { byId, h, setText } from "../elements/dom.js";
+import { count, duration, figure, plural } from "../elements/format.js";
+import { go, link, register } from "../data/route.js";
 
 const EVERY_MS = 5000;
 const picked = new Set();

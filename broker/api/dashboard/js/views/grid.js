@@ -1,13 +1,13 @@
 // All metrics of the chosen runs as a grid of charts: searched, smoothed, over steps, samples or time, and exported.
 // A chart is drawn, and its figures are asked for, when it comes into sight.
 
-import { Refused } from "./api.js";
-import { archive, chosen, figuresOf, headOf, loadNames, loadRuns, loadSeries, refreshSeries } from "./archive.js";
-import { notice } from "./dialogs.js";
-import { byId, h, setAttribute, setText } from "./dom.js";
-import { plural } from "./format.js";
-import { GridChart, csv, look, save } from "./grid-chart.js";
-import { register } from "./route.js";
+import { Refused } from "../data/api.js";
+import { archive, chosen, figuresOf, headOf, loadNames, loadRuns, loadSeries, refreshSeries } from "../data/archive.js";
+import { notice } from "../elements/dialogs.js";
+import { byId, h, setAttribute, setText } from "../elements/dom.js";
+import { plural } from "../elements/format.js";
+import { GridChart, csv, look, save } from "../elements/grid-chart.js";
+import { register } from "../data/route.js";
 
 const EVERY_MS = 4000;
 const SECTIONS = ["reward", "eval", "episode", "data", "groups", "samples", "train", "staleness", "perf", "time"];

@@ -1,6 +1,6 @@
 // What the flow picture says, from one status: a pure function, apart from drawing.
 
-import { count, duration, figure, percent, plural, rate, short } from "./format.js";
+import { count, duration, figure, percent, plural, rate, short } from "../elements/format.js";
 
 /** Which part of the picture limits the run, by the bottleneck's name for it. */
 const PLACE = {

@@ -1,7 +1,7 @@
 // Which view of the page is shown, and of which runs: in the address, so that a link leads to the same place.
 // #/metrics?run=first&run=second, #/groups/12/345?run=first
 
-import { byId, h, setAttribute } from "./dom.js";
+import { byId, h, setAttribute } from "../elements/dom.js";
 
 /** Views in the order of their tabs: [name, title, whether it needs a run's broker]. */
 const VIEWS = [
