@@ -161,6 +161,6 @@ def print_config(run: str, overrides: Sequence[str], changed: bool, as_json: boo
     if as_json:
         print(json.dumps(flatten(tree)))
         return
-    import yaml
+    from schemas.config import dump_yaml
 
-    print(yaml.safe_dump(tree, sort_keys=False, allow_unicode=True), end="")
+    print(dump_yaml(tree), end="")

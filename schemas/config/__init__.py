@@ -24,7 +24,7 @@ from schemas.config.generator import (
     SamplingConfig,
     WorkflowConfig,
 )
-from schemas.config.loading import dump_config, load_config, parse_config, save_config
+from schemas.config.loading import dump_config, dump_yaml, load_config, parse_config, save_config
 from schemas.config.offline import DpoConfig, PreferenceConfig, RewardModelConfig, WarmStartConfig
 from schemas.config.publish import PublishConfig
 from schemas.config.root import TidemillConfig
@@ -80,6 +80,7 @@ __all__ = [
     "WarmStartConfig",
     "WorkflowConfig",
     "dump_config",
+    "dump_yaml",
     "load_config",
     "parse_config",
     "save_config",

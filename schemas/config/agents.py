@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field
 
-from schemas.config.base import Seconds, Section, shown_variable
+from schemas.config.base import Seconds, Section, UserPath, shown_variable
 
 
 class AgentsConfig(Section):
     """Agents of one replica (workflow agent): their processes, their limits, and the endpoint that they talk to."""
 
     processes: int = Field(1, ge=1, le=256, description="Worker processes of one replica, in which its agents run.")
-    python: Path | None = Field(
+    python: UserPath | None = Field(
         None, description="Interpreter of the worker processes, of an environment of the agents' own; by default ours."
     )
     env: list[Annotated[str, shown_variable("generator.agents.env")]] = Field(

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from schemas.config.base import Section
+from schemas.config.base import ModelPath, Section
 
 RECIPES = {
     "dapo": ("token_mean", "grpo"),
@@ -46,7 +46,7 @@ class KlConfig(Section):
         description="model: a second model. lora_off: the policy itself without its adapter, which takes no memory."
         " auto: lora_off with trainer.lora unless model names another, else model.",
     )
-    model: str | None = Field(
+    model: ModelPath | None = Field(
         None, description="Folder or hub id of the reference model; by default model.path, where the run starts."
     )
     device: Literal["same", "cpu"] = Field(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+from pathlib import Path
 from typing import Annotated
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
@@ -10,6 +12,10 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from schemas.urls import hide_password
 
 Seconds = Annotated[float, Field(gt=0)]
+UserPath = Annotated[Path, AfterValidator(Path.expanduser)]
+"""A path that may begin with ~, the user's home, which no shell expands after an equals sign."""
+ModelPath = Annotated[str, AfterValidator(os.path.expanduser)]
+"""A model's folder, which may begin with ~, or its hub id."""
 OWN_VARIABLES = ("REDIS_URL", "TIDEMILL_")
 """How the names of environment variables begin that hold the broker's address, passwords and tokens."""
 

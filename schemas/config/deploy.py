@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field, HttpUrl, IPvAnyNetwork
 
-from schemas.config.base import Seconds, Section
+from schemas.config.base import Seconds, Section, UserPath
 
 
 class LauncherConfig(Section):
@@ -45,7 +44,7 @@ class ControlConfig(Section):
     port: int = Field(
         8642, ge=0, le=65535, description="Port; 0: any free one. A port taken on 127.0.0.1 is replaced by a free one."
     )
-    token_file: Path | None = Field(
+    token_file: UserPath | None = Field(
         None, description="File with the token; TIDEMILL_CONTROL_TOKEN_FILE or TIDEMILL_CONTROL_TOKEN by default."
     )
     trusted_proxies: list[IPvAnyNetwork] = Field(

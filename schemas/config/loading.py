@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,8 @@ OTHER_VARIABLES = frozenset(
 """Variables that are no settings, and look like some."""
 LONGEST_VALUE = 100
 """Characters of a wrong value that are shown."""
+EXPONENT = re.compile(r"^[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)[eE][-+]?[0-9]+$")
+"""Numbers such as 1e-6, which YAML 1.2 knows and the library, which reads YAML 1.1, takes for texts."""
 
 
 class _Loader(yaml.SafeLoader):
@@ -49,6 +52,14 @@ class _Loader(yaml.SafeLoader):
                     raise ConfigError(f"the key {key.value!r} is given twice, for the second time in line {line}")
                 seen.add(key.value)
         return super().construct_mapping(node, deep)
+
+
+class _Dumper(yaml.SafeDumper):
+    """YAML in which a text that the loader would take for a number has quotes."""
+
+
+for _class in (_Loader, _Dumper):
+    _class.add_implicit_resolver("tag:yaml.org,2002:float", EXPONENT, list("-+.0123456789"))
 
 
 def load_config(
@@ -100,7 +111,12 @@ def parse_config(data: Mapping[str, Any], base: Path | None = None) -> TidemillC
 def save_config(config: TidemillConfig, file: Path) -> None:
     """Write the configuration as it is in effect, so that later edits of its sources change nothing."""
     # It may hold the broker's password.
-    atomic_write(file, yaml.safe_dump(dump_config(config), sort_keys=False), private=True)
+    atomic_write(file, dump_yaml(dump_config(config)), private=True)
+
+
+def dump_yaml(tree: Mapping[str, Any]) -> str:
+    """A tree of settings as YAML that means the same where it is loaded."""
+    return yaml.dump(tree, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 
 def dump_config(config: TidemillConfig) -> dict[str, Any]:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Literal
 
 from pydantic import Field
 
-from schemas.config.base import Section
+from schemas.config.base import Section, UserPath
 from schemas.config.data import DatasetConfig
 from schemas.config.trainer import OptimizerConfig
 
@@ -30,7 +29,7 @@ class WarmStartConfig(Section):
 class PreferenceConfig(Section):
     """Learning from pairs of answers, of which one is preferred."""
 
-    out: Path = Field(description="Folder of the model that is made, relative to where tidemill is started.")
+    out: UserPath = Field(description="Folder of the model that is made, relative to where tidemill is started.")
     dataset: DatasetConfig = Field(description="Prompts with the texts chosen and rejected.")
     eval: DatasetConfig = Field(description="Held-out pairs, for the accuracy.")
     steps: int = Field(500, ge=1, description="Optimizer steps.")

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from schemas.config.base import Seconds, Section
+from schemas.config.base import Seconds, Section, UserPath
 
 
 def _switch(value: Any) -> Any:
@@ -65,7 +64,7 @@ class PublishConfig(Section):
         description="file: safetensors in a folder that all can read. redis: chunks in the broker. peer: from the"
         " trainer and from one another, over TCP. nccl: one broadcast to all who are ready, and peer for the others.",
     )
-    folder: Path | None = Field(
+    folder: UserPath | None = Field(
         None,
         description="Folder of versions: with file, shared by all services of this run and by no other; with peer and"
         " nccl, of the trainer alone. weights/ in the run's folder by default.",

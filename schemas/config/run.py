@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field
 
-from schemas.config.base import Seconds, Section, matching
+from schemas.config.base import ModelPath, Seconds, Section, UserPath, matching
 
 RunName = Annotated[
     str,
@@ -26,8 +25,8 @@ class RunConfig(Section):
     name: RunName = Field(
         "run", description="Name of the run, its key prefix in the broker; lower-case letters, digits, - and _."
     )
-    folder: Path | None = Field(None, description="Folder of the run's files; runs/NAME by default.")
-    base: Path | None = Field(
+    folder: UserPath | None = Field(None, description="Folder of the run's files; runs/NAME by default.")
+    base: UserPath | None = Field(
         None, description="Folder in which plugin files are looked up; that of the configuration file by default."
     )
     seed: int = Field(0, ge=0, description="Seed of prompt order, sampling and training.")
@@ -36,7 +35,7 @@ class RunConfig(Section):
 class ModelConfig(Section):
     """The policy."""
 
-    path: str = Field(
+    path: ModelPath = Field(
         description="Folder of a Hugging Face causal language model, or its hub id, also of a"
         " revision: org/name@revision."
     )

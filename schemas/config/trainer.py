@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from schemas.config.algorithm import RECIPES, AdvantageConfig, KlConfig, LossConfig, RejectionConfig
-from schemas.config.base import Seconds, Section
+from schemas.config.base import ModelPath, Seconds, Section
 from schemas.config.publish import PublishConfig
 
 Decay = Annotated[float, Field(ge=0, lt=1)]
@@ -56,7 +56,7 @@ class LoraConfig(Section):
 class CriticConfig(Section):
     """A value model that is trained beside the policy, for the advantage gae."""
 
-    model: str | None = Field(
+    model: ModelPath | None = Field(
         None, description="Folder or hub id of the language model whose body it starts from; model.path by default."
     )
     optimizer: OptimizerConfig = Field(default_factory=lambda: OptimizerConfig(lr=1e-5))

@@ -321,3 +321,37 @@ def test_with_tools_a_reward_term_has_to_be_named() -> None:
     data = {"model": {"path": "m"}, "train": {"name": "jsonl"}, "generator": {"workflow": {"name": "tools"}}}
     with pytest.raises(ConfigError, match="reward"):
         parse_config(data)
+
+
+@pytest.mark.parametrize("written", ["3e-4", "1E5", "+2.5e3", ".5e-3", "-1.0e5"])
+def test_a_number_with_an_exponent_is_a_number_wherever_it_stands(tmp_path: Path, written: str) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text(yaml.safe_dump(MINIMAL) + f"trainer: {{loss: {{name: gspo, args: {{clip_low: {written}}}}}}}\n")
+    config = load_config(file, [f"trainer.loss.args.clip_high={written}"], {})
+    assert config.trainer.loss.args == {"clip_low": float(written), "clip_high": float(written)}
+
+
+def test_a_text_that_looks_like_a_number_stays_a_text_for_the_services(tmp_path: Path) -> None:
+    texts = {"revision": "7e10", "other": "1e-3", "version": "1.5"}
+    config = parse_config(merged(train={"name": "hf", "args": texts}), base=tmp_path)
+    save_config(config, tmp_path / "saved.yaml")
+    assert load_config(tmp_path / "saved.yaml", [], {}).train[0].args == texts
+
+
+def test_a_path_may_begin_with_the_home_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/ada")
+    config = parse_config(
+        merged(
+            model={"path": "~/models/m"},
+            run={"folder": "~/runs/a"},
+            trainer={"publish": {"folder": "~/weights"}, "kl": {"model": "~/models/reference"}},
+            generator={"agents": {"python": "~/agents/bin/python"}},
+            control={"token_file": "~/token"},
+        )
+    )
+    assert config.model.path == "/home/ada/models/m"
+    assert config.folder == Path("/home/ada/runs/a")
+    assert config.trainer.publish.folder == Path("/home/ada/weights")
+    assert config.trainer.kl.model == "/home/ada/models/reference"
+    assert config.generator.agents.python == Path("/home/ada/agents/bin/python")
+    assert config.control.token_file == Path("/home/ada/token")
