@@ -18,6 +18,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from schemas.arguments import convert_arguments
 from schemas.errors import ConfigError, describe_error
 
 
@@ -85,12 +86,22 @@ def bind(kind: str, function: Any, args: dict[str, Any]) -> Any:
 
     ConfigError when ``function`` does not take them.
     """
-    check_arguments(kind, function, args)
+    args = fit_arguments(kind, function, args)
     return function(**args) if inspect.isclass(function) else functools.partial(function, **args)
 
 
+def fit_arguments(kind: str, function: Any, args: dict[str, Any]) -> dict[str, Any]:
+    """The keyword arguments with the types that ``function``, or the constructor of a class, says that it takes.
+
+    ConfigError unless it takes them.
+    """
+    check_arguments(kind, function, args)
+    parameters = inspect.signature(function).parameters
+    return convert_arguments(f"{kind}.args", function, args, [name for name in args if name in parameters])
+
+
 def check_arguments(kind: str, function: Any, args: dict[str, Any]) -> None:
-    """ConfigError unless ``function``, or a class when it is built, takes these keyword arguments."""
+    """ConfigError unless ``function``, or a class when it is built, has parameters of these names."""
     try:
         inspect.signature(function).bind_partial(**args)
     except TypeError as error:

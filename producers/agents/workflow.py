@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -41,11 +41,11 @@ class AgentWorkflow:
     """
 
     def __init__(
-        self, run: str | None = None, command: Sequence[str] | None = None, args: dict[str, Any] | None = None
+        self, run: str | None = None, command: list[str] | None = None, args: dict[str, Any] | None = None
     ) -> None:
         if (run is None) == (command is None):
             raise ConfigError("generator.workflow.args of workflow agent: give one of run (file.py:name) and command")
-        if isinstance(command, str) or (command is not None and not command):
+        if command is not None and not command:
             raise ConfigError(
                 f"generator.workflow.args.command {command!r} must be a list: a program and its arguments"
             )

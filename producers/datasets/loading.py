@@ -10,13 +10,13 @@ import difflib
 import inspect
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
 import msgspec
-from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 
 from producers.datasets import DATASETS
 from producers.datasets.base import Dataset, Example
+from schemas.arguments import convert_arguments
 from schemas.config import DatasetConfig
 from schemas.errors import ConfigError, DataError, InfraError, describe_error
 
@@ -56,52 +56,17 @@ def _takes(make: Callable[..., Any], name: str) -> bool:
 
 
 def _check_arguments(make: Callable[..., Any], config: DatasetConfig) -> dict[str, Any]:
-    named = {
-        name: parameter
+    named = [
+        name
         for name, parameter in inspect.signature(make).parameters.items()
         if name != "base" and parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
-    }
+    ]
     for name in config.args:
         if name not in named and (name == "base" or not _takes(make, name)):
             close = difflib.get_close_matches(name, named, n=1)
             hint = f", did you mean {close[0]!r}?" if close else f": one of {', '.join(named) or 'none'}"
             raise ConfigError(f"dataset {config.name!r}: unknown argument {name!r}{hint}")
-    try:
-        values = _model(make, named).model_validate(config.args)
-    except ValidationError as error:
-        raise ConfigError(_explain(config, error)) from error
-    return {name: getattr(values, f"arg_{name}") if name in named else config.args[name] for name in config.args}
-
-
-def _model(make: Callable[..., Any], named: dict[str, inspect.Parameter]) -> type[BaseModel]:
-    """A pydantic model of the parameters. Field names are prefixed, so that none clashes with pydantic's own."""
-    try:
-        hints = get_type_hints(make.__init__ if inspect.isclass(make) else make, include_extras=True)
-    except (NameError, TypeError):
-        hints = {}  # a user's hints that only a type checker can resolve: names are still checked
-    fields: dict[str, Any] = {
-        f"arg_{name}": (hints.get(name, Any), ... if parameter.default is parameter.empty else parameter.default)
-        for name, parameter in named.items()
-    }
-    settings = ConfigDict(
-        arbitrary_types_allowed=True,
-        alias_generator=lambda field: field.removeprefix("arg_"),
-    )
-    return create_model("Arguments", __config__=settings, **fields)
-
-
-def _explain(config: DatasetConfig, error: ValidationError) -> str:
-    """What is wrong with each argument; one that may be of several kinds is told with all of them."""
-    allowed: dict[str, list[str]] = {}
-    for item in error.errors():
-        allowed.setdefault(str(item["loc"][0]), []).append(item["msg"].removeprefix("Input should be "))
-    mistakes = [
-        f"argument {name!r}: {config.args[name]!r} is not allowed, must be {' or '.join(kinds)}"
-        if name in config.args
-        else f"argument {name!r} is required and missing"
-        for name, kinds in allowed.items()
-    ]
-    return "; ".join(f"dataset {config.name!r}: {mistake}" for mistake in mistakes)
+    return convert_arguments(f"dataset {config.name!r}", make, config.args, named)
 
 
 def _check_protocol(dataset: Any, name: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import functools
 import math
 import os
 import shutil
@@ -27,7 +28,7 @@ from producers.workflows.base import FailedSample, RolloutContext, WorkflowServi
 from producers.workflows.trajectory_builder import SampledCompletion
 from schemas.errors import ConfigError, DataError, describe_error, printable
 from schemas.messages import REWARD_RANGE, FinishReason, Task, is_reward
-from schemas.plugins import check_arguments, check_method, load
+from schemas.plugins import check_method, fit_arguments, load
 
 log = structlog.get_logger()
 
@@ -111,7 +112,7 @@ class EnvironmentLoop:
             if self._worker is not None:
                 environment = await self._use(episode, "__init__", self._worker.open, self._args)
             else:
-                environment = await self._use(episode, "__init__", self._environment, **self._args)
+                environment = await self._use(episode, "__init__", self._environment)
             task = describe_task(rollout.task, index, rollout.files)
             begun = await self._use(episode, "reset", environment.reset, task)
             if isinstance(begun, dict) and "type" not in begun:
@@ -163,9 +164,9 @@ class EnvironmentLoop:
                     episode.conversation.set_reward(calls[player], earned[calls[player]])
                     rewards.append(reward)
 
-    async def _use(self, episode: Episode, what: str, method: Any, *args: Any, **keywords: Any) -> Any:
+    async def _use(self, episode: Episode, what: str, method: Any, *args: Any) -> Any:
         try:
-            return await episode.until_interrupted(call_user(method, self._timeout_s, *args, **keywords))
+            return await episode.until_interrupted(call_user(method, self._timeout_s, *args))
         except DeadlineExceeded as error:
             raise DataError(f"{what} of {self._name} {error}") from error
 
@@ -274,5 +275,4 @@ def _find_environment(name: Any, args: Any, base: Path) -> Any:
     found = load(name, "environment", base)
     check_method(_WHERE, found, "reset", ("task",))
     check_method(_WHERE, found, "step", ("text",))
-    check_arguments(_WHERE, found, args)
-    return found
+    return functools.partial(found, **fit_arguments(_WHERE, found, args))

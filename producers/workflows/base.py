@@ -24,7 +24,7 @@ from producers.workflows.trajectory_builder import SampledCompletion, Trajectory
 from schemas.config import TidemillConfig
 from schemas.errors import ConfigError, DataError, InfraError, describe_error
 from schemas.messages import Partial, PlacedImage, Sampling, Task
-from schemas.plugins import check_arguments, check_method
+from schemas.plugins import check_arguments, check_method, fit_arguments
 
 log = structlog.get_logger()
 
@@ -205,7 +205,7 @@ def find_workflow(name: str, args: dict[str, Any], base: Path) -> Callable[[], W
     check_arguments("generator.workflow", found, args)
     if (check := getattr(found, "check", None)) is not None:
         check(base, **args)
-    return functools.partial(found, **args)
+    return functools.partial(found, **fit_arguments("generator.workflow", found, args))
 
 
 @asynccontextmanager

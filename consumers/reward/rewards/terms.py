@@ -34,6 +34,7 @@ from consumers.reward.rewards.signatures import (
     named_parameters,
     verl_keywords,
 )
+from schemas.arguments import convert_arguments
 from schemas.config import RewardTerm
 from schemas.errors import ConfigError, describe_error
 from schemas.messages import REWARD_RANGE, ScoreStatus, is_reward
@@ -240,7 +241,7 @@ def _resolve_one(term: RewardTerm, label: str, base: Path) -> Term:
         label=label,
         weight=term.weight,
         function=function,
-        args=dict(term.args),
+        args=convert_arguments(where, function, term.args, [name for name in term.args if name in named]),
         accepts=None if takes_any else frozenset(named) - ({*SIGNATURE, *hidden} if form == "sample" else hidden),
         inline=bool(inline) and not inspect.iscoroutinefunction(function),
         fields=FIELDS & frozenset(named),

@@ -304,7 +304,7 @@ class M2po:
         dual_clip: float | None = 3.0,
     ) -> None:
         if not second_moment > 0:
-            raise ConfigError(f"m2po: second_moment {second_moment} must be above 0")
+            raise ConfigError(f"m2po: second_moment {second_moment:g} must be above 0")
         self.second_moment = second_moment
         self.clip = (clip_low, clip_high, dual_clip)
 

@@ -239,6 +239,23 @@ def test_a_batch_of_more_prompts_than_there_are_is_a_warning(folder: Path) -> No
         (agent(), "give one of run (file.py:name) and command"),
         ({"trainer": {"loss": {"args": {"clip_hi": 0.2}}}}, "trainer.loss.args {'clip_hi': 0.2}"),
         ({"trainer": {"advantage": {"name": "grpo", "args": {"ep": 1}}}}, "trainer.advantage.args {'ep': 1}"),
+        (
+            {"trainer": {"loss": {"args": {"clip_low": "small"}}}},
+            "trainer.loss.args: argument 'clip_low': 'small' is not allowed, must be a valid number",
+        ),
+        (
+            {"trainer": {"advantage": {"name": "gae", "args": {"lam": [1]}}, "critic": {}}},
+            "trainer.advantage.args: argument 'lam': [1] is not allowed, must be a valid number",
+        ),
+        (
+            {"generator": {"engine": "scripted", "args": {"token_s": "slow"}}},
+            "generator.args: argument 'token_s': 'slow' is not allowed, must be a valid number",
+        ),
+        (
+            {"reward": {"terms": [{"name": "exact"}, {"name": "gsm8k", "args": {"last_number": "never"}}]}},
+            "reward 'gsm8k': argument 'last_number': 'never' is not allowed, must be a valid boolean",
+        ),
+        (agent(command="node agent.js"), "argument 'command': 'node agent.js' is not allowed, must be a valid list"),
         ({"trainer": {"loss": {"name": "m2po", "args": {"second_moment": 0}}}}, "second_moment 0 must be above 0"),
         ({"trainer": {"aggregation": "none.py:mean"}}, "trainer.aggregation 'none.py:mean' cannot be imported"),
         ({"trainer": {"trackers": ["none.py:Mine"]}}, "trainer.trackers 'none.py:Mine' cannot be imported"),

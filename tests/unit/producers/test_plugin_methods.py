@@ -67,6 +67,13 @@ def test_a_workflow_gets_its_arguments(base: Path) -> None:
     assert find_workflow("mine.py:Fine", {"hint": "!"}, base)().hint == "!"  # type: ignore[attr-defined]
 
 
+def test_an_argument_of_a_users_workflow_has_the_type_that_its_hint_says(base: Path) -> None:
+    (base / "hinted.py").write_text(WORKFLOWS.replace('hint=""', "hint: float = 0.0"))
+    assert find_workflow("hinted.py:Fine", {"hint": 3}, base)().hint == 3.0  # type: ignore[attr-defined]
+    with pytest.raises(ConfigError, match="argument 'hint': 'much' is not allowed, must be a valid number"):
+        find_workflow("hinted.py:Fine", {"hint": "much"}, base)
+
+
 @pytest.mark.parametrize(
     ("name", "says"),
     [

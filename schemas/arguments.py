@@ -1,0 +1,59 @@
+"""Arguments that the configuration gives to plug-ins, checked against the type hints of what takes them."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, get_type_hints
+
+from pydantic import BaseModel, ConfigDict, ValidationError, create_model
+
+from schemas.errors import ConfigError
+
+
+def convert_arguments(
+    where: str, function: Callable[..., Any], args: Mapping[str, Any], names: Iterable[str]
+) -> dict[str, Any]:
+    """The arguments with the types that the hints of a function, or of a class's constructor, say.
+
+    names: parameters to look at; one without a default must be among ``args``. What has no hint stays as it is.
+    ConfigError, which begins with ``where``, names each argument that is wrong, its value and what it must be.
+    """
+    parameters = inspect.signature(function).parameters
+    named = {name: parameters[name] for name in names}
+    try:
+        values = _model(function, named).model_validate(args)
+    except ValidationError as error:
+        raise ConfigError(_explain(where, args, error)) from error
+    return {name: getattr(values, f"arg_{name}") if name in named else value for name, value in args.items()}
+
+
+def _model(function: Callable[..., Any], named: Mapping[str, inspect.Parameter]) -> type[BaseModel]:
+    """A pydantic model of the parameters. Field names are prefixed, so that none clashes with pydantic's own."""
+    try:
+        hints = get_type_hints(function.__init__ if inspect.isclass(function) else function, include_extras=True)
+    except (NameError, TypeError):
+        hints = {}  # a user's hints that only a type checker can resolve: names are still checked
+    fields: dict[str, Any] = {
+        f"arg_{name}": (hints.get(name, Any), ... if parameter.default is parameter.empty else parameter.default)
+        for name, parameter in named.items()
+    }
+    settings = ConfigDict(
+        arbitrary_types_allowed=True,
+        alias_generator=lambda field: field.removeprefix("arg_"),
+    )
+    return create_model("Arguments", __config__=settings, **fields)
+
+
+def _explain(where: str, args: Mapping[str, Any], error: ValidationError) -> str:
+    """What is wrong with each argument; one that may be of several kinds is told with all of them."""
+    allowed: dict[str, list[str]] = {}
+    for item in error.errors():
+        allowed.setdefault(str(item["loc"][0]), []).append(item["msg"].removeprefix("Input should be "))
+    mistakes = [
+        f"argument {name!r}: {args[name]!r} is not allowed, must be {' or '.join(kinds)}"
+        if name in args
+        else f"argument {name!r} is required and missing"
+        for name, kinds in allowed.items()
+    ]
+    return "; ".join(f"{where}: {mistake}" for mistake in mistakes)
