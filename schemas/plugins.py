@@ -71,6 +71,9 @@ def _load_file(source: str, base: Path | None) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, file)
     if spec is None or spec.loader is None or not file.is_file():
         raise OSError(f"no file {file}")
+    if str(file.parent) not in sys.path:
+        # The files beside it can be imported, as those beside a script. At the end: they take no name of a package.
+        sys.path.append(str(file.parent))
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     try:
