@@ -7,6 +7,7 @@ before any model loads. Only byte offsets stay in memory, 8 bytes a line.
 from __future__ import annotations
 
 import bisect
+import codecs
 import glob
 import itertools
 from array import array
@@ -43,6 +44,9 @@ class Jsonl:
         self._files = _find(base, [path] if isinstance(path, str) else path)
         self._offsets = [self._index(file) for file in self._files]
         self._ends = list(itertools.accumulate(len(offsets) for offsets in self._offsets))
+        if not len(self):
+            taken = f" that where {where} takes" if where else ""
+            raise ConfigError(f"dataset 'jsonl': there is no row{taken} in {', '.join(map(str, self._files))}")
 
     def __len__(self) -> int:
         return self._ends[-1]
@@ -72,6 +76,9 @@ class Jsonl:
         try:
             with file.open("rb") as lines:
                 for number, line in enumerate(lines, start=1):
+                    if number == 1 and line.startswith(codecs.BOM_UTF8):
+                        # The mark that editors of Windows put before the first row.
+                        offset, line = len(codecs.BOM_UTF8), line.removeprefix(codecs.BOM_UTF8)
                     place = f"{file}:{number}"
                     if line.strip() and self._rows.takes(_decode(line, place), place):
                         self._parse(line, place, file.parent, load=False)
@@ -88,7 +95,7 @@ def _decode(line: bytes, where: str) -> Any:
     try:
         return msgspec.json.decode(line)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise DataError(f"{where}: not JSON: {error}") from error
+        raise DataError(f"{where}: not JSON: {error}; every line must be a whole object") from error
 
 
 def _check_numbers(data: dict[str, Any], where: str) -> None:

@@ -69,7 +69,7 @@ class RowReader:
         if self.template is not None:
             for name in self._placeholders:
                 _field(row, name, where)
-            prompt: Any = self.template.format_map(row)
+            prompt: Any = self._fill(self.template, row, where)
         else:
             prompt = _field(row, self.prompt, where)
         values = self._image_values(row, where)
@@ -86,6 +86,13 @@ class RowReader:
         return Example(
             messages=messages, data=data, images=[load_image(value, where, folder, load) for value in values]
         )
+
+    @staticmethod
+    def _fill(template: str, row: Mapping[str, Any], where: str) -> str:
+        try:
+            return template.format_map(row)
+        except (ValueError, TypeError) as error:
+            raise DataError(f"{where}: template {template!r} does not fit the row: {error}") from error
 
     def _image_values(self, row: Mapping[str, Any], where: str) -> list[Any]:
         found: list[Any] = []

@@ -193,7 +193,7 @@ def jsonl(folder: Path, text: str, **args: Any) -> dict[str, Any]:
 def test_data_are_opened_and_every_line_is_read(folder: Path) -> None:
     good = '{"prompt": "1+1=", "answer": "2"}\n'
     for text, args, message in (
-        ("", {}, "has no examples"),
+        ("", {}, "there is no row in "),
         (good * 3 + "{broken\n", {}, "data.jsonl:4: not JSON"),
         (good, {"answer": "gold"}, "no field 'gold'"),
         (good, {"prompts": "x"}, "unknown argument 'prompts', did you mean 'prompt'?"),

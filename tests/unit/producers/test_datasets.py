@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 from pathlib import Path
 
@@ -121,6 +122,26 @@ def test_jsonl_names_a_missing_file_and_a_wrong_template(tmp_path: Path):
         Jsonl(tmp_path, "d.jsonl", template="{")
     with pytest.raises(ConfigError, match="is not a field name"):
         Jsonl(tmp_path, "d.jsonl", template="{prompt.__class__}")
+    with pytest.raises(
+        ConfigError, match=r"d\.jsonl:1: template '\{prompt:d\}' does not fit the row: Unknown format code"
+    ):
+        Jsonl(tmp_path, "d.jsonl", template="{prompt:d}")
+
+
+def test_jsonl_may_begin_with_the_mark_of_an_editor(tmp_path: Path):
+    rows = b'{"prompt": "a", "answer": "1"}\n{"prompt": "b", "answer": "2"}\n'
+    (tmp_path / "d.jsonl").write_bytes(codecs.BOM_UTF8 + rows)
+    marked = Jsonl(tmp_path, "d.jsonl")
+    assert [marked[index].text for index in range(len(marked))] == ["a", "b"]
+
+
+def test_jsonl_without_a_row_is_named_with_what_was_to_be_taken(tmp_path: Path):
+    (tmp_path / "d.jsonl").write_text("\n\n")
+    with pytest.raises(ConfigError, match=r"dataset 'jsonl': there is no row in .*d\.jsonl"):
+        Jsonl(tmp_path, "d.jsonl")
+    write_lines(tmp_path / "d.jsonl", {"prompt": "x", "answer": 1, "level": 3})
+    with pytest.raises(ConfigError, match=r"there is no row that where \{'level': '3'\} takes in .*d\.jsonl"):
+        Jsonl(tmp_path, "d.jsonl", where={"level": "3"})
 
 
 # gsm8k
