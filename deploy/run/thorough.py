@@ -1,6 +1,7 @@
 """What only ``tidemill doctor`` looks at, since it takes seconds or needs a figure of the run.
 
-The model without its weights, a first reward, how the turns of episodes are joined, and whether their times fit.
+The model without its weights, the lengths of prompts, a first reward, how the turns of episodes are joined, and whether
+their times fit.
 """
 
 from __future__ import annotations
@@ -13,17 +14,21 @@ from typing import Any
 
 import numpy as np
 
+from broker.queues.dead_letters import UnusableTask
 from consumers.reward.scorer import check_reward
 from deploy.run.findings import Finding
 from deploy.run.model_files import find_unmade
 from producers.datasets.loading import build_dataset
+from producers.tasks import TaskLimits, image_settings
 from schemas.codec import Array
 from schemas.config import EPISODE_WORKFLOWS, REWARDING_WORKFLOWS, TidemillConfig
-from schemas.errors import ConfigError
+from schemas.errors import ConfigError, DataError
 from schemas.messages import ChatMessage, Span, Trajectory, Turn
 from schemas.model_folder import resolve_folder
 
 GB = 1024**3
+LOOKED_AT = 256
+"""Prompts of each dataset that are measured."""
 STATE_BYTES = 16
 """Of one trained parameter: itself, its gradient and two moments, float32."""
 
@@ -56,6 +61,45 @@ def measure_model(config: TidemillConfig) -> Finding | str:
         return f"{text}, an adapter of {', '.join(targets(model, config.trainer.lora.targets))}"
     state = count * STATE_BYTES / GB
     return f"{text}; weights, gradients and optimizer of the trainer take {state:,.1f} GB over all ranks"
+
+
+def measure_prompts(config: TidemillConfig) -> Finding | str:
+    """Whether the first prompts fit into model.max_length, in tokens as generators make them; of images their marks."""
+    if unmade := find_unmade(config):
+        return unmade
+    from producers.feeder import task_of
+    from producers.rendering.tokenizer import HfTokenizer
+
+    tokenizer = HfTokenizer(config.model.path, config.model.trust_remote_code)
+    limits, room = TaskLimits(config.broker.max_message_bytes, image_settings(config)), config.model.max_length
+    lengths: list[int] = []
+    wrong: list[str] = []
+    count = 0
+    for dataset in (level for train in config.train for level in train.at_levels()):
+        examples = build_dataset(dataset, config.base)
+        for index in range(min(len(examples), LOOKED_AT)):
+            count += 1
+            task = task_of(examples, dataset.label, index, index, "train", config.sampling, limits)
+            try:
+                if isinstance(task, UnusableTask):
+                    raise DataError(task.reason)
+                length = len(tokenizer.prompt_ids(task))
+                if length >= room:
+                    raise DataError(f"example {index} of dataset {dataset.label!r} has {length} tokens")
+            except DataError as error:
+                wrong.append(str(error))
+            else:
+                lengths.append(length)
+    if wrong:
+        text = f"{len(wrong)} of the first {count} prompts can't be answered with model.max_length {room}: {wrong[0]}"
+        advice = "a larger model.max_length, or data without them: each ends as a failed prompt group"
+        return Finding("prompts", "warn" if lengths else "fail", text, advice)
+    text = f"up to {max(lengths)} tokens in the first {count}, of model.max_length {room}"
+    cut = sum(length + config.sampling.max_tokens > room for length in lengths)
+    if cut:
+        problem = f"{text}; {cut} leave less than sampling.max_tokens {config.sampling.max_tokens}"
+        return Finding("prompts", "warn", problem, "a larger model.max_length, or answers are cut off sooner")
+    return text
 
 
 def score_first_example(config: TidemillConfig) -> Finding | str:

@@ -46,6 +46,7 @@ def checks(config: TidemillConfig, thorough: bool = False, step_s: float | None 
         from deploy.run import thorough as more
 
         yield "reward trial", partial(more.score_first_example, config)
+        yield "prompts", partial(more.measure_prompts, config)
         if config.generator.workflow.name in EPISODE_WORKFLOWS:
             yield "joined turns", partial(more.try_bridge, config)
         if config.generator.workflow.name == "agent":

@@ -402,6 +402,28 @@ def test_a_model_is_measured_without_its_weights(tmp_path: Path) -> None:
         measure_model(parse_config(data))
 
 
+@pytest.mark.parametrize(
+    ("prompts", "level", "text"),
+    [
+        (["1+1="], "ok", "up to 4 tokens in the first 1, of model.max_length 16"),
+        (["1+1=", "1+1+1+1+1+1="], "warn", "up to 12 tokens in the first 2, of model.max_length 16; 1 leave less than"),
+        (["1+1=", "1+" * 8], "warn", "1 of the first 2 prompts can't be answered with model.max_length 16: example 1"),
+        (["", "1+" * 8], "fail", "2 of the first 2 prompts can't be answered with model.max_length 16: task 0 has an"),
+    ],
+)
+def test_doctor_counts_the_tokens_of_prompts(folder: Path, prompts: list[str], level: str, text: str) -> None:
+    from deploy.run.thorough import measure_prompts
+    from tests.support.tiny_model import make_tiny_model
+
+    (folder / "prompts.jsonl").write_text("".join(json.dumps({"prompt": p, "answer": "2"}) + "\n" for p in prompts))
+    data = yaml.safe_load((folder / "config.yaml").read_text())
+    data["model"] = {"path": str(make_tiny_model(folder / "tiny")), "max_length": 16}
+    config = parse_config({**data, "sampling": {"max_tokens": 5}}, base=folder)
+    found = examine("prompts", lambda: measure_prompts(config))
+    assert found.level == level
+    assert found.text.startswith(text), found.text
+
+
 def test_doctor_tries_the_reward_of_an_episode_with_one_that_the_workflow_gave(folder: Path) -> None:
     from deploy.run.thorough import score_first_example
 
