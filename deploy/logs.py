@@ -5,16 +5,32 @@ Services log with ``structlog.get_logger()``; run, role and service are added to
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import sys
 from collections.abc import MutableMapping
 from types import TracebackType
-from typing import Any, TextIO
+from typing import Any, TextIO, cast
 
 import structlog
 
 from schemas.config import TidemillConfig
+
+
+class _LossyStream:
+    """A stream of which lines are lost while they can't be written, as on a full disk: no thread ends of a log line."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> None:
+        with contextlib.suppress(OSError):
+            self._stream.write(text)
+
+    def flush(self) -> None:
+        with contextlib.suppress(OSError):
+            self._stream.flush()
 
 
 def configure_logging(config: TidemillConfig, role: str, name: str, stream: TextIO | None = None) -> None:
@@ -22,7 +38,8 @@ def configure_logging(config: TidemillConfig, role: str, name: str, stream: Text
     stream = sys.stderr if stream is None else stream
     # Libraries draw progress bars into logs otherwise; an environment that wants them says so.
     os.environ.setdefault("TQDM_DISABLE", "1")
-    human = config.log.format == "human" or (config.log.format == "auto" and stream.isatty())
+    coloured, lossy = stream.isatty(), cast(TextIO, _LossyStream(stream))
+    human = config.log.format == "human" or (config.log.format == "auto" and coloured)
     level = logging.getLevelNamesMapping()[config.log.level.upper()]
     context = {"run": config.run.name, "role": role, "service": name}
 
@@ -38,16 +55,16 @@ def configure_logging(config: TidemillConfig, role: str, name: str, stream: Text
     ]
     render: list[structlog.typing.Processor]
     if human:
-        render = [structlog.dev.ConsoleRenderer(colors=stream.isatty())]
+        render = [structlog.dev.ConsoleRenderer(colors=coloured)]
     else:
         shared.append(add_context)
         render = [structlog.processors.format_exc_info, structlog.processors.JSONRenderer(default=str)]
     structlog.configure(
         processors=[*shared, *render],
         wrapper_class=structlog.make_filtering_bound_logger(level),
-        logger_factory=structlog.WriteLoggerFactory(file=stream),
+        logger_factory=structlog.WriteLoggerFactory(file=lossy),
     )
-    handler = logging.StreamHandler(stream)
+    handler = logging.StreamHandler(lossy)
     handler.setFormatter(
         structlog.stdlib.ProcessorFormatter(
             processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, *render],

@@ -108,10 +108,12 @@ def main() -> None:
         sys.exit(_complain(error))
     except OSError as error:
         # A service keeps its traceback, which goes to its log, and is started again.
-        if error.filename is None or sys.argv[1:2] in SERVICE_COMMANDS:
+        full = error.errno in FULL
+        if (error.filename is None and not full) or sys.argv[1:2] in SERVICE_COMMANDS:
             raise
-        text = f"{error.filename}: {error.strerror}"
-        sys.exit(_complain(DiskError(text) if error.errno in FULL else ConfigError(text)))
+        # What was opened long before has no name any more.
+        text = str(error.strerror) if error.filename is None else f"{error.filename}: {error.strerror}"
+        sys.exit(_complain(DiskError(text) if full else ConfigError(text)))
     except ExceptionGroup as group:
         # What went wrong in a task group; anything that is not ours is a bug and keeps its traceback.
         ours, others = group.split(TidemillError)

@@ -25,7 +25,7 @@ from deploy.run_files import SUMMARY
 from deploy.supervisor.supervisor import RunOutcome
 from deploy.terminal.live import clock
 from schemas.config import TidemillConfig
-from schemas.errors import TidemillError
+from schemas.errors import DiskError, TidemillError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -204,8 +204,11 @@ def summarise(metrics: Sequence[dict[str, Any]], trained: Sequence[dict[str, Any
 def write_summary(folder: Path, final: Final) -> dict[str, Any]:
     """Summarise the run in ``folder`` and write summary.json there."""
     summary = summarise(read_lines(folder / METRICS), read_lines(folder / TRAINED), final)
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / SUMMARY).write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / SUMMARY).write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise DiskError(f"cannot write {folder / SUMMARY}: {error.strerror}") from error
     return summary
 
 

@@ -46,3 +46,17 @@ def test_human_lines_are_short() -> None:
     assert "scored" in first
     assert "samples=3" in first
     assert not first.startswith("{")
+
+
+def test_a_log_that_can_not_be_written_ends_nothing() -> None:
+    code = CODE.replace('raise ValueError("no such column")', 'print("went on")')
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-c", code, "json"],
+            stdout=subprocess.PIPE,
+            stderr=full,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+    assert (done.returncode, done.stdout) == (0, "went on\n")

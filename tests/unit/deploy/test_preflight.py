@@ -365,6 +365,13 @@ def test_a_file_that_the_system_refuses_is_one_line(folder: Path) -> None:
     assert (done.returncode, done.stderr) == (2, f"tidemill: {folder}/prompts.jsonl/x: Not a directory\n")
 
 
+def test_a_full_disk_is_one_line_also_where_the_file_has_no_name(folder: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("deploy.run_files.config_of", lambda run: Path("/dev/full").write_text("x"))
+        done = run_tidemill("export", "checked", cwd=folder)
+    assert (done.returncode, done.stderr) == (1, "tidemill: No space left on device\n")
+
+
 def test_doctor_makes_the_same_check_and_answers_in_json(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("deploy.machine.doctor.check_libraries", list)
     trials: list[bool] = []
