@@ -11,10 +11,10 @@ from functools import partial
 import structlog
 
 from broker.flow.fencing import term_number
-from consumers.trainer.batch_source import BatchSource
 from consumers.trainer.checkpoint.batch_files import BatchFiles, step_record
 from consumers.trainer.context import TrainerContext
 from consumers.trainer.data.microbatches import Batch
+from consumers.trainer.group_intake import GroupIntake
 from schemas.errors import DiskError
 from schemas.messages import BatchRecord
 
@@ -32,7 +32,7 @@ class Checkpointing:
         self._settings = context.settings
         self._batch_files = BatchFiles(context.config.folder)
         self._records = context.config.trainer.record
-        self._source: BatchSource | None = None
+        self._intake: GroupIntake | None = None
         self._uncommitted: list[BatchRecord] = []
         self._pending: int | None = None
         """The step up to which the checkpoint goes that is being written."""
@@ -54,9 +54,9 @@ class Checkpointing:
             self._context.notify("critic", "warning", restored.difference)
         return True
 
-    def attach(self, source: BatchSource) -> None:
-        """Note after a take-over that ``source`` has the data of the steps to come."""
-        self._source = source
+    def attach(self, intake: GroupIntake) -> None:
+        """Note after a take-over that ``intake`` has the data of the steps to come."""
+        self._intake = intake
         self._uncommitted = []
 
     def replayable(self) -> list[BatchRecord]:
@@ -64,8 +64,8 @@ class Checkpointing:
         records = [record for _, record in sorted(self._session.read_journal().items())]
         self._session.commit_steps([record for record in records if record.step < self.step])
         self._uncommitted = [record for record in records if self.step <= record.step < self._progress.step]
-        if self._source is not None:
-            self._source.keep_uncommitted(self._uncommitted)
+        if self._intake is not None:
+            self._intake.keep_uncommitted(self._uncommitted)
         return [record for record in records if record.step >= self._progress.step]
 
     def add_uncommitted(self, record: BatchRecord) -> None:
@@ -150,8 +150,8 @@ class Checkpointing:
             self._batch_files.remove_before(self._rank_group.checkpoint_store.oldest_step())
         covered = [record for record in self._uncommitted if record.step < self.step]
         self._session.commit_steps(covered)
-        if self._source is not None:
-            self._source.forget_covered(covered)
+        if self._intake is not None:
+            self._intake.forget_covered(covered)
         self._uncommitted = [record for record in self._uncommitted if record.step >= self.step]
 
     def _wait_written(self) -> None:

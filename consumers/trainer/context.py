@@ -1,9 +1,9 @@
-"""The objects that all parts of a trainer share, and the retry with which they wait for room on a full disk."""
+"""The objects that all parts of a trainer share, among them settings that change, and the retry on a full disk."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
@@ -12,7 +12,6 @@ import structlog
 from broker.client import Broker
 from broker.flow.progress import Progress
 from broker.flow.trainer_session import TrainerSession
-from consumers.trainer.live_settings import LiveSettings
 from consumers.trainer.metrics.timing import StepTimer
 from consumers.trainer.rank_group import RankGroup
 from consumers.trainer.step.train_step import TrainStep
@@ -63,6 +62,35 @@ class DiskRetry:
 def describe_broken(version: int) -> str:
     """Say that weights of this version can't be used, by anybody."""
     return f"weights version {version} are numerically broken: they give log-probabilities that are not finite"
+
+
+class LiveSettings:
+    """Settings that people change while the run goes on: ``follow`` is told by the broker, between two steps."""
+
+    def __init__(self, config: TidemillConfig) -> None:
+        self._config = config.trainer
+        self._changed: Mapping[str, float] = {}
+
+    def follow(self, changed: Mapping[str, float]) -> None:
+        """Take over what people have changed; what is not in it is as configured."""
+        if changed != self._changed:
+            log.info("settings changed", **{name: changed.get(name) for name in {*changed, *self._changed}})
+            self._changed = dict(changed)
+
+    @property
+    def lr(self) -> float:
+        """Peak learning rate, of which the schedule takes its fraction."""
+        return self._changed.get("lr", self._config.optimizer.lr)
+
+    @property
+    def steps(self) -> int:
+        """Steps of the whole run."""
+        return int(self._changed.get("steps", self._config.steps))
+
+    @property
+    def checkpoint_every(self) -> int:
+        """Steps between two checkpoints."""
+        return int(self._changed.get("checkpoint_every", self._config.checkpoint.every))
 
 
 @dataclass(frozen=True)

@@ -89,7 +89,7 @@ class Trainer:
         mended = self.leadership.take_over(self.checkpoints.step)
         self.step_log.write_resumed()
         self.batches = BatchSource(self.context, self.pause, on_idle=self.unblock_others)
-        self.checkpoints.attach(self.batches)
+        self.checkpoints.attach(self.batches.intake)
         if mended:
             self.checkpoints.save()
         self.publisher.publish()

@@ -9,9 +9,8 @@ from typing import Literal, cast
 from broker.client import Broker
 from broker.flow.progress import Progress
 from consumers.trainer.checkpoint.store import CheckpointStore
-from consumers.trainer.context import DiskRetry, TrainerContext
+from consumers.trainer.context import DiskRetry, LiveSettings, TrainerContext
 from consumers.trainer.leadership import Leadership
-from consumers.trainer.live_settings import LiveSettings
 from consumers.trainer.metrics.evaluation_log import EvaluationLog
 from consumers.trainer.metrics.timing import StepTimer
 from consumers.trainer.rank_group import RankGroup

@@ -1,0 +1,293 @@
+"""Prompt groups as their scores come in: those that teach nothing, failed, are too old or do not fit end at once.
+
+The others are kept until a step takes them, and their outcomes until a checkpoint covers that step.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+
+import structlog
+
+from broker.flow.pipeline import PipelineSnapshot, ScoredSample, Slot
+from consumers.trainer.algorithms.advantages import has_signal, within
+from consumers.trainer.context import TrainerContext, describe_broken
+from consumers.trainer.data.images import check_place
+from consumers.trainer.data.microbatches import Group
+from consumers.trainer.group_buffer import FailureStreak, GroupBuffer
+from consumers.trainer.metrics.dataset_metrics import DatasetMeter
+from consumers.trainer.metrics.group_metrics import GroupMeter
+from schemas.codec import BadMessage
+from schemas.errors import BrokerDamaged, DataError, RunFailed
+from schemas.images import image_size
+from schemas.messages import BatchRecord, Trajectory
+
+CLAIM = 2000
+"""Most outcomes that are claimed at once."""
+
+log = structlog.get_logger()
+
+
+class GroupIntake:
+    """The groups of a trainer's steps: ``claim`` what came in, ``choose`` complete groups, ``take`` their samples.
+
+    meter, datasets: figures of all groups that came in since the last step. filtered_at, last_outcome_at: when the last
+    group ended because it teaches nothing, and when the last outcome came, on the clock ``time.monotonic``.
+    """
+
+    def __init__(self, context: TrainerContext) -> None:
+        self.meter = GroupMeter()
+        self.datasets = DatasetMeter()
+        self.filtered_at = 0.0
+        self.last_outcome_at = time.monotonic()
+        self._advantage = context.config.trainer.advantage
+        self._session = context.session
+        self._progress = context.progress
+        self._notify = context.notify
+        self._images = context.broker.images
+        self._image_settings = context.rank_group.step.planner.images
+        self._router_replay = context.rank_group.step.policy.router_replay
+        self._buffer = GroupBuffer(context.config.flow.window)
+        self._failures = FailureStreak(context.config.trainer.failed_groups_limit)
+        self._claimed: dict[bytes, ScoredSample] = {}
+
+    def claim(self) -> None:
+        """Claim all outcomes that are there, and end the groups that are complete with them and teach nothing."""
+        while True:
+            outcomes = self._session.claim_scores(CLAIM)
+            if outcomes:
+                self.last_outcome_at = time.monotonic()
+            for outcome in outcomes:
+                self._claimed[outcome.scored_id] = outcome
+                if self._buffer.add(outcome):
+                    self._drop_if_useless(outcome.task_id)
+            if len(outcomes) < CLAIM:
+                return
+
+    def check_failures(self, pipeline: PipelineSnapshot) -> None:
+        """Raise RunFailed when so many groups failed one after another that the next ones will, too."""
+        text = self._failures.find(slot.task_id for slot in pipeline.slots)
+        if text is not None:
+            self._notify("run_failed", "error", text)
+            raise RunFailed(text)
+
+    def discard_ended(self, active: set[int]) -> None:
+        """Remove outcomes of groups that hold no slot any more, or never did."""
+        for task_id in self._buffer.waiting_ids() - active:
+            outcomes = self._buffer.take(task_id)
+            self._session.discard_scores(outcomes)
+            self._forget(outcomes)
+
+    def choose(self, active: Sequence[Slot], most: int) -> list[int]:
+        """Task ids of up to ``most`` complete groups. active: slots of groups that are not taken, by admission."""
+        left, chosen = [*active], list[int]()
+        while len(chosen) < most:
+            slot = self._buffer.choose(left)
+            if slot is None:
+                break
+            left.remove(slot)
+            chosen.append(slot.task_id)
+        return chosen
+
+    def take(self, task_ids: Sequence[int], staleness: int) -> Iterator[tuple[Group, list[ScoredSample]]]:
+        """Load the trajectories of groups, and leave out those that are dropped for their age."""
+        version = self._progress.version
+        taken = [self._buffer.take(task_id) for task_id in task_ids]
+        scored = [[outcome for outcome in outcomes if outcome.trajectory_id] for outcomes in taken]
+        bodies = iter(
+            self._session.fetch_trajectories([outcome.trajectory_id or b"" for group in scored for outcome in group])
+        )
+        for task_id, outcomes, members in zip(task_ids, taken, scored, strict=True):
+            found = [(next(bodies), outcome.score.reward) for outcome in members]
+            if any(body is None for body, _ in found):
+                # Perhaps it only went back in time since the last look, which is mended with less.
+                self._session.read_pipeline()
+                raise BrokerDamaged(f"the broker has lost samples of prompt group {task_id}")
+            samples = [(body, reward) for body, reward in found if isinstance(body, Trajectory)]
+            if len(samples) < len(found):
+                why = next(str(body) for body, _ in found if isinstance(body, BadMessage))
+                log.warning("a sample of the group can't be trained", task_id=task_id, reason=why)
+                self._failures.failed(task_id, why)
+                self._end_group(task_id, outcomes, "unreadable", "failed")
+                continue
+            # A sample may have no token of its own, because its environment failed at once: it has no age.
+            oldest = min((body.oldest_version for body, _ in samples if body.oldest_version >= 0), default=None)
+            if oldest is None:
+                self._failures.failed(task_id, "no sample has a token that the policy sampled")
+                self._end_group(task_id, outcomes, "no_tokens")
+                continue
+            if version - oldest > staleness:
+                log.warning("group is too old", task_id=task_id, oldest=oldest, version=version)
+                self._end_group(task_id, outcomes, "stale")
+                continue
+            group = Group(task_id, samples, self._fetch_images([body for body, _ in samples]))
+            for what, problem in (
+                ("images", self._find_image_problem(group)),
+                ("routed_experts", self._find_expert_problem(group)),
+            ):
+                if problem is not None:
+                    log.warning("group does not fit the model", task_id=task_id, what=what, reason=problem)
+                    self._failures.failed(task_id, problem)
+                    self._end_group(task_id, outcomes, what, "failed")
+                    break
+            else:
+                yield group, outcomes
+
+    def take_again(self, record: BatchRecord) -> list[Group]:
+        """The groups of a journaled step, with the same data; BrokerDamaged when the broker has lost some of it."""
+        self.claim()
+        groups = []
+        for reference in record.groups:
+            members = [member for member in reference.members if member.trajectory_id]
+            scores = [self._claimed.get(member.scored_id) for member in members]
+            bodies = self._session.fetch_trajectories([member.trajectory_id for member in members])
+            samples = [
+                (body, score.score.reward)
+                for body, score in zip(bodies, scores, strict=True)
+                if isinstance(body, Trajectory) and score
+            ]
+            if len(samples) < len(members):
+                raise BrokerDamaged(f"the broker has lost a part of journaled step {record.step}")
+            self._buffer.take(reference.task_id)
+            groups.append(Group(reference.task_id, samples, self._fetch_images([body for body, _ in samples])))
+        return groups
+
+    def keep_uncommitted(self, records: Sequence[BatchRecord]) -> None:
+        """Keep the data of steps that are in the weights already, until a checkpoint covers them."""
+        self.claim()
+        for record in records:
+            for group in record.groups:
+                self._buffer.take(group.task_id)
+
+    def forget_covered(self, records: Sequence[BatchRecord]) -> None:
+        """Forget the outcomes of steps that a checkpoint covers."""
+        for record in records:
+            for group in record.groups:
+                for member in group.members:
+                    self._claimed.pop(member.scored_id, None)
+
+    def outcomes_of(self, record: BatchRecord) -> list[ScoredSample]:
+        """The outcomes of a step's groups, as far as they are known."""
+        members = [member.scored_id for group in record.groups for member in group.members]
+        return [self._claimed[entry] for entry in members if entry in self._claimed]
+
+    def examine(self, task_id: int) -> None:
+        """BrokerDamaged when something is missing that the oldest group, which holds all others up, waits for."""
+        if self._session.diagnose_group(task_id) == "complete":
+            # Its last outcome may just have come in, and may end it.
+            self.claim()
+            if not self._buffer.is_complete(task_id) and self._session.diagnose_group(task_id) == "complete":
+                raise BrokerDamaged(f"the broker has lost scores of prompt group {task_id}")
+
+    def describe_missing(self, active: Sequence[Slot]) -> str:
+        """Say, in sentences for people, what the oldest group lacks, and what became of others since the last step."""
+        return f"{self._buffer.describe_missing(active)}{self.meter.describe()}"
+
+    def _drop_if_useless(self, task_id: int) -> None:
+        """End a complete group that would teach nothing: its slot returns at once, out of turn."""
+        outcomes = self._buffer.take(task_id)
+        scored = [outcome for outcome in outcomes if outcome.trajectory_id]
+        rewards = [outcome.score.reward for outcome in scored]
+        broken = {outcome.sample: outcome.score.broken_version for outcome in outcomes}
+        versions = [version for version in broken.values() if version >= 0]
+        settings = self._advantage
+        term = settings.filter_term or ""
+        compared = [outcome.score.components.get(term, outcome.score.reward) for outcome in scored]
+        # A sample's second outcome, behind these, says nothing of it.
+        firsts = outcomes[: outcomes[0].group_size]
+        lost = [outcome for outcome in firsts if not outcome.trajectory_id]
+        failed = [outcome.score.failure or "workflow" for outcome in lost if not outcome.excluded]
+        self.meter.lose(failed, len(lost) - len(failed))
+        if rewards:
+            self._count_dataset(scored, rewards)
+            self.meter.add(rewards, has_signal(compared, settings.least_std), compared)
+        if 2 * len(versions) > outcomes[0].group_size:
+            self._failures.failed(task_id, describe_broken(max(versions)))
+            self._end_group(task_id, outcomes, "not_finite", "failed")
+        elif not rewards:
+            self._failures.failed(task_id, _why_failed(outcomes))
+            self._end_group(task_id, outcomes, "no_reward", "failed")
+        elif settings.partial_groups == "drop" and len(rewards) < outcomes[0].group_size:
+            self._failures.failed(task_id, _why_failed(outcomes))
+            self._end_group(task_id, outcomes, "partial")
+        else:
+            self._failures.succeeded(task_id)
+            self._drop_without_signal(task_id, outcomes, compared)
+
+    def _count_dataset(self, scored: Sequence[ScoredSample], rewards: Sequence[float]) -> None:
+        scores = [outcome.score for outcome in scored]
+        if scores[0].dataset:
+            correct = [score.correct for score in scores]
+            self.datasets.add(scores[0].dataset, rewards, correct, scores[0].level)
+
+    def _drop_without_signal(self, task_id: int, outcomes: list[ScoredSample], rewards: list[float]) -> None:
+        """End a group whose rewards, or the term of them that filters, tell nothing; keep any other."""
+        settings = self._advantage
+        if settings.drops_zero_variance and not has_signal(rewards, settings.least_std):
+            why = "zero_variance"
+        elif not within(rewards, settings.mean_between):
+            why = "mean_reward"
+        else:
+            self.meter.keep()
+            for outcome in outcomes:
+                self._buffer.add(outcome)
+            return
+        self.filtered_at = time.monotonic()
+        self._end_group(task_id, outcomes, why)
+
+    def _fetch_images(self, samples: Sequence[Trajectory]) -> dict[str, bytes]:
+        """Bytes of the images of samples by digest; BrokerDamaged when one is gone."""
+        wanted = {image.digest for sample in samples for image in sample.images}
+        found = self._images.fetch(wanted) if wanted else {}
+        if len(found) < len(wanted):
+            self._session.read_pipeline()
+            raise BrokerDamaged(f"the broker has lost images of prompt group {samples[0].task_id}")
+        return found
+
+    def _find_image_problem(self, group: Group) -> str | None:
+        """Say why a group's images can't be what its tokens stand for; None where they can."""
+        if not group.images:
+            return None
+        if self._image_settings is None:
+            return "it has images, and this trainer was started with model.kind text"
+        try:
+            grids = {digest: self._image_settings.grid(*image_size(body)) for digest, body in group.images.items()}
+            for sample, _ in group.samples:
+                for image in sample.images:
+                    check_place(image, grids[image.digest], self._image_settings)
+        except DataError as error:
+            return str(error)
+        return None
+
+    def _find_expert_problem(self, group: Group) -> str | None:
+        """Say why the model's routers can't repeat what was noted of a group; None where they can."""
+        if self._router_replay is None:
+            return None
+        found = (self._router_replay.find_problem(one.routed_experts) for one, _ in group.samples if one.routed_experts)
+        return next((problem for problem in found if problem is not None), None)
+
+    def _end_group(self, task_id: int, outcomes: Sequence[ScoredSample], reason: str, how: str = "dropped") -> None:
+        """End a group without training it; its slot returns."""
+        self.meter.drop(reason)
+        scored, rate = [outcome.scored_id for outcome in outcomes], solve_rate(outcomes)
+        if self._session.drop_group(task_id, reason, scored, how, rate):
+            self._progress.unfinished.discard(task_id)
+        self._forget(outcomes)
+
+    def _forget(self, outcomes: Sequence[ScoredSample]) -> None:
+        for outcome in outcomes:
+            self._claimed.pop(outcome.scored_id, None)
+
+
+def solve_rate(outcomes: Sequence[ScoredSample]) -> float | None:
+    """Return the share of correct samples among those that were scored, None where none was."""
+    correct = [outcome.score.correct for outcome in outcomes if outcome.trajectory_id]
+    return sum(correct) / len(correct) if correct else None
+
+
+def _why_failed(outcomes: Sequence[ScoredSample]) -> str:
+    """Return the reason of a group's first sample that has no reward."""
+    first = next(outcome for outcome in outcomes if not outcome.trajectory_id)
+    reason = first.score.reason or "no reason is known"
+    return f"reward {reason}" if first.excluded else reason
