@@ -14,16 +14,21 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
+WORTH_IT = 0.1
+"""Least share of a micro-batch's tokens that must be saved: handing them to attention again costs, too."""
+
 
 @dataclass(frozen=True)
 class RowFamily:
     """Rows by index, those with the longest common beginning side by side.
 
-    common: of each row but the first, how many tokens of it and of the one before need to be computed only once.
+    common: of each row but the first, how many tokens of it and of the one before need to be computed only once. read:
+    tokens of each row that a model reads: the last one predicts nothing.
     """
 
     rows: list[int]
     common: list[int]
+    read: list[int]
 
     @property
     def shared(self) -> int:
@@ -43,27 +48,36 @@ def find_families(tokens: Sequence[npt.NDArray[np.int32]], groups: Sequence[int]
     for rows in members.values():
         # Rows with the longest common prefix are neighbours in this order.
         ordered = sorted(rows, key=lambda row: tokens[row].tobytes())
-        family, length, shared = [ordered[0]], len(tokens[ordered[0]]), list[int]()
+        family, length, common = [ordered[0]], len(tokens[ordered[0]]), list[int]()
         for before, row in pairwise(ordered):
-            common = _common_prefix(tokens[before], tokens[row])
-            if not common or length + len(tokens[row]) > most:
-                families.append(RowFamily(family, shared))
-                family, length, shared = [], 0, []
+            shared = _common_prefix(tokens[before], tokens[row])
+            if not shared or length + len(tokens[row]) > most:
+                families.append(_family(family, common, tokens))
+                family, length, common = [], 0, []
             else:
-                shared.append(common)
+                common.append(shared)
             family.append(row)
             length += len(tokens[row])
-        families.append(RowFamily(family, shared))
+        families.append(_family(family, common, tokens))
     return families
 
 
+def _family(rows: list[int], common: list[int], tokens: Sequence[npt.NDArray[np.int32]]) -> RowFamily:
+    return RowFamily(rows, common, [len(tokens[row]) - 1 for row in rows])
+
+
 def count_shared(families: Sequence[RowFamily], micro_batches: Sequence[Sequence[int]]) -> list[int]:
-    """Tokens that each micro-batch need not compute: of rows of one family, whether all of it are there or some."""
+    """Tokens that each micro-batch need not compute: of rows of one family, whether all of it are there or some.
+
+    0 where they are less than WORTH_IT of those that it reads: the model then computes each for itself.
+    """
     places = {row: (f, place) for f, family in enumerate(families) for place, row in enumerate(family.rows)}
     found = []
     for rows in micro_batches:
-        there = pairwise(sorted(places[row] for row in rows if row in places))
-        found.append(sum(min(families[f].common[here:next_]) for (f, here), (g, next_) in there if f == g))
+        there = sorted(places[row] for row in rows if row in places)
+        shared = sum(min(families[f].common[here:next_]) for (f, here), (g, next_) in pairwise(there) if f == g)
+        read = sum(families[f].read[place] for f, place in there)
+        found.append(shared if shared >= WORTH_IT * read else 0)
     return found
 
 

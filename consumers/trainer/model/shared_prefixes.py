@@ -13,8 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-WORTH_IT = 0.1
-"""Least share of tokens that must be saved: handing them to attention again costs, too."""
+from consumers.trainer.data.row_families import WORTH_IT
 
 
 class _Repeat(torch.autograd.Function):
@@ -58,7 +57,7 @@ class SharedPrefixes(NamedTuple):
 
 @torch.no_grad()
 def find_shared_prefixes(inputs: Tensor, lengths: Tensor) -> SharedPrefixes | None:
-    """Find what the rows share; None when that is less than WORTH_IT.
+    """Find what the rows share; None when that is less than WORTH_IT of them.
 
     inputs: int64 [R, T], right-padded, of which the first ``lengths``, int64 [R], count. The tokens are numbered as
     they are packed: row after row, without padding.
@@ -78,6 +77,6 @@ def find_shared_prefixes(inputs: Tensor, lengths: Tensor) -> SharedPrefixes | No
     same_as[order] = number[order].gather(0, owner)
     found = same_as[there]
     is_first = found == torch.arange(len(found), device=inputs.device)
-    if int(is_first.sum()) > (1 - WORTH_IT) * len(found):
+    if len(found) - int(is_first.sum()) < WORTH_IT * len(found):
         return None
     return SharedPrefixes((is_first.cumsum(0) - 1)[found], is_first.nonzero()[:, 0])

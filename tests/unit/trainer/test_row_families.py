@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from consumers.trainer.data.load_balancing import shares, shares_of_families, work
-from consumers.trainer.data.row_families import RowFamily, count_shared, find_families
+from consumers.trainer.data.row_families import WORTH_IT, RowFamily, count_shared, find_families
 
 
 def rows_of(*rows: list[int]) -> list[np.ndarray]:
@@ -39,7 +39,7 @@ def test_families_are_whole_where_that_is_faster() -> None:
 
 def test_families_are_cut_where_whole_ones_keep_ranks_waiting() -> None:
     """Three families on two ranks: one rank would have twice as much, to save little."""
-    families = [RowFamily(list(range(4 * f, 4 * f + 4)), common=[1, 1, 1]) for f in range(3)]
+    families = [RowFamily(list(range(4 * f, 4 * f + 4)), common=[1, 1, 1], read=[99] * 4) for f in range(3)]
     dealt = shares_of_families([100.0] * 12, [100] * 12, 2, 1200, families, 1.0)
     assert [len(rows) for share in dealt for rows in share] == [6, 6]
 
@@ -73,12 +73,18 @@ def test_rows_of_a_cut_family_share_what_is_there(rows: list[list[int]], where: 
     micro_batches = [[row for row in range(len(rows)) if where[row] == index] for index in range(3)]
     families = find_families(rows_of(*rows), [0] * len(rows), most=1000)
     # The last token of a row predicts nothing and is not read.
-    wanted = [
-        sum(len(rows[row]) - 1 for row in found)
-        - len({tuple(rows[row][: end + 1]) for row in found for end in range(len(rows[row]) - 1)})
-        for found in micro_batches
+    prefixes = [
+        [tuple(rows[row][:end]) for row in found for end in range(1, len(rows[row]))] for found in micro_batches
     ]
+    wanted = [len(each) - len({*each}) for each in prefixes]
+    wanted = [n if n >= WORTH_IT * len(each) else 0 for n, each in zip(wanted, prefixes, strict=True)]
     assert count_shared(families, micro_batches) == wanted
+
+
+def test_what_is_too_little_to_be_computed_once_is_not_counted() -> None:
+    """The model computes it for each row, and a step's figures say so."""
+    rows = rows_of(*[[7, *range(10 * row, 10 * row + 10)] for row in range(2)], [1, 2], [1, 3])
+    assert count_shared(find_families(rows, [0, 0, 1, 1], most=100), [[0, 1], [2, 3]]) == [0, 1]
 
 
 def slowest(found: list[list[float]]) -> float:

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from consumers.trainer.model import shared_prefixes
+from consumers.trainer.data.row_families import WORTH_IT
 from consumers.trainer.model.shared_prefixes import find_shared_prefixes
 
 
@@ -22,7 +22,7 @@ def test_each_token_is_computed_once_for_all_rows_that_begin_alike(rows: list[li
     prefixes = [tuple(row[: end + 1]) for row in rows for end in range(len(row))]
     found = find_shared_prefixes(*packed(rows))
     distinct = set(prefixes)
-    assert (found is None) == (len(distinct) > (1 - shared_prefixes.WORTH_IT) * len(prefixes))
+    assert (found is None) == (len(prefixes) - len(distinct) < WORTH_IT * len(prefixes))
     if found is None:
         return
     first = [prefixes[place] for place in found.first.tolist()]
