@@ -69,26 +69,30 @@ def shares_of_families(
     families: Sequence[RowFamily],
     token: float,
 ) -> Shares:
-    """The same for packed rows, with families whole in a micro-batch if the slowest ranks are done earlier then.
+    """The same for packed rows, with families or their halves in one micro-batch if all ranks are done earlier then.
 
     Rows of a family that are together save what they share, each token of which costs ``token``; families are larger
     than rows, so that a few of them may not go evenly into many micro-batches.
     """
-    by_row = shares(costs, lengths, dp_size, max_tokens)
-    whole = shares(
-        [sum(costs[row] for row in family.rows) - token * family.shared for family in families],
-        [sum(lengths[row] for row in family.rows) for family in families],
-        dp_size,
-        max_tokens,
-    )
-    by_family = [
-        [
-            sorted((row for f in found for row in families[f].rows), key=lambda row: (lengths[row], row))
-            for found in micro_batches
+
+    def whole(parts: Sequence[RowFamily]) -> Shares:
+        dealt = shares(
+            [sum(costs[row] for row in part.rows) - token * part.shared for part in parts],
+            [sum(lengths[row] for row in part.rows) for part in parts],
+            dp_size,
+            max_tokens,
+        )
+        return [
+            [
+                sorted((row for p in found for row in parts[p].rows), key=lambda row: (lengths[row], row))
+                for found in micro_batches
+            ]
+            for micro_batches in dealt
         ]
-        for micro_batches in whole
-    ]
-    return min(by_family, by_row, key=lambda dealt: _slowest(work(dealt, costs, families, token)))
+
+    halves = [half for family in families for half in family.halves()]
+    plans = (whole(families), whole(halves), shares(costs, lengths, dp_size, max_tokens))
+    return min(plans, key=lambda dealt: _slowest(work(dealt, costs, families, token)))
 
 
 def work(

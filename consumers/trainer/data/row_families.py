@@ -35,6 +35,16 @@ class RowFamily:
         """Tokens that need not be computed when all rows are in one micro-batch."""
         return sum(self.common)
 
+    def halves(self) -> list[RowFamily]:
+        """Two families with half of the rows each; itself if it has one row."""
+        middle = len(self.rows) // 2
+        if not middle:
+            return [self]
+        return [
+            RowFamily(self.rows[:middle], self.common[: middle - 1], self.read[:middle]),
+            RowFamily(self.rows[middle:], self.common[middle:], self.read[middle:]),
+        ]
+
 
 def find_families(tokens: Sequence[npt.NDArray[np.int32]], groups: Sequence[int], most: int) -> list[RowFamily]:
     """Deal all rows to families of at most ``most`` tokens; a row that begins like no other is one by itself.

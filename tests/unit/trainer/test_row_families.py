@@ -37,6 +37,14 @@ def test_families_are_whole_where_that_is_faster() -> None:
     assert work(dealt, [51.0] * 32, families, 1.0) == [[8 * 51.0 - 6 * 50] * 2] * 2
 
 
+def test_families_are_halved_where_ranks_would_have_nothing_to_do() -> None:
+    """Two families on four ranks, by row each rank would have one of both."""
+    rows = rows_of(*[[group] * 20 + [10 * group + row] * 31 for group in range(1, 3) for row in range(1, 5)])
+    families = find_families(rows, [0] * 4 + [1] * 4, most=1000)
+    dealt = shares_of_families([51.0] * 8, [51] * 8, 4, 1000, families, 1.0)
+    assert work(dealt, [51.0] * 8, families, 1.0) == [[2 * 51.0 - 20]] * 4
+
+
 def test_families_are_cut_where_whole_ones_keep_ranks_waiting() -> None:
     """Three families on two ranks: one rank would have twice as much, to save little."""
     families = [RowFamily(list(range(4 * f, 4 * f + 4)), common=[1, 1, 1], read=[99] * 4) for f in range(3)]
