@@ -19,6 +19,8 @@ from transformers import (
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    OpenAIGPTConfig,
+    OpenAIGPTLMHeadModel,
     PreTrainedModel,
 )
 
@@ -180,6 +182,13 @@ def test_a_model_whose_mask_is_made_from_positions_stays_padded() -> None:
     with torch.no_grad():
         packed, padded = (policy(tokens, tokens[:, 1:], mask, read).logprobs for read in (lengths, None))
     assert torch.allclose(packed, padded, atol=1e-5)
+    assert not policy.packed
+
+
+def test_a_model_with_an_attention_of_its_own_stays_padded_however_little_it_shows() -> None:
+    """At first its layers add so little that rounding to bfloat16 hides what it makes of packed sequences."""
+    sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
+    policy = Policy(OpenAIGPTLMHeadModel(OpenAIGPTConfig(vocab_size=64, **sizes)).to(torch.bfloat16).eval())
     assert not policy.packed
 
 
