@@ -9,7 +9,7 @@ import json
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import redis
 
@@ -53,6 +53,14 @@ class EvalResult:
     @property
     def complete(self) -> bool:
         return self.scored + self.failed >= self.n
+
+
+class MendedSamples(NamedTuple):
+    """What a look for lost samples of an evaluation found: so many queued again, failed, and not yet ended."""
+
+    again: int = 0
+    failed: int = 0
+    left: int = 0
 
 
 def _stamp(client: redis.Redis) -> float:
@@ -308,21 +316,28 @@ class Evals:
                 return False
         return True
 
-    def mend(self) -> dict[int, tuple[int, int]]:
+    def mend(self) -> dict[int, MendedSamples]:
         """Queue samples again whose entries the broker has lost; those that it has lost altogether count as failed.
 
-        Returned: how many were queued again, and how many failed, by version.
+        Returned: what was found of each version whose evaluation is under way.
         """
-        found: dict[int, tuple[int, int]] = {}
+        found: dict[int, MendedSamples] = {}
         cursor = b"0"
         while True:
             cursor, *parts = self._connection.run_script("mend_evaluations", cursor, SCANNED)
-            for task_id, again, failed in zip(parts[::3], parts[1::3], parts[2::3], strict=True):
+            for task_id, *counts in zip(parts[::4], parts[1::4], parts[2::4], parts[3::4], strict=True):
                 version = eval_version(int(task_id))
-                before = found.get(version, (0, 0))
-                found[version] = (before[0] + int(again), before[1] + int(failed))
+                before = found.get(version, MendedSamples())
+                found[version] = MendedSamples(*(old + int(new) for old, new in zip(before, counts, strict=True)))
             if cursor == b"0":
                 return found
+
+    def samples_left(self, version: int) -> int | None:
+        """Samples of an evaluation that are neither scored nor failed yet; None when it is not open in the broker."""
+        key, fields = self._connection.keys.evals, [f"{version}:{name}" for name in ("n", "scored", "failed")]
+        found: Any = self._connection.run("reading an evaluation", lambda client: client.hmget(key, fields))
+        n, *ended = found
+        return None if n is None else int(n) - sum(int(count or 0) for count in ended)
 
     def read_results(self) -> list[EvalResult]:
         """All evaluations, by version, also those that are still under way."""

@@ -193,21 +193,24 @@ class Trainer:
     def wait_for_evaluation(self, stop: StopFlag) -> None:
         """Wait until the evaluation of these weights is complete, or the deadline, of which people are told.
 
-        Weights that vanish meanwhile are published again: a generator may not have them yet.
+        Weights that vanish meanwhile are published again, since a generator may not have them yet; a broker that lost
+        the evaluation is mended, and it is opened anew.
         """
+        version = self.progress.version
         deadline, next_look = time.monotonic() + EVAL_DEADLINE_S, time.monotonic() + QUIET_S
         while not stop and time.monotonic() < deadline:
             if self.pause.hold(stop):
                 deadline = time.monotonic() + EVAL_DEADLINE_S
             position = self.broker.ledger.change_position()
             self.step_log.write_evaluations()
-            if self.progress.version in self.step_log.evaluations.lines:
+            if version in self.step_log.evaluations.lines:
                 return
             if time.monotonic() > next_look:
                 next_look = time.monotonic() + QUIET_S
                 self.publisher.publish()
+                self.step_log.check_evaluation(version)
             self.broker.ledger.wait_change(position, 200)
         if not stop:
-            text = f"the evaluation of version {self.progress.version} was not complete after {EVAL_DEADLINE_S:.0f} s"
+            text = f"the evaluation of version {version} was not complete after {EVAL_DEADLINE_S:.0f} s"
             log.warning(text)
             self.context.notify("evaluation", "warning", text)

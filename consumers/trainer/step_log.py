@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from broker.telemetry.streams import EvalResult
+from broker.telemetry.streams import EvalResult, MendedSamples
 from consumers.trainer.context import TrainerContext
 from consumers.trainer.data.microbatches import Batch
 from consumers.trainer.metrics.environment import write_environment
@@ -24,7 +25,7 @@ from consumers.trainer.metrics.sample_log import SampleLog, Terms
 from consumers.trainer.metrics.throughput import compute_metrics, device_name, memory_metrics
 from consumers.trainer.metrics.trackers import Trackers
 from consumers.trainer.step.train_step import StepResult
-from schemas.errors import DiskError
+from schemas.errors import BrokerDamaged, DiskError
 from schemas.files import LineFile
 from schemas.messages import Trajectory
 
@@ -118,8 +119,9 @@ class StepLog:
             return
         passes = {one.label: one.passes(evaluation.sampling_of(one).n) for one in evaluation.dataset}
         results = self._broker.evals.read_results()
-        if not all(result.complete for result in results):
-            self._mend_evaluations()
+        if not all(result.complete for result in results) and time.monotonic() >= self._next_look:
+            self._next_look = time.monotonic() + LOOK_S
+            self._tell_mended(self._broker.evals.mend())
         for result in results:
             if not (result.complete and result.n) or result.version in self.evaluations.lines:
                 continue
@@ -148,12 +150,26 @@ class StepLog:
             self._log_completions()
         self._eval_sample_log.write(self.evaluations.lines)
 
-    def _mend_evaluations(self) -> None:
-        """Look now and then for parts of evaluations that the broker has lost, and tell people of them."""
-        if time.monotonic() < self._next_look:
-            return
-        self._next_look = time.monotonic() + LOOK_S
-        for version, (again, failed) in self._broker.evals.mend().items():
+    def check_evaluation(self, version: int) -> None:
+        """Mend the evaluation of this version at once; BrokerDamaged when so much of it is lost that it would not end.
+
+        That is the number of its samples, or the tasks of which some are left: both are written when it is opened, and
+        a look finds every task that is there all the time.
+        """
+        before = self._broker.evals.samples_left(version)
+        mended = self._broker.evals.mend()
+        after, found = self._broker.evals.samples_left(version), mended.get(version, MendedSamples()).left
+        uncounted = after is None and (before is not None or found > 0)
+        unfindable = before is not None and after is not None and found < after
+        if uncounted or unfindable:
+            raise BrokerDamaged(f"the broker has lost a part of the evaluation of version {version}")
+        self._tell_mended(mended)
+
+    def _tell_mended(self, found: Mapping[int, MendedSamples]) -> None:
+        """Tell people of parts of evaluations that the broker had lost."""
+        for version, (again, failed, _) in found.items():
+            if not again and not failed:
+                continue
             text = (
                 f"the broker has lost a part of the evaluation of version {version}: {again} samples are queued again,"
                 f" {failed} count as failed"

@@ -3,7 +3,7 @@
 -- ARGV: cursor of a scan of the groups ('0' to begin), about how many fields to look at. Finds samples of evaluations whose
 -- entry, or their task's, is gone, so that nobody would work on them: nobody else looks, as the trainer does for groups that
 -- hold a slot. They are queued again, or count as failed where their body is gone, too. Returns the next cursor ('0' at the
--- end), then task id, samples that were queued again, and those that failed, of each such task.
+-- end), then of each task that is not ended its id, the samples that were queued again, that failed, and that are left.
 local function is_there(stream, entry)
   return #redis.call('XRANGE', stream, entry, entry) > 0
 end
@@ -44,9 +44,8 @@ for i = 1, #page[2], 2 do
   local group = redis.call('HMGET', GROUPS, task .. ':n', task .. ':entry')
   if group[1] and group[2] then
     local again, failed = mend(task, tonumber(group[1]), group[2])
-    if again + failed > 0 then
-      for _, part in ipairs({task, again, failed}) do answer[#answer + 1] = part end
-    end
+    local left = tonumber(page[2][i + 1]) - failed
+    for _, part in ipairs({task, again, failed, left}) do answer[#answer + 1] = part end
   end
 end
 return answer

@@ -151,11 +151,11 @@ def test_samples_whose_entries_are_gone_are_queued_again(broker: Broker) -> None
     queue.read(100, 10)
     for task in (first, second):
         queue.publish(task.task_id, [make_trajectory(task.task_id, 0, "eval")])
-    assert broker.evals.mend() == {}, "all are on their way"
+    assert broker.evals.mend() == {0: (0, 0, 6)}, "all are on their way"
     delete_entries(broker, keys.trajectories, first)
     delete_entries(broker, keys.eval_tasks, second)
-    assert broker.evals.mend() == {0: (2, 0)}
-    assert broker.evals.mend() == {}
+    assert broker.evals.mend() == {0: (2, 0, 6)}
+    assert broker.evals.mend() == {0: (0, 0, 6)}
     other = broker.task_queue("h")
     (delivery,) = other.read(10, 10)
     assert (delivery.message, other.find_missing(delivery.message)) == (second, [1])
@@ -196,7 +196,7 @@ def test_samples_of_which_entries_and_bodies_are_gone_count_as_failed(broker: Br
     queue.publish(task.task_id, [make_trajectory(task.task_id, 0, "eval")])
     client.delete(keys.bodies, keys.trajectories)
     delete_entries(broker, keys.eval_tasks, later)
-    assert broker.evals.mend() == {0: (0, 1), 4: (0, 3)}
+    assert broker.evals.mend() == {0: (0, 1, 1), 4: (0, 3, 0)}
     queue.publish(task.task_id, [make_trajectory(task.task_id, 1, "eval")])
     score_all(broker)
     zero, four = broker.evals.read_results()

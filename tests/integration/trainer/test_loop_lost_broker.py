@@ -146,6 +146,34 @@ def test_a_run_ends_with_an_evaluation_of_which_the_broker_lost_a_part_and_says_
     assert any("0 samples are queued again, 2 count as failed" in text for text in told) == (len(lost) > 1)
 
 
+@pytest.mark.parametrize("lost", ["evals", "groups"])
+def test_the_last_evaluation_is_made_anew_when_the_broker_has_lost_what_it_needs(
+    trainer: Callable[..., Trainer], broker: Broker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lost: str
+) -> None:
+    monkeypatch.setattr(loop_module, "QUIET_S", 0.1)
+    one = trainer(steps=1)
+    one.config.eval = EvalConfig(dataset=DatasetConfig(name="arithmetic"))
+    with Pipeline(broker, publish_of_version):
+        thread, errors = in_thread(one, StopFlag())
+        until(lambda: one.state == "finishing", "the end of training")
+    tasks, task = broker.task_queue("g"), make_task(eval_task_id(1, 0), n=2, kind="eval")
+    assert broker.evals.open(1, [task])
+    tasks.publish(task.task_id, [make_eval_trajectory(task.task_id, 0, "eval")])
+    known = broker.ledger.read_state().broker_lifetime
+    broker.connection.client.delete(getattr(broker.connection.keys, lost))
+    until(lambda: broker.ledger.read_state().broker_lifetime != known, "the mended broker")
+    assert broker.evals.open(1, [task]), "as the feeder does in a mended broker"
+    tasks.publish(task.task_id, [make_eval_trajectory(task.task_id, sample, "eval") for sample in range(2)])
+    rewards = broker.score_queue("r")
+    rewards.publish([(found, Score(reward=1.0)) for found in rewards.read(10, 100)])
+    thread.join(60)
+    assert not thread.is_alive()
+    assert not errors
+    (line,) = read_lines(tmp_path / "run" / "evaluations.jsonl")
+    assert (line["version"], line["n"], line["scored"], line["mean"]) == (1, 2, 2, 1.0)
+    assert broker.ledger.read_state().state == "finished"
+
+
 PARTS = ["ctl", "slots", "counts", "groups", "samples", "tasks", "trajectories", "bodies", "scored", "journal"]
 
 
