@@ -194,12 +194,13 @@ class Trainer:
         """Wait until the evaluation of these weights is complete, or the deadline, of which people are told.
 
         Weights that vanish meanwhile are published again, since a generator may not have them yet; a broker that lost
-        the evaluation is mended, and it is opened anew.
+        the evaluation is mended, and it is opened anew. During a drain it is ended if it is open already; otherwise it
+        is opened after the pause, whose time does not count.
         """
         version = self.progress.version
         deadline, next_look = time.monotonic() + EVAL_DEADLINE_S, time.monotonic() + QUIET_S
         while not stop and time.monotonic() < deadline:
-            if self.pause.hold(stop):
+            if self.pause.hold(stop, drained=self.broker.evals.samples_left(version) is None):
                 deadline = time.monotonic() + EVAL_DEADLINE_S
             position = self.broker.ledger.change_position()
             self.step_log.write_evaluations()

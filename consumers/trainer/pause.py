@@ -75,8 +75,11 @@ class PauseFollower:
             self._acknowledge("pause", control.pause_id)
         return bool(reasons)
 
-    def hold(self, stop: StopFlag) -> bool:
-        """Wait while a freeze is ordered; True if there was one. BrokerLost if the broker has lost its orders."""
+    def hold(self, stop: StopFlag, drained: bool = False) -> bool:
+        """Wait while the trainer has to pause; True if it had to. BrokerLost if the broker has lost its orders.
+
+        drained: as in ``follow``.
+        """
         held = False
         while not stop:
             position = self._broker.ledger.change_position()
@@ -84,7 +87,7 @@ class PauseFollower:
             if control is None:
                 raise BrokerLost("the broker has forgotten what was asked of this run")
             self._progress.note_pause(control)
-            if not self.follow(control):
+            if not self.follow(control, drained):
                 return held
             held = True
             self._wait_change(position)

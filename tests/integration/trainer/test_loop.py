@@ -11,13 +11,16 @@ import pytest
 from msgspec.structs import replace
 
 from broker.client import Broker
-from broker.queues.tasks import TaskQueue
+from broker.queues.tasks import TaskQueue, eval_task_id
 from consumers.trainer.loop import Trainer
 from deploy.run.summary import read_lines, surviving_lines
+from schemas.config import DatasetConfig, EvalConfig
 from schemas.lifecycle import StopFlag
 from schemas.messages import Score
 from schemas.metric_names import describe
 from tests.support.deterministic_run import Pipeline
+from tests.support.prompt_groups import make_task as make_eval_task
+from tests.support.prompt_groups import make_trajectory as make_eval_trajectory
 from tests.support.trainer_loop import in_thread, publish_of_version, run, trained, until
 from tests.support.trajectories import make_trajectory
 
@@ -176,6 +179,32 @@ def test_fewer_steps_end_a_trainer_that_waits_for_a_batch(
         broker.run_control.pause("none", "a test")
         thread.join(60)
     assert not thread.is_alive()
+    assert broker.ledger.read_state().state == "finished"
+
+
+def test_a_drain_before_the_last_evaluation_holds_the_run_and_during_it_lets_it_end(
+    trainer: Callable[..., Trainer], broker: Broker
+) -> None:
+    one = trainer(steps=1)
+    one.config.eval = EvalConfig(dataset=DatasetConfig(name="arithmetic"))
+    with Pipeline(broker, publish_of_version):
+        thread, errors = in_thread(one, StopFlag())
+        until(lambda: one.state == "finishing", "the end of training")
+    broker.run_control.pause("drain", "a test")
+    until(lambda: one.pause.acknowledged.get("pause") == 1, "the drain")
+    assert one.describe()[0] == "paused"
+    broker.run_control.pause("none", "a test")
+    until(lambda: not one.pause.reasons, "the end of the pause")
+    task = make_eval_task(eval_task_id(1, 0), n=1, kind="eval")
+    assert broker.evals.open(1, [task])
+    broker.run_control.pause("drain", "a test")
+    broker.task_queue("g").publish(task.task_id, [make_eval_trajectory(task.task_id, 0, "eval")])
+    rewards = broker.score_queue("r")
+    rewards.publish([(found, Score(reward=1.0)) for found in rewards.read(10, 100)])
+    thread.join(60)
+    assert not thread.is_alive()
+    assert not errors
+    assert one.step_log.evaluations.lines[1]["scored"] == 1
     assert broker.ledger.read_state().state == "finished"
 
 
