@@ -161,7 +161,10 @@ def evaluate(
     if loaded.eval is None:
         raise ConfigError("the configuration has no eval section, there are no held-out prompts")
     from deploy.offline.evaluate import evaluate_model
+    from deploy.run.model_files import check_made
 
+    if model is None:
+        check_made(loaded)
     evaluate_model(loaded, loaded.eval, model, as_json)
 
 

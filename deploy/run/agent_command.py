@@ -10,6 +10,7 @@ from typing import Any
 
 from deploy.logs import configure_logging
 from deploy.run.agent_trial import play_elsewhere, play_trial
+from deploy.run.model_files import check_made
 from producers.workflows.base import FailedSample
 from schemas.config import TidemillConfig
 from schemas.errors import ERROR_EXIT
@@ -21,6 +22,8 @@ def run_agent(config: TidemillConfig, base_url: str | None, api_key: str, exampl
     Without ``base_url`` it talks to the real endpoint in front of an engine without a model, and its conversation is
     shown as well. as_json: all of it as one object.
     """
+    if base_url is None:
+        check_made(config)
     configure_logging(config, "agent", "agent")
     began = time.monotonic()
     messages: list[dict[str, Any]] = []

@@ -59,6 +59,12 @@ def find_unmade(config: TidemillConfig) -> str | None:
     return f"{path} is not there yet, warm_start makes it"
 
 
+def check_made(config: TidemillConfig) -> None:
+    """ConfigError when ``warm_start`` has yet to make the model, for what can't do without it."""
+    if unmade := find_unmade(config):
+        raise ConfigError(f"model.path {unmade}: run `tidemill sft` with this configuration first")
+
+
 def check_tokenizer(folder: Path) -> None:
     """ConfigError when there is no tokenizer, or a tokenizer.json that is none."""
     file = folder / "tokenizer.json"

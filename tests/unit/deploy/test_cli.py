@@ -137,6 +137,19 @@ def test_a_warm_start_that_is_not_configured(config: str, tmp_path: Path) -> Non
     assert done.stderr == "tidemill: the configuration has no warm_start section, there is no model to make\n"
 
 
+@pytest.mark.parametrize("command", ["agent", "eval"])
+def test_a_command_says_how_the_model_is_made_that_it_needs(command: str, config: str, tmp_path: Path) -> None:
+    data = "{name: arithmetic}"
+    warm_start = f"{{model: 'mine.py:build', dataset: {data}, eval: {data}}}"
+    changes = ["model.path=./made", f"warm_start={warm_start}", f"eval={{dataset: {data}}}"]
+    done = run_tidemill(command, config, *changes, cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (
+        2,
+        "tidemill: model.path ./made is not there yet, warm_start makes it: run `tidemill sft` with this configuration"
+        " first\n",
+    )
+
+
 def test_an_evaluation_without_a_broker_is_told_as_json(config: str, tmp_path: Path) -> None:
     held_out = "{dataset: {name: arithmetic, label: sums, args: {split: heldout}, limit: 3}, sampling: {n: 2}}"
     changes = ["generator={engine: scripted}", f"eval={held_out}", f"model.path={make_tiny_model(tmp_path / 'tiny')}"]
