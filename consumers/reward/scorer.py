@@ -254,17 +254,21 @@ def check_reward(
     trajectory: Trajectory | None = None,
     timeout_s: float = 15.0,
     env: Sequence[str] = (),
+    within_s: float | None = None,
 ) -> Score | None:
     """Import and check every term, without starting anything; with a trajectory, score it as well.
 
-    ConfigError, in one line, if a term is wrong. The score's ``seconds`` leave out the start of the worker.
+    ConfigError, in one line, if a term is wrong. The score's ``seconds`` leave out the start of the worker. within_s:
+    there is no score where that takes longer, with the start.
     """
     resolve(terms, base)
     if trajectory is None:
         return None
     scorer = Scorer(terms, base, workers=1, timeout_s=timeout_s, env=env)
     try:
-        return scorer.score([trajectory])[0]
+        return scorer.score([trajectory])[0] if within_s is None else scorer.submit(trajectory).result(within_s)
+    except TimeoutError:
+        return None
     finally:
         scorer.close()
 

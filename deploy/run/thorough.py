@@ -1,7 +1,6 @@
 """What only ``tidemill doctor`` looks at, since it takes seconds or needs a figure of the run.
 
-The model without its weights, the lengths of prompts, a first reward, how the turns of episodes are joined, and whether
-their times fit.
+The model without its weights, the lengths of prompts, how turns of episodes are joined, and whether their times fit.
 """
 
 from __future__ import annotations
@@ -12,18 +11,13 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import numpy as np
-
 from broker.queues.dead_letters import UnusableTask
-from consumers.reward.scorer import check_reward
 from deploy.run.findings import Finding
 from deploy.run.model_files import find_unmade
 from producers.datasets.loading import build_dataset
 from producers.tasks import TaskLimits, image_settings
-from schemas.codec import Array
-from schemas.config import EPISODE_WORKFLOWS, REWARDING_WORKFLOWS, TidemillConfig
+from schemas.config import TidemillConfig
 from schemas.errors import ConfigError, DataError
-from schemas.messages import ChatMessage, Span, Trajectory, Turn
 from schemas.model_folder import resolve_folder
 
 GB = 1024**3
@@ -100,43 +94,6 @@ def measure_prompts(config: TidemillConfig) -> Finding | str:
         problem = f"{text}; {cut} leave less than sampling.max_tokens {config.sampling.max_tokens}"
         return Finding("prompts", "warn", problem, "a larger model.max_length, or answers are cut off sooner")
     return text
-
-
-def score_first_example(config: TidemillConfig) -> Finding | str:
-    """The reward of a first example, answered with its own reference answer where it has one."""
-    example = build_dataset(config.train[0].at_levels()[0], config.base)[0]
-    prompt = example.text if example.text is not None else "\n".join(m.text for m in example.messages or [])
-    answer, data, reward = str(example.data.get("answer", "")), example.data, None
-    if config.generator.workflow.name in EPISODE_WORKFLOWS:
-        asked = [{"role": m.role, "content": m.plain} for m in example.messages or [ChatMessage("user", prompt)]]
-        data = data | {"messages": [*asked, {"role": "assistant", "content": answer}]}
-    if config.generator.workflow.name in REWARDING_WORKFLOWS:
-        reward = 1.0
-    trajectory = Trajectory(
-        run=config.run.name,
-        task_id=0,
-        sample=0,
-        kind="train",
-        tokens=Array.of(np.zeros(2), "i4"),
-        loss_mask=Array.of([0, 1], "u1"),
-        logprobs=Array.of(np.zeros(2), "f4"),
-        spans=[Span(0, 1, 2)],
-        turns=[Turn("assistant", 1, 2)],
-        finish="stop",
-        prompt=prompt,
-        dataset=config.train[0].label,
-        completion=answer,
-        generator="doctor",
-        data=data,
-        reward=reward,
-    )
-    score = check_reward(config.reward.terms, config.base, trajectory, config.reward.timeout_s, config.reward.env)
-    if score is None or score.status != "ok":
-        reason = score.reason if score else "no score"
-        advice = "mend the reward function: failed samples are excluded from training"
-        return Finding("reward trial", "fail", reason, advice)
-    given = "" if reward is None else f", if the workflow gives it {reward:g}"
-    return f"{score.reward:g} for the reference answer of the first prompt{given}"
 
 
 def try_bridge(config: TidemillConfig) -> Finding | str:

@@ -11,12 +11,15 @@ import importlib.util
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from consumers.reward.rewards.terms import resolve
 from consumers.reward.scorer import check_reward
 from consumers.trainer.algorithms import ADVANTAGES, AGGREGATIONS
 from deploy.run.findings import Finding, examine
@@ -25,11 +28,16 @@ from producers.datasets.base import Example
 from producers.datasets.loading import build_dataset
 from producers.engines import ENGINES
 from producers.engines.factory import engine_name, find_engine
+from producers.workflows import WORKFLOWS
 from producers.workflows.base import find_workflow
-from schemas.config import EPISODE_WORKFLOWS, TidemillConfig, parse_config
+from schemas.codec import Array
+from schemas.config import EPISODE_WORKFLOWS, REWARDING_WORKFLOWS, RewardTerm, TidemillConfig, parse_config
 from schemas.errors import ConfigError
+from schemas.messages import ChatMessage, Span, Trajectory, Turn
 from schemas.plugins import bind, check_call, load
 
+QUICK_S = 5.0
+"""Most that a run's start waits for a first reward, with the worker's start."""
 END = "end"
 """The name of a check that begins when all have been made."""
 Check = tuple[str, Callable[[], Finding | str | None]]
@@ -37,15 +45,16 @@ Check = tuple[str, Callable[[], Finding | str | None]]
 
 def checks(config: TidemillConfig, thorough: bool = False, step_s: float | None = None) -> Iterator[Check]:
     """The checks, in the order in which they are made. step_s: what somebody knows a step to take."""
-    yield "dataset", partial(check_data, config)
+    first: list[Example] = []
+    yield "dataset", partial(check_data, config, first)
     yield "reward", partial(check_rewards, config)
     yield "workflow", partial(check_generator, config)
     yield "trackers", partial(check_own_trackers, config)
     yield "algorithm", partial(check_algorithm, config)
+    yield "reward trial", partial(score_example, config, first, thorough)
     if thorough:
         from deploy.run import thorough as more
 
-        yield "reward trial", partial(more.score_first_example, config)
         yield "prompts", partial(more.measure_prompts, config)
         if config.generator.workflow.name in EPISODE_WORKFLOWS:
             yield "joined turns", partial(more.try_bridge, config)
@@ -57,8 +66,11 @@ def checks(config: TidemillConfig, thorough: bool = False, step_s: float | None 
         yield "model size", partial(more.measure_model, config)
 
 
-def check_data(config: TidemillConfig) -> Finding | str:
-    """Open every dataset, which reads a first example; a warning when a batch needs more prompts than there are."""
+def check_data(config: TidemillConfig, first: list[Example]) -> Finding | str:
+    """Open every dataset, which reads a first example; a warning when a batch needs more prompts than there are.
+
+    first: gets the first examples of the training datasets.
+    """
     count, texts = 0, []
     for dataset in config.train:
         levels = [build_dataset(level, config.base) for level in dataset.at_levels()]
@@ -66,7 +78,8 @@ def check_data(config: TidemillConfig) -> Finding | str:
         count += own
         texts.append(f"{dataset.label}: {own:,} prompts" + (f" at {len(levels)} levels" if dataset.levels else ""))
         for examples in levels:
-            check_chat(config, examples[0])
+            first.append(examples[0])
+            check_chat(config, first[-1])
     text = ", ".join(texts)
     if config.eval is not None:
         held_out = [build_dataset(dataset, config.base) for dataset in config.eval.dataset]
@@ -132,6 +145,65 @@ def check_rewards(config: TidemillConfig) -> str:
     if config.eval_terms:
         check_reward(config.eval_terms, config.base)
     return ", ".join(term.name for term in config.reward.terms)
+
+
+def score_example(config: TidemillConfig, first: Sequence[Example], thorough: bool) -> Finding | str:
+    """The reward of a first example, answered with its own reference answer where it has one.
+
+    first: of the training datasets. Unless ``thorough``, no term is called that needs a server, a model or what the
+    workflow finds out, and one that takes long is left to the run. A failure is a warning then: a function that a bare
+    answer does not suit may well suit what the policy writes.
+    """
+    terms = config.reward.terms if thorough else _local_terms(config)
+    if not terms:
+        return "not tried: it needs a server, a model or the workflow"
+    if not first:
+        return "not tried: the dataset gives no example"
+    example = first[0]
+    prompt = example.text if example.text is not None else "\n".join(m.text for m in example.messages or [])
+    answer, data, reward = str(example.data.get("answer", "")), example.data, None
+    if config.generator.workflow.name in EPISODE_WORKFLOWS:
+        asked = [{"role": m.role, "content": m.plain} for m in example.messages or [ChatMessage("user", prompt)]]
+        data = data | {"messages": [*asked, {"role": "assistant", "content": answer}]}
+    if config.generator.workflow.name in REWARDING_WORKFLOWS:
+        reward = 1.0
+    trajectory = Trajectory(
+        run=config.run.name,
+        task_id=0,
+        sample=0,
+        kind="train",
+        tokens=Array.of(np.zeros(2), "i4"),
+        loss_mask=Array.of([0, 1], "u1"),
+        logprobs=Array.of(np.zeros(2), "f4"),
+        spans=[Span(0, 1, 2)],
+        turns=[Turn("assistant", 1, 2)],
+        finish="stop",
+        prompt=prompt,
+        dataset=config.train[0].label,
+        completion=answer,
+        generator="doctor",
+        data=data,
+        reward=reward,
+    )
+    settings, within_s = config.reward, None if thorough else QUICK_S
+    score = check_reward(terms, config.base, trajectory, settings.timeout_s, settings.env, within_s)
+    if score is None:
+        return f"not tried: it takes longer than {QUICK_S:g} s"
+    what = "the reference answer" if answer else "an empty answer"
+    if score.status != "ok":
+        text = f"no reward for {what} of the first prompt: {score.reason}; samples that fail are excluded from training"
+        return Finding("reward trial", "fail" if thorough else "warn", text, "mend the reward function")
+    given = "" if reward is None else f", if the workflow gives it {reward:g}"
+    return f"{score.reward:g} for {what} of the first prompt{given}"
+
+
+def _local_terms(config: TidemillConfig) -> list[RewardTerm]:
+    """The terms for samples of the first dataset that can be called at once, on what the dataset alone gives."""
+    name, label, terms = config.generator.workflow.name, config.train[0].label, config.reward.terms
+    if name not in WORKFLOWS.names or name in REWARDING_WORKFLOWS:
+        return []
+    resolved = zip(terms, resolve(terms, config.base), strict=True)
+    return [one for one, term in resolved if term.is_local and (term.datasets is None or label in term.datasets)]
 
 
 def check_generator(config: TidemillConfig) -> str:

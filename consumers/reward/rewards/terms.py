@@ -128,6 +128,12 @@ class Term:
         """Samples that its own worker does at once, 0 where it shares workers."""
         return self.concurrency or self.batch
 
+    @property
+    def is_local(self) -> bool:
+        """Whether its calls, as far as it says, need no server and no model: it awaits, loads and hides nothing."""
+        awaits, loads = inspect.iscoroutinefunction(self.function), getattr(self.function, "prepare", None) is not None
+        return not (awaits or loads or self.secrets)
+
     def call(self, sample: RewardInput, finish: Finish = asyncio.run) -> TermResult:
         """Call the function; never raises, whatever it does short of ending the process. finish: runs a coroutine."""
         started = time.perf_counter()

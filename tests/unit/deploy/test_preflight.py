@@ -12,7 +12,7 @@ import yaml
 
 from deploy.run import preflight, trial
 from deploy.run.findings import Finding, examine
-from schemas.config import parse_config
+from schemas.config import load_config, parse_config
 from schemas.errors import ConfigError
 from tests.support.command_line import Finished, run_tidemill
 from tests.support.model_folders import write_model_files
@@ -431,9 +431,59 @@ def test_doctor_counts_the_tokens_of_prompts(folder: Path, prompts: list[str], l
     assert found.text.startswith(text), found.text
 
 
-def test_doctor_tries_the_reward_of_an_episode_with_one_that_the_workflow_gave(folder: Path) -> None:
-    from deploy.run.thorough import score_first_example
+def reward_trial(folder: Path, data: dict[str, Any], thorough: bool) -> Finding:
+    """What the check of a first reward finds, after those before it."""
+    for name, look in trial.checks(parse_config(data, base=folder), thorough):
+        found = examine(name, look)
+        if name == "reward trial":
+            return found
+    raise AssertionError("the reward was not tried")
 
+
+@pytest.mark.parametrize(("thorough", "level"), [(True, "fail"), (False, "warn")])
+def test_a_reward_that_raises_is_told_by_doctor_and_before_a_run(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, thorough: bool, level: str
+) -> None:
+    monkeypatch.setattr(trial, "QUICK_S", 60.0)
+    (folder / "mine.py").write_text("def mine(prompt, completion, prompt_ids, completion_ids):\n    return 1 / 0\n")
+    data = yaml.safe_load((folder / "config.yaml").read_text()) | {"reward": {"terms": [{"name": "mine.py:mine"}]}}
+    found = reward_trial(folder, data, thorough)
+    assert (found.level, found.advice) == (level, "mend the reward function")
+    assert found.text.startswith(
+        "no reward for the reference answer of the first prompt: mine.py:mine: ZeroDivisionErr"
+    )
+
+
+def test_up_warns_of_a_reward_that_fails_on_the_first_prompt(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(folder)
+    (folder / "prompts.jsonl").write_text('{"prompt": "1+1=", "solution": "2"}\n' * 40)
+    preflight.check(load_config(Path("config.yaml"), ["train.args.answer=null"]))
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("tidemill: warning: no reward for an empty answer of the first prompt: exact: TypeError: ")
+
+
+def test_a_run_is_not_kept_waiting_for_rewards_that_need_a_server_or_take_long(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trial, "QUICK_S", 0.2)
+    (folder / "mine.py").write_text(
+        "import time\n"
+        "async def asks(prompt, completion, prompt_ids, completion_ids):\n    return 1 / 0\n"
+        "def slow(prompt, completion, prompt_ids, completion_ids):\n    time.sleep(30)\n"
+    )
+    data = yaml.safe_load((folder / "config.yaml").read_text())
+    for terms, text in (
+        ([{"name": "mine.py:asks"}], "not tried: it needs a server, a model or the workflow"),
+        ([{"name": "mine.py:asks"}, {"name": "exact"}], "1 for the reference answer of the first prompt"),
+        ([{"name": "mine.py:slow"}], "not tried: it takes longer than 0.2 s"),
+    ):
+        found = reward_trial(folder, data | {"reward": {"terms": terms}}, thorough=False)
+        assert (found.level, found.text) == ("ok", text)
+
+
+def test_doctor_tries_the_reward_of_an_episode_with_one_that_the_workflow_gave(folder: Path) -> None:
     (folder / "mine.py").write_text(
         "def said(prompt, completion, prompt_ids, completion_ids, messages):\n"
         "    return len(messages) + float(messages[-1]['content'] == '1')\n"
@@ -441,5 +491,8 @@ def test_doctor_tries_the_reward_of_an_episode_with_one_that_the_workflow_gave(f
     data = yaml.safe_load((folder / "config.yaml").read_text())
     data["generator"]["workflow"] = {"name": "agent"}
     data["reward"] = {"terms": [{"name": "episode"}, {"name": "mine.py:said"}]}
-    text = score_first_example(parse_config(data, base=folder))
-    assert text == "4 for the reference answer of the first prompt, if the workflow gives it 1"
+    assert (
+        reward_trial(folder, data, thorough=True).text
+        == "4 for the reference answer of the first prompt, if the workflow gives it 1"
+    )
+    assert reward_trial(folder, data, thorough=False).text.startswith("not tried: ")
