@@ -22,7 +22,7 @@ from broker.queues.images import image_args
 from broker.queues.tasks import eval_version
 from broker.telemetry.pass_at import DatasetResult
 from schemas.codec import BadMessage, decode, encode
-from schemas.errors import InfraError
+from schemas.errors import BrokerDamaged, InfraError
 from schemas.messages import Event, Heartbeat, Task
 from schemas.run_record import JoinedRun
 
@@ -125,9 +125,8 @@ class Heartbeats:
 
     def list_heard(self, within_s: float) -> list[str]:
         """List the names of the services that were heard of in this time; who can't be read is not known to live."""
-        found: Any = self._connection.run(
-            "listing services", lambda client: client.hgetall(self._connection.keys.services)
-        )
+        key = self._connection.keys.services
+        found: Any = self._connection.run("listing services", lambda client: client.hgetall(key))
         now, heard = self.read_clock(), []
         for name, body in found.items():
             try:
@@ -140,9 +139,8 @@ class Heartbeats:
 
     def list(self) -> list[Heartbeat]:
         """The last heartbeat of every service, by name, but for those of another version of Tidemill."""
-        found: Any = self._connection.run(
-            "listing services", lambda client: client.hgetall(self._connection.keys.services)
-        )
+        key = self._connection.keys.services
+        found: Any = self._connection.run("listing services", lambda client: client.hgetall(key))
         beats = [beat for body in found.values() if (beat := parse_heartbeat(body)) is not None]
         return sorted(beats, key=lambda beat: beat.service)
 
@@ -226,9 +224,8 @@ class Metrics:
 
     def tail(self, count: int) -> list[dict[str, Any]]:
         """The newest ``count`` lines, oldest first."""
-        found: Any = self._connection.run(
-            "reading metrics", lambda client: client.xrevrange(self._connection.keys.metrics, count=count)
-        )
+        key = self._connection.keys.metrics
+        found: Any = self._connection.run("reading metrics", lambda client: client.xrevrange(key, count=count))
         return _figures(reversed(found))
 
     def read_after(self, id: str, count: int) -> tuple[str, list[dict[str, Any]]]:
@@ -333,17 +330,21 @@ class Evals:
                 return found
 
     def samples_left(self, version: int) -> int | None:
-        """Samples of an evaluation that are neither scored nor failed yet; None when it is not open in the broker."""
+        """Samples of an evaluation that are neither scored nor failed yet; None when the broker has no such evaluation.
+
+        BrokerDamaged when there are outcomes of it all the same.
+        """
         key, fields = self._connection.keys.evals, [f"{version}:{name}" for name in ("n", "scored", "failed")]
         found: Any = self._connection.run("reading an evaluation", lambda client: client.hmget(key, fields))
         n, *ended = found
+        if n is None and any(ended):
+            raise BrokerDamaged(f"the broker has lost a part of the evaluation of version {version}")
         return None if n is None else int(n) - sum(int(count or 0) for count in ended)
 
     def read_results(self) -> list[EvalResult]:
         """All evaluations, by version, also those that are still under way."""
-        found: Any = self._connection.run(
-            "reading evaluations", lambda client: client.hgetall(self._connection.keys.evals)
-        )
+        key = self._connection.keys.evals
+        found: Any = self._connection.run("reading evaluations", lambda client: client.hgetall(key))
         versions: dict[int, dict[str, float]] = {}
         for key, value in found.items():
             version, _, name = key.partition(b":")

@@ -15,6 +15,7 @@ from broker.telemetry.stream_lag import read_stream_lags
 from consumers.trainer.loop import Trainer
 from consumers.trainer.model.policy import Policy, load_model
 from consumers.trainer.step.build import build_train_step
+from producers.datasets.loading import build_dataset
 from producers.datasets.mixture import build_mixture
 from producers.engines.base import EngineSettings
 from producers.engines.scripted import ScriptedEngine
@@ -97,7 +98,9 @@ class PausableSystem:
     def start_rest(self) -> None:
         def feed(stop: StopFlag) -> None:
             mixture = build_mixture(self.config.train, self.config.base, self.config.run.seed)
-            Feeder(self.config, self.connect(), mixture, []).run(stop)
+            evaluation = self.config.eval
+            held_out = [build_dataset(one, self.config.base) for one in evaluation.dataset] if evaluation else []
+            Feeder(self.config, self.connect(), mixture, held_out).run(stop)
 
         def reward(stop: StopFlag) -> None:
             queue = self.connect().score_queue("reward")

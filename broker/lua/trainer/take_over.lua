@@ -90,17 +90,19 @@ if rebuild then
   redis.call('DEL', COUNTS)
   for name, value in pairs(own.counts) do redis.call('HSET', COUNTS, name, string.format('%d', value)) end
   for task in pairs(unfinished) do redis.call('ZADD', READMIT, task, task) end
-  -- An evaluation that was under way is opened anew.
+  -- An evaluation that was under way is opened anew; also one of which there are outcomes, but not how many it has.
+  local of_version = {}
   for _, field in ipairs(redis.call('HKEYS', EVALS)) do
-    local version = string.match(field, '^(%d+):n$')
+    local version = string.match(field, '^(%d+):')
     if version then
-      local v = redis.call('HMGET', EVALS, version .. ':n', version .. ':scored', version .. ':failed')
-      if tonumber(v[2] or 0) + tonumber(v[3] or 0) < tonumber(v[1]) then
-        for _, name in ipairs(redis.call('HKEYS', EVALS)) do
-          if string.sub(name, 1, #version + 1) == version .. ':' then redis.call('HDEL', EVALS, name) end
-        end
-      end
+      of_version[version] = of_version[version] or {}
+      table.insert(of_version[version], field)
     end
+  end
+  for version, fields in pairs(of_version) do
+    local v = redis.call('HMGET', EVALS, version .. ':n', version .. ':scored', version .. ':failed')
+    local ended = tonumber(v[2] or 0) + tonumber(v[3] or 0)
+    if not v[1] or ended < tonumber(v[1]) then delete_fields(EVALS, fields) end
   end
   redis.call('HSET', CTL, 'step', string.format('%d', own.step), 'cursor', string.format('%d', own.cursor))
 end

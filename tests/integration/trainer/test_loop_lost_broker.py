@@ -158,13 +158,16 @@ def test_the_last_evaluation_is_made_anew_when_the_broker_has_lost_what_it_needs
         until(lambda: one.state == "finishing", "the end of training")
     tasks, task = broker.task_queue("g"), make_task(eval_task_id(1, 0), n=2, kind="eval")
     assert broker.evals.open(1, [task])
-    tasks.publish(task.task_id, [make_eval_trajectory(task.task_id, 0, "eval")])
+    tasks.publish(task.task_id, [make_eval_trajectory(task.task_id, sample, "eval") for sample in range(2)])
+    rewards = broker.score_queue("r")
+    first, second = rewards.read(10, 100)
+    rewards.publish([(first, Score(reward=0.0))])
     known = broker.ledger.read_state().broker_lifetime
     broker.connection.client.delete(getattr(broker.connection.keys, lost))
+    rewards.publish([(second, Score(reward=0.0))])
     until(lambda: broker.ledger.read_state().broker_lifetime != known, "the mended broker")
     assert broker.evals.open(1, [task]), "as the feeder does in a mended broker"
     tasks.publish(task.task_id, [make_eval_trajectory(task.task_id, sample, "eval") for sample in range(2)])
-    rewards = broker.score_queue("r")
     rewards.publish([(found, Score(reward=1.0)) for found in rewards.read(10, 100)])
     thread.join(60)
     assert not thread.is_alive()
