@@ -3,13 +3,21 @@
 # README.md says, into .environments: `make environments`.
 set -euo pipefail
 cd "$(dirname "$0")/../../.."
-for packages in "verifiers uv" openenv textarena; do
-  name=${packages%% *}
-  to=.environments/$name
-  [ -e "$to/installed" ] && continue
+
+fill() {
+  local to=.environments/$1
+  [ -e "$to/installed" ] && return
   rm -rf "$to"
   .venv/bin/python -m venv "$to"
-  "$to/bin/pip" install --quiet --disable-pip-version-check $packages
+  "$to/bin/pip" install --quiet --disable-pip-version-check "$@"
   touch "$to/installed"
-  echo "$("$to/bin/pip" --disable-pip-version-check freeze | grep "^$name==") is in $to"
+  echo "$("$to/bin/pip" --disable-pip-version-check freeze | grep "^$1==") is in $to"
+}
+
+filling=() status=0
+for packages in "verifiers uv" openenv textarena; do
+  fill $packages &
+  filling+=($!)
 done
+for one in "${filling[@]}"; do wait "$one" || status=$?; done
+exit "$status"
