@@ -179,15 +179,18 @@ class HfTokenizer:
 
 
 def _load(folder: Path, trust_remote_code: bool) -> PreTrainedTokenizerBase:
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast
-
     # AutoTokenizer rebuilds some families (all of qwen2) from a class of its own, and with it the
     # splitting rules. A folder that says its tokenizer is generic is described by tokenizer.json alone.
     described = _read_json(folder / "tokenizer_config.json")
     generic = (folder / "tokenizer.json").is_file() and described.get("tokenizer_class") in _GENERIC
     try:
         if generic:
+            from transformers import PreTrainedTokenizerFast
+
             return cast("PreTrainedTokenizerBase", PreTrainedTokenizerFast.from_pretrained(folder))
+        # It imports PyTorch, which takes seconds.
+        from transformers import AutoTokenizer
+
         found = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
         return cast("PreTrainedTokenizerBase", found)
     except (OSError, ValueError, KeyError) as error:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -148,6 +150,16 @@ def test_a_generic_tokenizer_is_used_as_its_file_says(tmp_path: Path):
     make_tiny_model(tmp_path)
     PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(tmp_path)
     assert HfTokenizer(str(tmp_path)).encode("a b") == [0, 1, 2]
+
+
+def test_a_generic_tokenizer_is_loaded_without_pytorch(folder: Path):
+    code = (
+        "import sys; from producers.rendering.tokenizer import HfTokenizer;"
+        " print(HfTokenizer(sys.argv[1]).decode([5]) != '', 'torch' in sys.modules)"
+    )
+    command = [sys.executable, "-c", code, str(folder)]
+    found = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    assert found.stdout.split() == ["True", "False"]
 
 
 def test_a_folder_without_tokenizer_is_named(tmp_path: Path):
