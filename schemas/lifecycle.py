@@ -17,6 +17,9 @@ from typing import Literal, TypeVar
 PauseReason = Literal["starting", "ordered", "broker silent", "device in use"]
 """Reasons of a pause: a service has not read the run's orders yet, was ordered, can't read them, or lent its GPU."""
 
+_imports_aside = False
+"""Whether ``importing`` left something out of the collector's rounds in this process."""
+
 
 @dataclass(frozen=True)
 class PauseReasons:
@@ -119,11 +122,28 @@ def importing() -> Iterator[None]:
     What is imported lives as long as the process: a fifth of the processor time that PyTorch or vLLM take to import
     goes into looking for garbage in it.
     """
+    global _imports_aside
     was_on = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
         gc.freeze()
+        _imports_aside = True
         if was_on:
             gc.enable()
+
+
+@contextmanager
+def leaving_aside() -> Iterator[None]:
+    """Leave all that is alive out of the cycle collector's rounds meanwhile; for good where imports are left out.
+
+    Python gives back all or nothing, and looking through what was imported takes half a second.
+    """
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        if not _imports_aside:
+            gc.unfreeze()

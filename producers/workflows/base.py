@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import gc
 import inspect
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Mapping, Sequence
@@ -23,6 +22,7 @@ from producers.workflows import WORKFLOWS
 from producers.workflows.trajectory_builder import SampledCompletion, TrajectoryBuilder
 from schemas.config import TidemillConfig
 from schemas.errors import ConfigError, DataError, InfraError, describe_error
+from schemas.lifecycle import leaving_aside
 from schemas.messages import Partial, PlacedImage, Sampling, Task
 from schemas.plugins import check_arguments, check_method, fit_arguments
 
@@ -219,10 +219,8 @@ async def running(workflow: Workflow, services: WorkflowServices) -> AsyncIterat
     try:
         if start is not None:
             await start(services)
-        gc.collect()
-        gc.freeze()
-        yield
+        with leaving_aside():
+            yield
     finally:
-        gc.unfreeze()
         if close is not None:
             await close()
