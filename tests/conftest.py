@@ -5,7 +5,9 @@ from __future__ import annotations
 import gc
 import itertools
 import os
+import weakref
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 # Before anything imports PyTorch, and for every process that tests start: threads of several at once on few cores
@@ -17,9 +19,14 @@ import setuptools  # noqa: F401  imported by two threads at once, as torch and v
 import structlog
 
 from broker.connection import connection
+from schemas.lifecycle import importing
 
 # Before others take it over: a service that runs in a thread here ends when its blocking read does.
 connection.BLOCK_MS = 100
+# Tests are collected in two thirds of the time without garbage being looked for, and what they import is not looked
+# through each time that a service begins in this process, which takes half a second.
+_collecting = ExitStack()
+_collecting.enter_context(importing())
 
 from broker.client import Broker  # noqa: E402
 from broker.connection.connection import Connection  # noqa: E402
@@ -37,6 +44,27 @@ def own_environment() -> Iterator[None]:
     yield
     os.environ.clear()
     os.environ.update(before)
+
+
+class Cycle:
+    """Only the collector can end it."""
+
+    def __init__(self) -> None:
+        self.own = self
+
+
+@pytest.fixture(autouse=True, scope="module")
+def own_garbage() -> Iterator[None]:
+    """A module's garbage ends with it, also where a service in this process left it out of the collector's rounds."""
+    cycle = Cycle()
+    left = weakref.ref(cycle)
+    yield
+    del cycle
+    gc.collect()
+    if left() is not None:
+        gc.unfreeze()
+        gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
@@ -79,6 +107,12 @@ def shared_data() -> Path:
     if not folder.is_dir():
         pytest.skip("no shared data beside the checkout")
     return folder
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop() -> None:
+    """All is imported; from now on there is garbage to collect, elsewhere."""
+    _collecting.close()
 
 
 def pytest_unconfigure() -> None:
