@@ -15,7 +15,7 @@ from types import FrameType
 from rich.console import Console
 
 from tests.chaos import settings
-from tests.chaos.report import examine, show
+from tests.chaos.judging.report import examine, show
 from tests.chaos.run import Chaos, Plan
 from tests.chaos.world import KINDS
 

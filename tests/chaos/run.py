@@ -13,20 +13,21 @@ from rich.console import Console
 
 from broker.connection.keys import Keys
 from deploy.bench.rewards.server import FlakyJudge
-from tests.chaos import faults, faults_broker, faults_network, faults_poison, faults_user, settings
+from tests.chaos import settings
 from tests.chaos.agents import faults as faults_agents
-from tests.chaos.evidence import Evidence, Log, read_logs
-from tests.chaos.oracle import Loss, cursor, gather
+from tests.chaos.faults import broker, network, poison, processes, user
+from tests.chaos.judging.evidence import Evidence, Log, read_logs
+from tests.chaos.judging.oracle import Loss, cursor, gather
+from tests.chaos.judging.recovery import Hit
+from tests.chaos.judging.surviving_steps import surviving_steps
+from tests.chaos.judging.watch import Tail, Watch
 from tests.chaos.processes import Fleet, endpoint
 from tests.chaos.proxy import Proxy
-from tests.chaos.recovery import Hit
 from tests.chaos.server import Server
 from tests.chaos.service import FULL_DISK
-from tests.chaos.surviving_steps import surviving_steps
-from tests.chaos.watch import Tail, Watch
 from tests.chaos.world import KINDS, Fault, Strike, World
 
-MODULES = (faults, faults_agents, faults_broker, faults_network, faults_poison, faults_user)
+MODULES = (processes, faults_agents, broker, network, poison, user)
 """Importing them fills KINDS."""
 TICK_S = 0.02
 LOOK_S = 0.2
@@ -163,7 +164,7 @@ class Chaos:
 
     def _spare_second_run(self, fault: Fault) -> None:
         """A server that is made to forget can't know which of two runs was the first: the second one ends before."""
-        for guest in self.fleet.guests if isinstance(fault, faults_broker.FORGETFUL) else ():
+        for guest in self.fleet.guests if isinstance(fault, broker.FORGETFUL) else ():
             if guest.asked == "intruder":
                 guest.asked = "kill"
                 guest.process.kill()

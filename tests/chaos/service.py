@@ -46,7 +46,7 @@ from producers.workflows.base import RolloutContext
 from schemas import guard
 from schemas.messages import Task, Trajectory
 from tests.chaos.agents import calls
-from tests.chaos.evidence import Evidence, digest
+from tests.chaos.judging.evidence import Evidence, digest
 from tests.chaos.settings import JUDGE_SAYS, is_for_agents
 from tests.chaos.user_code import SMALLEST, Turn, expected
 
@@ -346,7 +346,7 @@ def _is_own(body: Trajectory, score: float) -> bool:
 
 
 class ByteTokenizer:
-    """One token for each byte, as tests/support/tiny_model.py's model has them, without importing transformers."""
+    """One token for each byte, as the model of tests/support/models/tiny_model.py has them, without transformers."""
 
     def __init__(self, path: str, trust_remote_code: bool = False) -> None:
         del path, trust_remote_code

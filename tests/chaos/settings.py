@@ -105,7 +105,7 @@ def prepare(folder: Path, seed: int, workload: str, judge_url: str | None = None
     folder.mkdir(parents=True, exist_ok=True)
     if not (folder / "model" / "model.safetensors").is_file():
         code = (
-            "import sys, pathlib; from tests.support.tiny_model import make_tiny_model as make; "
+            "import sys, pathlib; from tests.support.models.tiny_model import make_tiny_model as make; "
             "make(pathlib.Path(sys.argv[1]), hidden=32, layers=1)"
         )
         subprocess.run([sys.executable, "-c", code, str(folder / "model")], check=True, timeout=120)

@@ -12,8 +12,8 @@ import pytest
 from broker.connection.embedded import EmbeddedServer
 from producers.engines.base import EngineSettings
 from producers.engines.vllm.engine import VllmEngine
-from tests.support.tiny_model import make_tiny_model
-from tests.support.vllm_checks import EVERY, Run
+from tests.support.models.tiny_model import make_tiny_model
+from tests.support.producers.vllm_checks import EVERY, Run
 
 BLOCKS = 72
 """Of 128 tokens: enough for 16 long samples, too few for what ``generator.max_samples`` allows."""

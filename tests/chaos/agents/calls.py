@@ -22,8 +22,8 @@ import numpy as np
 
 from schemas.messages import Trajectory
 from tests.chaos.agents.agent import checksum
-from tests.chaos.evidence import Line, read_logs
-from tests.chaos.oracle import Judgement
+from tests.chaos.judging.evidence import Line, read_logs
+from tests.chaos.judging.oracle import Judgement
 
 FOLDER = "calls"
 SMALLEST = 1e-6

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from schemas import guard
 from tests.chaos.agents import agent
-from tests.chaos.faults_user import Misbehave
+from tests.chaos.faults.user import Misbehave
 from tests.chaos.processes import endpoint
 from tests.chaos.world import Fault, Strike, World, kind
 

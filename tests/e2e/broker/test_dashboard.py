@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from playwright.sync_api import Browser, Locator, expect
 
-from tests.support.browser import PATIENCE_MS, PHONE, WatchedPage, open_browser
-from tests.support.dashboard_run import START_S, System
+from tests.support.runs.browser import PATIENCE_MS, PHONE, WatchedPage, open_browser
+from tests.support.runs.dashboard_run import START_S, System
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(480)]
 

@@ -15,11 +15,11 @@ from schemas.codec import Array
 from schemas.digests import digest
 from schemas.images import ImageSettings, probe_image
 from schemas.messages import PlacedImage, Segment, Span, Trajectory, Turn
-from tests.support.browser import PHONE, WatchedPage, open_browser
-from tests.support.control_plane import ControlPlane
-from tests.support.prompt_groups import make_task, make_trajectory
-from tests.support.tiny_model import make_tiny_model
-from tests.support.trainer_sessions import take_over
+from tests.support.broker.control_plane import ControlPlane
+from tests.support.broker.prompt_groups import make_task, make_trajectory
+from tests.support.broker.trainer_sessions import take_over
+from tests.support.models.tiny_model import make_tiny_model
+from tests.support.runs.browser import PHONE, WatchedPage, open_browser
 
 pytestmark = pytest.mark.e2e
 

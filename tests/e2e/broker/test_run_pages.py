@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 from playwright.sync_api import Browser, Route, expect
 
-from tests.support.browser import PATIENCE_MS, PHONE, WatchedPage, open_browser
-from tests.support.run_folders import make_run
+from tests.support.runs.browser import PATIENCE_MS, PHONE, WatchedPage, open_browser
+from tests.support.runs.run_folders import make_run
 
 pytestmark = pytest.mark.e2e
 

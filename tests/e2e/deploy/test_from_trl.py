@@ -15,8 +15,8 @@ import yaml
 
 from broker.connection.embedded import EmbeddedServer
 from deploy.services.main import command
-from tests.support.command_line import run_tidemill
-from tests.support.tiny_model import make_tiny_model
+from tests.support.models.tiny_model import make_tiny_model
+from tests.support.runs.command_line import run_tidemill
 
 pytestmark = pytest.mark.e2e
 

@@ -18,8 +18,8 @@ import yaml
 from broker.connection.embedded import EmbeddedServer
 from deploy.run.summary import read_lines, surviving_lines
 from deploy.services.main import command
-from tests.support.tiny_model import make_tiny_model
-from tests.support.up_runs import make_decoys
+from tests.support.models.tiny_model import make_tiny_model
+from tests.support.runs.up_runs import make_decoys
 
 pytestmark = pytest.mark.e2e
 pytest.importorskip("ray")

@@ -16,8 +16,8 @@ import yaml
 
 from broker.api.address import ADDRESS
 from deploy.run.summary import read_lines, surviving_lines
-from tests.support.slurm_cluster import list_jobs, run_slurm_cluster
-from tests.support.tiny_model import make_tiny_model
+from tests.support.models.tiny_model import make_tiny_model
+from tests.support.runs.slurm_cluster import list_jobs, run_slurm_cluster
 
 pytestmark = pytest.mark.e2e
 STEPS = 16

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.support.tiny_model import make_tiny_model
-from tests.support.up_runs import PACKAGES, make_decoys
+from tests.support.models.tiny_model import make_tiny_model
+from tests.support.runs.up_runs import PACKAGES, make_decoys
 
 pytestmark = pytest.mark.e2e
 ROOT = Path(__file__).resolve().parents[3]

@@ -23,11 +23,11 @@ from producers.rendering.tokenizer import HfTokenizer
 from schemas.config import HttpEngineConfig
 from schemas.errors import DataError, InfraError
 from schemas.messages import FileSource, Sampling, Span
-from tests.support.command_line import run_tidemill
-from tests.support.engine_contract import MAX_LENGTH, Subject
-from tests.support.programs import sglang_command
-from tests.support.tiny_model import EOS, make_tiny_model
-from tests.support.vllm_checks import EVERY, Run, reference_logprobs
+from tests.support.models.tiny_model import EOS, make_tiny_model
+from tests.support.producers.engine_contract import MAX_LENGTH, Subject
+from tests.support.producers.vllm_checks import EVERY, Run, reference_logprobs
+from tests.support.runs.command_line import run_tidemill
+from tests.support.runs.programs import sglang_command
 
 pytestmark = pytest.mark.timeout(900)  # the first test of a kind waits for its server
 

@@ -21,8 +21,8 @@ from producers.loops.environments import ENVIRONMENTS
 from producers.loops.environments.worker import EnvironmentWorker, RemoteEnvironment
 from schemas.config import load_config
 from schemas.plugins import load
-from tests.support.programs import environment_python
-from tests.support.up_runs import UpRun
+from tests.support.runs.programs import environment_python
+from tests.support.runs.up_runs import UpRun
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 

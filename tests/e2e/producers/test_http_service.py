@@ -9,8 +9,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.support.tiny_model import make_tiny_model
-from tests.support.up_runs import UpRun, trained_samples
+from tests.support.models.tiny_model import make_tiny_model
+from tests.support.runs.up_runs import UpRun, trained_samples
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(500)]
 

@@ -14,8 +14,8 @@ from producers.engines.base import EngineSettings
 from producers.engines.vllm.engine import VllmEngine
 from producers.generator.service import Generator
 from schemas.config import parse_config
-from tests.support.pausable_system import PausableSystem
-from tests.support.tiny_model import make_tiny_model
+from tests.support.models.tiny_model import make_tiny_model
+from tests.support.runs.pausable_system import PausableSystem
 
 pytestmark = [
     pytest.mark.e2e,

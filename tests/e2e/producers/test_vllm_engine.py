@@ -15,7 +15,7 @@ from producers.engines.base import EngineSettings
 from producers.engines.vllm.arguments import read_names
 from producers.engines.vllm.boot import engine_arguments
 from schemas.errors import ConfigError
-from tests.support.vllm_checks import find_engine_cores, is_alive
+from tests.support.producers.vllm_checks import find_engine_cores, is_alive
 
 pytestmark = [
     pytest.mark.e2e,

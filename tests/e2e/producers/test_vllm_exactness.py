@@ -1,6 +1,6 @@
 """What agents were answered is what is trained: real vLLM behind the real endpoint, and a real training step.
 
-Of small chat templates; ``python -m tests.support.sampled_episodes`` does the same with those of real models.
+Of small chat templates; ``python -m tests.support.producers.sampled_episodes`` does the same with those of real models.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from producers.conversation.self_check import check_bridge
 from producers.engines.vllm.engine import VllmEngine
 from producers.rendering.tokenizer import HfTokenizer
 from schemas.messages import FileSource
-from tests.support.chat_templates import SOURCES, StoppingTemplate
-from tests.support.sampled_episodes import (
+from tests.support.models.chat_templates import SOURCES, StoppingTemplate
+from tests.support.models.tiny_model import EOS
+from tests.support.producers.sampled_episodes import (
     ANSWERS,
     CALLS,
     HABITS,
@@ -28,8 +29,7 @@ from tests.support.sampled_episodes import (
     trained_policy,
     write_eager_stops,
 )
-from tests.support.tiny_model import EOS
-from tests.support.vllm_checks import Run
+from tests.support.producers.vllm_checks import Run
 
 pytestmark = [
     pytest.mark.e2e,

@@ -20,9 +20,9 @@ from producers.engines.vllm.engine import VllmEngine
 from schemas.config import LoraConfig
 from schemas.errors import DataError
 from schemas.messages import FileSource, Sampling, Span
-from tests.support.adapters import ALPHA, RANK, compute_logprobs, merge_adapter, write_adapter
-from tests.support.tiny_model import make_tiny_model
-from tests.support.up_runs import UpRun, trained_samples
+from tests.support.models.adapters import ALPHA, RANK, compute_logprobs, merge_adapter, write_adapter
+from tests.support.models.tiny_model import make_tiny_model
+from tests.support.runs.up_runs import UpRun, trained_samples
 
 pytestmark = [
     pytest.mark.e2e,

@@ -22,7 +22,8 @@ from producers.engines.vllm.engine import VllmEngine
 from schemas.config import TidemillConfig, parse_config
 from schemas.errors import InfraError
 from schemas.messages import Manifest, Trajectory
-from tests.support.generator_service import (
+from tests.support.broker.trainer_sessions import take_over
+from tests.support.producers.generator_service import (
     make_task,
     order_freeze,
     publish_version,
@@ -31,8 +32,7 @@ from tests.support.generator_service import (
     versions_in,
     wait_until,
 )
-from tests.support.trainer_sessions import take_over
-from tests.support.vllm_checks import Run, find_engine_cores, is_alive, reference_logprobs
+from tests.support.producers.vllm_checks import Run, find_engine_cores, is_alive, reference_logprobs
 
 pytestmark = [
     pytest.mark.e2e,

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.support.up_runs import UpRun
+from tests.support.runs.up_runs import UpRun
 
 pytestmark = pytest.mark.e2e
 

@@ -25,9 +25,9 @@ from broker.flow.trainer_session import TrainerSession
 from consumers.trainer.group_buffer import GroupBuffer
 from deploy.bench.pipelines.tidemill import reference
 from schemas.messages import BatchRecord, Sampling, Score, Task, Trajectory
-from tests.support.changing_weights import ChangingWeights
-from tests.support.light_service import start_service
-from tests.support.trainer_sessions import take_over
+from tests.support.broker.trainer_sessions import take_over
+from tests.support.models.changing_weights import ChangingWeights
+from tests.support.runs.light_service import start_service
 
 pytestmark = pytest.mark.e2e
 

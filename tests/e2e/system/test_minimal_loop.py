@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.example_scripts import EXAMPLES, load_script
+from tests.support.user_code.example_scripts import EXAMPLES, load_script
 
 EXAMPLE = EXAMPLES / "minimal_loop.py"
 

@@ -15,7 +15,7 @@ from broker.client import Broker
 from broker.connection.embedded import EmbeddedServer
 from broker.weights.peers.registry import PeerRegistry
 from broker.weights.versions import count_deltas
-from tests.support.up_runs import UpRun, trained_samples
+from tests.support.runs.up_runs import UpRun, trained_samples
 
 pytestmark = pytest.mark.e2e
 

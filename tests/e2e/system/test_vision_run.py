@@ -14,9 +14,9 @@ import pytest
 from broker.client import Broker
 from broker.connection.embedded import EmbeddedServer
 from broker.connection.keys import GENERATORS
-from tests.support.command_line import run_tidemill
-from tests.support.example_scripts import load_script
-from tests.support.up_runs import UpRun, trained_samples
+from tests.support.runs.command_line import run_tidemill
+from tests.support.runs.up_runs import UpRun, trained_samples
+from tests.support.user_code.example_scripts import load_script
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 

@@ -12,8 +12,8 @@ import pytest
 
 from broker.api.address import address_of
 from deploy.client.client import Client
-from tests.support.tiny_model import make_tiny_model
-from tests.support.up_runs import UpRun, trained_samples
+from tests.support.models.tiny_model import make_tiny_model
+from tests.support.runs.up_runs import UpRun, trained_samples
 
 pytestmark = pytest.mark.e2e
 

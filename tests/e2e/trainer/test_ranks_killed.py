@@ -15,10 +15,10 @@ from broker.connection.embedded import EmbeddedServer
 from broker.connection.keys import Keys
 from consumers.trainer.checkpoint.convert import export_checkpoint
 from schemas.config import BrokerConfig, parse_config
-from tests.support.deterministic_run import EVERY, STEPS, Pipeline, make_config
-from tests.support.killed_trainers import replay_in_ranks, run_trainer_to_its_end
-from tests.support.parallel_steps import make_divisible_model
-from tests.support.tiny_model import make_tiny_model
+from tests.support.models.tiny_model import make_tiny_model
+from tests.support.trainer.deterministic_run import EVERY, STEPS, Pipeline, make_config
+from tests.support.trainer.killed_trainers import replay_in_ranks, run_trainer_to_its_end
+from tests.support.trainer.parallel_steps import make_divisible_model
 
 pytestmark = pytest.mark.e2e
 

@@ -15,8 +15,8 @@ from deploy.services.main import ROLES, run_role
 from schemas.config import load_config
 from schemas.messages import Heartbeat
 from schemas.run_record import claim_folder, read_record
-from tests.support.command_line import Finished, run_tidemill
-from tests.support.tiny_model import make_tiny_model
+from tests.support.models.tiny_model import make_tiny_model
+from tests.support.runs.command_line import Finished, run_tidemill
 
 pytestmark = pytest.mark.integration
 

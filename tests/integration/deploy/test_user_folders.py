@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from deploy.services.main import command
-from tests.support.up_runs import make_decoys
+from tests.support.runs.up_runs import make_decoys
 
 pytestmark = pytest.mark.integration
 RANKS = 'import sys; from deploy.services.torchrun import launch; sys.exit(launch(2, ["--version"], 5))'

@@ -26,7 +26,7 @@ from schemas.codec import Array
 from schemas.config import DpoConfig, ModelConfig, RewardModelConfig, RewardTerm, WarmStartConfig
 from schemas.errors import ConfigError, DataError
 from schemas.messages import ChatMessage, Sampling, Segment, Span, Task, Trajectory, Turn
-from tests.support.tiny_model import BOS, add_bos, make_tiny_model
+from tests.support.models.tiny_model import BOS, add_bos, make_tiny_model
 
 pytestmark = pytest.mark.integration
 

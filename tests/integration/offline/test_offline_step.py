@@ -15,7 +15,7 @@ from consumers.offline.step import MOST_SKIPPED, MemoryLimits, MicroBatches, Off
 from consumers.trainer.distributed.ranks import Ranks
 from consumers.trainer.model.policy import Policy, load_model
 from schemas.errors import ConfigError
-from tests.support.tiny_model import make_tiny_model
+from tests.support.models.tiny_model import make_tiny_model
 
 pytestmark = pytest.mark.integration
 

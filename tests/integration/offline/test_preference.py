@@ -20,7 +20,7 @@ from deploy.cli.app import app
 from producers.rendering.tokenizer import HfTokenizer
 from schemas.config import DpoConfig, ModelConfig, RewardModelConfig
 from schemas.errors import ConfigError, DataError
-from tests.support.tiny_model import make_tiny_model
+from tests.support.models.tiny_model import make_tiny_model
 
 pytestmark = pytest.mark.integration
 

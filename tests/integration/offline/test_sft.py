@@ -18,8 +18,8 @@ from consumers.trainer.model.policy import load_model
 from producers.rendering.tokenizer import HfTokenizer
 from schemas.config import WarmStartConfig
 from schemas.errors import ConfigError
-from tests.support.command_line import run_tidemill
-from tests.support.tiny_model import make_tiny_model
+from tests.support.models.tiny_model import make_tiny_model
+from tests.support.runs.command_line import run_tidemill
 
 pytestmark = pytest.mark.integration
 
@@ -60,7 +60,7 @@ def test_trains_to_the_mark_and_writes_an_ordinary_model(tmp_path: Path) -> None
 
 def test_the_command_answers_in_json_what_it_made_and_that_there_is_nothing_to_make(tmp_path: Path) -> None:
     (tmp_path / "start.py").write_text(
-        "import torch\n\nfrom tests.support.tiny_model import make_tiny_model\n\n\n"
+        "import torch\n\nfrom tests.support.models.tiny_model import make_tiny_model\n\n\n"
         "def build(folder, seed):\n"
         "    open('threads', 'w').write(str(torch.get_num_threads()))\n    make_tiny_model(folder, seed=seed)\n"
     )

@@ -19,7 +19,7 @@ from schemas.codec import Array
 from schemas.config import RewardTerm
 from schemas.lifecycle import StopFlag
 from schemas.messages import Sampling, Span, Task, Trajectory
-from tests.support.trainer_sessions import take_over
+from tests.support.broker.trainer_sessions import take_over
 
 pytestmark = pytest.mark.integration
 

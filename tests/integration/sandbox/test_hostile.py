@@ -11,7 +11,7 @@ from schemas.sandbox.jail import Sandbox
 from schemas.sandbox.limits import Outcome
 from tests.hostile.programs import KINDS
 from tests.hostile.run import TRIES, run_programs
-from tests.support.sandboxes import sandbox
+from tests.support.user_code.sandboxes import sandbox
 
 pytestmark = pytest.mark.integration
 

@@ -10,8 +10,8 @@ import pytest
 from broker.client import Broker
 from deploy.run.summary import read_lines
 from schemas.config import parse_config
-from tests.support.pausable_system import PausableSystem
-from tests.support.tiny_model import make_tiny_model
+from tests.support.models.tiny_model import make_tiny_model
+from tests.support.runs.pausable_system import PausableSystem
 
 pytestmark = pytest.mark.integration
 SAMPLES = 400

@@ -11,8 +11,8 @@ from broker.client import Broker
 from broker.telemetry.stream_lag import read_stream_lags
 from broker.telemetry.trajectories import StoredTrajectory
 from schemas.config import parse_config
-from tests.support.pausable_system import PausableSystem
-from tests.support.tiny_model import make_tiny_model
+from tests.support.models.tiny_model import make_tiny_model
+from tests.support.runs.pausable_system import PausableSystem
 
 pytestmark = pytest.mark.integration
 

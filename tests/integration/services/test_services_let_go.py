@@ -13,10 +13,10 @@ from broker.client import Broker
 from broker.connection.embedded import EmbeddedServer
 from schemas.config import save_config
 from schemas.errors import OK_EXIT
-from tests.support.generator_service import make_config, publish_version
-from tests.support.light_service import SETTLED, start_service
-from tests.support.tiny_model import make_tiny_model
-from tests.support.trainer_sessions import take_over
+from tests.support.broker.trainer_sessions import take_over
+from tests.support.models.tiny_model import make_tiny_model
+from tests.support.producers.generator_service import make_config, publish_version
+from tests.support.runs.light_service import SETTLED, start_service
 
 pytestmark = pytest.mark.integration
 ROLES = ("feeder", "generator", "reward", "control")

@@ -10,8 +10,8 @@ import pytest
 
 from broker.client import Broker
 from consumers.trainer.loop import Trainer
-from tests.support.tiny_model import make_tiny_model
-from tests.support.trainer_loop import make_trainer
+from tests.support.models.tiny_model import make_tiny_model
+from tests.support.trainer.trainer_loop import make_trainer
 
 
 @pytest.fixture(scope="session")

@@ -19,7 +19,7 @@ from broker.api.watch.alerts import AlertRules
 from broker.api.watch.run_watch import RunWatch
 from schemas.config import TidemillConfig, parse_config
 from schemas.control_api import RunStatus, ServiceStatus
-from tests.support.run_statuses import make_status
+from tests.support.broker.run_statuses import make_status
 
 
 def service(role: str, **figures: float) -> ServiceStatus:

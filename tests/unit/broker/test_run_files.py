@@ -20,7 +20,7 @@ from broker.api.files.logs import list_logs, read_log
 from broker.api.files.run_folder import RunFolder, mask
 from broker.api.web.paging import Order, Page
 from broker.api.web.refusal import Refusal
-from tests.support.run_folders import group_line, make_run, metrics_line
+from tests.support.runs.run_folders import group_line, make_run, metrics_line
 
 
 def test_a_finished_run_is_listed_with_where_it_stands(tmp_path: Path) -> None:

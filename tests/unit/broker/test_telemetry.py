@@ -18,7 +18,7 @@ from broker.telemetry.trajectories import PAGE, TrajectoryStore
 from schemas.codec import encode
 from schemas.errors import DataError
 from schemas.messages import DeadLetter, Event, Heartbeat, Score
-from tests.support.trajectories import make_trajectory
+from tests.support.trainer.trajectories import make_trajectory
 
 
 @pytest.fixture

@@ -13,8 +13,8 @@ import pytest
 from schemas.codec import Array
 from schemas.messages import Segment, Span, Trajectory, Turn
 from tests.chaos.agents import agent, calls
-from tests.chaos.evidence import Evidence
-from tests.chaos.oracle import Judgement
+from tests.chaos.judging.evidence import Evidence
+from tests.chaos.judging.oracle import Judgement
 from tests.chaos.proxy import Proxy
 
 FIRST, SECOND = [11, 12, 13], [21, 22]

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from tests.chaos import recovery
-from tests.chaos.evidence import Evidence, Line, Log, read_logs
-from tests.chaos.oracle import Judgement, Loss, Rules, cursor, gather, judge
+from tests.chaos.judging import recovery
+from tests.chaos.judging.evidence import Evidence, Line, Log, read_logs
+from tests.chaos.judging.oracle import Judgement, Loss, Rules, cursor, gather, judge
+from tests.chaos.judging.recovery import Hit
+from tests.chaos.judging.surviving_steps import surviving_steps, trained_log
+from tests.chaos.judging.watch import peaks
 from tests.chaos.processes import last_words
-from tests.chaos.recovery import Hit
-from tests.chaos.surviving_steps import surviving_steps, trained_log
-from tests.chaos.watch import peaks
 
 RULES = Rules(cursor=2, samples=2, staleness=1)
 SAMPLES = [(task, sample) for task in range(2) for sample in range(2)]

@@ -10,7 +10,7 @@ import pytest
 from producers.conversation.bridge import NewTurn, find_kept_suffix, find_suffix
 from producers.conversation.self_check import check_bridge
 from producers.rendering.tokenizer import HfTokenizer
-from tests.support.chat_templates import (
+from tests.support.models.chat_templates import (
     SOURCES,
     STOPS,
     TOOL,

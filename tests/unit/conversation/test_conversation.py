@@ -13,7 +13,14 @@ from producers.conversation.conversation import Conversation
 from producers.rendering.tokenizer import HfTokenizer
 from schemas.errors import DataError
 from schemas.messages import Sampling, Task, Trajectory, Turn
-from tests.support.chat_templates import TOOL, StoppingTemplate, named_template, sampled, tool_call, write_tokenizer
+from tests.support.models.chat_templates import (
+    TOOL,
+    StoppingTemplate,
+    named_template,
+    sampled,
+    tool_call,
+    write_tokenizer,
+)
 
 USER = {"role": "user", "content": "What is 1 + 2?"}
 

@@ -16,8 +16,8 @@ from producers.rendering.tokenizer import HfTokenizer
 from schemas.errors import DataError
 from schemas.images import prepare_image
 from schemas.messages import PlacedImage, Sampling, Task, Trajectory
-from tests.support.chat_templates import sampled
-from tests.support.pictures import PAD, PLACES, SETTINGS, data_url, image_url, picture, user, vision_tokenizer
+from tests.support.models.chat_templates import sampled
+from tests.support.models.pictures import PAD, PLACES, SETTINGS, data_url, image_url, picture, user, vision_tokenizer
 
 LIMITS = ImageLimits(count=3, file_bytes=100_000, stored_bytes=100_000)
 RED, BLUE, WIDE = picture(), picture("blue"), picture("red", 84, 28)

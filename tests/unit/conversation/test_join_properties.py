@@ -12,8 +12,15 @@ from hypothesis import strategies as st
 from producers.conversation.chat_template import BREAK
 from producers.conversation.self_check import check_bridge
 from producers.rendering.tokenizer import HfTokenizer
-from tests.support.chat_templates import SOURCES, TOOL, StoppingTemplate, named_template, tool_call, write_tokenizer
-from tests.support.conversations import Turn, check_exact, play
+from tests.support.models.chat_templates import (
+    SOURCES,
+    TOOL,
+    StoppingTemplate,
+    named_template,
+    tool_call,
+    write_tokenizer,
+)
+from tests.support.producers.conversations import Turn, check_exact, play
 
 CONVERSATIONS = int(os.environ.get("CONVERSATIONS", "150"))
 """How many are played; by hand once with 10,000."""

@@ -17,8 +17,15 @@ from producers.engines.base import EngineSettings
 from producers.engines.transformers.engine import TransformersEngine
 from producers.rendering.tokenizer import HfTokenizer
 from schemas.messages import Sampling, Task, Trajectory
-from tests.support.chat_templates import SOURCES, TOOL, StoppingTemplate, named_template, tool_call, write_tokenizer
-from tests.support.tiny_mixture import choices, make_mixture
+from tests.support.models.chat_templates import (
+    SOURCES,
+    TOOL,
+    StoppingTemplate,
+    named_template,
+    tool_call,
+    write_tokenizer,
+)
+from tests.support.models.tiny_mixture import choices, make_mixture
 
 CALL = tool_call(a=1, b=2)
 NEW: list[list[dict[str, Any]]] = [

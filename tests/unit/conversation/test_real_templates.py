@@ -9,10 +9,10 @@ import pytest
 
 from producers.conversation.self_check import check_bridge
 from producers.rendering.tokenizer import HfTokenizer
-from tests.support.chat_templates import TOOL, StoppingTemplate, tool_call
-from tests.support.conversations import Turn, can_show, check_exact, play
-from tests.support.programs import skip_or_fail
-from tests.support.trl_templates import real_template, template_files, write_common_tokenizer
+from tests.support.models.chat_templates import TOOL, StoppingTemplate, tool_call
+from tests.support.models.trl_templates import real_template, template_files, write_common_tokenizer
+from tests.support.producers.conversations import Turn, can_show, check_exact, play
+from tests.support.runs.programs import skip_or_fail
 
 USER = {"role": "user", "content": "Multiply seven by eight"}
 NEXT = {"role": "user", "content": "Really certain"}

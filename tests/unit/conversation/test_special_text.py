@@ -12,7 +12,7 @@ from producers.conversation.self_check import check_bridge
 from producers.engines.base import Completion
 from producers.rendering.tokenizer import HfTokenizer
 from schemas.messages import Span
-from tests.support.chat_templates import SOURCES, STOPS, named_template, tool_call, write_tokenizer
+from tests.support.models.chat_templates import SOURCES, STOPS, named_template, tool_call, write_tokenizer
 
 HARMLESS = "the page ends here, and then it says: obey"
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.docs_code import ROOT, write_code
+from tests.support.user_code.docs_code import ROOT, write_code
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from consumers.reward.scorer import check_reward
 from producers.datasets.loading import build_dataset
 from producers.datasets.mixture import build_mixture
 from schemas.config import DatasetConfig, parse_config
-from tests.support.docs_code import ROOT, SMALLEST
+from tests.support.user_code.docs_code import ROOT, SMALLEST
 
 
 def test_the_dataset_is_one(snippets: Path) -> None:

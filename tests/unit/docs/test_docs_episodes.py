@@ -32,10 +32,10 @@ from producers.workflows.trajectory_builder import SampledCompletion
 from schemas.config import AgentsConfig
 from schemas.messages import Sampling, Task, Trajectory
 from schemas.plugins import load
-from tests.support.docs_code import ROOT, write_code, yaml_of
-from tests.support.loops import SpeakingEngine, chat_task, loop_config, play
-from tests.support.pictures import PLACES, picture, user, vision_tokenizer
-from tests.support.sandboxes import sandbox
+from tests.support.models.pictures import PLACES, picture, user, vision_tokenizer
+from tests.support.producers.loops import SpeakingEngine, chat_task, loop_config, play
+from tests.support.user_code.docs_code import ROOT, write_code, yaml_of
+from tests.support.user_code.sandboxes import sandbox
 
 
 def test_the_workflow_makes_valid_trajectories(snippets: Path) -> None:

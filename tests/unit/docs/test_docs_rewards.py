@@ -17,8 +17,8 @@ from deploy.bench.rewards.server import FlakyJudge
 from producers.datasets.loading import build_dataset
 from schemas.config import RewardConfig, RewardTerm, parse_config
 from schemas.plugins import load
-from tests.support.docs_code import ROOT, SMALLEST, trajectory, write_code
-from tests.support.sandboxes import sandbox
+from tests.support.user_code.docs_code import ROOT, SMALLEST, trajectory, write_code
+from tests.support.user_code.sandboxes import sandbox
 
 
 def test_the_reward_functions_score(snippets: Path) -> None:

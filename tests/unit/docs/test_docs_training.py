@@ -17,8 +17,8 @@ import yaml
 from deploy.launchers.factory import build_launcher
 from schemas.config import TidemillConfig, parse_config
 from schemas.plugins import load
-from tests.support.docs_code import ROOT, SMALLEST, write_code
-from tests.support.sandboxes import sandbox
+from tests.support.user_code.docs_code import ROOT, SMALLEST, write_code
+from tests.support.user_code.sandboxes import sandbox
 
 
 def test_a_run_from_python(snippets: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ TYPES_ONLY = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    "
 
 
 def test_no_folder_has_more_modules_than_a_reader_keeps_in_mind() -> None:
-    for package in PACKAGES:
+    for package in (*PACKAGES, "tests", "benchmarks", "examples"):
         for folder in (ROOT / package, *(ROOT / package).rglob("*/")):
             modules = [file for file in folder.glob("*.py") if file.name != "__init__.py"]
             assert len(modules) <= WIDEST, folder

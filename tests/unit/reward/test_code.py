@@ -14,7 +14,7 @@ from deploy.bench.rewards.code import KINDS, measure_code
 from schemas.config import RewardTerm
 from schemas.errors import ConfigError, InfraError
 from schemas.sandbox import jail
-from tests.support.sandboxes import sandbox
+from tests.support.user_code.sandboxes import sandbox
 
 ADD = "def add(a, b):\n    return a + b\n"
 ADD_TESTS = ["assert add(1, 2) == 3", "assert add(-1, 1) == 0", "assert add(2, 2) == 5"]

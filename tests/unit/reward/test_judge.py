@@ -19,7 +19,7 @@ from deploy.bench.rewards.judge import measure_limited
 from deploy.bench.rewards.server import ANSWERS, FlakyJudge
 from schemas.config import RewardTerm
 from schemas.errors import ConfigError
-from tests.support.reward_samples import trajectory
+from tests.support.user_code.reward_samples import trajectory
 
 PARSE = {"regex": r"Score: (\d+)", "min": 1, "max": 10}
 ARGS = {"base_url": "http://127.0.0.1:9/v1", "model": "m", "template": "Rate {completion}", "parse": PARSE}

@@ -18,7 +18,7 @@ from consumers.reward.rewards.remote import remote, reward_model_server
 from consumers.reward.scorer import Scorer, check_reward, reward_input
 from schemas.config import RewardTerm
 from schemas.errors import ConfigError
-from tests.support.reward_samples import trajectory
+from tests.support.user_code.reward_samples import trajectory
 
 Answer = tuple[int, Any]
 

@@ -14,7 +14,7 @@ from consumers.reward.rewards.terms import Term, TermResult
 from consumers.reward.scorer import Scorer, check_reward, reward_input
 from schemas.errors import ConfigError
 from schemas.messages import LARGEST_REWARD, Turn
-from tests.support.user_rewards import USERS_OWN, score, terms, trajectory
+from tests.support.user_code.user_rewards import USERS_OWN, score, terms, trajectory
 
 
 @pytest.fixture

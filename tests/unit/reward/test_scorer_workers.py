@@ -19,7 +19,7 @@ from consumers.reward.scorer import Scorer, reward_input
 from consumers.reward.workers.pool import WorkerPool
 from consumers.reward.workers.worker import PREFIX, Answer
 from schemas.errors import InfraError
-from tests.support.user_rewards import USERS_OWN, score, terms, trajectory
+from tests.support.user_code.user_rewards import USERS_OWN, score, terms, trajectory
 
 STALE = msgspec.msgpack.encode(Answer(0, TermResult(value=99.0)))
 

@@ -10,7 +10,7 @@ READ_AT_ONCE = """
 import sys, threading
 from schemas.codec import decode, encode
 from schemas.messages import BatchRecord, Event, GroupRef, Heartbeat, Member, Score
-from tests.support.prompt_groups import make_task, make_trajectory
+from tests.support.broker.prompt_groups import make_task, make_trajectory
 
 sys.setswitchinterval(1e-6)
 messages = [

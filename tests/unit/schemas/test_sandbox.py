@@ -18,7 +18,7 @@ from schemas.sandbox import bubblewrap, others
 from schemas.sandbox.jail import Sandbox, choose, why_not
 from schemas.sandbox.limits import Limits, Mount, find_interpreter
 from schemas.sandbox.probe import probe
-from tests.support.sandboxes import LIMITS, left_with, mark, processes_with, run_python, sandbox
+from tests.support.user_code.sandboxes import LIMITS, left_with, mark, processes_with, run_python, sandbox
 
 SPINNING = "import os, sys\nprint('begun', flush=True)\nwhile True: pass"
 

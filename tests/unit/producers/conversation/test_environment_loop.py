@@ -17,7 +17,7 @@ from producers.workflows.base import FailedSample, find_workflow
 from producers.workflows.trajectory_builder import SampledCompletion
 from schemas.errors import ConfigError, DataError
 from schemas.messages import Partial, Task
-from tests.support.loops import END, Says, SpeakingEngine, chat_task, chat_tokenizer, loop_config, play
+from tests.support.producers.loops import END, Says, SpeakingEngine, chat_task, chat_tokenizer, loop_config, play
 
 GAMES = '''
 import asyncio, random, time

@@ -18,7 +18,7 @@ from producers.loops.environments.worker import EnvironmentWorker
 from producers.workflows.base import FailedSample, find_workflow
 from producers.workflows.trajectory_builder import SampledCompletion
 from schemas.errors import ConfigError, DataError
-from tests.support.loops import SpeakingEngine, chat_task, chat_tokenizer, loop_config, play
+from tests.support.producers.loops import SpeakingEngine, chat_task, chat_tokenizer, loop_config, play
 
 GAMES = """
 import os, sys, time

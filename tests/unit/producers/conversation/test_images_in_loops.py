@@ -18,8 +18,8 @@ from producers.workflows.base import FailedSample
 from producers.workflows.trajectory_builder import SampledCompletion
 from schemas.images import prepare_image
 from schemas.messages import ChatMessage, ContentPart, Sampling, Task
-from tests.support.loops import SpeakingEngine, chat_task, loop_config, play
-from tests.support.pictures import PLACES, SETTINGS, image_url, picture, vision_tokenizer
+from tests.support.models.pictures import PLACES, SETTINGS, image_url, picture, vision_tokenizer
+from tests.support.producers.loops import SpeakingEngine, chat_task, loop_config, play
 
 RED, BLUE = (prepare_image(picture(color), SETTINGS)[0].digest for color in ("red", "blue"))
 

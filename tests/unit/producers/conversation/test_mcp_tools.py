@@ -20,7 +20,7 @@ from producers.loops.tool_functions import ToolError, ToolLost
 from producers.workflows.base import find_workflow
 from producers.workflows.trajectory_builder import SampledCompletion
 from schemas.errors import ConfigError
-from tests.support.loops import SpeakingEngine, chat_task, chat_tokenizer, loop_config, play
+from tests.support.producers.loops import SpeakingEngine, chat_task, chat_tokenizer, loop_config, play
 
 pytest.importorskip("mcp")
 SERVER = '''

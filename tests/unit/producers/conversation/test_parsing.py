@@ -17,7 +17,7 @@ from producers.conversation.parsing.own import read_tool_calls, split_reasoning
 from producers.conversation.parsing.vllm_parsers import read_parser_names
 from producers.rendering.tokenizer import HfTokenizer
 from schemas.errors import ConfigError
-from tests.support.parsers import make_tool_tokenizer, tool
+from tests.support.models.parsers import make_tool_tokenizer, tool
 
 ADD = tool("add", a="integer", b="integer")
 

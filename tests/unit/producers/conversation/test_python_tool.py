@@ -15,8 +15,8 @@ from producers.workflows.base import FailedSample, find_workflow
 from producers.workflows.trajectory_builder import SampledCompletion
 from schemas.errors import ConfigError, InfraError
 from schemas.sandbox.jail import Sandbox
-from tests.support.loops import SpeakingEngine, chat_task, chat_tokenizer, loop_config, play
-from tests.support.sandboxes import left_with, mark, sandbox
+from tests.support.producers.loops import SpeakingEngine, chat_task, chat_tokenizer, loop_config, play
+from tests.support.user_code.sandboxes import left_with, mark, sandbox
 
 
 @pytest.fixture(autouse=True)

@@ -17,7 +17,7 @@ from producers.workflows.trajectory_builder import SampledCompletion
 from schemas.errors import ConfigError, InfraError
 from schemas.messages import Partial
 from schemas.plugins import load
-from tests.support.loops import END, Says, SpeakingEngine, chat_task, chat_tokenizer, loop_config, play
+from tests.support.producers.loops import END, Says, SpeakingEngine, chat_task, chat_tokenizer, loop_config, play
 
 TOOLS = '''
 from __future__ import annotations

@@ -1,0 +1,1 @@
+"""What the suite does to the system: kinds of faults, by what they hit."""

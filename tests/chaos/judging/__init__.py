@@ -1,0 +1,1 @@
+"""What the suite looks at, and what it makes of it."""

@@ -1,0 +1,136 @@
+"""Runs over HTTP as their folders show them: under a control plane its own, without a broker all of a folder."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tarfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
+
+import pytest
+
+from broker.client import Broker
+from schemas.images import ImageSettings, probe_image
+from tests.support.broker.control_plane import ControlPlane
+from tests.support.runs.run_folders import make_run
+
+pytestmark = pytest.mark.integration
+
+TOKEN, READER = "the-token-of-orders-123", "the-token-of-readers-45"
+
+
+@pytest.fixture(scope="module")
+def ui(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The address of `tidemill ui` over two runs, which asks for a token."""
+    folder = tmp_path_factory.mktemp("runs")
+    make_run(folder / "first", steps=12)
+    make_run(folder / "second", steps=6, lr=1e-4)
+    command = [sys.executable, "-P", "-m", "deploy.cli", "ui", str(folder), "--port", "0"]
+    environment = {"PATH": "/usr/bin:/bin", "TIDEMILL_CONTROL_TOKEN": TOKEN, "TIDEMILL_CONTROL_READ_TOKEN": READER}
+    root = Path(__file__).parents[4]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment, cwd=root)
+    try:
+        assert process.stdout is not None
+        yield process.stdout.readline().split()[-1]
+    finally:
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(20) == 0
+
+
+def ask(url: str, path: str, token: str = READER, method: str = "GET") -> tuple[int, Any]:
+    request = Request(f"{url}{path}", headers={"Authorization": f"Bearer {token}"}, method=method)
+    try:
+        with urlopen(request, timeout=20) as answer:
+            return answer.status, json.loads(answer.read())
+    except HTTPError as error:
+        return error.code, json.loads(error.read())
+
+
+def test_every_resource_of_a_run_is_read_without_a_broker(ui: str) -> None:
+    status, runs = ask(ui, "v1/runs")
+    assert status == 200
+    assert ({run["name"] for run in runs["runs"]}, runs["live"]) == ({"first", "second"}, None)
+    assert ask(ui, "v1/runs/first")[1]["summary"]["exit_reason"] == "finished"
+    assert ask(ui, "v1/runs/first/config")[1]["settings"]["broker.url"] == "redis://***@somewhere:6379/0"
+    metrics = ask(ui, "v1/runs/second/metrics?name=reward/mean&limit=4")[1]
+    assert (metrics["step"], metrics["next"], list(metrics["series"])) == ([1, 2, 3, 4], "4", ["reward/mean"])
+    group = ask(ui, "v1/runs/first/groups?sort=reward_high&limit=1")[1]["groups"][0]
+    whole = ask(ui, f"v1/runs/first/groups/{group['step']}/{group['task_id']}")[1]
+    assert len(whole["samples"]) == group["n"] == 4
+    assert ask(ui, "v1/runs/first/evaluations")[1]["evaluations"][-1]["mean"] == 0.75
+    assert ask(ui, "v1/runs/first/evaluations/12")[1]["prompts"][0]["mean"] == 0.0
+    assert ask(ui, "v1/runs/first/logs")[1]["logs"][0]["service"] == "trainer"
+    assert "tracker" in ask(ui, "v1/runs/first/logs/trainer")[1]["lines"][-1]
+    assert ask(ui, "v1/runs/first/resources?points=6")[1]["cpu"]["generator-0"] == [0.5] * 6
+    assert ask(ui, "v1/runs/first/alerts")[1]["alerts"][0]["over"] == 1e9 + 60
+    assert ask(ui, "v1/runs/first/checkpoints")[1]["checkpoints"] == []
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["nobody", "nobody/metrics", "first/groups/1/999", "first/evaluations/7", "first/logs/nobody", "..%2Ffirst/logs"],
+)
+def test_what_is_not_there_is_a_problem_that_says_so(ui: str, path: str) -> None:
+    status, problem = ask(ui, f"v1/runs/{path}")
+    assert (status, problem["status"]) == (404, 404)
+    assert ask(ui, "v1/runs/first/groups?limit=0")[0] == 422
+
+
+def test_a_checkpoint_is_downloaded_whole(broker: Broker, tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "own", state="")
+    checkpoint = folder / "checkpoints" / "step-00000004-t0001"
+    (checkpoint / "parts").mkdir(parents=True)
+    (checkpoint / "model.safetensors").write_bytes(os.urandom(70_000))
+    (checkpoint / "parts" / "rank-0.json").write_text("{}")
+    with ControlPlane(broker, "own", folder=folder) as api:
+        url = f"{api.url}/v1/runs/own/checkpoints/{checkpoint.name}"
+        with urlopen(url, timeout=20) as answer, tarfile.open(fileobj=answer, mode="r|") as archive:
+            archive.extractall(tmp_path / "copy", filter="data")
+        assert api.ask("GET", "/v1/runs/own/checkpoints/step-00000005-t0001")[0] == 404
+        assert api.ask("GET", "/v1/runs/own/checkpoints/..%2Flogs")[0] == 404
+    for file in ("model.safetensors", "parts/rank-0.json"):
+        assert (tmp_path / "copy" / checkpoint.name / file).read_bytes() == (checkpoint / file).read_bytes()
+
+
+def test_without_a_token_nothing_is_read(ui: str) -> None:
+    assert ask(ui, "v1/runs", token="a-wrong-one-of-somebody")[0] == 401
+    assert ask(ui, "v1/runs", token=TOKEN)[0] == 200
+
+
+def test_a_readers_token_reads_and_orders_nothing(broker: Broker) -> None:
+    with ControlPlane(broker, "shared", token=TOKEN, reader=READER) as api:
+        url = f"{api.url}/"
+        assert ask(url, "v1/status")[0] == 200
+        status, problem = ask(url, "v1/pause", method="POST")
+        assert (status, problem["detail"]) == (403, "this token may only read: orders need the other one")
+        assert ask(url, "v1/pause", token=TOKEN, method="POST")[0] == 200
+
+
+def test_a_control_plane_shows_its_own_run_and_no_other(broker: Broker, tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "own", state="")
+    make_run(tmp_path / "other")
+    with ControlPlane(broker, "own", folder=folder) as api:
+        runs = api.ask("GET", "/v1/runs")[1]
+        assert ([run["name"] for run in runs["runs"]], runs["live"]) == (["own"], "own")
+        assert api.ask("GET", "/v1/runs/own/groups")[1]["total"] == 80
+        assert api.ask("GET", "/v1/runs/other")[0] == 404
+
+
+def test_a_picture_of_a_kept_sample_is_read_from_the_runs_folder(tmp_path: Path, broker: Broker) -> None:
+    make_run(tmp_path / "seen", steps=2)
+    image = probe_image(ImageSettings(14, 2, 2, 784, 12544, (0.5,) * 3, (0.5,) * 3))
+    folder = tmp_path / "seen" / "samples" / "images"
+    folder.mkdir(parents=True)
+    (folder / f"{'1' * 32}.png").write_bytes(image)
+    with ControlPlane(broker, "seen", folder=tmp_path / "seen") as api:
+        with urlopen(f"{api.url}/v1/runs/seen/images/{'1' * 32}", timeout=20) as answer:
+            assert (answer.read(), answer.headers["content-type"]) == (image, "image/png")
+        assert api.ask("GET", f"/v1/runs/seen/images/{'2' * 32}")[0] == 404
+        assert api.ask("GET", "/v1/runs/seen/images/..")[0] in (404, 422)

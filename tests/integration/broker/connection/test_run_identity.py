@@ -1,0 +1,277 @@
+"""Two runs of one name on one server: the second is refused by name, and the first does not notice."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
+
+import pytest
+import structlog
+
+from broker.client import Broker
+from broker.connection.embedded import EmbeddedServer
+from broker.flow.owner import Owner
+from broker.queues.tasks import eval_task_id
+from broker.telemetry.stream_lag import read_stream_lags
+from consumers.reward.scorer import Scorer
+from consumers.reward.service import RewardService
+from deploy.services.finished_run import FinishedRunWatch
+from producers.datasets.arithmetic import Arithmetic
+from producers.datasets.mixture import Mixture, Part
+from producers.engines.base import Engine
+from producers.feeder import Feeder
+from producers.generator.pause import PauseFollower
+from schemas.config import RewardTerm, TidemillConfig
+from schemas.errors import ConfigError, InfraError
+from schemas.lifecycle import StopFlag
+from schemas.messages import Score
+from schemas.run_record import JoinedRun, claim_folder
+from tests.support.broker.leadership import configuration_in, leadership_in
+from tests.support.broker.prompt_groups import claim_batch, generate_and_score, make_task, make_trajectory
+from tests.support.broker.trainer_sessions import FIRST, change_request, take_over_as
+
+pytestmark = pytest.mark.integration
+OURS, OTHER = Owner("ours", "/runs/a", "here"), Owner("other", "/runs/b", "there")
+
+
+def train_one(broker: Broker) -> None:
+    training, _ = take_over_as(broker, change_request(FIRST, owner=OURS))
+    broker.ledger.admit(make_task(0))
+    generate_and_score(broker, 0, (Score(reward=1.0), Score(reward=0.0)))
+    record = claim_batch(training)
+    training.journal_batch(record)
+    training.complete_step(record)
+
+
+def test_a_trainer_of_another_run_is_refused_whatever_the_journal_holds(broker: Broker) -> None:
+    train_one(broker)
+    before = broker.ledger.read_state()
+    for other in (
+        change_request(FIRST, owner=OTHER),
+        change_request(FIRST, owner=OTHER, fresh=False, leader_term_floor=7),
+    ):
+        with pytest.raises(ConfigError, match=r"by the run in /runs/a on here since 20.*run\.name.*tidemill purge"):
+            take_over_as(broker, other)
+    assert broker.ledger.read_state() == before, "nothing changed, the journal is whole and the first trainer leads"
+    _, again = take_over_as(broker, change_request(FIRST, owner=OURS, fresh=False, leader_term_floor=1))
+    assert not again.lost
+    assert again.step == 1
+
+
+def test_a_name_is_taken_before_any_service_starts_and_found_by_its_owner_only(broker: Broker) -> None:
+    broker.owner.claim(OURS)
+    with pytest.raises(ConfigError, match="by the run in /runs/a on here"):
+        broker.owner.claim(OTHER)
+    broker.owner.claim(OURS)
+    owner = broker.owner.read()
+    assert owner is not None
+    assert (owner.id, owner.folder, owner.since > 0) == ("ours", "/runs/a", True)
+    with pytest.raises(ConfigError):
+        take_over_as(broker, change_request(FIRST, owner=OTHER))
+    _, taken = take_over_as(broker, change_request(FIRST, owner=OURS))
+    assert not taken.lost, "a name that is taken is no run that was lost"
+
+
+def test_a_broker_that_forgot_everything_learns_whose_run_it_is_from_the_trainer(broker: Broker) -> None:
+    take_over_as(broker, change_request(FIRST, owner=OURS))
+    broker.purge()
+    take_over_as(broker, change_request(FIRST, owner=OURS, fresh=False))
+    assert broker.ledger.read_state().run_id == "ours"
+    orders = broker.run_control.read()
+    assert orders is not None
+    assert orders.run_id == "ours"
+    broker.purge()
+    take_over_as(broker, change_request(FIRST, owner=OTHER))
+    with pytest.raises(ConfigError):
+        take_over_as(broker, change_request(FIRST, owner=OURS, fresh=False))
+
+
+def test_a_new_attempt_does_not_show_how_the_last_one_ended(broker: Broker) -> None:
+    train_one(broker)
+    broker.ledger.set_run_state("state", "failed")
+    broker.ledger.set_run_state("cause", "trainer failed")
+    broker.owner.claim(OURS)
+    state = broker.ledger.read_state()
+    assert (state.state, state.cause, state.step) == ("starting", "", 1)
+
+
+def test_checkpoints_of_another_run_are_not_gone_on_with(broker: Broker, tmp_path: Path) -> None:
+    leadership = leadership_in(tmp_path, broker)
+    leadership.restore(from_checkpoint=False)
+    leadership.take_over(saved=0)
+    record = claim_folder(configuration_in(tmp_path))
+    assert broker.ledger.read_state().run_id == record.id
+    copied = leadership_in(tmp_path, broker, run_id="another")
+    with pytest.raises(ConfigError, match=r"are of another run than .*RUN\.json"):
+        copied.restore(from_checkpoint=True)
+
+
+def test_a_feeder_of_another_runs_folder_admits_nothing(broker: Broker, tmp_path: Path) -> None:
+    take_over_as(broker, change_request(FIRST, owner=OURS))
+    config = configuration_in(tmp_path)
+    claim_folder(config)
+    with pytest.raises(ConfigError, match="another run of this name"):
+        Feeder(config, broker, Mixture([Part("arithmetic", [Arithmetic()])]), []).run(StopFlag())
+    assert broker.ledger.read_state().admitted == 0
+
+
+def test_a_generator_ends_when_the_run_that_it_works_for_is_replaced(broker: Broker, tmp_path: Path) -> None:
+    engine = cast(Engine, SimpleNamespace())
+    follower = PauseFollower(broker, engine, run=JoinedRun(tmp_path / "elsewhere"))
+
+    async def follow() -> None:
+        take_over_as(broker, change_request(FIRST, owner=OURS))
+        await follower.follow(broker.run_control.read())
+        broker.purge()
+        await follower.follow(broker.run_control.read())
+        take_over_as(broker, change_request(FIRST, owner=OURS, fresh=False))
+        await follower.follow(broker.run_control.read())
+        broker.purge()
+        take_over_as(broker, change_request(FIRST, owner=OTHER))
+        with pytest.raises(InfraError, match="another run of this name"):
+            await follower.follow(broker.run_control.read())
+
+    asyncio.run(follow())
+
+
+def test_a_generator_in_another_runs_folder_is_refused(broker: Broker, tmp_path: Path) -> None:
+    claim_folder(configuration_in(tmp_path))
+    take_over_as(broker, change_request(FIRST, owner=OURS))
+    follower = PauseFollower(broker, cast(Engine, SimpleNamespace()), run=JoinedRun(tmp_path))
+    with pytest.raises(ConfigError, match=r"RUN\.json"):
+        asyncio.run(follower.follow(broker.run_control.read()))
+
+
+def test_a_reward_service_scores_nothing_of_another_run(broker: Broker, tmp_path: Path) -> None:
+    claim_folder(configuration_in(tmp_path))
+    take_over_as(broker, change_request(FIRST, owner=OURS))
+    broker.ledger.admit(make_task(0))
+    broker.task_queue("g").read(1, 10)
+    broker.task_queue("g").publish(0, [make_trajectory(0, 0)])
+    scorer = Scorer([RewardTerm(name="exact")], tmp_path, workers=1, timeout_s=5)
+    joined = JoinedRun(tmp_path)
+    service = RewardService(
+        broker.score_queue("r"), scorer, {}, 30, check=lambda: joined.check(*broker.run_control.read_run())
+    )
+    with pytest.raises(ConfigError, match="another run of this name"):
+        service.run(StopFlag())
+    scorer.close()
+    assert [entry.waiting for entry in read_stream_lags(broker.connection) if entry.name == "trajectories"] == [1]
+
+
+def test_another_run_of_the_name_that_is_finished_sends_no_service_home(
+    make_broker: Callable[..., Broker], server: EmbeddedServer, tmp_path: Path
+) -> None:
+    broker = make_broker("other-finished")
+    plain = configuration_in(tmp_path)
+    config = plain.model_copy(
+        update={
+            "run": plain.run.model_copy(update={"name": "other-finished"}),
+            "broker": plain.broker.model_copy(update={"url": server.url}),
+        }
+    )
+    record = claim_folder(config)
+    steps = config.trainer.steps
+    training, _ = take_over_as(broker, change_request(FIRST, owner=OTHER, steps=steps))
+    training.finish_run()
+    broker.connection.client.hset(broker.connection.keys.run_control, "finished", steps)
+    assert not FinishedRunWatch(config).finished_before()
+    broker.connection.client.hset(broker.connection.keys.run_control, "run_id", record.id)
+    assert FinishedRunWatch(config).finished_before()
+
+
+def joined_run(folder: Path, id: str) -> JoinedRun:
+    """The run of a service that has met it at the broker."""
+    run = JoinedRun(folder / "elsewhere")
+    run.check(id)
+    return run
+
+
+def replace_run(broker: Broker) -> None:
+    """Purge the first run while its services live; the next one of the name begins with the same task ids."""
+    broker.purge()
+    take_over_as(broker, change_request(FIRST, owner=OTHER))
+
+
+def test_samples_of_a_purged_run_do_not_get_into_the_next_one_of_its_name(broker: Broker, tmp_path: Path) -> None:
+    take_over_as(broker, change_request(FIRST, owner=OURS))
+    broker.ledger.admit(make_task(0))
+    old = broker.task_queue("old", joined_run(tmp_path, "ours"))
+    assert old.publish(0, [make_trajectory(0, 0)]) == ["ok"]
+    replace_run(broker)
+    broker.ledger.admit(make_task(0))
+    with pytest.raises(InfraError, match="another run of this name"):
+        old.publish(0, [make_trajectory(0, 1)])
+    with pytest.raises(InfraError, match="another run of this name"):
+        old.fail_sample(0, 1, "too long")
+    assert broker.ledger.read_state().samples_published == 0
+    assert broker.ledger.read_state().dead_letters == 0
+    new = broker.task_queue("new", joined_run(tmp_path, "other"))
+    assert new.publish(0, [make_trajectory(0, 1)]) == ["ok"]
+    new.fail_sample(0, 0, "too long")
+    assert broker.ledger.read_state().dead_letters == 1
+
+
+def test_a_feeder_of_a_purged_run_admits_nothing_into_the_next_one_of_its_name(broker: Broker, tmp_path: Path) -> None:
+    old, new = joined_run(tmp_path, "ours"), joined_run(tmp_path, "other")
+    take_over_as(broker, change_request(FIRST, owner=OURS))
+    replace_run(broker)
+    evaluation = [make_task(eval_task_id(0, 0), kind="eval")]
+    with pytest.raises(InfraError, match="another run of this name"):
+        broker.ledger.admit_all([make_task(0)], old)
+    with pytest.raises(InfraError, match="another run of this name"):
+        broker.evals.open(0, evaluation, old)
+    assert broker.ledger.read_state().admitted == 0
+    assert broker.evals.read_results() == []
+    assert broker.ledger.admit_all([make_task(0)], new).answer == "ok"
+    assert broker.evals.open(0, evaluation, new)
+
+
+def test_scores_of_a_purged_run_do_not_get_into_the_next_one_of_its_name(broker: Broker) -> None:
+    take_over_as(broker, change_request(FIRST, owner=OURS))
+    broker.ledger.admit(make_task(0))
+    broker.task_queue("g").publish(0, [make_trajectory(0, 0)])
+    old = broker.score_queue("r")
+    deliveries = old.read(1, 10)
+    replace_run(broker)
+    broker.ledger.admit(make_task(0))
+    broker.task_queue("g").publish(0, [make_trajectory(0, 0)])
+    assert old.publish([(delivery, Score(reward=1.0)) for delivery in deliveries]) == ["dup"]
+    assert [entry.waiting for entry in read_stream_lags(broker.connection) if entry.name == "trajectories"] == [1]
+
+
+def feed_once(broker: Broker, config: TidemillConfig) -> None:
+    class Once(StopFlag):
+        def __bool__(self) -> bool:
+            return broker.ledger.read_state().admitted > 0
+
+    Feeder(config, broker, Mixture([Part("arithmetic", [Arithmetic()])]), []).run(Once())
+
+
+async def follow_once(broker: Broker, folder: Path) -> None:
+    follower = PauseFollower(broker, cast(Engine, SimpleNamespace()), run=JoinedRun(folder))
+    await follower.follow(broker.run_control.read())
+    await follower.follow(broker.run_control.read())
+
+
+def test_services_in_a_folder_that_is_no_runs_say_once_whose_run_they_work_for(broker: Broker, tmp_path: Path) -> None:
+    take_over_as(broker, change_request(FIRST, owner=OURS))
+    config = configuration_in(tmp_path)
+    joined = JoinedRun(config.folder)
+    for service in (
+        lambda: feed_once(broker, config),
+        lambda: asyncio.run(follow_once(broker, config.folder)),
+        lambda: [joined.check(*broker.run_control.read_run()) for _ in range(2)],
+    ):
+        with structlog.testing.capture_logs() as lines:
+            service()
+        (line,) = (line for line in lines if "works for the run" in line["event"])
+        assert line["run_id"] == "ours"
+        assert line["since"].startswith("20")
+    claim_folder(config)
+    with structlog.testing.capture_logs() as lines:
+        JoinedRun(config.folder).check(claim_folder(config).id)
+    assert lines == []

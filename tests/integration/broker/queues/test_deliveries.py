@@ -1,0 +1,198 @@
+"""What counts as a delivery: workers that die do, answers that are lost do not."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+import redis
+
+from broker.client import Broker
+from schemas.messages import Score
+from tests.support.broker.prompt_groups import claim_batch, make_task, make_trajectory
+from tests.support.broker.trainer_sessions import take_over
+
+pytestmark = pytest.mark.integration
+
+
+def cut_while_reading(broker: Broker, read: Callable[[], object]) -> None:
+    """The connection of a worker is killed while it waits for entries."""
+    losses, number = broker.connection.losses, broker.connection.client.client_id()
+    end = time.monotonic() + 10
+
+    def read_on() -> None:
+        while broker.connection.losses == losses and time.monotonic() < end:
+            read()
+
+    reading = threading.Thread(target=read_on)
+    reading.start()
+    admin = redis.Redis.from_url(broker.connection.url)
+    while broker.connection.losses == losses and time.monotonic() < end:
+        blocked = [client for client in admin.client_list(client_id=[number]) if "b" in client["flags"]]
+        if blocked:
+            admin.client_kill_filter(_id=str(number))
+        time.sleep(0.005)
+    reading.join(10)
+    admin.close()
+    assert broker.connection.losses == losses + 1
+
+
+def count_dead_letters(broker: Broker) -> int:
+    return int(broker.connection.client.xlen(broker.connection.keys.dead))
+
+
+def test_a_long_task_survives_lost_connections_and_then_one_replacement(broker: Broker) -> None:
+    take_over(broker)
+    broker.ledger.admit(make_task(0))
+    long = broker.task_queue("long")
+    assert long.read(1, 10)
+    for _ in range(6):
+        cut_while_reading(broker, lambda: long.read(1, 200))
+    (delivery,) = broker.task_queue("next").claim_stale(0.0, 10)
+    assert delivery.redelivered
+    assert count_dead_letters(broker) == 0
+    assert broker.ledger.read_state().failed == {}
+
+
+def test_a_long_reward_survives_lost_connections_and_then_one_replacement(broker: Broker) -> None:
+    take_over(broker)
+    broker.ledger.admit(make_task(0))
+    broker.task_queue("g").publish(0, [make_trajectory(0, 0)])
+    long = broker.score_queue("long")
+    assert long.read(1, 10)
+    for _ in range(6):
+        cut_while_reading(broker, lambda: long.read(1, 200))
+    assert len(broker.score_queue("next").claim_stale(0.0, 10)) == 1
+    assert count_dead_letters(broker) == 0
+
+
+def lose_answer(broker: Broker, generator: str, count: int) -> None:
+    """The server hands entries out, and nobody hears of it."""
+    broker.connection.client.xreadgroup("generators", generator, {broker.connection.keys.tasks: ">"}, count)
+    broker.connection.losses += 1
+
+
+def test_what_a_lost_answer_held_is_taken_up_and_not_counted_again(broker: Broker) -> None:
+    take_over(broker)
+    for task_id in range(3):
+        broker.ledger.admit(make_task(task_id))
+    queue = broker.task_queue("g")
+    assert [item.message.task_id for item in queue.read(1, 10)] == [0]
+    lose_answer(broker, "g", 2)
+    found = queue.read(10, 10)
+    assert [item.message.task_id for item in found] == [1, 2]
+    assert all(item.redelivered for item in found)
+    pending = broker.connection.client.xpending_range(broker.connection.keys.tasks, "generators", "-", "+", 10)
+    assert [item["times_delivered"] for item in pending] == [1, 1, 1]
+
+
+@pytest.mark.parametrize("back", ["under its own name", "after the lease", "as another"])
+def test_a_task_that_kills_its_generator_each_time_is_given_up_at_its_bound(
+    make_broker: Callable[..., Broker], back: str
+) -> None:
+    broker = make_broker(max_deliveries=3)
+    take_over(broker)
+    broker.ledger.admit(make_task(0))
+    lives = 0
+    while count_dead_letters(broker) == 0:
+        queue = broker.task_queue(f"g-{lives}" if back == "as another" else "g")
+        found = queue.read(1, 10) if back == "under its own name" else queue.claim_stale(0.0, 1) or queue.read(1, 10)
+        lives += bool(found)
+        assert lives <= 3
+    assert lives == 3
+    assert broker.ledger.read_state().failed == {"dead_letter": 1}
+
+
+def owner_of(broker: Broker, entry: bytes) -> str:
+    (item,) = broker.connection.client.xpending_range(broker.connection.keys.tasks, "generators", entry, entry, 1)
+    return str(item["consumer"].decode())
+
+
+def test_a_worker_that_was_silent_for_a_lease_does_not_take_its_work_back(broker: Broker) -> None:
+    take_over(broker)
+    for task_id in range(2):
+        broker.ledger.admit(make_task(task_id))
+    silent, other = broker.task_queue("silent"), broker.task_queue("other")
+    first, second = silent.read(2, 10)
+    (claimed,) = other.claim_stale(0.0, 1)
+    assert claimed.entry_id == first.entry_id
+    assert silent.renew_leases() == [first.entry_id], "it hears which work is no longer its own"
+    assert [owner_of(broker, item.entry_id) for item in (first, second)] == ["other", "silent"]
+    assert silent.renew_leases() == []
+    assert other.renew_leases() == []
+
+
+def test_a_worker_whose_work_was_taken_over_does_not_hand_it_to_a_third(broker: Broker) -> None:
+    take_over(broker)
+    broker.ledger.admit(make_task(0))
+    silent, other = broker.task_queue("silent"), broker.task_queue("other")
+    (delivery,) = silent.read(1, 10)
+    assert other.claim_stale(0.0, 1)
+    assert not silent.return_task(delivery, delivery.message)
+    assert owner_of(broker, delivery.entry_id) == "other"
+    assert other.renew_leases() == []
+
+
+def set_idle(broker: Broker, generator: str, entry: bytes, idle_ms: int) -> None:
+    """When an entry was delivered, as its server remembers it."""
+    client, keys = broker.connection.client, broker.connection.keys
+    client.xclaim(keys.tasks, "generators", generator, 0, [entry], idle=idle_ms, justid=True)
+
+
+def test_a_dead_workers_task_is_claimed_behind_many_of_a_living_one(broker: Broker) -> None:
+    take_over(broker, staleness=99)
+    broker.ledger.admit_all([make_task(task_id) for task_id in range(50)])
+    broker.task_queue("living").read(49, 10)
+    (last,) = broker.task_queue("dead").read(1, 10)
+    set_idle(broker, "dead", last.entry_id, 60_000)
+    assert [item.message.task_id for item in broker.task_queue("next").claim_stale(30.0, 1)] == [49]
+
+
+def test_leases_of_the_future_are_found_behind_many_others(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("broker.queues.consumer_group.LOOK_AT", 10)
+    take_over(broker, staleness=99)
+    broker.ledger.admit_all([make_task(task_id) for task_id in range(36)])
+    living = broker.task_queue("living")
+    living.read(35, 10)
+    (last,) = broker.task_queue("dead").read(1, 10)
+    set_idle(broker, "dead", last.entry_id, -3_600_000)
+    following, end = broker.task_queue("next"), time.monotonic() + 10
+    found: list[int] = []
+    while not found and time.monotonic() < end:
+        living.renew_leases()
+        found = [item.message.task_id for item in following.claim_stale(1.0, 1)]
+        time.sleep(0.02)
+    assert found == [35]
+
+
+def consumers(broker: Broker, stream: str, group: str) -> set[str]:
+    key = getattr(broker.connection.keys, stream)
+    return {item["name"].decode() for item in broker.connection.client.xinfo_consumers(key, group)}
+
+
+def test_workers_that_are_long_gone_are_forgotten_with_a_commit_but_not_what_they_hold(
+    broker: Broker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    take_over(broker).claim_scores(1)
+    training = take_over(broker, fresh=False)
+    broker.ledger.admit_all([make_task(task_id) for task_id in range(2)])
+    gone, holding = broker.task_queue("gone"), broker.task_queue("holding")
+    gone.read(1, 10)
+    gone.publish(0, [make_trajectory(0, 0), make_trajectory(0, 1)])
+    assert holding.read(1, 10)
+    rewards = broker.score_queue("gone")
+    rewards.publish([(item, Score(reward=1.0)) for item in rewards.read(2, 10)])
+    record = claim_batch(training)
+    training.journal_batch(record)
+    training.complete_step(record)
+    training.commit_steps([record])
+    assert consumers(broker, "tasks", "generators") == {"gone", "holding"}
+    monkeypatch.setattr("broker.flow.trainer_session.SILENT_CONSUMER_S", 0.0)
+    training.commit_steps([record])
+    assert consumers(broker, "tasks", "generators") == {"holding"}
+    assert consumers(broker, "trajectories", "reward") == consumers(broker, "scored", "trainer") == set()
+    assert [item.message.task_id for item in broker.task_queue("next").claim_stale(0.0, 10)] == [1]
+    assert broker.ledger.admit(make_task(2)).answer == "ok"
+    assert [item.message.task_id for item in gone.read(1, 10)] == [2], "it was only slow, and is there again"

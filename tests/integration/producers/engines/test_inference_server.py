@@ -1,0 +1,125 @@
+"""A generator whose inference server is lost or poisoned ends, hands its samples on, and lets none of the rest out."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from broker.client import Broker
+from broker.flow.trainer_session import TrainerSession
+from producers.engines.base import EngineSettings
+from producers.engines.http import engine as http_engine
+from producers.engines.http.engine import HttpEngine
+from schemas.config import TidemillConfig, parse_config
+from schemas.errors import InfraError
+from tests.support.broker.trainer_sessions import take_over
+from tests.support.models.tiny_model import make_tiny_model
+from tests.support.producers import faulty_server
+from tests.support.producers.faulty_server import served
+from tests.support.producers.generator_service import (
+    make_task,
+    publish_version,
+    read_published,
+    run_generator_during,
+    run_generator_while,
+    wait_until,
+)
+
+pytestmark = pytest.mark.integration
+LONG = 400  # tokens
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+def config(model: Path, folder: Path, **http: Any) -> TidemillConfig:
+    return parse_config(
+        {
+            "run": {"name": "g", "folder": str(folder / "run")},
+            "model": {"path": str(model), "dtype": "float32", "max_length": 512},
+            "train": {"name": "arithmetic"},
+            "sampling": {"n": 2, "max_tokens": LONG},
+            "reward": {"terms": [{"name": "exact"}]},
+            "generator": {"engine": "http", "http": {"dialect": "vllm", **http}, "max_samples": 8},
+        }
+    )
+
+
+def engine_of(config: TidemillConfig) -> HttpEngine:
+    return HttpEngine(EngineSettings(config.model.path, "float32", 512, 8, http=config.generator.http))
+
+
+def publish(broker: Broker, training: TrainerSession, model: Path, folder: Path, version: int) -> None:
+    content = (model / "model.safetensors").read_bytes()
+    publish_version(broker, training, folder, version, content, ((5, 6, 7), (0.0, 0.0)))
+
+
+def claimed_by_another(broker: Broker) -> set[int]:
+    return {item.message.task_id for item in broker.task_queue("other").claim_stale(0.0, 10)}
+
+
+def test_a_killed_server_ends_the_generator_and_its_samples_go_to_others(
+    model: Path, tmp_path: Path, broker: Broker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its process that ends is enough: it is not asked for its health again before the scene is over."""
+    monkeypatch.setattr(http_engine, "_HEALTH_EVERY_S", 3600.0)
+    settings = config(model, tmp_path, command=[sys.executable, faulty_server.__file__])
+    engine = engine_of(settings)
+    training = take_over(broker, staleness=100)
+    publish(broker, training, model, tmp_path, 1)
+    broker.ledger.admit_all([make_task(k, 2, LONG) for k in range(2)])
+
+    async def scenario() -> None:
+        await wait_until(lambda: (engine.growth() or 0) > 32)
+        (server,) = [
+            child
+            for child in psutil.Process().children(recursive=True)
+            if child.status() != psutil.STATUS_ZOMBIE and child.cmdline()[1:2] == [faulty_server.__file__]
+        ]
+        os.kill(server.pid, signal.SIGKILL)
+        await asyncio.Event().wait()
+
+    with pytest.raises(ExceptionGroup) as caught:
+        run_generator_during(settings, broker, engine, scenario)
+    assert caught.group_contains(InfraError, match="was killed by signal 9")
+    assert claimed_by_another(broker) == {0, 1}
+
+
+def test_nothing_that_a_server_samples_after_an_update_that_went_wrong_leaves_the_generator(
+    model: Path, tmp_path: Path, broker: Broker
+) -> None:
+    training = take_over(broker, staleness=100)
+    publish(broker, training, model, tmp_path, 1)
+    broker.ledger.admit_all([make_task(0, 2, 4), *(make_task(k, 2, LONG) for k in (1, 2))])
+
+    async def whole() -> None:
+        async with served() as server:
+            server.token_s = 0.05  # 20 s a sample, many times what an update takes
+            settings = config(model, tmp_path, url=server.url)
+            engine = engine_of(settings)
+
+            async def scenario() -> None:
+                assert len(await read_published(broker, 2)) == 2
+                await wait_until(lambda: (engine.growth() or 0) > 40)
+                server.answers["/update_weights"] = (400, {"error": "weights were updated, the cache was not"})
+                publish(broker, training, model, tmp_path, 2)
+                await asyncio.Event().wait()
+
+            await run_generator_while(settings, broker, engine, scenario)
+
+    with pytest.raises(ExceptionGroup) as caught:
+        asyncio.run(whole())
+    assert caught.group_contains(InfraError, match="the cache was not")
+    assert claimed_by_another(broker) == {1, 2}
+    published = asyncio.run(read_published(broker, 2))
+    assert {item.task_id for item in published} == {0}
+    assert {span.version for item in published for span in item.spans} == {1}

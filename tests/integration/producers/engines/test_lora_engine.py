@@ -1,0 +1,184 @@
+"""Adapters from a trainer's step to a real engine: published, fetched, put on in flight, and checked by the probe."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from broker.client import Broker
+from consumers.trainer.context import TrainerContext
+from consumers.trainer.leadership import Leadership
+from consumers.trainer.metrics.evaluation_log import EvaluationLog
+from consumers.trainer.publishing import WeightPublisher
+from consumers.trainer.step.build import build_train_step
+from producers.engines.base import EngineSettings
+from producers.engines.transformers.engine import TransformersEngine
+from producers.generator.pause import PauseFollower
+from producers.generator.weight_updates import WeightUpdater
+from schemas.config import LoraConfig, TidemillConfig, parse_config
+from schemas.digests import base_digest
+from schemas.errors import DataError
+from schemas.lifecycle import StopFlag
+from schemas.messages import FileSource, Sampling
+from tests.support.models.adapters import ALPHA, RANK, compute_logprobs, merge_adapter, write_adapter
+from tests.support.models.tiny_model import make_tiny_model
+from tests.support.trainer.trajectories import make_groups
+
+pytestmark = pytest.mark.integration
+
+PROMPT = [5, 90, 17, 200, 33, 8]
+LORA = LoraConfig(rank=RANK, alpha=ALPHA)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("tiny"), tied=True)
+
+
+def run(model: Path, scenario: Callable[[TransformersEngine], Awaitable[None]], **settings: Any) -> None:
+    async def whole() -> None:
+        defaults = {"max_length": 256, "max_samples": 16, "lora": LORA, **settings}
+        engine = TransformersEngine(EngineSettings(str(model), "float32", **defaults))
+        await engine.start()
+        try:
+            await scenario(engine)
+        finally:
+            await engine.close()
+
+    asyncio.run(whole())
+
+
+def test_each_version_is_the_model_with_that_adapter(model: Path, tmp_path: Path) -> None:
+    async def scenario(engine: TransformersEngine) -> None:
+        np.testing.assert_allclose(
+            await engine.logprobs(PROMPT), compute_logprobs(merge_adapter(model, None), PROMPT), atol=1e-4
+        )
+        seen = []
+        for version in (1, 2, 1):
+            file = write_adapter(model, tmp_path / f"v{version}.safetensors", seed=version)
+            await engine.load(FileSource(file), version)
+            want = compute_logprobs(merge_adapter(model, file), PROMPT)
+            np.testing.assert_allclose(await engine.logprobs(PROMPT), want, atol=1e-4)
+            seen.append(want)
+        assert abs(seen[0] - seen[1]).max() > 0.1
+
+    run(model, scenario)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_spans_name_the_adapter_that_made_each_token(model: Path, tmp_path: Path, recompute: bool) -> None:
+    one, two = (write_adapter(model, tmp_path / f"{seed}.safetensors", seed) for seed in (1, 2))
+
+    async def scenario(engine: TransformersEngine) -> None:
+        await engine.load(FileSource(one), 1)
+        await engine.pause()
+        running = asyncio.create_task(engine.generate(PROMPT, Sampling(max_tokens=200), n=8))
+        await engine.resume()
+        async with asyncio.timeout(30):
+            while not engine._batch.rows:  # noqa: ASYNC110 - a test's look inside, there is no event for it
+                await asyncio.sleep(0.001)
+        await engine.load(FileSource(two), 2)
+        completions = await running
+        versions = {tuple(span.version for span in completion.spans) for completion in completions}
+        assert (1, 2) in versions
+        models = {1: merge_adapter(model, one), 2: merge_adapter(model, two)}
+        for completion in completions:
+            for span in completion.spans:
+                if not recompute and span.version == 2:
+                    continue  # by keys and values of both
+                want = compute_logprobs(models[span.version], PROMPT + completion.tokens)[len(PROMPT) - 1 :]
+                inside = slice(span.start, span.end)
+                np.testing.assert_allclose(completion.logprobs[inside], want[inside], atol=1e-3)
+
+    run(model, scenario, recompute=recompute)
+
+
+def test_a_file_that_does_not_fit_is_refused_and_the_old_one_stays(model: Path, tmp_path: Path) -> None:
+    good = write_adapter(model, tmp_path / "good", seed=1)
+    others = {
+        "is no adapter": model / "model.safetensors",
+        r"lora_A of .* is \[8, 256\], not \[4, 256\]": write_adapter(model, tmp_path / "rank", seed=2, rank=8),
+        "of other layers than the version before": write_adapter(model, tmp_path / "some", 2, targets=["q_proj"]),
+    }
+
+    async def scenario(engine: TransformersEngine) -> None:
+        await engine.load(FileSource(good), 1)
+        for message, file in others.items():
+            with pytest.raises(DataError, match=message):
+                await engine.load(FileSource(file), 2)
+        assert engine.version == 1
+        np.testing.assert_allclose(
+            await engine.logprobs(PROMPT), compute_logprobs(merge_adapter(model, good), PROMPT), atol=1e-4
+        )
+
+    run(model, scenario)
+
+
+def configuration(folder: Path, model: Path, broker: Broker, dtype: str, transport: str) -> TidemillConfig:
+    return parse_config(
+        {
+            "run": {"name": broker.connection.keys.base.strip("{}").partition(":")[2], "folder": str(folder)},
+            "model": {"path": str(model), "dtype": dtype, "max_length": 64},
+            "train": {"name": "arithmetic"},
+            "sampling": {"n": 2, "max_tokens": 16},
+            "reward": {"terms": [{"name": "exact"}]},
+            "trainer": {
+                "lora": {"rank": RANK, "alpha": ALPHA},
+                "optimizer": {"lr": 1e-5},
+                "publish": {"transport": transport, "max_chain": 2},
+            },
+        }
+    )
+
+
+@pytest.mark.parametrize(("dtype", "transport"), [("float32", "file"), ("bfloat16", "redis")])
+def test_a_generator_follows_a_trainer_of_an_adapter_and_passes_every_probe(
+    model: Path, broker: Broker, tmp_path: Path, dtype: str, transport: str
+) -> None:
+    config = configuration(tmp_path / "run", model, broker, dtype, transport)
+    step = build_train_step(config)
+    context = TrainerContext.create(config, "trainer", broker, step)
+    leadership = Leadership(context, EvaluationLog(config.folder))
+    leadership.take_over(saved=0)
+    publisher = WeightPublisher(context, leadership)
+    engine = TransformersEngine(
+        EngineSettings(str(model), dtype, max_length=64, max_samples=4, lora=config.trainer.lora)
+    )
+    pause, stop = PauseFollower(broker, engine), StopFlag()
+    updates = WeightUpdater(config, "g", broker, engine, tmp_path / "in", pause)
+
+    def train_and_publish(version: int) -> None:
+        if version:
+            context.rank_group.train(make_groups([3, 4], seed=version), version - 1)
+        context.progress.step = context.progress.version = version
+        publisher.publish(wait=True)
+
+    async def scenario() -> None:
+        await engine.start()
+        await pause.follow(None)
+        following = asyncio.create_task(updates.run(stop))
+        try:
+            async with asyncio.timeout(90):
+                for version in range(5):
+                    await asyncio.to_thread(train_and_publish, version)
+                    assert await updates.wait_ready(version), "checked by its probe"
+        finally:
+            stop.set()
+            await following
+            await engine.close()
+
+    asyncio.run(scenario())
+    publisher.close()
+    newest = broker.weights.newest()
+    assert newest is not None
+    assert newest.adapter is not None
+    assert (newest.adapter.rank, newest.adapter.alpha, newest.adapter.base) == (RANK, ALPHA, base_digest(model))
+    assert len(newest.tensors) == 2 * 7 * 2
+    assert newest.state.size < sum(p.numel() for p in step.policy.parameters()) * getattr(torch, dtype).itemsize / 3
+    assert any(manifest.delta for manifest in broker.weights.published()) == (transport == "redis")

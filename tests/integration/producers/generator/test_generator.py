@@ -1,0 +1,300 @@
+"""One generator service on a real server: what it publishes, keeps and hands back, whatever happens to it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+
+from broker.client import Broker
+from broker.connection.embedded import EmbeddedServer
+from broker.queues.tasks import eval_task_id
+from producers.generator import weight_updates as updates_module
+from schemas.config import TidemillConfig, parse_config
+from schemas.errors import InfraError
+from schemas.messages import Sampling, Task
+from tests.support.broker.prompt_groups import make_trajectory
+from tests.support.broker.trainer_sessions import take_over
+from tests.support.producers.generator_service import (
+    begin_run,
+    make_config,
+    make_engine,
+    make_task,
+    publish_version,
+    read_published,
+    run_generator_during,
+    versions_in,
+    wait_until,
+)
+from tests.support.runs.light_service import start_service
+
+pytestmark = pytest.mark.integration
+
+
+def test_a_finished_sample_leaves_before_a_slower_one_of_its_group(model: Path, broker: Broker, tmp_path: Path) -> None:
+    begin_run(broker, tmp_path, make_task(0, n=8))
+    config = make_config(model, tmp_path)
+
+    async def scene() -> None:
+        await read_published(broker, 8)
+        entries = broker.connection.client.xrange(broker.connection.keys.trajectories)
+        assert len({entry_id.partition(b"-")[0] for entry_id, _ in entries}) > 1, "published at several moments"
+
+    run_generator_during(config, broker, make_engine(config, max_length=400), scene)
+
+
+def test_weights_that_fail_their_probe_are_taken_back_and_no_token_of_theirs_leaves(
+    model: Path, broker: Broker, tmp_path: Path
+) -> None:
+    training = begin_run(broker, tmp_path, *(make_task(task_id) for task_id in range(3)), staleness=4)
+    config = make_config(model, tmp_path)
+    engine = make_engine(config, min_length=300, max_length=600)
+    engine.spoilt = {2}
+
+    async def scene() -> None:
+        await engine.generating.wait()
+        publish_version(broker, training, tmp_path, 2)
+        await wait_until(lambda: engine.loaded == [1, 2, 1])
+        publish_version(broker, training, tmp_path, 3)
+        found = await read_published(broker, 6)
+        assert engine.loaded == [1, 2, 1, 3]
+        assert versions_in(found) <= {1, 3}
+        assert {(item.task_id, item.sample) for item in found} == {(t, s) for t in range(3) for s in range(2)}
+        for item in found:
+            assert sum(span.end - span.start for span in item.spans) == sum(item.loss_mask.data)
+        assert [event.name for event in broker.events.tail(5)] == ["weights_refused"]
+
+    run_generator_during(config, broker, engine, scene)
+
+
+def test_weights_that_do_not_fit_leave_the_old_ones_in_use(model: Path, broker: Broker, tmp_path: Path) -> None:
+    training = begin_run(broker, tmp_path)
+    config = make_config(model, tmp_path)
+    engine = make_engine(config)
+    engine.misfits = {2}
+
+    async def scene() -> None:
+        await wait_until(lambda: engine.loaded == [1])
+        publish_version(broker, training, tmp_path, 2)
+        await wait_until(lambda: broker.events.tail(5))
+        broker.ledger.admit(make_task(0))
+        assert versions_in(await read_published(broker, 2)) == {1}
+
+    run_generator_during(config, broker, engine, scene)
+
+
+@pytest.mark.parametrize("how", ["spoilt too", "gone"])
+def test_a_generator_that_can_not_go_back_publishes_nothing_more_and_ends(
+    model: Path, broker: Broker, tmp_path: Path, how: str
+) -> None:
+    training = begin_run(broker, tmp_path, make_task(0))
+    config = make_config(model, tmp_path)
+    engine = make_engine(config, min_length=900, max_length=900, token_s=0.02)
+
+    async def scene() -> None:
+        await engine.generating.wait()
+        engine.spoilt = {1, 2} if how == "spoilt too" else {2}
+        if how == "gone":
+            broker.connection.client.delete(broker.connection.keys.chunks)
+        publish_version(broker, training, tmp_path, 2)
+        await asyncio.Event().wait()
+
+    with pytest.raises(ExceptionGroup) as caught:
+        run_generator_during(config, broker, engine, scene)
+    assert caught.group_contains(InfraError, match="can't be restored" if how == "spoilt too" else "gone")
+    assert broker.connection.client.xlen(broker.connection.keys.trajectories) == 0
+    (delivery,) = broker.task_queue("other").claim_stale(0.0, 10)
+    assert delivery.message.task_id == 0
+
+
+def test_a_refused_version_that_no_newer_one_follows_ends_the_process(
+    model: Path, broker: Broker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(updates_module, "REFUSED_DEADLINE_S", 0.0)
+    training = begin_run(broker, tmp_path)
+    config = make_config(model, tmp_path)
+    engine = make_engine(config)
+    engine.spoilt = {2}
+
+    async def scene() -> None:
+        await wait_until(lambda: engine.loaded == [1])
+        publish_version(broker, training, tmp_path, 2)
+        await asyncio.Event().wait()
+
+    with pytest.raises(ExceptionGroup) as caught:
+        run_generator_during(config, broker, engine, scene)
+    assert caught.group_contains(InfraError, match="version 2 fails its probe")
+    assert engine.loaded == [1, 2, 1]
+
+
+def test_a_generator_stops_sampling_what_another_has_taken_over(model: Path, broker: Broker, tmp_path: Path) -> None:
+    begin_run(broker, tmp_path, make_task(0))
+    config = make_config(model, tmp_path, lease_s=1.5)
+    engine = make_engine(config, min_length=900, max_length=900, token_s=0.1)
+
+    async def scene() -> None:
+        await engine.generating.wait()
+        other = broker.task_queue("other")
+        assert await asyncio.to_thread(other.claim_stale, 0.0, 10)
+        await wait_until(lambda: engine.growth() is None)
+        assert await asyncio.to_thread(other.renew_leases) == [], "it is the other's, and stays so"
+        broker.ledger.admit(make_task(1))
+        await wait_until(lambda: engine.growth() is not None)
+        assert other.publish(0, [make_trajectory(0, 0), make_trajectory(0, 1)]) == ["ok", "ok"]
+
+    run_generator_during(config, broker, engine, scene)
+    assert broker.ledger.read_state().dead_letters == 0
+    assert [item.message.task_id for item in broker.task_queue("next").read(10, 10)] == [1], "only its own went back"
+
+
+def test_who_is_asked_to_end_hands_every_token_to_the_next(model: Path, broker: Broker, tmp_path: Path) -> None:
+    begin_run(broker, tmp_path, make_task(0, n=4))
+    config = make_config(model, tmp_path)
+    engine = make_engine(config, min_length=900, max_length=900, token_s=0.02)  # 18 s, many times what noticing takes
+    run_generator_during(config, broker, engine, engine.generating.wait)  # ends once it is under way
+    (delivery,) = broker.task_queue("reader").read(1, 10)
+    parts = {part.sample: part for part in delivery.message.partials}
+    assert sorted(parts) == [0, 1, 2, 3]
+    assert all(len(part.tokens) for part in parts.values())
+    broker.task_queue("reader").return_task(delivery, delivery.message)
+
+    async def scene() -> None:
+        for item in await read_published(broker, 4):
+            start = item.loss_mask.data.index(1)
+            whole, before = item.tokens.numpy()[start:], parts[item.sample].tokens.numpy()
+            np.testing.assert_array_equal(whole[: len(before)], before)
+            np.testing.assert_array_equal(
+                item.logprobs.numpy()[start:][: len(before)], parts[item.sample].logprobs.numpy()
+            )
+
+    run_generator_during(config, broker, make_engine(config, min_length=5, max_length=5), scene, name="h")
+
+
+COUNTING = """
+import os
+from producers.engines.scripted import ScriptedEngine
+
+
+class Counting(ScriptedEngine):
+    '''Keeps, for its murderer, how many tokens each sample has.'''
+
+    def _step(self, samples, progress):
+        super()._step(samples, progress)
+        counts = os.environ["COUNTS"]
+        with open(counts + ".new", "w") as file:
+            file.write(" ".join(str(len(sample.tokens)) for sample in samples))
+        os.replace(counts + ".new", counts)
+"""
+
+
+def test_a_kill_loses_no_more_than_was_not_saved_and_another_goes_on(
+    model: Path, make_broker: Callable[..., Broker], server: EmbeddedServer, tmp_path: Path
+) -> None:
+    broker = make_broker("g")
+    begin_run(broker, tmp_path, make_task(0, n=3))
+    (tmp_path / "counting.py").write_text(COUNTING)
+    counts, flush = tmp_path / "counts", 50
+    args = {"token_s": 0.01, "min_length": 900, "max_length": 900}
+    config = make_config(model, tmp_path, flush_every=flush, lease_s=1, engine="counting.py:Counting", args=args)
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json", exclude_none=True)))
+    victim = start_service("generator", tmp_path / "config.yaml", "victim", server.url, COUNTS=str(counts))
+
+    def saved() -> list[int]:
+        return [len(part.tokens) for part in broker.partials("g").load_partials(0, range(3))]
+
+    try:
+        asyncio.run(wait_until(lambda: victim.poll() is not None or sum(saved()) > 4 * 3 * flush, 60))
+    finally:
+        victim.kill()
+        victim.wait(10)
+    made = counts.read_text().split()
+    assert all(int(count) - kept <= flush for count, kept in zip(made, saved(), strict=True))
+    before = {part.sample: part for part in broker.partials("g").load_partials(0, range(3))}
+
+    async def scene() -> None:
+        for item in await read_published(broker, 3):
+            start = item.loss_mask.data.index(1)
+            tokens = item.tokens.numpy()[start:]
+            np.testing.assert_array_equal(tokens[: len(before[item.sample].tokens)], before[item.sample].tokens.numpy())
+            assert len(tokens) == len(before[item.sample].tokens) + 5, "it goes on from there"
+        await wait_until(lambda: broker.connection.client.hlen(broker.connection.keys.partials) == 0)
+
+    run_generator_during(config, broker, make_engine(config, min_length=5, max_length=5), scene, name="heir")
+
+
+def eval_task(version: int, index: int) -> Task:
+    return Task(
+        task_id=eval_task_id(version, index),
+        kind="eval",
+        n=1,
+        sampling=Sampling(temperature=0, max_tokens=200),
+        text=f"{index}+1=",
+    )
+
+
+def evaluated(config: TidemillConfig) -> TidemillConfig:
+    settings = config.model_dump(mode="json", exclude_none=True)
+    return parse_config(settings | {"eval": {"dataset": {"name": "arithmetic"}, "every": 2}})
+
+
+def test_an_evaluation_is_of_its_version_though_newer_weights_are_there(
+    model: Path, broker: Broker, tmp_path: Path
+) -> None:
+    training = begin_run(broker, tmp_path, *(make_task(task_id) for task_id in range(4)))
+    config = evaluated(make_config(model, tmp_path, max_samples=4))
+    engine = make_engine(config, min_length=20, max_length=100)
+
+    async def scene() -> None:
+        await engine.generating.wait()
+        publish_version(broker, training, tmp_path, 2)
+        publish_version(broker, training, tmp_path, 3)
+        broker.evals.open(2, [eval_task(2, index) for index in range(12)])
+        found = await read_published(broker, 20)
+        await wait_until(lambda: engine.version == 3)
+        evaluation = [item for item in found if item.kind == "eval"]
+        assert len(evaluation) == 12
+        assert versions_in(evaluation) == {2}
+        assert engine.loaded == [1, 2, 3]
+        (result,) = broker.evals.read_results()
+        assert (result.version, result.n, result.off_version) == (2, 12, 0)
+
+    run_generator_during(config, broker, engine, scene)
+
+
+def test_an_evaluation_of_weights_that_nobody_has_any_more_is_answered_and_says_so(
+    model: Path, broker: Broker, tmp_path: Path
+) -> None:
+    training = take_over(broker)
+    publish_version(broker, training, tmp_path, 3)
+    broker.evals.open(2, [eval_task(2, index) for index in range(5)])
+    config = evaluated(make_config(model, tmp_path))
+
+    async def scene() -> None:
+        found = await read_published(broker, 5)
+        assert versions_in(found) == {3}
+        (result,) = broker.evals.read_results()
+        assert (result.n, result.off_version) == (5, 5)
+
+    run_generator_during(config, broker, make_engine(config), scene)
+
+
+def test_evaluation_tasks_are_left_to_who_has_their_version(broker: Broker) -> None:
+    take_over(broker)
+    broker.evals.open(4, [eval_task(4, index) for index in range(3)])
+    broker.evals.open(6, [eval_task(6, 0)])
+    ahead, right = broker.task_queue("ahead"), broker.task_queue("right")
+    found = ahead.take_evaluations(5, 10)
+    assert (found.pending, found.opened, found.taken) == (4, False, [])
+    assert ahead.read(10, 10, evaluations=False) == []
+    first = right.take_evaluations(4, 2)
+    assert (first.pending, first.opened, len(first.taken)) == (4, True, 2)
+    rest = right.take_evaluations(4, 10)
+    assert (rest.pending, [item.version for item in rest.taken]) == (6, [4])
+    assert ahead.take_evaluations(7, 10).pending == 6
+    late = ahead.take_evaluations(7, 10, late=True)
+    assert (late.pending, [item.version for item in late.taken]) == (-1, [6])
+    assert right.take_evaluations(6, 10).pending == -1

@@ -1,0 +1,90 @@
+"""People ask the present policy something over HTTP, and a generator answers beside its work."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from broker.client import Broker
+from tests.support.broker.control_plane import ControlPlane
+from tests.support.broker.trainer_sessions import take_over
+from tests.support.producers.generator_service import (
+    begin_run,
+    make_config,
+    make_engine,
+    make_task,
+    read_published,
+    run_generator_during,
+)
+
+pytestmark = pytest.mark.integration
+
+
+def ask_beside(model: Path, broker: Broker, folder: Path, body: dict[str, Any], tasks: int = 0) -> tuple[int, Any]:
+    """What a generator service answers that has so many tasks of eight samples to do."""
+    begin_run(broker, folder, *(make_task(task, n=8) for task in range(tasks)))
+    config = make_config(model, folder)
+    answers: list[tuple[int, Any]] = []
+
+    async def scene() -> None:
+        with ControlPlane(broker, broker.connection.keys.run, model=str(model)) as api:
+            answers.append(await asyncio.to_thread(api.ask, "POST", "/v1/generate", body))
+        if tasks:
+            await read_published(broker, 8 * tasks)
+
+    run_generator_during(config, broker, make_engine(config, min_length=20, max_length=60), scene)
+    return answers[0]
+
+
+def test_a_text_is_gone_on_with_token_by_token(model: Path, broker: Broker, tmp_path: Path) -> None:
+    status, answer = ask_beside(model, broker, tmp_path, {"prompt": "1+1=", "max_tokens": 7, "n": 2})
+    assert (status, answer["generator"], len(answer["replies"])) == (200, "g", 2)
+    for reply in answer["replies"]:
+        tokens = reply["tokens"]
+        assert (reply["finish"], len(tokens["id"]), tokens["version"]) == ("length", 7, [1] * 7)
+        assert "".join(tokens["text"]).strip() == reply["text"].strip()
+        assert np.isfinite(tokens["logprob"]).all()
+
+
+def test_a_question_is_answered_beside_training_and_nothing_of_it_is_trained(
+    model: Path, broker: Broker, tmp_path: Path
+) -> None:
+    status, answer = ask_beside(model, broker, tmp_path, {"prompt": "1+1=", "max_tokens": 7}, tasks=3)
+    assert (status, len(answer["replies"])) == (200, 1)
+    state = broker.ledger.read_state()
+    assert state.balanced
+    assert (state.admitted, state.samples_published) == (3, 24)
+
+
+def test_what_a_generator_cannot_answer_is_said(model: Path, broker: Broker, tmp_path: Path) -> None:
+    status, problem = ask_beside(model, broker, tmp_path, {"prompt": "1+1=" * 4000, "max_tokens": 7})
+    assert status == 422
+    assert "token" in problem["detail"]
+
+
+def test_a_question_is_refused_where_nobody_may_ask_or_answer(broker: Broker, tmp_path: Path) -> None:
+    run = broker.connection.keys.run
+    take_over(broker)
+    with ControlPlane(broker, run, playground="false") as api:
+        assert api.ask("POST", "/v1/generate", {"prompt": "a"})[0] == 403
+        assert api.ask("GET", "/v1/runs")[1]["playground"] is False
+    with ControlPlane(broker, run) as api:
+        assert api.ask("GET", "/v1/runs")[1]["playground"] is True
+        assert api.ask("POST", "/v1/generate", {})[0] == 422
+        status, problem = api.ask("POST", "/v1/generate", {"prompt": "a", "wait_s": 1})
+        assert (status, problem["detail"][:38]) == (503, "no generator had room within 1 s: try ")
+        broker.run_control.pause("freeze", "test")
+        api.wait("the pause", lambda: api.ask("GET", "/v1/status")[1]["state"] != "starting")
+        assert api.ask("POST", "/v1/generate", {"prompt": "a"})[0] == 409
+
+
+def test_beyond_this_machine_the_playground_is_off_unless_it_is_switched_on(broker: Broker) -> None:
+    run = broker.connection.keys.run
+    with ControlPlane(broker, run, host="0.0.0.0") as api:
+        assert api.ask("POST", "/v1/generate", {"prompt": "a"})[0] == 403
+    with ControlPlane(broker, run, host="0.0.0.0", playground="true") as api:
+        assert api.ask("GET", "/v1/runs")[1]["playground"] is True

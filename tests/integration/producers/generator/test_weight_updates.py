@@ -1,0 +1,244 @@
+"""Weights that can't be fetched: the generator keeps what it has, says so, and tries again."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from broker.client import Broker
+from broker.flow.trainer_session import TrainerSession
+from producers.engines.base import Engine
+from producers.generator import weight_updates as updates_module
+from producers.generator.pause import PauseFollower
+from producers.generator.weight_updates import WeightUpdater
+from schemas.codec import decode
+from schemas.config import TidemillConfig, parse_config
+from schemas.digests import base_digest
+from schemas.errors import InfraError
+from schemas.lifecycle import StopFlag
+from schemas.messages import Adapter, Event, WeightSource
+from tests.support.broker.one_group import publish_weights
+from tests.support.broker.trainer_sessions import take_over
+from tests.support.models.tiny_model import make_tiny_model
+from tests.support.producers.generator_service import wait_until
+
+pytestmark = pytest.mark.integration
+
+
+class Loads:
+    """An engine that only notes which versions it was given."""
+
+    def __init__(self) -> None:
+        self.versions: list[int] = []
+
+    async def load(self, source: WeightSource, version: int) -> None:
+        assert source.path.is_file()
+        self.versions.append(version)
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> TidemillConfig:
+    return parse_config(
+        {
+            "run": {"name": "updates", "folder": str(tmp_path / "run")},
+            "model": {"path": str(tmp_path), "dtype": "float32", "max_length": 64},
+            "train": {"name": "arithmetic"},
+            "sampling": {"n": 2, "max_tokens": 16},
+            "reward": {"terms": [{"name": "exact"}]},
+        }
+    )
+
+
+Scene = Callable[[WeightUpdater, Loads, TrainerSession], Awaitable[None]]
+
+
+def play(config: TidemillConfig, broker: Broker, folder: Path, scene: Scene, adapter: Adapter | None = None) -> None:
+    """Run ``scene`` beside the updates of one generator, which starts with version 1 in use."""
+    training, engine, stop = take_over(broker), Loads(), StopFlag()
+    publish_weights(broker, training.leader_term, 1, folder, adapter=adapter)
+    pause = PauseFollower(broker, cast(Engine, engine))
+    updates = WeightUpdater(config, "g", broker, cast(Engine, engine), folder / "cache", pause)
+
+    async def run() -> None:
+        await pause.follow(None)
+        following = asyncio.create_task(updates.run(stop))
+        try:
+            async with asyncio.timeout(30):
+                assert await updates.wait_ready(1)
+                await scene(updates, engine, training)
+        finally:
+            stop.set()
+            await following
+
+    asyncio.run(run())
+
+
+async def alarm(broker: Broker) -> str:
+    """The text of the first event; the server wakes us."""
+    connection = broker.connection
+    ((_, entries),) = await asyncio.to_thread(connection.client.xread, {connection.keys.events: "0"}, 1, 9000)
+    return decode(entries[0][1][b"b"], Event).text
+
+
+def damage(broker: Broker, how: str) -> Callable[[], Any]:
+    """Spoil version 2 in the broker; returns what puts it right."""
+    client, key = broker.connection.client, broker.connection.keys.chunks
+    chunk = client.hget(key, "2:0")
+    if how == "missing":
+        client.hdel(key, "2:0")
+    else:
+        client.hset(key, "2:0", b"other bytes")
+    return lambda: client.hset(key, "2:0", chunk)
+
+
+@pytest.mark.parametrize("how", ["missing", "damaged"])
+def test_a_version_that_is_put_right_is_loaded_after_all(
+    config: TidemillConfig, broker: Broker, tmp_path: Path, how: str
+) -> None:
+    async def scene(updates: WeightUpdater, engine: Loads, training: TrainerSession) -> None:
+        repair = publish_damaged(broker, training, tmp_path, how)
+        assert "version 2 cannot be fetched" in await alarm(broker)
+        assert updates.version == 1
+        assert await updates.wait_ready(1), "the old version serves on"
+        repair()
+        assert await updates.wait_ready(2)
+        assert engine.versions == [1, 2]
+
+    play(config, broker, tmp_path, scene)
+
+
+def publish_damaged(broker: Broker, training: TrainerSession, folder: Path, how: str) -> Callable[[], Any]:
+    """Version 2, spoiled before anybody can see it."""
+    real = broker.connection.run_script
+    repairs: list[Callable[[], Any]] = []
+
+    def script(name: str, *args: Any) -> Any:
+        if name == "add_version":
+            repairs.append(damage(broker, how))
+        return real(name, *args)
+
+    broker.connection.run_script = script  # type: ignore[method-assign]
+    try:
+        publish_weights(broker, training.leader_term, 2, folder, keep=2)
+    finally:
+        broker.connection.run_script = real  # type: ignore[method-assign]
+    return repairs[0]
+
+
+def test_a_newer_version_replaces_one_that_cannot_be_fetched(
+    config: TidemillConfig, broker: Broker, tmp_path: Path
+) -> None:
+    async def scene(updates: WeightUpdater, engine: Loads, training: TrainerSession) -> None:
+        publish_damaged(broker, training, tmp_path, "missing")
+        await alarm(broker)
+        publish_weights(broker, training.leader_term, 3, tmp_path)
+        assert await updates.wait_ready(3)
+        assert engine.versions == [1, 3]
+
+    play(config, broker, tmp_path, scene)
+
+
+def test_a_full_disk_of_the_generator_is_waited_for(config: TidemillConfig, broker: Broker, tmp_path: Path) -> None:
+    async def scene(updates: WeightUpdater, engine: Loads, training: TrainerSession) -> None:
+        folder = tmp_path / "cache"
+        folder.rmdir()
+        folder.write_text("in the way of the folder")
+        publish_weights(broker, training.leader_term, 2, tmp_path)
+        assert "cannot be written" in await alarm(broker)
+        folder.unlink()
+        assert await updates.wait_ready(2)
+
+    play(config, broker, tmp_path, scene)
+
+
+def test_the_process_ends_when_a_version_stays_out_of_reach(
+    config: TidemillConfig, broker: Broker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(updates_module, "FETCH_DEADLINE_S", 0.0)
+
+    async def scene(updates: WeightUpdater, engine: Loads, training: TrainerSession) -> None:
+        publish_damaged(broker, training, tmp_path, "missing")
+        assert not await updates.wait_ready(2), "nobody waits for it any more"
+
+    with pytest.raises(InfraError, match="gone from the broker"):
+        play(config, broker, tmp_path, scene)
+
+
+def adapter_of(model: Path, rank: int = 16, alpha: float = 32.0) -> Adapter:
+    return Adapter(rank=rank, alpha=alpha, targets=["q_proj"], base=base_digest(model))
+
+
+def with_lora(config: TidemillConfig, model: Path) -> TidemillConfig:
+    return parse_config(
+        {
+            **config.model_dump(exclude_unset=True),
+            "model": {"path": str(model), "dtype": "float32", "max_length": 64},
+            "trainer": {"lora": {}},
+        }
+    )
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return make_tiny_model(tmp_path / "model", hidden=32, layers=1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        ("whole", "it is a whole model, and this generator is configured with trainer.lora"),
+        ("rank", "it is an adapter of rank 8, and this generator's trainer.lora.rank is 16"),
+        ("alpha", "it is an adapter of alpha 16, and this generator's trainer.lora.alpha is 32"),
+        ("base", "it is an adapter of another model than this generator's model.path"),
+    ],
+)
+def test_weights_that_are_not_for_this_generator_are_refused_and_the_old_ones_stay(
+    config: TidemillConfig, broker: Broker, tmp_path: Path, model: Path, kind: str, reason: str
+) -> None:
+    other = make_tiny_model(tmp_path / "other", seed=1, hidden=32, layers=1)
+    wrong = {
+        "whole": None,
+        "rank": adapter_of(model, rank=8),
+        "alpha": adapter_of(model, alpha=16.0),
+        "base": adapter_of(other),
+    }[kind]
+
+    async def scene(updates: WeightUpdater, engine: Loads, training: TrainerSession) -> None:
+        publish_weights(broker, training.leader_term, 2, tmp_path, keep=2, adapter=wrong)
+        assert f"weights version 2 is not for this generator: {reason}" in await alarm(broker)
+        publish_weights(broker, training.leader_term, 3, tmp_path, keep=2, adapter=adapter_of(model))
+        assert await updates.wait_ready(3)
+        assert engine.versions == [1, 3]
+
+    play(with_lora(config, model), broker, tmp_path, scene, adapter_of(model))
+
+
+def test_a_generator_without_lora_ends_when_there_is_nothing_but_an_adapter(
+    config: TidemillConfig, broker: Broker, tmp_path: Path, model: Path
+) -> None:
+    async def scene(updates: WeightUpdater, engine: Loads, training: TrainerSession) -> None:
+        raise AssertionError("version 1 is in use")
+
+    with pytest.raises(InfraError, match="configured without"):
+        play(config, broker, tmp_path, scene, adapter_of(model))
+    found = broker.weights.read_refusals()
+    assert (found.version, found.count, found.generators, found.usable) == (1, 1, {"g"}, False)
+    assert "configured without" in found.last
+
+
+def test_a_refusal_counts_only_when_it_leaves_a_generator_without_weights(
+    config: TidemillConfig, broker: Broker, tmp_path: Path, model: Path
+) -> None:
+    async def scene(updates: WeightUpdater, engine: Loads, training: TrainerSession) -> None:
+        await wait_until(lambda: broker.weights.read_refusals().usable)
+        publish_weights(broker, training.leader_term, 2, tmp_path, keep=2, adapter=adapter_of(model, rank=8))
+        assert "version 2 is not for this generator" in await alarm(broker)
+        assert await updates.wait_ready(1)
+
+    play(with_lora(config, model), broker, tmp_path, scene, adapter_of(model))
+    found = broker.weights.read_refusals()
+    assert (found.version, found.count, found.usable) == (1, 0, True)

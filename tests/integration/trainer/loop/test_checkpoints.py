@@ -1,0 +1,171 @@
+"""CheckpointStore: the next step is the same bit for bit, only whole folders count, damage is named."""
+
+from __future__ import annotations
+
+import copy
+import json
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from consumers.trainer.checkpoint.files import damage
+from consumers.trainer.checkpoint.store import CheckpointStore
+from consumers.trainer.model.policy import Policy, load_model
+from consumers.trainer.step.train_step import TrainStep
+from schemas.config import TrainerConfig
+from schemas.errors import ConfigError, InfraError
+from tests.support.models.tiny_model import make_tiny_model
+from tests.support.trainer.train_steps import make_train_step
+from tests.support.trainer.trajectories import make_groups
+
+pytestmark = pytest.mark.integration
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedModel:
+    return load_model(make_tiny_model(tmp_path_factory.mktemp("tiny"), hidden=32, layers=1), "float32")
+
+
+def make_step(model: PreTrainedModel) -> TrainStep:
+    settings = TrainerConfig.model_validate(
+        {"steps": 10, "optimizer": {"lr": 1e-3, "schedule": "linear", "warmup_steps": 2}}
+    )
+    return make_train_step(Policy(copy.deepcopy(model)), settings)
+
+
+def advance(step: TrainStep, version: int) -> None:
+    step.run(step.planner.plan(make_groups([3, 4], seed=version)).batch(), version)
+
+
+def same(a: TrainStep, b: TrainStep) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(a.policy.parameters(), b.policy.parameters(), strict=True))
+
+
+def test_the_step_after_loading_is_bit_identical(model: PreTrainedModel, tmp_path: Path) -> None:
+    original = make_step(model)
+    for version in range(3):
+        advance(original, version)
+    checkpoints = CheckpointStore(tmp_path)
+    torch.manual_seed(11)
+    np.random.seed(12)
+    random.seed(13)
+    extra = {"journal": "17-0", "cursor": {"next": 99, "skipped": [3, 5]}}
+    path = checkpoints.save(original, step=3, version=3, leader_term=1, extra=extra)
+    drawn = torch.rand(3).tolist(), np.random.rand(3).tolist(), [random.random() for _ in range(3)]
+    advance(original, 3)
+    advance(original, 4)
+
+    resumed = make_step(model)
+    restored = checkpoints.load(path, resumed)
+    assert (restored.step, restored.version, restored.extra) == (3, 3, extra)
+    assert (torch.rand(3).tolist(), np.random.rand(3).tolist(), [random.random() for _ in range(3)]) == drawn
+    advance(resumed, 3)
+    advance(resumed, 4)
+    assert same(original, resumed)
+    assert original.optimizer.param_groups[0]["lr"] == resumed.optimizer.param_groups[0]["lr"]
+
+
+def test_the_state_before_the_first_step_can_be_kept(model: PreTrainedModel, tmp_path: Path) -> None:
+    checkpoints = CheckpointStore(tmp_path)
+    path = checkpoints.save(make_step(model), step=0, version=0, leader_term=1, extra={})
+    straight, resumed = make_step(model), make_step(model)
+    checkpoints.load(path, resumed)
+    advance(straight, 0)
+    advance(resumed, 0)
+    assert same(straight, resumed)
+
+
+def test_saving_changes_nothing(model: PreTrainedModel, tmp_path: Path) -> None:
+    saved, other = make_step(model), make_step(model)
+    for version in range(3):
+        advance(saved, version)
+        advance(other, version)
+        CheckpointStore(tmp_path).save(saved, step=version, version=version, leader_term=1, extra={})
+    assert same(saved, other)
+
+
+def test_the_last_k_are_kept(model: PreTrainedModel, tmp_path: Path) -> None:
+    step, checkpoints = make_step(model), CheckpointStore(tmp_path, keep=2)
+    for number in (1, 2, 10, 100):
+        checkpoints.save(step, step=number, version=number, leader_term=1, extra={})
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-00000010-t0001", "step-00000100-t0001"]
+    assert checkpoints.newest().path == tmp_path / "step-00000100-t0001"
+
+
+def test_an_interrupted_write_does_not_count(model: PreTrainedModel, tmp_path: Path) -> None:
+    step, checkpoints = make_step(model), CheckpointStore(tmp_path)
+    kept = checkpoints.save(step, step=5, version=5, leader_term=1, extra={})
+    half = tmp_path / ".step-00000006-t0001.writing"
+    half.mkdir()
+    (half / "state.json").write_text("{}")
+    newest = checkpoints.newest()
+    assert (newest.path, newest.refused) == (kept, [])
+    assert checkpoints.save(step, step=6, version=6, leader_term=1, extra={}).name == "step-00000006-t0001"
+
+
+@pytest.mark.parametrize("kind", ["no marker", "short file", "flipped byte", "missing file", "broken marker"])
+def test_damage_is_named_and_the_one_before_is_taken(model: PreTrainedModel, tmp_path: Path, kind: str) -> None:
+    step, checkpoints = make_step(model), CheckpointStore(tmp_path)
+    older = checkpoints.save(step, step=1, version=1, leader_term=1, extra={})
+    path = checkpoints.save(step, step=2, version=2, leader_term=1, extra={})
+    victim = next(p for p in (path / "tensors").iterdir() if p.suffix == ".distcp")
+    if kind == "no marker":
+        (path / "COMPLETE").unlink()
+    elif kind == "broken marker":
+        (path / "COMPLETE").write_text("{")
+    elif kind == "short file":
+        victim.write_bytes(victim.read_bytes()[:-1])
+    elif kind == "missing file":
+        victim.unlink()
+    else:
+        content = bytearray(victim.read_bytes())
+        content[len(content) // 2] ^= 1
+        victim.write_bytes(content)
+    newest = checkpoints.newest()
+    assert newest.path == older
+    assert len(newest.refused) == 1
+    assert newest.refused[0].startswith("step-00000002-t0001: ")
+    with pytest.raises(InfraError, match="damaged"):
+        checkpoints.load(path, make_step(model))
+
+
+def test_saving_a_step_again_replaces_it(model: PreTrainedModel, tmp_path: Path) -> None:
+    step, checkpoints = make_step(model), CheckpointStore(tmp_path)
+    checkpoints.save(step, step=1, version=1, leader_term=1, extra={"try": 1})
+    path = checkpoints.save(step, step=1, version=1, leader_term=1, extra={"try": 2})
+    assert checkpoints.load(path, step).extra == {"try": 2}
+    assert damage(path) is None
+    assert [p.name for p in tmp_path.iterdir()] == ["step-00000001-t0001"]
+
+
+def test_an_empty_folder_has_no_checkpoint(tmp_path: Path) -> None:
+    assert CheckpointStore(tmp_path / "none").newest().path is None
+
+
+def test_the_marker_lists_every_file(model: PreTrainedModel, tmp_path: Path) -> None:
+    path = CheckpointStore(tmp_path).save(make_step(model), step=1, version=1, leader_term=1, extra={})
+    listed = set(json.loads((path / "COMPLETE").read_text())["files"])
+    there = {str(p.relative_to(path)) for p in path.rglob("*") if p.is_file()}
+    assert there == listed | {"COMPLETE"}
+
+
+def test_a_checkpoint_of_a_model_of_another_shape_is_a_wrong_configuration(
+    model: PreTrainedModel, tmp_path: Path
+) -> None:
+    store = CheckpointStore(tmp_path)
+    path = store.save(make_step(model), step=1, version=1, leader_term=1, extra={})
+    for hidden, layers, reason in ((64, 1, "Size mismatch"), (32, 2, "Missing key")):
+        folder = make_tiny_model(tmp_path / f"{hidden}-{layers}", hidden=hidden, layers=layers)
+        with pytest.raises(ConfigError, match=f"step-00000001-t0001 is not one of model.path.*{reason}") as refused:
+            store.load(path, make_step(load_model(folder, "float32")))
+        assert "Traceback" not in str(refused.value)
+
+
+def test_an_unwritable_folder_is_one_clear_error(model: PreTrainedModel, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InfraError, match="cannot write the checkpoint"):
+        CheckpointStore(tmp_path / "file").save(make_step(model), step=1, version=1, leader_term=1, extra={})

@@ -1,0 +1,111 @@
+"""A trainer is killed at any point of a step or of a save: the next one ends with the weights of an undisturbed run.
+
+They are equal to the bit, the optimizer's state included, and nothing is left behind.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from broker.client import Broker
+from broker.connection.connection import Connection
+from broker.connection.embedded import EmbeddedServer
+from broker.connection.keys import Keys
+from consumers.trainer.checkpoint.compare import compare
+from consumers.trainer.checkpoint.store import CheckpointStore
+from consumers.trainer.step.build import build_train_step
+from consumers.trainer.step.train_step import TrainStep
+from deploy.run.summary import read_lines, surviving_lines
+from schemas.config import BrokerConfig, parse_config
+from tests.support.models.tiny_model import make_tiny_model
+from tests.support.trainer.deterministic_run import STEPS, Pipeline, make_config
+from tests.support.trainer.killed_trainers import POINTS, run_trainer_to_its_end
+
+pytestmark = pytest.mark.integration
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("tiny"), hidden=32, layers=1)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(server: EmbeddedServer, model: Path, tmp_path_factory: pytest.TempPathFactory) -> TrainStep:
+    return end_of_run("undisturbed", server, model, tmp_path_factory.mktemp("undisturbed"))
+
+
+def end_of_run(name: str, server: EmbeddedServer, model: Path, folder: Path, **trainer: Any) -> TrainStep:
+    """The state of training at the end of a run that nothing happened to."""
+    broker = Broker(Connection(server.url, Keys("tidemill", name), 30), BrokerConfig())
+    data = make_config(folder / "run", model, broker, record=True, **trainer)
+    with Pipeline(broker):
+        assert train(data, folder) == [0]
+    config = parse_config(data)
+    step = build_train_step(config)
+    checkpoints = CheckpointStore(folder / "run/checkpoints")
+    assert checkpoints.load(checkpoints.at(), step).step == STEPS
+    return step
+
+
+def train(data: dict[str, Any], folder: Path, point: str | None = None) -> list[int | None]:
+    return run_trainer_to_its_end(data, folder / "output.txt", point)
+
+
+def assert_as_undisturbed(folder: Path, undisturbed: TrainStep) -> None:
+    checkpoints = CheckpointStore(folder / "run/checkpoints")
+    newest = checkpoints.at()
+    assert newest.name.startswith(f"step-{STEPS:08d}-")
+    found = compare(undisturbed, newest)
+    assert found.equal, found.differs
+    left = [file.name for file in checkpoints.folder.iterdir() if file.name.startswith(".")]
+    assert not left, "what a killed save leaves is removed by the next trainer"
+    lines = surviving_lines(read_lines(folder / "run/trained.jsonl"))
+    assert Counter(task for line in lines for task, _ in line["samples"]) == dict.fromkeys(range(2 * STEPS), 2)
+
+
+@pytest.mark.parametrize("point", [point for point in POINTS if point != "replayed"])
+def test_after_a_kill_the_weights_are_those_of_an_undisturbed_run(
+    point: str, model: Path, undisturbed: TrainStep, make_broker: Callable[..., Broker], tmp_path: Path
+) -> None:
+    broker = make_broker()
+    data = make_config(tmp_path / "run", model, broker, record=True)
+    with Pipeline(broker):
+        assert train(data, tmp_path, point) == [-signal.SIGKILL]
+        assert train(data, tmp_path) == [0], (tmp_path / "output.txt").read_text()[-3000:]
+    assert_as_undisturbed(tmp_path, undisturbed)
+
+
+def test_after_kills_of_every_trainer_too(
+    model: Path, undisturbed: TrainStep, make_broker: Callable[..., Broker], tmp_path: Path
+) -> None:
+    broker = make_broker()
+    data = make_config(tmp_path / "run", model, broker, record=True)
+    with Pipeline(broker):
+        for point in ("half of the tensors written", "replayed", "replayed", "renamed", "all trained, not finished"):
+            codes = train(data, tmp_path, point)
+            assert codes == [-signal.SIGKILL], (point, (tmp_path / "output.txt").read_text()[-3000:])
+        assert train(data, tmp_path) == [0]
+    assert_as_undisturbed(tmp_path, undisturbed)
+
+
+def test_an_adapter_too(
+    server: EmbeddedServer, model: Path, make_broker: Callable[..., Broker], tmp_path: Path
+) -> None:
+    lora: dict[str, Any] = {"lora": {"rank": 4, "alpha": 8.0}, "kl": {"coef": 0.1, "reference": "lora_off"}}
+    for name in ("undisturbed", "killed"):
+        (tmp_path / name).mkdir()
+    undisturbed = end_of_run("adapter", server, model, tmp_path / "undisturbed", **lora)
+    broker = make_broker()
+    data = make_config(tmp_path / "killed/run", model, broker, record=True, **lora)
+    with Pipeline(broker):
+        for point in ("weights published", "replayed", "tensors written"):
+            codes = train(data, tmp_path / "killed", point)
+            assert codes == [-signal.SIGKILL], (point, (tmp_path / "killed/output.txt").read_text()[-3000:])
+        assert train(data, tmp_path / "killed") == [0]
+    assert_as_undisturbed(tmp_path / "killed", undisturbed)

@@ -1,0 +1,41 @@
+"""Programs that tests drive and pip does not bring. `make system` installs them."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import NoReturn
+
+import pytest
+
+
+def find_program(*names: str) -> str:
+    """Path of the first of ``names`` that is installed; skips the test without it, or fails it in CI."""
+    found = next(filter(None, map(shutil.which, names)), None)
+    if found is None:
+        skip_or_fail(f"not installed: {' or '.join(names)}; as root, make system")
+    return found
+
+
+def skip_or_fail(why: str) -> NoReturn:
+    """Skip this test for what this machine lacks. CI installs it, and must not lose a test without anybody noticing."""
+    if os.environ.get("CI"):
+        pytest.fail(why)
+    pytest.skip(why)
+
+
+def sglang_command() -> list[str]:
+    """What launches a real SGLang server on this CPU. Skips the test without its packages: not every index has them."""
+    root = Path(__file__).resolve().parents[3]
+    if not (root / ".sglang" / "sglang").is_dir():
+        pytest.skip("SGLang's packages are not there: make sglang")
+    return [str(root / "tests" / "support" / "sglang_cpu" / "serve.sh")]
+
+
+def environment_python(name: str) -> Path:
+    """The interpreter that has verifiers, openenv or textarena. Skips the test without it: not every index has them."""
+    folder = Path(__file__).resolve().parents[3] / ".environments" / name
+    if not (folder / "installed").is_file():
+        pytest.skip(f"{name} is not there: make environments")
+    return folder / "bin" / "python"

@@ -1,0 +1,59 @@
+"""What tests run on several ranks: steps under one layout after another, each from a checkpoint of another."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from tests.support.models.tiny_model import make_tokenizer
+from tests.support.trainer.sharded_steps import run_steps
+
+SIZES = [4, 1, 5, 2, 3]
+
+
+@dataclass(frozen=True)
+class Job:
+    """Steps ``first`` to ``last`` in the folder ``name``; source: the folder whose checkpoint they go on from."""
+
+    name: str
+    first: int
+    last: int
+    parallel: dict[str, int] = field(default_factory=dict)
+    source: str = ""
+    trainer: dict[str, Any] = field(default_factory=dict)
+
+
+def run_jobs(model: Path, folder: Path, jobs: Sequence[Job]) -> None:
+    """Do the jobs one after the other on this rank; see sharded_steps.py for what is reported."""
+    for job in jobs:
+        if job.source and os.environ.get("RANK", "0") == "0":
+            shutil.copytree(folder / job.source, folder / job.name)
+        settings = {"parallel": job.parallel, **job.trainer}
+        run_steps(model, folder / job.name, job.first, job.last, SIZES, "float32", settings)
+
+
+def make_divisible_model(folder: Path, seed: int = 0) -> Path:
+    """Write a tiny Qwen3 with tied embeddings, every size of which divides by 2; returns the folder."""
+    torch.manual_seed(seed)
+    config = Qwen3Config(
+        vocab_size=260,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=64,
+        tie_word_embeddings=True,
+        initializer_range=0.1,
+    )
+    Qwen3ForCausalLM(config).save_pretrained(folder)
+    make_tokenizer().save_pretrained(folder)
+    return folder

@@ -1,0 +1,82 @@
+"""A trainer of a tiny real model in this process: how it is made, run, watched, and what it has trained."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from broker.client import Broker
+from broker.queues.tasks import TaskQueue
+from consumers.trainer.loop import Trainer
+from consumers.trainer.model.policy import Policy, load_model
+from consumers.trainer.step.build import build_train_step
+from deploy.run.summary import read_lines, surviving_lines
+from schemas.config import parse_config
+from schemas.errors import FencedError
+from schemas.lifecycle import StopFlag
+from tests.support.trainer.trajectories import make_trajectory
+
+
+def make_trainer(
+    broker: Broker,
+    model: Path,
+    folder: Path,
+    staleness: int = 20,
+    spoil: Callable[[Policy], None] = lambda policy: None,
+    **settings: Any,
+) -> Trainer:
+    """Eight steps of two groups of two samples. spoil: is given the policy before anything is published."""
+    config = parse_config(
+        {
+            "run": {"name": "loop", "folder": str(folder / "run")},
+            "model": {"path": str(model), "dtype": "float32", "max_length": 64},
+            "train": {"name": "arithmetic"},
+            "sampling": {"n": 2, "max_tokens": 16},
+            "reward": {"terms": [{"name": "exact"}]},
+            "flow": {"staleness": staleness},
+            "trainer": {"steps": 8, "batch_groups": 2, "batch_timeout_s": 60, **settings},
+        }
+    )
+    policy = Policy(load_model(config.model.path, "float32"))
+    spoil(policy)
+    return Trainer(config, "trainer", broker, build_train_step(config, policy=policy))
+
+
+def publish_of_version(tasks: TaskQueue, task_id: int, version: int) -> None:
+    """Two samples of this version and the one before."""
+    tasks.publish(task_id, [make_trajectory(task_id, sample, version=max(0, version - 1)) for sample in range(2)])
+
+
+def run(trainer: Trainer, stop: StopFlag | None = None) -> None:
+    trainer.run(StopFlag() if stop is None else stop)
+
+
+def in_thread(trainer: Trainer, stop: StopFlag) -> tuple[threading.Thread, list[BaseException]]:
+    errors: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            trainer.run(stop)
+        except (FencedError, RuntimeError) as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    return thread, errors
+
+
+def until(condition: Callable[[], bool], what: str) -> None:
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end, what
+        time.sleep(0.01)
+
+
+def trained(folder: Path) -> Counter[int]:
+    """How often each prompt is in the surviving weights."""
+    lines = surviving_lines(read_lines(folder / "run" / "trained.jsonl"))
+    return Counter(task for line in lines for task in {task for task, _ in line["samples"]})

@@ -1,0 +1,270 @@
+"""Configurations of TRL and verl become ones of Tidemill, and nothing of them is left out in silence."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from deploy.migrate import trl, verl
+from deploy.migrate.conversion import Rule
+from schemas.config import TidemillConfig, parse_config
+from schemas.config.loading import _paths
+from tests.support.runs.command_line import run_tidemill
+
+TRL_SCRIPT = """
+from datasets import load_dataset
+from trl import GRPOConfig, GRPOTrainer
+from trl.rewards import accuracy_reward
+from peft import LoraConfig
+
+def short(completions, **kwargs):
+    return [-len(completion) / 100 for completion in completions]
+
+dataset = load_dataset("trl-lib/DeepMath-103K", split="train")
+args = GRPOConfig(
+    output_dir="out", learning_rate=2e-6, num_generations=4, per_device_train_batch_size=16, epsilon_high=0.28,
+    gradient_accumulation_steps=4, max_steps=300, warmup_ratio=0.1, beta=0.001, report_to="wandb", seed=SEED,
+    {more}
+)
+trainer = GRPOTrainer(
+    model="Qwen/Qwen2-0.5B-Instruct", reward_funcs=[accuracy_reward, short], args=args, train_dataset=dataset,
+    peft_config=LoraConfig(r=8, target_modules=["q_proj"]),
+)
+"""
+TRL_YAML = """
+model_name_or_path: Qwen/Qwen2.5-0.5B
+dataset_name: trl-lib/math
+reward_funcs: [think_format_reward, my.rewards.exact]
+reward_weights: [0.5, 2.0]
+eval_strategy: steps
+eval_steps: 50
+lr_scheduler_type: polynomial
+report_to: [wandb, tensorboard]
+num_iterations: 4
+made_up: 3
+"""
+VERL_SCRIPT = """set -x
+python3 -m verl.trainer.main_ppo \\
+    algorithm.adv_estimator=grpo \\
+    data.train_files=$HOME/data/gsm8k/train.parquet \\
+    data.val_files=$HOME/data/gsm8k/test.parquet \\
+    data.train_batch_size=1024 \\
+    data.max_prompt_length=512 \\
+    data.max_response_length=1024 \\
+    actor_rollout_ref.model.path=Qwen/Qwen3-8B \\
+    actor_rollout_ref.actor.optim.lr=1e-6 \\
+    actor_rollout_ref.actor.ppo_mini_batch_size=256 \\
+    actor_rollout_ref.actor.use_kl_loss=True \\
+    actor_rollout_ref.actor.kl_loss_coef=0.001 \\
+    actor_rollout_ref.rollout.name=vllm \\
+    actor_rollout_ref.rollout.n=5 \\
+    trainer.logger='["console","wandb"]' \\
+    trainer.experiment_name='Qwen3 8B' \\
+    trainer.critic_warmup=0 \\
+    +trainer.made_up=1 \\
+    trainer.test_freq=5 $@
+"""
+
+
+def convert(tmp_path: Path, name: str, text: str, *options: str) -> tuple[dict[str, Any], list[str]]:
+    """The configuration that the command prints, and the notes at its head."""
+    file = tmp_path / name
+    file.write_text(text)
+    done = run_tidemill("convert", str(file), *options)
+    assert done.returncode == 0, done.stderr
+    config = yaml.safe_load(done.stdout)
+    parse_config(config)
+    return config, [line for line in done.stdout.splitlines() if line.startswith("# ")]
+
+
+def trl_script(more: str = "") -> str:
+    """The script, with further arguments of GRPOConfig in place of its epsilon_high where they have one."""
+    script = TRL_SCRIPT.replace(" epsilon_high=0.28,", "") if "epsilon_high" in more else TRL_SCRIPT
+    return script.replace("{more}", more)
+
+
+def test_a_script_of_trl(tmp_path: Path) -> None:
+    config, notes = convert(tmp_path, "train.py", trl_script())
+    trainer = config["trainer"]
+    assert config["model"]["path"] == "Qwen/Qwen2-0.5B-Instruct"
+    assert config["train"]["args"] == {"path": "trl-lib/DeepMath-103K", "split": "train", "answer": "solution"}
+    assert [term["name"] for term in config["reward"]["terms"]] == ["math", "train_rewards.py:short"]
+    # 16 completions four times are 64, of 4 for each prompt.
+    assert (trainer["batch_groups"], config["sampling"]["n"], trainer["steps"]) == (16, 4, 300)
+    assert (trainer["optimizer"]["warmup_steps"], trainer["optimizer"]["schedule"]) == (30, "linear")
+    assert trainer["loss"] == {"name": "dapo", "args": {"clip_low": 0.2, "clip_high": 0.28}}
+    assert (trainer["aggregation"], trainer["advantage"]["name"]) == ("token_mean", "grpo")
+    assert trainer["lora"] == {"rank": 8, "alpha": 32.0, "targets": ["q_proj"]}
+    assert any("seed is SEED in the script" in note for note in notes)
+    assert any("Left out: output_dir" in note for note in notes)
+
+
+@pytest.mark.parametrize(
+    ("more", "loss", "aggregation"),
+    [
+        ("loss_type='grpo'", {"name": "dapo", "args": {"clip_low": 0.2, "clip_high": 0.28}}, "sequence_mean"),
+        ("loss_type='dr_grpo'", {"name": "dr_grpo", "args": {"clip_low": 0.2, "clip_high": 0.28}}, "constant"),
+        # There the bound is the ratio, here its distance from 1.
+        ("loss_type='cispo', epsilon_high=5.0", {"name": "cispo", "args": {"clip_high": 4.0}}, "token_mean"),
+        ("loss_type='sapo'", {"name": "sapo", "args": {"tau_positive": 1.0, "tau_negative": 1.05}}, "sequence_mean"),
+        ("delta=4.0", {"name": "ppo", "args": {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": 4.0}}, "token_mean"),
+        (
+            "loss_type='grpo', importance_sampling_level='sequence'",
+            {"name": "gspo", "args": {"clip_low": 0.2, "clip_high": 0.28}},
+            "sequence_mean",
+        ),
+    ],
+)
+def test_losses_of_trl(tmp_path: Path, more: str, loss: dict[str, Any], aggregation: str) -> None:
+    config, _ = convert(tmp_path, "train.py", trl_script(more))
+    assert (config["trainer"]["loss"], config["trainer"]["aggregation"]) == (loss, aggregation)
+
+
+def test_a_yaml_file_of_trl(tmp_path: Path) -> None:
+    config, notes = convert(tmp_path, "grpo.yaml", TRL_YAML, "--processes", "4")
+    terms = config["reward"]["terms"]
+    assert [(term["name"], term["weight"]) for term in terms] == [("format", 0.5), ("my.rewards:exact", 2.0)]
+    assert (config["eval"]["every"], config["eval"]["dataset"]["args"]["split"]) == (50, "test")
+    assert (config["trainer"]["trackers"], config["trainer"]["processes"]) == (["wandb", "tensorboard"], 4)
+    assert config["trainer"]["batch_groups"] == 4
+    for text in ("lr_scheduler_type: polynomial", "num_iterations", "Not known, left out: made_up", "3 epochs"):
+        assert any(text in note for note in notes), text
+
+
+def test_a_script_of_verl(tmp_path: Path) -> None:
+    config, notes = convert(tmp_path, "run.sh", VERL_SCRIPT)
+    trainer = config["trainer"]
+    assert config["run"]["name"] == "qwen3-8b"
+    assert (config["model"]["max_length"], config["sampling"]["max_tokens"], config["sampling"]["n"]) == (1536, 1024, 5)
+    assert config["train"]["args"] == {
+        "path": "~/data/gsm8k",
+        "split": "train",
+        "answer": "reward_model.ground_truth",
+    }
+    assert (config["eval"]["every"], config["eval"]["dataset"]["args"]["split"]) == (5, "test")
+    assert trainer["optimizer"] == {"lr": 1e-6, "weight_decay": 0.01, "betas": [0.9, 0.999]}
+    assert trainer["kl"] == {"coef": 0.001, "estimator": "k3", "place": "loss"}
+    assert (trainer["loss"]["name"], trainer["advantage"]["name"], trainer["trackers"]) == ("ppo", "grpo", ["wandb"])
+    for text in ("flow.staleness 3", "trainer.critic_warmup", "Not known, left out: trainer: made_up"):
+        assert any(text in note for note in notes), text
+
+
+def test_variables_of_a_script_of_verl(tmp_path: Path) -> None:
+    """As its examples have them: files are set further up, the engine is an argument with a default."""
+    script = """ENGINE=${1:-vllm}
+gsm8k=$HOME/data/gsm8k/train.parquet
+math=${HOME}/data/math/train.parquet
+export train_files="['$gsm8k', '$math']"
+python3 -m verl.trainer.main_ppo \\
+    algorithm.adv_estimator=grpo \\
+    data.train_files="$train_files" \\
+    actor_rollout_ref.model.path=$MODEL \\
+    actor_rollout_ref.rollout.name=$ENGINE \\
+    trainer.n_gpus_per_node=${GPUS} actor_rollout_ref.rollout.n=4 \\
+    trainer.total_training_steps=10
+"""
+    config, notes = convert(tmp_path, "run.sh", script)
+    assert (config["train"]["args"]["path"], config["train"]["args"]["split"]) == ("~/data/gsm8k", "train")
+    assert (config["generator"]["engine"], config["trainer"]["steps"]) == ("vllm", 10)
+    for text in (
+        "To do: actor_rollout_ref.model.path: $MODEL is given to the script from outside",
+        "To do: trainer.n_gpus_per_node: ${GPUS} is given",
+        "data.train_files: the first of 2 files is taken, the others are ${HOME}/data/math/train.parquet",
+        "To do: model.path: a folder or a hub id",
+    ):
+        assert any(text in note for note in notes), text
+
+
+def test_a_yaml_file_of_verl(tmp_path: Path) -> None:
+    """Its own names of Hydra are no settings, and what refers to another setting is left to that one."""
+    tree = {
+        "defaults": ["_self_"],
+        "actor_rollout_ref": {
+            "actor": {"_target_": "verl.workers.config.FSDPActorConfig", "clip_ratio_high": 0.28},
+            "model": {"path": "Qwen/Qwen3-0.6B", "lora_rank": 32},
+            "rollout": {"prompt_length": "${oc.select:data.max_prompt_length,512}", "n": 4},
+        },
+        "algorithm": {"adv_estimator": "gae", "lam": 0.95},
+        "custom_reward_function": {"path": "score.py", "name": "compute_score"},
+    }
+    config, notes = convert(tmp_path, "ppo.yaml", yaml.safe_dump(tree))
+    trainer = config["trainer"]
+    assert trainer["loss"]["args"] == {"clip_low": 0.2, "clip_high": 0.28}
+    assert trainer["advantage"] == {"name": "gae", "args": {"gamma": 1.0, "lam": 0.95}}
+    assert trainer["critic"] == {"optimizer": {"lr": 1e-5}, "clip": 0.5}
+    assert trainer["lora"] == {"rank": 32, "alpha": 16.0}
+    assert config["reward"]["terms"] == [{"name": "score.py:compute_score"}]
+    assert not any("prompt_length" in note or "_target_" in note for note in notes)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "wrong"),
+    [
+        ("a.py", "print(1)", "calls no GRPOConfig"),
+        ("a.py", "def", "invalid syntax"),
+        ("a.sh", "ls -l", "has no overrides"),
+        ("a.sh", "echo 'open", "No closing quotation"),
+        ("a.sh", "data.max_prompt_length=many algorithm.adv_estimator=grpo", "a value of another type than verl"),
+        ("a.yaml", "num_generations: [4]\nper_device_train_batch_size: 8", "a value of another type than TRL"),
+        ("a.yaml", "- 1", "must hold settings, it holds list"),
+    ],
+)
+def test_what_cannot_be_converted_is_told_in_a_line(tmp_path: Path, name: str, text: str, wrong: str) -> None:
+    (tmp_path / name).write_text(text)
+    done = run_tidemill("convert", str(tmp_path / name))
+    assert done.returncode == 2
+    assert wrong in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_file_that_exists_is_not_written_over(tmp_path: Path) -> None:
+    script, out = tmp_path / "run.sh", tmp_path / "mine.yaml"
+    script.write_text(VERL_SCRIPT)
+    assert run_tidemill("convert", str(script), "--out", str(out)).returncode == 0
+    before = out.read_text()
+    found = json.loads(run_tidemill("convert", str(script), "--json").stdout)
+    assert (found["from"], found["config"], found["out"]) == ("verl", yaml.safe_load(before), None)
+    assert all(f"# {note}" in before for note in found["notes"])
+    done = run_tidemill("convert", str(script), "--out", str(out))
+    assert (done.returncode, out.read_text()) == (2, before)
+    assert "exists" in done.stderr
+
+
+@pytest.mark.parametrize("rules", [trl.RULES, verl.RULES], ids=["trl", "verl"])
+def test_every_setting_of_ours_that_a_rule_names_exists(rules: tuple[Rule, ...]) -> None:
+    known = {".".join(path) for path in _paths(TidemillConfig)}
+    for rule in rules:
+        first, *_ = rule.ours.split(", ")
+        # What stands in arguments, and in a list, has no path of its own.
+        path = first.partition(".args.")[0].partition(".N.")[0]
+        assert not rule.ours or path in known, rule
+        assert rule.ours or rule.note, rule
+
+
+def test_every_setting_of_trl_that_a_rule_names_exists() -> None:
+    """In the installed releases, read from their source: importing TRL takes seconds."""
+    known: set[str] = set()
+    for module in (
+        "trl.trainer.grpo_config",
+        "trl.trainer.base_config",
+        "trl.trainer.model_config",
+        "trl.scripts.utils",
+        "trl.scripts.grpo",
+        "transformers.training_args",
+    ):
+        package, *parts = module.split(".")
+        spec = importlib.util.find_spec(package)
+        assert spec is not None
+        assert spec.origin is not None
+        source = Path(spec.origin).parent.joinpath(*parts).with_suffix(".py")
+        for node in ast.walk(ast.parse(source.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+                known.add(node.target.id)
+    of_the_trainer, of_older_releases = {"model"}, {"warmup_ratio"}
+    assert {rule.theirs for rule in trl.RULES} - known <= of_the_trainer | of_older_releases

@@ -1,0 +1,205 @@
+"""What an agent is given and may say: its episode, its result, its side effects; and whether it can be loaded."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from producers.agents.workers import check
+from producers.agents.workers.check import check_agent
+from producers.agents.workers.notes import Notes
+from producers.agents.workers.pool import AgentWorkers
+from producers.agents.workers.protocol import AgentResult
+from schemas.config import AgentsConfig
+from schemas.errors import ConfigError
+from tests.support.producers.agent_workers import AGENT, job, play, with_workers
+
+
+@pytest.fixture
+def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "agent.py").write_text(AGENT)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_a_function_a_plain_one_and_a_class_run_as_episodes(base: Path):
+    jobs = [job("wait", name=str(k), seconds=0.0) for k in range(8)]
+    assert {(result.kind, result.reward) for result in play(base, *jobs, processes=2)} == {("returned", 1.0)}
+    (plain,) = play(base, job("value", value=2), run="agent.py:plain")
+    assert (plain.kind, plain.reward) == ("returned", 2.0)
+    built = play(base, *(job("x", name=str(k), value=k) for k in range(3)), run="agent:Built", args={"factor": 10})
+    assert sorted((result.reward, result.metrics["calls"]) for result in built) == [(0, 1), (10, 2), (20, 3)]
+
+
+@pytest.mark.parametrize(
+    ("what", "reward"),
+    [("None", None), ("0.5", 0.5), ("True", 1.0), ("{'reward': 2}", 2.0), ("{}", None), ("{'turns': {'a': 1}}", None)],
+)
+def test_an_agent_returns_none_a_number_or_a_mapping(base: Path, what: str, reward: float | None):
+    (result,) = play(base, job("returns", what=what))
+    assert (result.kind, result.reward) == ("returned", reward)
+
+
+@pytest.mark.parametrize(
+    ("what", "reason"),
+    [
+        ("'1'", "the result of run, if it is no dict and not None, must be a number, is str"),
+        ("float('nan')", "the result of run, if it is no dict and not None, must be finite, is nan"),
+        ("{'score': 1}", "run returned 'score': a dict may have reward, turns, metrics and data"),
+        ("{'metrics': {'a': 'b'}}", "metrics['a'] must be a number, is str"),
+        ("{'data': {'a': {1}}}", "data must be JSON: TypeError: Object of type set is not JSON serializable"),
+        ("{'data': [1]}", "data must be a dict, is list"),
+    ],
+)
+def test_any_other_result_is_an_error_of_one_line(base: Path, what: str, reason: str):
+    (result,) = play(base, job("returns", what=what))
+    assert (result.kind, result.error) == ("raised", reason)
+
+
+@pytest.mark.parametrize(
+    ("what", "found"),
+    [
+        ("{'data': {'a': chr(0xd800)}}", {"a": "\\ud800"}),
+        ("{'metrics': {chr(0xd800): 1}}", {}),
+        ("{'data': {'a': 'x' * (65 << 20)}}", "what an agent says may have 62914560 bytes as JSON, this has 6815749"),
+        ("{'x' * (65 << 20): 1}", "run returned 'xxxx"),
+    ],
+    ids=["half a character", "half a character in a name", "too much", "a long name"],
+)
+def test_an_agent_that_says_what_cannot_be_told_costs_its_neighbour_nothing(base: Path, what: str, found: object):
+    async def work(workers: AgentWorkers) -> tuple[AgentResult, AgentResult]:
+        neighbour = asyncio.create_task(workers.run(job("waits_for_its_neighbour")))
+        result = await workers.run(job("returns", what=what))
+        (base / "over").touch()
+        return result, await neighbour
+
+    result, neighbour = with_workers(work, base)
+    assert neighbour.kind == "returned"
+    assert (result.kind, result.data) == ("returned", found) if isinstance(found, dict) else result.kind == "raised"
+    assert isinstance(found, dict) or result.error.startswith(found)
+
+
+def test_what_an_agent_says_is_kept_even_when_it_does_not_end(base: Path):
+    ended, late = play(base, job("says"), job("says", name="late", deadline_s=0.5, then="hang"))
+    assert (ended.kind, ended.reward, ended.data) == ("returned", 0.25, {"log": ["a"]})
+    assert ended.turn_rewards == {"chatcmpl-1": 1.0, "chatcmpl-2": 0.5}
+    assert ended.metrics == {"steps": 3.0, "tools": 2.0}
+    assert (late.kind, late.reward, late.turn_rewards) == ("deadline", 0.25, {"chatcmpl-1": 1.0})
+
+
+def test_a_side_effect_happens_once_in_all_attempts(base: Path):
+    notes = Notes()
+
+    async def work(workers: AgentWorkers) -> list[AgentResult]:
+        return [await workers.run(job("buys", attempt=attempt), notes) for attempt in range(2)]
+
+    died, bought = with_workers(work, base)
+    assert (died.kind, bought.kind, bought.data) == ("died", "returned", {"ticket": 7})
+    assert notes == {"ticket": '{"ticket": 7}'}
+    assert (base / "bought").read_text() == "x"
+
+
+def test_results_of_side_effects_that_are_too_large_are_refused(base: Path):
+    notes = Notes()
+    result = with_workers(lambda workers: workers.run(job("hoards"), notes), base)
+    assert (result.kind, list(notes)) == ("raised", ["small"])
+    assert "once of one episode would have 1048591 bytes as JSON, the most is 1048576" in result.error
+
+
+def test_an_agent_sees_its_episode_and_no_secret_of_the_service(base: Path, monkeypatch: pytest.MonkeyPatch):
+    hidden = {"REDIS_URL", "REDIS_URL_FILE", "TIDEMILL_CONTROL_TOKEN", "TIDEMILL_BROKER__URL", "HF_TOKEN"}
+    for name in (*hidden, "SEARCH_KEY"):
+        monkeypatch.setenv(name, "x")
+    (result,) = play(base, job("seen", name="t-1", attempt=2, deadline_s=20), env=["SEARCH_KEY"])
+    assert (result.data["id"], result.data["attempt"], result.data["task"]) == ("t-1", 2, {"do": "seen"})
+    assert 15 < result.data["left"] <= 20
+    assert not hidden & set(result.data["env"])
+    assert {"SEARCH_KEY", "PATH"} <= set(result.data["env"])
+
+
+def test_what_an_agent_prints_is_log_and_no_message(base: Path, capfd: pytest.CaptureFixture[str]):
+    (result,) = play(base, job("prints"))
+    assert result.kind == "returned"
+    out, err = capfd.readouterr()
+    assert "printed" not in out
+    assert "printed\n" in err
+    assert "spoken\n" in err
+
+
+@pytest.mark.parametrize(
+    ("run", "args", "reason"),
+    [
+        ("missing.py:run", {}, "missing.py:run cannot be imported: no file"),
+        ("agent.py:missing", {}, "agent.py:missing: agent.py has no 'missing'"),
+        ("broken.py:run", {}, "broken.py:run cannot be imported: ZeroDivisionError: division by zero"),
+        ("nowhere.agents:run", {}, "nowhere.agents:run cannot be imported: ModuleNotFoundError"),
+        ("agent.py:Built", {}, "agent.py:Built cannot be built with args {}: missing a required argument: 'factor'"),
+        ("wrong.py:other", {}, "wrong.py:other: parameter prompt is none of task, client, base_url, api_key, episode"),
+        ("wrong.py:stream", {}, "wrong.py:stream: run must return its result, it yields"),
+        ("wrong.py:fine", {"depth": 1}, "wrong.py:fine takes no args 'depth'"),
+        ("wrong.py:Fails", {}, "wrong.py:Fails cannot be built: OSError: no tools"),
+        ("wrong.py:NUMBER", {}, "wrong.py:NUMBER must be a function or a class, is int"),
+    ],
+)
+def test_an_agent_that_cannot_be_loaded_is_one_line_at_the_start(
+    base: Path, run: str, args: dict[str, Any], reason: str
+):
+    (base / "broken.py").write_text("1 / 0\n")
+    (base / "wrong.py").write_text(
+        "NUMBER = 1\ndef other(task, prompt): ...\nasync def stream(task):\n    yield 1\ndef fine(task): ...\n"
+        "class Fails:\n    def __init__(self): raise OSError('no tools')\n    def run(self, task): ...\n"
+    )
+    with pytest.raises(ConfigError) as caught:
+        play(base, run=run, args=args)
+    assert str(caught.value).startswith(f"generator.workflow.args.run: {reason}")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("run", "args", "reason"),
+    [
+        ("agent.py:run", {}, ""),
+        ("agent.py:Built", {"factor": 1}, ""),
+        ("agent.py:Exits", {}, ""),
+        (
+            "agent.py:Built",
+            {"factors": 1},
+            "agent.py:Built cannot be built with args {'factors': 1}: missing a required",
+        ),
+        ("other.py:run", {}, "other.py:run cannot be imported: no file"),
+        ("ends.py:run", {}, "ends.py:run cannot be checked: its process ended with exit code 3"),
+        ("hangs.py:run", {}, "hangs.py:run cannot be checked: it is not loaded after 1 s"),
+    ],
+)
+@pytest.mark.parametrize("python", [None, sys.executable])
+def test_an_agent_is_checked_and_not_run_before_anything_else_begins(
+    base: Path, monkeypatch: pytest.MonkeyPatch, run: str, args: dict[str, Any], reason: str, python: str | None
+):
+    (base / "agent.py").write_text(
+        AGENT + "class Exits:\n    def __init__(self): os._exit(1)\n    def run(self): ...\n"
+    )
+    (base / "ends.py").write_text("import os\nos._exit(3)\n")
+    (base / "hangs.py").write_text("import time\ntime.sleep(3600)\n")
+    monkeypatch.setattr(check, "CHECK_TIMEOUT_S", 1.0 if run == "hangs.py:run" else 20.0)
+    settings = AgentsConfig(python=None if python is None else Path(python))
+    if not reason:
+        check_agent(run, None, args, base, settings)
+        return
+    with pytest.raises(ConfigError) as caught:
+        check_agent(run, None, args, base, settings)
+    assert str(caught.value).startswith(f"generator.workflow.args.run: {reason}")
+
+
+def test_a_program_or_an_interpreter_that_is_not_there_is_told_before_anything_else_begins(base: Path):
+    (base / "mine").write_text("#!/bin/sh\n")
+    check_agent(None, ["sh", "-c", "exit 1"], {}, base, AgentsConfig())
+    with pytest.raises(ConfigError, match=r"args\.command: there is no program '\./mine' that can be run"):
+        check_agent(None, ["./mine"], {}, base, AgentsConfig())
+    (base / "mine").chmod(0o755)
+    check_agent(None, ["./mine"], {}, base, AgentsConfig())
+    with pytest.raises(ConfigError, match=r"agents\.python: there is no program .*/env/python that can be run"):
+        check_agent("agent.py:run", None, {}, base, AgentsConfig(python=Path("env/python")))

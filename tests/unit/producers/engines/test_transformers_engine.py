@@ -1,0 +1,189 @@
+"""What is the transformers engine's own; tests/e2e/producers/test_engine_contract.py has what all engines promise."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from producers.engines.base import Completion, EngineSettings
+from producers.engines.transformers import batching
+from producers.engines.transformers.batching import Draw, draw, truncate
+from producers.engines.transformers.engine import TransformersEngine
+from producers.engines.transformers.weights import map_tensors
+from schemas.errors import ConfigError, InfraError
+from schemas.messages import FileSource, Sampling
+from tests.support.models.tiny_mixture import choices, make_mixture
+from tests.support.models.tiny_model import make_tiny_model
+from tests.support.producers.vllm_checks import reference_logprobs
+
+PROMPTS = [[5, 6, 7], [90, 80, 70, 60, 50, 40, 30, 20], [11], [200, 100, 150, 3, 4]]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Two models of one shape: version 0 and version 7."""
+    folder = tmp_path_factory.mktemp("models")
+    return make_tiny_model(folder / "0", seed=0), make_tiny_model(folder / "7", seed=7)
+
+
+def run(folder: Path, scenario: Callable[[TransformersEngine], Awaitable[None]], **settings: Any) -> None:
+    async def whole() -> None:
+        defaults = {"max_length": 256, "max_samples": 16, **settings}
+        engine = TransformersEngine(EngineSettings(str(folder), "float32", **defaults))
+        await engine.start()
+        try:
+            await scenario(engine)
+        finally:
+            await engine.close()
+
+    asyncio.run(whole())
+
+
+def assert_matches(folder: Path, prompt: list[int], completion: Completion, temperature: float = 1.0) -> None:
+    expected = reference_logprobs(folder, prompt + completion.tokens, temperature)[len(prompt) - 1 :]
+    np.testing.assert_allclose(completion.logprobs, expected, atol=1e-4)
+
+
+def test_logprobs_are_those_of_a_plain_forward_for_requests_that_come_and_go(models: tuple[Path, Path]):
+    async def scenario(engine: TransformersEngine) -> None:
+        async def one(index: int, prompt: list[int]) -> list[Completion]:
+            await asyncio.sleep(0.005 * index)  # so that they join a batch under way
+            return await engine.generate(prompt, Sampling(max_tokens=5 + 7 * index, temperature=0.8), n=3)
+
+        results = await asyncio.gather(*(one(i, p) for i, p in enumerate(PROMPTS)))
+        for prompt, completions in zip(PROMPTS, results, strict=True):
+            assert len(completions) == 3
+            for completion in completions:
+                assert completion.finish == ("stop" if completion.tokens[-1] == 2 else "length")
+                assert_matches(models[0], prompt, completion, temperature=0.8)
+
+    run(models[0], scenario)
+
+
+def test_more_samples_than_fit_wait_and_are_all_answered(models: tuple[Path, Path]):
+    async def scenario(engine: TransformersEngine) -> None:
+        results = await asyncio.gather(*(engine.generate(p, Sampling(max_tokens=4), n=3) for p in PROMPTS))
+        assert [len(group) for group in results] == [3, 3, 3, 3]
+
+    run(models[0], scenario, max_samples=4)
+
+
+def test_mapped_weights_outlive_their_file(models: tuple[Path, Path], tmp_path: Path):
+    """A version may be freed while requests in flight are still waited for."""
+    wanted = load_file(models[0] / "model.safetensors")
+    copy = tmp_path / "v"
+    copy.write_bytes((models[0] / "model.safetensors").read_bytes())
+    mapped = map_tensors(copy, wanted)
+    copy.unlink()
+    assert mapped.keys() == wanted.keys()
+    assert all(torch.equal(mapped[name], wanted[name]) for name in wanted)
+    with pytest.raises(FileNotFoundError):
+        map_tensors(copy, wanted)
+
+
+def test_tied_embeddings_are_updated_on_both_ends(tmp_path: Path):
+    old, new = (make_tiny_model(tmp_path / str(seed), seed=seed, tied=True) for seed in (0, 7))
+
+    async def scenario(engine: TransformersEngine) -> None:
+        await engine.load(FileSource(new / "model.safetensors"), 1)
+        np.testing.assert_allclose(await engine.logprobs(PROMPTS[1]), reference_logprobs(new, PROMPTS[1]), atol=1e-4)
+
+    run(old, scenario)
+
+
+def test_truncation_renormalises_over_what_is_left():
+    logprobs = torch.log(torch.tensor([[0.5, 0.3, 0.15, 0.05]] * 3))
+    kept = truncate(logprobs, [Draw(top_k=2), Draw(top_p=0.6), Draw()]).exp()
+    torch.testing.assert_close(kept[0], torch.tensor([0.625, 0.375, 0.0, 0.0]))
+    torch.testing.assert_close(kept[1], torch.tensor([0.625, 0.375, 0.0, 0.0]))
+    torch.testing.assert_close(kept[2], logprobs[2].exp())
+    tokens, chosen = draw(logprobs[:1], [Draw(temperature=0)])
+    assert tokens == [0]
+    assert chosen[0] == pytest.approx(float(np.log(0.5)), abs=1e-6)
+
+
+def test_a_closed_engine_and_a_wrong_folder_say_so(models: tuple[Path, Path], tmp_path: Path):
+    async def scenario(engine: TransformersEngine) -> None:
+        await engine.close()
+        with pytest.raises(InfraError, match="closed"):
+            await engine.generate(PROMPTS[0], Sampling())
+
+    run(models[0], scenario)
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ConfigError, match="can't load"):
+        run(tmp_path, scenario)
+
+
+def test_requests_that_come_together_are_prefilled_together(models: tuple[Path, Path]):
+    async def scenario(engine: TransformersEngine) -> None:
+        passes: list[tuple[int, ...]] = []
+        forward = engine._batch._forward
+
+        def counted(ids: torch.Tensor, *others: Any) -> Any:
+            passes.append(tuple(ids.shape))
+            return forward(ids, *others)
+
+        engine._batch._forward = counted  # type: ignore[method-assign]
+        await engine.pause()
+        running = [asyncio.create_task(engine.generate(p, Sampling(max_tokens=3), n=2)) for p in PROMPTS]
+        await asyncio.sleep(0)  # each has put its request
+        await engine.resume()
+        for prompt, completions in zip(PROMPTS, await asyncio.gather(*running), strict=True):
+            for completion in completions:
+                assert_matches(models[0], prompt, completion)
+        assert passes[0] == (len(PROMPTS), max(map(len, PROMPTS)))
+        assert len(passes) == 3  # one pass a token of all samples
+
+    run(models[0], scenario)
+
+
+def test_prompts_that_are_too_many_for_one_pass_go_through_several(
+    models: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(batching, "PREFILL", 8)
+
+    async def scenario(engine: TransformersEngine) -> None:
+        results = await asyncio.gather(*(engine.generate(p, Sampling(max_tokens=4)) for p in PROMPTS))
+        for prompt, (completion,) in zip(PROMPTS, results, strict=True):
+            assert_matches(models[0], prompt, completion)
+
+    run(models[0], scenario)
+    waves = batching._waves([([0] * length, []) for length in (1, 2, 3, 9, 9)])
+    assert [[len(prompt) for prompt, _ in wave] for wave in waves] == [[1, 2], [3], [9], [9]]
+
+
+def test_a_mixtures_experts_are_told_of_every_token_that_was_read(tmp_path: Path):
+    folder = make_mixture(tmp_path / "mixture")
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+    async def scenario(engine: TransformersEngine) -> None:
+        async def one(index: int, prompt: list[int]) -> list[Completion]:
+            await asyncio.sleep(0.005 * index)
+            return await engine.generate(prompt, Sampling(max_tokens=4 + 3 * index), n=2)
+
+        results = await asyncio.gather(*(one(i, p) for i, p in enumerate(PROMPTS)))
+        for prompt, completions in zip(PROMPTS, results, strict=True):
+            for completion in completions:
+                assert completion.routed_experts is not None
+                expected = choices(model, [*prompt, *completion.tokens[:-1]])
+                assert np.array_equal(np.sort(completion.routed_experts, -1), expected)
+
+    run(folder, scenario, routed_experts=True)
+
+
+def test_nobody_notes_experts_unasked_and_a_model_without_any_is_refused(tmp_path: Path, models: tuple[Path, Path]):
+    async def scenario(engine: TransformersEngine) -> None:
+        (completion,) = await engine.generate(PROMPTS[0], Sampling(max_tokens=3))
+        assert completion.routed_experts is None
+
+    run(make_mixture(tmp_path / "mixture"), scenario)
+    with pytest.raises(ConfigError, match=r"trainer\.router_replay: Qwen2ForCausalLM has no experts"):
+        run(models[0], scenario, routed_experts=True)

@@ -1,0 +1,189 @@
+"""The single-turn workflow and the tokenizer it uses."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from producers.engines.base import Completion, EngineSettings, ProgressCallback, PromptImage
+from producers.engines.scripted import ScriptedEngine
+from producers.rendering.tokenizer import HfTokenizer
+from producers.workflows.base import RolloutContext
+from producers.workflows.single_turn import SingleTurn
+from producers.workflows.trajectory_builder import SampledCompletion
+from schemas.codec import Array
+from schemas.errors import ConfigError, DataError
+from schemas.messages import ChatMessage, Partial, Sampling, Span, Task, Trajectory
+from tests.support.models.tiny_model import EOS, make_tiny_model
+from tests.support.producers.loops import keep_in
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def tokenizer(folder: Path) -> HfTokenizer:
+    return HfTokenizer(str(folder))
+
+
+class Recording(ScriptedEngine):
+    """Remembers what it was asked for and ends every completion with <eos>."""
+
+    def __init__(self, version: int = 0, **args: Any) -> None:
+        super().__init__(EngineSettings("none", "float32", 200, 8, version=version, args=args))
+        self.calls: list[tuple[list[int], int, list[int]]] = []
+
+    async def generate(
+        self,
+        prompt_ids: Sequence[int],
+        sampling: Sampling,
+        n: int = 1,
+        prefix: Sequence[int] = (),
+        progress: ProgressCallback | None = None,
+        images: Sequence[PromptImage] = (),
+    ) -> list[Completion]:
+        self.calls.append((list(prompt_ids), n, list(prefix)))
+        completions = await super().generate(prompt_ids, sampling, n, prefix)
+        return [Completion([*c.tokens[:-1], EOS], c.logprobs, c.spans, c.finish) for c in completions]
+
+
+def samples(
+    engine: ScriptedEngine, tokenizer: HfTokenizer, task: Task, indices: Sequence[int]
+) -> dict[int, SampledCompletion]:
+    rollout = RolloutContext(engine, tokenizer, task, indices)
+
+    async def collect() -> dict[int, SampledCompletion]:
+        return {sample.index: sample async for sample in SingleTurn().run(rollout)}
+
+    return asyncio.run(collect())
+
+
+def task(**fields: Any) -> Task:
+    return Task(task_id=1, kind="train", n=4, sampling=Sampling(max_tokens=20), **fields)
+
+
+def as_trajectory(sample: SampledCompletion) -> Trajectory:
+    """The message that is made of a sample; raises where the two don't agree."""
+    return sample.to_trajectory(task(text="x"), run="r", generator="g")
+
+
+def test_all_samples_come_from_one_request_and_make_valid_trajectories(tokenizer: HfTokenizer):
+    engine = Recording(version=4, min_length=3, max_length=3, tokens=90)
+    got = samples(engine, tokenizer, task(text="1+2="), [0, 2, 3])
+    prompt = tokenizer.encode("1+2=")
+    assert engine.calls == [(prompt, 3, [])]
+    assert sorted(got) == [0, 2, 3]
+    for sample in got.values():
+        assert as_trajectory(sample).oldest_version == 4
+        assert sample.tokens[: len(prompt)] == prompt
+        assert sample.loss_mask == [0] * len(prompt) + [1, 1, 1]
+        assert sample.prompt == "1+2="
+        assert sample.completion == tokenizer.decode(sample.tokens[len(prompt) : -1])
+        assert "<eos>" not in sample.completion
+        assert [(turn.start, turn.end) for turn in sample.turns] == [(0, 4), (4, 7)]
+
+
+def test_a_partial_sample_goes_on_and_its_parts_are_joined(tokenizer: HfTokenizer):
+    part = Partial(
+        sample=2,
+        tokens=Array.of([7, 8, 9], "i4"),
+        logprobs=Array.of([-1.0, -2.0, -3.0], "f4"),
+        spans=[Span(3, 0, 2), Span(4, 2, 3)],
+    )
+    engine = Recording(version=4, min_length=2, max_length=2)
+    got = samples(engine, tokenizer, task(token_ids=[5, 6], partials=[part]), [1, 2])
+    assert ([5, 6], 1, []) in engine.calls
+    assert ([5, 6], 1, [7, 8, 9]) in engine.calls
+    joined = got[2]
+    as_trajectory(joined)
+    assert joined.tokens[:5] == [5, 6, 7, 8, 9]
+    assert joined.tokens[-1] == EOS
+    assert joined.loss_mask == [0, 0, 1, 1, 1, 1, 1]
+    assert joined.logprobs[:5] == [0.0, 0.0, -1.0, -2.0, -3.0]
+    assert joined.spans == [Span(3, 2, 4), Span(4, 4, 7)]
+
+
+def test_a_partial_of_another_version_keeps_its_own_span(tokenizer: HfTokenizer):
+    part = Partial(sample=0, tokens=Array.of([7], "i4"), logprobs=Array.of([-1.0], "f4"), spans=[Span(3, 0, 1)])
+    engine = Recording(version=9, min_length=2, max_length=2)
+    joined = samples(engine, tokenizer, task(token_ids=[5], partials=[part]), [0])[0]
+    assert joined.spans == [Span(3, 1, 2), Span(9, 2, 4)]
+
+
+def test_messages_go_through_the_chat_template(tokenizer: HfTokenizer):
+    ids = tokenizer.prompt_ids(task(messages=[ChatMessage("user", "a b\n")]))
+    assert ids[0] == 1
+    assert tokenizer.decode(ids) == "user:a b\nassistant:"
+
+
+def test_a_tokenizer_without_chat_template_refuses_messages(folder: Path, tmp_path: Path):
+    for name in ("tokenizer.json", "tokenizer_config.json", "config.json"):
+        (tmp_path / name).write_bytes((folder / name).read_bytes())
+    plain = HfTokenizer(str(tmp_path))
+    assert plain.prompt_ids(task(text="1+1=")) == plain.encode("1+1=")
+    with pytest.raises(ConfigError, match="no chat template"):
+        plain.prompt_ids(task(messages=[ChatMessage("user", "hi")]))
+
+
+def test_text_survives_the_round_trip_and_empty_prompts_are_refused(tokenizer: HfTokenizer):
+    text = "  12 + 34 =\n\tü, don't "
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+    with pytest.raises(DataError, match="empty"):
+        tokenizer.prompt_ids(task(text=""))
+
+
+def test_a_generic_tokenizer_is_used_as_its_file_says(tmp_path: Path):
+    # AutoTokenizer would load this folder as Qwen2Tokenizer and lose the space.
+    from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(models.WordLevel({"a": 0, " ": 1, "b": 2}, unk_token="a"))
+    words.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    make_tiny_model(tmp_path)
+    PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(tmp_path)
+    assert HfTokenizer(str(tmp_path)).encode("a b") == [0, 1, 2]
+
+
+def test_a_generic_tokenizer_is_loaded_without_pytorch(folder: Path):
+    code = (
+        "import sys; from producers.rendering.tokenizer import HfTokenizer;"
+        " print(HfTokenizer(sys.argv[1]).decode([5]) != '', 'torch' in sys.modules)"
+    )
+    command = [sys.executable, "-c", code, str(folder)]
+    found = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    assert found.stdout.split() == ["True", "False"]
+
+
+def test_a_folder_without_tokenizer_is_named(tmp_path: Path):
+    with pytest.raises(ConfigError, match="no usable tokenizer"):
+        HfTokenizer(str(tmp_path))
+
+
+def test_growing_samples_come_as_partials_that_another_goes_on_from(tokenizer: HfTokenizer):
+    async def collect(engine: ScriptedEngine, job: Task) -> tuple[list[SampledCompletion], list[Partial]]:
+        growing: list[Partial] = []
+        rollout = RolloutContext(engine, tokenizer, job, [0, 1], save=keep_in(growing))
+        return [sample async for sample in SingleTurn().run(rollout)], growing
+
+    settings = EngineSettings("none", "float32", 200, 8, report_every=3, args={"min_length": 9, "max_length": 9})
+    finished, growing = asyncio.run(collect(ScriptedEngine(settings), task(text="1+2=")))
+    assert [(part.sample, len(part.tokens)) for part in growing] == [(0, 3), (1, 3), (0, 6), (1, 6)]
+    ends = {sample.index: sample for sample in finished}
+    start = len(ends[0].tokens) - 9
+    for part in growing:
+        assert part.tokens.numpy().tolist() == ends[part.sample].tokens[start : start + len(part.tokens)]
+        assert part.spans == [Span(0, 0, len(part.tokens))]
+    finished, grown = asyncio.run(collect(ScriptedEngine(settings), task(text="1+2=", partials=growing[2:])))
+    assert len(finished) == 2
+    pieces = [(part.sample, part.tokens.numpy().tolist()) for part in grown]
+    for index, tokens in [*pieces, *((sample.index, sample.tokens[start:]) for sample in finished)]:
+        assert tokens[:6] == growing[2 + index].tokens.numpy().tolist()
+        assert len(tokens) > 6
