@@ -200,7 +200,7 @@ def test_every_dependency_in_use_is_justified_and_no_other() -> None:
 @each_page
 def test_every_python_block_is_a_file_that_a_test_runs(page: Path) -> None:
     titles = {title for title, _ in fences(page, "python")}
-    files = [ROOT / "tests" / file for file in ("integration/deploy/test_replay.py", "e2e/deploy/test_from_trl.py")]
+    files = [ROOT / "tests" / file for file in ("integration/deploy/cli/test_replay.py", "e2e/deploy/test_from_trl.py")]
     files += Path(__file__).parent.glob("test_docs_*.py")
     tests = "".join(file.read_text(encoding="utf-8") for file in files)
     assert all(title and (title in tests or page.name == "README.md") for title in titles)
