@@ -15,9 +15,10 @@ from consumers.trainer.loop import Trainer
 from consumers.trainer.model.policy import Policy, load_model
 from consumers.trainer.step.build import build_train_step
 from deploy.run.summary import read_lines, surviving_lines
-from schemas.config import parse_config
+from schemas.config import DatasetConfig, EvalConfig, parse_config
 from schemas.errors import FencedError
 from schemas.lifecycle import StopFlag
+from tests.support.trainer.deterministic_run import Pipeline
 from tests.support.trainer.trajectories import make_trajectory
 
 
@@ -66,6 +67,17 @@ def in_thread(trainer: Trainer, stop: StopFlag) -> tuple[threading.Thread, list[
 
     thread = threading.Thread(target=work, daemon=True)
     thread.start()
+    return thread, errors
+
+
+def train_to_last_evaluation(
+    trainer: Trainer, broker: Broker, stop: StopFlag
+) -> tuple[threading.Thread, list[BaseException]]:
+    """Have all steps trained; the trainer waits for an evaluation then, which nobody has opened yet."""
+    trainer.config.eval = EvalConfig(dataset=DatasetConfig(name="arithmetic"))
+    with Pipeline(broker, publish_of_version):
+        thread, errors = in_thread(trainer, stop)
+        until(lambda: trainer.state == "finishing", "the end of training")
     return thread, errors
 
 

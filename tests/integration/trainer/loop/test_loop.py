@@ -14,14 +14,20 @@ from broker.client import Broker
 from broker.queues.tasks import TaskQueue, eval_task_id
 from consumers.trainer.loop import Trainer
 from deploy.run.summary import read_lines, surviving_lines
-from schemas.config import DatasetConfig, EvalConfig
 from schemas.lifecycle import StopFlag
 from schemas.messages import Score
 from schemas.metric_names import describe
 from tests.support.broker.prompt_groups import make_task as make_eval_task
 from tests.support.broker.prompt_groups import make_trajectory as make_eval_trajectory
 from tests.support.trainer.deterministic_run import Pipeline
-from tests.support.trainer.trainer_loop import in_thread, publish_of_version, run, trained, until
+from tests.support.trainer.trainer_loop import (
+    in_thread,
+    publish_of_version,
+    run,
+    train_to_last_evaluation,
+    trained,
+    until,
+)
 from tests.support.trainer.trajectories import make_trajectory
 
 pytestmark = pytest.mark.integration
@@ -186,10 +192,7 @@ def test_a_drain_before_the_last_evaluation_holds_the_run_and_during_it_lets_it_
     trainer: Callable[..., Trainer], broker: Broker
 ) -> None:
     one = trainer(steps=1)
-    one.config.eval = EvalConfig(dataset=DatasetConfig(name="arithmetic"))
-    with Pipeline(broker, publish_of_version):
-        thread, errors = in_thread(one, StopFlag())
-        until(lambda: one.state == "finishing", "the end of training")
+    thread, errors = train_to_last_evaluation(one, broker, StopFlag())
     broker.run_control.pause("drain", "a test")
     until(lambda: one.pause.acknowledged.get("pause") == 1, "the drain")
     assert one.describe()[0] == "paused"

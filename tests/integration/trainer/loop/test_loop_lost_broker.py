@@ -26,7 +26,14 @@ from schemas.messages import Sampling, Score, Task, Trajectory
 from tests.support.broker.prompt_groups import make_task
 from tests.support.broker.prompt_groups import make_trajectory as make_eval_trajectory
 from tests.support.trainer.deterministic_run import Pipeline
-from tests.support.trainer.trainer_loop import in_thread, publish_of_version, run, trained, until
+from tests.support.trainer.trainer_loop import (
+    in_thread,
+    publish_of_version,
+    run,
+    train_to_last_evaluation,
+    trained,
+    until,
+)
 
 pytestmark = pytest.mark.integration
 
@@ -126,10 +133,7 @@ def test_a_run_ends_with_an_evaluation_of_which_the_broker_lost_a_part_and_says_
 ) -> None:
     monkeypatch.setattr(step_log_module, "LOOK_S", 0.1)
     one = trainer(steps=1)
-    one.config.eval = EvalConfig(dataset=DatasetConfig(name="arithmetic"))
-    with Pipeline(broker, publish_of_version):
-        thread, errors = in_thread(one, StopFlag())
-        until(lambda: one.state == "finishing", "the end of training")
+    thread, errors = train_to_last_evaluation(one, broker, StopFlag())
     tasks, task = broker.task_queue("g"), make_task(eval_task_id(1, 0), n=2, kind="eval")
     assert broker.evals.open(1, [task])
     if "eval_tasks" not in lost:
@@ -152,10 +156,7 @@ def test_the_last_evaluation_is_made_anew_when_the_broker_has_lost_what_it_needs
 ) -> None:
     monkeypatch.setattr(loop_module, "QUIET_S", 0.1)
     one = trainer(steps=1)
-    one.config.eval = EvalConfig(dataset=DatasetConfig(name="arithmetic"))
-    with Pipeline(broker, publish_of_version):
-        thread, errors = in_thread(one, StopFlag())
-        until(lambda: one.state == "finishing", "the end of training")
+    thread, errors = train_to_last_evaluation(one, broker, StopFlag())
     tasks, task = broker.task_queue("g"), make_task(eval_task_id(1, 0), n=2, kind="eval")
     assert broker.evals.open(1, [task])
     tasks.publish(task.task_id, [make_eval_trajectory(task.task_id, sample, "eval") for sample in range(2)])
@@ -295,11 +296,8 @@ def test_weights_that_vanish_during_the_last_evaluation_are_published_again(
 ) -> None:
     monkeypatch.setattr(loop_module, "QUIET_S", 0.1)
     one, stop = trainer(steps=1, publish={"transport": "redis"}), StopFlag()
-    one.config.eval = EvalConfig(dataset=DatasetConfig(name="arithmetic"))
     store, keys = broker.weights, broker.connection.keys
-    with Pipeline(broker, publish_of_version):
-        thread, errors = in_thread(one, stop)
-        until(lambda: one.state == "finishing", "the end of training")
+    thread, errors = train_to_last_evaluation(one, broker, stop)
     until(lambda: (newest := store.newest()) is not None and newest.version == 1, "the last version")
     broker.connection.client.delete(keys.weights, keys.chunks)
     until(lambda: (newest := store.newest()) is not None and store.holds(newest), "the same version again")
